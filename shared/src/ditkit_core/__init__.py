@@ -1,0 +1,3 @@
+"""The shared core of ditkit."""
+
+__version__ = "0.1.0"
