@@ -1,0 +1,152 @@
+"""Where a model's parts lie: one base folder or hub id, and a path of its own for each part that needs one."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from ditkit_core.errors import UserError
+from ditkit_core.settings import setting
+
+PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle")
+"""Suffixes of files that run code when they are read."""
+
+# Weights, configurations and tokenizers; nothing that runs, and no other format of the same weights.
+_WANTED_FROM_HUB = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+
+_HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(/(?P<inner>\w[\w.-]*(/\w[\w.-]*)*))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Components:
+    """The `[model]` section: which model, and where its files are."""
+
+    preset: str = setting("", resume="refused")
+    """Architecture by name; empty means: read it from the base folder's transformer/config.json."""
+    base: str = setting("", resume="refused")
+    """A folder in diffusers layout, or a hub id, that holds every part not named below."""
+    transformer: str = setting("", resume="refused")
+    """Folder, single .safetensors file, sharded index, or hub id of the transformer."""
+    vae: str = setting("", resume="free")
+    """Folder or single .safetensors file of the VAE."""
+    text_encoder: str = setting("", resume="free")
+    """Folder or single .safetensors file of the text encoder."""
+    tokenizer: str = setting("", resume="free")
+    """Folder of the tokenizer."""
+    image_encoder: str = setting("", resume="free")
+    """Folder or single .safetensors file of the image encoder."""
+    dtype: str = setting("bf16", resume="refused")
+    """Dtype of the frozen base and the matmuls: bf16, fp16 or fp32."""
+
+    def locate(self, part: str, *, safe_names: Mapping[str, str] = MappingProxyType({})) -> Path:
+        """The local file or folder of a part, fetched from the hub if its path is a hub id.
+
+        Args:
+            part: `transformer`, `vae`, `text_encoder`, `tokenizer`, `scheduler`, …
+            safe_names: By name of a pickle that people have for this model: the file to get instead.
+
+        Raises:
+            UserError: If the part has no path, nothing lies there, the hub does not give it, or it is a pickle.
+        """
+        own = {
+            "transformer": self.transformer,
+            "vae": self.vae,
+            "text_encoder": self.text_encoder,
+            "tokenizer": self.tokenizer,
+            "image_encoder": self.image_encoder,
+        }
+        key = f"model.{part}" if own.get(part) else "model.base"
+        value = own.get(part) or self.base
+        remedy = f"set model.{part}" if part in own else "set model.base"
+        if not value:
+            raise UserError(
+                f"the model has no {part}: {remedy} to its file or folder, or model.base to a folder in diffusers layout"
+            )
+        from_base = key == "model.base"
+        path = Path(value).expanduser()
+        if path.exists():
+            path = path / part if from_base else path
+        elif match := _HUB_ID.fullmatch(value):
+            path = _fetch(match["repository"], match["inner"] or "", part, key, from_base=from_base)
+        else:
+            raise UserError(f"{key} = {value!r}: there is no such file or folder, and it is not a hub id (owner/name)")
+        if not path.exists():
+            raise UserError(f"{key} = {value!r} holds no {part}; {remedy} to where the {part} lies")
+        refuse_pickles(path, safe_names)
+        return path
+
+
+def refuse_pickles(path: Path, safe_names: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Refuse a pickle, or a folder whose only weights are pickles.
+
+    Args:
+        path: File or folder.
+        safe_names: By name of a known pickle: the file to get instead.
+
+    Raises:
+        UserError: With the reason and the file to get instead.
+    """
+    if path.is_file():
+        pickles = [path] if path.suffix.lower() in PICKLES else []
+    elif any(path.glob("*.safetensors")):
+        pickles = []
+    else:
+        pickles = sorted(file for file in path.iterdir() if file.suffix.lower() in PICKLES)
+    if pickles:
+        name = pickles[0].name
+        instead = safe_names.get(name, "the same weights as .safetensors")
+        raise UserError(
+            f"{pickles[0]} is a pickle, and reading a pickle runs the code in it; get {instead} instead of {name}"
+        )
+
+
+def _fetch(repository: str, inner: str, part: str, key: str, *, from_base: bool) -> Path:
+    """Download one part of a hub repository, or find it in the local cache.
+
+    A base holds the part in a folder of its name, below `inner` if given. A part's own hub id may name a file or folder
+    inside the repository; if it names neither, the part's folder is taken, and the repository's root if there is none.
+    """
+    if from_base:
+        inner = f"{inner}/{part}".lstrip("/")
+    if inner.endswith(".safetensors"):
+        return _snapshot(repository, [inner], [], key) / inner
+    if inner:
+        return _snapshot(repository, [f"{inner}/{wanted}" for wanted in _WANTED_FROM_HUB], [], key) / inner
+    folder = _snapshot(repository, [f"{part}/{wanted}" for wanted in _WANTED_FROM_HUB], [], key) / part
+    if folder.exists():
+        return folder
+    return _snapshot(repository, list(_WANTED_FROM_HUB), ["*/*"], key)  # the root's files alone
+
+
+def _snapshot(repository: str, allow: list[str], ignore: list[str], key: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    where = f"{key} = {repository!r}"
+    try:
+        return Path(snapshot_download(repository, allow_patterns=allow, ignore_patterns=ignore))
+    except GatedRepoError as error:
+        raise UserError(
+            f"{where} is gated: accept its licence on the model's page, then log in with `hf auth login`"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise UserError(
+            f"{where}: no such folder here, and no such model on the hub or no right to read it; mend the path, "
+            "or open the model's page and log in with `hf auth login`"
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise UserError(
+            f"{where} is not in the local cache and the hub cannot be reached; go online once, or name a local folder"
+        ) from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        remedy = "log in with `hf auth login`" if status in (401, 403) else "try again later, or name a local folder"
+        raise UserError(f"{where}: the hub answered {status}; {remedy}") from error

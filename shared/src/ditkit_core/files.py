@@ -1,0 +1,69 @@
+"""Files that are whole or absent, and paths that stay where they belong."""
+
+import hashlib
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ditkit_core.errors import UserError
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Write a file so that a reader, or a crash, sees the old one or the new one and nothing between.
+
+    Yields a temporary path in the same folder; when the block ends well it is flushed to disk and renamed over `path`,
+    otherwise it is removed.
+
+    Raises:
+        UserError: If the file cannot be written (full disk, no permission), naming the path.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path}: {error.strerror or error}; free some space or choose another folder"
+        ) from error
+    finally:
+        with suppress(OSError):  # a parent that is no folder has been reported already
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 text atomically."""
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+
+
+def file_hash(path: Path) -> str:
+    """Hex digest (blake2b, 128 bits) of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def inside(folder: Path, relative: str, *, allow_outside: bool = False) -> Path:
+    """Resolve a path that a dataset names, refusing one that leaves its folder.
+
+    Args:
+        folder: The folder that the path must stay in.
+        relative: The path as written in the dataset.
+        allow_outside: True when the person allowed it by name.
+
+    Raises:
+        UserError: If the resolved path (links followed) lies outside `folder`.
+    """
+    root = Path(folder).resolve()
+    path = (root / relative).resolve()
+    if not allow_outside and not path.is_relative_to(root):
+        raise UserError(
+            f"{relative!r} leaves the dataset folder {folder}; move the file inside or set data.allow_outside = true"
+        )
+    return path
