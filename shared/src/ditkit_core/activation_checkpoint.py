@@ -1,0 +1,129 @@
+"""Activation checkpointing: what a block keeps for its backward, decided at the seam.
+
+The engine *calls* a block through a policy, so nothing is wrapped and no name changes. A policy hands the carry's tensors
+to the checkpoint one by one and rebuilds the carry inside: checkpoints of every kind see only top-level tensor
+arguments, and one that they miss loses its gradient or is freed twice.
+
+`full` is `torch.utils.checkpoint`, which stops recomputing as soon as the last saved tensor is back (torch_remat runs
+the block to its end: one more large matmul per block). `attn_only` is torch_remat, which can keep a region.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch_remat as remat
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from ditkit_core.attention import AttentionSettings, attention_settings
+from ditkit_core.errors import UserError
+from ditkit_core.model import StagedModel
+from ditkit_core.precision import autocast_disabled
+
+POLICIES = ("none", "full", "attn_only")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """Runs a whole forward, each block through the checkpoint policy and the attention backend.
+
+    Passed to a model's `forward` as `run`. It is a plain value: it holds no parameter and no state.
+    """
+
+    policy: str = "none"
+    """`none` keeps everything, `full` recomputes each block, `attn_only` recomputes all but attention."""
+    backend: str = "sdpa"
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise UserError(f"unknown checkpointing policy {self.policy!r}; choose one of {', '.join(POLICIES)}")
+
+    def __call__(self, model: StagedModel, inputs: Any) -> Any:
+        settings = AttentionSettings(backend=self.backend, keep=self.policy == "attn_only")
+        with autocast_disabled(next(iter(model.head.parameters())).device.type):
+            carry = model.embed(inputs)
+            for index, block in enumerate(model.blocks()):
+                carry = run_block(block, carry, policy=self.policy, settings=settings, name=f"block {index}")
+            return model.head(carry)
+
+
+def run_block(block: nn.Module, carry: Any, *, policy: str, settings: AttentionSettings, name: str) -> Any:
+    """Run one block under a policy: carry in, carry out.
+
+    Args:
+        name: Names the checkpoint in memory reports; unique among the blocks of a model.
+    """
+    if policy == "none" or not torch.is_grad_enabled():
+        with attention_settings(settings):
+            return block(carry)
+    leaves, spec = tree_flatten(carry)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    outcome: Any = None
+
+    def body(*tensors: Tensor) -> tuple[Tensor, ...]:
+        nonlocal outcome
+        given = iter(tensors)
+        inner = tree_unflatten([next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        with attention_settings(settings):
+            after, after_spec = tree_flatten(block(inner))
+        # What the block passed on unchanged keeps its identity and does not cross the checkpoint.
+        position = {id(tensor): index for index, tensor in enumerate(tensors)}
+        made = tuple(leaf for leaf in after if isinstance(leaf, Tensor) and id(leaf) not in position)
+        if outcome is None:
+            outcome = after_spec, [_Given(position[id(x)]) if id(x) in position else _static(x) for x in after]
+        return made
+
+    made = iter(_CHECKPOINTS[policy](body, tensors, name))
+    after_spec, after = outcome
+    rebuilt = [tensors[x.index] if isinstance(x, _Given) else next(made) if x is _MADE else x for x in after]
+    return tree_unflatten(rebuilt, after_spec)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A carry tensor that a block passed on: its position among the block's inputs."""
+
+    index: int
+
+
+_MADE = object()
+
+
+def _static(leaf: Any) -> Any:
+    """A leaf without its tensor: the outcome outlives the forward and must hold no memory."""
+    return _MADE if isinstance(leaf, Tensor) else leaf
+
+
+def _full(body: Callable[..., tuple[Tensor, ...]], tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
+    made: tuple[Tensor, ...] = checkpoint(body, *tensors, use_reentrant=False)
+    return made
+
+
+def _attn_only(body: Callable[..., tuple[Tensor, ...]], tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
+    hook = GeneratorHook(tensors[0].device)
+    made: tuple[Tensor, ...] = remat.checkpoint(region_name=name, recompute_state_hooks=(hook,))(body)(*tensors)
+    return made
+
+
+_CHECKPOINTS = {"full": _full, "attn_only": _attn_only}
+
+
+class GeneratorHook:
+    """Keeps dropout aligned where a kept region is skipped in recompute: snapshots the block's own generators only."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def snapshot(self) -> tuple[Tensor, Tensor | None]:
+        """The state of the CPU generator and of the block's device."""
+        device_state = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        return torch.get_rng_state(), device_state
+
+    def restore(self, state: tuple[Tensor, Tensor | None]) -> None:
+        """Put a snapshot back."""
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1], self.device)

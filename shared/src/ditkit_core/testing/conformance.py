@@ -1,0 +1,238 @@
+"""The checks that every model passes: subclass `Conformance`, give it the spec and a tiny architecture, run pytest.
+
+    class TestWan(Conformance):
+        spec = WAN
+        arch = WanArch(dim=32, …)
+
+        def items(self, count, ragged=False):
+            return [{"latents": …, "text": …} for _ in range(count)]
+
+What must not change numbers is compared to the bit, on the CPU in one thread.
+"""
+
+import itertools
+import threading
+import typing
+from types import NoneType, UnionType
+from typing import Any, ClassVar
+
+import jaxtyping
+import pytest
+import torch
+from torch import Tensor
+
+from ditkit_core import attention
+from ditkit_core.activation_checkpoint import POLICIES, Engine
+from ditkit_core.adapters import AdapterConfig
+from ditkit_core.model import ModelSpec, StagedModel, run_plain
+from ditkit_core.precision import Precision, autocast_disabled
+from ditkit_core.testing.world import Items, make_model, outcome
+
+ADAPTERS = {
+    "full": None,
+    "lora": AdapterConfig(rank=4),
+    "lora with dropout": AdapterConfig(rank=4, alpha=8.0, dropout=0.2),
+    "dora": AdapterConfig(rank=4, use_dora=True),
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Recomputing runs attention twice, unless it is kept.
+ATTENTION_FORWARDS = {"none": 1, "full": 2, "attn_only": 1}
+
+
+class Conformance:
+    """Inherit, set `spec` and `arch`, define `items`."""
+
+    spec: ClassVar[ModelSpec]
+    arch: ClassVar[Any]
+
+    def items(self, count: int, ragged: bool = False) -> Items:
+        """Training items, deterministic; of different sizes if `ragged`."""
+        raise NotImplementedError
+
+    def _outcome(self, model: Any, run: Engine | None, *, count: int = 2, ragged: bool = False, **options: Any) -> Any:
+        return outcome(self.spec, model, self.items(count, ragged), run, **options)
+
+    # Structure
+
+    def test_it_builds_on_meta_and_is_staged(self) -> None:
+        with torch.device("meta"):
+            model: Any = self.spec.build(self.arch, Precision())
+        assert isinstance(model, StagedModel)
+        model = typing.cast(Any, model)
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert not list(model.buffers()), "tables travel in the carry: a buffer is rounded by .to(dtype)"
+
+    def test_every_parameter_belongs_to_one_stage(self) -> None:
+        model: Any = make_model(self.spec, self.arch)
+        stages = [model.embed, *model.blocks(), model.head]
+        reached = [id(p) for stage in stages for p in stage.parameters()]
+        assert sorted(reached) == sorted(id(p) for p in model.parameters())
+
+    def test_carries_are_what_they_are_annotated_as(self) -> None:
+        model: Any = make_model(self.spec, self.arch)
+        for ragged in (False, True):
+            items = self.items(2, ragged)
+            carry = model.embed(self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items))
+            check_carry(carry)
+            for block in model.blocks():
+                carry = block(carry)
+                check_carry(carry)
+
+    def test_attention_calls_have_names_of_their_own(self) -> None:
+        model: Any = make_model(self.spec, self.arch)
+        names: list[str] = []
+        kernel = attention.BACKENDS["sdpa"].kernel
+
+        class Names:
+            """Stands in for torch_remat's region where attention marks what is kept."""
+
+            @staticmethod
+            def region(function: Any, name: str, *, recompute: bool) -> Any:
+                names.append(name)
+                return function
+
+            @staticmethod
+            def recompute_needs_tensor(tensor: Tensor) -> None:
+                pass
+
+        items = self.items(1)
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            patch.setattr(attention, "remat", Names)
+            carry = model.embed(self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.5]), items))
+            for block in model.blocks():
+                names.clear()
+                with attention.attention_settings(attention.AttentionSettings(keep=True)):
+                    carry = block(carry)
+                assert len(names) == len(set(names)), names
+        assert kernel is attention.BACKENDS["sdpa"].kernel
+
+    def test_names_go_to_every_form_and_back(self) -> None:
+        names = self.spec.names
+        native = list(make_model(self.spec, self.arch).state_dict())
+        for form, from_native in names.from_native.items():
+            foreign = [from_native(name) for name in native]
+            assert len(set(foreign)) == len(native), f"{form} gives two parameters one name"
+            assert [names.to_native(name) for name in foreign] == native, form
+        assert names.to_native("no_such_part.weight") is None
+
+    # Numbers
+
+    @pytest.mark.parametrize("ragged", [False, True])
+    @pytest.mark.parametrize(("adapter", "dtype"), list(itertools.product(ADAPTERS, DTYPES)))
+    def test_no_policy_changes_a_bit(self, adapter: str, dtype: str, ragged: bool) -> None:
+        model: Any = make_model(self.spec, self.arch, dtype=DTYPES[dtype], adapter=ADAPTERS[adapter])
+        names = list(model.state_dict())
+        plain = self._outcome(model, None, ragged=ragged)
+        assert torch.isfinite(plain.loss) and any(g is not None for g in plain.gradients.values())
+        for policy in POLICIES:
+            under = self._outcome(model, Engine(policy=policy), ragged=ragged)
+            assert under.differences(plain) == [], policy
+            assert under.num_attention == plain.num_attention * ATTENTION_FORWARDS[policy], policy
+            assert torch.equal(under.generator_state, plain.generator_state), f"{policy} leaks random state"
+        assert list(model.state_dict()) == names
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_an_outer_autocast_changes_nothing(self, policy: str) -> None:
+        model: Any = make_model(self.spec, self.arch, adapter=ADAPTERS["lora"])
+        plain = self._outcome(model, Engine(policy=policy))
+        with torch.autocast("cpu", torch.bfloat16):
+            under = self._outcome(model, Engine(policy=policy), backward=backward_without_autocast)
+        assert under.differences(plain) == []
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_backward_may_start_in_another_thread(self, policy: str) -> None:
+        def elsewhere(loss: Tensor) -> None:
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+
+        model: Any = make_model(self.spec, self.arch, adapter=ADAPTERS["lora with dropout"])
+        here = self._outcome(model, Engine(policy=policy))
+        assert self._outcome(model, Engine(policy=policy), backward=elsewhere).differences(here) == []
+
+    def test_a_sample_in_a_ragged_batch_equals_itself_alone(self) -> None:
+        """fp32; the tolerance is the order of summation, which the padded length changes."""
+        model: Any = make_model(self.spec, self.arch)
+        items = self.items(3, ragged=True)
+        assert len({item["latents"].shape for item in items}) > 1
+        sigma = torch.tensor([0.2, 0.5, 0.9])
+
+        def run(chosen: list[int]) -> list[tuple[Tensor, Any]]:
+            latents = [items[i]["latents"].clone().requires_grad_() for i in chosen]
+            outputs = model(self.spec.make_inputs(latents, sigma[chosen], [items[i] for i in chosen]))
+            torch.cat([output.flatten() for output in outputs]).square().sum().backward()
+            return [(output.detach(), latent.grad) for output, latent in zip(outputs, latents, strict=True)]
+
+        together = run([0, 1, 2])
+        for i in range(3):
+            ((output, gradient),) = run([i])
+            assert output.shape == items[i]["latents"].shape
+            torch.testing.assert_close(together[i][0], output, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(together[i][1], gradient, rtol=1e-4, atol=1e-4)
+
+    def test_a_fresh_adapter_changes_nothing_and_alone_is_trained(self) -> None:
+        model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16)
+        bare = self._outcome(model, None)
+        adapted: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=ADAPTERS["lora"])
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.data.zero_()
+        with_adapter = self._outcome(adapted, None)
+        assert all(map(torch.equal, bare.outputs, with_adapter.outputs))
+        for name, parameter in adapted.named_parameters():
+            is_adapter = "lora_" in name
+            assert parameter.requires_grad == is_adapter, name
+            assert (parameter.grad is not None) == is_adapter, name
+            assert not is_adapter or parameter.dtype == torch.float32, name
+
+    def test_what_stays_fp32_is_a_part_and_not_all(self) -> None:
+        kept = [self.spec.keep_fp32(name) for name in make_model(self.spec, self.arch).state_dict()]
+        assert any(kept) and not all(kept)
+
+    @pytest.mark.parametrize("adapter", ["full", "lora"])
+    def test_steps_on_one_batch_lower_its_loss(self, adapter: str) -> None:
+        model: Any = make_model(self.spec, self.arch, adapter=ADAPTERS[adapter])
+        items = self.items(2)
+        inputs = self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        losses = []
+        for _ in range(8):
+            outputs = model(inputs, run=run_plain)
+            pairs = zip(outputs, items, strict=True)
+            loss = sum(((o.float() - i["latents"]).square().mean() for o, i in pairs), torch.zeros(()))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        assert losses[-1] < 0.9 * losses[0], losses
+
+
+def backward_without_autocast(loss: Tensor) -> None:
+    """A backward as the training step runs it: torch obeys an outer autocast there too, recorded ops included."""
+    with autocast_disabled(loss.device.type):
+        loss.backward()
+
+
+def check_carry(carry: Any) -> None:
+    """Hold a carry against its own annotations; dimensions of one name must agree over all fields.
+
+    Type-check import hooks look at function arguments and do not see the fields of a NamedTuple.
+
+    Raises:
+        AssertionError: Naming the field.
+    """
+    assert isinstance(carry, tuple), "a carry is a NamedTuple"
+    hints = typing.get_type_hints(type(carry), include_extras=True)
+    fields = [(name, getattr(carry, name), tuple(_options(hint))) for name, hint in hints.items()]
+    # No call of ours inside: a type-check hook opens a scope of its own for dimensions in every function.
+    with jaxtyping.jaxtyped("context"):
+        for name, value, options in fields:
+            shown = tuple(value.shape) if isinstance(value, Tensor) else value
+            assert isinstance(value, options), f"carry.{name} is {shown}, annotated {options}"
+
+
+def _options(hint: Any) -> list[type]:
+    """The types that an annotation allows, as `isinstance` takes them."""
+    if typing.get_origin(hint) in (typing.Union, UnionType):
+        return [option for part in typing.get_args(hint) for option in _options(part)]
+    return [NoneType if hint is None else typing.get_origin(hint) or hint]

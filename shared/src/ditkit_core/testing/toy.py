@@ -1,0 +1,242 @@
+"""The smallest model that the core can train: read it before writing your own.
+
+Latents [channels, frames, height, width] of any size are cut into single positions; text of any length is attended to.
+One block mixes the tokens, attends to the text and applies an MLP, all under a modulation that depends on the noise level.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from ditkit_core.attention import attend
+from ditkit_core.model import Engine, ModelSpec, SampleJob, StagedModel, StateDictNames, run_plain
+from ditkit_core.precision import Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyArch:
+    """Sizes of the toy."""
+
+    channels: int = 4
+    dim: int = 32
+    heads: int = 2
+    text_dim: int = 8
+    depth: int = 2
+    dropout: float = 0.0
+
+
+class ToyInputs(NamedTuple):
+    """What the toy's `embed` takes."""
+
+    latents: Sequence[Tensor]
+    sigma: Float[Tensor, "batch"]
+    text: Sequence[Tensor]
+
+
+class ToyCarry(NamedTuple):
+    """Everything one block of the toy hands to the next."""
+
+    tokens: Float[Tensor, "batch tokens dim"]
+    modulation: Float[Tensor, "batch 3 dim"]
+    text: Float[Tensor, "batch text dim"]
+    key_mask: Bool[Tensor, "batch tokens"] | None
+    sizes: tuple[tuple[int, ...], ...]
+
+
+class ToyEmbed(nn.Module):
+    """Latents, noise level and text to the carry."""
+
+    def __init__(self, arch: ToyArch, precision: Precision):
+        super().__init__()
+        self.precision = precision
+        self.patch = nn.Linear(arch.channels, arch.dim)
+        self.text = nn.Linear(arch.text_dim, arch.dim)
+        self.time = nn.Linear(16, 3 * arch.dim)
+
+    def forward(self, inputs: ToyInputs) -> ToyCarry:
+        island, matmul = self.precision.island, self.precision.matmul
+        sizes = tuple(tuple(latent.shape) for latent in inputs.latents)
+        rows = [latent.flatten(1).T for latent in inputs.latents]
+        lengths = torch.tensor([len(row) for row in rows])
+        mask = None if len(set(map(len, rows))) == 1 else torch.arange(int(lengths.max())) < lengths[:, None]
+        tokens = self.patch(nn.utils.rnn.pad_sequence(rows, batch_first=True).to(matmul)).to(island)
+        frequencies = torch.logspace(0, 2, 8, dtype=torch.float64, device=tokens.device)
+        angles = inputs.sigma.double()[:, None] * frequencies
+        time = self.time(torch.cat([angles.cos(), angles.sin()], -1).to(island))
+        text = self.text(nn.utils.rnn.pad_sequence(list(inputs.text), batch_first=True).to(matmul))
+        mask = None if mask is None else mask.to(tokens.device)
+        return ToyCarry(tokens, time.unflatten(-1, (3, -1)), text, mask, sizes)
+
+
+class ToyBlock(nn.Module):
+    """Self-attention, attention to the text, MLP."""
+
+    def __init__(self, arch: ToyArch, precision: Precision):
+        super().__init__()
+        self.heads, self.dropout, self.precision = arch.heads, arch.dropout, precision
+        self.qkv = nn.Linear(arch.dim, 3 * arch.dim)
+        self.out = nn.Linear(arch.dim, arch.dim)
+        self.query = nn.Linear(arch.dim, arch.dim)
+        self.key_value = nn.Linear(arch.dim, 2 * arch.dim)
+        self.mlp = nn.Sequential(nn.Linear(arch.dim, 2 * arch.dim), nn.GELU(), nn.Linear(2 * arch.dim, arch.dim))
+
+    def forward(self, carry: ToyCarry) -> ToyCarry:
+        matmul = self.precision.matmul
+        shift, scale, gate = carry.modulation[:, :, None].unbind(1)
+        rate = self.dropout if self.training else 0.0
+        x = carry.tokens
+        h = (F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift).to(matmul)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in self.qkv(h).chunk(3, -1))
+        y = attend(q, k, v, name="self", key_mask=carry.key_mask, dropout=rate).flatten(2)
+        x = x + gate * F.dropout(self.out(y), rate, self.training)
+        q = self.query(x.to(matmul)).unflatten(-1, (self.heads, -1))
+        k, v = (t.unflatten(-1, (self.heads, -1)) for t in self.key_value(carry.text).chunk(2, -1))
+        x = x + attend(q, k, v, name="cross").flatten(2)
+        return carry._replace(tokens=x + F.dropout(self.mlp(x.to(matmul)), rate, self.training))
+
+
+class ToyHead(nn.Module):
+    """Carry to one velocity per sample."""
+
+    def __init__(self, arch: ToyArch, precision: Precision):
+        super().__init__()
+        self.out = nn.Linear(arch.dim, arch.channels)
+
+    def forward(self, carry: ToyCarry) -> list[Tensor]:
+        rows = self.out(carry.tokens)
+        sized = zip(rows, carry.sizes, strict=True)
+        return [row[: math.prod(size[1:])].T.reshape(size) for row, size in sized]
+
+
+class ToyModel(nn.Module):
+    """embed → blocks → head."""
+
+    def __init__(self, arch: ToyArch, precision: Precision):
+        super().__init__()
+        self.embed = ToyEmbed(arch, precision)
+        self.layers = nn.ModuleList(ToyBlock(arch, precision) for _ in range(arch.depth))
+        self.head = ToyHead(arch, precision)
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.layers)
+
+    def forward(self, inputs: ToyInputs, run: Engine = run_plain) -> list[Tensor]:
+        return run(self, inputs)
+
+
+class ToyMediaEncoder:
+    """Averages 4×4 pixels; counts its calls so that a test can say what was encoded."""
+
+    identity = "toy-media"
+
+    def __init__(self) -> None:
+        self.loads = self.calls = 0
+
+    def load(self) -> None:
+        self.loads += 1
+
+    def unload(self) -> None:
+        pass
+
+    def encode(self, item: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        pooled = F.avg_pool2d(item.transpose(0, 1), 4)[::4].transpose(0, 1)
+        return {"latents": torch.cat([pooled, pooled.mean(0, keepdim=True)]).contiguous()}
+
+
+class ToyTextEncoder:
+    """One row of features per character."""
+
+    identity = "toy-text"
+
+    def __init__(self) -> None:
+        self.loads = self.calls = 0
+
+    def load(self) -> None:
+        self.loads += 1
+
+    def unload(self) -> None:
+        pass
+
+    def encode(self, item: str) -> dict[str, Tensor]:
+        self.calls += 1
+        codes = torch.tensor([ord(c) for c in item or " "], dtype=torch.float32)
+        return {"text": torch.sin(codes[:, None] * torch.arange(1, 9))}
+
+
+class ToySampler:
+    """Euler steps from noise to data."""
+
+    def denoise(self, model: StagedModel, run: Engine, job: SampleJob, on_step: Callable[[], None]) -> Tensor:
+        size = (4, (job.frames - 1) // 4 + 1, job.height // 4, job.width // 4)
+        latents = torch.randn(size, generator=torch.Generator().manual_seed(job.seed))
+        for step in range(job.steps):
+            sigma = torch.tensor([1 - step / job.steps])
+            latents = latents - model(ToyInputs([latents], sigma, [job.conditions["text"]]), run)[0] / job.steps
+            on_step()
+        return latents
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return F.interpolate(latents[:3].transpose(0, 1), scale_factor=4).transpose(0, 1).clamp(0, 1)
+
+
+def _make_inputs(noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]]) -> ToyInputs:
+    return ToyInputs(noised, sigma, [item["text"].to(noised[0].device) for item in items])
+
+
+_FORM = {"patch": "patch_in", "time": "time_in", "text": "text_in"}
+_BACK = {theirs: ours for ours, theirs in _FORM.items()}
+
+
+def _from_native(name: str) -> str:
+    first, *rest = name.split(".")
+    if first == "embed":
+        return ".".join([_FORM[rest[0]], *rest[1:]])
+    return name.replace("layers.", "blocks.", 1)
+
+
+def _to_native(name: str) -> str | None:
+    first, *rest = name.split(".")
+    if first in _BACK:
+        return ".".join(["embed", _BACK[first], *rest])
+    return name.replace("blocks.", "layers.", 1) if first in ("blocks", "head") else None
+
+
+TOY = ModelSpec(
+    name="toy",
+    presets={"tiny": ToyArch(), "dropout": ToyArch(dropout=0.2)},
+    build=ToyModel,
+    keep_fp32=lambda name: name.startswith(("embed.time", "head.")),
+    names=StateDictNames(prefixes=("model.",), to_native=_to_native, from_native={"official": _from_native}),
+    adapter_targets={"all": ("qkv", "out", "query", "key_value", "mlp.0", "mlp.2"), "attention": ("qkv", "query")},
+    make_inputs=_make_inputs,
+    num_tokens=lambda latents: math.prod(latents.shape[1:]),
+    media_encoder=lambda components, device, dtype: ToyMediaEncoder(),
+    text_encoder=lambda components, device, dtype: ToyTextEncoder(),
+    sampler=lambda components, device, dtype: ToySampler(),
+    frame_step=4,
+    size_step=4,
+    fps=8.0,
+    write_demo=lambda folder: None,
+    demo_config=Path("demo.toml"),
+)
+
+
+def toy_items(count: int = 4, *, seed: int = 0, ragged: bool = False) -> list[dict[str, Tensor]]:
+    """Training items as the encode stage would make them."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [(4, 2, 4, 4 + (4 * (index % 2) if ragged else 0)) for index in range(count)]
+    return [
+        {"latents": torch.randn(size, generator=generator), "text": torch.randn(5, 8, generator=generator)}
+        for size in sizes
+    ]
+
+
+__all__ = ["TOY", "ToyArch", "ToyInputs", "ToyModel", "toy_items"]

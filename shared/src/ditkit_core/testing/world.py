@@ -1,0 +1,104 @@
+"""Small worlds for the conformance checks: a model with seeded weights, one training step, and what it did."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ditkit_core.adapters import AdapterConfig, initialise, inject
+from ditkit_core.model import Engine, ModelSpec
+from ditkit_core.precision import Precision
+
+Items = Sequence[Mapping[str, Tensor]]
+
+
+def make_model(
+    spec: ModelSpec, arch: Any, *, dtype: torch.dtype = torch.float32, adapter: AdapterConfig | None = None
+) -> nn.Module:
+    """A model on the CPU with random weights of which none is zero, and with an adapter that does something.
+
+    Args:
+        adapter: What is trained; None trains every parameter.
+    """
+    random = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[]):
+        model: nn.Module = spec.build(arch, Precision(matmul=dtype))
+    for name, parameter in model.named_parameters():
+        values = torch.randn(parameter.shape, generator=random) * parameter[0].numel() ** -0.5
+        if parameter.ndim == 1:
+            values = 0.1 * values + (1.0 if name.endswith("weight") else 0.0)
+        parameter.data = values.to(torch.promote_types(dtype, torch.float32) if spec.keep_fp32(name) else dtype)
+    if adapter is not None:
+        inject(model, adapter, spec.adapter_targets)
+        initialise(model, 0, device_of=lambda name: torch.device("cpu"))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data = 0.1 * torch.randn(parameter.shape, generator=random)
+    return model.train()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Everything that one forward and backward produced."""
+
+    loss: Tensor
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor | None]
+    """By parameter name; inputs as `input 0`, `input 1`, …"""
+    num_attention: int
+    """Forwards of attention, those of recompute included."""
+    generator_state: Tensor
+    """torch's generator after the backward."""
+
+    def equals(self, other: "Outcome") -> bool:
+        """Equal to the bit in loss, outputs and gradients."""
+        return not self.differences(other)
+
+    def differences(self, other: "Outcome") -> list[str]:
+        """Names of what is not equal to the bit."""
+        found = [] if torch.equal(self.loss, other.loss) else ["loss"]
+        pairs = zip(self.outputs, other.outputs, strict=True)
+        found += [f"output {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
+        assert self.gradients.keys() == other.gradients.keys()
+        for name, a in self.gradients.items():
+            b = other.gradients[name]
+            if (a is None) != (b is None) or (a is not None and b is not None and not torch.equal(a, b)):
+                found.append(name)
+        return found
+
+
+def outcome(spec: ModelSpec, model: nn.Module, items: Items, run: Engine | None, *, backward: Any = None) -> Outcome:
+    """One training step without an optimizer, from the same random state every time.
+
+    Args:
+        run: The engine; None is the model's plain forward.
+        backward: Starts the backward of a loss; by default in this thread.
+    """
+    latents = [item["latents"].clone().requires_grad_() for item in items]
+    sigma = torch.linspace(0.3, 0.8, len(items))
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(11)
+    with _CountAttention() as count:
+        inputs = spec.make_inputs(latents, sigma, items)
+        outputs = list(model(inputs) if run is None else model(inputs, run=run))
+        loss = sum((output.float().square().mean() for output in outputs), torch.zeros(()))
+        (backward or torch.Tensor.backward)(loss)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients |= {f"input {i}": latent.grad for i, latent in enumerate(latents)}
+    return Outcome(loss.detach(), [o.detach() for o in outputs], gradients, count.forwards, torch.get_rng_state())
+
+
+class _CountAttention(TorchDispatchMode):
+    """Counts attention forwards below autograd; with dropout the CPU composes attention, and its softmax is counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        self.forwards += "backward" not in name and ("_scaled_dot_product" in name or "softmax" in name)
+        return func(*args, **(kwargs or {}))

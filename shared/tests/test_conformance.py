@@ -1,0 +1,98 @@
+"""The toy model passes the checks that every model passes, and broken models do not."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ditkit_core.activation_checkpoint import Engine
+from ditkit_core.testing.conformance import Conformance, check_carry
+from ditkit_core.testing.toy import TOY, toy_items
+from ditkit_core.testing.world import Items, make_model, outcome
+
+
+class TestToy(Conformance):
+    spec = TOY
+    arch = TOY.presets["tiny"]
+
+    def items(self, count: int, ragged: bool = False) -> Items:
+        return toy_items(count, ragged=ragged)
+
+
+class TestToyWithDropoutInBlockAndAttention(Conformance):
+    spec = TOY
+    arch = TOY.presets["dropout"]
+
+    def items(self, count: int, ragged: bool = False) -> Items:
+        return toy_items(count, ragged=ragged)
+
+    def test_a_sample_in_a_ragged_batch_equals_itself_alone(self) -> None:
+        pytest.skip("dropout draws one mask for the whole batch")
+
+
+class _Carry(NamedTuple):
+    x: Float[Tensor, "batch tokens"]
+    y: Float[Tensor, "batch"]
+
+
+@pytest.mark.parametrize(
+    ("carry", "field"),
+    [
+        (_Carry(torch.ones(2, 3), torch.ones(3)), "y"),
+        (_Carry(torch.ones(2, 3), torch.ones(2, dtype=torch.long)), "y"),
+        (_Carry(torch.ones(2), torch.ones(2)), "x"),
+    ],
+)
+def test_a_carry_that_breaks_its_annotation_is_named(carry: _Carry, field: str) -> None:
+    with pytest.raises(AssertionError, match=f"carry.{field} "):
+        check_carry(carry)
+
+
+def test_two_attention_calls_of_one_name_in_a_block_are_refused_before_backward() -> None:
+    model: Any = make_model(TOY, TOY.presets["tiny"])
+    block = model.layers[0]
+    forward = block.forward
+    block.forward = lambda carry: forward(forward(carry))
+    with pytest.raises(RuntimeError, match="Duplicate"):
+        outcome(TOY, model, toy_items(1), Engine(policy="attn_only"))
+
+
+def test_without_the_generator_hook_dropout_would_be_replayed_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why the hook is there: the equality checks above fail without it, so they are checks."""
+    from ditkit_core.activation_checkpoint import GeneratorHook
+
+    model: Any = make_model(TOY, TOY.presets["dropout"])
+    plain = outcome(TOY, model, toy_items(2), None)
+    monkeypatch.setattr(GeneratorHook, "restore", lambda self, state: None)
+    assert outcome(TOY, model, toy_items(2), Engine(policy="attn_only")).differences(plain)
+
+
+def test_a_policy_holds_what_it_says() -> None:
+    """Bytes that autograd keeps after a forward: none > attn_only > full."""
+
+    def kept(policy: str) -> int:
+        model: Any = make_model(TOY, TOY.presets["tiny"])
+        items = toy_items(2)
+        sizes: dict[int, int] = {}
+        seen: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, torch.nn.Parameter):
+                seen.append(tensor)
+                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        inputs = TOY.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items)
+        carry = model.embed(inputs)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            from ditkit_core.activation_checkpoint import run_block
+            from ditkit_core.attention import AttentionSettings
+
+            settings = AttentionSettings(keep=policy == "attn_only")
+            run_block(model.layers[0], carry, policy=policy, settings=settings, name="block 0")
+        return sum(sizes.values())
+
+    none, full, attn_only = (kept(policy) for policy in ("none", "full", "attn_only"))
+    assert none > attn_only > full > 0
