@@ -1,0 +1,225 @@
+"""The Wan 2.x transformer as embed → blocks → head.
+
+Names follow Wan-Video/Wan2.1, wan/modules/model.py; `state_dict.py` has the few that differ. Single-device code: no device, no
+autocast, no checkpointing in here. What runs wider than the matmuls (timestep features, modulation, norms, rotary
+tables, residual stream, head) is cast explicitly; `Precision.island` is fp32, or fp64 in an fp64 model.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from ditkit_core.attention import attend
+from ditkit_core.model import Engine, run_plain
+from ditkit_core.precision import Precision
+from ditkit_wan.norm import gated_sum, modulated_norm, normalised_heads
+from ditkit_wan.presets import WanArch
+from ditkit_wan.rope import rotary_angles
+
+
+class WanInputs(NamedTuple):
+    """What `embed` takes: one entry per sample, which may differ in size."""
+
+    latents: Sequence[Tensor]
+    """[channels, frames, height, width] each."""
+    timestep: Float[Tensor, "batch *tokens"]
+    """1000 · σ, fp32 or wider; one per sample, or one per token where tokens differ."""
+    text: Sequence[Tensor]
+    """[rows, text_dim] each, at most `text_tokens` rows."""
+
+
+class WanCarry(NamedTuple):
+    """Everything one block hands to the next."""
+
+    tokens: Float[Tensor, "batch tokens dim"]
+    modulation: Float[Tensor, "batch times 6 dim"]
+    """`times` is 1, or the number of tokens when timesteps differ per token."""
+    time: Float[Tensor, "batch times dim"]
+    cos: Float[Tensor, "tables tokens 1 pairs"]
+    sin: Float[Tensor, "tables tokens 1 pairs"]
+    text: Float[Tensor, "batch text dim"]
+    key_mask: Bool[Tensor, "batch tokens"] | None
+    """False on the padding of samples shorter than the longest; None when all are of one size."""
+    grids: tuple[tuple[int, int, int], ...]
+    """Tokens of each sample along frames, height, width."""
+
+
+class WanPatchEmbedding(nn.Module):
+    """The official Conv3d whose stride is its kernel, computed as the matmul that it is."""
+
+    def __init__(self, arch: WanArch):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(arch.dim, arch.in_channels, *arch.patch))
+        self.bias = nn.Parameter(torch.zeros(arch.dim))
+        nn.init.xavier_uniform_(self.weight.data.flatten(1))
+
+    def forward(self, patches: Float[Tensor, "*batch features"]) -> Float[Tensor, "*batch dim"]:
+        return F.linear(patches, self.weight.flatten(1), self.bias)
+
+
+class WanEmbed(nn.Module):
+    """Inputs to the carry."""
+
+    def __init__(self, arch: WanArch, precision: Precision):
+        super().__init__()
+        self.arch, self.precision = arch, precision
+        dim = arch.dim
+        self.patch_embedding = WanPatchEmbedding(arch)
+        self.text_embedding = nn.Sequential(
+            nn.Linear(arch.text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim)
+        )
+        self.time_embedding = nn.Sequential(nn.Linear(arch.freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim))
+        self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+
+    def forward(self, inputs: WanInputs) -> WanCarry:
+        island, matmul = self.precision.island, self.precision.matmul
+        grids = tuple(self._grid(latent) for latent in inputs.latents)
+        patches = [self._patches(latent) for latent in inputs.latents]
+        tokens = self.patch_embedding(pad_sequence(patches, batch_first=True).to(matmul)).to(island)
+        uniform = len(set(grids)) == 1
+        angles = [rotary_angles(grid, self.arch.head_dim, tokens.device) for grid in grids[: 1 if uniform else None]]
+        table = pad_sequence(angles, batch_first=True)[:, :, None]  # angle 0 on padding: unrotated
+        timestep = inputs.timestep if inputs.timestep.ndim == 2 else inputs.timestep[:, None]
+        time = self.time_embedding(timestep_features(timestep, self.arch.freq_dim).to(island))
+        return WanCarry(
+            tokens=tokens,
+            modulation=self.time_projection(time).unflatten(-1, (6, -1)),
+            time=time,
+            cos=table.cos().to(island),
+            sin=table.sin().to(island),
+            text=self.text_embedding(self._padded_text(inputs.text).to(matmul)),
+            key_mask=None if len(set(map(len, patches))) == 1 else _key_mask(patches),
+            grids=grids,
+        )
+
+    def _grid(self, latent: Tensor) -> tuple[int, int, int]:
+        frames, height, width = (size // step for size, step in zip(latent.shape[1:], self.arch.patch, strict=True))
+        return frames, height, width
+
+    def _patches(self, latent: Float[Tensor, "channels frames height width"]) -> Float[Tensor, "tokens features"]:
+        pf, ph, pw = self.arch.patch
+        return rearrange(latent, "c (f pf) (h ph) (w pw) -> (f h w) (c pf ph pw)", pf=pf, ph=ph, pw=pw)
+
+    def _padded_text(self, text: Sequence[Tensor]) -> Float[Tensor, "batch text text_dim"]:
+        return torch.stack([F.pad(rows, (0, 0, 0, self.arch.text_tokens - len(rows))) for rows in text])
+
+
+class WanSelfAttention(nn.Module):
+    """Attention among the tokens of a sample, q and k normalised over the full width and rotated."""
+
+    def __init__(self, arch: WanArch, precision: Precision):
+        super().__init__()
+        self.heads, self.precision = arch.heads, precision
+        self.q, self.k, self.v, self.o = (nn.Linear(arch.dim, arch.dim) for _ in range(4))
+        self.norm_q, self.norm_k = (nn.RMSNorm(arch.dim, eps=arch.eps) for _ in range(2))
+
+    def forward(self, h: Tensor, carry: WanCarry) -> Tensor:
+        island, rotary = self.precision.island, (carry.cos, carry.sin)
+        q = normalised_heads(self.q(h), self.norm_q, self.heads, island, rotary)
+        k = normalised_heads(self.k(h), self.norm_k, self.heads, island, rotary)
+        v = self.v(h).unflatten(-1, (self.heads, -1))
+        return self.o(attend(q, k, v, name="self", key_mask=carry.key_mask).flatten(2))
+
+
+class WanCrossAttention(nn.Module):
+    """Attention from the tokens to the text; padding rows are attended to, as in training."""
+
+    def __init__(self, arch: WanArch, precision: Precision):
+        super().__init__()
+        self.heads, self.precision = arch.heads, precision
+        self.q, self.k, self.v, self.o = (nn.Linear(arch.dim, arch.dim) for _ in range(4))
+        self.norm_q, self.norm_k = (nn.RMSNorm(arch.dim, eps=arch.eps) for _ in range(2))
+
+    def forward(self, h: Tensor, text: Float[Tensor, "batch text dim"]) -> Tensor:
+        q = normalised_heads(self.q(h), self.norm_q, self.heads, self.precision.island)
+        k = normalised_heads(self.k(text), self.norm_k, self.heads, self.precision.island)
+        v = self.v(text).unflatten(-1, (self.heads, -1))
+        return self.o(attend(q, k, v, name="cross").flatten(2))
+
+
+class WanBlock(nn.Module):
+    """Self-attention, cross-attention and feed-forward on a residual stream kept in fp32."""
+
+    def __init__(self, arch: WanArch, precision: Precision):
+        super().__init__()
+        self.eps, self.precision = arch.eps, precision
+        self.modulation = nn.Parameter(torch.randn(1, 6, arch.dim) / arch.dim**0.5)
+        self.self_attn = WanSelfAttention(arch, precision)
+        self.norm3 = nn.LayerNorm(arch.dim, eps=arch.eps)
+        self.cross_attn = WanCrossAttention(arch, precision)
+        self.ffn = nn.Sequential(
+            nn.Linear(arch.dim, arch.ffn_dim), nn.GELU(approximate="tanh"), nn.Linear(arch.ffn_dim, arch.dim)
+        )
+
+    def forward(self, carry: WanCarry) -> WanCarry:
+        matmul = self.precision.matmul
+        shift_sa, scale_sa, gate_sa, shift_ffn, scale_ffn, gate_ffn = (self.modulation + carry.modulation).unbind(2)
+        x = carry.tokens
+        h = modulated_norm(x, scale_sa, shift_sa, self.eps).to(matmul)
+        x = gated_sum(x, self.self_attn(h, carry), gate_sa)
+        x = x + self.cross_attn(self.norm3(x).to(matmul), carry.text)
+        h = modulated_norm(x, scale_ffn, shift_ffn, self.eps).to(matmul)
+        x = gated_sum(x, self.ffn(h), gate_ffn)
+        return carry._replace(tokens=x)
+
+
+class WanHead(nn.Module):
+    """The last carry to one velocity per sample, in fp32."""
+
+    def __init__(self, arch: WanArch, precision: Precision):
+        super().__init__()
+        self.arch, self.precision = arch, precision
+        pf, ph, pw = arch.patch
+        self.modulation = nn.Parameter(torch.randn(1, 2, arch.dim) / arch.dim**0.5)
+        self.head = nn.Linear(arch.dim, arch.out_channels * pf * ph * pw)
+
+    def forward(self, carry: WanCarry) -> list[Tensor]:
+        shift, scale = (self.modulation[:, None] + carry.time[:, :, None]).unbind(2)
+        rows = self.head(modulated_norm(carry.tokens, scale, shift, self.arch.eps))
+        return [self._unpatch(row, grid) for row, grid in zip(rows, carry.grids, strict=True)]
+
+    def _unpatch(self, row: Float[Tensor, "tokens features"], grid: tuple[int, int, int]) -> Tensor:
+        (f, h, w), (pf, ph, pw) = grid, self.arch.patch
+        pattern = "(f h w) (pf ph pw c) -> c (f pf) (h ph) (w pw)"
+        return rearrange(row[: f * h * w], pattern, f=f, h=h, w=w, pf=pf, ph=ph, pw=pw)
+
+
+class WanTransformer(nn.Module):
+    """A StagedModel: velocity of each sample from its noised latents, timestep and text."""
+
+    def __init__(self, arch: WanArch, precision: Precision):
+        super().__init__()
+        self.embed = WanEmbed(arch, precision)
+        self.layers = nn.ModuleList(WanBlock(arch, precision) for _ in range(arch.layers))
+        self.head = WanHead(arch, precision)
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.layers)
+
+    def forward(self, inputs: WanInputs, run: Engine = run_plain) -> list[Tensor]:
+        return run(self, inputs)
+
+
+def timestep_features(timestep: Float[Tensor, "*batch"], dim: int) -> Float[Tensor, "*batch dim"]:
+    """Sinusoidal features of t = 1000 · σ in fp64: cosines, then sines.
+
+    fp32 here costs 7.6e-5 at worst; a timestep rounded to bf16 costs 1.7, which nothing later repairs.
+
+    Source: `sinusoidal_embedding_1d` in Wan-Video/Wan2.1, wan/modules/model.py.
+    """
+    half = dim // 2
+    frequencies = 10_000.0 ** -(torch.arange(half, dtype=torch.float64, device=timestep.device) / half)
+    angles = timestep.double()[..., None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], -1)
+
+
+def _key_mask(patches: Sequence[Tensor]) -> Bool[Tensor, "batch tokens"]:
+    lengths = [len(rows) for rows in patches]
+    positions = torch.arange(max(lengths), device=patches[0].device)
+    return torch.stack([positions < length for length in lengths])

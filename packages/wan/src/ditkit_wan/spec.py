@@ -1,0 +1,87 @@
+"""Wan as plain values and functions: everything the core needs to train it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ditkit_core.components import Components
+from ditkit_core.model import Encoder, Engine, ModelSpec, Sampler
+from ditkit_wan.model import WanInputs, WanTransformer
+from ditkit_wan.presets import PRESETS, arch_from_config
+from ditkit_wan.state_dict import NAMES
+
+# Timestep path, head, modulation and norms stay fp32 whatever the base is stored in (facts: §2 of the official numerics).
+_FP32_PARTS = ("embed.time_embedding.", "embed.time_projection.", "head.")
+_FP32_LEAVES = (".modulation", ".norm3.weight", ".norm3.bias", ".norm_q.weight", ".norm_k.weight", ".norm_k_img.weight")
+
+_ATTENTION = tuple(f"{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo")
+
+
+def _keep_fp32(name: str) -> bool:
+    return name.startswith(_FP32_PARTS) or name.endswith(_FP32_LEAVES)
+
+
+def _make_inputs(noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]]) -> WanInputs:
+    device = noised[0].device
+    return WanInputs(noised, 1000 * sigma, [item["text"].to(device) for item in items])
+
+
+# The encoders and the sampler pull in diffusers and transformers: only the stages that need them pay for the import.
+def _media_encoder(components: Components, device: torch.device, dtype: torch.dtype) -> Encoder:
+    from ditkit_wan.vae import VaeEncoder
+
+    return VaeEncoder(components, device)
+
+
+def _text_encoder(components: Components, device: torch.device, dtype: torch.dtype) -> Encoder:
+    from ditkit_wan.text import TextEncoder
+
+    return TextEncoder(components, device, dtype)
+
+
+def _sampler(components: Components, device: torch.device, dtype: torch.dtype) -> Sampler:
+    from ditkit_wan.sample import WanSampler
+
+    return WanSampler(components, device)
+
+
+def _write_demo(folder: Path) -> None:
+    from ditkit_wan.demo import write_demo
+
+    write_demo(folder)
+
+
+def _verify_export(adapter: Path, components: Components, model: Any, run: Engine) -> str:
+    from ditkit_wan.verify import verify_export
+
+    return verify_export(adapter, components, model, run)
+
+
+WAN = ModelSpec(
+    name="wan",
+    presets=PRESETS,
+    build=WanTransformer,
+    keep_fp32=_keep_fp32,
+    names=NAMES,
+    adapter_targets={
+        "q,k,v,o,ffn.0,ffn.2": (*_ATTENTION, "ffn.0", "ffn.2"),
+        "q,k,v,o": _ATTENTION,
+        "self": tuple(name for name in _ATTENTION if name.startswith("self")),
+    },
+    make_inputs=_make_inputs,
+    num_tokens=lambda latents: math.prod(latents.shape[1:]) // 4,  # patches of 1 × 2 × 2
+    infer_arch=arch_from_config,
+    media_encoder=_media_encoder,
+    text_encoder=_text_encoder,
+    sampler=_sampler,
+    frame_step=4,
+    size_step=16,
+    fps=16.0,
+    write_demo=_write_demo,
+    demo_config=Path(__file__).parent / "demo.toml",
+    verify_export=_verify_export,
+)

@@ -1,0 +1,142 @@
+"""Our transformer against `WanTransformer3DModel` with the same weights: outputs, parameter and input gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from ditkit_core.precision import Precision
+from ditkit_wan.model import WanInputs, WanTransformer, timestep_features
+from ditkit_wan.presets import WanArch
+from ditkit_wan.spec import WAN
+from ditkit_wan.state_dict import NAMES
+
+pytestmark = pytest.mark.xdist_group("diffusers")  # its import costs seconds: pay once
+
+
+def pair(head_dim: int, *, dtype: torch.dtype, heads: int = 2) -> tuple[WanTransformer, torch.nn.Module]:
+    """Ours and diffusers' with equal random weights, nothing left at an initial zero or one."""
+    from diffusers import WanTransformer3DModel
+
+    torch.manual_seed(0)
+    arch = WanArch(
+        dim=heads * head_dim, ffn_dim=56, heads=heads, layers=2, in_channels=4, out_channels=4, text_dim=20, text_tokens=6,
+        freq_dim=24,
+    )  # fmt: skip
+    theirs = WanTransformer3DModel(
+        num_attention_heads=heads, attention_head_dim=head_dim, in_channels=4, out_channels=4, text_dim=20, freq_dim=24,
+        ffn_dim=56, num_layers=2,
+    )  # fmt: skip
+    for name, parameter in theirs.named_parameters():  # the official scales, but nothing is zero or one
+        fan_in = parameter[0].numel() if parameter.ndim > 1 else head_dim
+        parameter.data = torch.randn_like(parameter) / fan_in**0.5
+        if ".norm" in name and name.endswith("weight"):
+            parameter.data = 1 + 0.1 * parameter
+        if "time_embedder" in name:
+            parameter.data = 0.02 * torch.randn_like(parameter)
+    ours = WanTransformer(arch, Precision(matmul=dtype))
+    ours.load_state_dict({NAMES.to_native(name): tensor.clone() for name, tensor in theirs.state_dict().items()})
+    return ours.to(dtype), theirs.to(dtype)
+
+
+def inputs(dtype: torch.dtype, batch: int = 2) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(batch, 4, 2, 6, 8, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    text = torch.randn(batch, 6, 20, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    target = torch.randn(batch, 4, 2, 6, 8, generator=generator, dtype=torch.float64)
+    return latents, text, torch.tensor([731.25, 12.5][:batch], dtype=torch.float64), target
+
+
+def exact_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make diffusers run in fp64 where it writes fp32 by hand: `.float()`, its sinusoid and its rotary buffers."""
+    import diffusers.models.transformers.transformer_wan as module
+    from diffusers.models import embeddings
+
+    def sinusoid(timesteps: Tensor, dim: int, **_: object) -> Tensor:
+        return timestep_features(timesteps, dim)
+
+    monkeypatch.setattr(embeddings, "get_timestep_embedding", sinusoid)
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+
+    def tables(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        from ditkit_wan.rope import rotary_angles
+
+        _, _, frames, height, width = hidden_states.shape
+        angles = rotary_angles((frames, height // 2, width // 2), self.attention_head_dim, hidden_states.device)
+        both = angles.repeat_interleave(2, -1)[None, :, None]
+        return both.cos(), both.sin()
+
+    monkeypatch.setattr(module.WanRotaryPosEmbed, "forward", tables)
+
+
+def both(ours, theirs, dtype: torch.dtype, batch: int = 2):
+    """[(name, our tensor, their tensor)] of output, input gradients and every parameter gradient."""
+    latents, text, timestep, target = inputs(dtype, batch)
+    out = torch.stack(ours(WanInputs(list(latents), timestep, list(text))))
+    (out.double() - target).square().mean().backward()
+    mine = [("latents", latents.grad.clone()), ("text", text.grad.clone())]
+    latents.grad = text.grad = None
+    their_out = theirs(hidden_states=latents, timestep=timestep, encoder_hidden_states=text, return_dict=False)[0]
+    (their_out.double() - target).square().mean().backward()
+    pairs = [("output", out, their_out)]
+    pairs += [(name, grad, x.grad) for (name, grad), x in zip(mine, (latents, text), strict=True)]
+    named = dict(ours.named_parameters())
+    pairs += [(name, named[NAMES.to_native(name)].grad, p.grad) for name, p in theirs.named_parameters()]
+    return pairs
+
+
+def assert_close(pairs, tolerance: float) -> None:
+    norm = max(float(their.double().norm()) for name, _, their in pairs if name != "output")
+    for name, mine, their in pairs:
+        mine, their = mine.detach().double(), their.detach().double()
+        error = float((mine - their).norm())
+        # The biases of k have no gradient in exact arithmetic; what rounding leaves there is measured against the largest.
+        assert error <= tolerance * float(their.norm()) or error <= 1e-2 * tolerance * norm, (
+            name,
+            error,
+            float(their.norm()),
+        )
+
+
+@pytest.mark.parametrize("head_dim", [12, 16, 24, 128])
+def test_fp64_equals_diffusers_run_in_fp64(head_dim, monkeypatch):
+    ours, theirs = pair(head_dim, dtype=torch.float64)
+    exact_diffusers(monkeypatch)
+    assert_close(both(ours, theirs, torch.float64), 1e-10)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_fp32_equals_diffusers(batch):
+    """1e-5: diffusers' sinusoid is fp32 (7.6e-5 at worst in one feature), everything else is summation order."""
+    ours, theirs = pair(16, dtype=torch.float32)
+    assert_close(both(ours, theirs, torch.float32, batch), 1e-5)
+
+
+def test_bf16_is_closer_to_fp64_than_diffusers(monkeypatch):
+    """Same bf16 weights, same inputs; diffusers as `from_pretrained(torch_dtype=bf16)` leaves it: its fp32 modules kept."""
+    ours, theirs = pair(16, dtype=torch.float32)
+    keep = theirs._keep_in_fp32_modules
+    for name, parameter in theirs.named_parameters():
+        parameter.data = parameter.data.bfloat16().float()  # equal values for all three
+        if not any(part in name.split(".") for part in keep):
+            parameter.data = parameter.data.bfloat16()
+    state = {NAMES.to_native(name): tensor for name, tensor in theirs.state_dict().items()}
+    exact = WanTransformer(ours.embed.arch, Precision(matmul=torch.float64)).double()
+    exact.load_state_dict(state)
+    half = WanTransformer(ours.embed.arch, Precision(matmul=torch.bfloat16))
+    for name, parameter in half.named_parameters():
+        parameter.data = state[name].float() if WAN.keep_fp32(name) else state[name].bfloat16()
+
+    latents, text, timestep, _ = inputs(torch.float64)
+    latents, text = latents.detach().bfloat16().double(), text.detach().bfloat16().double()
+
+    def error(out: Tensor) -> float:
+        return float((out.double() - truth).norm() / truth.norm())
+
+    with torch.no_grad():
+        truth = torch.stack(exact(WanInputs(list(latents), timestep, list(text))))
+        mine = torch.stack(half(WanInputs(list(latents.bfloat16()), timestep, list(text.bfloat16()))))
+        them = theirs(
+            hidden_states=latents.bfloat16(), timestep=timestep.float(), encoder_hidden_states=text.bfloat16()
+        ).sample
+    assert error(mine) < error(them)
+    assert error(mine) < 1e-2
