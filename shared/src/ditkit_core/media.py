@@ -1,0 +1,187 @@
+"""Media files as clips: probing, reading what was on screen when, writing samples.
+
+Videos go through PyAV, still images through Pillow (libav ignores the orientation in a photograph). Either comes back
+as one tensor, an image being a clip of one frame.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from ditkit_core import still, video
+from ditkit_core.errors import UserError
+from ditkit_core.timeline import SLACK_SECONDS
+
+Kind = Literal["video", "image"]
+
+_COMMON = {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".gif"}
+VIDEO_SUFFIXES = frozenset(_COMMON | {".mpg", ".mpeg", ".ts", ".mts", ".m2ts", ".flv", ".wmv", ".ogv", ".3gp"})
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"})
+
+TRANSFORM_VERSION = 1
+"""Raised when the same file would give other pixels than before; part of the cache key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaInfo:
+    """What a media file holds, as a player would show it."""
+
+    kind: Kind
+    width: int
+    """Pixels, after rotation."""
+    height: int
+    """Pixels, after rotation."""
+    seconds: float
+    """Time from the first frame shown to the end of the last; 0 for an image."""
+    fps: float
+    """Frames per second on average; 0 for an image."""
+    rotation: int
+    """Anticlockwise degrees (0, 90, 180, 270) that the file asks a player to turn a video; 0 for an image."""
+
+
+def kind_of(path: Path) -> Kind:
+    """Video or image, by the file's extension.
+
+    Raises:
+        UserError: If the extension is neither.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix in VIDEO_SUFFIXES:
+        return "video"
+    if suffix in IMAGE_SUFFIXES:
+        return "image"
+    accepted = " ".join(sorted(VIDEO_SUFFIXES | IMAGE_SUFFIXES))
+    raise UserError(f"{path} is not a media file by its extension; convert it to one of {accepted}")
+
+
+def probe(path: Path) -> MediaInfo:
+    """Size and duration of a media file, a video's measured over all of its packets.
+
+    Raises:
+        UserError: If the file is missing, empty, damaged, without a picture, or not what its extension says.
+    """
+    if _checked(path) == "image":
+        height, width = still.size(path)
+        return MediaInfo(kind="image", width=width, height=height, seconds=0.0, fps=0.0, rotation=0)
+    found = video.survey(path)
+    return MediaInfo(
+        kind="video",
+        width=found.width,
+        height=found.height,
+        seconds=found.timeline.seconds,
+        fps=found.timeline.count / found.timeline.seconds,
+        rotation=90 * found.quarter_turns,
+    )
+
+
+def available_frames(path: Path, fps: float, *, at_most: int | None = None) -> int:
+    """How many frames a file gives at a frame rate; 1 for an image.
+
+    Args:
+        path: A media file.
+        fps: Frames per second to be read at.
+        at_most: Do not look further than for this many.
+
+    Raises:
+        UserError: As `probe`.
+    """
+    if _checked(path) == "image":
+        still.size(path)
+        return 1
+    found = video.survey(path, until_seconds=math.inf if at_most is None else at_most / fps)
+    frames = max(1, math.ceil((found.timeline.seconds - SLACK_SECONDS) * fps))
+    return frames if at_most is None else min(frames, at_most)
+
+
+def read_clip(
+    path: Path, *, frames: int, fps: float, height: int, width: int, start_seconds: float = 0.0
+) -> Float[Tensor, "3 frames height width"]:
+    """Read a clip: frame i is what was on screen at `start_seconds + i / fps`, resized to cover and centre cropped.
+
+    Args:
+        path: A media file.
+        frames: Number of frames; 1 for an image.
+        fps: Frames per second of the clip.
+        height: Pixels.
+        width: Pixels.
+        start_seconds: Time of the first frame, counted from the file's first.
+
+    Returns:
+        float32 pixels in [-1, 1].
+
+    Raises:
+        UserError: If the file cannot be read, or does not hold every one of the frames.
+    """
+    if _checked(path) == "image":
+        if frames != 1:
+            raise UserError(f"{path} is a still image, {frames} frames were asked for; ask for 1")
+        pictures: Iterator[video.Picture] = iter([still.read(path)])
+    else:
+        pictures = video.frames_at(path, [start_seconds + i / fps for i in range(frames)])
+    clip = torch.empty(3, frames, height, width)
+    for i, picture in enumerate(pictures):
+        clip[:, i] = _fit(picture, height, width)
+    return clip
+
+
+def _checked(path: Path) -> Kind:
+    kind = kind_of(path)
+    if not Path(path).is_file():
+        raise UserError(f"{path} does not exist or is no file; correct the path")
+    if Path(path).stat().st_size == 0:
+        raise UserError(f"{path} is empty (0 bytes); copy it again or remove it")
+    return kind
+
+
+def _fit(picture: video.Picture, height: int, width: int) -> Float[Tensor, "3 height width"]:
+    """Scale to cover the size (antialiased), crop to the centre, map 0…255 to [-1, 1]."""
+    pixels = torch.from_numpy(np.ascontiguousarray(picture)).permute(2, 0, 1).float()
+    scale = max(height / pixels.shape[1], width / pixels.shape[2])
+    covering = (max(height, round(pixels.shape[1] * scale)), max(width, round(pixels.shape[2] * scale)))
+    if covering != tuple(pixels.shape[1:]):
+        resized = functional.interpolate(pixels[None], covering, mode="bicubic", antialias=True, align_corners=False)
+        pixels = resized[0].clamp(0, 255)  # bicubic overshoots at edges
+    top, left = (covering[0] - height) // 2, (covering[1] - width) // 2
+    return pixels[:, top : top + height, left : left + width] / 127.5 - 1
+
+
+def write_video(path: Path, pixels: Float[Tensor, "3 frames height width"], fps: float) -> None:
+    """Write an mp4 (H.264, yuv420p) atomically; an odd last row or column is repeated, since yuv420p has even sizes.
+
+    Args:
+        path: The file.
+        pixels: Values in [0, 1]; what lies outside is clamped.
+        fps: Frames per second.
+
+    Raises:
+        UserError: If the file cannot be written.
+    """
+    height, width = pixels.shape[2:]
+    pictures: list[video.Picture] = list(_bytes(pixels).permute(1, 2, 3, 0).numpy())
+    even = [np.pad(picture, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge") for picture in pictures]
+    video.write_h264(path, even, fps=fps)
+
+
+def write_image(path: Path, pixels: Float[Tensor, "3 height width"]) -> None:
+    """Write a png atomically.
+
+    Args:
+        path: The file.
+        pixels: Values in [0, 1]; what lies outside is clamped.
+
+    Raises:
+        UserError: If the file cannot be written.
+    """
+    still.write(path, _bytes(pixels).permute(1, 2, 0).numpy())
+
+
+def _bytes(pixels: Tensor) -> Tensor:
+    return (pixels.detach().cpu().float().clamp(0, 1) * 255).round().to(torch.uint8).contiguous()

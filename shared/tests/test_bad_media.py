@@ -1,0 +1,359 @@
+"""A folder of things that go wrong with media and captions: each is one line that names the file and a remedy."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from ditkit_core.dataset import DataConfig, Dataset, scan
+from ditkit_core.errors import UserError
+from ditkit_core.media import available_frames, probe, read_clip
+from media_files import noisy_video, numbered_video, picture, sound_only, truncated
+
+REMEDIES = ("re-encode", "remove", "replace", "copy it again", "convert", "correct", "write", "put", "save it again")
+
+
+def missing(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def noise(path: Path) -> None:
+    path.write_bytes(np.random.default_rng(0).bytes(5000))
+
+
+def without_index(path: Path) -> None:
+    truncated(numbered_video(path), path)
+
+
+def cut_off(path: Path) -> None:
+    truncated(noisy_video(path), path)  # its index comes first, so its start stays readable
+
+
+def text(path: Path) -> None:
+    path.write_text("these are no pixels\n" * 50)
+
+
+def image_called_video(path: Path) -> None:
+    Image.new("RGB", (32, 32)).save(path, format="PNG")
+
+
+def playlist(path: Path) -> None:
+    numbered_video(path.with_name("other.mkv"))
+    path.write_text("ffconcat version 1.0\nfile other.mkv\n")
+
+
+def unknown_codec(path: Path) -> None:
+    path.write_bytes(numbered_video(path).read_bytes().replace(b"avc1", b"zzzz").replace(b"avcC", b"zzzC"))
+
+
+def sound(path: Path) -> None:
+    sound_only(path)
+
+
+@pytest.mark.parametrize(
+    "spoil", [missing, empty, noise, without_index, cut_off, text, image_called_video, playlist, unknown_codec, sound]
+)
+def test_a_bad_video_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], spoil: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "clip.mp4"
+    spoil(path)
+    for use in (
+        lambda: probe(path),
+        lambda: available_frames(path, 24.0),
+        lambda: read_clip(path, frames=32, fps=24.0, height=16, width=16),
+    ):
+        assert_one_line(use, str(path))
+    assert capfd.readouterr() == ("", "")  # libav keeps quiet
+
+
+def cut_image(path: Path) -> None:
+    noisy = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
+    Image.fromarray(noisy).save(path)
+    truncated(path, path)
+
+
+def video_called_image(path: Path) -> None:
+    numbered_video(path.with_suffix(".mp4")).rename(path)
+
+
+def another_format(path: Path) -> None:
+    Image.new("RGB", (16, 16)).save(path, format="PPM")
+
+
+def deep(path: Path) -> None:
+    Image.fromarray(np.zeros((16, 16), np.uint16)).save(path)
+
+
+def animated(path: Path) -> None:
+    frames = [Image.new("RGB", (16, 16), (0, 0, 60 * i)) for i in range(3)]
+    frames[0].save(path, save_all=True, append_images=frames[1:])
+
+
+@pytest.mark.parametrize(
+    "spoil", [missing, empty, noise, text, cut_image, video_called_image, another_format, deep, animated]
+)
+def test_a_bad_image_is_one_line(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+    path = tmp_path / "photo.png"
+    spoil(path)
+    assert_one_line(lambda: read_clip(path, frames=1, fps=16.0, height=16, width=16), str(path))
+    if spoil is not cut_image:  # what the header tells is found before anything is decoded
+        assert_one_line(lambda: probe(path), str(path))
+
+
+@pytest.mark.parametrize("damage", [("libx264", 8), ("libx264", 700), ("libx265", 8)])
+@pytest.mark.parametrize("index", [18, 20, 22])
+def test_a_damaged_frame_is_an_error_and_only_where_it_is_wanted(
+    tmp_path: Path, damage: tuple[str, int], index: int
+) -> None:
+    codec, keep = damage
+    path = noisy_video(tmp_path / "clip.mp4", codec)
+    clear_packet(path, index, keep=keep)
+    assert available_frames(path, 24.0) == 32
+    assert read_clip(path, frames=5, fps=24.0, height=16, width=16).shape == (3, 5, 16, 16)
+    assert_one_line(lambda: read_clip(path, frames=32, fps=24.0, height=16, width=16), str(path))
+
+
+def clear_packet(path: Path, index: int, *, keep: int) -> None:
+    """Put zeros in place of what one packet holds after its first bytes."""
+    with av.open(str(path)) as container:
+        packet = [packet for packet in container.demux(video=0) if packet.size][index]
+        assert packet.pos is not None and packet.size > 2 * keep
+        start, stop = packet.pos + keep, packet.pos + packet.size
+    data = path.read_bytes()
+    path.write_bytes(data[:start] + bytes(stop - start) + data[stop:])
+
+
+def test_timestamps_that_go_backwards_are_an_error(tmp_path: Path) -> None:
+    path = numbered_video(tmp_path / "clip.avi")  # avi cannot say when reordered frames are shown
+    assert_one_line(lambda: read_clip(path, frames=20, fps=24.0, height=16, width=16), str(path))
+
+
+def test_a_name_that_is_no_media_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "notes.docx").write_text("x")
+    assert_one_line(lambda: probe(tmp_path / "notes.docx"), "notes.docx")
+
+
+def assert_one_line(use: Callable[[], object], *names: str) -> str:
+    with pytest.raises(UserError) as caught:
+        use()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(name in message for name in names), message
+    assert any(remedy in message for remedy in (*REMEDIES, "rename", "set data.", "ask for", "accepted")), message
+    return message
+
+
+def test_a_photograph_with_a_second_picture_inside_is_no_bad_image(tmp_path: Path) -> None:
+    red, map_of_gains = Image.new("RGB", (16, 16), "red"), Image.new("RGB", (8, 8))
+    red.save(tmp_path / "phone.jpg", format="MPO", save_all=True, append_images=[map_of_gains])
+    assert read_clip(tmp_path / "phone.jpg", frames=1, fps=16.0, height=16, width=16)[0].min() > 0.9
+
+
+def look(folder: Path, **settings: object) -> Dataset:
+    config = {"folder": str(folder), "frames": 9, "height": 32, "width": 32, **settings}
+    return scan(DataConfig(**config), frame_step=4, size_step=16, fps=16.0)  # type: ignore[arg-type]
+
+
+def add(folder: Path, name: str, caption: str | bytes | None = "a clip", frames: int = 24) -> Path:
+    path = folder / name
+    (picture if path.suffix == ".png" else numbered_video)(
+        path, **({} if path.suffix == ".png" else {"frames": frames})
+    )
+    if caption is not None:
+        path.with_suffix(".txt").write_bytes(caption if isinstance(caption, bytes) else caption.encode())
+    return path
+
+
+def caption_missing(folder: Path) -> str:
+    return add(folder, "bad.mp4", None).name
+
+
+def caption_empty(folder: Path) -> str:
+    return add(folder, "bad.mp4", " \n").with_suffix(".txt").name
+
+
+def caption_latin_1(folder: Path) -> str:
+    return add(folder, "bad.mp4", "café".encode("latin-1")).with_suffix(".txt").name
+
+
+def duplicate_names(folder: Path) -> str:
+    add(folder, "bad.png")
+    return add(folder, "bad.mp4").name
+
+
+def too_short(folder: Path) -> str:
+    return add(folder, "bad.mp4", frames=10).name
+
+
+def damaged(folder: Path) -> str:
+    path = add(folder, "bad.mp4")
+    text(path)
+    return path.name
+
+
+def json_lines(folder: Path, *lines: object) -> str:
+    good = {"file_name": "good.mp4", "text": "good"}
+    written = [line if isinstance(line, str) else json.dumps(line) for line in (good, *lines)]
+    (folder / "metadata.jsonl").write_text("\n".join(written))
+    return "metadata.jsonl line 2"
+
+
+def json_broken(folder: Path) -> str:
+    return json_lines(folder, '{"file_name": ')
+
+
+def json_no_object(folder: Path) -> str:
+    return json_lines(folder, ["bad.mp4", "caption"])
+
+
+def json_without_caption(folder: Path) -> str:
+    return json_lines(folder, {"file_name": "bad.mp4", "label": 3})
+
+
+def json_number_as_caption(folder: Path) -> str:
+    return json_lines(folder, {"file_name": "bad.mp4", "text": 3})
+
+
+def json_missing_file(folder: Path) -> str:
+    json_lines(folder, {"file_name": "gone.mp4", "text": "x"})
+    return "gone.mp4"
+
+
+def json_path_escape(folder: Path) -> str:
+    add(folder.parent, "outside.mp4")
+    json_lines(folder, {"file_name": "../outside.mp4", "text": "x"})
+    return "../outside.mp4"
+
+
+def csv_with_comma_in_caption(folder: Path) -> str:
+    (folder / "metadata.csv").write_text("video,prompt\ngood.mp4,good\ngood.mp4,a dog, running\n")
+    return "metadata.csv line 3"
+
+
+def symlink_escape(folder: Path) -> str:
+    add(folder.parent, "outside.mp4")
+    link(folder / "bad.mp4", folder.parent / "outside.mp4")
+    (folder / "bad.txt").write_text("x")
+    return "bad.mp4"
+
+
+def caption_symlink_escape(folder: Path) -> str:
+    add(folder, "bad.mp4", None)
+    (folder.parent / "secret.txt").write_text("x")
+    link(folder / "bad.txt", folder.parent / "secret.txt")
+    return "bad.txt"
+
+
+def link(path: Path, target: Path) -> None:
+    try:
+        path.symlink_to(target)
+    except OSError:
+        pytest.skip("this system does not let us make symbolic links")
+
+
+SKIPPABLE = [
+    caption_missing,
+    caption_empty,
+    caption_latin_1,
+    duplicate_names,
+    damaged,
+    json_broken,
+    json_no_object,
+    json_without_caption,
+    json_number_as_caption,
+    json_missing_file,
+    json_path_escape,
+    csv_with_comma_in_caption,
+    symlink_escape,
+    caption_symlink_escape,
+]
+
+
+@pytest.mark.parametrize("spoil", SKIPPABLE)
+def test_a_bad_entry_stops_the_scan_or_is_left_out(tmp_path: Path, spoil: Callable[[Path], str]) -> None:
+    folder = tmp_path / "set"
+    add(folder, "good.mp4")
+    name = spoil(folder)
+    message = assert_one_line(lambda: look(folder), name, 'data.on_bad = "skip" leaves it out')
+    dataset = look(folder, on_bad="skip")
+    assert [sample.id for sample in dataset.samples] == ["good"]
+    ((_, reason),) = dataset.excluded
+    assert reason in message
+
+
+def test_a_short_clip_says_what_it_has_and_what_to_set(tmp_path: Path) -> None:
+    add(tmp_path, "good.mp4")
+    too_short(tmp_path)
+    message = assert_one_line(lambda: look(tmp_path, on_bad="skip"), "bad.mp4")
+    assert "has 7 frames at 16 fps, data.frames asks for 9; set data.frames = 5" in message
+    assert [sample.id for sample in look(tmp_path, short_clips="skip").samples] == ["good"]
+    assert [sample.frames for sample in look(tmp_path, short_clips="shorten").samples] == [5, 9]
+
+
+def test_several_problems_are_counted(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        add(tmp_path, f"{name}.mp4", None)
+    message = assert_one_line(lambda: look(tmp_path), "a.mp4")
+    assert message.endswith('(and 2 more; data.on_bad = "skip" leaves them out)')
+
+
+def test_duplicate_names_are_both_named(tmp_path: Path) -> None:
+    duplicate_names(tmp_path)
+    assert_one_line(lambda: look(tmp_path), "bad.mp4 and bad.png", "'bad'")
+
+
+def csv_without_header(folder: Path) -> None:
+    (folder / "metadata.csv").write_text("good.mp4,a good clip\n")
+
+
+def csv_not_utf8(folder: Path) -> None:
+    (folder / "metadata.csv").write_bytes("video,prompt\ngood.mp4,café\n".encode("latin-1"))
+
+
+def csv_broken(folder: Path) -> None:
+    (folder / "metadata.csv").write_text('video,prompt\ngood.mp4,"a "good" clip\n')
+
+
+def csv_empty(folder: Path) -> None:
+    (folder / "metadata.csv").write_text("")
+
+
+@pytest.mark.parametrize("spoil", [csv_without_header, csv_not_utf8, csv_broken, csv_empty])
+def test_metadata_that_cannot_be_used_is_an_error_even_when_skipping(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    add(tmp_path, "good.mp4")
+    spoil(tmp_path)
+    assert_one_line(lambda: look(tmp_path, on_bad="skip"), "metadata.csv")
+
+
+def test_columns_found_and_accepted_are_listed(tmp_path: Path) -> None:
+    add(tmp_path, "good.mp4")
+    csv_without_header(tmp_path)
+    message = assert_one_line(lambda: look(tmp_path), "metadata.csv")
+    assert "found good.mp4, a good clip; accepted: file_name, video, image, file_path, path" in message
+
+
+def test_a_folder_with_nothing_usable_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no clips here")
+    assert_one_line(lambda: look(tmp_path), str(tmp_path), "no media file; accepted: .3gp .avi")
+    caption_missing(tmp_path)
+    assert_one_line(lambda: look(tmp_path, on_bad="skip"), "nothing to train on", "bad.mp4 has no caption")
+
+
+def test_a_file_without_permission_is_one_line(tmp_path: Path) -> None:
+    path = add(tmp_path, "bad.mp4").with_suffix(".txt")
+    path.chmod(0)
+    if os.access(path, os.R_OK):
+        pytest.skip("this user may read everything")
+    assert_one_line(lambda: look(tmp_path), str(path))

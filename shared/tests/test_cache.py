@@ -1,0 +1,150 @@
+"""The store of encoded tensors, and the memory of file contents."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ditkit_core import cache as cache_module
+from ditkit_core.cache import Cache, MediaHashes, key
+from ditkit_core.errors import UserError
+
+TENSORS = {"latents": torch.arange(24.0).reshape(2, 3, 4), "mask": torch.tensor([True, False])}
+KEY = key("something")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache")
+
+
+def entry(cache: Cache) -> Path:
+    (path,) = (path for path in cache.folder.rglob("*") if path.is_file())
+    return path
+
+
+def test_what_was_put_is_got_to_the_bit(cache: Cache) -> None:
+    assert cache.get("media", KEY) is None and not cache.has("media", KEY)
+    bf16 = torch.randn(5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    cache.put(
+        "media", KEY, {**TENSORS, "bf16": bf16, "turned": TENSORS["latents"].transpose(0, 2)}, {"source": "a.mp4"}
+    )
+    got = cache.get("media", KEY)
+    assert got is not None and cache.has("media", KEY) and not cache.has("text", KEY)
+    assert got["bf16"].dtype == torch.bfloat16 and torch.equal(got["bf16"], bf16)
+    assert torch.equal(got["latents"], TENSORS["latents"]) and torch.equal(got["mask"], TENSORS["mask"])
+    assert torch.equal(got["turned"], TENSORS["latents"].transpose(0, 2))
+
+
+def test_keys_are_stable_and_tell_parts_apart() -> None:
+    assert key("a", "b") == "c95b5b0a5d45c522dc032df817b0abc7"
+    assert len({key("a", "b"), key("ab"), key("b", "a"), key("a", "b", ""), key('a", "b')}) == 5
+
+
+@pytest.mark.parametrize("length", [0, 4, 100, -1])
+def test_a_torn_entry_counts_as_absent_and_is_removed(cache: Cache, length: int) -> None:
+    cache.put("media", KEY, TENSORS, {})
+    path = entry(cache)
+    path.write_bytes(path.read_bytes()[:length])
+    assert not cache.has("media", KEY)
+    assert not path.exists()
+    assert cache.get("media", KEY) is None
+
+
+def test_a_foreign_file_counts_as_absent_and_is_removed(cache: Cache) -> None:
+    cache.put("media", KEY, TENSORS, {})
+    for metadata in (None, {"ditkit_key": key("something else")}):
+        path = cache.folder / "media" / KEY[:2] / f"{KEY}.safetensors"
+        save_file(TENSORS, path, metadata)
+        assert cache.get("media", KEY) is None
+        assert not path.exists()
+
+
+def test_a_failed_put_leaves_nothing(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache_module, "save_file", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        cache.put("media", KEY, TENSORS, {})
+    assert not [path for path in cache.folder.rglob("*") if path.is_file()]
+
+
+def old_file(path: Path, text: str = "content") -> Path:
+    path.write_text(text)
+    os.utime(path, ns=(10**18, 10**18))
+    return path
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files whose bytes were read."""
+    names: list[str] = []
+    read = cache_module.file_hash
+
+    def counting(path: Path) -> str:
+        names.append(Path(path).name)
+        return read(path)
+
+    monkeypatch.setattr(cache_module, "file_hash", counting)
+    return names
+
+
+def test_a_second_start_hashes_nothing(tmp_path: Path, hashed: list[str]) -> None:
+    paths = [old_file(tmp_path / name, name) for name in ("a", "b")]
+    with MediaHashes(tmp_path / "cache") as hashes:
+        first = [hashes.of(path) for path in paths]
+    with MediaHashes(tmp_path / "cache") as hashes:
+        assert [hashes.of(path) for path in paths] == first
+    assert hashed == ["a", "b"] and first[0] != first[1]
+
+
+def test_a_change_of_size_or_time_is_hashed_again(tmp_path: Path, hashed: list[str]) -> None:
+    path = old_file(tmp_path / "a", "one")
+    hashes = MediaHashes(tmp_path / "cache")
+    before = hashes.of(path)
+    old_file(path, "longer")
+    assert hashes.of(path) != before
+    old_file(path, "change")
+    os.utime(path, ns=(10**18, 10**18 + 1))
+    hashes.of(path)
+    assert hashed == ["a"] * 3
+
+
+def test_a_file_written_a_moment_ago_is_not_remembered(tmp_path: Path, hashed: list[str]) -> None:
+    path, now = tmp_path / "new", time.time_ns()
+    hashes = MediaHashes(tmp_path / "cache")
+    digests = set()
+    for content in ("one", "two"):
+        path.write_text(content)
+        os.utime(path, ns=(now, now))  # a clock too coarse to tell them apart
+        digests.add(hashes.of(path))
+    assert len(digests) == 2
+    assert hashed == ["new", "new"]
+
+
+@pytest.mark.parametrize("spoiled", ["", "{", "[1, 2]", '{"x": 3}', '{"PATH": [7]}', '{"PATH": [1, 2, 3]}'])
+def test_an_unreadable_memory_is_an_empty_one(tmp_path: Path, hashed: list[str], spoiled: str) -> None:
+    path = old_file(tmp_path / "a")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "hashes.json").write_text(spoiled.replace("PATH", path.resolve().as_posix()))
+    with MediaHashes(tmp_path / "cache") as hashes:
+        hashes.of(path)
+    assert MediaHashes(tmp_path / "cache").of(path)
+    assert hashed == ["a"]
+
+
+def test_a_long_pass_saves_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "_SAVE_EVERY", 2)
+    hashes = MediaHashes(tmp_path / "cache")
+    for name, saved in (("a", False), ("b", True)):
+        hashes.of(old_file(tmp_path / name))
+        assert (tmp_path / "cache" / "hashes.json").exists() == saved
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read .*gone"):
+        MediaHashes(tmp_path).of(tmp_path / "gone")

@@ -1,0 +1,103 @@
+"""The order of training data: a function of seed and index, with every sample once per epoch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ditkit_core.cache import Cache, key
+from ditkit_core.data import TrainingData, epoch_order, split_held_out
+from ditkit_core.encoded import EncodedSample
+from ditkit_core.errors import UserError
+
+IDS = [f"clip{i}" for i in range(7)]
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> list[EncodedSample]:
+    cache = Cache(tmp_path)
+    cache.put("text", key(""), {"text": torch.zeros(1, 1)}, {})
+    for i, id in enumerate(IDS):
+        cache.put("media", key(id), {"latents": torch.full((1, 1, 1, 1), float(i))}, {})
+        cache.put("text", key(id), {"text": torch.ones(1, 1)}, {})
+    return [
+        EncodedSample(id=id, cache=cache, media_key=key(id), text_key=key(id), empty_text_key=key("")) for id in IDS
+    ]
+
+
+def drawn(samples: list[EncodedSample], batches: int, **settings: float) -> list[str]:
+    data = TrainingData(samples, **{"seed": 0, "batch_size": 2, **settings})  # type: ignore[arg-type]
+    return [id for index in range(batches) for id in data.micro_batch(index).ids]
+
+
+def test_every_sample_is_used_once_per_epoch_in_batches_of_one_size(samples: list[EncodedSample]) -> None:
+    for batch_size in (1, 2, 3, 7, 10):
+        ids = drawn(samples, 7, batch_size=batch_size)
+        assert len(ids) == 7 * batch_size
+        for epoch in range(batch_size):
+            assert sorted(ids[7 * epoch : 7 * epoch + 7]) == IDS
+
+
+def test_a_micro_batch_is_the_same_whenever_it_is_read(samples: list[EncodedSample]) -> None:
+    data = TrainingData(samples, seed=1, batch_size=2, caption_dropout=0.5)
+    forwards = [data.micro_batch(index) for index in range(20)]
+    again = TrainingData(samples, seed=1, batch_size=2, caption_dropout=0.5)
+    backwards = [again.micro_batch(index) for index in reversed(range(20))][::-1]
+    for one, other in zip(forwards, backwards, strict=True):
+        assert one.ids == other.ids
+        for a, b in zip(one.items, other.items, strict=True):
+            assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_items_belong_to_their_ids(samples: list[EncodedSample]) -> None:
+    batch = TrainingData(samples, seed=3, batch_size=7).micro_batch(0)
+    assert [IDS[int(item["latents"])] for item in batch.items] == batch.ids
+
+
+def test_orders_differ_by_seed_and_epoch(samples: list[EncodedSample]) -> None:
+    orders = [tuple(epoch_order(seed, epoch, IDS)) for seed in range(3) for epoch in range(3)]
+    assert len(set(orders)) == 9
+    assert drawn(samples, 7) != drawn(samples, 7, seed=1)
+    expected = [IDS[i] for epoch in range(3) for i in epoch_order(4, epoch, IDS)]
+    assert drawn(samples, 3, seed=4, batch_size=7) == expected
+
+
+def test_an_order_depends_on_ids_alone() -> None:
+    order = [IDS[i] for i in epoch_order(5, 2, IDS)]
+    turned = IDS[::-1]
+    assert [turned[i] for i in epoch_order(5, 2, turned)] == order
+    more = ["new", *IDS]
+    assert [more[i] for i in epoch_order(5, 2, more) if more[i] != "new"] == order
+    assert order == ["clip2", "clip4", "clip1", "clip6", "clip0", "clip3", "clip5"]  # on every platform and version
+
+
+def test_first_places_are_evenly_spread() -> None:
+    counts = torch.bincount(torch.tensor([epoch_order(0, epoch, IDS)[0] for epoch in range(2100)]), minlength=7)
+    assert counts.min() > 240 and counts.max() < 360  # 300 each, 3.7 standard deviations
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
+def test_captions_are_dropped_at_the_rate_asked_for(samples: list[EncodedSample], rate: float) -> None:
+    data = TrainingData(samples, seed=0, batch_size=2, caption_dropout=rate)
+    dropped = [float(item["text"]) == 0 for index in range(150) for item in data.micro_batch(index).items]
+    assert sum(dropped) / 300 == pytest.approx(rate, abs=0.1 if 0 < rate < 1 else 0)
+
+
+def test_dropout_does_not_change_the_order(samples: list[EncodedSample]) -> None:
+    assert drawn(samples, 9, caption_dropout=0.5) == drawn(samples, 9)
+
+
+def test_held_out_samples_are_few_stable_and_apart() -> None:
+    ids = [f"clip{i}" for i in range(50)]
+    train, held_out = split_held_out(ids, 5)
+    assert len(held_out) == 5 and sorted(train + held_out) == sorted(ids)
+    assert split_held_out(ids[::-1], 5)[1] == held_out[::-1]
+    for i in range(20):
+        moved = set(split_held_out([*ids, f"new{i}"], 5)[1]) - set(held_out)
+        assert moved <= {f"new{i}"}
+    assert split_held_out(ids, 0) == (ids, [])
+
+
+def test_holding_out_everything_is_refused() -> None:
+    with pytest.raises(UserError, match="holding out 7 of 7 clips leaves none to train on; lower held_out.clips"):
+        split_held_out(IDS, 7)

@@ -1,0 +1,138 @@
+"""From a folder to a checked list of samples."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ditkit_core.dataset import DataConfig, Dataset, scan
+from ditkit_core.errors import UserError
+from media_files import numbered_video, picture
+
+
+def look(folder: Path, **settings: object) -> Dataset:
+    config = {"folder": str(folder), "frames": 9, "height": 32, "width": 48, **settings}
+    return scan(DataConfig(**config), frame_step=4, size_step=16, fps=16.0)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "set"
+    numbered_video(folder / "b.mp4")
+    numbered_video(folder / "sub" / "A.MKV")
+    picture(folder / "a.png")
+    for name, caption in (("b.txt", " a bee \n"), ("sub/A.txt", "\ufeffcafé"), ("a.txt", "an ant\nand more")):
+        (folder / name).write_text(caption, encoding="utf-8")
+    return folder
+
+
+def summary(dataset: Dataset) -> list[tuple[str, str, int]]:
+    return [(sample.id, sample.caption, sample.frames) for sample in dataset.samples]
+
+
+def test_captions_lie_beside_the_media(folder: Path) -> None:
+    dataset = look(folder)
+    assert summary(dataset) == [("a", "an ant\nand more", 1), ("b", "a bee", 9), ("sub/A", "café", 9)]
+    assert dataset.samples[2].media == folder / "sub" / "A.MKV"
+    assert (dataset.excluded, dataset.fps) == ([], 16.0)
+
+
+def test_hidden_and_foreign_files_are_ignored(folder: Path) -> None:
+    numbered_video(folder / ".hidden.mp4")
+    numbered_video(folder / ".cache" / "c.mp4")
+    (folder / "readme.txt").write_text("about this set")
+    (folder / "list.pdf").write_bytes(b"x")
+    assert [sample.id for sample in look(folder).samples] == ["a", "b", "sub/A"]
+
+
+@pytest.mark.parametrize("media", ["file_name", "video", "image", "file_path", "path"])
+@pytest.mark.parametrize("caption", ["text", "prompt", "caption"])
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_metadata_takes_the_columns_in_use(folder: Path, kind: str, media: str, caption: str) -> None:
+    if kind == "jsonl":
+        rows = [{media: "sub/A.MKV", caption: "one, two", "width": 3}, {media: "a.png", caption: "café"}]
+        text = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    else:
+        text = f'width,{media},{caption}\n3,sub/A.MKV,"one, two"\n,a.png,café\n'
+    (folder / f"metadata.{kind}").write_text("\ufeff" + text, encoding="utf-8")
+    assert summary(look(folder)) == [("a", "café", 1), ("sub/A", "one, two", 9)]
+
+
+def test_metadata_may_be_named_and_may_be_ambiguous(folder: Path) -> None:
+    for name in ("metadata.csv", "other.csv"):
+        (folder / name).write_text(f"video,text\nb.mp4,{name}\n")
+    (folder / "metadata.jsonl").write_text('{"video": "b.mp4", "text": "json"}')
+    assert summary(look(folder, metadata="other.csv")) == [("b", "other.csv", 9)]
+    with pytest.raises(UserError, match="both metadata.jsonl and metadata.csv; name the right one in data.metadata"):
+        look(folder)
+    for name, said in (("gone.csv", "does not exist"), ("b.txt", "no known kind; accepted are .jsonl and .csv")):
+        with pytest.raises(UserError, match=said):
+            look(folder, metadata=name)
+
+
+def test_paths_in_metadata_may_be_written_in_different_ways(folder: Path) -> None:
+    rows = [{"path": str(folder / "b.mp4"), "text": "absolute"}, {"path": "sub/../a.png", "text": "roundabout"}]
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert summary(look(folder)) == [("a", "roundabout", 1), ("b", "absolute", 9)]
+
+
+def test_paths_may_leave_the_folder_when_that_is_allowed(folder: Path) -> None:
+    numbered_video(folder.parent / "outside.mp4")
+    (folder / "metadata.jsonl").write_text('{"path": "../outside.mp4", "text": "out"}')
+    (sample,) = look(folder, allow_outside=True).samples
+    assert sample.id == (folder.parent / "outside").as_posix()
+
+
+def test_links_count_under_their_own_name(folder: Path) -> None:
+    content = numbered_video(folder.parent / "blob.mp4").rename(
+        folder.parent / "3f9a"
+    )  # no extension, as in a download cache
+    try:
+        (folder / "linked.mp4").symlink_to(content)
+    except OSError:
+        pytest.skip("this system does not let us make symbolic links")
+    (folder / "linked.txt").write_text("linked")
+    (folder / "loop").symlink_to(folder, target_is_directory=True)
+    dataset = look(folder, allow_outside=True)
+    assert [sample.id for sample in dataset.samples] == ["a", "b", "linked", "sub/A"]
+
+
+def test_the_frame_rate_is_the_models_unless_set(folder: Path) -> None:
+    assert look(folder, fps=8.0, frames=5).fps == 8.0
+    with pytest.raises(UserError, match="b.mp4 has 8 frames at 8 fps, data.frames asks for 9"):
+        look(folder, fps=8.0)
+
+
+def test_order_and_ids_do_not_depend_on_where_the_folder_lies(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    absolute = look(folder)
+    monkeypatch.chdir(folder.parent)
+    assert summary(look(Path("set"))) == summary(absolute)
+    rows = [{"path": str(sample.media), "text": sample.caption} for sample in absolute.samples]
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for written in ("set", "set/sub/.."):
+        assert summary(look(Path(written))) == summary(absolute)
+    monkeypatch.chdir(folder)
+    assert summary(look(Path("."))) == summary(absolute)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"frames": 10}, r"data.frames = 10 is not 1 \+ k \* 4; set 9 or 13"),
+        ({"frames": 0}, r"data.frames = 0 is not 1 \+ k \* 4; set 1 or 5"),
+        ({"height": 40}, "data.height = 40 is not a multiple of 16; set 32 or 48"),
+        ({"width": 8}, "data.width = 8 is not a multiple of 16; set 16 or 32"),
+        ({"width": -16}, "data.width = -16 is not a multiple of 16; set 16 or 32"),
+        ({"fps": -1.0}, "data.fps = -1.0 is no frame rate"),
+        ({"fps": float("nan")}, "data.fps = nan is no frame rate"),
+    ],
+)
+def test_settings_that_do_not_fit_say_what_would(folder: Path, settings: dict[str, object], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        look(folder, **settings)
+
+
+@pytest.mark.parametrize(("name", "said"), [("", "data.folder is not set"), ("x/y", "data.folder x/y does not exist")])
+def test_a_folder_has_to_be_there(name: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        scan(DataConfig(folder=name), frame_step=4, size_step=16, fps=16.0)

@@ -1,0 +1,191 @@
+"""Reading and writing media: frames by time, orientation, colour, sizes."""
+
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ditkit_core.errors import UserError
+from ditkit_core.media import available_frames, probe, read_clip, write_image, write_video
+from ditkit_core.timeline import SLACK_SECONDS
+from media_files import LEVELS, numbered_video, picture
+
+
+def frame_numbers(path: Path, *, frames: int, fps: float, start_seconds: float = 0.0) -> list[int]:
+    """Which frames of a `numbered_video` a clip shows."""
+    clip = read_clip(path, frames=frames, fps=fps, height=16, width=16, start_seconds=start_seconds)
+    return [round(level / LEVELS) for level in ((clip.mean(dim=(0, 2, 3)) + 1) * 127.5).tolist()]
+
+
+@pytest.mark.parametrize("container", ["mp4", "mkv", "mov"])
+@pytest.mark.parametrize(("fps", "step"), [(24.0, 1.0), (16.0, 1.5), (12.0, 2.0), (48.0, 0.5)])
+def test_a_clip_at_another_rate_shows_the_frames_on_screen_at_its_times(
+    tmp_path: Path, container: str, fps: float, step: float
+) -> None:
+    path = numbered_video(tmp_path / f"clip.{container}", frames=24, fps=24.0)
+    count = int(24 / step)
+    assert available_frames(path, fps) == count
+    assert frame_numbers(path, frames=count, fps=fps) == [int(i * step) for i in range(count)]
+    with pytest.raises(UserError, match=r"ends after 1\.00 s"):
+        frame_numbers(path, frames=count + 1, fps=fps)
+
+
+def test_a_clip_may_start_later(tmp_path: Path) -> None:
+    path = numbered_video(tmp_path / "clip.mp4", frames=24, fps=24.0)
+    assert frame_numbers(path, frames=3, fps=12.0, start_seconds=0.5) == [12, 14, 16]
+
+
+def test_ntsc_rates_keep_their_time(tmp_path: Path) -> None:
+    path = numbered_video(tmp_path / "clip.mp4", frames=30, fps=30000 / 1001)
+    assert frame_numbers(path, frames=16, fps=16.0) == [int((i / 16 + SLACK_SECONDS) * 30000 / 1001) for i in range(16)]
+
+
+@pytest.mark.parametrize("container", ["mp4", "mkv"])
+def test_a_variable_frame_rate_is_read_by_time_and_not_by_count(tmp_path: Path, container: str) -> None:
+    ticks = [0, 40, 80, 500, 540, 1000, 1700, 1740]
+    path = numbered_video(tmp_path / f"vfr.{container}", frames=len(ticks), fps=25.0, ticks=ticks)
+    expected = [max(j for j, tick in enumerate(ticks) if tick <= 100 * i) for i in range(18)]
+    assert expected == [0, 2, 2, 2, 2, 3, 4, 4, 4, 4, 5, 5, 5, 5, 5, 5, 5, 6]
+    assert frame_numbers(path, frames=18, fps=10.0) == expected
+
+
+def test_time_counts_from_the_first_frame(tmp_path: Path) -> None:
+    ticks = [700 + 40 * i for i in range(10)]
+    path = numbered_video(tmp_path / "late.mkv", frames=10, fps=25.0, ticks=ticks)
+    assert frame_numbers(path, frames=10, fps=25.0) == list(range(10))
+    assert probe(path).seconds == pytest.approx(0.4, abs=0.002)
+
+
+def test_frames_that_an_edit_list_hides_are_not_shown(tmp_path: Path) -> None:
+    ticks = [40 * i - 200 for i in range(20)]
+    path = numbered_video(
+        tmp_path / "trimmed.mp4", frames=20, fps=25, ticks=ticks, options={"avoid_negative_ts": "disabled"}
+    )
+    assert available_frames(path, 25.0) == 15
+    assert frame_numbers(path, frames=15, fps=25.0) == list(range(5, 20))
+
+
+def test_the_last_frame_stays_for_its_duration(tmp_path: Path) -> None:
+    path = numbered_video(tmp_path / "clip.mp4", frames=3, fps=2.0)
+    assert available_frames(path, 10.0) == 15
+    assert frame_numbers(path, frames=15, fps=10.0) == [0] * 5 + [1] * 5 + [2] * 5
+
+
+def test_counting_stops_when_enough_is_there(tmp_path: Path) -> None:
+    path = numbered_video(tmp_path / "clip.mp4", frames=24, fps=24.0)
+    assert [available_frames(path, 16.0, at_most=n) for n in (5, 16, 17)] == [5, 16, 16]
+
+
+def test_probe_measures_a_video(tmp_path: Path) -> None:
+    info = probe(numbered_video(tmp_path / "CLIP.MP4", frames=12, fps=24.0, size=(48, 64)))
+    assert (info.kind, info.height, info.width, info.rotation) == ("video", 48, 64, 0)
+    assert (info.seconds, info.fps) == (pytest.approx(0.5), pytest.approx(24))
+
+
+@pytest.mark.parametrize("rotation", [90, -90, 180])
+def test_a_rotated_video_is_read_upright(tmp_path: Path, rotation: int) -> None:
+    stored = np.zeros((32, 64, 3), np.uint8)
+    stored[:16, :32] = 255  # the stored top left corner is white
+    path = tmp_path / "turned.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=8)
+        stream.height, stream.width, stream.pix_fmt = 32, 64, "yuv420p"
+        stream.set_display_rotation(rotation)
+        container.mux(stream.encode(av.VideoFrame.from_ndarray(stored, format="rgb24")))
+        container.mux(stream.encode(None))
+    info = probe(path)
+    upright = np.rot90(stored, rotation // 90)
+    assert (info.height, info.width, info.rotation) == (*upright.shape[:2], rotation % 360)
+    clip = read_clip(path, frames=1, fps=8.0, height=info.height, width=info.width)
+    expected = torch.from_numpy(upright.copy()).permute(2, 0, 1) / 127.5 - 1
+    assert (clip[:, 0] - expected).abs().mean() < 0.05
+
+
+def test_wide_pixels_are_shown_wide(tmp_path: Path) -> None:
+    path = tmp_path / "anamorphic.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=8)
+        stream.height, stream.width, stream.pix_fmt = 32, 32, "yuv420p"
+        stream.codec_context.sample_aspect_ratio = 2
+        stored = np.zeros((32, 32, 3), np.uint8)
+        stored[:, 8:24] = 255  # half of the width, in the middle
+        container.mux(stream.encode(av.VideoFrame.from_ndarray(stored, format="rgb24")))
+        container.mux(stream.encode(None))
+    assert (probe(path).height, probe(path).width) == (32, 64)
+    clip = read_clip(path, frames=1, fps=8.0, height=32, width=32)  # the middle half is all that remains
+    assert clip[:, 0, :, 4:28].min() > 0.8
+
+
+def test_a_photograph_is_turned_as_its_exif_says(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn clockwise by a quarter to see it
+    stored = Image.new("RGB", (64, 32), "black")
+    stored.paste("white", (0, 0, 32, 32))
+    stored.save(tmp_path / "photo.png", exif=exif)
+    assert (probe(tmp_path / "photo.png").height, probe(tmp_path / "photo.png").width) == (64, 32)
+    clip = read_clip(tmp_path / "photo.png", frames=1, fps=16.0, height=64, width=32)
+    assert clip[:, 0, :32].eq(1).all() and clip[:, 0, 32:].eq(-1).all()
+
+
+def test_transparency_lies_on_white(tmp_path: Path) -> None:
+    Image.new("RGBA", (16, 16), (255, 0, 0, 0)).save(tmp_path / "clear.png")
+    assert read_clip(tmp_path / "clear.png", frames=1, fps=16.0, height=16, width=16).eq(1).all()
+
+
+def test_a_picture_of_the_right_size_is_not_touched(tmp_path: Path) -> None:
+    pixels = torch.randint(0, 256, (3, 33, 47), generator=torch.Generator().manual_seed(0))
+    write_image(tmp_path / "noise.png", pixels / 255)
+    clip = read_clip(tmp_path / "noise.png", frames=1, fps=16.0, height=33, width=47)
+    assert clip.dtype == torch.float32 and clip.shape == (3, 1, 33, 47)
+    assert torch.equal(((clip[:, 0] + 1) * 127.5).round().long(), pixels)
+
+
+def test_resizing_covers_and_crops_to_the_centre(tmp_path: Path) -> None:
+    image = Image.new("RGB", (120, 40), "black")
+    image.paste("white", (40, 0, 80, 40))
+    image.save(tmp_path / "wide.png")
+    clip = read_clip(tmp_path / "wide.png", frames=1, fps=16.0, height=20, width=20)
+    assert clip.min() > 0.75 and clip[:, :, :, 4:16].min() > 0.99
+    assert clip.max() <= 1  # the resize overshoots at an edge
+
+
+def test_shrinking_is_antialiased(tmp_path: Path) -> None:
+    lines = np.zeros((64, 64, 3), np.uint8)
+    lines[:, ::4] = 255
+    Image.fromarray(lines).save(tmp_path / "lines.png")
+    clip = read_clip(tmp_path / "lines.png", frames=1, fps=16.0, height=16, width=16)
+    assert (clip[..., 2:-2] + 0.5).abs().max() < 0.05  # a quarter of white; without antialiasing the lines are missed
+
+
+@pytest.mark.parametrize(("height", "width"), [(48, 64), (33, 47)])
+def test_a_written_video_is_read_back_in_colour_size_and_time(tmp_path: Path, height: int, width: int) -> None:
+    pixels = torch.zeros(3, 5, height, width)
+    for i in range(5):
+        pixels[:, i] = torch.tensor([0.8 - 0.1 * i, 0.2 + 0.1 * i, 0.35]).view(3, 1, 1)
+    write_video(tmp_path / "new" / "out.mp4", pixels, fps=23.976)
+    info = probe(tmp_path / "new" / "out.mp4")
+    assert (info.height, info.width) == (height + height % 2, width + width % 2)
+    assert info.fps == pytest.approx(24000 / 1001)
+    clip = read_clip(tmp_path / "new" / "out.mp4", frames=5, fps=info.fps, height=height, width=width)
+    assert ((clip + 1) / 2 - pixels).abs().max() < 0.03  # two or three of 255 levels, and the codec
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["out.mp4"]
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "out.png").mkdir()
+    (tmp_path / "out.mp4").mkdir()
+    with pytest.raises(UserError, match="cannot write"):
+        write_image(tmp_path / "out.png", torch.zeros(3, 4, 4))
+    with pytest.raises(UserError, match="cannot write"):
+        write_video(tmp_path / "out.mp4", torch.zeros(3, 1, 4, 4), fps=16.0)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.mp4", "out.png"]
+
+
+def test_an_image_is_one_frame(tmp_path: Path) -> None:
+    path = picture(tmp_path / "a.JPG")
+    assert available_frames(path, 16.0) == 1
+    with pytest.raises(UserError, match="still image"):
+        read_clip(path, frames=5, fps=16.0, height=16, width=16)
