@@ -1,0 +1,216 @@
+"""From files to a model that is ready to train."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ditkit_core.adapter_files import BaseConfig
+from ditkit_core.adapters import AdapterConfig, adapter_state, canonical_name
+from ditkit_core.components import Components
+from ditkit_core.errors import UserError
+from ditkit_core.precision import Precision
+from ditkit_core.prepare import Prepared, Unloaded, build, load
+from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel
+
+FP32 = Precision(matmul=torch.float32)
+SPEC = replace(TOY, infer_arch=lambda config: ToyArch(depth=config["depth"], heads=config["heads"]))
+ONE = replace(SPEC, presets={"tiny": ToyArch()})  # the toy's own two differ in no shape
+
+
+def weights(depth: int = 2) -> dict[str, torch.Tensor]:
+    """The toy's tensors by official name."""
+    torch.manual_seed(0)
+    model = ToyModel(ToyArch(depth=depth), FP32)
+    return {TOY.names.from_native["official"](name): tensor for name, tensor in model.state_dict().items()}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A base folder in diffusers layout, without a config.json."""
+    folder = tmp_path / "base" / "transformer"
+    folder.mkdir(parents=True)
+    save_file(weights(), folder / "model.safetensors")
+    return tmp_path / "base"
+
+
+def lora(path: Path, *modules: str, alpha: float = 4.0, rank: int = 2) -> dict[str, torch.Tensor]:
+    """Write a kohya file for modules of width 32; returns its tensors."""
+    generator = torch.Generator().manual_seed(7)
+    tensors = {}
+    for module in modules:
+        out = weights()[f"{module}.weight"].shape[0]
+        flat = module.replace(".", "_")
+        tensors |= {
+            f"lora_unet_{flat}.lora_down.weight": torch.randn(rank, 32, generator=generator),
+            f"lora_unet_{flat}.lora_up.weight": torch.randn(out, rank, generator=generator),
+            f"lora_unet_{flat}.alpha": torch.tensor(alpha),
+        }
+    save_file(tensors, path)
+    return tensors
+
+
+def built(base: Path, *, spec=ONE, adapter=None, merge=(), precision=FP32, say=None, preset="") -> Unloaded:
+    return build(
+        spec, Components(base=str(base), preset=preset), adapter or AdapterConfig(rank=4), BaseConfig(merge=tuple(merge)),
+        precision=precision, say=say or (lambda line: None),
+    )  # fmt: skip
+
+
+def prepared(base: Path, *, seed: int = 0, **how) -> Prepared:
+    return load(built(base, **how), device=torch.device("cpu"), seed=seed)
+
+
+def native(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {canonical_name(name): t for name, t in model.state_dict().items() if ".lora_" not in name}
+
+
+def toy_inputs() -> ToyInputs:
+    generator = torch.Generator().manual_seed(2)
+    latents = torch.randn(4, 2, 3, 4, generator=generator)
+    return ToyInputs([latents], torch.tensor([0.3]), [torch.randn(5, 8, generator=generator)])
+
+
+def test_before_loading_the_model_is_checked_and_has_no_memory(base):
+    unloaded = built(base)
+    assert all(tensor.is_meta for tensor in unloaded.model.state_dict().values())
+    assert unloaded.mapping.keys() == native(unloaded.model).keys()
+
+
+def test_the_base_has_the_files_values_and_the_adapters_are_new(base):
+    result = prepared(base)
+    expected = {TOY.names.to_native(name): tensor for name, tensor in weights().items()}
+    loaded = native(result.model)
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+    assert result.trainable.keys() == adapter_state(result.model).keys()
+    assert len(result.trainable) == 26
+    assert not any(parameter.is_meta for parameter in result.model.parameters())
+
+
+def test_parameters_take_the_dtype_of_the_matmuls_except_those_kept_in_fp32_and_the_adapters(base):
+    result = prepared(base, precision=Precision(matmul=torch.bfloat16))
+    for name, parameter in result.model.named_parameters():
+        wide = ".lora_" in name or TOY.keep_fp32(canonical_name(name))
+        assert parameter.dtype == (torch.float32 if wide else torch.bfloat16), name
+
+
+def test_a_full_fine_tune_trains_every_parameter_in_the_dtypes_of_the_base(base):
+    result = prepared(base, adapter=AdapterConfig(method="full"), precision=Precision(matmul=torch.bfloat16))
+    assert result.trainable.keys() == native(result.model).keys()
+    for name, parameter in result.trainable.items():
+        assert parameter.requires_grad
+        assert parameter.dtype == (torch.float32 if TOY.keep_fp32(name) else torch.bfloat16), name
+
+
+def test_two_preparations_are_equal_to_the_bit_and_another_seed_changes_the_adapters_alone(base):
+    one, two, other = prepared(base), prepared(base), prepared(base, seed=1)
+    for name, tensor in one.model.state_dict().items():
+        assert torch.equal(tensor, two.model.state_dict()[name]), name
+        assert torch.equal(tensor, other.model.state_dict()[name]) == ("lora_A" not in name), name
+
+
+@pytest.mark.parametrize("matmul", [torch.float32, torch.bfloat16])
+def test_files_are_merged_in_fp32_before_the_base_is_rounded(base, tmp_path, matmul):
+    tensors = lora(tmp_path / "a.safetensors", "blocks.0.qkv", "blocks.1.out")
+    said = []
+    result = prepared(
+        base, merge=[f"{tmp_path / 'a.safetensors'}@0.5"], precision=Precision(matmul=matmul), say=said.append
+    )
+    loaded = native(result.model)
+    for module, flat in (("layers.0.qkv", "blocks_0_qkv"), ("layers.1.out", "blocks_1_out")):
+        down, up = (tensors[f"lora_unet_{flat}.lora_{part}.weight"] for part in ("down", "up"))
+        weight = weights()[module.replace("layers", "blocks") + ".weight"]
+        assert torch.equal(loaded[f"{module}.weight"], torch.addmm(weight, up, down, alpha=0.5 * 2).to(matmul))
+    assert torch.equal(loaded["layers.0.out.weight"], weights()["blocks.0.out.weight"].to(matmul))
+    assert said == [f"base.merge: 2 modules of {tmp_path / 'a.safetensors'} at strength 0.5"]
+
+
+def test_merging_a_file_and_starting_from_it_give_the_same_model(base, tmp_path):
+    lora(tmp_path / "a.safetensors", "blocks.0.qkv", "blocks.1.out")
+    merged = prepared(base, merge=[str(tmp_path / "a.safetensors")])
+    started = prepared(base, adapter=AdapterConfig(init=str(tmp_path / "a.safetensors")))
+    plain = prepared(base)
+    inputs = toy_inputs()
+    torch.testing.assert_close(merged.model(inputs), started.model(inputs), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(merged.model(inputs)[0], plain.model(inputs)[0], rtol=1e-2)
+
+
+def test_a_start_decides_rank_alpha_and_modules_and_says_so(base, tmp_path):
+    tensors = lora(tmp_path / "a.safetensors", "blocks.0.qkv", "blocks.1.out")
+    said = []
+    result = prepared(base, adapter=AdapterConfig(rank=9, init=str(tmp_path / "a.safetensors")), say=said.append)
+    assert (result.adapter.rank, result.adapter.alpha) == (2, 4.0)
+    assert set(result.trainable) == {
+        f"layers.{name}.lora_{part}.weight" for name in ("0.qkv", "1.out") for part in "AB"
+    }
+    assert torch.equal(result.trainable["layers.0.qkv.lora_B.weight"], tensors["lora_unet_blocks_0_qkv.lora_up.weight"])
+    assert len(said) == 1
+    assert "rank 2, alpha 4" in said[0]
+
+
+def test_modules_beyond_those_of_the_start_begin_as_new_ones(base, tmp_path):
+    lora(tmp_path / "a.safetensors", "blocks.0.qkv")
+    result = prepared(base, adapter=AdapterConfig(targets=("attention",), init=str(tmp_path / "a.safetensors")))
+    assert len(result.trainable) == 8
+    assert result.trainable["layers.0.qkv.lora_B.weight"].any()
+    assert not result.trainable["layers.1.qkv.lora_B.weight"].any()
+
+
+def test_a_start_needs_an_adapter(base, tmp_path):
+    with pytest.raises(UserError, match="needs adapter.method = 'lora'"):
+        prepared(base, adapter=AdapterConfig(method="full", init=str(tmp_path / "a.safetensors")))
+
+
+@pytest.mark.parametrize("where", ["merge", "init"])
+def test_a_file_that_is_not_there_is_named(base, tmp_path, where):
+    missing = str(tmp_path / "nothing.safetensors")
+    kwargs = {"merge": [missing]} if where == "merge" else {"adapter": AdapterConfig(init=missing)}
+    with pytest.raises(UserError, match="there is no .*nothing.safetensors"):
+        prepared(base, **kwargs)
+
+
+def test_the_preset_is_taken_by_its_name(base):
+    result = prepared(base, spec=TOY, preset="dropout")
+    assert (result.preset, result.arch) == ("dropout", ToyArch(dropout=0.2))
+    with pytest.raises(UserError, match="model.preset = 'huge' is unknown; choose one of tiny, dropout"):
+        prepared(base, spec=TOY, preset="huge")
+
+
+def test_the_architecture_is_read_from_config_json(base):
+    save_file(weights(depth=3), base / "transformer" / "model.safetensors")
+    config = base / "transformer" / "config.json"
+    config.write_text(json.dumps(asdict(ToyArch(depth=3, heads=4))))
+    result = prepared(base)
+    assert (result.preset, result.arch, result.config_json) == ("", ToyArch(depth=3, heads=4), config)
+    config.write_text(json.dumps(asdict(ToyArch())))
+    save_file(weights(), base / "transformer" / "model.safetensors")
+    assert prepared(base).preset == "tiny"
+
+
+@pytest.mark.parametrize("content", ["{}", "", "[1]", '{"depth": 2, "heads": '])
+def test_a_config_json_of_something_else_is_an_error(base, content):
+    (base / "transformer" / "config.json").write_text(content)
+    with pytest.raises(UserError, match="does not describe this model .* set model.preset to one of tiny"):
+        prepared(base)
+
+
+def test_without_a_config_json_the_preset_is_the_one_whose_shapes_fit(base):
+    spec = replace(SPEC, presets={"deep": ToyArch(depth=3), "fits": ToyArch(), "wide": ToyArch(dim=64)})
+    result = prepared(base, spec=spec)
+    assert (result.preset, result.arch, result.config_json) == ("fits", ToyArch(), None)
+    with pytest.raises(
+        UserError, match="tiny and dropout fit the weights in .*; set model.preset to one of tiny, dropout"
+    ):
+        prepared(base, spec=TOY)
+    with pytest.raises(UserError, match="no preset fits the weights in .*; set model.preset to one of deep"):
+        prepared(base, spec=replace(SPEC, presets={"deep": ToyArch(depth=3)}))
+
+
+def test_a_preset_that_does_not_fit_the_weights_is_an_error(base):
+    spec = replace(SPEC, presets={"deep": ToyArch(depth=3)})
+    with pytest.raises(UserError, match="the preset does not fit the weights, which have 2 layers where it has 3"):
+        prepared(base, spec=spec, preset="deep")

@@ -1,0 +1,338 @@
+"""Weights from files to parameters: every name and shape accounted for, in bounded memory."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ditkit_core.errors import UserError
+from ditkit_core.model import StateDictNames
+from ditkit_core.precision import Precision
+from ditkit_core.safetensors_file import SafetensorsSource, write_safetensors
+from ditkit_core.testing.toy import TOY, ToyArch, ToyModel
+from ditkit_core.weights import load_into, match
+
+CPU = torch.device("cpu")
+
+
+def toy(depth: int = 2) -> ToyModel:
+    torch.manual_seed(0)
+    return ToyModel(ToyArch(depth=depth), Precision())
+
+
+def on_meta(arch: ToyArch | None = None) -> ToyModel:
+    with torch.device("meta"):
+        return ToyModel(arch or ToyArch(), Precision())
+
+
+def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def official(model: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
+    rename = TOY.names.from_native["official"]
+    return {prefix + rename(name): tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def shard(folder: Path, tensors: dict[str, torch.Tensor], count: int) -> None:
+    """Write tensors as diffusers does: numbered files and an index."""
+    folder.mkdir(parents=True)
+    weight_map = {}
+    for number in range(count):
+        part = dict(list(tensors.items())[number::count])
+        name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+        save_file(part, folder / name)
+        weight_map |= dict.fromkeys(part, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.parametrize("layout", ["file", "folder", "shards", "index"])
+def test_a_model_is_loaded_from_every_layout(tmp_path, prefix, layout):
+    model = toy()
+    tensors = official(model, prefix)
+    if layout in ("file", "folder"):
+        save_file(tensors, tmp_path / "x.safetensors")
+    else:
+        shard(tmp_path / "s", tensors, 3)
+    where = {"file": "x.safetensors", "folder": ".", "shards": "s", "index": "s/model.safetensors.index.json"}
+    loaded = on_meta()
+    source = SafetensorsSource.open(tmp_path / where[layout])
+    mapping = match(source, TOY.names, shapes(loaded))
+    load_into(loaded, source, mapping, device_of=lambda name: CPU, dtype_of=lambda name: torch.float32)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_each_parameter_gets_its_own_dtype_and_keeps_requires_grad(tmp_path):
+    save_file(official(toy()), tmp_path / "x.safetensors")
+    model = on_meta()
+    model.layers[0].requires_grad_(False)
+    source = SafetensorsSource.open(tmp_path)
+    seen = []
+    load_into(
+        model, source, match(source, TOY.names, shapes(model)), device_of=lambda name: CPU,
+        dtype_of=lambda name: torch.float32 if TOY.keep_fp32(name) else torch.bfloat16,
+        on_tensor=lambda name, module: seen.append((name, module)),
+    )  # fmt: skip
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == (torch.float32 if TOY.keep_fp32(name) else torch.bfloat16), name
+        assert parameter.requires_grad == (not name.startswith("layers.0.")), name
+    assert {name for name, _ in seen} == set(shapes(model))
+    assert all(isinstance(module, nn.Linear) for _, module in seen)
+
+
+def test_an_edit_gets_its_tensor_in_fp32_and_no_other_is_touched(tmp_path):
+    save_file({name: tensor.half() for name, tensor in official(toy()).items()}, tmp_path / "x.safetensors")
+    model, source = on_meta(), SafetensorsSource.open(tmp_path)
+    seen = []
+
+    def double(tensor):
+        seen.append((tensor.dtype, tuple(tensor.shape)))
+        tensor *= 2
+
+    load_into(
+        model, source, match(source, TOY.names, shapes(model)), device_of=lambda name: CPU,
+        dtype_of=lambda name: torch.float16 if "layers" in name else torch.float32,
+        edits={"head.out.weight": double, "layers.1.out.weight": double},
+    )  # fmt: skip
+    assert sorted(seen) == [(torch.float32, (4, 32)), (torch.float32, (32, 32))]
+    for name, tensor in toy().state_dict().items():
+        factor = 2 if name in ("head.out.weight", "layers.1.out.weight") else 1
+        assert torch.equal(model.state_dict()[name].float(), tensor.half().float() * factor), name
+
+
+def test_missing_unexpected_and_misshapen_keys_are_listed_ten_of_each(tmp_path):
+    tensors = official(toy(depth=4))
+    gone = [name for name in tensors if name.startswith("blocks.3.")] + ["blocks.0.out.weight"]
+    for name in gone:
+        del tensors[name]
+    tensors["head.out.bias"] = torch.zeros(7)
+    tensors |= {f"extra.{number}": torch.zeros(1) for number in range(12)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    with pytest.raises(UserError) as error:
+        match(SafetensorsSource.open(tmp_path), TOY.names, shapes(toy(depth=4)))
+    message = one_line(error)
+    assert f"{len(gone)} missing" in message
+    assert "12 unexpected: extra.0, " in message
+    assert "and 2 more" in message
+    assert "1 mis-shaped: head.out.bias [7] instead of [4]" in message
+    assert message.count("extra.") == 10
+
+
+def test_another_number_of_blocks_is_named_as_the_reason(tmp_path):
+    save_file(official(toy(depth=3)), tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match="does not fit the weights, which have 3 layers where it has 2") as error:
+        match(SafetensorsSource.open(tmp_path), TOY.names, shapes(toy(depth=2)))
+    one_line(error)
+
+
+def test_weights_of_another_model_are_named_as_such(tmp_path):
+    save_file({"conv.weight": torch.zeros(2)}, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match="weights of another model"):
+        match(SafetensorsSource.open(tmp_path), TOY.names, shapes(toy()))
+
+
+def test_scaled_8_bit_weights_are_named_as_such(tmp_path):
+    tensors = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in official(toy()).items()}
+    save_file({**tensors, "blocks.0.out.scale_weight": torch.ones(1)}, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match="scaled 8-bit weights"):
+        match(SafetensorsSource.open(tmp_path), TOY.names, shapes(toy()))
+
+
+def test_left_over_names_may_be_ignored_by_the_caller_alone(tmp_path):
+    save_file({**official(toy()), "first_stage_model.conv": torch.zeros(2)}, tmp_path / "x.safetensors")
+    source = SafetensorsSource.open(tmp_path)
+    with pytest.raises(UserError, match="1 unexpected: first_stage_model.conv"):
+        match(source, TOY.names, shapes(toy()))
+    found = match(source, TOY.names, shapes(toy()), ignore=lambda name: name.startswith("first_stage_model."))
+    assert found.keys() == shapes(toy()).keys()
+
+
+def test_two_names_of_one_parameter_are_refused(tmp_path):
+    names = StateDictNames(
+        prefixes=(), to_native={"a": "x", "b": "x"}.get, from_native={"official": lambda name: name}
+    )  # fmt: skip
+    save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match="1 unexpected: b"):
+        match(SafetensorsSource.open(tmp_path), names, {"x": (1,)})
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.zeros(100)}, path)
+    whole = path.read_bytes()
+    for length in (0, 5, 8, 20, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(UserError, match="fetch it again") as error:
+            SafetensorsSource.open(path)
+        assert str(path) in one_line(error)
+
+
+@pytest.mark.parametrize(
+    "content", [b"PK\x03\x04 a zip file, which torch.save writes", b"\xff" * 64, (8).to_bytes(8, "little") + b"not json",
+                (2).to_bytes(8, "little") + b"[]", (13).to_bytes(8, "little") + b'{"a": "text"}', b"<html>not found</html>"]
+)  # fmt: skip
+def test_a_foreign_file_is_refused(tmp_path, content):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        SafetensorsSource.open(path)
+    assert str(path) in one_line(error)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"data_offsets": [0, 100]}, {"shape": [3]}, {"dtype": "F4096"}, {"data_offsets": [-8, 0]}, {"shape": [-1, -2]}],
+    ids=str,
+)
+def test_a_header_that_contradicts_itself_is_refused(tmp_path, change):
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **change}}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(UserError) as error:
+        SafetensorsSource.open(tmp_path)
+    one_line(error)
+
+
+def test_a_pickle_is_refused_before_it_is_opened(tmp_path):
+    (tmp_path / "model.pth").write_bytes(b"")
+    for path in (tmp_path, tmp_path / "model.pth"):
+        with pytest.raises(UserError, match="is a pickle"):
+            SafetensorsSource.open(path)
+
+
+def test_an_empty_folder_and_a_missing_path_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"holds no .safetensors file"):
+        SafetensorsSource.open(tmp_path)
+    with pytest.raises(UserError, match="there is no"):
+        SafetensorsSource.open(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/secret.safetensors", "..\\secret.safetensors", "a.bin"]
+)
+def test_an_index_may_not_point_elsewhere(tmp_path, name):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"a": torch.zeros(1)}, tmp_path / "secret.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(UserError, match=r"not a .safetensors file of its own folder"):
+        SafetensorsSource.open(folder)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 3}', "\x00"])
+def test_a_broken_index_is_refused(tmp_path, content):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(UserError, match="is not an index"):
+        SafetensorsSource.open(tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    shard(tmp_path / "s", {"a": torch.zeros(1), "b": torch.zeros(1)}, 2)
+    (tmp_path / "s" / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(UserError, match="model-00002-of-00002.safetensors, which is missing"):
+        SafetensorsSource.open(tmp_path / "s")
+
+
+def test_one_name_in_two_files_is_refused(tmp_path):
+    save_file({"a": torch.zeros(1)}, tmp_path / "x.safetensors")
+    save_file({"a": torch.zeros(1)}, tmp_path / "y.safetensors")
+    with pytest.raises(UserError, match=r"'a' is in x.safetensors and in y.safetensors"):
+        SafetensorsSource.open(tmp_path)
+
+
+def test_every_dtype_and_shape_comes_back_as_the_library_wrote_it(tmp_path):
+    tensors = {
+        str(dtype): torch.randn(3, 5).mul(9).to(dtype)
+        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8,
+                      torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
+    } | {"scalar": torch.tensor(2.5), "none": torch.zeros(0, 4)}  # fmt: skip
+    save_file(tensors, tmp_path / "x.safetensors", {"who": "library"})
+    source = SafetensorsSource.open(tmp_path / "x.safetensors")
+    assert source.metadata["who"] == "library"
+    for name, tensor in tensors.items():
+        read = source.read(name)
+        assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(read.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+
+
+def test_what_is_written_is_what_the_library_reads(tmp_path):
+    path = tmp_path / "x.safetensors"
+    tensors = {"a": torch.randn(3, 4).bfloat16(), "b": torch.randn(5, 2).T, "c": torch.tensor(1.5)}
+    write_safetensors(path, {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()}, tensors.__getitem__, {"k": "ü"})
+    read = load_file(path)
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+    assert SafetensorsSource.open(path).metadata == {"format": "pt", "k": "ü"}
+
+
+def test_a_file_that_fails_its_check_never_gets_its_name(tmp_path):
+    def check(written: Path) -> None:
+        assert SafetensorsSource.open(written).tensors.keys() == {"a"}
+        raise UserError("no")
+
+    with pytest.raises(UserError, match="no"):
+        write_safetensors(
+            tmp_path / "x.safetensors", {"a": ((1,), torch.float32)}, lambda name: torch.zeros(1), {}, check=check
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+from ditkit_core.model import StateDictNames
+from ditkit_core.safetensors_file import SafetensorsSource
+from ditkit_core.weights import load_into, match
+
+def status(key):
+    line = next(line for line in open("/proc/self/status") if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+names = StateDictNames(prefixes=(), to_native=lambda name: name, from_native={})
+source = SafetensorsSource.open(Path(sys.argv[1]))
+
+def load(layers, dtype):
+    with torch.device("meta"):
+        model = nn.ModuleDict({layer: nn.Linear(1024, 2048, bias=False) for layer in layers})
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    mapping = match(source, names, shapes, ignore=lambda name: True)
+    edits = {"0.weight": lambda tensor: tensor.mul_(2)}
+    load_into(model, source, mapping, device_of=lambda name: torch.device("cpu"), dtype_of=lambda name: dtype, edits=edits)
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+for dtype in (torch.bfloat16, torch.float32):
+    load(["0", "1"], dtype)  # so that code and scratch of a first call are not counted
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    before = status("VmRSS")
+    total = load([name.removesuffix(".weight") for name in source.tensors], dtype)
+    print(status("VmHWM") - before, total, sum(t.num_bytes for t in source.tensors.values()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures through /proc")
+def test_the_host_holds_at_most_the_model_and_one_tensor_while_loading(tmp_path):
+    layer_bytes = 1024 * 2048 * 4
+    shard(tmp_path / "model", {f"{number}.weight": torch.rand(2048, 1024) for number in range(36)}, 4)
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "model")]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    shutil.rmtree(tmp_path / "model")  # 302 MB
+    (half_peak, half, stored), (full_peak, full, _) = (map(int, line.split()) for line in result.stdout.splitlines())
+    assert (stored, half, full) == (36 * layer_bytes, 18 * layer_bytes, 36 * layer_bytes)
+    for peak, model in ((half_peak, half), (full_peak, full)):
+        assert 0.9 * model < peak, "the measurement sees nothing"
+        assert peak <= model + layer_bytes + 2**20, f"{peak:,} > {model:,} + {layer_bytes:,}"
