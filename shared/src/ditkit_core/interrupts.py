@@ -1,0 +1,38 @@
+"""Ending a run on a signal: after the current optimizer step, with a save."""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+
+class Interrupts:
+    """Inside the block, SIGINT, SIGTERM and (Windows) SIGBREAK only set `requested`; a second Ctrl-C interrupts at once.
+
+    Outside the main thread Python allows no handlers, so there the block does nothing. The handlers found on entry are
+    put back on exit.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for name in ("SIGINT", "SIGTERM", "SIGBREAK"):
+                number = getattr(signal, name, None)  # which exist depends on the platform
+                if number is not None:
+                    self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            # None is a handler that was not installed from Python and cannot be put back
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,0 +1,226 @@
+"""The training loop: resume, step, report, measure, save, until done or interrupted."""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from ditkit_core.checkpoint import SaveConfig, latest, load_state, save_state
+from ditkit_core.ema import EMAConfig
+from ditkit_core.errors import UserError
+from ditkit_core.files import write_text
+from ditkit_core.flow_matching import FlowConfig
+from ditkit_core.held_out import HeldOutConfig, held_out_loss
+from ditkit_core.interrupts import Interrupts
+from ditkit_core.memory import peak_memory_bytes
+from ditkit_core.metrics import LogConfig, MetricsLog, Progress, SilentProgress
+from ditkit_core.model import Engine, ModelSpec
+from ditkit_core.optim import OptimConfig, learning_rate
+from ditkit_core.settings import setting
+from ditkit_core.step import MicroBatch, NonFiniteLoss, StepResult, training_step
+from ditkit_core.trained import Trained
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The `[train]` section."""
+
+    steps: int = setting(1000, resume="free")
+    """Optimizer steps of the whole run, what was done before resuming included."""
+    batch_size: int = setting(1, resume="stated")
+    """Samples in a micro-batch."""
+    accumulation: int = setting(1, resume="stated")
+    """Micro-batches in an optimizer step."""
+    clip_norm: float = setting(1.0, resume="stated")
+    """Longest gradient that is applied as it is, over all parameters; 0 clips nothing."""
+    seed: int = setting(0, resume="refused")
+    """Decides initial adapters, data order, noise and dropout."""
+    caption_dropout: float = setting(0.0, resume="stated")
+    """Share of samples whose caption is replaced by the empty one, in [0, 1]."""
+    device: str = setting("auto", resume="free")
+    """Where to train: `auto` (the first GPU, else the CPU), `cpu`, `cuda:1`."""
+    checkpointing: Literal["none", "full", "attn_only"] = setting("none", resume="free")
+    """Activation checkpointing: what is recomputed in backward instead of kept. Changes no number."""
+    attention: str = setting("sdpa", resume="stated")
+    """Attention backend."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.batch_size < 1 or self.accumulation < 1 or self.clip_norm < 0:
+            raise UserError("train.batch_size and accumulation must be at least 1, steps and clip_norm at least 0")
+        if not 0 <= self.caption_dropout <= 1:
+            raise UserError(f"train.caption_dropout = {self.caption_dropout} must be in [0, 1]")
+
+
+@runtime_checkable
+class TrainingData(Protocol):
+    """Micro-batches in an order that is a function of their index."""
+
+    def micro_batch(self, index: int) -> MicroBatch:
+        """Micro-batch `index` of the run, counted from 0 over all optimizer steps."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """How a run stands when the loop ends."""
+
+    step: int
+    """Optimizer steps done."""
+    finished: bool
+    """False if a signal ended it before `train.steps`."""
+    held_out_before: float | None
+    """Held-out loss before the first step of the run, however often it was resumed."""
+    held_out: float | None
+    """Held-out loss when last measured."""
+    save: Path | None
+    """The newest save."""
+
+
+def train(
+    model: Any,
+    run: Engine,
+    spec: ModelSpec,
+    data: TrainingData,
+    trainable: Mapping[str, nn.Parameter],
+    *,
+    config: TrainConfig,
+    flow: FlowConfig,
+    optim: OptimConfig,
+    ema: EMAConfig,
+    save: SaveConfig,
+    held_out: HeldOutConfig,
+    log: LogConfig,
+    folder: Path,
+    num_tokens: Callable[[Tensor], int],
+    held_out_clips: MicroBatch | None = None,
+    on_save: Callable[[int], None] = lambda step: None,
+    on_finish: Callable[[int], None] = lambda step: None,
+    progress: Progress | None = None,
+    warn: Callable[[str], None] = _LOGGER.warning,
+) -> TrainResult:
+    """Train until `config.steps`, continuing the run in `folder` to the bit if there is one.
+
+    Args:
+        model: The staged model, on its devices.
+        run: The engine for its forward.
+        spec: The model's spec.
+        data: Gives the micro-batches.
+        trainable: The parameters to train, by name; no two names share one.
+        config, flow, optim, ema, save, held_out, log: Sections of the configuration.
+        folder: The run folder: state/, metrics.jsonl, tensorboard/, and failure-step-N.json if a loss is not finite.
+        num_tokens: Tokens of one sample's latents, for tokens per second.
+        held_out_clips: What the held-out loss is measured on; None measures nothing.
+        on_save: Called with the step after each save, while the parameters are those to export.
+        on_finish: Called with the step when all steps are done, now or before, while the parameters are those to export.
+        progress: Display to advance by steps.
+        warn: Called with one line for a save that is passed over.
+
+    Returns:
+        How the run stands. SIGINT and SIGTERM end it after the current step, with a save.
+
+    Raises:
+        UserError: If a loss or gradient is not finite (the last save is untouched), or a save cannot be written or does
+            not fit.
+    """
+    progress = progress or SilentProgress()
+    trained = Trained(model, trainable, optim, ema)
+    path = latest(folder / "state", warn)
+    start, before, measured = 0, None, None
+    if path is not None:
+        state = load_state(path)
+        trained.restore(state, path)
+        start, before, measured = state.step, state.values["held_out_before"], state.values["held_out_last"]
+    devices = {parameter.device for parameter in model.parameters()}
+    model.train()
+    progress.advance(start)
+
+    with Interrupts() as interrupts, MetricsLog(folder, log, start_step=start) as metrics:
+
+        def measure(step: int) -> float | None:
+            nonlocal measured
+            if held_out_clips is None:
+                return None
+            with trained.used():
+                loss = held_out_loss(model, run, spec, held_out_clips.ids, held_out_clips.items, held_out.sigmas)
+            by_sigma = {f"held_out/sigma_{sigma:g}": value for sigma, value in loss.per_sigma.items()}
+            metrics.write(step, {"held_out": loss.mean, **by_sigma})
+            progress.update(held_out=loss.mean)
+            measured = loss.mean
+            return measured
+
+        def save_all(step: int, loss: float | None) -> Path:
+            values = {"held_out_before": before, "held_out_last": measured}
+            written = save_state(folder / "state", trained.state(step, loss, values), save)
+            with trained.used():
+                on_save(step)
+            return written
+
+        saved_at, done = time.monotonic(), start
+        if start == 0 and config.steps:
+            before = measure(0)
+        for step in range(start, config.steps):
+            began = time.perf_counter()
+            first = step * config.accumulation
+            batches = [data.micro_batch(first + micro) for micro in range(config.accumulation)]
+            lr = learning_rate(step, optim, config.steps)
+            try:
+                result = training_step(
+                    model, run, spec, batches, trained.optimizer,
+                    step=step, lr=lr, seed=config.seed, flow=flow, clip_norm=config.clip_norm,
+                )  # fmt: skip
+            except NonFiniteLoss as error:
+                raise _failure(error, folder, lr, path) from error
+            done = step + 1
+            trained.average.update(done)
+            tokens = sum(num_tokens(item["latents"]) for batch in batches for item in batch.items)
+            numbers = _numbers(result, lr, time.perf_counter() - began, tokens, devices)
+            progress.advance(1)
+            progress.update(**numbers)
+            if metrics.due(done):
+                metrics.write(done, numbers)
+
+            last = done == config.steps
+            saving = last or save.due(done, time.monotonic() - saved_at)
+            loss = measure(done) if last or held_out.due(done, saving=saving) else None
+            if saving:
+                path, saved_at = save_all(done, loss), time.monotonic()
+            if interrupts.requested:
+                path = path if saving else save_all(done, loss)
+                break
+
+    if done >= config.steps:
+        with trained.used():
+            on_finish(done)
+    return TrainResult(step=done, finished=done >= config.steps, held_out_before=before, held_out=measured, save=path)
+
+
+def _numbers(
+    result: StepResult, lr: float, seconds: float, tokens: int, devices: Collection[torch.device]
+) -> dict[str, float]:
+    """What is reported of a step; seconds include reading its data, but no measuring and saving."""
+    return {
+        "loss": result.loss,
+        "lr": lr,
+        "grad_norm": result.grad_norm,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "peak_memory_bytes": peak_memory_bytes(devices),
+    }
+
+
+def _failure(error: NonFiniteLoss, folder: Path, lr: float, save: Path | None) -> UserError:
+    """Write the evidence of a loss that is not finite, and say where it is."""
+    file = folder / f"failure-step-{error.evidence['step'] + 1:06d}.json"
+    write_text(file, json.dumps({**error.evidence, "lr": lr}, indent=1, allow_nan=False))
+    return UserError(
+        f"{error}; evidence is in {file}, the last save is {save or 'none'}: look at the samples it names, "
+        f"or lower optim.lr ({lr:g})"
+    )

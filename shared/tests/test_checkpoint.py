@@ -1,0 +1,223 @@
+"""Saves that are whole or recognised as not."""
+
+import builtins
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+from ditkit_core import checkpoint
+from ditkit_core.checkpoint import SaveConfig, State, latest, load_state, save_state
+from ditkit_core.errors import UserError
+
+
+def state(step, *, held_out=None, size=64):
+    torch.manual_seed(step)
+    tensors = {
+        "trainable": {"a": torch.randn(size), "b": torch.randn(3, 5).bfloat16().T},
+        "ema": {},
+        "optimizer": {"a|step": torch.tensor(float(step)), "a|codes": torch.arange(5, dtype=torch.uint8)},
+    }
+    return State(step=step, tensors=tensors, values={"optimizer": {"lr": 0.1 + 0.2}}, held_out=held_out)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def silent(message):
+    raise AssertionError(message)
+
+
+def test_a_save_is_read_back_to_the_bit(tmp_path):
+    written = state(20, held_out=0.25)
+    path = save_state(tmp_path, written, SaveConfig())
+    assert path == tmp_path / "step-000020" == latest(tmp_path, silent)
+    assert names(path) == ["optimizer.safetensors", "state.json", "trainable.safetensors"]
+    read = load_state(path)
+    assert (read.step, read.held_out, read.values) == (20, 0.25, written.values)
+    for group in ("trainable", "optimizer"):
+        assert read.tensors[group].keys() == written.tensors[group].keys()
+        for name, tensor in written.tensors[group].items():
+            assert read.tensors[group][name].dtype is tensor.dtype
+            assert torch.equal(read.tensors[group][name], tensor)
+
+
+def test_the_newest_save_is_the_highest_step(tmp_path):
+    for step in (999_999, 1_000_000, 20):
+        save_state(tmp_path, state(step), SaveConfig())
+        shutil.copytree(tmp_path, tmp_path.with_name("all"), dirs_exist_ok=True)
+    assert latest(tmp_path.with_name("all"), silent).name == "step-1000000"
+    assert latest(tmp_path / "nothing", silent) is None
+
+
+def test_a_loaded_save_can_be_removed(tmp_path):
+    path = save_state(tmp_path, state(1), SaveConfig())
+    read = load_state(path)
+    shutil.rmtree(path)
+    assert torch.equal(read.tensors["trainable"]["a"], state(1).tensors["trainable"]["a"])
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "truncated": lambda save: cut(save / "trainable.safetensors"),
+    "one bit": lambda save: flip(save / "optimizer.safetensors"),
+    "file gone": lambda save: (save / "optimizer.safetensors").unlink(),
+    "index gone": lambda save: (save / "state.json").unlink(),
+    "index torn": lambda save: cut(save / "state.json"),
+    "index empty": lambda save: (save / "state.json").write_bytes(b"\0" * 100),
+    "foreign": lambda save: (save / "state.json").write_text(json.dumps({"format": "other", "step": 2})),
+    "renamed": lambda save: save.rename(save.with_name("step-000009")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_torn_or_foreign_save_is_recognised_and_the_previous_used(damage, tmp_path):
+    first = save_state(tmp_path, state(1), SaveConfig())
+    DAMAGE[damage](save_state(tmp_path, state(2), SaveConfig()))
+    warnings = []
+    assert latest(tmp_path, warnings.append) == first
+    assert len(warnings) == 1 and "\n" not in warnings[0] and "using the save before it" in warnings[0]
+
+
+def test_the_last_and_the_best_are_kept(tmp_path):
+    losses = {1: 0.9, 2: 0.3, 3: 0.5, 4: None, 5: 0.4, 6: 0.6, 7: None}
+    for step, loss in losses.items():
+        save_state(tmp_path, state(step, held_out=loss), SaveConfig(keep_last=2, keep_best=2))
+    assert names(tmp_path) == ["step-000002", "step-000005", "step-000006", "step-000007"]
+    save_state(tmp_path, state(8), SaveConfig(keep_last=1, keep_best=0))
+    assert names(tmp_path) == ["step-000008"]
+
+
+def test_saves_of_an_abandoned_future_do_not_crowd_out_the_present(tmp_path):
+    for step in (10, 20, 30):
+        save_state(tmp_path, state(step), SaveConfig(keep_last=3))
+    flip(tmp_path / "step-000030" / "trainable.safetensors")
+    flip(tmp_path / "step-000020" / "trainable.safetensors")
+    save_state(tmp_path, state(11), SaveConfig(keep_last=1))
+    assert names(tmp_path) == ["step-000011"]
+    assert latest(tmp_path, silent).name == "step-000011"
+
+
+def test_what_is_not_ours_is_left_alone(tmp_path):
+    foreign = tmp_path / "step-000001"
+    foreign.mkdir()
+    (foreign / "state.json").write_text(json.dumps({"format": "ditkit-state", "version": 99, "step": 1}))
+    (tmp_path / "notes.txt").write_text("mine")
+    for step in (2, 3, 4):
+        save_state(tmp_path, state(step), SaveConfig(keep_last=1, keep_best=0))
+    assert names(tmp_path) == ["notes.txt", "step-000001", "step-000004"]
+
+
+def test_a_save_replaces_a_damaged_one_of_its_step(tmp_path):
+    save_state(tmp_path, state(1), SaveConfig())
+    flip(save_state(tmp_path, state(2), SaveConfig()) / "trainable.safetensors")
+    save_state(tmp_path, state(2), SaveConfig())
+    assert names(tmp_path) == ["step-000001", "step-000002"]
+    assert latest(tmp_path, silent).name == "step-000002"
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nobody handles it."""
+
+
+CALLS = [(checkpoint, "save_file"), (os, "fsync"), (os, "rename"), (builtins, "open"), (shutil, "rmtree")]
+
+
+def interrupt_at(monkeypatch, count, error):
+    """Raise `error` at the `count`-th call, over all calls that a save reaches the disk by."""
+    seen = 0
+
+    def interrupted(call):
+        def wrapper(*args, **kwargs):
+            nonlocal seen
+            seen += 1
+            if seen == count:
+                raise error
+            return call(*args, **kwargs)
+
+        return wrapper
+
+    for module, name in CALLS:
+        monkeypatch.setattr(module, name, interrupted(getattr(module, name)))
+    return lambda: seen
+
+
+def test_killed_at_any_write_a_good_save_remains(tmp_path, monkeypatch):
+    newer = 0
+    for count in range(1, 100):
+        folder = tmp_path / str(count)
+        config = SaveConfig(keep_last=1)
+        save_state(folder, state(1), config)
+        with monkeypatch.context() as patch:
+            seen = interrupt_at(patch, count, Killed())
+            patch.setattr(checkpoint, "_remove", lambda folders: None)  # a killed process tidies nothing up
+            try:
+                save_state(folder, state(2), config)
+            except Killed:
+                pass
+            if seen() < count:
+                break
+        found = latest(folder, silent)
+        assert found is not None
+        assert torch.equal(
+            load_state(found).tensors["trainable"]["a"], state(load_state(found).step).tensors["trainable"]["a"]
+        )
+        newer += found.name == "step-000002"
+        save_state(folder, state(3), config)  # the next run tidies up
+        assert names(folder) == ["step-000003"]
+    assert count > 12 and 0 < newer < count - 1
+
+
+def test_a_full_disk_at_any_write_leaves_the_old_save_and_nothing_else(tmp_path, monkeypatch):
+    refused, remove = 0, shutil.rmtree
+    for count in range(1, 100):
+        folder = tmp_path / str(count)
+        save_state(folder, state(1), SaveConfig())
+        with monkeypatch.context() as patch:
+            seen = interrupt_at(patch, count, OSError(28, "No space left on device"))
+            patch.setattr(shutil, "rmtree", remove)  # removing needs no space
+            try:
+                save_state(folder, state(2), SaveConfig())
+            except UserError as error:
+                refused += 1
+                assert str(error).count("No space left on device; free some space") == 1 and "\n" not in str(error)
+            if seen() < count:
+                break
+        assert names(folder) in (["step-000001"], ["step-000001", "step-000002"])
+        latest(folder, silent)
+    assert refused == count - 1 > 8
+
+
+@pytest.mark.skipif(os.name == "nt", reason="limits of a process are of POSIX")
+def test_a_file_that_really_cannot_be_written_is_one_line(tmp_path):
+    import resource
+    import signal
+
+    save_state(tmp_path, state(1), SaveConfig())
+    before, limit = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+        with pytest.raises(UserError, match=r"cannot write .*step-000002.*File too large.*free some space"):
+            save_state(tmp_path, state(2, size=1_000_000), SaveConfig())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert names(tmp_path) == ["step-000001"]
+
+
+@pytest.mark.parametrize("fields", [{"keep_last": 0}, {"keep_best": -1}, {"every_steps": -1}, {"every_minutes": -1.0}])
+def test_settings_out_of_range_are_refused(fields):
+    with pytest.raises(UserError, match="save"):
+        SaveConfig(**fields)

@@ -1,0 +1,79 @@
+"""The moving average of what is trained."""
+
+import pytest
+import torch
+from torch import nn
+
+from ditkit_core.ema import EMA, EMAConfig
+from ditkit_core.errors import UserError
+
+
+def parameters(dtype=torch.float32):
+    return {"a": nn.Parameter(torch.tensor([1.0, 2.0], dtype=dtype)), "b": nn.Parameter(torch.zeros(2, 2, dtype=dtype))}
+
+
+def test_the_average_follows_its_recursion_in_fp32():
+    held = parameters(torch.bfloat16)
+    ema = EMA(held, EMAConfig(decay=0.5))
+    expected = torch.tensor([1.0, 2.0])
+    for step in range(1, 30):
+        with torch.no_grad():
+            held["a"].add_(1)
+        ema.update(step)
+        keep = min(0.5, (1 + step) / (10 + step))
+        expected = keep * expected + (1 - keep) * held["a"].float()
+    assert ema.values["a"].dtype is torch.float32
+    assert torch.allclose(ema.values["a"], expected)
+
+
+def test_updates_happen_only_every_so_many_steps():
+    held = parameters()
+    ema = EMA(held, EMAConfig(decay=0.9, update_every=3))
+    changes = []
+    for step in range(1, 8):
+        with torch.no_grad():
+            held["a"].add_(1)
+        before = ema.values["a"].clone()
+        ema.update(step)
+        changes.append(not torch.equal(before, ema.values["a"]))
+    assert changes == [False, False, True, False, False, True, False]
+
+
+def test_swapping_shows_the_average_and_puts_the_weights_back_to_the_bit():
+    held = parameters(torch.bfloat16)
+    ema = EMA(held, EMAConfig(decay=0.9))
+    with torch.no_grad():
+        held["a"].fill_(1 / 3)
+    storage = held["a"].data_ptr()
+    before = held["a"].detach().clone()
+    with pytest.raises(RuntimeError, match="inside"), ema.swap():
+        assert torch.equal(held["a"], torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
+        raise RuntimeError("inside")
+    assert torch.equal(held["a"], before) and held["a"].data_ptr() == storage
+
+
+def test_loading_continues_to_the_bit():
+    once, twice = parameters(), parameters()
+    whole, first = EMA(once, EMAConfig(decay=0.99)), EMA(twice, EMAConfig(decay=0.99))
+    for step in range(1, 11):
+        for held, ema in ((once, whole), (twice, first)):
+            with torch.no_grad():
+                held["a"].add_(torch.tensor([0.1, -0.3]) * step)
+            ema.update(step)
+        if step == 5:
+            saved = {name: value.clone() for name, value in first.values.items()}
+            first = EMA(twice, EMAConfig(decay=0.99))
+            first.load(saved)
+    assert all(torch.equal(whole.values[name], first.values[name]) for name in once)
+
+
+def test_without_decay_nothing_is_kept():
+    ema = EMA(parameters(), EMAConfig())
+    ema.update(1)
+    assert ema.values == {}
+
+
+@pytest.mark.parametrize("fields", [{"decay": 1.0}, {"decay": -0.1}, {"update_every": 0}])
+def test_settings_out_of_range_are_refused(fields):
+    with pytest.raises(UserError, match=r"ema\.decay"):
+        EMAConfig(**fields)

@@ -1,0 +1,158 @@
+"""Noise levels, targets and weights."""
+
+import math
+
+import pytest
+import torch
+
+from ditkit_core.activation_checkpoint import Engine
+from ditkit_core.errors import UserError
+from ditkit_core.flow_matching import (
+    FlowConfig,
+    draw_noise,
+    draw_sigma,
+    loss_weight,
+    shift_sigma,
+    sigma_at,
+    velocity_errors,
+)
+from ditkit_core.testing.toy import TOY, toy_items
+
+GRID = torch.linspace(0, 1, 1001, dtype=torch.float64)
+CONFIGS = [
+    FlowConfig(sampling="uniform"),
+    FlowConfig(sampling="shifted", shift=5.0),
+    FlowConfig(sampling="logit_normal", logit_mean=0.4, logit_std=1.3),
+    FlowConfig(sampling="uniform", min_sigma=0.2, max_sigma=0.7),
+    FlowConfig(sampling="shifted", shift=3.0, min_sigma=0.875),
+    FlowConfig(sampling="logit_normal", min_sigma=0.1, max_sigma=0.9),
+]
+
+
+def test_a_shift_of_five_gives_the_official_timesteps():
+    sigma = shift_sigma(torch.linspace(1, 0, 1001, dtype=torch.float64)[:-1], 5.0)
+    timesteps = 1000 * sigma
+    assert timesteps[416].item() == pytest.approx(875.30, abs=5e-3)
+    assert timesteps[417].item() == pytest.approx(874.85, abs=5e-3)
+    assert int((timesteps >= 875).sum()) == 417
+    assert int((timesteps >= 900).sum()) == 358
+
+
+def test_the_inverse_shift_undoes_a_shift():
+    assert torch.allclose(shift_sigma(shift_sigma(GRID, 5.0), 1 / 5.0), GRID, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_quantiles_cover_the_range_in_order(config):
+    sigma = sigma_at(GRID, config)
+    assert sigma.dtype is torch.float64
+    assert (sigma.diff() > 0).all()
+    assert sigma[0].item() == pytest.approx(config.min_sigma, abs=1e-12)
+    assert sigma[-1].item() == pytest.approx(config.max_sigma, abs=1e-12)
+
+
+def test_the_logit_normal_has_the_mean_and_deviation_it_was_given():
+    logits = torch.logit(sigma_at((torch.arange(100_000) + 0.5) / 100_000, CONFIGS[2]))
+    assert logits.mean().item() == pytest.approx(0.4, abs=1e-3)
+    assert logits.std().item() == pytest.approx(1.3, abs=1e-3)
+
+
+def test_adding_the_log_of_a_shift_to_the_logit_mean_shifts():
+    moved = sigma_at(GRID, FlowConfig(sampling="logit_normal", logit_mean=math.log(3.0)))
+    assert torch.allclose(moved, shift_sigma(sigma_at(GRID, FlowConfig(sampling="logit_normal")), 3.0), atol=1e-12)
+
+
+def test_a_range_restricts_the_distribution_and_clamps_nothing():
+    whole = FlowConfig(sampling="shifted", shift=3.0)
+    levels = sigma_at((torch.arange(100_000) + 0.5) / 100_000, whole)
+    inside = levels[(levels > 0.4) & (levels < 0.9)]
+    restricted = sigma_at((torch.arange(1000) + 0.5) / 1000, FlowConfig(shift=3.0, min_sigma=0.4, max_sigma=0.9))
+    expected = torch.quantile(inside, (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000)
+    assert torch.allclose(restricted, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_draws_are_fp32_and_follow_the_quantiles(config):
+    random = torch.Generator().manual_seed(1)
+    draws = torch.stack([draw_sigma(config, random) for _ in range(2000)])
+    assert draws.dtype is torch.float32
+    assert (draws >= config.min_sigma).all() and (draws <= config.max_sigma).all()
+    quantiles = torch.quantile(draws.double(), torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))
+    assert torch.allclose(quantiles, sigma_at(torch.tensor([0.25, 0.5, 0.75]), config), atol=0.03)
+
+
+def test_noise_is_a_function_of_its_names():
+    latents = torch.zeros(4, 1, 3, 3)
+    config = FlowConfig()
+    level, noise = draw_noise(latents, config, 0, "noise", 7, 0, "clip")
+    torch.manual_seed(99)
+    again_level, again = draw_noise(latents, config, 0, "noise", 7, 0, "clip")
+    assert level == again_level and torch.equal(noise, again)
+    for names in ((1, "noise", 7, 0, "clip"), (0, "noise", 8, 0, "clip"), (0, "noise", 7, 0, "other")):
+        other_level, other = draw_noise(latents, config, *names)
+        assert other_level != level and not torch.equal(other, noise)
+
+
+def test_bell_weights_are_those_of_the_thousand_timestep_table():
+    timesteps = 1000 * shift_sigma(torch.linspace(1, 0, 1001, dtype=torch.float64)[:-1], 5.0)
+    table = torch.exp(-2 * ((timesteps - 500) / 1000) ** 2)
+    table = table - table.min()
+    table = table * 1000 / table.sum()
+    config = FlowConfig(sampling="shifted", shift=5.0, weighting="bell")
+    assert torch.allclose(loss_weight(timesteps / 1000, config), table, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_bell_weights_average_to_one_over_any_distribution(config):
+    config = FlowConfig(**{**vars(config), "weighting": "bell"})
+    weights = loss_weight(sigma_at((torch.arange(20_000) + 0.5) / 20_000, config), config)
+    assert weights.mean().item() == pytest.approx(1.0, abs=5e-3)
+
+
+def test_the_other_weights_follow_their_formula():
+    sigma = torch.tensor([0.25, 0.5])
+    assert torch.equal(loss_weight(sigma, FlowConfig()), torch.ones(2))
+    assert torch.equal(loss_weight(sigma, FlowConfig(weighting="sigma_sqrt", min_sigma=0.1)), torch.tensor([16.0, 4.0]))
+    expected = torch.tensor([2 / (math.pi * 0.625), 4 / math.pi])
+    assert torch.allclose(loss_weight(sigma, FlowConfig(weighting="cosmap")), expected)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"shift": 0.0},
+        {"logit_std": 0.0},
+        {"min_sigma": 0.5, "max_sigma": 0.5},
+        {"max_sigma": 1.5},
+        {"weighting": "sigma_sqrt"},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_in_one_line(fields):
+    with pytest.raises(UserError) as error:
+        FlowConfig(**fields)
+    assert "flow." in str(error.value) and "\n" not in str(error.value)
+
+
+class Oracle(torch.nn.Module):
+    """Answers with the true velocity, plus an offset for each sample."""
+
+    def __init__(self, items, noise, offsets):
+        super().__init__()
+        self.answers = [eps - item["latents"] + o for item, eps, o in zip(items, noise, offsets, strict=True)]
+
+    def forward(self, inputs, run):
+        self.inputs = inputs
+        return self.answers
+
+
+def test_the_target_is_noise_minus_data_and_sizes_count_alike():
+    items = toy_items(2, ragged=True)
+    noise = [torch.randn(item["latents"].shape, generator=torch.Generator().manual_seed(3)) for item in items]
+    sigma = torch.tensor([0.25, 1.0])
+    model = Oracle(items, noise, [2.0, -3.0])
+    errors = velocity_errors(model, Engine(), TOY.make_inputs, items, sigma, noise)
+    assert errors.dtype is torch.float32
+    assert torch.allclose(errors, torch.tensor([4.0, 9.0]))
+    assert torch.allclose(model.inputs.latents[0], 0.75 * items[0]["latents"] + 0.25 * noise[0])
+    assert torch.equal(model.inputs.latents[1], noise[1])
+    assert model.inputs.sigma.dtype is torch.float32

@@ -1,0 +1,76 @@
+"""The toy model in a complete small run, for the tests of the training loop."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ditkit_core import adapters
+from ditkit_core.activation_checkpoint import Engine
+from ditkit_core.checkpoint import SaveConfig
+from ditkit_core.ema import EMAConfig
+from ditkit_core.flow_matching import FlowConfig
+from ditkit_core.held_out import HeldOutConfig
+from ditkit_core.metrics import LogConfig
+from ditkit_core.optim import OptimConfig
+from ditkit_core.precision import Precision
+from ditkit_core.testing.toy import TOY, ToyArch, toy_items
+from ditkit_core.train import TrainConfig, TrainResult, train
+
+
+class ToyBatch(NamedTuple):
+    """A micro-batch."""
+
+    ids: Sequence[str]
+    items: Sequence[dict[str, Tensor]]
+
+
+class ToyData:
+    """Samples in a shuffled order that is a function of the index."""
+
+    def __init__(self, num_items: int = 6, batch_size: int = 2, *, ragged: bool = False):
+        self.items = toy_items(num_items, ragged=ragged)
+        self.batch_size = batch_size
+
+    def micro_batch(self, index: int) -> ToyBatch:
+        places = range(index * self.batch_size, (index + 1) * self.batch_size)
+        chosen = [place * 7 % 11 % len(self.items) for place in places]
+        return ToyBatch([f"clip {i}" for i in chosen], [self.items[i] for i in chosen])
+
+
+def toy_model(method: str = "full", *, dropout: float = 0.0) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+    """A small fp32 toy and what is trained of it; `dropout` is the model's for `full`, the adapter's for `lora`."""
+    torch.manual_seed(0)
+    arch = ToyArch(dim=16, depth=2, dropout=dropout if method == "full" else 0.0)
+    model = TOY.build(arch, Precision(matmul=torch.float32))
+    config = adapters.AdapterConfig(method=method, rank=4, dropout=dropout if method == "lora" else 0.0)
+    adapters.inject(model.requires_grad_(False), config, TOY.adapter_targets)
+    adapters.initialise(model, 0, device_of=lambda module: torch.device("cpu"))
+    return model, adapters.trainable_parameters(model)
+
+
+class Finished(NamedTuple):
+    """A run that ended, with everything that it can be compared by."""
+
+    result: TrainResult
+    parameters: dict[str, Tensor]
+
+
+def toy_run(folder: Path, steps: int, *, method: str = "full", dropout: float = 0.1, **given: Any) -> Finished:
+    """Train a toy made anew in a run folder: everything that is not in the folder is fresh, as in a new process."""
+    model, trainable = toy_model(method, dropout=dropout)
+    arguments: dict[str, Any] = {
+        "config": TrainConfig(steps=steps, batch_size=2, accumulation=2, seed=5),
+        "flow": FlowConfig(weighting="bell"),
+        "optim": OptimConfig(lr=3e-3, warmup_steps=3),
+        "ema": EMAConfig(decay=0.9),
+        "save": SaveConfig(),
+        "held_out": HeldOutConfig(sigmas=(0.3, 0.8)),
+        "log": LogConfig(),
+        "num_tokens": TOY.num_tokens,
+    }
+    data = given.pop("data", ToyData())
+    result = train(model, Engine(), TOY, data, trainable, folder=folder, **{**arguments, **given})
+    return Finished(result, {name: parameter.detach().clone() for name, parameter in trainable.items()})
