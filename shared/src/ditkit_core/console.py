@@ -1,0 +1,136 @@
+"""What is printed: rich on a terminal, plain lines elsewhere, and nothing at all once nobody listens."""
+
+import errno
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol, SupportsFloat
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+PLAIN_LINES = 20
+"""Lines that a progress bar prints at most where there is no terminal to draw on."""
+
+CONSOLE = Console()
+
+_FORMATS = {
+    "loss": "loss {:.4f}",
+    "held_out": "held-out {:.4f}",
+    "lr": "lr {:.2e}",
+    "grad_norm": "grad norm {:.3g}",
+    "seconds": "{:.2f} s/step",
+    "tokens_per_second": "{:.0f} tokens/s",
+    "peak_memory_bytes": "peak {:.2f} GiB",
+}
+
+
+def prepare_streams() -> None:
+    """Make a redirected stdout UTF-8, whatever the platform's default, and let no character stop a run."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="replace")
+
+
+def say(text: str) -> None:
+    """Print to stdout, unwrapped and without markup, so that paths and TOML come out as they are."""
+    with _listened_to():
+        if CONSOLE.is_terminal:
+            CONSOLE.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, flush=True)
+
+
+def warn(text: str) -> None:
+    """Print one line to stderr."""
+    print(" ".join(text.split("\n")), file=sys.stderr, flush=True)
+
+
+class Bar(Protocol):
+    """A progress bar in use."""
+
+    def advance(self, amount: int = 1) -> None:
+        """Report that `amount` more are done."""
+        ...
+
+    def update(self, **fields: SupportsFloat) -> None:
+        """Set figures shown beside the bar, before the advance that they belong to; others stay as they were.
+
+        Known are loss, held_out, lr, grad_norm, seconds (of a step), tokens_per_second and peak_memory_bytes.
+        """
+        ...
+
+
+@contextmanager
+def progress(stage: str, total: int, completed: int = 0) -> Iterator[Bar]:
+    """Show how far a stage is.
+
+    Args:
+        stage: What is being done, in a word or two.
+        total: How many there are to do.
+        completed: How many were done before.
+    """
+    if not CONSOLE.is_terminal:
+        yield _PlainBar(stage, total, completed)
+        return
+    bar = _DrawnBar(stage, total, completed)
+    with Live(get_renderable=bar.drawing, console=CONSOLE):
+        yield bar
+
+
+class _DrawnBar:
+    """Draws a bar, and its figures below it, since side by side they are wider than most terminals."""
+
+    def __init__(self, stage: str, total: int, completed: int):
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar, self._figures = Progress(*columns, TimeRemainingColumn(), console=CONSOLE), dict[str, str]()
+        self._task = self._bar.add_task(stage, total=total, completed=completed)
+
+    def drawing(self) -> Group:
+        """What stands on the terminal now."""
+        return Group(self._bar, *([Text("  ".join(self._figures.values()))] if self._figures else []))
+
+    def advance(self, amount: int = 1) -> None:
+        self._bar.advance(self._task, amount)
+
+    def update(self, **fields: SupportsFloat) -> None:
+        self._figures |= _figures(fields)
+
+
+class _PlainBar:
+    """Prints a line whenever another twentieth is done."""
+
+    def __init__(self, stage: str, total: int, completed: int):
+        self._stage, self._total, self._done, self._figures = stage, max(total, 1), completed, dict[str, str]()
+
+    def advance(self, amount: int = 1) -> None:
+        printed = self._done * PLAIN_LINES // self._total
+        self._done += amount
+        if self._done * PLAIN_LINES // self._total > printed:
+            say("  ".join([f"{self._stage} {self._done}/{self._total}", *self._figures.values()]))
+
+    def update(self, **fields: SupportsFloat) -> None:
+        self._figures |= _figures(fields)
+
+
+def _figures(fields: dict[str, SupportsFloat]) -> dict[str, str]:
+    """Each figure with its unit."""
+    units = {name: 2**30 if name.endswith("_bytes") else 1 for name in fields}
+    return {name: _FORMATS[name].format(float(value) / units[name]) for name, value in fields.items()}
+
+
+@contextmanager
+def _listened_to() -> Iterator[None]:
+    """When the reader of stdout is gone (`| head`), print into the void: it is no reason to lose hours of training."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EINVAL):  # Windows says EINVAL
+            raise
+        void = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(void, sys.stdout.fileno())
+        os.close(void)

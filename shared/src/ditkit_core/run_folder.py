@@ -1,0 +1,171 @@
+"""The folder of a run: where its files lie, whose it is, and that one process at a time trains in it."""
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from ditkit_core.config_fields import config_fields
+from ditkit_core.config_file import flatten, read_toml, to_toml
+from ditkit_core.errors import UserError
+from ditkit_core.files import write_text
+from ditkit_core.resume_rules import Change, compare, refuse
+from ditkit_core.settings import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolderConfig:
+    """The `[run]` section: where the run lies."""
+
+    folder: str = setting("runs/run", resume="free")
+    """Folder of the run: resolved config, saved states, exports, samples, metrics. An existing run in it is continued."""
+
+    def __post_init__(self) -> None:
+        if not self.folder.strip():
+            raise UserError("run.folder is empty; name a folder, such as runs/run")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of a run."""
+
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.toml"
+
+    @property
+    def state(self) -> Path:
+        """Folder of the saved training states, one folder for each."""
+        return self.path / "state"
+
+    @property
+    def exports(self) -> Path:
+        """Folder of the exported adapters and models."""
+        return self.path / "exports"
+
+    @property
+    def samples(self) -> Path:
+        """Folder of the samples."""
+        return self.path / "samples"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON line a record."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of the TensorBoard events."""
+        return self.path / "tensorboard"
+
+    @property
+    def inputs(self) -> Path:
+        """Folder of the demo's generated inputs."""
+        return self.path / "inputs"
+
+    @property
+    def _complete(self) -> Path:
+        return self.path / "complete.json"
+
+    def mark_complete(self, step: int) -> None:
+        """Record that training, with all that follows it, has been completed at this optimizer step."""
+        write_text(self._complete, json.dumps({"step": step}) + "\n")
+
+    def completed_step(self) -> int | None:
+        """The optimizer step at which the run was completed; None if it never was."""
+        if not self._complete.exists():
+            return None
+        try:
+            return int(json.loads(self._complete.read_text(encoding="utf-8"))["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{self._complete} is damaged; delete it, and the run is taken up from its last save"
+            ) from error
+
+    def check(self, config: Any) -> list[Change]:
+        """Whether the folder may be trained in with this configuration; reads only.
+
+        Until something was saved there is nothing to continue, so that a mistyped path can be mended in place.
+
+        Returns:
+            The stated changes, to be logged.
+
+        Raises:
+            UserError: If the folder is not a run's, or a change would make it another run.
+        """
+        if not self.path.exists():
+            return []
+        if not self.path.is_dir():
+            raise UserError(f"run.folder {self.path} is a file; name a folder")
+        if not self.config_file.exists():
+            foreign = sorted(entry.name for entry in self.path.iterdir() if not entry.name.startswith("."))
+            if foreign:
+                raise UserError(f"run.folder {self.path} holds {foreign[0]} and no run; name a new or an empty folder")
+            return []
+        stored = flatten(read_toml(self.config_file))
+        if not stored.keys() & config_fields(type(config)).keys():
+            raise UserError(f"{self.config_file} is not a run's configuration; choose another run.folder")
+        if not any(self.state.glob("step-*")):
+            return []
+        changes = compare(stored, config)
+        if changes.refused:
+            raise refuse(changes.refused, self.path)
+        return changes.stated
+
+
+@contextmanager
+def open_run(path: Path, config: Any) -> Iterator[tuple[RunFolder, list[Change]]]:
+    """Take a run's folder for training, until the block ends; nothing is written before the configuration is accepted.
+
+    Args:
+        path: The folder, new, empty, or of a run that this configuration continues.
+        config: The resolved configuration, stored as `config.toml`.
+
+    Yields:
+        The folder, and the stated changes against the stored configuration, to be logged.
+
+    Raises:
+        UserError: As `RunFolder.check`; or if another process holds the folder, or it cannot be written.
+    """
+    folder = RunFolder(Path(path))
+    folder.check(config)
+    with _locked(folder.path):
+        stated = folder.check(config)  # again: another process may have trained here since
+        write_text(folder.config_file, to_toml(config))
+        yield folder, stated
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a folder against other processes.
+
+    The operating system holds the lock, so that it goes with its process however that ends; a process id in a file would
+    have to be judged stale, and in a container the same few ids come again.
+    """
+    owner = path / ".owner"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path / ".lock", timeout=0)
+        lock.acquire()
+    except Timeout as error:
+        who = owner.read_text(encoding="utf-8").strip() if owner.exists() else "unknown"
+        raise UserError(f"{path} is in use by another process ({who}); stop it or choose another run.folder") from error
+    except OSError as error:
+        raise UserError(f"cannot write in {path}: {error.strerror or error}; choose another run.folder") from error
+    try:
+        since = datetime.now().isoformat(" ", "seconds")
+        write_text(owner, f"process {os.getpid()} on {socket.gethostname()} since {since}")
+        yield
+    finally:
+        owner.unlink(missing_ok=True)
+        lock.release()

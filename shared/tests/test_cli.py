@@ -1,0 +1,195 @@
+"""The command line as a person meets it, and what is printed."""
+
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import ditkit_core
+from ditkit_core import cli, console
+from ditkit_core.adapters import AdapterConfig
+from ditkit_core.config import RunConfig
+from ditkit_core.errors import UserError
+from ditkit_core.options import ExportOptions, SampleOptions, TrainOptions
+from ditkit_core.testing.toy import TOY
+
+
+class Stages(SimpleNamespace):
+    """Stand-ins that remember what they were called with, or raise."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        def stage(name: str) -> Any:
+            def call(spec: Any, config: RunConfig, options: Any) -> None:
+                self.called = (name, config, options)
+                if error is not None:
+                    raise error
+
+            return call
+
+        super().__init__(called=None, **{name: stage(name) for name in ("train", "encode", "sample", "export")})
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> Stages:
+    return install(monkeypatch, Stages())
+
+
+def install(monkeypatch: pytest.MonkeyPatch, stages: Stages) -> Stages:
+    monkeypatch.setattr(ditkit_core, "stages", stages, raising=False)
+    return stages
+
+
+def test_train_is_called_with_the_resolved_configuration(stages: Stages, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[adapter]\nrank = 4\n[train]\nsteps = 3\n")
+    argv = [str(tmp_path / "run.toml"), "--train.steps", "5", "--init-from", "runs/a"]
+    assert cli.run(TOY, "train", argv) == 0
+    name, config, options = stages.called
+    assert (name, config.adapter.rank, config.train.steps) == ("train", 4, 5)
+    assert options == TrainOptions(init_from="runs/a")
+
+
+def test_the_demo_combines_with_every_other_flag(stages: Stages, tmp_path: Path) -> None:
+    (tmp_path / "demo.toml").write_text('[data]\nfolder = "{run}/inputs/clips"\n[train]\nsteps = 3\n')
+    spec = dataclasses.replace(TOY, demo_config=tmp_path / "demo.toml")
+    assert cli.run(spec, "train", ["--demo", "--run.folder", "here", "--adapter.rank=2"]) == 0
+    _, config, options = stages.called
+    assert (config.data.folder, config.train.steps, config.adapter.rank) == ("here/inputs/clips", 3, 2)
+    assert options == TrainOptions(demo=True)
+
+
+def test_sample_and_export_go_on_with_a_run(stages: Stages, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[run]\nfolder = "before/it/moved"\n[adapter]\nrank = 4\n')
+    assert cli.run(TOY, "sample", ["--run", str(tmp_path), "--prompt", "a cat", "--adapter", "x.safetensors"]) == 0
+    name, config, options = stages.called
+    assert (name, config.run.folder, config.adapter.rank) == ("sample", str(tmp_path), 4)
+    assert options == SampleOptions(prompt=("a cat",), adapter="x.safetensors")
+    argv = ["--run", str(tmp_path), "--to", "diffusers", "--dtype", "fp32", "--merge", "--out", "o", "--step", "20"]
+    assert cli.run(TOY, "export", argv) == 0
+    assert stages.called[2] == ExportOptions(to="diffusers", dtype="fp32", merge=True, out="o", step=20)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "nothing to work on: give a run file (toy-train run.toml), or see it work with toy-train --demo"),
+        (["--adapter.rnak", "3"], "unknown key --adapter.rnak on the command line; did you mean --adapter.rank?"),
+        (["--adapter.rank", "x"], 'adapter.rank on the command line must be a whole number, not "x"'),
+        (["no.toml"], "cannot read the run file no.toml: No such file or directory"),
+        (["--run", "nowhere"], "nowhere is not a run's folder"),
+        (["--train.steps", "-1"], "train."),
+        (["--step", "3"], "unknown key --step"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr_and_exit_status_2(
+    stages: Stages, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    assert cli.run(TOY, "train", argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"error: {message}") and err.count("\n") == 1
+    assert stages.called is None
+
+
+def test_a_mistake_that_a_stage_meets_is_one_line_and_exit_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(monkeypatch, Stages(UserError("clip a.mp4 is empty\nreplace it")))
+    assert cli.run(TOY, "train", ["--train.steps", "1"]) == 1
+    assert capsys.readouterr().err == "error: clip a.mp4 is empty replace it\n"
+
+
+def test_an_interrupt_is_one_line_and_exit_status_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(monkeypatch, Stages(KeyboardInterrupt()))
+    assert cli.run(TOY, "train", ["--train.steps", "1"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, Stages(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        cli.run(TOY, "train", ["--train.steps", "1"])
+
+
+def test_what_print_config_prints_is_a_run_file(
+    stages: Stages, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(TOY, "train", ["--print-config", "--adapter.rank", "7"]) == 0
+    (tmp_path / "run.toml").write_text(capsys.readouterr().out)
+    assert stages.called is None
+    assert cli.run(TOY, "train", [str(tmp_path / "run.toml")]) == 0
+    assert stages.called[1] == RunConfig(adapter=AdapterConfig(rank=7))
+
+
+def test_help_version_and_mistakes_answer_before_slow_libraries_are_imported() -> None:
+    program = """
+import sys
+from ditkit_core import cli
+from ditkit_core.testing.toy import TOY
+statuses = [cli.run(TOY, "train", argv) for argv in (["--help"], ["--version"], ["--print-config"], ["--x.y", "1"])]
+slow = {"diffusers", "transformers", "peft", "torchao", "tensorboard", "av", "accelerate", "huggingface_hub"}
+import json
+print(json.dumps([statuses, sorted(slow & sys.modules.keys())]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [[0, 0, 0, 2], []]
+    assert done.stdout.startswith("usage: toy-train") and f"toy-train {ditkit_core.__version__} (torch" in done.stdout
+
+
+def test_a_closed_stdout_ends_the_printing_and_not_the_run(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from ditkit_core.console import say\n"
+        "for number in range(3): say('x' * 100000)\n"
+        "Path(sys.argv[1]).write_text('done')"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "end")],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "end").read_text() == "done"
+
+
+def test_without_a_terminal_a_bar_prints_a_line_a_twentieth(capsys: pytest.CaptureFixture[str]) -> None:
+    with console.progress("train", 1000, completed=500) as bar:
+        for step in range(500):
+            bar.update(loss=1 / (step + 1), lr=1e-4, seconds=0.5, tokens_per_second=99.6, peak_memory_bytes=3 * 2**29)
+            bar.advance()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "train 550/1000  loss 0.0200  lr 1.00e-04  0.50 s/step  100 tokens/s  peak 1.50 GiB"
+    assert len(lines) == 10 and lines[-1].startswith("train 1000/1000")
+
+
+def test_a_short_bar_prints_each_step_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with console.progress("encode", 3) as bar:
+        for _ in range(3):
+            bar.advance()
+    assert capsys.readouterr().out.splitlines() == ["encode 1/3", "encode 2/3", "encode 3/3"]
+
+
+def test_on_a_terminal_a_bar_is_drawn_with_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = io.StringIO()
+    monkeypatch.setattr(console, "CONSOLE", Console(file=drawn, force_terminal=True, width=200))
+    with console.progress("train", 4) as bar:
+        bar.update(loss=0.25)
+        bar.advance(4)
+        console.say("saved [runs/run]")
+    assert "4/4" in drawn.getvalue() and "loss 0.2500" in drawn.getvalue() and "saved [runs/run]" in drawn.getvalue()
+
+
+def test_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    console.say("[bold]path[/bold] " + "long " * 60)
+    assert capsys.readouterr().out == "[bold]path[/bold] " + "long " * 60 + "\n"

@@ -1,0 +1,65 @@
+"""Which changes may be made to a run that is continued."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ditkit_core.config_fields import config_values
+from ditkit_core.resume_rules import Change, compare, refuse
+from ditkit_core.settings import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """The `[keys]` section."""
+
+    steps: int = setting(100, resume="free")
+    lr: float = setting(1e-4, resume="stated")
+    rank: int = setting(16, resume="refused")
+    targets: tuple[str, ...] = setting(("q",), resume="refused")
+    alpha: float | None = setting(None, resume="refused")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree:
+    """A tree."""
+
+    keys: Keys = Keys()
+
+
+STORED = {key: value for key, value in config_values(Tree()).items() if value is not None}
+
+
+def test_nothing_changed_is_no_change() -> None:
+    assert compare(STORED, Tree()) == ([], [])
+
+
+def test_each_change_goes_by_the_rule_of_its_key() -> None:
+    config = Tree(keys=Keys(steps=7, lr=1e-3, rank=8, targets=("q", "k"), alpha=2.0))
+    changes = compare(STORED, config)
+    assert changes.stated == [Change("keys.lr", 1e-4, 1e-3)]
+    assert changes.refused == [
+        Change("keys.rank", 16, 8),
+        Change("keys.targets", ["q"], ["q", "k"]),
+        Change("keys.alpha", None, 2.0),
+    ]
+
+
+def test_a_key_that_an_older_version_did_not_store_counts_as_its_default() -> None:
+    older = {key: value for key, value in STORED.items() if key != "keys.rank"}
+    assert compare(older, Tree()) == ([], [])
+    assert compare(older, Tree(keys=Keys(rank=8))).refused == [Change("keys.rank", 16, 8)]
+
+
+def test_an_optional_value_that_was_set_and_is_not_any_more_is_a_change() -> None:
+    assert compare(STORED | {"keys.alpha": 2.0}, Tree()).refused == [Change("keys.alpha", 2.0, None)]
+
+
+def test_a_key_that_is_no_longer_known_is_stated() -> None:
+    changes = compare(STORED | {"keys.gone": 3, "old.key": "x"}, Tree())
+    assert changes.stated == [Change("keys.gone", 3, None), Change("old.key", "x", None)] and not changes.refused
+
+
+def test_the_refusal_names_each_key_with_both_values_and_the_remedy() -> None:
+    message = str(refuse(compare(STORED, Tree(keys=Keys(rank=8, targets=()))).refused, Path("runs/a")))
+    assert 'keys.rank 16 -> 8; keys.targets ["q"] -> []' in message
+    assert "--init-from runs" in message and "--run.folder NEW" in message and "\n" not in message

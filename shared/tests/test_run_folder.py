@@ -1,0 +1,129 @@
+"""The folder of a run: whose it is, and that one process trains in it."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from ditkit_core.config_layers import resolve
+from ditkit_core.errors import UserError
+from ditkit_core.resume_rules import Change
+from ditkit_core.run_folder import RunFolder, RunFolderConfig, open_run
+from ditkit_core.settings import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """The `[keys]` section."""
+
+    steps: int = setting(100, resume="free")
+    """Steps."""
+    lr: float = setting(1e-4, resume="stated")
+    """Rate."""
+    rank: int = setting(16, resume="refused")
+    """Rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree:
+    """A tree."""
+
+    run: RunFolderConfig = field(default_factory=RunFolderConfig)
+    keys: Keys = Keys()
+
+
+def contents(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} if folder.exists() else set()
+
+
+def refused(folder: Path, config: Tree, match: str) -> None:
+    with pytest.raises(UserError, match=match), open_run(folder, config):
+        pass
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A run folder in which something was saved."""
+    folder = tmp_path / "run"
+    with open_run(folder, Tree()) as (run, _):
+        (run.state / "step-000010").mkdir(parents=True)
+    return folder
+
+
+def test_a_new_folder_gets_the_configuration(tmp_path: Path) -> None:
+    config = Tree(keys=Keys(rank=4))
+    with open_run(tmp_path / "a" / "b", config) as (run, stated):
+        assert stated == []
+        assert resolve(Tree, file=run.config_file) == config
+    assert contents(tmp_path / "a" / "b") <= {"config.toml", ".lock"}
+
+
+def test_a_run_is_continued_with_free_and_stated_changes(saved: Path) -> None:
+    config = Tree(keys=Keys(steps=200, lr=1e-3))
+    with open_run(saved, config) as (run, stated):
+        assert stated == [Change("keys.lr", 1e-4, 1e-3)]
+        assert resolve(Tree, file=run.config_file) == config
+
+
+def test_a_run_of_another_configuration_is_refused_and_left_as_it_was(saved: Path) -> None:
+    before = (saved / "config.toml").read_bytes()
+    refused(saved, Tree(keys=Keys(rank=8)), match=r"keys\.rank 16 -> 8.*--init-from")
+    assert (saved / "config.toml").read_bytes() == before
+
+
+def test_until_something_was_saved_every_key_may_be_mended(tmp_path: Path) -> None:
+    with open_run(tmp_path / "run", Tree()):
+        pass
+    with open_run(tmp_path / "run", Tree(keys=Keys(rank=8))) as (run, stated):
+        assert stated == [] and resolve(Tree, file=run.config_file).keys.rank == 8
+
+
+def test_a_folder_that_holds_something_else_is_refused_untouched(tmp_path: Path) -> None:
+    (tmp_path / "holiday.mp4").write_bytes(b"x")
+    refused(tmp_path, Tree(), match=r"holds holiday\.mp4 and no run")
+    assert contents(tmp_path) == {"holiday.mp4"}
+
+
+def test_a_config_toml_of_another_program_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[server]\nport = 1\n")
+    refused(tmp_path, Tree(), match="not a run's configuration")
+
+
+def test_a_run_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    refused(tmp_path / "file", Tree(), match="is a file")
+    refused(tmp_path / "file" / "run", Tree(), match="cannot write in")
+
+
+def test_a_folder_in_use_is_refused_and_free_again_afterwards(tmp_path: Path) -> None:
+    with open_run(tmp_path, Tree()):
+        refused(tmp_path, Tree(), match=r"in use by another process \(process \d+ on .* since ")
+    with open_run(tmp_path, Tree()):
+        pass
+
+
+def test_a_lock_goes_with_its_process_however_that_ends(tmp_path: Path) -> None:
+    """Held in another process that is then killed; not even its exit status is asked for before the folder is free."""
+    program = (
+        "import sys, time; from pathlib import Path; from ditkit_core.run_folder import _locked\n"
+        "with _locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        refused(tmp_path, Tree(), match=f"process {other.pid} on")
+        other.kill()
+        other.wait()
+        with open_run(tmp_path, Tree()) as (run, _):
+            assert run.config_file.exists()
+
+
+def test_completion_is_remembered(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert run.completed_step() is None
+    run.mark_complete(20)
+    assert RunFolder(tmp_path).completed_step() == 20
+    (tmp_path / "complete.json").write_text("{")
+    with pytest.raises(UserError, match="is damaged"):
+        run.completed_step()
