@@ -1,0 +1,183 @@
+"""The commands from end to end on the toy model: files in, adapter out, continued, sampled, exported."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from ditkit_core import cli
+from ditkit_core.model import ModelSpec
+from ditkit_core.testing.toy import TOY, ToyMediaEncoder, ToyTextEncoder
+from ditkit_core.testing.world import make_model
+from media_files import picture
+
+Command = Callable[..., int]
+
+
+class World:
+    """A folder with a toy checkpoint and captioned pictures, and the commands at work in it."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.media, self.text = ToyMediaEncoder(), ToyTextEncoder()
+        self.spec: ModelSpec = replace(
+            TOY, media_encoder=lambda *_: self.media, text_encoder=lambda *_: self.text, infer_arch=None
+        )
+        names = TOY.names.from_native["official"]
+        state = {names(name): t.contiguous() for name, t in make_model(TOY, TOY.presets["tiny"]).state_dict().items()}
+        save_file(state, folder / "toy.safetensors")
+        (folder / "clips").mkdir()
+        for i, colour in enumerate(("teal", "red", "navy", "gold", "white")):
+            picture(folder / "clips" / f"{i}.png", (16, 16), colour)
+            (folder / "clips" / f"{i}.txt").write_text(f"picture number {i}")
+
+    def run(self, command: str, *flags: str) -> int:
+        common = ["--model.preset", "tiny", "--model.transformer", str(self.folder / "toy.safetensors")]
+        common += ["--model.dtype", "fp32", "--data.folder", str(self.folder / "clips"), "--adapter.rank", "2"]
+        common += ["--data.height", "16", "--data.width", "16", "--data.frames", "1", "--log.tensorboard", "false"]
+        common += ["--encode.cache", str(self.folder / "cache"), "--sample.steps", "2", "--adapter.dropout", "0.1"]
+        return cli.run(self.spec, command, [*common, *flags])
+
+    def train(self, name: str, steps: int, *flags: str) -> int:
+        return self.run("train", "--run.folder", str(self.folder / name), "--train.steps", str(steps), *flags)
+
+    def adapter(self, name: str) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / name / "exports" / "adapter.safetensors")
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.chdir(tmp_path)
+    return World(tmp_path)
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_training_goes_from_files_to_an_adapter_with_its_history(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert world.train("run", 4, "--held_out.clips", "1", "--save.every_steps", "2") == 0
+    said = capsys.readouterr().out
+    run = world.folder / "run"
+    assert "held-out loss" in said and str(run / "exports" / "adapter.safetensors") in said
+    assert [p.name for p in sorted(run.glob("exports/*"))] == [
+        "adapter-step-000002.safetensors", "adapter-step-000004.safetensors", "adapter.safetensors",
+    ]  # fmt: skip
+    assert len(list(run.glob("samples/step-000004-*.png"))) == 2
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines if "loss" in line} and any("held_out" in line for line in lines)
+    with safe_open(run / "exports" / "adapter.safetensors", "pt") as file:
+        header = file.metadata()
+    assert header["ditkit.step"] == "4" and "rank = 2" in header["ditkit.config"]
+    assert header["ditkit.data"] and json.loads(header["ditkit.versions"])["torch"] == torch.__version__
+
+
+def test_a_second_call_says_that_the_run_is_complete_and_loads_nothing(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert world.train("run", 2) == 0
+    assert (world.media.loads, world.text.loads) == (1, 1)
+    before = world.adapter("run")
+    capsys.readouterr()
+    assert world.train("run", 2) == 0
+    assert "is complete at step 2" in capsys.readouterr().out
+    assert world.train("run", 3) == 0  # goes on, and everything is encoded already
+    assert (world.media.loads, world.text.loads) == (1, 1)
+    assert not equal(before, world.adapter("run"))
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_run_in_two_parts_equals_one_in_one_part_to_the_bit(world: World, method: str) -> None:
+    flags = ("--adapter.method", method, "--ema.decay", "0.9", "--train.accumulation", "2", "--export.dtype", "fp32")
+    assert world.train("whole", 6, *flags) == 0
+    assert world.train("parts", 3, *flags) == 0
+    assert world.train("parts", 6, *flags, "--train.checkpointing", "attn_only") == 0
+    where = (
+        "exports/adapter.safetensors"
+        if method == "lora"
+        else "exports/transformer_official/diffusion_pytorch_model.safetensors"
+    )
+    assert equal(load_file(world.folder / "whole" / where), load_file(world.folder / "parts" / where))
+
+
+def test_another_run_starts_from_the_weights_of_one(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    assert world.train("first", 2) == 0
+    assert world.train("second", 0, "--init-from", str(world.folder / "first")) == 0
+    assert "starting from the weights of" in capsys.readouterr().out
+    assert equal(world.adapter("first"), world.adapter("second"))
+    assert world.train("third", 0, "--init-from", str(world.folder / "nowhere")) == 1
+    error = capsys.readouterr().err
+    assert "nowhere" in error and error.count("\n") == 1
+
+
+def test_samples_and_exports_are_commands_of_their_own(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    assert world.train("run", 2) == 0
+    run = str(world.folder / "run")
+    capsys.readouterr()
+    out = world.folder / "drawn"
+    assert world.run("sample", "--run", run, "--prompt", "a new thing", "--out", str(out)) == 0
+    assert [p.name for p in out.iterdir()] == ["step-000002-0-a-new-thing.png"]
+    file = world.folder / "mine.safetensors"
+    assert world.run("export", "--run", run, "--out", str(file)) == 0
+    assert equal(load_file(file), world.adapter("run"))
+    assert world.run("export", "--run", run, "--merge", "--dtype", "fp32", "--out", str(world.folder / "merged")) == 0
+    merged = load_file(world.folder / "merged" / "transformer_official" / "diffusion_pytorch_model.safetensors")
+    base = load_file(world.folder / "toy.safetensors")
+    assert merged.keys() == base.keys() and not equal(merged, base)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--train.attention", "flash2"], "flash2"),
+        (["--model.dtype", "fp16"], "loss scaler"),
+        (["--model.transformer", "nowhere.safetensors"], "nowhere.safetensors"),
+        (["--adapter.targets", "nonsense"], "fits no layer"),
+        (["--model.preset", "huge"], "huge"),
+        (["--train.device", "cuda:7"], "cuda:7"),
+        (["--train.device", "warp"], "warp"),
+        (["--held_out.clips", "5"], "none to train on"),
+        (["--data.folder", "nowhere"], "nowhere"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line_before_anything_is_encoded(
+    world: World, capsys: pytest.CaptureFixture[str], flags: list[str], says: str
+) -> None:
+    assert world.train("run", 2, *flags) == 1
+    error = capsys.readouterr().err
+    assert says in error and error.startswith("error: ") and error.count("\n") == 1
+    assert (world.media.loads, world.text.loads) == (0, 0)
+
+
+def test_a_folder_of_another_run_is_refused_with_the_remedy(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    assert world.train("run", 1) == 0
+    capsys.readouterr()
+    assert world.train("run", 2, "--adapter.rank", "3") == 1
+    error = capsys.readouterr().err
+    assert "adapter.rank" in error and "--init-from" in error and error.count("\n") == 1
+    assert world.train("run", 2, "--optim.lr", "1e-5") == 0
+    assert "optim.lr" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_evidence(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*args: Any) -> Any:
+        inputs = TOY.make_inputs(*args)
+        return inputs._replace(latents=[latent * float("nan") for latent in inputs.latents])
+
+    world.spec = replace(world.spec, make_inputs=broken)
+    assert world.train("run", 2, "--sample.captions", "0") == 1
+    error = capsys.readouterr().err
+    (evidence,) = (world.folder / "run").glob("failure-step-*.json")
+    assert str(evidence) in error and error.count("\n") == 1
+    assert json.loads(evidence.read_text())["samples"]
+    assert not list((world.folder / "run").glob("exports/*"))
