@@ -1,0 +1,199 @@
+"""The demo's inputs: a complete tiny Wan checkpoint with random weights, and a dozen captioned videos.
+
+The demo trains on these by the same path as real weights: nothing else in ditkit knows about it. The checkpoint is in
+diffusers layout. Its random initialisation matters, because LoRA reaches only the attention and feed-forward layers of
+the blocks: the frozen patch embedding must keep the whole picture, the gates must let the blocks' result through, and
+the frozen head must be able to say it.
+"""
+
+import json
+import math
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ditkit_core.errors import UserError
+from ditkit_core.randomness import generator
+from ditkit_wan.demo_media import CLIPS, draw, write_clip
+
+HEADS, HEAD_DIM, LAYERS, FFN_DIM = 4, 24, 3, 192
+TEXT_DIM = 32
+LATENT_CHANNELS = 16
+VAE_DIMS = {"base_dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+PIXELS, FRAMES = 64, 9
+"""The size that the VAE's statistics are measured at: the demo's training size."""
+
+
+def write_demo(folder: Path) -> None:
+    """Write the demo's inputs: `checkpoint/` and `clips/`, the same bytes every time.
+
+    A folder that is complete is left alone; one that was half written is written again.
+
+    Args:
+        folder: Where to write; created if needed.
+
+    Raises:
+        UserError: If it cannot be written.
+    """
+    folder = Path(folder)
+    complete = folder / "complete"
+    if complete.exists():
+        return
+    try:
+        for part in ("checkpoint", "clips"):
+            shutil.rmtree(folder / part, ignore_errors=True)
+        (folder / "clips").mkdir(parents=True)
+        for index, clip in enumerate(CLIPS):
+            write_clip(folder / "clips" / f"clip{index:02d}.mp4", clip)
+        write_checkpoint(folder / "checkpoint", [clip.caption for clip in CLIPS])
+        complete.touch()
+    except OSError as error:
+        raise UserError(
+            f"cannot write the demo into {folder}: {error.strerror or error}; choose another run.folder"
+        ) from error
+
+
+def write_checkpoint(folder: Path, captions: list[str]) -> None:
+    """Write a complete tiny Wan text-to-video checkpoint in diffusers layout, with random weights.
+
+    Args:
+        folder: The folder to write.
+        captions: Sentences whose words become the tokenizer's vocabulary.
+    """
+    import diffusers
+    from diffusers import UniPCMultistepScheduler
+    from safetensors.torch import save_file
+
+    tokenizer = build_tokenizer(captions)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    text_encoder = build_text_encoder(len(tokenizer))
+    text_encoder.config.save_pretrained(folder / "text_encoder")
+    # written here, because the library's own writing shows a progress bar
+    state = {
+        name: tensor for name, tensor in text_encoder.state_dict().items() if name != "encoder.embed_tokens.weight"
+    }
+    save_file(state, folder / "text_encoder" / "model.safetensors", metadata={"format": "pt"})
+    build_vae().save_pretrained(folder / "vae")
+    build_transformer().save_pretrained(folder / "transformer")
+    UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
+    ).save_pretrained(folder / "scheduler")
+    index = {
+        "_class_name": "WanPipeline",
+        "_diffusers_version": diffusers.__version__,
+        "boundary_ratio": None,
+        "expand_timesteps": False,
+        "scheduler": ["diffusers", "UniPCMultistepScheduler"],
+        "text_encoder": ["transformers", "UMT5EncoderModel"],
+        "tokenizer": ["transformers", type(tokenizer).__name__],
+        "transformer": ["diffusers", "WanTransformer3DModel"],
+        "transformer_2": [None, None],
+        "vae": ["diffusers", "AutoencoderKLWan"],
+    }
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8", newline="\n")
+
+
+def build_tokenizer(captions: list[str]) -> Any:
+    """A unigram tokenizer of the T5 kind over the captions' words and characters.
+
+    The vocabulary is counted, not fitted by `UnigramTrainer`, whose threads may order equal pieces differently.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = Counter(f"▁{word}" for caption in captions for word in caption.split())
+    characters = Counter({character: 0.01 for word in sorted(words) for character in word})
+    total = sum(words.values()) + sum(characters.values())
+    pieces = sorted((words + characters).items(), key=lambda piece: (-piece[1], piece[0]))
+    special = ["<pad>", "</s>", "<unk>"]
+    vocabulary = [(piece, 0.0) for piece in special] + [(piece, math.log(n / total)) for piece, n in pieces]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=2))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=512
+    )
+
+
+def build_text_encoder(vocabulary_size: int) -> Any:
+    """A two-layer UMT5 encoder."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    config = UMT5Config(
+        vocab_size=vocabulary_size, d_model=TEXT_DIM, d_kv=16, d_ff=64, num_layers=2, num_heads=2,
+        feed_forward_proj="gated-gelu", tie_word_embeddings=False, pad_token_id=0, eos_token_id=1,
+        architectures=["UMT5EncoderModel"],
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        model = UMT5EncoderModel(config)
+    _randomise(model, "text encoder")
+    return model.eval()
+
+
+def build_vae() -> Any:
+    """A Wan 2.1 VAE of few channels whose latents of the demo's clips have mean 0 and variance 1 in every channel."""
+    from diffusers import AutoencoderKLWan
+
+    with torch.random.fork_rng(devices=[]):
+        vae = AutoencoderKLWan(**VAE_DIMS, z_dim=LATENT_CHANNELS)
+    _randomise(vae, "vae")
+    vae.eval().requires_grad_(False)
+    latents = torch.cat([vae.encode(clip[None]).latent_dist.mean[0].flatten(1) for clip in _clip_pixels()], dim=1)
+    vae.register_to_config(latents_mean=_rounded(latents.mean(dim=1)), latents_std=_rounded(latents.std(dim=1)))
+    return vae
+
+
+def build_transformer() -> Any:
+    """A Wan text-to-video transformer of three narrow blocks."""
+    from diffusers import WanTransformer3DModel
+
+    with torch.random.fork_rng(devices=[]):
+        model = WanTransformer3DModel(
+            num_attention_heads=HEADS, attention_head_dim=HEAD_DIM, num_layers=LAYERS, ffn_dim=FFN_DIM,
+            in_channels=LATENT_CHANNELS, out_channels=LATENT_CHANNELS, text_dim=TEXT_DIM, rope_max_seq_len=1024,
+        )  # fmt: skip
+    _randomise(model, "transformer")
+    with torch.no_grad():
+        model.condition_embedder.time_embedder.linear_2.weight.mul_(0.5)
+        model.condition_embedder.time_proj.weight.mul_(0.3)
+        for block in model.blocks:
+            block.scale_shift_table[:, [2, 5]] += 1.0  # the two gates
+        # Without its blocks the model would predict the noised latents: near the truth where noise is strong.
+        isometry = torch.linalg.qr(
+            torch.randn(HEADS * HEAD_DIM, 4 * LATENT_CHANNELS, generator=generator("demo", "patch"))
+        )[0]
+        columns = isometry.unflatten(1, (LATENT_CHANNELS, 1, 2, 2))
+        model.patch_embedding.weight.copy_(columns * math.sqrt(HEADS * HEAD_DIM / (4 * LATENT_CHANNELS)))
+        model.proj_out.weight.copy_(columns.permute(2, 3, 4, 1, 0).flatten(0, 3))
+    return model.eval()
+
+
+def _randomise(model: torch.nn.Module, name: str) -> None:
+    """Draw every weight anew, each from a generator of its own name: independent of the libraries' initialisation."""
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.ndim < 2 or key.endswith(".gamma"):
+                parameter.fill_(0.0 if key.endswith("bias") else 1.0)
+                continue
+            noise = torch.randn(parameter.shape, generator=generator("demo", name, key))
+            parameter.copy_(noise / math.sqrt(parameter[0].numel()))
+
+
+def _clip_pixels() -> list[Float[Tensor, "3 frames height width"]]:
+    """The demo's clips at the training size, in [-1, 1], before encoding to mp4."""
+    clips = []
+    for clip in CLIPS:
+        frames = torch.from_numpy(draw(clip)[:FRAMES]).permute(0, 3, 1, 2).float() / 127.5 - 1
+        resized = torch.nn.functional.interpolate(frames, size=(PIXELS, PIXELS), mode="bilinear", antialias=True)
+        clips.append(resized.transpose(0, 1))
+    return clips
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(float(value), 6) for value in values]

@@ -1,0 +1,111 @@
+"""Frozen encoders from safetensors: a library's module built on `meta`, then filled by our own strict reader.
+
+One path for folders and single files. The libraries' own loaders would only warn about a missing tensor, and go on with
+random numbers in its place.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ditkit_core.errors import UserError
+from ditkit_core.model import StateDictNames
+from ditkit_core.safetensors_file import SafetensorsSource
+from ditkit_core.weights import load_into, match
+
+_REPACKAGED = "Comfy-Org/Wan_2.1_ComfyUI_repackaged"
+SAFE_NAMES = {
+    "Wan2.1_VAE.pth": f"wan_2.1_vae.safetensors ({_REPACKAGED})",
+    "models_t5_umt5-xxl-enc-bf16.pth": f"umt5_xxl_fp16.safetensors ({_REPACKAGED})",
+    "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth": f"clip_vision_h.safetensors ({_REPACKAGED})",
+}
+"""The official files that are pickles, and the safetensors file of the same weights."""
+
+_COUNTED = (".safetensors", ".json", ".model", ".txt")
+_WHOLE_BYTES = 2**28
+_SAMPLED_BYTES = 2**20
+_SAMPLES = 64
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A folder's `config.json`.
+
+    Raises:
+        UserError: If it is missing or no JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{folder} has no config.json; name the part's folder, or a single .safetensors file"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"{path} is not readable JSON; fetch it again") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is not a configuration; fetch it again")
+    return config
+
+
+def fill(
+    model: nn.Module,
+    source: SafetensorsSource,
+    names: StateDictNames,
+    *,
+    device: torch.device,
+    dtype_of: Callable[[str], torch.dtype],
+    tied: Mapping[str, str] | None = None,
+    ignore: frozenset[str] = frozenset(),
+) -> None:
+    """Give every parameter of a module on `meta` its value, and freeze it.
+
+    Args:
+        model: The module; in eval mode afterwards.
+        source: The file or folder.
+        names: Names of the file against the module's.
+        device: Where the weights go.
+        dtype_of: The dtype of a parameter there.
+        tied: Modules that share the weight of another, by name: not read, but set to the other.
+        ignore: Names of the file that may be left over.
+
+    Raises:
+        UserError: If a tensor is missing, unexpected or mis-shaped, or the file is damaged.
+    """
+    tied = tied or {}
+    skipped = {f"{name}.weight" for name in tied}
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in skipped}
+    mapping = match(source, names, wanted, ignore=lambda key: key in ignore | skipped)
+    load_into(model, source, mapping, device_of=lambda name: device, dtype_of=dtype_of)
+    for name, other in tied.items():
+        model.get_submodule(name).weight = model.get_submodule(other).weight
+    model.requires_grad_(False).eval()
+
+
+def fingerprint(path: Path, *settings: object) -> str:
+    """Digest of a part's files and of the settings it is used with, without loading it.
+
+    Of a large weight file only the size and 64 MiB spread over it, the header included, are read: two sets of weights
+    differ nearly everywhere, and reading 11 GB at each start would take longer than all else with a complete cache.
+
+    Args:
+        path: File or folder; of a folder, the weights, configurations and tokenizer files in it.
+        settings: What else changes the part's results.
+    """
+    digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
+    files = sorted(file for file in path.iterdir() if file.suffix in _COUNTED) if path.is_dir() else [path]
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"\0{file.name if path.is_dir() else ''}\0{size}\0".encode())
+        with open(file, "rb") as stream:
+            if size <= _WHOLE_BYTES:
+                digest.update(stream.read())
+                continue
+            for sample in range(_SAMPLES):
+                stream.seek(sample * (size - _SAMPLED_BYTES) // (_SAMPLES - 1))
+                digest.update(stream.read(_SAMPLED_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,99 @@
+"""The CLIP vision encoder of the image-to-video models, from a diffusers folder or ComfyUI's `clip_vision_h` file."""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from ditkit_core.components import Components
+from ditkit_core.errors import UserError
+from ditkit_core.model import StateDictNames
+from ditkit_core.safetensors_file import SafetensorsSource
+from ditkit_wan.frozen import SAFE_NAMES, fill, fingerprint, read_config
+
+# transformers dropped the prefix from its own names in version 5; files have it or not
+IMAGE_NAMES = StateDictNames(prefixes=("vision_model.",), to_native=lambda name: name, from_native={})
+_NOT_VISION = frozenset({"visual_projection.weight", "vision_model.embeddings.position_ids", "logit_scale"})
+_HEAD_DIM = 80  # of ViT-H/14, the one encoder that Wan uses
+_MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+class ImageEncoder:
+    """A picture to the tokens of CLIP's last layer but one; an `Encoder` of the core."""
+
+    def __init__(self, components: Components, device: torch.device, dtype: torch.dtype):
+        """Find the weights; nothing is loaded.
+
+        Raises:
+            UserError: If there are none.
+        """
+        self._path = components.locate("image_encoder", safe_names=SAFE_NAMES)
+        self._device, self._dtype = device, dtype
+        self._model: Any = None
+
+    @cached_property
+    def identity(self) -> str:
+        """Digest of the weights, the dtype and how pictures are resized."""
+        return fingerprint(self._path, str(self._dtype), "bicubic, penultimate layer")
+
+    def load(self) -> None:
+        """Read the weights onto the device.
+
+        Raises:
+            UserError: If the weights are incomplete or of another model.
+        """
+        from transformers import CLIPVisionConfig, CLIPVisionModel
+
+        source = SafetensorsSource.open(self._path)
+        config = read_config(self._path) if self._path.is_dir() else _config_of_file(source)
+        with torch.device("meta"):
+            model = CLIPVisionModel(CLIPVisionConfig.from_dict(config))
+        fill(
+            model, source, IMAGE_NAMES, device=self._device, dtype_of=lambda name: self._dtype, ignore=_NOT_VISION
+        )  # fmt: skip
+        for name, buffer in model.named_buffers():  # not stored: the positions, in order
+            assert name.endswith("position_ids"), name
+            owner = model.get_submodule(name.rpartition(".")[0])
+            owner.position_ids = torch.arange(buffer.shape[1], device=self._device)[None]
+        self._model = model
+
+    def unload(self) -> None:
+        """Free the weights."""
+        self._model = None
+
+    @torch.no_grad()
+    def encode(self, item: Float[Tensor, "3 1 height width"]) -> dict[str, Tensor]:
+        """Tokens of one picture.
+
+        Args:
+            item: Pixels in [-1, 1]; squeezed to the encoder's square, as the official code does.
+
+        Returns:
+            `image` [tokens, dim], the class token first, in the encoder's dtype, on the CPU.
+        """
+        size = self._model.config.image_size
+        pixels = F.interpolate(item.transpose(0, 1), size=(size, size), mode="bicubic", align_corners=False)
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _STD))
+        pixels = ((pixels * 0.5 + 0.5 - mean) / std).to(self._device, self._dtype)
+        return {"image": self._model(pixels, output_hidden_states=True).hidden_states[-2][0].cpu()}
+
+
+def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:
+    """The configuration of a single file, read off its shapes."""
+    shapes = {name.removeprefix("vision_model."): stored.shape for name, stored in source.tensors.items()}
+    try:
+        dim, _, patch, _ = shapes["embeddings.patch_embedding.weight"]
+        positions = shapes["embeddings.position_embedding.weight"][0]
+        ffn_dim = shapes["encoder.layers.0.mlp.fc1.weight"][0]
+    except (KeyError, ValueError) as error:
+        raise UserError(
+            f"{source.path} is not a CLIP vision encoder; get clip_vision_h.safetensors, or name its folder"
+        ) from error
+    return {
+        "hidden_size": dim, "intermediate_size": ffn_dim, "num_attention_heads": dim // _HEAD_DIM, "hidden_act": "gelu",
+        "num_hidden_layers": sum(name.endswith(".mlp.fc1.weight") for name in shapes),
+        "image_size": round((positions - 1) ** 0.5) * patch, "patch_size": patch,
+    }  # fmt: skip

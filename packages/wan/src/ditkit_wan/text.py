@@ -1,0 +1,173 @@
+"""The UMT5 text encoder, from a diffusers folder or a single file, and the tokenizer beside it."""
+
+import html
+import logging
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ditkit_core.components import Components
+from ditkit_core.errors import UserError
+from ditkit_core.model import StateDictNames
+from ditkit_core.safetensors_file import SafetensorsSource
+from ditkit_wan.frozen import SAFE_NAMES, fill, fingerprint, read_config
+
+TEXT_TOKENS = 512
+"""Tokens of a caption, its end included; what is beyond is cut."""
+
+# Official names to those of transformers. Source: `T5Encoder` in Wan-Video/Wan2.1, wan/modules/t5.py.
+_IN_BLOCK = {
+    "norm1": "layer.0.layer_norm",
+    **{f"attn.{part}": f"layer.0.SelfAttention.{part}" for part in "qkvo"},
+    "pos_embedding.embedding": "layer.0.SelfAttention.relative_attention_bias",
+    "norm2": "layer.1.layer_norm",
+    "ffn.gate.0": "layer.1.DenseReluDense.wi_0",
+    "ffn.fc1": "layer.1.DenseReluDense.wi_1",
+    "ffn.fc2": "layer.1.DenseReluDense.wo",
+}
+_OUTSIDE = {"token_embedding": "shared", "norm": "encoder.final_layer_norm"}
+_BLOCK = re.compile(r"^blocks\.(\d+)\.(.+)\.weight$")
+_NOT_WEIGHTS = frozenset({"spiece_model", "scaled_fp8"})  # ComfyUI stores the tokenizer, and a mark, beside the weights
+
+_log = logging.getLogger(__name__)
+
+
+def to_transformers(name: str) -> str:
+    """The transformers name of a parameter of the UMT5 encoder, given in either form."""
+    block = _BLOCK.match(name)
+    if block and block[2] in _IN_BLOCK:
+        return f"encoder.block.{block[1]}.{_IN_BLOCK[block[2]]}.weight"
+    module = name.removesuffix(".weight")
+    return f"{_OUTSIDE[module]}.weight" if module in _OUTSIDE else name
+
+
+TEXT_NAMES = StateDictNames(prefixes=(), to_native=to_transformers, from_native={})
+
+
+def clean(caption: str) -> str:
+    """A caption as the model saw captions in training: mended encoding, no HTML entities, single spaces."""
+    import ftfy
+
+    caption = html.unescape(html.unescape(ftfy.fix_text(caption)))
+    return re.sub(r"\s+", " ", caption).strip()
+
+
+class TextEncoder:
+    """Captions to token features; an `Encoder` of the core."""
+
+    def __init__(self, components: Components, device: torch.device, dtype: torch.dtype):
+        """Find weights and tokenizer; nothing is loaded.
+
+        Raises:
+            UserError: If either is missing, or the weights are of no kind that is read.
+        """
+        self._path = components.locate("text_encoder", safe_names=SAFE_NAMES)
+        self._tokenizer_path = _tokenizer_path(components)
+        self._device, self._dtype = device, dtype
+        self._model: Any = None
+        self._tokenizer: Any = None
+        self.truncated: list[str] = []
+        """Captions that were longer than 512 tokens, each with the number of tokens that were cut."""
+
+    @cached_property
+    def identity(self) -> str:
+        """Digest of weights, tokenizer, dtype and the way captions are cleaned and cut."""
+        tokenizer = fingerprint(self._tokenizer_path)
+        return fingerprint(self._path, tokenizer, str(self._dtype), "ftfy, unescaped twice, spaces", TEXT_TOKENS)
+
+    def load(self) -> None:
+        """Read the weights onto the device.
+
+        Raises:
+            UserError: If the weights are incomplete, or the tokenizer cannot be read.
+        """
+        if self._model is not None:
+            return
+        from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                str(self._tokenizer_path), local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError, ImportError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"{self._tokenizer_path} holds no tokenizer that can be read ({reason}); set model.tokenizer"
+            ) from error
+        source = SafetensorsSource.open(self._path)
+        config = read_config(self._path) if self._path.is_dir() else _config_of_file(source)
+        with torch.device("meta"):
+            model = UMT5EncoderModel(UMT5Config.from_dict(config))
+        tied = {"encoder.embed_tokens": "shared"}
+        fill(
+            model, source, TEXT_NAMES, device=self._device, dtype_of=self._dtype_of, tied=tied, ignore=_NOT_WEIGHTS
+        )  # fmt: skip
+        self._model = model
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        # the last projection of T5 overflows fp16
+        return torch.float32 if self._dtype == torch.float16 and name.endswith(".wo.weight") else self._dtype
+
+    def unload(self) -> None:
+        """Free the weights."""
+        self._model = self._tokenizer = None
+
+    @torch.no_grad()
+    def encode(self, item: str) -> dict[str, Tensor]:
+        """Features of one caption.
+
+        Padded to 512 tokens with the padding masked, as in training: rounding depends on the shape. The result is
+        trimmed to the caption's true length; the zeros that the model expects after it are added when inputs are made.
+
+        Args:
+            item: The caption; the empty one is a single end-of-sentence token.
+
+        Returns:
+            `text` [tokens, dim] in the encoder's own dtype: a wider one would only make the cache larger.
+        """
+        ids = self._tokenizer(clean(item), verbose=False).input_ids
+        if len(ids) > TEXT_TOKENS:
+            self.truncated.append(f"{item[:60]!r}… is {len(ids)} tokens long: {len(ids) - TEXT_TOKENS} were cut")
+            _log.warning(self.truncated[-1])
+        tokens = self._tokenizer(
+            clean(item), padding="max_length", max_length=TEXT_TOKENS, truncation=True, return_tensors="pt"
+        ).to(self._device)
+        features = self._model(tokens.input_ids, tokens.attention_mask).last_hidden_state[0]
+        return {"text": features[: int(tokens.attention_mask.sum())].to("cpu", self._dtype, copy=True)}
+
+
+def _tokenizer_path(components: Components) -> Path:
+    if not components.tokenizer and not components.base:
+        raise UserError("the text encoder has no tokenizer; set model.tokenizer to the tokenizer's folder")
+    path = components.locate("tokenizer")
+    if not path.is_dir():
+        raise UserError(f"model.tokenizer = {path} is a file; name the folder with tokenizer.json or spiece.model")
+    return path
+
+
+def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:
+    """The configuration of a single file, read off its shapes; all UMT5 encoders share the rest."""
+    shapes = {to_transformers(name): stored.shape for name, stored in source.tensors.items()}
+    if any(name.endswith((".scale_weight", ".weight_scale")) or name == "scaled_fp8" for name in shapes):
+        raise UserError(
+            f"{source.path} holds scaled 8-bit weights, which are not read yet; get umt5_xxl_fp16.safetensors"
+        )
+    block = "encoder.block.0.layer"
+    try:
+        vocabulary, dim = shapes["shared.weight"]
+        attention_dim = shapes[f"{block}.0.SelfAttention.q.weight"][0]
+        buckets, heads = shapes[f"{block}.0.SelfAttention.relative_attention_bias.weight"]
+        ffn_dim = shapes[f"{block}.1.DenseReluDense.wi_0.weight"][0]
+    except (KeyError, ValueError) as error:
+        raise UserError(
+            f"{source.path} is not a UMT5 encoder; get umt5_xxl_fp16.safetensors, or name a text_encoder folder"
+        ) from error
+    layers = sum(name.endswith(".SelfAttention.q.weight") for name in shapes)
+    return {
+        "vocab_size": vocabulary, "d_model": dim, "d_kv": attention_dim // heads, "d_ff": ffn_dim, "num_layers": layers,
+        "num_heads": heads, "relative_attention_num_buckets": buckets, "feed_forward_proj": "gated-gelu",
+    }  # fmt: skip

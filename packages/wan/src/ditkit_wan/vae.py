@@ -1,0 +1,150 @@
+"""The Wan VAE: diffusers' `AutoencoderKLWan` from a diffusers folder or from the official single file.
+
+Latents are the posterior's mean, normalised per channel, in fp32: what the official code samples with. A drawn latent
+would put the encoder's noise into the training data.
+"""
+
+import re
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ditkit_core.components import Components
+from ditkit_core.errors import UserError
+from ditkit_core.model import StateDictNames
+from ditkit_core.safetensors_file import SafetensorsSource
+from ditkit_wan.frozen import SAFE_NAMES, fill, fingerprint, read_config
+
+# Official names to diffusers', applied in order; diffusers' own names pass unchanged. Source: `WanVAE_` in
+# Wan-Video/Wan2.1, wan/modules/vae.py.
+_RENAMES = (
+    (r"^conv1\.", "quant_conv."),
+    (r"^conv2\.", "post_quant_conv."),
+    (r"^(encoder|decoder)\.conv1\.", r"\1.conv_in."),
+    (r"^(encoder|decoder)\.head\.0\.", r"\1.norm_out."),
+    (r"^(encoder|decoder)\.head\.2\.", r"\1.conv_out."),
+    (r"^(encoder|decoder)\.middle\.0\.", r"\1.mid_block.resnets.0."),
+    (r"^(encoder|decoder)\.middle\.1\.", r"\1.mid_block.attentions.0."),
+    (r"^(encoder|decoder)\.middle\.2\.", r"\1.mid_block.resnets.1."),
+    (r"^encoder\.downsamples\.", "encoder.down_blocks."),
+    (r"\.residual\.0\.", ".norm1."),
+    (r"\.residual\.2\.", ".conv1."),
+    (r"\.residual\.3\.", ".norm2."),
+    (r"\.residual\.6\.", ".conv2."),
+    (r"\.shortcut\.", ".conv_shortcut."),
+)
+_UPSAMPLE = re.compile(r"^decoder\.upsamples\.(\d+)\.")
+
+
+def to_diffusers(name: str) -> str:
+    """The diffusers name of a parameter of the Wan 2.1 VAE, given in either form."""
+
+    def place(found: re.Match[str]) -> str:
+        stage, index = divmod(int(found[1]), 4)  # three residual blocks and an upsampler in each stage
+        return f"decoder.up_blocks.{stage}.{'upsamplers.0' if index == 3 else f'resnets.{index}'}."
+
+    name = _UPSAMPLE.sub(place, name)
+    for pattern, replacement in _RENAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+VAE_NAMES = StateDictNames(prefixes=(), to_native=to_diffusers, from_native={})
+
+
+class VaeEncoder:
+    """Pixels to normalised latents and back; an `Encoder` of the core."""
+
+    def __init__(self, components: Components, device: torch.device):
+        """Find the weights; nothing is loaded.
+
+        Raises:
+            UserError: If there are none, or they are those of another VAE.
+        """
+        self._path = components.locate("vae", safe_names=SAFE_NAMES)
+        self._device = device
+        self._vae: Any = None
+        self.config = read_config(self._path) if self._path.is_dir() else self._config_of_file()
+        kind = self.config.get("_class_name", "AutoencoderKLWan")
+        if kind != "AutoencoderKLWan":
+            raise UserError(f"{self._path} holds a {kind}, not the Wan VAE; set model.vae to a folder or file of it")
+
+    def _config_of_file(self) -> dict[str, Any]:
+        """What diffusers needs to know of a single file: everything but the width is as in Wan 2.1."""
+        shapes = {
+            to_diffusers(name): stored.shape for name, stored in SafetensorsSource.open(self._path).tensors.items()
+        }
+        first, last = shapes.get("encoder.conv_in.weight"), shapes.get("post_quant_conv.weight")
+        if first is None or last is None or last[0] != 16:
+            raise UserError(
+                f"{self._path} is not a Wan 2.1 VAE; get wan_2.1_vae.safetensors, or name a diffusers vae folder"
+            )
+        return {"base_dim": first[0], "z_dim": 16}
+
+    @cached_property
+    def identity(self) -> str:
+        """Digest of the weights and of how latents are made from them."""
+        return fingerprint(self._path, "posterior mean, normalised, fp32")
+
+    @property
+    def channels(self) -> int:
+        """Latent channels."""
+        return self.config.get("z_dim", 16)
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Pixel frames per latent frame after the first, and pixels per latent pixel."""
+        return self.config.get("scale_factor_temporal", 4), self.config.get("scale_factor_spatial", 8)
+
+    def load(self) -> None:
+        """Read the weights onto the device, in fp32.
+
+        Raises:
+            UserError: If the weights do not fit the configuration, or a file is damaged.
+        """
+        if self._vae is not None:
+            return
+        from diffusers import AutoencoderKLWan
+
+        with torch.device("meta"):
+            vae = AutoencoderKLWan.from_config(self.config)
+        fill(
+            vae, SafetensorsSource.open(self._path), VAE_NAMES, device=self._device, dtype_of=lambda name: torch.float32
+        )
+        self._vae = vae
+
+    def unload(self) -> None:
+        """Free the weights."""
+        self._vae = None
+
+    @torch.no_grad()
+    def encode(self, item: Float[Tensor, "3 frames height width"]) -> dict[str, Tensor]:
+        """Latents of one clip.
+
+        Args:
+            item: Pixels in [-1, 1]; 1 + 4k frames, because the VAE drops what is beyond without a word.
+
+        Returns:
+            `latents` [channels, 1 + k, height / stride, width / stride], fp32, on the CPU; about unit variance.
+        """
+        frames_per_latent, _ = self.strides
+        assert item.shape[1] % frames_per_latent == 1, f"{item.shape[1]} frames"
+        mean, std = self._statistics()
+        posterior = self._vae.encode(item[None].to(self._device, torch.float32)).latent_dist
+        return {"latents": ((posterior.mode()[0] - mean) / std).cpu()}
+
+    @torch.no_grad()
+    def decode(self, latents: Float[Tensor, "channels f h w"]) -> Float[Tensor, "3 frames height width"]:
+        """Pixels in [0, 1], fp32, on the CPU."""
+        mean, std = self._statistics()
+        pixels = self._vae.decode((latents.to(self._device, torch.float32) * std + mean)[None]).sample[0]
+        return ((pixels + 1) / 2).clamp(0, 1).cpu()
+
+    def _statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each latent channel over the VAE's own training data."""
+        config = self._vae.config
+        mean, std = (torch.tensor(values, device=self._device) for values in (config.latents_mean, config.latents_std))
+        return mean.view(-1, 1, 1, 1), std.view(-1, 1, 1, 1)

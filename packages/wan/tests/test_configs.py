@@ -1,0 +1,25 @@
+"""Every run file that the package ships is read and accepted."""
+
+from pathlib import Path
+
+import pytest
+
+from ditkit_core.config import RunConfig
+from ditkit_core.config_layers import resolve
+from ditkit_core.export import check_export
+from ditkit_wan.spec import WAN
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
+
+
+def test_there_are_run_files():
+    assert CONFIGS
+
+
+@pytest.mark.parametrize("file", [*CONFIGS, WAN.demo_config], ids=lambda file: file.stem)
+def test_a_run_file_is_accepted(file):
+    config = resolve(RunConfig, file=file)
+    assert config.model.preset in (*WAN.presets, "")
+    assert config.data.frames % WAN.frame_step == 1
+    assert config.data.height % WAN.size_step == config.data.width % WAN.size_step == 0
+    check_export(WAN, config.export, config.adapter)

@@ -1,0 +1,136 @@
+"""The demo's inputs: whole, the same every time, readable by the libraries and by our own reader."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ditkit_core.components import Components
+from ditkit_core.dataset import DataConfig, scan
+from ditkit_core.errors import UserError
+from ditkit_core.files import file_hash
+from ditkit_core.media import read_clip
+from ditkit_wan.demo import FRAMES, PIXELS, write_demo
+from ditkit_wan.demo_media import CLIPS, draw
+from ditkit_wan.spec import WAN
+from ditkit_wan.vae import VaeEncoder
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "inputs"
+    write_demo(folder)
+    return folder
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {str(file.relative_to(folder)): file_hash(file) for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def test_two_writings_are_the_same_bytes_and_the_random_state_is_untouched(inputs: Path, tmp_path: Path) -> None:
+    before = torch.random.get_rng_state()
+    write_demo(tmp_path / "again")
+    assert torch.equal(before, torch.random.get_rng_state())
+    written = hashes(inputs)
+    assert written == hashes(tmp_path / "again") and len(written) > 30
+
+
+def test_a_half_written_folder_is_written_again_and_a_whole_one_left_alone(inputs: Path, tmp_path: Path) -> None:
+    (tmp_path / "clips").mkdir()
+    (tmp_path / "clips" / "clip00.mp4").write_bytes(b"half")
+    (tmp_path / "clips" / "left-over.mp4").write_bytes(b"old")
+    write_demo(tmp_path)
+    assert hashes(tmp_path) == hashes(inputs)
+    (tmp_path / "clips" / "clip00.mp4").unlink()
+    write_demo(tmp_path)
+    assert not (tmp_path / "clips" / "clip00.mp4").exists()
+
+
+def test_every_part_of_the_checkpoint_is_safetensors_and_loads_as_a_pipeline(inputs: Path) -> None:
+    from diffusers import DiffusionPipeline, WanPipeline
+
+    weights = {file.parent.name for file in (inputs / "checkpoint").rglob("*.safetensors")}
+    assert weights == {"transformer", "vae", "text_encoder"}
+    assert not [file for file in inputs.rglob("*") if file.suffix in (".bin", ".pth", ".pt", ".pkl")]
+    pipeline = DiffusionPipeline.from_pretrained(inputs / "checkpoint", local_files_only=True)
+    assert type(pipeline) is WanPipeline
+    pipeline.set_progress_bar_config(disable=True)
+    arguments = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 2, "output_type": "np"}
+    frames = pipeline("a red circle", generator=torch.Generator().manual_seed(0), **arguments).frames
+    assert frames.shape == (1, 5, 32, 32, 3) and np.isfinite(frames).all() and frames.std() > 0
+
+
+def test_the_tokenizer_knows_the_captions_words_and_spells_others(inputs: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "checkpoint" / "tokenizer", local_files_only=True)
+    ids = tokenizer(CLIPS[0].caption).input_ids
+    assert len(ids) == len(CLIPS[0].caption.split()) + 1 and ids[-1] == tokenizer.eos_token_id == 1
+    assert tokenizer.decode(ids, skip_special_tokens=True) == CLIPS[0].caption
+    assert tokenizer.unk_token_id not in tokenizer("a drake").input_ids
+    assert tokenizer("", padding="max_length", max_length=3).input_ids == [1, 0, 0]
+
+
+def test_the_clips_are_real_videos_of_many_sizes_rates_and_lengths(inputs: Path) -> None:
+    import av
+
+    seen = set()
+    for index, clip in enumerate(CLIPS):
+        path = inputs / "clips" / f"clip{index:02d}.mp4"
+        with av.open(str(path)) as container:
+            frames = list(container.decode(video=0))
+            rate = container.streams.video[0].average_rate
+        assert len(frames) == clip.frames and rate == clip.fps and 0.5 <= clip.frames / clip.fps <= 2
+        assert (frames[0].height, frames[0].width) == (clip.height, clip.width)
+        decoded = np.stack([frame.to_ndarray(format="rgb24") for frame in frames])
+        # yuv420p halves the colour's resolution, H.264 rounds: the shapes stay what they were
+        assert np.abs(decoded.astype(float) - draw(clip)).mean() < 6
+        assert path.with_suffix(".txt").read_text(encoding="utf-8") == clip.caption + "\n"
+        seen.add((clip.height, clip.width, clip.fps, clip.frames))
+    assert len(seen) == len(CLIPS) == 12 and len({clip.caption for clip in CLIPS}) == 12
+
+
+def test_the_shape_moves_as_its_caption_says() -> None:
+    for clip in CLIPS:
+        frames = draw(clip).astype(float)
+        weight = np.abs(frames - frames[0, 0, 0]).sum(-1)
+        rows, columns = np.mgrid[: clip.height, : clip.width]
+        first, last = (
+            np.array([(w * axis).sum() / w.sum() for axis in (rows, columns)]) for w in (weight[0], weight[-1])
+        )
+        down, right = last - first
+        moved = {"down": down, "up": -down, "right": right, "left": -right}
+        assert max(moved, key=lambda direction: moved[direction]) == clip.direction and moved[clip.direction] > 20
+
+
+def test_latents_of_the_clips_as_training_reads_them_have_about_unit_variance(inputs: Path) -> None:
+    config = DataConfig(folder=str(inputs / "clips"), frames=FRAMES, height=PIXELS, width=PIXELS)
+    dataset = scan(config, frame_step=WAN.frame_step, size_step=WAN.size_step, fps=WAN.fps)
+    assert len(dataset.samples) == 12 and not dataset.excluded
+    encoder = VaeEncoder(Components(base=str(inputs / "checkpoint")), torch.device("cpu"))
+    encoder.load()
+    latents = torch.stack(
+        [
+            encoder.encode(read_clip(s.media, frames=FRAMES, fps=dataset.fps, height=PIXELS, width=PIXELS))["latents"]
+            for s in dataset.samples
+        ]
+    )
+    assert latents.shape == (12, 16, 3, 8, 8)
+    deviation = latents.transpose(0, 1).flatten(1).std(dim=1)
+    assert latents.mean().abs() < 0.2 and 0.7 < deviation.min() and deviation.max() < 1.4
+
+
+def test_the_checkpoints_architecture_is_found(inputs: Path) -> None:
+    from ditkit_wan.presets import arch_from_config
+
+    arch = arch_from_config(json.loads((inputs / "checkpoint" / "transformer" / "config.json").read_text()))
+    assert (arch.heads, arch.head_dim, arch.layers, arch.text_dim) == (4, 24, 3, 32)
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "inputs").write_text("a file where the folder should be")
+    with pytest.raises(UserError, match="cannot write the demo") as caught:
+        write_demo(tmp_path / "inputs")
+    assert "\n" not in str(caught.value)

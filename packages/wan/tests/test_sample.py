@@ -1,0 +1,126 @@
+"""Our sampler over our model against diffusers' pipeline with the same weights."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ditkit_core.adapter_files import BaseConfig
+from ditkit_core.adapters import AdapterConfig
+from ditkit_core.components import Components
+from ditkit_core.errors import UserError
+from ditkit_core.model import SampleJob, run_plain
+from ditkit_core.precision import Precision
+from ditkit_core.prepare import build, load
+from ditkit_core.randomness import generator
+from ditkit_wan.sample import WanSampler
+from ditkit_wan.spec import WAN
+from ditkit_wan.text import TextEncoder
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Any:
+    """Our transformer with the checkpoint's weights, in fp32, trained in full: no adapter, no peft."""
+    components = Components(base=str(checkpoint), dtype="fp32")
+    precision = Precision(matmul=torch.float32)
+    unloaded = build(WAN, components, AdapterConfig(method="full"), BaseConfig(), precision=precision)
+    return load(unloaded, device=CPU, seed=0).model
+
+
+@pytest.fixture(scope="module")
+def job(checkpoint: Path) -> SampleJob:
+    encoder = TextEncoder(Components(base=str(checkpoint)), CPU, torch.float32)
+    encoder.load()
+    return SampleJob(
+        conditions=encoder.encode("a red circle"), negative=encoder.encode("blue"), frames=5, height=32, width=48,
+        steps=3, guidance=4.0, shift=0.0, seed=7,
+    )  # fmt: skip
+
+
+def diffusers_pipeline(checkpoint: Path) -> Any:
+    from diffusers import WanPipeline
+
+    pipeline = WanPipeline.from_pretrained(checkpoint, local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def test_three_guided_steps_are_those_of_diffusers(checkpoint: Path, model: Any, job: SampleJob) -> None:
+    sampler = WanSampler(Components(base=str(checkpoint)), CPU)
+    steps: list[None] = []
+    latents = sampler.denoise(model, run_plain, job, lambda: steps.append(None))
+    noise = torch.randn((1, 16, 2, 4, 6), generator=generator(7, "sample"))
+    pipeline = diffusers_pipeline(checkpoint)
+    arguments = {
+        "prompt": "a red circle", "negative_prompt": "blue", "height": 32, "width": 48, "num_frames": 5,
+        "num_inference_steps": 3, "guidance_scale": 4.0,
+    }  # fmt: skip
+    expected = pipeline(**arguments, latents=noise, output_type="latent").frames[0]
+    # fp32 in two orders of summation, amplified by guidance; diffusers' sinusoid is fp32 where ours is fp64
+    assert latents.dtype == torch.float32 and latents.shape == (16, 2, 4, 6) and len(steps) == 3
+    assert (latents - expected).abs().max() / expected.std() < 1e-4
+    assert (latents - noise[0]).abs().max() > 0.5
+
+    pixels = sampler.decode(latents)
+    video = torch.from_numpy(pipeline(**arguments, latents=noise, output_type="np").frames[0]).permute(3, 0, 1, 2)
+    assert pixels.shape == (3, 5, 32, 48) and pixels.device == CPU
+    torch.testing.assert_close(pixels, video, atol=1e-4, rtol=0)
+
+
+def test_without_guidance_the_model_is_called_once_a_step(checkpoint: Path, model: Any, job: SampleJob) -> None:
+    sampler = WanSampler(Components(base=str(checkpoint)), CPU)
+    dtypes: list[torch.dtype] = []
+
+    def run(model: Any, inputs: Any) -> Any:
+        dtypes.append(inputs.timestep.dtype)
+        return run_plain(model, inputs)
+
+    def drawn(**changes: Any) -> torch.Tensor:
+        dtypes.clear()
+        return sampler.denoise(model, run, dataclasses.replace(job, **changes), lambda: None)
+
+    plain = drawn(guidance=1.0)
+    assert dtypes == [torch.float32] * 3
+    assert torch.equal(plain, drawn(negative=None)) and len(dtypes) == 3
+    guided = drawn()
+    assert len(dtypes) == 6 and not torch.equal(plain, guided)
+
+
+def test_a_seed_decides_the_sample_and_shift_the_noise_levels(checkpoint: Path, model: Any, job: SampleJob) -> None:
+    sampler = WanSampler(Components(base=str(checkpoint)), CPU)
+
+    def drawn(**changes: Any) -> torch.Tensor:
+        return sampler.denoise(model, run_plain, dataclasses.replace(job, guidance=1.0, **changes), lambda: None)
+
+    first = drawn()
+    assert torch.equal(first, drawn()) and torch.equal(first, drawn(shift=3.0))  # 3 is the checkpoint's own
+    assert not torch.equal(first, drawn(seed=8)) and not torch.equal(first, drawn(shift=8.0))
+
+
+def test_a_checkpoints_scheduler_decides_the_shift(
+    checkpoint: Path, tmp_path: Path, model: Any, job: SampleJob
+) -> None:
+    shutil.copytree(checkpoint, tmp_path / "base")
+    file = tmp_path / "base" / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"flow_shift": 8.0}))
+    theirs, ours = (WanSampler(Components(base=str(base)), CPU) for base in (tmp_path / "base", checkpoint))
+    explicit = ours.denoise(model, run_plain, dataclasses.replace(job, shift=8.0), lambda: None)
+    assert torch.equal(theirs.denoise(model, run_plain, job, lambda: None), explicit)
+    file.write_text("{")
+    with pytest.raises(UserError, match="scheduler_config.json"):
+        WanSampler(Components(base=str(tmp_path / "base")), CPU)
+
+
+def test_a_single_file_vae_needs_no_scheduler_folder(checkpoint: Path, model: Any, job: SampleJob) -> None:
+    alone = WanSampler(Components(vae=str(checkpoint / "vae")), CPU)
+    with_base = WanSampler(Components(base=str(checkpoint)), CPU)
+    job = dataclasses.replace(job, guidance=1.0)
+    # without a checkpoint's configuration the shift is the official 5
+    expected = with_base.denoise(model, run_plain, dataclasses.replace(job, shift=5.0), lambda: None)
+    assert torch.equal(alone.denoise(model, run_plain, job, lambda: None), expected)

@@ -1,0 +1,143 @@
+"""The text encoder: captions to features as diffusers makes them, from every kind of file."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ditkit_core.components import Components
+from ditkit_core.errors import UserError
+from ditkit_wan.text import TEXT_TOKENS, TextEncoder, clean
+
+CPU = torch.device("cpu")
+CAPTION = "a red circle moves right"
+
+
+def loaded(dtype: torch.dtype = torch.float32, **where: Any) -> TextEncoder:
+    encoder = TextEncoder(Components(**where), CPU, dtype)
+    encoder.load()
+    return encoder
+
+
+def hf_state(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint / "text_encoder" / "model.safetensors")
+
+
+def official_name(name: str) -> str:
+    """A parameter's name in the official code, written the other way round than the code under test."""
+    if not name.startswith("encoder.block."):
+        return {"shared.weight": "token_embedding.weight", "encoder.final_layer_norm.weight": "norm.weight"}[name]
+    _, _, block, _, layer, *rest = name.removesuffix(".weight").split(".")
+    inner = {
+        "0.layer_norm": "norm1", "1.layer_norm": "norm2", "1.DenseReluDense.wi_0": "ffn.gate.0",
+        "1.DenseReluDense.wi_1": "ffn.fc1", "1.DenseReluDense.wo": "ffn.fc2",
+        "0.SelfAttention.relative_attention_bias": "pos_embedding.embedding",
+    }  # fmt: skip
+    tail = ".".join([layer, *rest])
+    return f"blocks.{block}.{inner.get(tail, tail.replace('0.SelfAttention', 'attn'))}.weight"
+
+
+@pytest.mark.parametrize("caption", ["", CAPTION, "a  blue&amp;amp;red square…\n moves \t left ", "zebra ✓ " * 30])
+def test_features_are_those_of_diffusers(checkpoint: Path, caption: str) -> None:
+    from diffusers import WanPipeline
+
+    parts = {"transformer": None, "vae": None, "scheduler": None}
+    pipeline = WanPipeline.from_pretrained(checkpoint, **parts, local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    with torch.no_grad():
+        expected, _ = pipeline.encode_prompt(
+            caption, do_classifier_free_guidance=False, max_sequence_length=512, device="cpu"
+        )
+    text = loaded(base=str(checkpoint)).encode(caption)["text"]
+    assert torch.equal(torch.nn.functional.pad(text, (0, 0, 0, TEXT_TOKENS - len(text))), expected[0])
+    assert 1 <= len(text) < 300 and text.abs().sum() > 0
+
+
+def test_captions_are_cleaned_as_in_training() -> None:
+    assert clean("  â€œa&nbsp;&amp;amp; b\n\tcâ€\x9d ") == '"a & b c"'
+
+
+def test_a_long_caption_is_cut_and_said(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    encoder = loaded(base=str(checkpoint))
+    with caplog.at_level(logging.WARNING, logger="ditkit_wan.text"):
+        text = encoder.encode("red " * 600)["text"]
+    assert len(text) == TEXT_TOKENS
+    assert len(encoder.truncated) == 1 and "is 601 tokens long: 89 were cut" in encoder.truncated[0]
+    assert caplog.messages == encoder.truncated
+    encoder.encode("red")
+    assert len(encoder.truncated) == 1
+
+
+def test_comfyui_and_official_files_give_what_the_folder_gives(checkpoint: Path, tmp_path: Path) -> None:
+    expected = loaded(base=str(checkpoint)).encode(CAPTION)["text"]
+    state = hf_state(checkpoint)
+    assert "encoder.embed_tokens.weight" not in state
+    comfyui = {
+        **state,
+        "spiece_model": torch.zeros(7, dtype=torch.uint8),
+        "encoder.embed_tokens.weight": state["shared.weight"].clone(),
+    }
+    official = {official_name(name): tensor for name, tensor in state.items()}
+    assert "blocks.1.attn.q.weight" in official and "blocks.0.ffn.gate.0.weight" in official
+    for name, tensors in (("umt5_xxl_fp16", comfyui), ("official", official)):
+        file = tmp_path / f"{name}.safetensors"
+        save_file(tensors, file)
+        text = loaded(text_encoder=str(file), tokenizer=str(checkpoint / "tokenizer")).encode(CAPTION)["text"]
+        assert torch.equal(text, expected), name
+
+
+def test_features_are_stored_in_the_encoders_dtype(checkpoint: Path) -> None:
+    exact = loaded(base=str(checkpoint)).encode(CAPTION)["text"]
+    text = loaded(torch.bfloat16, base=str(checkpoint)).encode(CAPTION)["text"]
+    assert text.dtype == torch.bfloat16
+    # bf16 keeps 8 bits: a few roundings through two layers
+    assert (text.float() - exact).norm() / exact.norm() < 3e-2
+
+
+def test_the_projection_that_overflows_stays_fp32_in_fp16(checkpoint: Path) -> None:
+    encoder = loaded(torch.float16, base=str(checkpoint))
+    dtypes = {name.split(".")[-2]: p.dtype for name, p in encoder._model.named_parameters()}
+    assert dtypes["wo"] == torch.float32 and dtypes["wi_0"] == dtypes["q"] == torch.float16
+    assert encoder.encode(CAPTION)["text"].isfinite().all()
+
+
+def test_scaled_eight_bit_weights_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    state = hf_state(checkpoint) | {"encoder.block.0.layer.0.SelfAttention.q.scale_weight": torch.ones(())}
+    save_file(state, tmp_path / "umt5_xxl_fp8_e4m3fn_scaled.safetensors")
+    where = {
+        "text_encoder": str(tmp_path / "umt5_xxl_fp8_e4m3fn_scaled.safetensors"),
+        "tokenizer": str(checkpoint / "tokenizer"),
+    }
+    with pytest.raises(UserError, match="umt5_xxl_fp16.safetensors"):
+        loaded(**where)
+
+
+def test_a_single_file_needs_a_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
+    save_file(hf_state(checkpoint), tmp_path / "umt5.safetensors")
+    with pytest.raises(UserError, match="set model.tokenizer"):
+        TextEncoder(Components(text_encoder=str(tmp_path / "umt5.safetensors")), CPU, torch.float32)
+
+
+def test_a_folder_without_a_tokenizer_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("nothing here")
+    with pytest.raises(UserError, match="no tokenizer") as caught:
+        loaded(base=str(checkpoint), tokenizer=str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_clip_file_is_no_text_encoder(checkpoint: Path, tmp_path: Path) -> None:
+    save_file({"vision_model.post_layernorm.bias": torch.zeros(2)}, tmp_path / "clip_vision_h.safetensors")
+    with pytest.raises(UserError, match="not a UMT5 encoder"):
+        loaded(text_encoder=str(tmp_path / "clip_vision_h.safetensors"), tokenizer=str(checkpoint / "tokenizer"))
+
+
+def test_identity_follows_weights_tokenizer_and_dtype(checkpoint: Path, tmp_path: Path) -> None:
+    def identity(dtype: torch.dtype = torch.float32, **where: Any) -> str:
+        return TextEncoder(Components(base=str(checkpoint), **where), CPU, dtype).identity
+
+    (tmp_path / "tokenizer.json").write_text("{}")
+    identities = [identity(), identity(torch.bfloat16), identity(tokenizer=str(tmp_path))]
+    assert len(set(identities)) == 3 and identities[0] == identity()

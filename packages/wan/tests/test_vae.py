@@ -1,0 +1,168 @@
+"""The VAE: what it computes against diffusers, and the official single file against the folder."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ditkit_core.components import Components
+from ditkit_core.errors import UserError
+from ditkit_wan.vae import VaeEncoder, to_diffusers
+
+CPU = torch.device("cpu")
+
+
+def official_name(name: str) -> str:
+    """The official name of a diffusers parameter, written the other way round than the code under test."""
+    residual = {"norm1": "residual.0", "conv1": "residual.2", "norm2": "residual.3", "conv2": "residual.6"}
+    stage = re.match(r"decoder\.up_blocks\.(\d)\.(resnets|upsamplers)\.(\d)\.", name)
+    if stage:
+        index = 4 * int(stage[1]) + (3 if stage[2] == "upsamplers" else int(stage[3]))
+        name = f"decoder.upsamples.{index}." + name[stage.end() :]
+    name = name.replace("encoder.down_blocks.", "encoder.downsamples.")
+    name = name.replace("mid_block.attentions.0", "middle.1").replace("conv_shortcut", "shortcut")
+    name = name.replace("mid_block.resnets.0", "middle.0").replace("mid_block.resnets.1", "middle.2")
+    for half in ("encoder", "decoder"):
+        for theirs, ours in (("conv_in", "conv1"), ("norm_out", "head.0"), ("conv_out", "head.2")):
+            name = name.replace(f"{half}.{theirs}.", f"{half}.{ours}.")
+    if name.startswith(("quant_conv", "post_quant_conv")):
+        return name.replace("post_quant_conv", "conv2").replace("quant_conv", "conv1")
+    parts = name.split(".")
+    in_block = any(part in ("downsamples", "upsamples", "middle") for part in parts)
+    return ".".join(residual.get(part, part) if in_block else part for part in parts)
+
+
+@pytest.fixture(scope="module")
+def narrow_vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a VAE of Wan 2.1's structure, four channels wide."""
+    from diffusers import AutoencoderKLWan
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        vae = AutoencoderKLWan(base_dim=4)
+    folder = tmp_path_factory.mktemp("vae") / "vae"
+    vae.save_pretrained(folder)
+    return folder
+
+
+def single_file(folder: Path, target: Path) -> Path:
+    state = load_file(folder / "diffusion_pytorch_model.safetensors")
+    save_file({official_name(name): tensor for name, tensor in state.items()}, target)
+    return target
+
+
+def loaded(**where: Any) -> VaeEncoder:
+    encoder = VaeEncoder(Components(**where), CPU)
+    encoder.load()
+    return encoder
+
+
+def clip(frames: int = 5, size: int = 32) -> torch.Tensor:
+    return torch.rand(3, frames, size, size, generator=torch.Generator().manual_seed(1)) * 2 - 1
+
+
+def test_every_parameter_of_the_wan_vae_has_an_official_name_and_finds_back() -> None:
+    from diffusers import AutoencoderKLWan
+
+    with torch.device("meta"):
+        names = list(AutoencoderKLWan().state_dict())
+    official = [official_name(name) for name in names]
+    assert len(set(official)) == 194
+    assert "decoder.upsamples.3.time_conv.weight" in official and "encoder.downsamples.3.shortcut.bias" in official
+    assert "encoder.middle.1.to_qkv.weight" in official and "decoder.head.0.gamma" in official
+    assert [to_diffusers(name) for name in official] == names
+    assert [to_diffusers(name) for name in names] == names
+
+
+def test_official_names_are_those_that_diffusers_converts() -> None:
+    from diffusers import AutoencoderKLWan
+    from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
+
+    with torch.device("meta"):
+        state = AutoencoderKLWan().state_dict()
+    converted = convert_wan_vae_to_diffusers({official_name(name): name for name in state})
+    assert all(key == original for key, original in converted.items()) and len(converted) == len(state)
+
+
+def test_latents_are_the_normalised_mean_of_the_posterior(checkpoint: Path) -> None:
+    from diffusers import AutoencoderKLWan
+
+    latents = loaded(base=str(checkpoint)).encode(clip())["latents"]
+    vae = AutoencoderKLWan.from_pretrained(checkpoint / "vae")
+    with torch.no_grad():
+        mean = vae.encode(clip()[None]).latent_dist.mean[0]
+    expected = (mean - torch.tensor(vae.config.latents_mean).view(-1, 1, 1, 1)) / torch.tensor(
+        vae.config.latents_std
+    ).view(-1, 1, 1, 1)
+    assert latents.shape == (16, 2, 4, 4) and latents.dtype == torch.float32
+    assert torch.equal(latents, expected)
+
+
+def test_decoding_undoes_the_normalisation(checkpoint: Path) -> None:
+    from diffusers import AutoencoderKLWan
+
+    encoder = loaded(base=str(checkpoint))
+    pixels = encoder.decode(encoder.encode(clip())["latents"])
+    vae = AutoencoderKLWan.from_pretrained(checkpoint / "vae")
+    with torch.no_grad():
+        expected = vae.decode(vae.encode(clip()[None]).latent_dist.mean).sample[0]
+    assert pixels.shape == (3, 5, 32, 32) and pixels.min() >= 0 and pixels.max() <= 1
+    torch.testing.assert_close(pixels, expected / 2 + 0.5, atol=1e-5, rtol=0)
+
+
+def test_the_official_single_file_gives_what_the_folder_gives(narrow_vae: Path, tmp_path: Path) -> None:
+    file = single_file(narrow_vae, tmp_path / "wan_2.1_vae.safetensors")
+    from_file, from_folder = loaded(vae=str(file)), loaded(vae=str(narrow_vae))
+    latents = from_file.encode(clip())["latents"]
+    assert torch.equal(latents, from_folder.encode(clip())["latents"])
+    assert torch.equal(from_file.decode(latents), from_folder.decode(latents))
+    assert from_file.strides == from_folder.strides == (4, 8) and from_file.channels == 16
+
+
+def test_a_clip_of_four_frames_is_refused_because_the_vae_would_drop_three(checkpoint: Path) -> None:
+    with pytest.raises(AssertionError, match="4 frames"):
+        loaded(base=str(checkpoint)).encode(clip(frames=4))
+
+
+def test_a_truncated_file_is_one_line(narrow_vae: Path, tmp_path: Path) -> None:
+    file = single_file(narrow_vae, tmp_path / "vae.safetensors")
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match="truncated") as caught:
+        loaded(vae=str(file))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_lacks_a_tensor_is_refused(narrow_vae: Path, tmp_path: Path) -> None:
+    file = single_file(narrow_vae, tmp_path / "vae.safetensors")
+    state = load_file(file)
+    del state["decoder.middle.0.residual.2.bias"]
+    save_file(state, file)
+    with pytest.raises(UserError, match="1 missing: decoder.mid_block.resnets.0.conv1.bias"):
+        loaded(vae=str(file))
+
+
+def test_another_models_file_is_refused(tmp_path: Path) -> None:
+    save_file({"decoder.conv_in.weight": torch.zeros(4, 4)}, tmp_path / "other.safetensors")
+    with pytest.raises(UserError, match="not a Wan 2.1 VAE"):
+        VaeEncoder(Components(vae=str(tmp_path / "other.safetensors")), CPU)
+
+
+def test_the_pickle_is_refused_by_naming_the_file_to_get(tmp_path: Path) -> None:
+    (tmp_path / "Wan2.1_VAE.pth").write_bytes(b"x")
+    with pytest.raises(UserError, match="wan_2.1_vae.safetensors"):
+        VaeEncoder(Components(vae=str(tmp_path / "Wan2.1_VAE.pth")), CPU)
+
+
+def test_identity_follows_the_weights_and_needs_no_loading(narrow_vae: Path, tmp_path: Path) -> None:
+    first = single_file(narrow_vae, tmp_path / "first.safetensors")
+    same = single_file(narrow_vae, tmp_path / "same.safetensors")
+    state = load_file(first)
+    state["conv1.bias"] = state["conv1.bias"] + 1
+    save_file(state, tmp_path / "other.safetensors")
+    identities = [
+        VaeEncoder(Components(vae=str(file)), CPU).identity for file in (first, same, tmp_path / "other.safetensors")
+    ]
+    assert identities[0] == identities[1] != identities[2]

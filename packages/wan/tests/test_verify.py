@@ -1,0 +1,108 @@
+"""An exported adapter is proven by diffusers: the right one passes, a wrong one does not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ditkit_core.adapter_files import BaseConfig
+from ditkit_core.adapters import AdapterConfig, adapter_layers
+from ditkit_core.components import Components
+from ditkit_core.errors import UserError
+from ditkit_core.export import ExportConfig, export_adapter
+from ditkit_core.model import run_plain
+from ditkit_core.precision import Precision, parse_dtype
+from ditkit_core.prepare import build, load
+from ditkit_core.randomness import generator
+from ditkit_wan.spec import WAN
+from ditkit_wan.verify import verify_export
+
+
+class World:
+    """A model with a trained adapter, and its export."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        folder: Path,
+        *,
+        size: float = 0.5,
+        dtype: str = "fp32",
+        form: str = "official",
+        **config: Any,
+    ):
+        self.components = Components(base=str(checkpoint), dtype=dtype)
+        precision = Precision(matmul=parse_dtype(dtype))
+        unloaded = build(WAN, self.components, AdapterConfig(rank=4, **config), BaseConfig(), precision=precision)
+        self.model = load(unloaded, device=torch.device("cpu"), seed=0).model
+        self.folder, self.form = folder, form
+        with torch.no_grad():
+            for name, layer in adapter_layers(self.model).items():
+                up = layer.lora_B["default"].weight
+                up.copy_(size * torch.randn(up.shape, generator=generator("up", name)) / 2)
+
+    def export(self, **config: Any) -> Path:
+        (file,) = export_adapter(
+            self.model, WAN, self.folder, "adapter", ExportConfig(forms=(self.form,), **config), metadata={}
+        )
+        return file
+
+    def verify(self, file: Path) -> str:
+        return verify_export(file, self.components, self.model, run_plain)
+
+    def adapter_values(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters() if "lora_" in name}
+
+
+@pytest.mark.parametrize("file_dtype", ["fp32", "bf16"])
+def test_an_exported_adapter_is_what_diffusers_computes(checkpoint: Path, tmp_path: Path, file_dtype: str) -> None:
+    world = World(checkpoint, tmp_path, alpha=6.0)
+    before = world.adapter_values()
+    line = world.verify(world.export(dtype=file_dtype))
+    assert "agrees with our model" in line and "cannot tell" not in line and "\n" not in line
+    assert all(torch.equal(before[name], value) for name, value in world.adapter_values().items())
+
+
+def test_dora_in_diffusers_form_is_proven_too(checkpoint: Path, tmp_path: Path) -> None:
+    world = World(checkpoint, tmp_path, form="diffusers", use_dora=True)
+    assert "agrees with our model" in world.verify(world.export(dtype="fp32"))
+
+
+def test_a_bf16_base_is_compared_within_its_rounding(checkpoint: Path, tmp_path: Path) -> None:
+    world = World(checkpoint, tmp_path, dtype="bf16")
+    assert "cannot tell" not in world.verify(world.export())
+    small = World(checkpoint, tmp_path, dtype="bf16", size=1e-3)
+    assert "bfloat16 cannot tell so small a change" in small.verify(small.export())
+
+
+def tamper(file: Path, change: str) -> None:
+    state = load_file(file)
+    key = next(key for key in state if key.endswith("blocks.1.ffn.2.lora_B.weight"))
+    if change == "value":
+        state[key] = state[key] * 1.5
+    elif change == "missing":
+        del state[key], state[key.replace("lora_B", "lora_A")]
+    elif change == "unknown module":
+        for part in ("lora_A", "lora_B"):
+            state[key.replace("lora_B", part).replace("ffn.2", "ffn.7")] = state[key.replace("lora_B", part)].clone()
+    elif change == "empty":
+        state = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    save_file(state, file)
+
+
+@pytest.mark.parametrize("change", ["value", "missing", "unknown module", "empty"])
+def test_a_tampered_adapter_is_refused(checkpoint: Path, tmp_path: Path, change: str) -> None:
+    world = World(checkpoint, tmp_path)
+    file = world.export(dtype="fp32")
+    tamper(file, change)
+    with pytest.raises(UserError, match="adapter.safetensors") as caught:
+        world.verify(file)
+    assert "\n" not in str(caught.value) and "export it again" in str(caught.value)
+
+
+def test_an_adapter_without_effect_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    world = World(checkpoint, tmp_path, size=0.0)
+    with pytest.raises(UserError, match="changes nothing"):
+        world.verify(world.export(dtype="fp32"))
