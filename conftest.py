@@ -1,0 +1,68 @@
+"""What every test of the repository runs under, in each pytest-xdist worker: one thread, no network, checked shapes."""
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jaxtyping import install_import_hook
+
+# Set before torch starts. Workers share the cores, and results are compared to the bit, which needs a fixed thread count.
+for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[variable] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"  # a subprocess that a test starts inherits it, as it does the threads
+
+ROOT = Path(__file__).parent
+HELPERS = [ROOT / "tools", ROOT / "tests", ROOT / "shared" / "tests", *sorted(ROOT.glob("packages/*/tests"))]
+CHECKED = sorted(folder.name for folder in ROOT.glob("*/**/src/ditkit_*") if folder.is_dir())
+
+# Helper modules beside the tests, and tools, are imported by name; tests/test_house.py keeps the names apart.
+sys.path.extend(str(folder) for folder in HELPERS)
+
+# Checks every annotation, shapes included, at each call. Here and not as pytest's --jaxtyping-packages, which does not reach the
+# workers of pytest-xdist.
+install_import_hook(CHECKED, "annotation_checks.checked")
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening a connection to another machine fails the test; files, pipes and the machine itself stay reachable."""
+    connect = socket.socket.connect
+
+    def connect_locally(self: socket.socket, address: Any) -> None:
+        if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            pytest.fail(f"a test must not use the network, and this one connects to {address}")
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", connect_locally)
+
+
+@pytest.fixture(autouse=True)
+def _torch_as_it_was() -> Iterator[None]:
+    """Undoes what a test changes in torch's global state. Does not import torch for tests that do without."""
+    torch = sys.modules.get("torch")
+    before = torch and (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled())
+    yield
+    if torch is None or before is None:
+        return
+    torch.set_num_threads(1)
+    torch.set_default_dtype(before[0])
+    if (
+        torch.are_deterministic_algorithms_enabled() != before[1]
+    ):  # setting it imports the compiler, which takes seconds
+        torch.use_deterministic_algorithms(before[1])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what needs a GPU where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,41 @@
+"""What conftest.py promises to every test, seen from inside one, in whatever worker it runs."""
+
+import socket
+
+import jaxtyping
+import pytest
+import torch
+
+from annotation_checks import _checkable, checked
+from ditkit_core.flow_matching import shift_sigma
+from ditkit_core.randomness import seed_of
+
+
+def test_annotations_of_library_code_are_checked():
+    with pytest.raises(jaxtyping.TypeCheckError, match="int | str"):
+        seed_of(1.5)  # type: ignore[arg-type]
+    with pytest.raises(jaxtyping.TypeCheckError):
+        shift_sigma("0.5", 3.0)  # type: ignore[arg-type]
+
+
+def test_a_protocol_counts_as_any_and_what_stands_beside_it_is_still_checked():
+    from ditkit_core.model import StagedModel
+
+    assert _checkable(StagedModel | None) == (_checkable(StagedModel) | None)
+    assert _checkable(dict[str, StagedModel | int]) != dict[str, StagedModel | int]
+
+    @checked
+    def use(model: StagedModel, num_steps: int) -> None: ...
+
+    use(object(), 3)  # type: ignore[arg-type]
+    with pytest.raises(Exception, match="num_steps"):
+        use(object(), "three")  # type: ignore[arg-type]
+
+
+def test_a_connection_to_another_machine_fails_the_test():
+    with socket.socket() as connection, pytest.raises(pytest.fail.Exception, match="must not use the network"):
+        connection.connect(("192.0.2.1", 80))
+
+
+def test_torch_runs_on_one_thread():
+    assert torch.get_num_threads() == 1

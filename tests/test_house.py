@@ -1,0 +1,115 @@
+"""Rules that a machine can check: what library code never does, and what the repository never holds."""
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from workspace import MEMBERS, ROOT, text_files
+
+SOURCES = [file for member in MEMBERS for file in member.modules]
+LARGEST_LINES = 450
+
+
+def where(file: Path, node: ast.AST) -> str:
+    return f"{file.relative_to(ROOT)}:{node.lineno}"
+
+
+def forbidden(node: ast.AST) -> str | None:
+    """What is wrong with one node of library code, or None."""
+    match node:
+        case ast.Import(names=names) if any(
+            name.name.split(".")[0] in ("pickle", "cloudpickle", "dill") for name in names
+        ):
+            return "pickle: reading one runs the code in it"
+        case ast.ImportFrom(module="pickle" | "cloudpickle" | "dill"):
+            return "pickle: reading one runs the code in it"
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load" | "save")):
+            return "torch.load and torch.save pickle; use safetensors"
+        case ast.Call(func=ast.Name(id="hasattr")):
+            return "hasattr: the type says what it has"
+        case ast.Call(keywords=keywords) if any(
+            word.arg == "trust_remote_code" and not (isinstance(word.value, ast.Constant) and word.value.value is False)
+            for word in keywords
+        ):
+            return "trust_remote_code"
+        case ast.ExceptHandler(type=None) | ast.ExceptHandler(type=ast.Name(id="Exception" | "BaseException")):
+            return "broad except: name what can happen"
+        case ast.Attribute(value=ast.Name(id="os"), attr="fork" | "kill" | "getuid" | "mkfifo" | "setsid"):
+            return f"os.{node.attr}: not on every system"
+        case _:
+            return None
+
+
+def test_the_rules_see_what_they_forbid():
+    guilty = """
+import pickle
+from pickle import loads
+import os.path, dill
+torch.load(path)
+hasattr(model, "blocks")
+AutoModel.from_pretrained(name, trust_remote_code=True)
+AutoModel.from_pretrained(name, trust_remote_code=flag)
+try: ...
+except: ...
+try: ...
+except Exception as error: ...
+os.fork()
+"""
+    found = [node.lineno for node in ast.walk(ast.parse(guilty)) if forbidden(node)]
+    assert sorted(found) == [2, 3, 4, 5, 6, 7, 8, 10, 12, 13]
+    innocent = (
+        "from_pretrained(n, trust_remote_code=False)\nos.replace(a, b)\ntry: ...\nexcept (OSError, ValueError): ...\n"
+    )
+    assert not [node for node in ast.walk(ast.parse(innocent)) if forbidden(node)]
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_library_code_does_nothing_forbidden(file):
+    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    assert [f"{where(file, node)}: {forbidden(node)}" for node in nodes if forbidden(node)] == []
+
+
+def test_no_file_outgrows_its_subject():
+    files = [file for file in text_files() if file.suffix == ".py"]
+    lengths = {file.relative_to(ROOT): len(file.read_text(encoding="utf-8").splitlines()) for file in files}
+    assert len(lengths) > len(SOURCES)
+    assert {str(file): lines for file, lines in lengths.items() if lines > LARGEST_LINES} == {}
+
+
+def test_no_file_names_a_folder_of_somebodys_machine():
+    own = "|".join(re.escape(str(folder)) for folder in (ROOT, Path.home()) if len(folder.parts) > 1)
+    machine = re.compile(rf"(?:{own})\b|(?<![\w.~:/])/(?:root|work|home/\w+|Users/\w+)/|[A-Z]:\\+Users\\")
+    assert machine.search("see /ho" + "me/somebody/models") and machine.search("C:\\Us" + "ers\\somebody")
+    found = []
+    for file in text_files():
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+            if machine.search(line):
+                found.append(f"{file.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
+    assert found == []
+
+
+def test_helper_modules_beside_the_tests_have_names_of_their_own():
+    folders = [ROOT / "tests", ROOT / "tools", *(member.folder / "tests" for member in MEMBERS)]
+    names = Counter(file.stem for folder in folders for file in folder.glob("*.py") if file.stem != "conftest")
+    helpers = {name: count for name, count in names.items() if not name.startswith("test_")}
+    assert "workspace" in helpers
+    assert [name for name, count in helpers.items() if count > 1] == []
+
+
+def test_every_test_is_collected_under_a_strict_name():
+    """A test file that pytest does not see passes for ever."""
+    for member in MEMBERS:
+        for file in (member.folder / "tests").rglob("*.py"):
+            defines = re.search(r"^def test_|^class Test", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert not defines or file.name.startswith("test_"), (
+                f"{file.relative_to(ROOT)} holds tests that are not collected"
+            )
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
+def test_every_member_carries_the_licence_and_says_that_it_is_typed(member):
+    assert (member.folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert (member.source / "py.typed").is_file()

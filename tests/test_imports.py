@@ -1,0 +1,68 @@
+"""Who may import whom, and that every member asks for what it imports."""
+
+import ast
+import re
+import sys
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from importlinter import cli as import_linter
+
+from workspace import CORE, MEMBERS, MODELS, ROOT, Member, read_toml
+
+NOT_ON_AN_INDEX = {"flash_attn_interface"}
+"""Imported where somebody built it, never required: FlashAttention 3 is published as source only."""
+
+
+def imported_packages(file: Path) -> set[str]:
+    """First names of everything that a file imports, at the top and inside functions."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module)
+    return {name.split(".")[0] for name in names}
+
+
+def distribution(name: str) -> str:
+    """A distribution's normalised name, out of a requirement or a plain name."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", name)[0]).lower()
+
+
+def declared(member: Member) -> set[str]:
+    extras = member.project.get("optional-dependencies", {}).values()
+    return {
+        distribution(name) for name in [*member.project["dependencies"], *(name for extra in extras for name in extra)]
+    }
+
+
+def test_the_import_contracts_hold(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)  # import-linter reads ./pyproject.toml
+    status = import_linter.lint_imports(no_cache=True)
+    assert status == 0, capsys.readouterr().out
+
+
+def test_the_contracts_cover_every_member():
+    config = read_toml(ROOT / "pyproject.toml")["tool"]["importlinter"]
+    contracts = {contract["type"]: contract for contract in config["contracts"]}
+    models = {member.package for member in MODELS}
+    assert set(config["root_packages"]) == {CORE.package} | models
+    assert set(contracts["independence"]["modules"]) == models
+    assert models <= set(contracts["forbidden"]["forbidden_modules"])
+    assert contracts["layers"]["containers"] == [CORE.package]
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
+def test_every_import_is_a_declared_dependency(member):
+    # A model package may use what the core requires: the two are released together, with one version.
+    allowed = declared(member) | declared(CORE) | {member.name}
+    owners = packages_distributions()
+    missing = []
+    for file in member.modules:
+        for name in sorted(imported_packages(file) - sys.stdlib_module_names - NOT_ON_AN_INDEX):
+            candidates = {distribution(owner) for owner in owners.get(name, [name])}
+            if not candidates & allowed:
+                missing.append(f"{file.relative_to(ROOT)} imports {name}")
+    assert not missing, f"declare these in {member.folder.name}/pyproject.toml: {missing}"

@@ -1,0 +1,143 @@
+"""Every distribution of the workspace, as metadata (default run) and as built, installed and started wheels (slow)."""
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+
+import pytest
+
+from workspace import CORE, MEMBERS, MODELS, ROOT, read_toml
+
+UV = os.environ.get("UV") or shutil.which("uv")  # `uv run` says where it is
+needs_uv = pytest.mark.skipif(UV is None, reason="needs uv on the PATH")
+
+by_name = pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
+
+
+def test_all_members_carry_one_version():
+    root = read_toml(ROOT / "pyproject.toml")["project"]
+    assert {member.project["version"] for member in MEMBERS} == {root["version"]}
+    assert {member.project["requires-python"] for member in MEMBERS} == {root["requires-python"]}
+
+
+def test_every_model_package_asks_for_the_core_of_its_release():
+    major, minor, _ = CORE.project["version"].split(".")
+    for member in MODELS:
+        assert f"ditkit-core~={major}.{minor}.0" in member.project["dependencies"]
+
+
+def test_the_root_installs_every_member_from_the_workspace():
+    root = read_toml(ROOT / "pyproject.toml")
+    names = {member.name for member in MEMBERS}
+    assert set(root["project"]["dependencies"]) == names
+    assert root["tool"]["uv"]["sources"] == {name: {"workspace": True} for name in names}
+
+
+@pytest.mark.parametrize("member", MODELS, ids=lambda member: member.name)
+def test_every_command_starts_an_existing_function(member):
+    model = member.name.removeprefix("ditkit-")
+    assert set(member.commands) == {f"{model}-{stage}" for stage in ("train", "encode", "sample", "export")}
+    for target in member.commands.values():
+        module, function = target.split(":")
+        assert callable(getattr(importlib.import_module(module), function))
+
+
+def run(*command: str | Path, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command outside the environment of the tests, with more variables set where given."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("VIRTUAL_ENV", "PYTHON"))}
+    return subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        check=False,
+        encoding="utf-8",
+        env=environment | variables,
+        cwd=cwd,
+    )
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory) -> Path:
+    """A folder with the source archive of every member and the wheel built out of it."""
+    folder = tmp_path_factory.mktemp("dist")
+    built = run(UV, "build", "--all-packages", "--offline", "--out-dir", folder, cwd=ROOT)
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+def wheel_of(member, dist: Path) -> Path:
+    (wheel,) = dist.glob(f"{member.package}-{member.project['version']}-py3-none-any.whl")
+    return wheel
+
+
+@needs_uv
+@pytest.mark.slow
+@by_name
+def test_a_wheel_holds_every_file_of_its_source_and_nothing_else(member, dist):
+    with zipfile.ZipFile(wheel_of(member, dist)) as wheel:
+        names = {name for name in wheel.namelist() if not name.endswith("/") and ".dist-info/" not in name}
+        licences = [name for name in wheel.namelist() if name.endswith(".dist-info/licenses/LICENSE")]
+        assert [wheel.read(name) for name in licences] == [(ROOT / "LICENSE").read_bytes()]
+    files = {file for file in member.source.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
+    assert names == {file.relative_to(member.folder / "src").as_posix() for file in files}
+    assert f"{member.package}/py.typed" in names
+
+
+@needs_uv
+@pytest.mark.slow
+@by_name
+def test_a_wheels_metadata_asks_for_releases_and_names_no_path(member, dist):
+    with zipfile.ZipFile(wheel_of(member, dist)) as wheel:
+        (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        fields = HeaderParser().parsestr(wheel.read(metadata).decode())
+    required = fields.get_all("Requires-Dist")
+    assert not [line for line in required if "@" in line or "://" in line]
+    asked = {line.replace("_", "-") for line in member.project["dependencies"]}
+    assert {line for line in required if "extra ==" not in line} == asked
+    assert fields["License-Expression"] == "Apache-2.0"
+    assert fields["Version"] == CORE.project["version"]
+
+
+@needs_uv
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@by_name
+def test_a_wheel_installs_alone_and_its_commands_answer(member, dist, tmp_path):
+    if "\nsource = { editable" not in (ROOT / "uv.lock").read_text(encoding="utf-8"):
+        pytest.skip("uv.lock is as git stores it, without the members: run `uv lock`")
+    environment = tmp_path / "alone"
+    # The locked dependencies of this member alone, out of uv's cache; then the built wheels in place of the work tree.
+    synced = run(
+        UV, "sync", "--frozen", "--offline", "--no-dev", "--no-editable", "--package", member.name,
+        cwd=ROOT, UV_PROJECT_ENVIRONMENT=str(environment), UV_PYTHON=sys.executable,
+    )  # fmt: skip
+    if "network was disabled" in synced.stderr:
+        pytest.skip(f"uv's cache lacks what {member.name} needs: {synced.stderr.strip().splitlines()[-1]}")
+    assert synced.returncode == 0, synced.stderr
+    wheels = [wheel_of(part, dist) for part in {CORE.name: CORE, member.name: member}.values()]
+    installed = run(UV, "pip", "install", "--offline", "--no-deps", "--reinstall", "--python", environment, *wheels)
+    assert installed.returncode == 0, installed.stderr
+    complete = run(UV, "pip", "check", "--python", environment)
+    assert complete.returncode == 0, complete.stderr
+    programs = environment / ("Scripts" if os.name == "nt" else "bin")
+
+    modules = [".".join(file.relative_to(member.folder / "src").with_suffix("").parts) for file in member.modules]
+    modules = [
+        module.removesuffix(".__init__") for module in modules if ".testing" not in module
+    ]  # an extra: needs pytest
+    others = [other.package for other in MODELS if other != member]
+    script = (
+        "import importlib, importlib.util\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        f"for name in {others!r}: assert importlib.util.find_spec(name) is None, name\n"
+    )
+    imported = run(programs / "python", "-c", script, cwd=tmp_path)
+    assert imported.returncode == 0, imported.stderr
+    for command in member.commands:
+        answered = run(programs / command, "--help", cwd=tmp_path)
+        assert answered.returncode == 0, answered.stderr
+        assert command in answered.stdout
