@@ -88,7 +88,15 @@ def test_a_torn_or_foreign_save_is_recognised_and_the_previous_used(damage, tmp_
     DAMAGE[damage](save_state(tmp_path, state(2), SaveConfig()))
     warnings = []
     assert latest(tmp_path, warnings.append) == first
-    assert len(warnings) == 1 and "\n" not in warnings[0] and "using the save before it" in warnings[0]
+    assert len(warnings) == 1 and "\n" not in warnings[0] and "looking for the save before it" in warnings[0]
+
+
+def test_with_no_whole_save_left_the_run_does_not_start_anew(tmp_path):
+    cut(save_state(tmp_path, state(1), SaveConfig()) / "trainable.safetensors")
+    warnings = []
+    with pytest.raises(UserError, match="restore one, or remove the folder to start from the beginning"):
+        latest(tmp_path, warnings.append)
+    assert len(warnings) == 1
 
 
 def test_the_last_and_the_best_are_kept(tmp_path):

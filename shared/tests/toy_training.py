@@ -69,7 +69,6 @@ def toy_run(folder: Path, steps: int, *, method: str = "full", dropout: float = 
         "save": SaveConfig(),
         "held_out": HeldOutConfig(sigmas=(0.3, 0.8)),
         "log": LogConfig(),
-        "num_tokens": TOY.num_tokens,
     }
     data = given.pop("data", ToyData())
     result = train(model, Engine(), TOY, data, trainable, folder=folder, **{**arguments, **given})

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -34,7 +34,7 @@ class SaveConfig:
 
     every_steps: int = setting(0, resume="free")
     """Optimizer steps between two saves; 0 does not save by steps."""
-    every_minutes: float = setting(0.0, resume="free")
+    every_minutes: float = setting(30.0, resume="free")
     """Minutes between two saves; 0 does not save by time."""
     keep_last: int = setting(2, resume="free")
     """Newest saves that are kept, at least 1; two survive a disk that damages one."""
@@ -128,17 +128,25 @@ def load_state(path: Path) -> State:
 
 
 def latest(folder: Path, warn: Callable[[str], None]) -> Path | None:
-    """The newest whole save in a folder, or None.
+    """The newest whole save in a folder, or None if there is no save.
 
     Args:
         folder: Where `save_state` wrote.
         warn: Called with one line for each save that is passed over, and why.
+
+    Raises:
+        UserError: If there are saves and none is whole: to start again from nothing is not for us to decide.
     """
+    fault = None
     for path in sorted(Path(folder).glob("step-*"), key=_order, reverse=True):
         fault = _fault(path)
         if fault is None:
             return path
-        warn(f"{path}: {fault}; using the save before it")
+        warn(f"{path}: {fault}; looking for the save before it")
+    if fault is not None:
+        raise UserError(
+            f"no save in {folder} can be used; restore one, or remove the folder to start from the beginning"
+        )
     return None
 
 
@@ -179,7 +187,7 @@ def _prune(folder: Path, step: int, config: SaveConfig) -> None:
     _remove(saves.keys() - {*past[-config.keep_last :], *best})
 
 
-def _remove(folders: Any) -> None:
+def _remove(folders: Iterable[Path]) -> None:
     for folder in folders:
         if folder.exists():
             shutil.rmtree(folder, ignore_errors=True)  # one that is open on Windows goes at the next save

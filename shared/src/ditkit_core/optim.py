@@ -99,7 +99,7 @@ def _adafactor(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim
 
 def _prodigy(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
     cls = _from_extra("prodigyopt", "Prodigy")
-    # an adapter's B starts at zero and bias correction and safe-guarded warm-up are what its authors advise for diffusion
+    # what its authors advise for diffusion models; without the safeguard a warm-up spoils the estimate of the rate
     return cls(
         groups, lr=config.lr, betas=config.betas, eps=config.eps, use_bias_correction=True, safeguard_warmup=True
     )

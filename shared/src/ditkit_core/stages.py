@@ -91,7 +91,6 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
                 on_finish=exporter.finish,
                 progress=bar,
                 warn=warn,
-                num_tokens=spec.num_tokens,
             )
         if not result.finished:
             say(f"stopped at step {result.step}, saved in {result.save}; the same command continues")

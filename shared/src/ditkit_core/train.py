@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ditkit_core.checkpoint import SaveConfig, latest, load_state, save_state
 from ditkit_core.ema import EMAConfig
@@ -99,7 +99,6 @@ def train(
     held_out: HeldOutConfig,
     log: LogConfig,
     folder: Path,
-    num_tokens: Callable[[Tensor], int],
     held_out_clips: MicroBatch | None = None,
     on_save: Callable[[int], None] = lambda step: None,
     on_finish: Callable[[int], None] = lambda step: None,
@@ -116,7 +115,6 @@ def train(
         trainable: The parameters to train, by name; no two names share one.
         config, flow, optim, ema, save, held_out, log: Sections of the configuration.
         folder: The run folder: state/, metrics.jsonl, tensorboard/, and failure-step-N.json if a loss is not finite.
-        num_tokens: Tokens of one sample's latents, for tokens per second.
         held_out_clips: What the held-out loss is measured on; None measures nothing.
         on_save: Called with the step after each save, while the parameters are those to export.
         on_finish: Called with the step when all steps are done, now or before, while the parameters are those to export.
@@ -180,7 +178,7 @@ def train(
                 raise _failure(error, folder, lr, path) from error
             done = step + 1
             trained.average.update(done)
-            tokens = sum(num_tokens(item["latents"]) for batch in batches for item in batch.items)
+            tokens = sum(spec.num_tokens(item["latents"]) for batch in batches for item in batch.items)
             numbers = _numbers(result, lr, time.perf_counter() - began, tokens, devices)
             progress.advance(1)
             progress.update(**numbers)
