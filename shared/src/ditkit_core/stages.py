@@ -22,6 +22,7 @@ from ditkit_core.cache import Cache, key
 from ditkit_core.checkpoint import latest, load_state
 from ditkit_core.config import RunConfig
 from ditkit_core.config_file import to_toml
+from ditkit_core.config_layers import resolve
 from ditkit_core.console import progress, say, warn
 from ditkit_core.data import Batch, TrainingData, split_held_out
 from ditkit_core.dataset import Dataset, Sample, scan
@@ -38,6 +39,7 @@ from ditkit_core.prepare import Prepared, Unloaded, build, load
 from ditkit_core.run_folder import RunFolder, open_run
 from ditkit_core.sample_stage import draw_samples
 from ditkit_core.train import train as train_loop
+from ditkit_core.trained import Trained
 
 
 def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
@@ -153,6 +155,10 @@ class Run:
 
     spec: ModelSpec
     config: RunConfig
+
+    def __post_init__(self) -> None:
+        if self.config.train.threads:
+            torch.set_num_threads(self.config.train.threads)
 
     def check(self) -> None:
         """Refuse what cannot work, before anything is written or loaded."""
@@ -344,17 +350,27 @@ def _start_from(run: str, prepared: Prepared, folder: RunFolder) -> None:
 
 
 def _take_trained(prepared: Prepared, folder: RunFolder, step: int | None = None) -> int:
-    """Put the weights of a run's save (averaged ones, if it averaged) into the model; returns the save's step."""
+    """Put the weights of a run's save (averaged ones, if it averaged) into the model.
+
+    Returns:
+        The save's step.
+
+    Raises:
+        UserError: If there is no such save, or it is of another model or adapter.
+    """
     path = latest(folder.state, warn) if step is None else folder.state / f"step-{step:06d}"
     if path is None or not path.is_dir():
         saves = ", ".join(sorted(each.name for each in folder.state.glob("step-*"))) or "none"
         raise UserError(f"{folder.path} has no such save (it has {saves}); name a run that was trained")
+    stored = resolve(
+        RunConfig, stored=folder.path
+    )  # its own settings: which weights of a save are used depends on them
+    trained = Trained(prepared.model, prepared.trainable, stored.optim, stored.ema)
     state = load_state(path)
-    saved = state.tensors.get("ema") or state.tensors["trainable"]
-    shapes = {name: parameter.shape for name, parameter in prepared.trainable.items()}
-    if shapes != {name: tensor.shape for name, tensor in saved.items()}:
-        raise UserError(f"{path} was trained with another model or another [adapter]; make them equal to that run's")
-    copy_values(prepared.trainable, saved)
+    trained.restore(state, path)
+    with trained.used():
+        used = {name: parameter.detach().clone() for name, parameter in prepared.trainable.items()}
+    copy_values(prepared.trainable, used)
     return state.step
 
 

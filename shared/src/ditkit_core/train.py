@@ -47,14 +47,18 @@ class TrainConfig:
     """Share of samples whose caption is replaced by the empty one, in [0, 1]."""
     device: str = setting("auto", resume="free")
     """Where to train: `auto` (the first GPU, else the CPU), `cpu`, `cuda:1`."""
+    threads: int = setting(0, resume="stated")
+    """CPU threads of torch; 0 leaves that to torch. On a CPU, sums depend on it in their last bits."""
     checkpointing: Literal["none", "full", "attn_only"] = setting("none", resume="free")
     """Activation checkpointing: what is recomputed in backward instead of kept. Changes no number."""
     attention: str = setting("sdpa", resume="stated")
     """Attention backend."""
 
     def __post_init__(self) -> None:
-        if self.steps < 0 or self.batch_size < 1 or self.accumulation < 1 or self.clip_norm < 0:
-            raise UserError("train.batch_size and accumulation must be at least 1, steps and clip_norm at least 0")
+        if min(self.steps, self.clip_norm, self.threads) < 0 or min(self.batch_size, self.accumulation) < 1:
+            raise UserError(
+                "train.batch_size and accumulation must be at least 1, steps, clip_norm and threads at least 0"
+            )
         if not 0 <= self.caption_dropout <= 1:
             raise UserError(f"train.caption_dropout = {self.caption_dropout} must be in [0, 1]")
 

@@ -43,7 +43,9 @@ class Trained:
         saved = state.tensors.get("trainable", {})
         shapes = {name: tensor.shape for name, tensor in saved.items()}
         if shapes != {name: parameter.shape for name, parameter in self.parameters.items()}:
-            raise UserError(f"{path} was saved with other trained parameters; start a new run with --init-from")
+            raise UserError(
+                f"{path} was saved with other trained parameters; make [model] and [adapter] equal to that run's, or train in another run.folder"
+            )
         copy_values(self.parameters, saved)
         self.optimizer.load_state(state.tensors.get("optimizer", {}), state.values["optimizer"])
         self.average = EMA(self.parameters, self._ema_config)  # anew: an average that was not kept starts from here

@@ -1,7 +1,6 @@
 """The UMT5 text encoder, from a diffusers folder or a single file, and the tokenizer beside it."""
 
 import html
-import logging
 import re
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.components import Components
+from ditkit_core.console import warn
 from ditkit_core.errors import UserError
 from ditkit_core.model import StateDictNames
 from ditkit_core.safetensors_file import SafetensorsSource
@@ -32,8 +32,6 @@ _IN_BLOCK = {
 _OUTSIDE = {"token_embedding": "shared", "norm": "encoder.final_layer_norm"}
 _BLOCK = re.compile(r"^blocks\.(\d+)\.(.+)\.weight$")
 _NOT_WEIGHTS = frozenset({"spiece_model", "scaled_fp8"})  # ComfyUI stores the tokenizer, and a mark, beside the weights
-
-_log = logging.getLogger(__name__)
 
 
 def to_transformers(name: str) -> str:
@@ -132,7 +130,7 @@ class TextEncoder:
         ids = self._tokenizer(clean(item), verbose=False).input_ids
         if len(ids) > TEXT_TOKENS:
             self.truncated.append(f"{item[:60]!r}… is {len(ids)} tokens long: {len(ids) - TEXT_TOKENS} were cut")
-            _log.warning(self.truncated[-1])
+            warn(self.truncated[-1])
         tokens = self._tokenizer(
             clean(item), padding="max_length", max_length=TEXT_TOKENS, truncation=True, return_tensors="pt"
         ).to(self._device)
