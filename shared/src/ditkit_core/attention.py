@@ -152,3 +152,19 @@ def attend(
     out: Tensor = remat.region(backend.kernel, name, recompute=False)(q, k, v, key_mask, dropout)
     remat.recompute_needs_tensor(out)  # what follows is recomputed from it
     return out
+
+
+def last_step(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Call a block's last arithmetic so that no checkpoint repeats it: nothing of the block's backward needs its result.
+
+    A checkpoint that stops recomputing at the last saved tensor leaves it out by itself; one that keeps regions replays a
+    block to its end, and is told here. What the call saves for its backward is among its inputs, so that keeping it costs nothing.
+
+    Args:
+        function: Maps the tensors to the block's result; what it saves for backward must be among them, or small.
+        tensors: Its inputs.
+    """
+    if not _settings.get().keep:
+        return function(*tensors)
+    out: Tensor = remat.region(function, "last step", recompute=False)(*tensors)
+    return out

@@ -94,8 +94,7 @@ def gated_sum(
     """x + y · gate in the residual's dtype.
 
     With one gate per sample the backward keeps the gate outside autograd's saved tensors. That is a row per block, and it
-    lets a checkpoint that recomputes the block stop before the matmul that made `y` (measured: 20 → 18 frozen matmuls
-    recomputed in two blocks, about 4 % of a step). A gate per token is as large as the tokens and is saved as usual.
+    lets a checkpoint that recomputes the block stop before the matmul that made `y`, a tenth to a seventh of its forward. A gate per token is as large as the tokens and is saved as usual.
     """
     if gate.shape[1] != 1 or torch.compiler.is_compiling():
         return torch.addcmul(x, y.to(x.dtype), gate)
