@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -137,6 +138,7 @@ from ditkit_core.testing.toy import TOY
 statuses = [cli.run(TOY, "train", argv) for argv in (["--help"], ["--version"], ["--print-config"], ["--x.y", "1"])]
 slow = {"diffusers", "transformers", "peft", "torchao", "tensorboard", "av", "accelerate", "huggingface_hub"}
 import json
+import logging
 print(json.dumps([statuses, sorted(slow & sys.modules.keys())]))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -163,14 +165,14 @@ def test_a_closed_stdout_ends_the_printing_and_not_the_run(tmp_path: Path) -> No
     assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "end").read_text() == "done"
 
 
-def test_without_a_terminal_a_bar_prints_a_line_a_twentieth(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_a_bar_prints_a_line_a_tenth(capsys: pytest.CaptureFixture[str]) -> None:
     with console.progress("train", 1000, completed=500) as bar:
         for step in range(500):
             bar.update(loss=1 / (step + 1), lr=1e-4, seconds=0.5, tokens_per_second=99.6, peak_memory_bytes=3 * 2**29)
             bar.advance()
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "train 550/1000  loss 0.0200  lr 1.00e-04  0.50 s/step  100 tokens/s  peak 1.50 GiB"
-    assert len(lines) == 10 and lines[-1].startswith("train 1000/1000")
+    assert lines[0] == "train 600/1000  loss 0.0100  lr 1.00e-04  0.50 s/step  100 tokens/s  peak 1.50 GiB"
+    assert len(lines) == 5 and lines[-1].startswith("train 1000/1000")
 
 
 def test_a_short_bar_prints_each_step_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,3 +195,16 @@ def test_on_a_terminal_a_bar_is_drawn_with_its_figures(monkeypatch: pytest.Monke
 def test_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     console.say("[bold]path[/bold] " + "long " * 60)
     assert capsys.readouterr().out == "[bold]path[/bold] " + "long " * 60 + "\n"
+
+
+def test_known_noise_of_libraries_is_hushed_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("torch.utils._pytree")
+    before = list(logger.filters)
+    try:
+        console.hush_libraries()
+        with caplog.at_level(logging.WARNING, logger=logger.name):
+            logger.warning("<enum X> … Calling register_constant() on Enum subclasses is deprecated and …")
+            logger.warning("something else")
+        assert caplog.messages == ["something else"]
+    finally:
+        logger.filters = before

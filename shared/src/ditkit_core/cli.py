@@ -16,7 +16,7 @@ from ditkit_core.command_line import Flags, format_help, read_flags
 from ditkit_core.config import RunConfig
 from ditkit_core.config_file import to_toml
 from ditkit_core.config_layers import resolve
-from ditkit_core.console import prepare_streams, say, warn
+from ditkit_core.console import hush_libraries, prepare_streams, say, warn
 from ditkit_core.errors import UserError
 from ditkit_core.model import ModelSpec
 from ditkit_core.options import EncodeOptions, ExportOptions, SampleOptions, TrainOptions
@@ -49,6 +49,7 @@ def run(spec: ModelSpec, command: str, argv: Sequence[str] | None = None) -> int
         interrupted. Other exceptions are faults of ours and propagate.
     """
     prepare_streams()
+    hush_libraries()
     try:
         return _run(spec, command, sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:

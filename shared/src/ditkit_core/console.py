@@ -2,10 +2,12 @@
 
 import errno
 import io
+import logging
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol, SupportsFloat
 
 from rich.console import Console, Group
@@ -13,7 +15,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-PLAIN_LINES = 20
+PLAIN_LINES = 10
 """Lines that a progress bar prints at most where there is no terminal to draw on."""
 
 CONSOLE = Console()
@@ -34,6 +36,29 @@ def prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="replace")
+
+
+_HUSHED = {
+    # torchao registers two enums in a way that torch now calls deprecated, at every import of peft or a transformers model.
+    "torch.utils._pytree": "Calling register_constant() on Enum subclasses is deprecated",
+    # diffusers looks for tensor classes that torchao has removed; they serve none of our files.
+    "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor objects",
+}
+"""By logger: what libraries say at import that nobody who trains can mend."""
+
+
+def hush_libraries() -> None:
+    """Leave out these messages, and no others of the same loggers."""
+    for name, message in _HUSHED.items():
+        logging.getLogger(name).addFilter(_Hushed(message))
+
+
+@dataclass(frozen=True)
+class _Hushed(logging.Filter):
+    message: str
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self.message not in record.getMessage()
 
 
 def say(text: str) -> None:
@@ -102,7 +127,7 @@ class _DrawnBar:
 
 
 class _PlainBar:
-    """Prints a line whenever another twentieth is done."""
+    """Prints a line whenever another tenth is done."""
 
     def __init__(self, stage: str, total: int, completed: int):
         self._stage, self._total, self._done, self._figures = stage, max(total, 1), completed, dict[str, str]()
