@@ -59,14 +59,17 @@ def test_two_attention_calls_of_one_name_in_a_block_are_refused_before_backward(
         outcome(TOY, model, toy_items(1), Engine(policy="attn_only"))
 
 
-def test_without_the_generator_hook_dropout_would_be_replayed_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("policy", ["full", "attn_only"])
+def test_without_the_generator_hook_dropout_would_be_replayed_wrong(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Why the hook is there: the equality checks above fail without it, so they are checks."""
     from ditkit_core.activation_checkpoint import GeneratorHook
 
     model: Any = make_model(TOY, TOY.presets["dropout"])
     plain = outcome(TOY, model, toy_items(2), None)
     monkeypatch.setattr(GeneratorHook, "restore", lambda self, state: None)
-    assert outcome(TOY, model, toy_items(2), Engine(policy="attn_only")).differences(plain)
+    assert outcome(TOY, model, toy_items(2), Engine(policy=policy)).differences(plain)
 
 
 def test_a_policy_holds_what_it_says() -> None:

@@ -9,6 +9,7 @@ the block to its end: one more large matmul per block). `attn_only` is torch_rem
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +99,13 @@ def _static(leaf: Any) -> Any:
 
 
 def _full(body: Callable[..., tuple[Tensor, ...]], tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
-    made: tuple[Tensor, ...] = checkpoint(body, *tensors, use_reentrant=False)
+    made: tuple[Tensor, ...] = checkpoint(
+        body,
+        *tensors,
+        use_reentrant=False,
+        preserve_rng_state=False,  # it would fork the CPU's generator too, which blocks on other devices share
+        context_fn=lambda: (nullcontext(), _Replay(GeneratorHook(tensors[0].device))),
+    )
     return made
 
 
@@ -111,19 +118,36 @@ def _attn_only(body: Callable[..., tuple[Tensor, ...]], tensors: list[Tensor], n
 _CHECKPOINTS = {"full": _full, "attn_only": _attn_only}
 
 
+@dataclass(frozen=True)
 class GeneratorHook:
-    """Keeps dropout aligned where a kept region is skipped in recompute: snapshots the block's own generators only."""
+    """The generator that a block draws from: that of its own device and no other, for devices run backwards side by side.
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    torch_remat asks for it around a region that it keeps, so that dropout stays aligned where the region is skipped.
+    """
 
-    def snapshot(self) -> tuple[Tensor, Tensor | None]:
-        """The state of the CPU generator and of the block's device."""
-        device_state = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        return torch.get_rng_state(), device_state
+    device: torch.device
 
-    def restore(self, state: tuple[Tensor, Tensor | None]) -> None:
+    def snapshot(self) -> Tensor:
+        """The generator's state."""
+        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
+
+    def restore(self, state: Tensor) -> None:
         """Put a snapshot back."""
-        torch.set_rng_state(state[0])
-        if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], self.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state, self.device)
+        else:
+            torch.set_rng_state(state)
+
+
+class _Replay(AbstractContextManager[None]):
+    """Around a recompute: draws what the forward drew, and leaves the generator as it was."""
+
+    def __init__(self, hook: GeneratorHook):
+        self._hook, self._at_entry = hook, hook.snapshot()
+
+    def __enter__(self) -> None:
+        self._outside = self._hook.snapshot()
+        self._hook.restore(self._at_entry)
+
+    def __exit__(self, *exception: object) -> None:
+        self._hook.restore(self._outside)
