@@ -73,8 +73,8 @@ def test_the_gated_sum_equals_the_composition(times, trained):
     torch.manual_seed(0)
     x, y = (torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
     gate = torch.randn(2, times, 8, dtype=torch.float64, requires_grad=trained)
-    assert torch.equal(gated_sum(x, y, gate), torch.addcmul(x, y, gate))
-    assert torch.autograd.gradcheck(gated_sum, (x, y, gate))
+    assert torch.equal(gated_sum(y, x, gate), torch.addcmul(x, y, gate))
+    assert torch.autograd.gradcheck(gated_sum, (y, x, gate))
 
 
 @pytest.mark.parametrize(("batch", "times"), [(1, 1), (2, 1), (2, 5)])

@@ -110,6 +110,11 @@ _DEFAULT = AttentionSettings()
 _settings: ContextVar[AttentionSettings] = ContextVar("attention_settings", default=_DEFAULT)
 
 
+def settings_in_force() -> AttentionSettings:
+    """The settings of the enclosing `attention_settings`, or the defaults."""
+    return _settings.get()
+
+
 @contextmanager
 def attention_settings(settings: AttentionSettings) -> Iterator[None]:
     """Put settings in force for the calls of `attend` inside the block."""
@@ -132,6 +137,9 @@ def attend(
     """Scaled dot-product attention through the backend in force.
 
     Args:
+        q: Queries, in the matmuls' dtype.
+        k: Keys; k and v may be longer or shorter than q.
+        v: Values.
         name: Unique within a block (`self`, `cross`): a checkpoint recognises the call by it.
         key_mask: True where a key may be seen; None when all may.
         dropout: Probability of dropping an attention weight.
@@ -139,7 +147,7 @@ def attend(
     Raises:
         UserError: If the backend in force cannot take a mask, dropout, or this dtype.
     """
-    settings = _settings.get()
+    settings = settings_in_force()
     backend = BACKENDS[settings.backend]
     if key_mask is not None and not backend.takes_mask:
         raise UserError(f"attention backend {settings.backend!r} takes no mask: batch samples of one size, or use sdpa")
@@ -151,20 +159,4 @@ def attend(
         return backend.kernel(q, k, v, key_mask, dropout)
     out: Tensor = remat.region(backend.kernel, name, recompute=False)(q, k, v, key_mask, dropout)
     remat.recompute_needs_tensor(out)  # what follows is recomputed from it
-    return out
-
-
-def last_step(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Call a block's last arithmetic so that no checkpoint repeats it: nothing of the block's backward needs its result.
-
-    A checkpoint that stops recomputing at the last saved tensor leaves it out by itself; one that keeps regions replays a
-    block to its end, and is told here. What the call saves for its backward is among its inputs, so that keeping it costs nothing.
-
-    Args:
-        function: Maps the tensors to the block's result; what it saves for backward must be among them, or small.
-        tensors: Its inputs.
-    """
-    if not _settings.get().keep:
-        return function(*tensors)
-    out: Tensor = remat.region(function, "last step", recompute=False)(*tensors)
     return out

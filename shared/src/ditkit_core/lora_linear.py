@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def low_rank(
@@ -67,13 +67,34 @@ class _RoundedSum(torch.autograd.Function):
         return gradient, gradient.to(ctx.dtype)
 
 
+class PlainLora:
+    """A LoRA layer that can say whether its next forward is the plain product."""
+
+    def is_plain(self) -> bool:
+        """One active, unmerged adapter without dropout."""
+        raise NotImplementedError
+
+
+def keeps_only_its_input(layer: nn.Module) -> bool:
+    """Whether a layer's forward saves nothing large for its backward but the input that it was given."""
+    return type(layer) is nn.Linear or (isinstance(layer, PlainLora) and layer.is_plain())
+
+
 @cache
 def lora_linear_class() -> type:
     """peft's Linear adapter with this product; made on first use, because importing peft costs seconds."""
     from peft.tuners.lora import Linear
 
-    class LoraLinear(Linear):
+    class LoraLinear(PlainLora, Linear):
         """Takes the short way for one active, unmerged, plain LoRA and leaves every other case to peft."""
+
+        def is_plain(self) -> bool:
+            names = [name for name in self.active_adapters if name in self.lora_A]
+            short = not self.disable_adapters and not self.merged and len(names) == 1
+            if not short or names[0] in self.lora_variant:
+                return False
+            dropout = self.lora_dropout[names[0]]
+            return not (self.training and isinstance(dropout, nn.Dropout) and dropout.p > 0)
 
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             active = [name for name in self.active_adapters if name in self.lora_A]

@@ -15,7 +15,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ditkit_core.attention import attend, last_step
+from ditkit_core.attention import attend
+from ditkit_core.last_step import last_step
 from ditkit_core.model import Engine, run_plain
 from ditkit_core.precision import Precision
 from ditkit_wan.norm import gated_sum, modulated_norm, normalised_heads
@@ -162,14 +163,11 @@ class WanBlock(nn.Module):
         shift_sa, scale_sa, gate_sa, shift_ffn, scale_ffn, gate_ffn = (self.modulation + carry.modulation).unbind(2)
         x = carry.tokens
         h = modulated_norm(x, scale_sa, shift_sa, self.eps).to(matmul)
-        x = gated_sum(x, self.self_attn(h, carry), gate_sa)
+        x = gated_sum(self.self_attn(h, carry), x, gate_sa)
         x = x + self.cross_attn(self.norm3(x).to(matmul), carry.text)
         h = modulated_norm(x, scale_ffn, shift_ffn, self.eps).to(matmul)
         h = self.ffn[1](self.ffn[0](h))
-        return carry._replace(tokens=last_step(self._narrow_and_add, x, h, gate_ffn))
-
-    def _narrow_and_add(self, x: Tensor, h: Tensor, gate: Tensor) -> Tensor:
-        return gated_sum(x, self.ffn[2](h), gate)
+        return carry._replace(tokens=last_step(self.ffn[2], h, gated_sum, x, gate_ffn))
 
 
 class WanHead(nn.Module):

@@ -87,24 +87,30 @@ def modulated_norm(
 
 
 def gated_sum(
-    x: Float[Tensor, "batch tokens dim"],
     y: Float[Tensor, "batch tokens dim"],
+    x: Float[Tensor, "batch tokens dim"],
     gate: Float[Tensor, "batch times dim"],
 ) -> Float[Tensor, "batch tokens dim"]:
     """x + y · gate in the residual's dtype.
 
     With one gate per sample the backward keeps the gate outside autograd's saved tensors. That is a row per block, and it
-    lets a checkpoint that recomputes the block stop before the matmul that made `y`, a tenth to a seventh of its forward. A gate per token is as large as the tokens and is saved as usual.
+    lets a checkpoint that recomputes the block stop before the matmul that made `y`, a tenth to a seventh of its forward. A gate per
+    token is as large as the tokens and is saved as usual.
+
+    Args:
+        y: What a sub-layer adds, in the matmuls' dtype.
+        x: The residual stream.
+        gate: One row per sample, or per token.
     """
     if gate.shape[1] != 1 or torch.compiler.is_compiling():
         return torch.addcmul(x, y.to(x.dtype), gate)
-    out: Tensor = _GatedSum.apply(x, y, gate)
+    out: Tensor = _GatedSum.apply(y, x, gate)
     return out
 
 
 class _GatedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, y: Tensor, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         ctx.dtype, ctx.gate = y.dtype, gate
         ctx.save_for_backward(y if ctx.needs_input_grad[2] else None)
         return torch.addcmul(x, y.to(x.dtype), gate)
@@ -113,4 +119,4 @@ class _GatedSum(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (y,) = ctx.saved_tensors
         d_gate = (gradient * y).sum(1, keepdim=True) if y is not None else None
-        return gradient, (gradient * ctx.gate).to(ctx.dtype), d_gate
+        return (gradient * ctx.gate).to(ctx.dtype), gradient, d_gate
