@@ -160,7 +160,7 @@ def test_latents_that_are_not_finite_name_the_clip_and_are_not_kept(world: World
     def spoil(media: CountingEncoder, text: CountingEncoder) -> None:
         media.result = value
 
-    with pytest.raises(UserError, match=r"latents of .*a\.mp4 are not finite numbers; set encode.media_dtype"):
+    with pytest.raises(UserError, match=r"latents of .*a\.mp4 are not finite numbers; set encode.text_dtype"):
         world.start(prepare=spoil)
     assert not list(world.cache.folder.rglob("*.safetensors"))
     assert world.log[-1] == "unload media"

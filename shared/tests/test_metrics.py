@@ -18,7 +18,7 @@ def read(folder):
 
 
 def test_each_line_is_one_json_object(tmp_path):
-    with MetricsLog(tmp_path, LogConfig()) as log:
+    with MetricsLog(tmp_path, LogConfig(tensorboard=False)) as log:
         log.write(1, {"loss": 0.5, "lr": 1e-4})
         assert read(tmp_path) == [{"step": 1, "loss": 0.5, "lr": 1e-4}]  # readable while the run goes on
         log.write(2, {"loss": 0.25})
@@ -26,12 +26,12 @@ def test_each_line_is_one_json_object(tmp_path):
 
 
 def test_lines_after_the_resumed_step_and_torn_ones_are_dropped(tmp_path):
-    with MetricsLog(tmp_path, LogConfig()) as log:
+    with MetricsLog(tmp_path, LogConfig(tensorboard=False)) as log:
         for step in range(5):
             log.write(step, {"loss": float(step)})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "lo')
-    with MetricsLog(tmp_path, LogConfig(), start_step=3) as log:
+    with MetricsLog(tmp_path, LogConfig(tensorboard=False), start_step=3) as log:
         log.write(4, {"loss": 40.0})
     assert [(line["step"], line["loss"]) for line in read(tmp_path)] == [
         (0, 0.0),
@@ -45,13 +45,16 @@ def test_lines_after_the_resumed_step_and_torn_ones_are_dropped(tmp_path):
 
 def test_a_new_run_starts_an_empty_file(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
-    with MetricsLog(tmp_path, LogConfig(), start_step=0):
+    with MetricsLog(tmp_path, LogConfig(tensorboard=False), start_step=0):
         pass
     assert read(tmp_path) == []
 
 
 def test_a_number_that_json_does_not_know_is_not_written(tmp_path):
-    with MetricsLog(tmp_path, LogConfig()) as log, pytest.raises(ValueError, match="not JSON compliant"):
+    with (
+        MetricsLog(tmp_path, LogConfig(tensorboard=False)) as log,
+        pytest.raises(ValueError, match="not JSON compliant"),
+    ):
         log.write(1, {"loss": float("nan")})
 
 
@@ -63,7 +66,7 @@ def test_a_full_disk_is_one_line(tmp_path):
         def close(self):
             pass
 
-    with MetricsLog(tmp_path, LogConfig()) as log:
+    with MetricsLog(tmp_path, LogConfig(tensorboard=False)) as log:
         log._file.close()
         log._file = Full()
         with pytest.raises(UserError, match=r"metrics\.jsonl: No space left on device; free some space"):
@@ -71,7 +74,7 @@ def test_a_full_disk_is_one_line(tmp_path):
 
 
 def test_lines_are_due_every_so_many_steps():
-    log = MetricsLog(Path(), LogConfig(every_steps=3))
+    log = MetricsLog(Path(), LogConfig(every_steps=3, tensorboard=False))
     assert [step for step in range(1, 10) if log.due(step)] == [3, 6, 9]
     with pytest.raises(UserError, match=r"log\.every_steps"):
         LogConfig(every_steps=0)

@@ -215,3 +215,8 @@ def test_settings_out_of_range_are_refused(fields):
     with pytest.raises(UserError, match="optim") as error:
         OptimConfig(**fields)
     assert "\n" not in str(error.value)
+
+
+def test_prodigy_with_a_learning_rate_of_another_optimizer_is_refused() -> None:
+    with pytest.raises(UserError, match="set optim.lr = 1"):
+        OptimConfig(name="prodigy", lr=1e-4)

@@ -1,6 +1,7 @@
 """The commands from end to end on the toy model: files in, adapter out, continued, sampled, exported."""
 
 import json
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -144,6 +145,10 @@ def test_samples_and_exports_are_commands_of_their_own(world: World, capsys: pyt
         (["--model.preset", "huge"], "huge"),
         (["--train.device", "cuda:7"], "cuda:7"),
         (["--train.device", "warp"], "warp"),
+        (["--train.device", "meta"], "meta"),
+        (["--sample.frames", "8"], "try 9"),
+        (["--sample.height", "30"], "try 32"),
+        (["--adapter.method", "full", "--model.dtype", "bf16"], "rounds most updates away"),
         (["--held_out.clips", "5"], "none to train on"),
         (["--data.folder", "nowhere"], "nowhere"),
     ],
@@ -181,3 +186,64 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_evidence(
     assert str(evidence) in error and error.count("\n") == 1
     assert json.loads(evidence.read_text())["samples"]
     assert not list((world.folder / "run").glob("exports/*"))
+
+
+def test_encoding_first_leaves_the_folder_to_training(world: World) -> None:
+    demo = world.folder / "demo.toml"
+    demo.write_text("")
+    world.spec = replace(
+        world.spec, demo_config=demo, write_demo=lambda folder: folder.mkdir(parents=True, exist_ok=True)
+    )
+    assert world.run("encode", "--demo", "--run.folder", str(world.folder / "run")) == 0
+    assert world.train("run", 1, "--demo") == 0
+
+
+def test_a_run_is_not_continued_on_other_data(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    assert world.train("run", 1) == 0
+    (world.folder / "clips" / "3.txt").write_text("another caption")
+    capsys.readouterr()
+    assert world.train("run", 2) == 1
+    error = capsys.readouterr().err
+    assert "1 samples, first '3'" in error and "--init-from" in error and error.count("\n") == 1
+    assert world.train("new", 1, "--init-from", str(world.folder / "run")) == 0
+
+
+def test_weights_of_an_adapter_of_another_shape_or_scale_are_refused(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert world.train("run", 1) == 0
+    for flags in (["--adapter.rank", "3"], ["--adapter.alpha", "7"]):
+        capsys.readouterr()
+        assert world.train("other", 1, "--init-from", str(world.folder / "run"), *flags) == 1
+        error = capsys.readouterr().err
+        assert "base.merge" in error and error.count("\n") == 1
+    adapter = world.folder / "run" / "exports" / "adapter.safetensors"
+    assert world.train("merged", 1, "--adapter.rank", "3", "--base.merge", f'["{adapter.as_posix()}"]') == 0
+
+
+def test_exports_stand_beside_the_saves_that_are_kept(world: World) -> None:
+    flags = ("--adapter.method", "full", "--save.every_steps", "1", "--save.keep_last", "2", "--sample.captions", "0")
+    assert world.train("full", 4, *flags) == 0
+    exports = {path.name for path in (world.folder / "full" / "exports").iterdir()}
+    assert exports == {"step-000003", "transformer_official"}
+    mine = world.folder / "lora" / "exports" / "adapter-export-step-000001.safetensors"
+    flags = ("--save.every_steps", "1", "--save.keep_last", "1", "--sample.captions", "0", "--export.merged", "true")
+    assert world.train("lora", 1, *flags) == 0
+    assert world.run("export", "--run", str(world.folder / "lora")) == 0
+    assert world.train("lora", 3, *flags) == 0
+    assert {path.name for path in mine.parent.iterdir()} == {
+        mine.name, "adapter-step-000003.safetensors", "adapter.safetensors", "transformer_official",
+    }  # fmt: skip
+
+
+def test_a_signal_ends_with_a_save_and_a_status_that_says_so(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupting(*args: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return TOY.make_inputs(*args)
+
+    world.spec = replace(world.spec, make_inputs=interrupting)
+    assert world.train("run", 3) == 130
+    assert "stopped at step 1" in capsys.readouterr().err
+    assert (world.folder / "run" / "state" / "step-000001").is_dir()
+    world.spec = replace(world.spec, make_inputs=TOY.make_inputs)
+    assert world.train("run", 3) == 0

@@ -68,7 +68,7 @@ def toy_run(folder: Path, steps: int, *, method: str = "full", dropout: float = 
         "ema": EMAConfig(decay=0.9),
         "save": SaveConfig(),
         "held_out": HeldOutConfig(sigmas=(0.3, 0.8)),
-        "log": LogConfig(),
+        "log": LogConfig(tensorboard=False),
     }
     data = given.pop("data", ToyData())
     result = train(model, Engine(), TOY, data, trainable, folder=folder, **{**arguments, **given})

@@ -39,7 +39,7 @@ class SaveConfig:
     keep_last: int = setting(2, resume="free")
     """Newest saves that are kept, at least 1; two survive a disk that damages one."""
     keep_best: int = setting(1, resume="free")
-    """Saves with the lowest held-out loss that are kept beside them."""
+    """Saves with the lowest held-out loss that are kept beside them; needs held_out.clips."""
 
     def __post_init__(self) -> None:
         if self.every_steps < 0 or self.every_minutes < 0 or self.keep_last < 1 or self.keep_best < 0:

@@ -17,7 +17,7 @@ from ditkit_core.config import RunConfig
 from ditkit_core.config_file import to_toml
 from ditkit_core.config_layers import resolve
 from ditkit_core.console import hush_libraries, prepare_streams, say, warn
-from ditkit_core.errors import UserError
+from ditkit_core.errors import Stopped, UserError
 from ditkit_core.model import ModelSpec
 from ditkit_core.options import EncodeOptions, ExportOptions, SampleOptions, TrainOptions
 
@@ -77,6 +77,9 @@ def _run(spec: ModelSpec, command: str, argv: Sequence[str]) -> int:
         _stage(command)(spec, config, flags.options)
     except UserError as error:
         return _complain(error, 1)
+    except Stopped as stopped:
+        warn(str(stopped))
+        return 130
     return 0
 
 

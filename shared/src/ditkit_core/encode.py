@@ -27,14 +27,15 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeConfig:
-    """The `[encode]` section: where encoded clips and captions are kept, and what computes them."""
+    """The `[encode]` section: where encoded clips and captions are kept, and what computes them.
+
+    The VAE runs in fp32: its latents are the training data, and narrower ones would carry the rounding into every step.
+    """
 
     cache: str = setting("", resume="free")
     """Folder of encoded clips and captions, which runs may share; empty means `cache` beside the run folder."""
     device: str = setting("auto", resume="free")
     """Device of the encoders: `auto` (a GPU if there is one), `cpu`, `cuda`, `cuda:1`, …"""
-    media_dtype: str = setting("fp32", resume="refused")
-    """Dtype of the VAE. Its latents are the training data: narrower ones carry the rounding into every step."""
     text_dtype: str = setting("bf16", resume="refused")
     """Dtype of the text encoder."""
 
@@ -186,7 +187,4 @@ def _fill(cache: Cache, jobs: _Jobs[Item], progress: Progress, *, keep_going: bo
 def _check_finite(tensors: Mapping[str, Tensor], name: str) -> None:
     for part, tensor in tensors.items():
         if not tensor.isfinite().all():
-            raise UserError(
-                f"{part} of {name} are not finite numbers; "
-                "set encode.media_dtype and encode.text_dtype to fp32, or remove it"
-            )
+            raise UserError(f"{part} of {name} are not finite numbers; set encode.text_dtype to fp32, or remove it")

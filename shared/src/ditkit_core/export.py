@@ -33,7 +33,7 @@ class ExportConfig:
     dtype: str = setting("bf16", resume="free")
     """Dtype of the files: bf16 or fp32."""
     merged: bool = setting(False, resume="free")
-    """Write the whole transformer too, with the adapter merged in."""
+    """Write the whole transformer too, with the adapter merged in, as a full fine-tune does: beside each save and at the end."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("bf16", "fp32"):

@@ -18,7 +18,7 @@ class LogConfig:
 
     every_steps: int = setting(1, resume="free")
     """Optimizer steps between two lines of metrics.jsonl; a line describes its own step only."""
-    tensorboard: bool = setting(False, resume="free")
+    tensorboard: bool = setting(True, resume="free")
     """Write the same numbers for TensorBoard."""
 
     def __post_init__(self) -> None:

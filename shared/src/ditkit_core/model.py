@@ -119,7 +119,7 @@ class ModelSpec:
     """Everything the core needs to train one family: plain values and functions, no base class."""
 
     name: str
-    """Command prefix: `wan` for wan-train."""
+    """Prefix of the commands: `name` for name-train."""
 
     presets: Mapping[str, Any]
     """Preset name to architecture (a frozen dataclass)."""
@@ -144,7 +144,7 @@ class ModelSpec:
     num_tokens: Callable[[Tensor], int]
     """Tokens that one sample's latents become."""
 
-    media_encoder: Callable[[Components, torch.device, torch.dtype], Encoder]
+    media_encoder: Callable[[Components, torch.device], Encoder]
     text_encoder: Callable[[Components, torch.device, torch.dtype], Encoder]
     sampler: Callable[[Components, torch.device, torch.dtype], Sampler]
 

@@ -45,6 +45,8 @@ class OptimConfig:
             raise UserError("optim.lr and optim.eps must be above 0, weight_decay and warmup_steps at least 0")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"optim.betas = {self.betas} must lie in [0, 1)")
+        if self.name == "prodigy" and self.lr < 0.01:
+            raise UserError(f"optim.lr = {self.lr:g} is a factor of the rate that prodigy estimates; set optim.lr = 1")
         if self.name == "schedulefree_adamw" and self.schedule != "constant":
             raise UserError(f"optim.schedule = {self.schedule} does not go with schedulefree_adamw; use constant")
 

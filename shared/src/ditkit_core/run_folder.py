@@ -74,6 +74,11 @@ class RunFolder:
         return self.path / "inputs"
 
     @property
+    def data_file(self) -> Path:
+        """What the run trains on: the cache keys of its samples."""
+        return self.path / "data.json"
+
+    @property
     def _complete(self) -> Path:
         return self.path / "complete.json"
 
@@ -108,7 +113,12 @@ class RunFolder:
         if not self.path.is_dir():
             raise UserError(f"run.folder {self.path} is a file; name a folder")
         if not self.config_file.exists():
-            foreign = sorted(entry.name for entry in self.path.iterdir() if not entry.name.startswith("."))
+            ours = {
+                self.inputs.name,
+                self.samples.name,
+            }  # what is written without a run: demo's inputs, samples of a file
+            names = sorted(entry.name for entry in self.path.iterdir())
+            foreign = [name for name in names if not name.startswith(".") and name not in ours]
             if foreign:
                 raise UserError(f"run.folder {self.path} holds {foreign[0]} and no run; name a new or an empty folder")
             return []

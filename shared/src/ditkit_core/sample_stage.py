@@ -44,6 +44,20 @@ class SampleConfig:
         if self.steps < 1 or min(self.captions, self.frames, self.height, self.width, self.shift) < 0:
             raise UserError("sample.steps must be at least 1; captions, frames, height, width and shift at least 0")
 
+    def check(self, *, frame_step: int, size_step: int) -> None:
+        """Refuse sizes that the model cannot draw.
+
+        Raises:
+            UserError: Naming the nearest size that it can.
+        """
+        if self.frames and (self.frames - 1) % frame_step:
+            near = max(1, round((self.frames - 1) / frame_step) * frame_step + 1)
+            raise UserError(f"sample.frames = {self.frames}: frames are 1 + a multiple of {frame_step}; try {near}")
+        for key, size in (("height", self.height), ("width", self.width)):
+            if size % size_step:
+                near = max(size_step, round(size / size_step) * size_step)
+                raise UserError(f"sample.{key} = {size} must be a multiple of {size_step}; try {near}")
+
     def chosen(self, captions: Sequence[str]) -> tuple[str, ...]:
         """The prompts, or the first captions in their place."""
         return self.prompts or tuple(dict.fromkeys(captions))[: self.captions]

@@ -5,6 +5,7 @@ Each stage does what is missing and no more, so that the same command starts a r
 
 import json
 import platform
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,8 +31,9 @@ from ditkit_core.ema import copy_values
 from ditkit_core.encode import encode as encode_samples
 from ditkit_core.encode import text_key
 from ditkit_core.encoded import EncodedSample
-from ditkit_core.errors import UserError
+from ditkit_core.errors import Stopped, UserError
 from ditkit_core.export import check_export, export_adapter, export_merged
+from ditkit_core.files import write_text
 from ditkit_core.model import Encoder, ModelSpec
 from ditkit_core.options import EncodeOptions, ExportOptions, SampleOptions, TrainOptions
 from ditkit_core.precision import Precision, parse_dtype
@@ -47,9 +49,11 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
 
     Raises:
         UserError: For whatever the person can mend, before anything slow where that is possible.
+        Stopped: If a signal ended it early.
     """
     run = Run(spec, config)
     run.check()
+    run.check_training()
     with open_run(Path(config.run.folder), config) as (folder, stated):
         for change in stated:
             say(f"changed since the last part of this run: {change}")
@@ -67,6 +71,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         _start_from(options.init_from, prepared, folder)
         kept, held_out = split_held_out([sample.id for sample in encoded], config.held_out.clips)
         by_id = {sample.id: sample for sample in encoded}
+        _check_data(folder, encoded)
         exporter = Exporter(run, folder, prepared, encoded)
         with progress("train", config.train.steps) as bar:
             result = train_loop(
@@ -95,8 +100,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
                 warn=warn,
             )
         if not result.finished:
-            say(f"stopped at step {result.step}, saved in {result.save}; the same command continues")
-            return
+            raise Stopped(f"stopped at step {result.step}, saved in {result.save}; the same command continues")
         folder.mark_complete(result.step)
         if result.held_out is not None and result.held_out_before:
             fall = 1 - result.held_out / result.held_out_before
@@ -107,6 +111,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
 def encode(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> None:
     """Fill the cache, and nothing else."""
     run = Run(spec, config)
+    run.check()
     if options.demo:
         spec.write_demo(RunFolder(Path(config.run.folder)).inputs)
     encoded = run.encode()
@@ -120,6 +125,7 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     if options.adapter:
         config = replace(config, adapter=replace(config.adapter, init=options.adapter))
     run, folder = Run(spec, config), RunFolder(Path(config.run.folder))
+    run.check()
     prepared = load(run.build(), device=run.device, seed=config.train.seed)
     stem = Path(options.adapter).stem if options.adapter else f"step-{_take_trained(prepared, folder):06d}"
     captions = [] if config.sample.prompts else [sample.caption for sample in run.dataset.samples]
@@ -137,9 +143,10 @@ def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     )
     check_export(spec, wanted, config.adapter)
     run, folder = Run(spec, config), RunFolder(Path(config.run.folder))
+    run.check()
     prepared = load(run.build(), device=run.device, seed=config.train.seed)
     step = _take_trained(prepared, folder, options.step)
-    out = Path(options.out) if options.out else folder.exports / f"adapter-step-{step:06d}.safetensors"
+    out = Path(options.out) if options.out else folder.exports / f"adapter-export-step-{step:06d}.safetensors"
     metadata = run.metadata(prepared, step, data="")
     if wanted.merged or config.adapter.method == "full":
         target = out.with_suffix("") if out.suffix == ".safetensors" else out
@@ -161,14 +168,24 @@ class Run:
             torch.set_num_threads(self.config.train.threads)
 
     def check(self) -> None:
-        """Refuse what cannot work, before anything is written or loaded."""
-        check_backend(self.config.train.attention, training=True)
+        """Refuse what cannot work in any command, before anything is written or loaded."""
         choose_device(self.config.train.device, "train.device")
         choose_device(self.config.encode.device, "encode.device")
         check_export(self.spec, self.config.export, self.config.adapter)
+        check_backend(self.config.train.attention, training=False)
+        self.config.sample.check(frame_step=self.spec.frame_step, size_step=self.spec.size_step)
+
+    def check_training(self) -> None:
+        """Refuse what cannot be trained."""
+        check_backend(self.config.train.attention, training=True)
         if self.precision.matmul == torch.float16:
             raise UserError(
                 "model.dtype = fp16 cannot train: gradients underflow without a loss scaler; choose bf16 or fp32"
+            )
+        if self.config.adapter.method == "full" and self.precision.matmul != torch.float32:
+            raise UserError(
+                "adapter.method = full in bf16 rounds most updates away, and there are no fp32 master weights yet; "
+                "set model.dtype = fp32"
             )
 
     @cached_property
@@ -205,7 +222,7 @@ class Run:
     def encoders(self) -> tuple[Encoder, Encoder]:
         """Media and text encoder, not loaded."""
         config, device = self.config.encode, choose_device(self.config.encode.device, "encode.device")
-        media = self.spec.media_encoder(self.config.model, device, parse_dtype(config.media_dtype))
+        media = self.spec.media_encoder(self.config.model, device)
         return media, self.spec.text_encoder(self.config.model, device, parse_dtype(config.text_dtype))
 
     def build(self) -> Unloaded:
@@ -295,32 +312,42 @@ class Exporter:
 
     def after_save(self, step: int) -> None:
         """Export the weights of a save, and remove the exports of saves that are gone."""
-        self._export(f"step-{step:06d}", step)
+        name = f"step-{step:06d}"
+        if self._run.config.adapter.method == "lora":
+            self._export_adapter(f"adapter-{name}", step)
+        if self._writes_transformer and step < self._run.config.train.steps:  # the last one is written by `finish`
+            self._export_transformer(self._folder.exports / name, step)
         saved = {path.name for path in self._folder.state.glob("step-*")}
-        for file in self._folder.exports.glob("adapter-step-*.safetensors"):
-            if not any(file.stem.startswith(f"adapter-{name}") for name in saved):
-                file.unlink()
+        for old in self._folder.exports.glob("*step-*"):
+            if old.name.startswith("adapter-step-") and not any(old.stem.startswith(f"adapter-{n}") for n in saved):
+                old.unlink()
+            elif old.name.startswith("step-") and old.name not in saved:
+                shutil.rmtree(old)
 
     def finish(self, step: int) -> None:
         """Export under the final names, verify the adapter where it will be used, draw samples."""
         run, config = self._run, self._run.config
-        files = self._export("", step)
-        if config.adapter.method == "lora" and run.spec.verify_export is not None:
-            for file in files:
-                say(f"verified: {run.spec.verify_export(file, config.model, self._prepared.model, run.engine)}")
+        if config.adapter.method == "lora":
+            for file in self._export_adapter("adapter", step):
+                if run.spec.verify_export is not None:
+                    say(f"verified: {run.spec.verify_export(file, config.model, self._prepared.model, run.engine)}")
+        if self._writes_transformer:
+            self._export_transformer(self._folder.exports, step)
         run.draw(self._prepared.model, self._captions, self._folder.samples, f"step-{step:06d}")
 
-    def _export(self, name: str, step: int) -> list[Path]:
-        run, config = self._run, self._run.config.export
-        metadata = run.metadata(self._prepared, step, data=self._data)
-        model, spec, folder = self._prepared.model, run.spec, self._folder.exports
-        files: list[Path] = []
-        if run.config.adapter.method == "lora":
-            stem = f"adapter-{name}" if name else "adapter"
-            files = export_adapter(model, spec, folder, stem, config, metadata=metadata)
-        if not name and (config.merged or run.config.adapter.method == "full"):
-            export_merged(model, spec, folder, config, metadata=metadata, config_json=self._prepared.config_json)
-        return files
+    @property
+    def _writes_transformer(self) -> bool:
+        return self._run.config.export.merged or self._run.config.adapter.method == "full"
+
+    def _export_adapter(self, stem: str, step: int) -> list[Path]:
+        run, metadata = self._run, self._run.metadata(self._prepared, step, data=self._data)
+        model, folder = self._prepared.model, self._folder.exports
+        return export_adapter(model, run.spec, folder, stem, run.config.export, metadata=metadata)
+
+    def _export_transformer(self, folder: Path, step: int) -> None:
+        run, metadata = self._run, self._run.metadata(self._prepared, step, data=self._data)
+        model, config_json = self._prepared.model, self._prepared.config_json
+        export_merged(model, run.spec, folder, run.config.export, metadata=metadata, config_json=config_json)
 
 
 def choose_device(name: str, key: str) -> torch.device:
@@ -335,9 +362,30 @@ def choose_device(name: str, key: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise UserError(f"{key} = {name!r} is no device; choose auto, cpu, cuda or cuda:1") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"{key} = {name!r}: ditkit runs on cpu and cuda; choose auto, cpu, cuda or cuda:1")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"{key} = {name!r}: this machine has {torch.cuda.device_count()} CUDA devices; choose another")
     return device
+
+
+def _check_data(folder: RunFolder, encoded: Sequence[EncodedSample]) -> None:
+    """Store what the run trains on, and hold a run that is continued to it: order and held-out clips depend on the samples.
+
+    Raises:
+        UserError: Naming a sample that came, went or changed.
+    """
+    now = {sample.id: [sample.media_key, sample.text_key] for sample in encoded}
+    if folder.data_file.exists() and any(folder.state.glob("step-*")):
+        before = json.loads(folder.data_file.read_text(encoding="utf-8"))
+        changed = sorted(id for id in now.keys() | before.keys() if now.get(id) != before.get(id))
+        if changed:
+            raise UserError(
+                f"the data of {folder.path} changed since it was trained ({len(changed)} samples, first {changed[0]!r}: clip, "
+                f"caption or encoder); put it back, or start a new run from its weights with --run.folder NEW --init-from {folder.path}"
+            )
+    else:
+        write_text(folder.data_file, json.dumps(now, indent=0, sort_keys=True))
 
 
 def _start_from(run: str, prepared: Prepared, folder: RunFolder) -> None:
@@ -362,9 +410,14 @@ def _take_trained(prepared: Prepared, folder: RunFolder, step: int | None = None
     if path is None or not path.is_dir():
         saves = ", ".join(sorted(each.name for each in folder.state.glob("step-*"))) or "none"
         raise UserError(f"{folder.path} has no such save (it has {saves}); name a run that was trained")
-    stored = resolve(
-        RunConfig, stored=folder.path
-    )  # its own settings: which weights of a save are used depends on them
+    # Its own settings: they decide which weights of a save are used, and what an adapter's values mean.
+    stored = resolve(RunConfig, stored=folder.path)
+    own, theirs = prepared.adapter, stored.adapter
+    if own.method == "lora" and not theirs.init and (own.rank, own.scaling) != (theirs.rank, theirs.scaling):
+        raise UserError(
+            f"{folder.path} trained an adapter of rank {theirs.rank} and scale {theirs.scaling:g}, this one has {own.rank} and "
+            f'{own.scaling:g}; set adapter.* as there, or build on it with base.merge = ["{folder.exports / "adapter.safetensors"}"]'
+        )
     trained = Trained(prepared.model, prepared.trainable, stored.optim, stored.ema)
     state = load_state(path)
     trained.restore(state, path)

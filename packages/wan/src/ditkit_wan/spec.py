@@ -31,7 +31,7 @@ def _make_inputs(noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mappin
 
 
 # The encoders and the sampler pull in diffusers and transformers: only the stages that need them pay for the import.
-def _media_encoder(components: Components, device: torch.device, dtype: torch.dtype) -> Encoder:
+def _media_encoder(components: Components, device: torch.device) -> Encoder:
     from ditkit_wan.vae import VaeEncoder
 
     return VaeEncoder(components, device)
