@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.lora_linear import lora_linear_class
+from ditkit_core.adapters import AdapterConfig, initialise, inject
 from ditkit_core.precision import Precision, parse_dtype
 from ditkit_wan.model import WanInputs, WanTransformer
 from ditkit_wan.presets import WanArch
@@ -46,11 +46,11 @@ def build(width: int, blocks: int, rank: int, dtype: torch.dtype) -> tuple[torch
     ours = WanTransformer(WanArch(dim=width, ffn_dim=4 * width, heads=heads, layers=blocks), Precision(matmul=dtype))
     for name, parameter in ours.named_parameters():
         parameter.data = state[name].float() if WAN.keep_fp32(name) else state[name].clone()
-    config = {"r": rank, "lora_alpha": rank}
-    lora = LoraConfig(**config, target_modules=r".*(self|cross)_attn\.[qkvo]")
-    lora._register_custom_module({torch.nn.Linear: lora_linear_class()})
-    inject_adapter_in_model(lora, ours)
-    inject_adapter_in_model(LoraConfig(**config, target_modules=r".*attn[12]\.(to_[qkv]|to_out\.0)"), theirs)
+    inject(ours, AdapterConfig(rank=rank, targets=("q,k,v,o",)), WAN.adapter_targets)
+    initialise(ours, 0, device_of=lambda module: torch.device("cpu"))
+    inject_adapter_in_model(
+        LoraConfig(r=rank, lora_alpha=rank, target_modules=r".*attn[12]\.(to_[qkv]|to_out\.0)"), theirs
+    )
     for name, module in theirs.named_modules():
         if name.endswith(("to_q", "to_k", "to_v", "to_out.0")):
             native = NAMES.to_native(f"{name}.weight")
