@@ -57,6 +57,18 @@ def test_train_is_called_with_the_resolved_configuration(stages: Stages, tmp_pat
     assert options == TrainOptions(init_from="runs/a")
 
 
+def test_a_command_computes_fp32_in_fp32(stages: Stages, tmp_path: Path) -> None:
+    import torch
+
+    torch.backends.cudnn.allow_tf32 = True  # torch's own default, which rounds what convolutions make
+    torch.set_float32_matmul_precision("high")  # and what any library may do
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 3\n")
+    assert cli.run(TOY, "train", [str(tmp_path / "run.toml")]) == 0
+    assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
+    assert "tf32" not in (torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def test_the_demo_combines_with_every_other_flag(stages: Stages, tmp_path: Path) -> None:
     (tmp_path / "demo.toml").write_text('[data]\nfolder = "{run}/inputs/clips"\n[train]\nsteps = 3\n')
     spec = dataclasses.replace(TOY, demo_config=tmp_path / "demo.toml")

@@ -1,6 +1,7 @@
 """Resuming continues to the bit: weights, optimizer, average, schedule, data order, noise, dropout."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -118,14 +119,16 @@ def test_a_lower_learning_rate_is_obeyed_after_resuming(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_any_moment_resumes_to_the_bit(tmp_path):
-    every = {"save": SaveConfig(every_steps=1, keep_last=1000)}
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_run_killed_at_any_moment_resumes_to_the_bit(method, tmp_path):
+    every = {"method": method, "save": SaveConfig(every_steps=1, keep_last=1000)}
     toy_run(tmp_path / "whole", 300, **every)
     state = tmp_path / "killed" / "state"
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import pathlib, toy_training\n"
-        f"toy_training.toy_run(pathlib.Path({str(state.parent)!r}), 300, save=toy_training.SaveConfig(every_steps=1))"
+        f"toy_training.toy_run(pathlib.Path({str(state.parent)!r}), 300, method={method!r},\n"
+        "    save=toy_training.SaveConfig(every_steps=1))"
     )
     reached = [0]
     for wait in (0.0, 0.31, 0.47):
@@ -143,6 +146,69 @@ def test_a_run_killed_at_any_moment_resumes_to_the_bit(tmp_path):
     assert reached == sorted(set(reached)) and reached[-1] < 290
     last = toy_run(state.parent, reached[-1] + 5, **every).result.save
     assert_same_state(tmp_path / "whole" / "state" / last.name, last)
+
+
+# One process imports, and a copy of it is forked for each moment: a run that kills itself before its n-th change of the disk.
+# No backward runs before a fork: autograd's threads would not be in the copy.
+KILLED_AT_EVERY_CHANGE = """
+import os, pathlib, signal, sys
+folder, tests, method, steps = sys.argv[1:]
+sys.path.insert(0, tests)
+import toy_training
+toy_training.toy_model("lora")  # imports peft, and with it what an optimizer imports at its first step
+
+def killing_at(number):
+    left = number
+    def patched(change):
+        def call(*given, **options):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return change(*given, **options)
+        return call
+    for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir"):
+        setattr(os, name, patched(getattr(os, name)))
+
+toy_training.toy_run(pathlib.Path(folder) / "first", 1, method=method)  # imports what takes seconds
+number, killed = 0, True
+while killed:
+    number += 1
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        killing_at(number)
+        run = pathlib.Path(folder) / f"killed {number:03d}"
+        toy_training.toy_run(run, int(steps), method=method, save=toy_training.SaveConfig(every_steps=1, keep_last=1))
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, -signal.SIGKILL), status
+    killed = status != 0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="forks, and kills with SIGKILL")
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_run_killed_at_any_change_that_a_save_makes_to_the_disk_resumes_to_the_bit(method, tmp_path):
+    steps = 3
+    every = {"method": method, "save": SaveConfig(every_steps=1, keep_last=9)}
+    whole = toy_run(tmp_path / "whole", steps + 1, **every).result.save
+    given = (str(tmp_path), str(Path(__file__).parent), method, str(steps))
+    subprocess.run([sys.executable, "-c", KILLED_AT_EVERY_CHANGE, *given], check=True)
+    torn, reached = 0, set()
+    for run in tmp_path.glob("killed *"):
+        torn += any((run / "state").glob(".step-*.tmp"))
+        found = latest(run / "state", silent)
+        reached.add(found and found.name)
+        if found is not None:
+            assert_same_state(tmp_path / "whole" / "state" / found.name, found)
+        last = toy_run(run, steps + 1, method=method, save=SaveConfig(every_steps=1, keep_last=1)).result.save
+        assert_same_state(whole, last)
+        assert numbers(run) == numbers(tmp_path / "whole")
+        assert [path.name for path in (run / "state").iterdir()] == [last.name], "nothing is left of the killed save"
+    assert reached == {None, "step-000001", "step-000002", "step-000003"}
+    assert torn >= steps * 5, "a save flushes three files of tensors, its index and its folder before it is renamed"
 
 
 def newest_step(state: Path) -> int:

@@ -15,7 +15,8 @@ class TestWan(Conformance):
 
     def items(self, count, ragged=False):
         random = torch.Generator().manual_seed(0)
-        sizes = [(4, 2, 4, 6 + 4 * (i % 2) * ragged) for i in range(count)]
+        grids = [(4, 6), (4, 10), (6, 4)] if ragged else [(4, 6)]
+        sizes = [(4, 2, *grids[i % len(grids)]) for i in range(count)]
         return [
             {"latents": torch.randn(size, generator=random), "text": torch.randn(3 + i, 20, generator=random)}
             for i, size in enumerate(sizes)

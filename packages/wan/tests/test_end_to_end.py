@@ -12,8 +12,6 @@ from safetensors.torch import load_file
 from ditkit_core import cli
 from ditkit_wan.spec import WAN
 
-pytestmark = pytest.mark.xdist_group("diffusers")
-
 FEW = ("--train.steps", "2", "--held_out.clips", "1", "--sample.captions", "1", "--sample.steps", "2")
 
 

@@ -9,8 +9,6 @@ from ditkit_wan.model import WanTransformer
 from ditkit_wan.presets import PRESETS, WanArch
 from ditkit_wan.state_dict import NAMES, to_diffusers, to_native, to_official
 
-pytestmark = pytest.mark.xdist_group("diffusers")  # its import costs seconds: pay once
-
 TINY = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 20,
         "freq_dim": 24, "ffn_dim": 56, "num_layers": 3, "patch_size": (1, 2, 2)}  # fmt: skip
 

@@ -9,7 +9,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -184,7 +184,12 @@ def _prune(folder: Path, step: int, config: SaveConfig) -> None:
     past = sorted((path for path, index in saves.items() if index["step"] <= step), key=_order)
     measured = [path for path in past if saves[path]["held_out"] is not None]
     best = sorted(measured, key=lambda path: saves[path]["held_out"])[: config.keep_best]
-    _remove(saves.keys() - {*past[-config.keep_last :], *best})
+    for path in saves.keys() - {*past[-config.keep_last :], *best}:
+        # Out of sight first: a save that a kill left half removed would be a torn one from then on.
+        hidden = folder / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
+        with suppress(OSError):  # one that is open on Windows goes at the next save
+            os.rename(path, hidden)
+            _remove([hidden])
 
 
 def _remove(folders: Iterable[Path]) -> None:

@@ -20,6 +20,7 @@ from ditkit_core.console import hush_libraries, prepare_streams, say, warn
 from ditkit_core.errors import Stopped, UserError
 from ditkit_core.model import ModelSpec
 from ditkit_core.options import EncodeOptions, ExportOptions, SampleOptions, TrainOptions
+from ditkit_core.precision import compute_fp32_in_fp32
 
 OPTIONS: dict[str, type] = {
     "train": TrainOptions,
@@ -73,6 +74,7 @@ def _run(spec: ModelSpec, command: str, argv: Sequence[str]) -> int:
     if flags.common.print_config:
         say(to_toml(config).rstrip("\n"))
         return 0
+    compute_fp32_in_fp32()
     try:
         _stage(command)(spec, config, flags.options)
     except UserError as error:

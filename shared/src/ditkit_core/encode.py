@@ -18,6 +18,7 @@ from ditkit_core.dataset import Sample
 from ditkit_core.encoded import EncodedSample
 from ditkit_core.errors import UserError
 from ditkit_core.media import TRANSFORM_VERSION, kind_of, read_clip
+from ditkit_core.memory import release_memory
 from ditkit_core.model import Encoder
 from ditkit_core.settings import setting
 
@@ -174,6 +175,7 @@ def _fill(cache: Cache, jobs: _Jobs[Item], progress: Progress, *, keep_going: bo
                 continue
             if not loaded:
                 jobs.encoder.load()
+                stack.callback(release_memory)
                 stack.callback(jobs.encoder.unload)
                 loaded = True
             with torch.no_grad():

@@ -75,7 +75,7 @@ def held_out_loss(
             for sigma, values in errors.items():
                 random = generator(_SEED, "held-out", name, str(float(sigma)))
                 noise = [torch.randn(item["latents"].shape, generator=random).to(device)]
-                level = torch.tensor([sigma], device=device)
+                level = torch.full((1,), sigma, dtype=torch.float32, device=device)
                 # one sample at a time: a clip's number does not depend on the others
                 values.append(float(velocity_errors(model, run, spec.make_inputs, moved, level, noise)[0]))
     per_sigma = {sigma: sum(values) / len(values) for sigma, values in errors.items()}

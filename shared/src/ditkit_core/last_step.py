@@ -29,4 +29,7 @@ def last_step(layer: nn.Module, h: Tensor, finish: Callable[..., Tensor], *other
     if not (settings_in_force().keep and keeps_only_its_input(layer)):
         return step(h, *others)
     out: Tensor = remat.region(step, "last step", recompute=False)(h, *others)
+    # Costs nothing, as what comes next holds it too. Without it torch_remat would replay a tensor without memory in its
+    # place, which neither a fake tensor nor a wrapped one survives.
+    remat.recompute_needs_tensor(out)
     return out

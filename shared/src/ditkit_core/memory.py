@@ -1,5 +1,6 @@
-"""How much memory a run has needed at most."""
+"""How much memory a run has needed at most, and giving back what it no longer needs."""
 
+import gc
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,15 +9,29 @@ import torch
 
 
 def peak_memory_bytes(devices: Iterable[torch.device]) -> int:
-    """Highest memory use so far: the largest over the accelerators among `devices`, else of this process.
+    """Highest memory use: the largest over the accelerators among `devices` since `restart_peak`, else of this process.
 
     On accelerators these are the bytes in tensors, not what the allocator reserves; for the process it is the peak
-    resident set.
+    resident set since its start.
     """
     accelerators = [device for device in devices if device.type == "cuda"]
     if accelerators:
         return max(torch.cuda.max_memory_allocated(device) for device in accelerators)
     return process_peak_bytes()
+
+
+def restart_peak(devices: Iterable[torch.device]) -> None:
+    """Measure the accelerators' peak from here; a process has one peak, which nothing restarts."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+
+def release_memory() -> None:
+    """Give back what freed tensors occupied: torch keeps it for tensors alike, and the next stage's are others."""
+    gc.collect()  # models of other libraries hold themselves in cycles
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def process_peak_bytes() -> int:

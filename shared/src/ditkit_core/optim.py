@@ -1,6 +1,7 @@
 """Optimizers by name, the learning-rate schedule, and optimizer state as plain named tensors."""
 
 import importlib
+import importlib.util
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -87,6 +88,9 @@ def _adamw(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Opt
 def _adamw8bit(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
     from torchao.optim import AdamW8bit
 
+    on_gpu = any(parameter.device.type == "cuda" for group in groups for parameter in group["params"])
+    if on_gpu and importlib.util.find_spec("triton") is None:
+        raise UserError("optim.name = adamw8bit compiles its step with triton, which is not installed; use adamw")
     return AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
 

@@ -42,6 +42,17 @@ class Precision:
         return torch.promote_types(self.matmul, torch.float32)
 
 
+def compute_fp32_in_fp32() -> None:
+    """Keep TF32, which leaves ten bits of a fraction, out of fp32 matmuls and convolutions on NVIDIA cards.
+
+    torch has it on for convolutions unless told otherwise, which would round every latent, and any library may switch it
+    on for matmuls. Set once for a process, because autograd's threads share it. The flags are the older of torch's two
+    interfaces: once the newer one has been written, torch's own reads of the older one raise.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+
+
 @contextmanager
 def autocast_disabled(device_type: str) -> Iterator[None]:
     """Run without an outer autocast, which nn.Linear, adapters and the backward of every matmul would obey."""

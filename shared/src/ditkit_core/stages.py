@@ -126,9 +126,10 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
         config = replace(config, adapter=replace(config.adapter, init=options.adapter))
     run, folder = Run(spec, config), RunFolder(Path(config.run.folder))
     run.check()
+    captions = [] if config.sample.prompts else [sample.caption for sample in run.dataset.samples]
+    run.encode_texts(captions)  # before the transformer is there: a card need not hold both
     prepared = load(run.build(), device=run.device, seed=config.train.seed)
     stem = Path(options.adapter).stem if options.adapter else f"step-{_take_trained(prepared, folder):06d}"
-    captions = [] if config.sample.prompts else [sample.caption for sample in run.dataset.samples]
     files = run.draw(prepared.model, captions, Path(options.out) if options.out else folder.samples, stem)
     say("\n".join(str(file) for file in files))
 
@@ -255,6 +256,11 @@ class Run:
             on_bad=self._left_out if self.config.data.on_bad == "skip" else None,
         )
 
+    def encode_texts(self, captions: Sequence[str]) -> None:
+        """The texts of the samples to be drawn into the cache."""
+        config = self.config.sample
+        self._encode([], self.spec.fps, [*config.chosen(captions), config.negative])
+
     def _left_out(self, sample: Sample, error: UserError) -> None:
         warn(f"left out: {error}")
 
@@ -264,7 +270,7 @@ class Run:
         prompts = config.chosen(captions)
         if not prompts:
             return []
-        self._encode([], self.spec.fps, [*prompts, config.negative])
+        self.encode_texts(captions)
         text_encoder = self.encoders[1]
 
         def conditions(text: str) -> Mapping[str, Tensor]:

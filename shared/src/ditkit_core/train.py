@@ -18,7 +18,7 @@ from ditkit_core.files import write_text
 from ditkit_core.flow_matching import FlowConfig
 from ditkit_core.held_out import HeldOutConfig, held_out_loss
 from ditkit_core.interrupts import Interrupts
-from ditkit_core.memory import peak_memory_bytes
+from ditkit_core.memory import peak_memory_bytes, restart_peak
 from ditkit_core.metrics import LogConfig, MetricsLog, Progress, SilentProgress
 from ditkit_core.model import Engine, ModelSpec
 from ditkit_core.optim import OptimConfig, learning_rate
@@ -141,6 +141,7 @@ def train(
         trained.restore(state, path)
         start, before, measured = state.step, state.values["held_out_before"], state.values["held_out_last"]
     devices = {parameter.device for parameter in model.parameters()}
+    restart_peak(devices)
     model.train()
     progress.advance(start)
 
@@ -180,6 +181,7 @@ def train(
                 )  # fmt: skip
             except NonFiniteLoss as error:
                 raise _failure(error, folder, lr, path) from error
+            trained.optimizer.zero_grad()  # measuring, saving and sampling need the memory, not the gradients
             done = step + 1
             trained.average.update(done)
             tokens = sum(spec.num_tokens(item["latents"]) for batch in batches for item in batch.items)

@@ -174,17 +174,21 @@ class ToyTextEncoder:
 class ToySampler:
     """Euler steps from noise to data."""
 
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
     def denoise(self, model: StagedModel, run: Engine, job: SampleJob, on_step: Callable[[], None]) -> Tensor:
         size = (4, (job.frames - 1) // 4 + 1, job.height // 4, job.width // 4)
-        latents = torch.randn(size, generator=torch.Generator().manual_seed(job.seed))
+        latents = torch.randn(size, generator=torch.Generator().manual_seed(job.seed)).to(self.device)
+        text = [job.conditions["text"].to(self.device)]
         for step in range(job.steps):
-            sigma = torch.tensor([1 - step / job.steps])
-            latents = latents - model(ToyInputs([latents], sigma, [job.conditions["text"]]), run)[0] / job.steps
+            sigma = torch.full((1,), 1 - step / job.steps, device=self.device)
+            latents = latents - model(ToyInputs([latents], sigma, text), run)[0] / job.steps
             on_step()
         return latents
 
     def decode(self, latents: Tensor) -> Tensor:
-        return F.interpolate(latents[:3].transpose(0, 1), scale_factor=4).transpose(0, 1).clamp(0, 1)
+        return F.interpolate(latents[:3].transpose(0, 1), scale_factor=4).transpose(0, 1).clamp(0, 1).cpu()
 
 
 def _make_inputs(noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]]) -> ToyInputs:
@@ -220,7 +224,7 @@ TOY = ModelSpec(
     num_tokens=lambda latents: math.prod(latents.shape[1:]),
     media_encoder=lambda components, device: ToyMediaEncoder(),
     text_encoder=lambda components, device, dtype: ToyTextEncoder(),
-    sampler=lambda components, device, dtype: ToySampler(),
+    sampler=lambda components, device, dtype: ToySampler(device),
     frame_step=4,
     size_step=4,
     fps=8.0,
@@ -232,7 +236,8 @@ TOY = ModelSpec(
 def toy_items(count: int = 4, *, seed: int = 0, ragged: bool = False) -> list[dict[str, Tensor]]:
     """Training items as the encode stage would make them."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = [(4, 2, 4, 4 + (4 * (index % 2) if ragged else 0)) for index in range(count)]
+    grids = ((4, 4), (4, 8), (2, 8)) if ragged else ((4, 4),)  # the third has as many positions as the first
+    sizes = [(4, 2, *grids[index % len(grids)]) for index in range(count)]
     return [
         {"latents": torch.randn(size, generator=generator), "text": torch.randn(5, 8, generator=generator)}
         for size in sizes

@@ -8,9 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ditkit_core.adapters import AdapterConfig, initialise, inject
+from ditkit_core.adapters import AdapterConfig, initialise, inject, trainable_parameters
+from ditkit_core.data import Batch
+from ditkit_core.flow_matching import FlowConfig
+from ditkit_core.held_out import held_out_loss
 from ditkit_core.model import Engine, ModelSpec
+from ditkit_core.optim import NamedOptimizer, OptimConfig
 from ditkit_core.precision import Precision
+from ditkit_core.step import training_step
+from ditkit_core.testing.second_device import on_host
 
 Items = Sequence[Mapping[str, Tensor]]
 
@@ -89,6 +95,30 @@ def outcome(spec: ModelSpec, model: nn.Module, items: Items, run: Engine | None,
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     gradients |= {f"input {i}": latent.grad for i, latent in enumerate(latents)}
     return Outcome(loss.detach(), [o.detach() for o in outputs], gradients, count.forwards, torch.get_rng_state())
+
+
+def train_shortly(
+    spec: ModelSpec, model: nn.Module, items: Items, run: Engine
+) -> tuple[list[float], dict[str, Tensor]]:
+    """A measurement and an optimizer step as a run does them, on items that lie on the host, then the measurement again.
+
+    Returns:
+        Every number that is reported, and the trained parameters' values, on the host.
+    """
+    trained = trainable_parameters(model)
+    optimizer = NamedOptimizer(trained, OptimConfig(lr=1e-2))
+    whole = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
+    first = Batch(ids=whole.ids[:1], items=whole.items[:1])  # a sample alone may take another way than a batch
+
+    def measure() -> float:
+        return held_out_loss(model, run, spec, whole.ids, whole.items, (0.5,)).mean
+
+    before = measure()
+    result = training_step(
+        model, run, spec, [first, whole], optimizer,
+        step=0, lr=1e-2, seed=1, flow=FlowConfig(weighting="bell"), clip_norm=0.1,
+    )  # fmt: skip
+    return [before, *result, measure()], {name: on_host(parameter) for name, parameter in trained.items()}
 
 
 class _CountAttention(TorchDispatchMode):
