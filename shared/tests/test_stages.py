@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ditkit_core import cli
+from ditkit_core.errors import UserError
 from ditkit_core.model import ModelSpec
 from ditkit_core.testing.toy import TOY, ToyMediaEncoder, ToyTextEncoder
 from ditkit_core.testing.world import make_model
@@ -204,7 +205,7 @@ def test_a_run_is_not_continued_on_other_data(world: World, capsys: pytest.Captu
     capsys.readouterr()
     assert world.train("run", 2) == 1
     error = capsys.readouterr().err
-    assert "1 samples, first '3'" in error and "--init-from" in error and error.count("\n") == 1
+    assert "1 changed, first '3'" in error and "--init-from" in error and error.count("\n") == 1
     assert world.train("new", 1, "--init-from", str(world.folder / "run")) == 0
 
 
@@ -247,3 +248,56 @@ def test_a_signal_ends_with_a_save_and_a_status_that_says_so(world: World, capsy
     assert (world.folder / "run" / "state" / "step-000001").is_dir()
     world.spec = replace(world.spec, make_inputs=TOY.make_inputs)
     assert world.train("run", 3) == 0
+
+
+def test_weights_changed_in_place_are_noticed(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    assert world.train("run", 1) == 0
+    file = world.folder / "toy.safetensors"
+    state = load_file(file)
+    state["blocks.0.qkv.weight"] *= 1.5
+    save_file(state, file)
+    capsys.readouterr()
+    assert world.train("run", 2) == 1
+    assert "(base weights)" in capsys.readouterr().err
+
+
+def test_a_part_that_is_missing_is_said_before_anything_is_encoded(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(*_: Any) -> Any:
+        raise UserError("model.base holds no scheduler; name another")
+
+    world.spec = replace(world.spec, sampler=missing)
+    assert world.train("run", 1) == 1
+    assert "no scheduler" in capsys.readouterr().err
+    assert (world.media.loads, world.text.loads) == (0, 0)
+    assert world.train("run", 1, "--sample.captions", "0") == 0
+
+
+def test_memory_that_is_not_there_ends_in_one_line(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    def greedy(*_: Any) -> Any:
+        torch.empty(2**60)
+
+    world.spec = replace(world.spec, make_inputs=greedy)
+    assert world.train("run", 1) == 1
+    error = capsys.readouterr().err
+    assert "out of memory: try train.checkpointing = full" in error and error.count("\n") == 1
+
+
+def test_dropout_is_off_when_the_export_is_verified(world: World) -> None:
+    seen = []
+
+    def verify(file: Path, components: Any, model: Any, run: Any) -> str:
+        seen.append(model.training)
+        return "looked at"
+
+    world.spec = replace(world.spec, verify_export=verify)
+    assert world.train("run", 1) == 0
+    assert seen == [False]
+
+
+@pytest.mark.parametrize("strength", ["nan", "inf", "1e30"])
+def test_a_strength_without_meaning_is_refused(world: World, capsys: pytest.CaptureFixture[str], strength: str) -> None:
+    assert world.train("run", 1, "--base.merge", f'["some.safetensors@{strength}"]') == 1
+    error = capsys.readouterr().err
+    assert "strength" in error and error.count("\n") == 1

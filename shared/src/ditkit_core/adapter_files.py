@@ -212,6 +212,10 @@ def _understand(
     return FileModule(keys, rank, scale)
 
 
+MAX_STRENGTH = 100
+"""No adapter means anything beyond; more is a slip of the hand."""
+
+
 def parse_merge(entry: str) -> tuple[Path, float]:
     """`FILE@strength` or `FILE`, whose strength is 1.
 
@@ -222,9 +226,12 @@ def parse_merge(entry: str) -> tuple[Path, float]:
     if not at or Path(entry).is_file():
         return Path(entry).expanduser(), 1.0
     try:
-        return Path(file).expanduser(), float(strength)
+        value = float(strength)
     except ValueError as error:
         raise UserError(f"base.merge: {entry!r} is not FILE@strength; write a number after the @") from error
+    if not abs(value) <= MAX_STRENGTH:
+        raise UserError(f"base.merge: the strength of {entry!r} is not between -{MAX_STRENGTH} and {MAX_STRENGTH}")
+    return Path(file).expanduser(), value
 
 
 def merge_into(files: Sequence[tuple[AdapterFile, float]]) -> dict[str, Callable[[Tensor], None]]:

@@ -29,6 +29,11 @@ OPTIONS: dict[str, type] = {
     "export": ExportOptions,
 }
 
+_OUT_OF_MEMORY = (
+    "out of memory: try train.checkpointing = full, a smaller data.frames, height or width, train.batch_size = 1, a lower "
+    "adapter.rank, optim.name = adamw8bit; the last save is untouched"
+)
+
 ABOUT = {
     "train": "Train an adapter or all weights from video files: encodes what is not encoded yet, trains, samples, exports.",
     "encode": "Encode media and captions into the cache that training reads.",
@@ -79,6 +84,10 @@ def _run(spec: ModelSpec, command: str, argv: Sequence[str]) -> int:
         _stage(command)(spec, config, flags.options)
     except UserError as error:
         return _complain(error, 1)
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        return _complain(UserError(f"{_OUT_OF_MEMORY} ({str(error).splitlines()[0]})"), 1)
     except Stopped as stopped:
         warn(str(stopped))
         return 130

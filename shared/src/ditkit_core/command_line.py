@@ -104,7 +104,11 @@ def _option_hints(options_type: type) -> dict[str, Any]:
 def format_help(prog: str, about: str, tree: type, options_type: type) -> str:
     """The help text: options, then every key of the configuration with its meaning, type and default."""
     parser = ArgumentParser(
-        prog=prog, description=about, add_help=False, usage="%(prog)s [run.toml] [--section.key value ...]"
+        prog=prog,
+        description=about,
+        add_help=False,
+        usage="%(prog)s [run.toml] [--section.key value ...]",
+        epilog="""A list is written as in TOML, --sample.prompts '["a cat", "a dog"]', or the flag is repeated.""",
     )
     parser.add_argument("file", metavar="run.toml", nargs="?", default=SUPPRESS, help="the run file; flags win over it")
     for kind in (options_type, CommonOptions):

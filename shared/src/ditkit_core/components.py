@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 from ditkit_core.errors import UserError
 from ditkit_core.settings import setting
@@ -36,7 +37,7 @@ class Components:
     """Folder of the tokenizer."""
     image_encoder: str = setting("", resume="free")
     """Folder or single .safetensors file of the image encoder."""
-    dtype: str = setting("bf16", resume="refused")
+    dtype: Literal["bf16", "fp16", "fp32"] = setting("bf16", resume="refused")
     """Dtype of the frozen base and the matmuls: bf16, fp16 or fp32."""
 
     def locate(self, part: str, *, safe_names: Mapping[str, str] = MappingProxyType({})) -> Path:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class EncodeConfig:
     """Folder of encoded clips and captions, which runs may share; empty means `cache` beside the run folder."""
     device: str = setting("auto", resume="free")
     """Device of the encoders: `auto` (a GPU if there is one), `cpu`, `cuda`, `cuda:1`, …"""
-    text_dtype: str = setting("bf16", resume="refused")
+    text_dtype: Literal["bf16", "fp32"] = setting("bf16", resume="refused")
     """Dtype of the text encoder."""
 
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 
 class Interrupts:
-    """Inside the block, SIGINT, SIGTERM and (Windows) SIGBREAK only set `requested`; a second Ctrl-C interrupts at once.
+    """Inside the block, SIGINT, SIGTERM, SIGHUP (a closed terminal) and (Windows) SIGBREAK only set `requested`; a second Ctrl-C interrupts at once.
 
     Outside the main thread Python allows no handlers, so there the block does nothing. The handlers found on entry are
     put back on exit.
@@ -19,7 +19,7 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for name in ("SIGINT", "SIGTERM", "SIGBREAK"):
+            for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK"):
                 number = getattr(signal, name, None)  # which exist depends on the platform
                 if number is not None:
                     self._before[number] = signal.signal(number, self._on_signal)

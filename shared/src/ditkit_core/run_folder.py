@@ -28,7 +28,7 @@ class RunFolderConfig:
     """Folder of the run: resolved config, saved states, exports, samples, metrics. An existing run in it is continued."""
 
     def __post_init__(self) -> None:
-        if not self.folder.strip():
+        if not self.folder.strip() or "\0" in self.folder:
             raise UserError("run.folder is empty; name a folder, such as runs/run")
 
 

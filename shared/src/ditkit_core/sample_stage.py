@@ -109,6 +109,8 @@ def draw_samples(
             )  # fmt: skip
             with torch.no_grad():
                 pixels = sampler.decode(sampler.denoise(model, run, job, on_step))
+            if not pixels.isfinite().all():
+                raise UserError(f"the sample of {prompt!r} is not finite: the weights are broken, or the adapter is")
             path = folder / f"{stem}-{number}-{_slug(prompt)}"
             if pixels.shape[1] == 1:
                 files.append(path.with_name(f"{path.name}.png"))

@@ -59,6 +59,10 @@ class TrainConfig:
             raise UserError(
                 "train.batch_size and accumulation must be at least 1, steps, clip_norm and threads at least 0"
             )
+        if self.threads > 256:
+            raise UserError(
+                f"train.threads = {self.threads}: torch would start as many; give the number of cores, or 0"
+            )
         if not 0 <= self.caption_dropout <= 1:
             raise UserError(f"train.caption_dropout = {self.caption_dropout} must be in [0, 1]")
 
