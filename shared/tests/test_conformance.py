@@ -70,32 +70,3 @@ def test_without_the_generator_hook_dropout_would_be_replayed_wrong(
     plain = outcome(TOY, model, toy_items(2), None)
     monkeypatch.setattr(GeneratorHook, "restore", lambda self, state: None)
     assert outcome(TOY, model, toy_items(2), Engine(policy=policy)).differences(plain)
-
-
-def test_a_policy_holds_what_it_says() -> None:
-    """Bytes that autograd keeps after a forward: none > attn_only > full."""
-
-    def kept(policy: str) -> int:
-        model: Any = make_model(TOY, TOY.presets["tiny"])
-        items = toy_items(2)
-        sizes: dict[int, int] = {}
-        seen: list[Tensor] = []
-
-        def pack(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, torch.nn.Parameter):
-                seen.append(tensor)
-                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        inputs = TOY.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items)
-        carry = model.embed(inputs)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            from ditkit_core.activation_checkpoint import run_block
-            from ditkit_core.attention import AttentionSettings
-
-            settings = AttentionSettings(keep=policy == "attn_only")
-            run_block(model.layers[0], carry, policy=policy, settings=settings, name="block 0")
-        return sum(sizes.values())
-
-    none, full, attn_only = (kept(policy) for policy in ("none", "full", "attn_only"))
-    assert none > attn_only > full > 0

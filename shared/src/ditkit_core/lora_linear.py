@@ -76,8 +76,12 @@ class PlainLora:
 
 
 def keeps_only_its_input(layer: nn.Module) -> bool:
-    """Whether a layer's forward saves nothing large for its backward but the input that it was given."""
-    return type(layer) is nn.Linear or (isinstance(layer, PlainLora) and layer.is_plain())
+    """Whether a frozen layer's forward, with its adapter, saves nothing large for its backward but the input it was given.
+
+    A layer that is trained itself is none: what follows it (a trained gate) needs its output.
+    """
+    frozen = type(layer) is nn.Linear and not layer.weight.requires_grad
+    return frozen or (isinstance(layer, PlainLora) and layer.is_plain())
 
 
 @cache

@@ -14,6 +14,7 @@ import itertools
 import threading
 import typing
 from collections.abc import Mapping
+from dataclasses import replace
 from types import NoneType, UnionType
 from typing import Any, ClassVar
 
@@ -23,10 +24,11 @@ import torch
 from torch import Tensor
 
 from ditkit_core import attention
-from ditkit_core.activation_checkpoint import POLICIES, Engine
+from ditkit_core.activation_checkpoint import POLICIES, Engine, run_block
 from ditkit_core.adapters import AdapterConfig
 from ditkit_core.model import ModelSpec, StagedModel, run_plain
 from ditkit_core.precision import Precision, autocast_disabled, compute_fp32_in_fp32
+from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.second_device import move_to_second_device, second_device
 from ditkit_core.testing.world import Items, make_model, outcome, train_shortly
 
@@ -133,6 +135,38 @@ class Conformance:
             assert under.num_attention == plain.num_attention * ATTENTION_FORWARDS[policy], policy
             assert torch.equal(under.generator_state, plain.generator_state), f"{policy} leaks random state"
         assert list(model.state_dict()) == names
+
+    @pytest.mark.parametrize(("adapter", "dtype"), list(itertools.product(ADAPTERS, DTYPES)))
+    def test_a_policy_holds_what_it_says(self, adapter: str, dtype: str) -> None:
+        """Bytes alive after a forward of all blocks: what `attn_only` adds to `full` is what attention made, no more or less."""
+        model: Any = make_model(self.spec, self.arch, dtype=DTYPES[dtype], adapter=ADAPTERS[adapter])
+        items = self.items(2, ragged=True)
+        none, by_attention = self._held(model, items, "none")
+        full, attn_only = (self._held(model, items, policy)[0] for policy in ("full", "attn_only"))
+        # Columns beside [tokens, dim]: the A product of an adapter on the last layer, and the mask as attention takes it.
+        num_columns = len(model.blocks()) * (4 + 2)
+        narrow = 4 * num_columns * len(items) * max(self.spec.num_tokens(item["latents"]) for item in items)
+        assert none > attn_only > full
+        assert abs(attn_only - full - by_attention) <= narrow
+
+    def _held(self, model: Any, items: Items, policy: str) -> tuple[int, int]:
+        """Bytes alive after the forward of all blocks under a policy, and the part that was added by calls of attention."""
+        carry = model.embed(self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items))
+        backend, by_attention = attention.BACKENDS["sdpa"], 0
+        with pytest.MonkeyPatch.context() as patch, LiveBytes(carry, *model.parameters()) as live:
+
+            def kernel(*given: Any) -> Tensor:
+                nonlocal by_attention
+                before = live.total()
+                out = backend.kernel(*given)
+                by_attention += live.total() - before
+                return out
+
+            patch.setitem(attention.BACKENDS, "sdpa", replace(backend, kernel=kernel))
+            settings = attention.AttentionSettings(keep=policy == "attn_only")
+            for index, block in enumerate(model.blocks()):
+                carry = run_block(block, carry, policy=policy, settings=settings, name=f"block {index}")
+            return live.total(), by_attention
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_an_outer_autocast_changes_nothing(self, policy: str) -> None:

@@ -1,8 +1,7 @@
-"""How many bytes of tensors are alive, counted by their storages: what a checkpoint policy holds, not what it should hold."""
+"""How many bytes of tensors are alive, counted by their storages: what is held, whoever holds it."""
 
-import gc
 import weakref
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,31 +11,30 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Inside the block, every storage that an operation makes is followed until it is freed.
 
-    A storage that existed before is not counted, and one that several tensors share is counted once.
+    A storage that several tensors share is counted once. Hooks for saved tensors would not see what an autograd function or
+    a checkpoint keeps beside them, and would count what the model holds anyway.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *existing: Any) -> None:
+        """Count nothing yet.
+
+        Args:
+            existing: Tensors, or trees of them, that are there already and are not counted when an operation hands them on.
+        """
         super().__init__()
-        self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
-        self._before: list[UntypedStorage] = []
+        self._existing = [leaf.untyped_storage() for leaf in tree_leaves(existing) if isinstance(leaf, Tensor)]
+        self._uncounted = {storage._cdata for storage in self._existing}
+        self._made: dict[int, weakref.ref[UntypedStorage]] = {}
 
     def total(self) -> int:
-        """Bytes that are alive now."""
-        gc.collect()  # a checkpoint's frame may refer to itself
-        return sum(storage.nbytes() for ref in self._storages.values() if (storage := ref()) is not None)
-
-    def existing(self, *trees: Any) -> Self:
-        """Leave tensors out that exist already: an operation may hand them on."""
-        self._before += [leaf.untyped_storage() for leaf in tree_leaves(trees) if isinstance(leaf, Tensor)]
-        return self
+        """Bytes alive now of all that was made inside the block."""
+        return sum(storage.nbytes() for made in self._made.values() if (storage := made()) is not None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        known = {storage._cdata for storage in self._before}
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
-                key = storage._cdata
-                if key not in known and (key not in self._storages or self._storages[key]() is None):
-                    self._storages[key] = weakref.ref(storage)
+                if storage._cdata not in self._uncounted:
+                    self._made[storage._cdata] = weakref.ref(storage)
         return out
