@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -230,29 +231,40 @@ class Gated(nn.Module):
         return last_step(self.last, self.first(x).sin(), lambda y, x, gate: x + y * gate, x, gate), gate
 
 
-def gradients(block: Gated, policy: str) -> list[Tensor]:
+def gradients(block: Gated, policy: str) -> dict[str, Tensor]:
     x = torch.linspace(-1, 1, 24).reshape(4, 6).requires_grad_()
     settings = AttentionSettings(keep=policy == "attn_only")
     out, _ = run_block(block, (x, torch.tensor(0.5)), policy=policy, settings=settings, name="block")
     out.square().sum().backward()
-    return [out.detach(), x.grad, *(p.grad for p in block.parameters())]
+    trained = {name: p.grad for name, p in block.named_parameters() if p.requires_grad}
+    return {"output": out.detach(), "x": x.grad} | trained
+
+
+def matmul(*, trained: bool = False) -> nn.Module:
+    return nn.Linear(6, 6).requires_grad_(trained)
+
+
+def more_than_a_matmul() -> nn.Module:
+    """Keeps more for its backward than its input."""
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh()).requires_grad_(False)
 
 
 @pytest.mark.parametrize(
     ("last", "policy", "runs"),
     [
-        (lambda: nn.Linear(6, 6), "none", 1),
-        (lambda: nn.Linear(6, 6), "attn_only", 1),
-        (lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh()), "none", 1),
-        # it keeps more for its backward than its input, and is recomputed like the rest
-        (lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh()), "attn_only", 2),
+        (matmul, "none", 1),
+        (matmul, "attn_only", 1),
+        (partial(matmul, trained=True), "none", 1),
+        (partial(matmul, trained=True), "attn_only", 2),  # a gate that is trained with it needs its output
+        (more_than_a_matmul, "none", 1),
+        (more_than_a_matmul, "attn_only", 2),
     ],
 )
-def test_a_last_matmul_is_left_out_of_a_recompute_that_keeps_regions(last, policy, runs):
+def test_a_frozen_last_matmul_and_no_other_layer_is_left_out_of_a_recompute_that_keeps_regions(last, policy, runs):
     plain, block = Gated(last()), Gated(last())
     block.load_state_dict(plain.state_dict())
     expected, found = gradients(plain, "none"), gradients(block, policy)
-    assert all(map(torch.equal, expected, found))
+    assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
     assert block.runs == {"first": 1 if policy == "none" else 2, "last": runs}
 
 
@@ -260,7 +272,7 @@ def test_outside_a_recompute_that_keeps_regions_a_last_step_is_a_plain_call(monk
     from ditkit_core import last_step as module
 
     monkeypatch.setattr(module, "remat", None)
-    layer, h, x = nn.Linear(6, 6), torch.randn(4, 6), torch.randn(4, 6)
+    layer, h, x = matmul(), torch.randn(4, 6), torch.randn(4, 6)
     assert torch.equal(last_step(layer, h, torch.add, x), layer(h) + x)
     with attention_settings(AttentionSettings(keep=True)), pytest.raises(AttributeError):
         last_step(layer, h, torch.add, x)
