@@ -121,3 +121,23 @@ class CountAddmm(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.number += func is torch.ops.aten.addmm.default
         return func(*args, **(kwargs or {}))
+
+
+def test_the_residual_stream_of_a_bf16_model_is_never_rounded_to_bf16():
+    """With a feed-forward that adds nothing, what leaves a block is the stream as cross-attention left it."""
+    from ditkit_core.testing.world import make_model
+    from ditkit_wan.presets import WanArch
+    from ditkit_wan.spec import WAN
+
+    arch = WanArch(
+        dim=24, ffn_dim=40, heads=2, layers=2, in_channels=4, out_channels=4, text_dim=5, text_tokens=3, freq_dim=8
+    )
+    model = make_model(WAN, arch, dtype=torch.bfloat16)
+    for block in model.blocks():
+        block.ffn[2].weight.data.zero_()
+        block.ffn[2].bias.data.zero_()
+    carry = model.embed(WAN.make_inputs([torch.randn(4, 1, 4, 4)], torch.tensor([0.5]), [{"text": torch.randn(3, 5)}]))
+    for block in model.blocks():
+        carry = block(carry)
+        assert carry.tokens.dtype == torch.float32
+        assert (carry.tokens != carry.tokens.bfloat16().float()).float().mean() > 0.9
