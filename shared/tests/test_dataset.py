@@ -119,12 +119,12 @@ def test_order_and_ids_do_not_depend_on_where_the_folder_lies(folder: Path, monk
     ("settings", "said"),
     [
         ({"frames": 10}, r"data.frames = 10 is not 1 \+ k \* 4; set 9 or 13"),
-        ({"frames": 0}, r"data.frames = 0 is not 1 \+ k \* 4; set 1 or 5"),
+        ({"frames": 0}, "data.frames = 0 is not between 1 and 65536; set 1"),
         ({"height": 40}, "data.height = 40 is not a multiple of 16; set 32 or 48"),
         ({"width": 8}, "data.width = 8 is not a multiple of 16; set 16 or 32"),
-        ({"width": -16}, "data.width = -16 is not a multiple of 16; set 16 or 32"),
-        ({"fps": -1.0}, "data.fps = -1.0 is no frame rate"),
-        ({"fps": float("nan")}, "data.fps = nan is no frame rate"),
+        ({"width": -16}, "data.width = -16 is not between 1 and 16384; set 1"),
+        ({"fps": -1.0}, "data.fps = -1.0 is not between 0 and 1000; set 0"),
+        ({"fps": float("nan")}, "data.fps = nan is not between 0 and 1000; set 0"),
     ],
 )
 def test_settings_that_do_not_fit_say_what_would(folder: Path, settings: dict[str, object], said: str) -> None:
@@ -136,3 +136,26 @@ def test_settings_that_do_not_fit_say_what_would(folder: Path, settings: dict[st
 def test_a_folder_has_to_be_there(name: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         scan(DataConfig(folder=name), frame_step=4, size_step=16, fps=16.0)
+
+
+def test_two_caption_columns_are_refused(tmp_path):
+    (tmp_path / "metadata.csv").write_text("file_name,text,caption\na.mp4,one,two\n")
+    with pytest.raises(UserError, match="2 caption columns, text, caption"):
+        scan(DataConfig(folder=str(tmp_path), frames=1), frame_step=4, size_step=16, fps=16.0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"file_name": "a\\u0000.mp4", "text": "x"}', '{"file_name": "%s.mp4", "text": "x"}' % ("a" * 500), "[" * 100_000],
+)
+def test_a_line_that_no_file_system_or_parser_takes_is_a_bad_entry(tmp_path, line):
+    (tmp_path / "metadata.jsonl").write_text(line + "\n")
+    with pytest.raises(UserError, match="line 1") as caught:
+        scan(DataConfig(folder=str(tmp_path), frames=1), frame_step=4, size_step=16, fps=16.0)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_called_like_a_clip_is_said(tmp_path):
+    (tmp_path / "clip.mp4").mkdir()
+    with pytest.raises(UserError, match="is a folder, not a media file"):
+        scan(DataConfig(folder=str(tmp_path), frames=1), frame_step=4, size_step=16, fps=16.0)

@@ -136,6 +136,18 @@ def test_identity_follows_weights_tokenizer_and_dtype(checkpoint: Path, tmp_path
     def identity(dtype: torch.dtype = torch.float32, **where: Any) -> str:
         return TextEncoder(Components(base=str(checkpoint), **where), CPU, dtype).identity
 
-    (tmp_path / "tokenizer.json").write_text("{}")
+    for file in (checkpoint / "tokenizer").iterdir():
+        (tmp_path / file.name).write_text(file.read_text().replace("▁red", "▁rouge"))
     identities = [identity(), identity(torch.bfloat16), identity(tokenizer=str(tmp_path))]
     assert len(set(identities)) == 3 and identities[0] == identity()
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "tokenizer_config.json"])
+def test_an_incomplete_tokenizer_is_said_before_anything_is_loaded(
+    checkpoint: Path, tmp_path: Path, missing: str
+) -> None:
+    for file in (checkpoint / "tokenizer").iterdir():
+        if file.name != missing:
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(UserError, match=missing):
+        TextEncoder(Components(base=str(checkpoint), tokenizer=str(tmp_path)), CPU, torch.float32)

@@ -1,6 +1,7 @@
 """A folder of clips and captions as a checked list of samples."""
 
 import os
+import stat
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Literal
 from ditkit_core.errors import UserError
 from ditkit_core.files import inside
 from ditkit_core.listing import Entry, list_entries
-from ditkit_core.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available_frames, kind_of
+from ditkit_core.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available_frames, kind_of, status
 from ditkit_core.settings import setting
 
 
@@ -36,6 +37,14 @@ class DataConfig:
     """What to do with unusable files and captions: stop, or leave them out and say so."""
     short_clips: Literal["error", "skip", "shorten"] = setting("error", resume="refused")
     """What to do with clips that have too few frames: stop, leave them out, or use as many frames as fit."""
+
+    def __post_init__(self) -> None:
+        bounds = {"frames": (1, 65536), "fps": (0, 1000), "height": (1, 16384), "width": (1, 16384)}
+        for name, (least, most) in bounds.items():
+            value = getattr(self, name)
+            if not least <= value <= most:
+                nearest = most if value > most else least
+                raise UserError(f"data.{name} = {value} is not between {least} and {most}; set {nearest}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +116,11 @@ def scan(config: DataConfig, *, frame_step: int, size_step: int, fps: float) -> 
 def _check_settings(config: DataConfig, *, frame_step: int, size_step: int) -> None:
     if not config.folder:
         raise UserError("data.folder is not set; name the folder of your clips and captions")
-    if not Path(config.folder).is_dir():
+    found = status(Path(config.folder))
+    if found is None or not stat.S_ISDIR(found.st_mode):
         raise UserError(f"data.folder {config.folder} does not exist or is no folder; correct the path")
-    if config.frames < 1 or (config.frames - 1) % frame_step:
-        below = 1 + max(0, (config.frames - 1) // frame_step) * frame_step
+    if (config.frames - 1) % frame_step:
+        below = 1 + (config.frames - 1) // frame_step * frame_step
         raise UserError(
             f"data.frames = {config.frames} is not 1 + k * {frame_step}; set {below} or {below + frame_step}"
         )
@@ -120,8 +130,6 @@ def _check_settings(config: DataConfig, *, frame_step: int, size_step: int) -> N
             raise UserError(
                 f"data.{name} = {pixels} is not a multiple of {size_step}; set {below} or {below + size_step}"
             )
-    if not 0 <= config.fps < float("inf"):
-        raise UserError(f"data.fps = {config.fps} is no frame rate; set frames per second, or 0 for the model's own")
 
 
 def _identifier(folder: Path, entry: Entry) -> str:
@@ -132,7 +140,7 @@ def _identifier(folder: Path, entry: Entry) -> str:
     for root in (os.path.normpath(folder), folder.resolve()):
         if path.is_relative_to(root):
             path = path.relative_to(root)
-    return path.with_suffix("").as_posix()
+    return path.with_suffix("").as_posix() if path.name else entry.media  # the folder itself has no name
 
 
 def _sample(config: DataConfig, id: str, entries: list[Entry], *, frame_step: int, fps: float) -> Sample:

@@ -4,13 +4,14 @@ import csv
 import io
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ditkit_core.errors import UserError
 from ditkit_core.files import inside
-from ditkit_core.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from ditkit_core.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, kind_of, status
 
 MEDIA_COLUMNS = ("file_name", "video", "image", "file_path", "path")
 CAPTION_COLUMNS = ("text", "prompt", "caption")
@@ -39,18 +40,21 @@ def list_entries(folder: Path, metadata: str, *, allow_outside: bool) -> list[En
     Raises:
         UserError: If the metadata as a whole cannot be used.
     """
-    found = [metadata] if metadata else [name for name in METADATA_NAMES if (folder / name).is_file()]
+    found = [metadata] if metadata else [name for name in METADATA_NAMES if status(folder / name) is not None]
     if len(found) > 1:
         raise UserError(f"{folder} has both {' and '.join(found)}; name the right one in data.metadata")
     if not found:
         return list(_beside(folder, allow_outside))
     path = folder / found[0]
-    if not path.is_file():
+    at_path = status(path)
+    if at_path is None:
         raise UserError(f"data.metadata {path} does not exist; correct the path or leave data.metadata empty")
+    if not stat.S_ISREG(at_path.st_mode):
+        raise UserError(f"metadata {path} is a folder or no plain file; rename it or remove it")
     readers = {".jsonl": _json_lines, ".csv": _csv_rows}
     if path.suffix.lower() not in readers:
         raise UserError(f"data.metadata {path} is of no known kind; accepted are {' and '.join(readers)}")
-    return list(readers[path.suffix.lower()](path, _text(path)))
+    return list(readers[path.suffix.lower()](folder, path, _text(path)))
 
 
 def _text(path: Path) -> str:
@@ -66,7 +70,10 @@ def _beside(folder: Path, allow_outside: bool) -> Iterator[Entry]:
     for media in _media_files(folder):
         caption = str(Path(media).with_suffix(".txt"))
         try:
-            if not (folder / caption).is_file():
+            at_media = status(folder / media)
+            if at_media is not None and stat.S_ISDIR(at_media.st_mode):
+                raise UserError(f"{folder / media} is a folder, not a media file; rename it or remove it")
+            if status(folder / caption) is None:
                 raise UserError(f"{folder / media} has no caption; write one to {folder / caption}")
             text = _text(inside(folder, caption, allow_outside=allow_outside)).strip()
             if not text:
@@ -77,21 +84,31 @@ def _beside(folder: Path, allow_outside: bool) -> Iterator[Entry]:
 
 
 def _media_files(folder: Path) -> Iterator[str]:
-    """Relative paths of media files, sorted; hidden ones are ignored, links followed once."""
+    """Relative paths of media files, and of folders called like one; hidden ones are ignored, links followed once."""
     visited = set()
-    for place, folders, names in os.walk(folder, followlinks=True):
+    for place, folders, names in os.walk(folder, onerror=_cannot_list, followlinks=True):
         real = os.path.realpath(place)
         if real in visited:
             folders.clear()
             continue
         visited.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            if not name.startswith(".") and Path(name).suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES:
+        for name in sorted(folders + names):
+            if _called_like_media(name):
                 yield Path(place, name).relative_to(folder).as_posix()
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and not _called_like_media(name))
 
 
-def _json_lines(path: Path, text: str) -> Iterator[Entry]:
+def _called_like_media(name: str) -> bool:
+    return not name.startswith(".") and Path(name).suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES
+
+
+def _cannot_list(error: OSError) -> None:
+    raise UserError(
+        f"folder {error.filename} cannot be read ({error.strerror}); correct its permissions or remove it"
+    ) from error
+
+
+def _json_lines(folder: Path, path: Path, text: str) -> Iterator[Entry]:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -100,19 +117,28 @@ def _json_lines(path: Path, text: str) -> Iterator[Entry]:
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise UserError(f'{where} is no JSON object; write {{"file_name": "clip.mp4", "text": "caption"}}')
-            yield _row(where, row)
+            yield _row(folder, where, row)
         except json.JSONDecodeError as error:
             reason = f"{error.msg}, column {error.colno}"
             yield Entry(media=where, problem=UserError(f"{where} is not valid JSON ({reason}); correct the line"))
+        except RecursionError:
+            yield Entry(media=where, problem=UserError(f"{where} is nested too deeply; correct the line"))
+        except ValueError:  # Python's limit on the digits of an integer
+            yield Entry(media=where, problem=UserError(f"{where} has a number of too many digits; correct the line"))
         except UserError as error:
             yield Entry(media=where, problem=error)
 
 
-def _csv_rows(path: Path, text: str) -> Iterator[Entry]:
+def _csv_rows(folder: Path, path: Path, text: str) -> Iterator[Entry]:
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         _column(f"{path} line 1", reader.fieldnames or [], MEDIA_COLUMNS, "media")
         _column(f"{path} line 1", reader.fieldnames or [], CAPTION_COLUMNS, "caption")
+        captions = [name for name in reader.fieldnames or [] if name in CAPTION_COLUMNS]
+        if len(captions) > 1:
+            raise UserError(
+                f"{path} line 1 has {len(captions)} caption columns, {', '.join(captions)}; remove or rename all but one"
+            )
         for row in reader:
             where = f"{path} line {reader.line_num}"
             try:
@@ -120,14 +146,14 @@ def _csv_rows(path: Path, text: str) -> Iterator[Entry]:
                     raise UserError(
                         f"{where} has more fields than the header; put captions with commas in double quotes"
                     )
-                yield _row(where, row)
+                yield _row(folder, where, row)
             except UserError as error:
                 yield Entry(media=where, problem=error)
     except csv.Error as error:
         raise UserError(f"{path} line {reader.line_num} is not valid CSV ({error}); correct the file") from error
 
 
-def _row(where: str, row: dict[str, object]) -> Entry:
+def _row(folder: Path, where: str, row: dict[str, object]) -> Entry:
     """The entry of one row of metadata."""
     values = []
     for names, what in ((MEDIA_COLUMNS, "media"), (CAPTION_COLUMNS, "caption")):
@@ -136,6 +162,11 @@ def _row(where: str, row: dict[str, object]) -> Entry:
         if not isinstance(value, str) or not value.strip():
             raise UserError(f"{where}: {column!r} is empty or no text; fill it in or remove the line")
         values.append(value.strip())
+    try:
+        kind_of(Path(values[0]))
+        status(folder / values[0])
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
     return Entry(media=values[0], caption=values[1])
 
 

@@ -5,6 +5,8 @@ as one tensor, an image being a clip of one frame.
 """
 
 import math
+import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +62,22 @@ def kind_of(path: Path) -> Kind:
         return "image"
     accepted = " ".join(sorted(VIDEO_SUFFIXES | IMAGE_SUFFIXES))
     raise UserError(f"{path} is not a media file by its extension; convert it to one of {accepted}")
+
+
+def status(path: Path) -> os.stat_result | None:
+    """What lies at a path, links followed; None if nothing does.
+
+    Raises:
+        UserError: If it cannot be told: no permission, links in a circle, a name that no file can have.
+    """
+    try:
+        return os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); correct its name or its permissions") from error
+    except ValueError as error:  # a null byte, half of a character
+        raise UserError(f"{str(path)!r} has a character that no file name can have; correct the name") from error
 
 
 def probe(path: Path) -> MediaInfo:
@@ -134,9 +152,12 @@ def read_clip(
 
 def _checked(path: Path) -> Kind:
     kind = kind_of(path)
-    if not Path(path).is_file():
+    found = status(path)
+    if found is not None and stat.S_ISDIR(found.st_mode):
+        raise UserError(f"{path} is a folder, not a media file; rename it or remove it")
+    if found is None or not stat.S_ISREG(found.st_mode):
         raise UserError(f"{path} does not exist or is no file; correct the path")
-    if Path(path).stat().st_size == 0:
+    if found.st_size == 0:
         raise UserError(f"{path} is empty (0 bytes); copy it again or remove it")
     return kind
 

@@ -40,6 +40,9 @@ def write_demo(folder: Path) -> None:
     Raises:
         UserError: If it cannot be written.
     """
+    from av import FFmpegError
+    from safetensors import SafetensorError
+
     folder = Path(folder)
     complete = folder / "complete"
     if complete.exists():
@@ -52,9 +55,10 @@ def write_demo(folder: Path) -> None:
             write_clip(folder / "clips" / f"clip{index:02d}.mp4", clip)
         write_checkpoint(folder / "checkpoint", [clip.caption for clip in CLIPS])
         complete.touch()
-    except OSError as error:
+    except (OSError, FFmpegError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(
-            f"cannot write the demo into {folder}: {error.strerror or error}; choose another run.folder"
+            f"cannot write the demo into {folder}: {reason}; free some space or choose another run.folder"
         ) from error
 
 

@@ -45,6 +45,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{folder} has no config.json; name the part's folder, or a single .safetensors file"
         ) from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); correct its permissions") from error
     except ValueError as error:
         raise UserError(f"{path} is not readable JSON; fetch it again") from error
     if not isinstance(config, dict):
@@ -59,6 +61,7 @@ def fill(
     *,
     device: torch.device,
     dtype_of: Callable[[str], torch.dtype],
+    key: str = "the part's path in [model]",
     tied: Mapping[str, str] | None = None,
     ignore: frozenset[str] = frozenset(),
 ) -> None:
@@ -70,6 +73,7 @@ def fill(
         names: Names of the file against the module's.
         device: Where the weights go.
         dtype_of: The dtype of a parameter there.
+        key: The setting that names the part, for messages.
         tied: Modules that share the weight of another, by name: not read, but set to the other.
         ignore: Names of the file that may be left over.
 
@@ -79,11 +83,27 @@ def fill(
     tied = tied or {}
     skipped = {f"{name}.weight" for name in tied}
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in skipped}
-    mapping = match(source, names, wanted, ignore=lambda key: key in ignore | skipped)
+    try:
+        mapping = match(source, names, wanted, ignore=lambda name: name in ignore | skipped)
+    except UserError as error:
+        raise UserError(_about_part(str(error), key)) from error
     load_into(model, source, mapping, device_of=lambda name: device, dtype_of=dtype_of)
     for name, other in tied.items():
         model.get_submodule(name).weight = model.get_submodule(other).weight
     model.requires_grad_(False).eval()
+
+
+def _about_part(message: str, key: str) -> str:
+    """What `match` says of a transformer, said of a part that has a configuration of its own and no preset."""
+    remedy = f"set {key} to a whole folder or file of it"
+    for of_transformer, of_part in (
+        ("the preset does not fit the weights", "the part's configuration does not fit the weights"),
+        ("choose another model.preset or other weights", remedy),
+        ("choose another model.preset", remedy),
+        ("name another file or preset", remedy),
+    ):
+        message = message.replace(of_transformer, of_part)
+    return message
 
 
 def fingerprint(path: Path, *settings: object) -> str:

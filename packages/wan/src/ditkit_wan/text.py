@@ -1,6 +1,7 @@
 """The UMT5 text encoder, from a diffusers folder or a single file, and the tokenizer beside it."""
 
 import html
+import json
 import re
 from functools import cached_property
 from pathlib import Path
@@ -58,13 +59,15 @@ class TextEncoder:
     """Captions to token features; an `Encoder` of the core."""
 
     def __init__(self, components: Components, device: torch.device, dtype: torch.dtype):
-        """Find weights and tokenizer; nothing is loaded.
+        """Find weights and tokenizer, and read the weights' headers; nothing is loaded.
 
         Raises:
-            UserError: If either is missing, or the weights are of no kind that is read.
+            UserError: If either is missing or damaged, or the weights are of no kind that is read.
         """
         self._path = components.locate("text_encoder", safe_names=SAFE_NAMES)
         self._tokenizer_path = _tokenizer_path(components)
+        self._source = SafetensorsSource.open(self._path)
+        self._config = read_config(self._path) if self._path.is_dir() else _config_of_file(self._source)
         self._device, self._dtype = device, dtype
         self._model: Any = None
         self._tokenizer: Any = None
@@ -91,18 +94,22 @@ class TextEncoder:
             self._tokenizer = AutoTokenizer.from_pretrained(
                 str(self._tokenizer_path), local_files_only=True, trust_remote_code=False
             )
-        except (OSError, ValueError, ImportError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise UserError(
                 f"{self._tokenizer_path} holds no tokenizer that can be read ({reason}); set model.tokenizer"
             ) from error
-        source = SafetensorsSource.open(self._path)
-        config = read_config(self._path) if self._path.is_dir() else _config_of_file(source)
+        if self._tokenizer.pad_token is None:
+            raise UserError(
+                f"{self._tokenizer_path} has no padding token: tokenizer_config.json is not the model's; fetch it "
+                "again, or set model.tokenizer"
+            )
         with torch.device("meta"):
-            model = UMT5EncoderModel(UMT5Config.from_dict(config))
+            model = UMT5EncoderModel(UMT5Config.from_dict(self._config))
         tied = {"encoder.embed_tokens": "shared"}
         fill(
-            model, source, TEXT_NAMES, device=self._device, dtype_of=self._dtype_of, tied=tied, ignore=_NOT_WEIGHTS
+            model, self._source, TEXT_NAMES, device=self._device, dtype_of=self._dtype_of, key="model.text_encoder",
+            tied=tied, ignore=_NOT_WEIGHTS,
         )  # fmt: skip
         self._model = model
 
@@ -144,7 +151,29 @@ def _tokenizer_path(components: Components) -> Path:
     path = components.locate("tokenizer")
     if not path.is_dir():
         raise UserError(f"model.tokenizer = {path} is a file; name the folder with tokenizer.json or spiece.model")
+    vocabulary, config = path / "tokenizer.json", path / "tokenizer_config.json"
+    if not vocabulary.exists() and not (path / "spiece.model").exists():
+        raise UserError(f"{path} holds no tokenizer: tokenizer.json or spiece.model is missing; set model.tokenizer")
+    if not config.exists():
+        raise UserError(
+            f"{path} holds no tokenizer: tokenizer_config.json is missing; fetch it, or set model.tokenizer"
+        )
+    if vocabulary.exists() and not isinstance(_json_object(vocabulary).get("model"), dict):
+        raise UserError(f"{vocabulary} holds no vocabulary; fetch it again, or set model.tokenizer")
+    _json_object(config)
     return path
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); correct its permissions") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not readable JSON; fetch it again, or set model.tokenizer") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is no JSON object; fetch it again, or set model.tokenizer")
+    return found
 
 
 def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:

@@ -59,12 +59,13 @@ class VaeEncoder:
     """Pixels to normalised latents and back; an `Encoder` of the core."""
 
     def __init__(self, components: Components, device: torch.device):
-        """Find the weights; nothing is loaded.
+        """Find the weights and read their headers; nothing is loaded.
 
         Raises:
-            UserError: If there are none, or they are those of another VAE.
+            UserError: If there are none, a file is damaged, or they are those of another VAE.
         """
         self._path = components.locate("vae", safe_names=SAFE_NAMES)
+        self._source = SafetensorsSource.open(self._path)
         self._device = device
         self._vae: Any = None
         self.config = read_config(self._path) if self._path.is_dir() else self._config_of_file()
@@ -74,9 +75,7 @@ class VaeEncoder:
 
     def _config_of_file(self) -> dict[str, Any]:
         """What diffusers needs to know of a single file: everything but the width is as in Wan 2.1."""
-        shapes = {
-            to_diffusers(name): stored.shape for name, stored in SafetensorsSource.open(self._path).tensors.items()
-        }
+        shapes = {to_diffusers(name): stored.shape for name, stored in self._source.tensors.items()}
         first, last = shapes.get("encoder.conv_in.weight"), shapes.get("post_quant_conv.weight")
         if first is None or last is None or last[0] != 16:
             raise UserError(
@@ -112,8 +111,8 @@ class VaeEncoder:
         with torch.device("meta"):
             vae = AutoencoderKLWan.from_config(self.config)
         fill(
-            vae, SafetensorsSource.open(self._path), VAE_NAMES, device=self._device, dtype_of=lambda name: torch.float32
-        )
+            vae, self._source, VAE_NAMES, device=self._device, dtype_of=lambda name: torch.float32, key="model.vae"
+        )  # fmt: skip
         self._vae = vae
 
     def unload(self) -> None:
