@@ -73,7 +73,8 @@ def _beside(folder: Path, allow_outside: bool) -> Iterator[Entry]:
             at_media = status(folder / media)
             if at_media is not None and stat.S_ISDIR(at_media.st_mode):
                 raise UserError(f"{folder / media} is a folder, not a media file; rename it or remove it")
-            if status(folder / caption) is None:
+            at_caption = status(folder / caption)
+            if at_caption is None or not stat.S_ISREG(at_caption.st_mode):
                 raise UserError(f"{folder / media} has no caption; write one to {folder / caption}")
             text = _text(inside(folder, caption, allow_outside=allow_outside)).strip()
             if not text:
