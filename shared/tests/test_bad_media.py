@@ -235,6 +235,35 @@ def json_path_escape(folder: Path) -> str:
     return "../outside.mp4"
 
 
+def json_null_byte(folder: Path) -> str:
+    return json_lines(folder, {"file_name": "a\0.mp4", "text": "x"})
+
+
+def json_half_a_character(folder: Path) -> str:
+    return json_lines(folder, {"file_name": "\ud800.mp4", "text": "x"})
+
+
+def json_long_name(folder: Path) -> str:
+    return json_lines(folder, {"file_name": "a" * 500 + ".mp4", "text": "x"})
+
+
+def json_folder_itself(folder: Path) -> str:
+    return json_lines(folder, {"file_name": ".", "text": "x"})
+
+
+def json_nested(folder: Path) -> str:
+    return json_lines(folder, "[" * 100_000)
+
+
+def json_long_number(folder: Path) -> str:
+    return json_lines(folder, '{"file_name": "good.mp4", "text": "x", "id": ' + "1" * 5000 + "}")
+
+
+def folder_called_video(folder: Path) -> str:
+    add(folder / "bad.mp4", "inner.mp4")
+    return "bad.mp4 is a folder"
+
+
 def csv_with_comma_in_caption(folder: Path) -> str:
     (folder / "metadata.csv").write_text("video,prompt\ngood.mp4,good\ngood.mp4,a dog, running\n")
     return "metadata.csv line 3"
@@ -273,6 +302,13 @@ SKIPPABLE = [
     json_number_as_caption,
     json_missing_file,
     json_path_escape,
+    json_null_byte,
+    json_half_a_character,
+    json_long_name,
+    json_folder_itself,
+    json_nested,
+    json_long_number,
+    folder_called_video,
     csv_with_comma_in_caption,
     symlink_escape,
     caption_symlink_escape,
@@ -289,6 +325,59 @@ def test_a_bad_entry_stops_the_scan_or_is_left_out(tmp_path: Path, spoil: Callab
     assert [sample.id for sample in dataset.samples] == ["good"]
     ((_, reason),) = dataset.excluded
     assert reason in message
+
+
+def test_a_dataset_folder_called_like_a_video_cannot_be_its_own_clip(tmp_path: Path) -> None:
+    folder = tmp_path / "set.mp4"
+    add(folder, "good.mp4")
+    json_lines(folder, {"file_name": str(folder), "text": "x"})
+    assert_one_line(lambda: look(folder), "set.mp4 is a folder")
+
+
+def test_a_caption_column_given_twice_is_refused(tmp_path: Path) -> None:
+    add(tmp_path, "good.mp4")
+    (tmp_path / "metadata.csv").write_text("video,caption,caption\ngood.mp4,one,two\n")
+    assert_one_line(
+        lambda: look(tmp_path, on_bad="skip"), "metadata.csv line 1 has 2 caption columns, caption, caption"
+    )
+
+
+@pytest.mark.parametrize("settings", [{}, {"metadata": "metadata.csv"}])
+def test_metadata_that_is_a_folder_is_said(tmp_path: Path, settings: dict[str, str]) -> None:
+    add(tmp_path, "good.mp4")
+    (tmp_path / "metadata.csv").mkdir()
+    assert_one_line(lambda: look(tmp_path, on_bad="skip", **settings), "metadata.csv is a folder")
+
+
+@pytest.mark.parametrize(
+    ("call", "denied"),
+    [("stat", ""), ("stat", "metadata.jsonl"), ("scandir", ""), ("scandir", "sub"), ("stat", "good.mp4")],
+)
+def test_what_may_not_be_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, denied: str
+) -> None:
+    add(tmp_path, "good.mp4")
+    add(tmp_path / "sub", "good.mp4")
+    real = getattr(os, call)
+
+    def refusing(path: object, *args: object, **kwargs: object) -> object:
+        if Path(str(path)) == tmp_path / denied:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, call, refusing)
+    assert_one_line(lambda: look(tmp_path), str(tmp_path / denied), "Permission denied")
+
+
+def test_metadata_that_may_not_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(tmp_path, "good.mp4")
+    json_lines(tmp_path)
+
+    def refusing(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refusing)
+    assert_one_line(lambda: look(tmp_path), "metadata.jsonl", "Permission denied")
 
 
 def test_a_short_clip_says_what_it_has_and_what_to_set(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from ditkit_core.components import Components
 from ditkit_core.dataset import DataConfig, scan
@@ -132,5 +133,16 @@ def test_the_checkpoints_architecture_is_found(inputs: Path) -> None:
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "inputs").write_text("a file where the folder should be")
     with pytest.raises(UserError, match="cannot write the demo") as caught:
+        write_demo(tmp_path / "inputs")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [SafetensorError("I/O error: No space left\n(os error 28)"), OSError(28, "No space")])
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(UserError, match="cannot write the demo into .*No space.*; free some space") as caught:
         write_demo(tmp_path / "inputs")
     assert "\n" not in str(caught.value)

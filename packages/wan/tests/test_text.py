@@ -1,5 +1,7 @@
 """The text encoder: captions to features as diffusers makes them, from every kind of file."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,58 @@ def test_a_folder_without_a_tokenizer_is_one_line(checkpoint: Path, tmp_path: Pa
     with pytest.raises(UserError, match="no tokenizer") as caught:
         loaded(base=str(checkpoint), tokenizer=str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("tokenizer.json", "{}", "tokenizer.json holds no vocabulary"),
+        ("tokenizer.json", "{", "tokenizer.json is not readable JSON"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json is no JSON object"),
+    ],
+)
+def test_a_broken_tokenizer_is_found_at_once(checkpoint: Path, tmp_path: Path, name: str, text: str, said: str) -> None:
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(checkpoint / "tokenizer", folder)
+    (folder / name).write_text(text)
+    with pytest.raises(UserError, match=said) as caught:
+        TextEncoder(Components(base=str(checkpoint), tokenizer=str(folder)), CPU, torch.float32)
+    assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+
+
+def test_a_tokenizer_without_padding_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint / "tokenizer", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "special_tokens_map.json").unlink(missing_ok=True)
+    with pytest.raises(UserError, match="tokenizer") as caught:
+        loaded(base=str(checkpoint), tokenizer=str(tmp_path))
+    assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "tokenizer"])
+def test_a_missing_part_is_found_at_once(checkpoint: Path, tmp_path: Path, part: str) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(checkpoint, base)
+    shutil.rmtree(base / part)
+    with pytest.raises(UserError, match=f"holds no {part}; set model.{part}"):
+        TextEncoder(Components(base=str(base)), CPU, torch.float32)
+
+
+def test_truncated_weights_are_found_at_once(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint / "text_encoder", tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match="model.safetensors is truncated"):
+        TextEncoder(Components(base=str(checkpoint), text_encoder=str(tmp_path)), CPU, torch.float32)
+
+
+def test_weights_of_another_depth_name_the_text_encoder(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint / "text_encoder", tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_layers": 3}))
+    with pytest.raises(UserError, match="set model.text_encoder to") as caught:
+        loaded(base=str(checkpoint), text_encoder=str(tmp_path))
+    assert "preset" not in str(caught.value)
 
 
 def test_a_clip_file_is_no_text_encoder(checkpoint: Path, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The VAE: what it computes against diffusers, and the official single file against the folder."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,31 @@ def test_a_truncated_file_is_one_line(narrow_vae: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="truncated") as caught:
         loaded(vae=str(file))
     assert "\n" not in str(caught.value)
+
+
+def test_damaged_or_missing_weights_of_a_folder_are_found_at_once(narrow_vae: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "vae"
+    shutil.copytree(narrow_vae, folder)
+    file = folder / "diffusion_pytorch_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match="truncated"):
+        VaeEncoder(Components(vae=str(folder)), CPU)
+    file.unlink()
+    with pytest.raises(UserError, match="holds no .safetensors file"):
+        VaeEncoder(Components(vae=str(folder)), CPU)
+    shutil.rmtree(folder)
+    with pytest.raises(UserError, match="holds no vae; set model.vae"):
+        VaeEncoder(Components(base=str(tmp_path)), CPU)
+
+
+def test_a_configuration_that_does_not_fit_names_the_vae(narrow_vae: Path, tmp_path: Path) -> None:
+    shutil.copytree(narrow_vae, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for change in ({"base_dim": 8}, {"num_res_blocks": 1}):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(UserError, match="does not fit the weights.*set model.vae to") as caught:
+            loaded(vae=str(tmp_path))
+        assert "preset" not in str(caught.value)
 
 
 def test_a_file_that_lacks_a_tensor_is_refused(narrow_vae: Path, tmp_path: Path) -> None:
