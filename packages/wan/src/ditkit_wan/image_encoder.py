@@ -52,7 +52,8 @@ class ImageEncoder:
         with torch.device("meta"):
             model = CLIPVisionModel(CLIPVisionConfig.from_dict(config))
         fill(
-            model, source, IMAGE_NAMES, device=self._device, dtype_of=lambda name: self._dtype, ignore=_NOT_VISION
+            model, source, IMAGE_NAMES, device=self._device, dtype_of=lambda name: self._dtype, key="model.image_encoder",
+            ignore=_NOT_VISION,
         )  # fmt: skip
         for name, buffer in model.named_buffers():  # not stored: the positions, in order
             assert name.endswith("position_ids"), name
