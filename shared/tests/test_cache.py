@@ -148,3 +148,12 @@ def test_a_long_pass_saves_now_and_then(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read .*gone"):
         MediaHashes(tmp_path).of(tmp_path / "gone")
+
+
+def test_shapes_are_read_from_the_header(cache: Cache) -> None:
+    assert cache.shapes("media", KEY) is None
+    cache.put("media", KEY, TENSORS, {})
+    assert cache.shapes("media", KEY) == {"latents": (2, 3, 4), "mask": (2,)}
+    path = entry(cache)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert cache.shapes("media", KEY) is None and not path.exists()

@@ -199,7 +199,7 @@ def test_on_a_terminal_a_bar_is_drawn_with_its_figures(monkeypatch: pytest.Monke
     monkeypatch.setattr(console, "CONSOLE", Console(file=drawn, force_terminal=True, width=200))
     with console.progress("train", 4) as bar:
         bar.update(loss=0.25)
-        bar.advance(4)
+        bar.advance(4.0)
         console.say("saved [runs/run]")
     assert "4/4" in drawn.getvalue() and "loss 0.2500" in drawn.getvalue() and "saved [runs/run]" in drawn.getvalue()
 

@@ -9,6 +9,7 @@ from ditkit_core.components import Components
 from ditkit_core.errors import UserError
 
 HUB = "huggingface_hub.snapshot_download"
+PAGE = "https://huggingface.co/owner/model"
 
 
 def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
@@ -107,7 +108,7 @@ def test_a_base_on_the_hub_gives_that_part_alone_and_no_code(tmp_path, monkeypat
     hub = Hub(tmp_path, FILES)
     monkeypatch.setattr(HUB, hub)
     assert Components(base="owner/model").locate("vae") == tmp_path / "vae"
-    assert hub.fetched() == {"vae/config.json", "vae/diffusion_pytorch_model.safetensors"}
+    assert hub.fetched() == {"model_index.json", "vae/config.json", "vae/diffusion_pytorch_model.safetensors"}
     assert hub.calls == ["owner/model"]
     Components(base="owner/model").locate("tokenizer")
     assert "tokenizer/spiece.model" in hub.fetched()
@@ -134,6 +135,14 @@ def test_a_hub_id_of_a_part_may_name_a_folder_or_file_inside(tmp_path, monkeypat
     assert hub.fetched() == fetched
 
 
+def test_a_base_inside_a_repository_brings_its_own_index(tmp_path, monkeypatch):
+    files = ["model_index.json", "inner/model_index.json", "inner/transformer/config.json", "inner/vae/config.json"]
+    hub = Hub(tmp_path, files)
+    monkeypatch.setattr(HUB, hub)
+    assert Components(base="owner/model/inner").locate("transformer") == tmp_path / "inner" / "transformer"
+    assert hub.fetched() == {"inner/model_index.json", "inner/transformer/config.json"}
+
+
 def test_a_part_that_the_hub_does_not_have_names_the_key(tmp_path, monkeypatch):
     monkeypatch.setattr(HUB, Hub(tmp_path, FILES))
     with pytest.raises(UserError, match="holds no text_encoder; set model.text_encoder"):
@@ -148,14 +157,20 @@ def response(status: int) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("raised", "said"),
     [
-        (errors.GatedRepoError("x\ny", response=response(403)), "accept its licence on the model's page, then log in"),
+        (
+            errors.GatedRepoError("x\ny", response=response(403)),
+            f"is gated: accept its licence on {PAGE}, then log in with `hf auth login`",
+        ),
         (
             errors.RepositoryNotFoundError("x\ny", response=response(404)),
-            "no such model on the hub or no right to read",
+            f"no such model on the hub or no right to read it; mend the path, or open {PAGE} and log in with `hf auth login`",
         ),
         (errors.LocalEntryNotFoundError("x\ny"), "the hub cannot be reached; go online once"),
         (errors.OfflineModeIsEnabled("x\ny"), "the hub cannot be reached; go online once"),
-        (errors.HfHubHTTPError("x\ny", response=response(401)), "the hub answered 401; log in with `hf auth login`"),
+        (
+            errors.HfHubHTTPError("x\ny", response=response(401)),
+            f"the hub answered 401; accept its licence on {PAGE} if it has one, then log in with `hf auth login`",
+        ),
         (errors.HfHubHTTPError("x\ny", response=response(503)), "the hub answered 503; try again later"),
     ],
     ids=lambda value: type(value).__name__,

@@ -50,6 +50,16 @@ def test_a_carry_that_breaks_its_annotation_is_named(carry: _Carry, field: str) 
         check_carry(carry)
 
 
+class _NestedCarry(NamedTuple):
+    x: Float[Tensor, "batch tokens"]
+    modulation: tuple[Tensor, ...]
+
+
+def test_a_carry_that_hides_tensors_is_named() -> None:
+    with pytest.raises(AssertionError, match="carry.modulation has tensors inside a tuple"):
+        check_carry(_NestedCarry(torch.ones(2, 3), (torch.ones(2), torch.ones(2))))
+
+
 def test_two_attention_calls_of_one_name_in_a_block_are_refused_before_backward() -> None:
     model: Any = make_model(TOY, TOY.presets["tiny"])
     block = model.layers[0]

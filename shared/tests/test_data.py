@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from ditkit_core.batches import epoch_order
 from ditkit_core.cache import Cache, key
-from ditkit_core.data import TrainingData, epoch_order, split_held_out
+from ditkit_core.data import BatchSize, TrainingData, split_held_out
 from ditkit_core.encoded import EncodedSample
 from ditkit_core.errors import UserError
 
 IDS = [f"clip{i}" for i in range(7)]
+WIDE = {"clip1", "clip4", "clip6"}
 
 
 @pytest.fixture
@@ -21,12 +23,32 @@ def samples(tmp_path: Path) -> list[EncodedSample]:
         cache.put("media", key(id), {"latents": torch.full((1, 1, 1, 1), float(i))}, {})
         cache.put("text", key(id), {"text": torch.ones(1, 1)}, {})
     return [
-        EncodedSample(id=id, cache=cache, media_key=key(id), text_key=key(id), empty_text_key=key("")) for id in IDS
+        EncodedSample(id=id, cache=cache, media_key=key(id), text_keys=(key(id),), empty_text_key=key("")) for id in IDS
     ]
 
 
-def drawn(samples: list[EncodedSample], batches: int, **settings: float) -> list[str]:
-    data = TrainingData(samples, **{"seed": 0, "batch_size": 2, **settings})  # type: ignore[arg-type]
+@pytest.fixture
+def shaped(tmp_path: Path) -> list[EncodedSample]:
+    """Three samples wider than the rest, two with a reference, all with three captions."""
+    cache = Cache(tmp_path)
+    cache.put("text", key(""), {"text": torch.zeros(2, 1)}, {})
+    cache.put("media", key("reference"), {"latents": torch.full((1, 1, 1, 3), 9.0)}, {})
+    for i, id in enumerate(IDS):
+        cache.put("media", key(id), {"latents": torch.full((1, 1, 1, 2 if id in WIDE else 1), float(i))}, {})
+        for number in range(3):
+            cache.put("text", key(id, str(number)), {"text": torch.full((1 + number, 1), 1.0 + number)}, {})
+    return [
+        EncodedSample(
+            id=id, cache=cache, media_key=key(id), text_keys=tuple(key(id, str(number)) for number in range(3)),
+            empty_text_key=key(""), reference_keys=(key("reference"),) if id in ("clip2", "clip6") else (),
+        )
+        for id in IDS
+    ]  # fmt: skip
+
+
+def drawn(samples: list[EncodedSample], batches: int, *, batch_size: int = 2, **settings: float) -> list[str]:
+    size = BatchSize(samples=batch_size)
+    data = TrainingData(samples, **{"seed": 0, "batch_size": size, **settings})  # type: ignore[arg-type]
     return [id for index in range(batches) for id in data.micro_batch(index).ids]
 
 
@@ -39,9 +61,9 @@ def test_every_sample_is_used_once_per_epoch_in_batches_of_one_size(samples: lis
 
 
 def test_a_micro_batch_is_the_same_whenever_it_is_read(samples: list[EncodedSample]) -> None:
-    data = TrainingData(samples, seed=1, batch_size=2, caption_dropout=0.5)
+    data = TrainingData(samples, seed=1, batch_size=BatchSize(samples=2), caption_dropout=0.5)
     forwards = [data.micro_batch(index) for index in range(20)]
-    again = TrainingData(samples, seed=1, batch_size=2, caption_dropout=0.5)
+    again = TrainingData(samples, seed=1, batch_size=BatchSize(samples=2), caption_dropout=0.5)
     backwards = [again.micro_batch(index) for index in reversed(range(20))][::-1]
     for one, other in zip(forwards, backwards, strict=True):
         assert one.ids == other.ids
@@ -50,7 +72,7 @@ def test_a_micro_batch_is_the_same_whenever_it_is_read(samples: list[EncodedSamp
 
 
 def test_items_belong_to_their_ids(samples: list[EncodedSample]) -> None:
-    batch = TrainingData(samples, seed=3, batch_size=7).micro_batch(0)
+    batch = TrainingData(samples, seed=3, batch_size=BatchSize(samples=7)).micro_batch(0)
     assert [IDS[int(item["latents"])] for item in batch.items] == batch.ids
 
 
@@ -78,7 +100,7 @@ def test_first_places_are_evenly_spread() -> None:
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
 def test_captions_are_dropped_at_the_rate_asked_for(samples: list[EncodedSample], rate: float) -> None:
-    data = TrainingData(samples, seed=0, batch_size=2, caption_dropout=rate)
+    data = TrainingData(samples, seed=0, batch_size=BatchSize(samples=2), caption_dropout=rate)
     dropped = [float(item["text"]) == 0 for index in range(150) for item in data.micro_batch(index).items]
     assert sum(dropped) / 300 == pytest.approx(rate, abs=0.1 if 0 < rate < 1 else 0)
 
@@ -101,3 +123,77 @@ def test_held_out_samples_are_few_stable_and_apart() -> None:
 def test_holding_out_everything_is_refused() -> None:
     with pytest.raises(UserError, match="holding out 7 of 7 clips leaves none to train on; lower held_out.clips"):
         split_held_out(IDS, 7)
+
+
+def test_a_micro_batch_has_one_shape_and_every_sample_comes_once_per_epoch(shaped: list[EncodedSample]) -> None:
+    data = TrainingData(shaped, seed=2, batch_size=BatchSize(samples=2))
+    for epoch in range(4):
+        batches = [data.micro_batch(5 * epoch + number) for number in range(5)]
+        assert sorted(id for batch in batches for id in batch.ids) == IDS
+        for batch in batches:
+            shapes = [{name: t.shape for name, t in item.items() if name != "text"} for item in batch.items]
+            assert all(shape == shapes[0] for shape in shapes)
+            assert [float(item["latents"].flatten()[0]) for item in batch.items] == [IDS.index(id) for id in batch.ids]
+    assert set(data.micro_batch(0).items[0]) >= {"latents", "text"}
+
+
+def test_the_order_reads_headers_alone(shaped: list[EncodedSample], monkeypatch: pytest.MonkeyPatch) -> None:
+    def reading(*_: object) -> None:
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr(Cache, "get", reading)
+    TrainingData(shaped, seed=0, batch_size=BatchSize(tokens=6, num_tokens=lambda item: item["latents"].shape[-1]))
+
+
+def test_a_reference_comes_with_its_sample(shaped: list[EncodedSample]) -> None:
+    data = TrainingData(shaped, seed=0, batch_size=BatchSize(samples=7))
+    items = {
+        id: item
+        for index in range(4)
+        for b in [data.micro_batch(index)]
+        for id, item in zip(b.ids, b.items, strict=True)
+    }
+    assert sorted(id for id, item in items.items() if "reference.0" in item) == ["clip2", "clip6"]
+    assert items["clip2"]["reference.0"].tolist() == [[[[9, 9, 9]]]]
+
+
+def test_small_micro_batches_count_for_the_mean_size(shaped: list[EncodedSample]) -> None:
+    """So every sample has the same weight in an epoch: its part of a step's loss is 1 / what the step counts for."""
+    grouped = TrainingData(shaped, seed=2, batch_size=BatchSize(samples=2))
+    assert {grouped.micro_batch(index).counted for index in range(10)} == {7 / 5}
+    alike = TrainingData(
+        [s for s in shaped if s.id in ("clip0", "clip3", "clip5")], seed=2, batch_size=BatchSize(samples=2)
+    )
+    assert alike.micro_batch(0).counted is None and len(alike.micro_batch(1).ids) == 2
+
+
+def test_a_budget_of_tokens_gives_each_shape_its_size(shaped: list[EncodedSample]) -> None:
+    def tokens(item: dict[str, torch.Tensor]) -> int:
+        return sum(tensor.shape[-1] for name, tensor in item.items() if name != "text")
+
+    data = TrainingData(shaped, seed=0, batch_size=BatchSize(tokens=4, num_tokens=tokens))
+    batches = [data.micro_batch(index) for index in range(4)]
+    assert sorted(id for batch in batches for id in batch.ids) == IDS
+    found = {frozenset(tokens(item) for item in batch.items): len(batch.ids) for batch in batches}
+    # narrow ones three at once, wide ones two; with a reference they have 4 and 5 tokens, and go alone
+    assert found == {frozenset({1}): 3, frozenset({2}): 2, frozenset({4}): 1, frozenset({5}): 1}
+
+
+def test_captions_take_turns_as_a_function_of_seed_index_and_id(shaped: list[EncodedSample]) -> None:
+    def chosen(seed: int) -> list[tuple[str, float]]:
+        data = TrainingData(shaped, seed=seed, batch_size=BatchSize(samples=2))
+        batches = [data.micro_batch(index) for index in range(200)]
+        return [(id, float(item["text"][0])) for b in batches for id, item in zip(b.ids, b.items, strict=True)]
+
+    first = chosen(0)
+    assert first == chosen(0) and first != chosen(1)
+    counts = torch.tensor([sum(caption == value for _, caption in first) for value in (1.0, 2.0, 3.0)])
+    assert int(counts.sum()) == 280
+    assert counts.min() > 65 and counts.max() < 122  # 93 each, 3.6 standard deviations
+    assert len({caption for id, caption in first if id == "clip3"}) == 3
+
+
+def test_dropout_empties_any_of_several_captions(shaped: list[EncodedSample]) -> None:
+    data = TrainingData(shaped, seed=0, batch_size=BatchSize(samples=2), caption_dropout=1.0)
+    assert all(item["text"].tolist() == [[0], [0]] for index in range(10) for item in data.micro_batch(index).items)
+    assert shaped[0].load()["text"].tolist() == [[1]]  # what is held out is measured with the first

@@ -1,9 +1,11 @@
 """From a folder to a checked list of samples."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from ditkit_core.dataset import DataConfig, Dataset, scan
 from ditkit_core.errors import UserError
@@ -27,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def summary(dataset: Dataset) -> list[tuple[str, str, int]]:
-    return [(sample.id, sample.caption, sample.frames) for sample in dataset.samples]
+    return [(sample.id, sample.captions[0], sample.frames) for sample in dataset.samples]
 
 
 def test_captions_lie_beside_the_media(folder: Path) -> None:
@@ -107,7 +109,7 @@ def test_order_and_ids_do_not_depend_on_where_the_folder_lies(folder: Path, monk
     absolute = look(folder)
     monkeypatch.chdir(folder.parent)
     assert summary(look(Path("set"))) == summary(absolute)
-    rows = [{"path": str(sample.media), "text": sample.caption} for sample in absolute.samples]
+    rows = [{"path": str(sample.media), "text": sample.captions[0]} for sample in absolute.samples]
     (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for written in ("set", "set/sub/.."):
         assert summary(look(Path(written))) == summary(absolute)
@@ -119,10 +121,10 @@ def test_order_and_ids_do_not_depend_on_where_the_folder_lies(folder: Path, monk
     ("settings", "said"),
     [
         ({"frames": 10}, r"data.frames = 10 is not 1 \+ k \* 4; set 9 or 13"),
-        ({"frames": 0}, "data.frames = 0 is not between 1 and 65536; set 1"),
+        ({"frames": -1}, "data.frames = -1 is not between 0 and 65536; set 0"),
         ({"height": 40}, "data.height = 40 is not a multiple of 16; set 32 or 48"),
         ({"width": 8}, "data.width = 8 is not a multiple of 16; set 16 or 32"),
-        ({"width": -16}, "data.width = -16 is not between 1 and 16384; set 1"),
+        ({"width": -16}, "data.width = -16 is not between 0 and 16384; set 0"),
         ({"fps": -1.0}, "data.fps = -1.0 is not between 0 and 1000; set 0"),
         ({"fps": float("nan")}, "data.fps = nan is not between 0 and 1000; set 0"),
     ],
@@ -141,7 +143,7 @@ def test_a_folder_has_to_be_there(name: str, said: str) -> None:
 def test_two_caption_columns_are_refused(tmp_path):
     (tmp_path / "metadata.csv").write_text("file_name,text,caption\na.mp4,one,two\n")
     with pytest.raises(UserError, match="2 caption columns, text, caption"):
-        scan(DataConfig(folder=str(tmp_path), frames=1), frame_step=4, size_step=16, fps=16.0)
+        look(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -151,11 +153,87 @@ def test_two_caption_columns_are_refused(tmp_path):
 def test_a_line_that_no_file_system_or_parser_takes_is_a_bad_entry(tmp_path, line):
     (tmp_path / "metadata.jsonl").write_text(line + "\n")
     with pytest.raises(UserError, match="line 1") as caught:
-        scan(DataConfig(folder=str(tmp_path), frames=1), frame_step=4, size_step=16, fps=16.0)
+        look(tmp_path)
     assert "\n" not in str(caught.value)
 
 
 def test_a_folder_called_like_a_clip_is_said(tmp_path):
     (tmp_path / "clip.mp4").mkdir()
     with pytest.raises(UserError, match="is a folder, not a media file"):
-        scan(DataConfig(folder=str(tmp_path), frames=1), frame_step=4, size_step=16, fps=16.0)
+        look(tmp_path)
+
+
+def test_a_caption_may_be_several(folder: Path) -> None:
+    rows = [{"path": "a.png", "text": [" one ", "two\nlines"]}, {"path": "b.mp4", "text": "first\n\n second "}]
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert [sample.captions for sample in look(folder).samples] == [("one", "two\nlines"), ("first\n\n second",)]
+    by_lines = look(folder, captions="lines")
+    assert [sample.captions for sample in by_lines.samples] == [("one", "two", "lines"), ("first", "second")]
+    assert by_lines.captions == ["one", "first"]
+
+
+def test_each_line_of_a_text_beside_the_media_may_be_a_caption(folder: Path) -> None:
+    (folder / "b.txt").write_text("\n one\n\ntwo \r\nthree", newline="")
+    captions = {sample.id: sample.captions for sample in look(folder, captions="lines").samples}
+    assert captions == {"a": ("an ant", "and more"), "b": ("one", "two", "three"), "sub/A": ("café",)}
+
+
+def test_each_picture_and_clip_gets_the_bucket_of_its_aspect(tmp_path: Path) -> None:
+    sizes = {"square": (50, 50), "wide": (40, 60), "tall": (90, 60), "long": (10, 100)}
+    for name, size in sizes.items():
+        picture(tmp_path / f"{name}.png", size)
+    numbered_video(tmp_path / "clip.mp4", size=(48, 64), rotation=90)
+    photograph = Image.new("RGB", (60, 40))
+    exif = photograph.getexif()
+    exif[0x0112] = 6  # lies on its side
+    photograph.save(tmp_path / "upright.jpg", exif=exif)
+    for name in (*sizes, "clip", "upright"):
+        (tmp_path / f"{name}.txt").write_text(name)
+
+    def found(**settings: object) -> dict[str, tuple[int, int]]:
+        return {s.id: (s.height, s.width) for s in look(tmp_path, height=96, width=96, **settings).samples}
+
+    assert set(found().values()) == {(96, 96)}
+    assert found(buckets=True, bucket_step=16, max_aspect=1.7) == {
+        "square": (96, 96), "wide": (80, 128), "tall": (128, 80), "long": (80, 128), "clip": (112, 80),
+        "upright": (128, 80),
+    }  # fmt: skip
+    assert found(buckets=True)["long"] == (64, 128), "steps of 64, four times the model's own"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"bucket_step": 24}, "data.bucket_step = 24 is not a multiple of 16; set 16 or 32"),
+        ({"bucket_step": -16}, "data.bucket_step = -16 is not between 0 and 4096; set 0"),
+        ({"max_aspect": 0.5}, "data.max_aspect = 0.5 is not between 1 and 16; set 1"),
+        ({"buckets": True, "bucket_step": 256}, "lower data.bucket_step"),
+    ],
+)
+def test_buckets_that_do_not_fit_say_what_would(folder: Path, settings: dict[str, object], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        look(folder, **settings)
+
+
+def test_a_model_of_still_images_refuses_videos_one_by_one(folder: Path) -> None:
+    def stills(**settings: object) -> Dataset:
+        config = {"folder": str(folder), "frames": 1, "height": 32, "width": 48, **settings}
+        return scan(DataConfig(**config), frame_step=0, size_step=16, fps=0.0)  # type: ignore[arg-type]
+
+    with pytest.raises(UserError, match=r"b.mp4 is a video, .* convert it to pictures or remove it \(and 1 more"):
+        stills()
+    assert [sample.id for sample in stills(on_bad="skip").samples] == ["a"]
+    with pytest.raises(UserError, match="data.frames = 5: this model knows still images alone; set 1"):
+        stills(frames=5)
+
+
+def test_a_name_that_is_no_utf_8_is_one_line(folder: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    try:
+        picture(folder / f"{name}.png")
+        (folder / f"{name}.txt").write_text("x")
+    except (OSError, UnicodeError):
+        pytest.skip("this file system has no such names")
+    with pytest.raises(UserError, match="is no name in UTF-8; rename the file"):
+        look(folder)
+    assert len(look(folder, on_bad="skip").samples) == 3

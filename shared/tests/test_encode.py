@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ class World:
         picture(self.folder / "d.png")
         (self.folder / "d.txt").write_text("caption d")
 
-    def dataset(self) -> Dataset:
-        config = DataConfig(folder=str(self.folder), frames=5, height=32, width=32)
+    def dataset(self, **settings: Any) -> Dataset:
+        config = DataConfig(**{"folder": str(self.folder), "frames": 5, "height": 32, "width": 32, **settings})
         return scan(config, frame_step=4, size_step=16, fps=16.0)
 
     def start(
@@ -46,8 +47,9 @@ class World:
         self.media = CountingEncoder("media", self.log, identity)
         self.text = CountingEncoder("text", self.log)
         prepare(self.media, self.text)
-        given = {"height": 32, "width": 32, "fps": 16.0, **settings}
-        samples = self.dataset().samples
+        data = {name: settings.pop(name) for name in ("height", "width") if name in settings}
+        given = {"fps": 16.0, **settings}
+        samples = self.dataset(**data).samples
         return encode(samples, cache=self.cache, media_encoder=self.media, text_encoder=self.text, **given)
 
 
@@ -133,6 +135,25 @@ def test_another_transform_or_encoder_encodes_the_clips_again(world: World, sett
     assert (first[3].media_key != second[3].media_key) == images_too
 
 
+def test_samples_of_other_sizes_are_encoded_at_their_own(world: World) -> None:
+    first = world.start()
+    samples = [replace(s, height=48) if s.id in "bd" else s for s in world.dataset().samples]
+    media = CountingEncoder("media")
+    again = encode(samples, cache=world.cache, media_encoder=media, text_encoder=CountingEncoder("text"), fps=16.0)
+    assert [item.shape for item in media.items] == [(3, 5, 48, 32), (3, 1, 48, 32)]
+    changed = [a.id for a, b in zip(first, again, strict=True) if a.media_key != b.media_key]
+    assert changed == ["b", "d"]
+
+
+def test_all_of_several_captions_are_encoded_each_once(world: World) -> None:
+    samples = [replace(s, captions=("x", s.captions[0], "y")) for s in world.dataset().samples]
+    text = CountingEncoder("text")
+    encoded = encode(samples, cache=world.cache, media_encoder=CountingEncoder("media"), text_encoder=text, fps=16.0)
+    assert text.items == ["", "x", "caption a", "y", "caption b", "caption c", "caption d"]
+    features = [encoded[2].load(caption=number)["text"].tolist() for number in range(3)]
+    assert features == [[[1, ord("x")]], [[9, sum(map(ord, "caption c"))]], [[1, ord("y")]]]
+
+
 def test_a_torn_entry_is_encoded_again(world: World) -> None:
     world.start()
     path = next((world.cache.folder / "media").rglob("*.safetensors"))
@@ -195,11 +216,11 @@ def test_progress_counts_what_is_missing(world: World) -> None:
     seen: list[list[Any]] = []
 
     @contextmanager
-    def watch(stage: str, total: int) -> Iterator[Callable[[], None]]:
+    def watch(stage: str, total: int) -> Iterator[Callable[[float], None]]:
         seen.append([stage, total, 0])
 
-        def advance() -> None:
-            seen[-1][2] += 1
+        def advance(amount: float) -> None:
+            seen[-1][2] += amount
 
         yield advance
 

@@ -18,25 +18,9 @@ from ditkit_core.export import ExportConfig, check_export, export_adapter, expor
 from ditkit_core.precision import Precision
 from ditkit_core.prepare import Prepared, build, load
 from ditkit_core.safetensors_file import SafetensorsSource, StoredTensor
-from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel
+from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, in_form, native_name
 
-
-def _theirs(name: str) -> str:
-    return name.replace("layers.", "their_blocks.").replace("embed.", "their_embed.").replace("qkv", "to_qkv")
-
-
-def _ours(name: str) -> str | None:
-    if name.startswith("their_"):
-        return name.replace("their_blocks.", "layers.").replace("their_embed.", "embed.").replace("to_qkv", "qkv")
-    return TOY.names.to_native(name)
-
-
-# The toy with a second form with names of its own.
-SPEC = replace(
-    TOY,
-    presets={"tiny": ToyArch()},
-    names=replace(TOY.names, to_native=_ours, from_native={**TOY.names.from_native, "diffusers": _theirs}),
-)
+SPEC = replace(TOY, presets={"tiny": ToyArch()})
 BOTH = ("official", "diffusers")
 FP32 = Precision(matmul=torch.float32)
 
@@ -46,7 +30,7 @@ def base(tmp_path: Path) -> Path:
     folder = tmp_path / "base"
     folder.mkdir()
     torch.manual_seed(0)
-    save_file({TOY.names.from_native["official"](n): t for n, t in ToyModel(ToyArch(), FP32).state_dict().items()}, folder / "x.safetensors")  # fmt: skip
+    save_file(in_form(ToyModel(ToyArch(), FP32).state_dict(), "official"), folder / "x.safetensors")
     return folder
 
 
@@ -169,7 +153,7 @@ def test_a_full_fine_tune_is_exported_whole_in_its_dtypes(base, tmp_path):
     again = prepared(folder, AdapterConfig(method="full"), precision=Precision(matmul=torch.bfloat16)).model
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
-    stored = {SPEC.names.to_native(key): t.dtype for key, t in stored_in(folder).items()}
+    stored = {native_name(key): t.dtype for key, t in stored_in(folder).items()}
     assert stored == {n: torch.float32 if SPEC.keep_fp32(n) else torch.bfloat16 for n in model.state_dict()}
 
 
@@ -193,7 +177,7 @@ def test_the_config_json_goes_with_the_form_whose_readers_want_it(base, tmp_path
 def test_a_merged_transformer_has_no_trace_of_the_adapter_in_its_names(base, tmp_path):
     model = trained(base).model
     (folder,) = export_merged(model, SPEC, tmp_path, ExportConfig(), metadata={})
-    natives = {SPEC.names.to_native(key) for key in stored_in(folder)}
+    natives = {native_name(key) for key in stored_in(folder)}
     assert natives == {canonical_name(name) for name in model.state_dict() if ".lora_" not in name}
 
 

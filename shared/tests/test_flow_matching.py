@@ -10,7 +10,6 @@ from ditkit_core.errors import UserError
 from ditkit_core.flow_matching import (
     FlowConfig,
     draw_noise,
-    draw_sigma,
     loss_weight,
     shift_sigma,
     sigma_at,
@@ -21,12 +20,16 @@ from ditkit_core.testing.toy import TOY, toy_items
 GRID = torch.linspace(0, 1, 1001, dtype=torch.float64)
 CONFIGS = [
     FlowConfig(sampling="uniform"),
-    FlowConfig(sampling="shifted", shift=5.0),
+    FlowConfig(shifting="constant", shift=5.0),
     FlowConfig(sampling="logit_normal", logit_mean=0.4, logit_std=1.3),
     FlowConfig(sampling="uniform", min_sigma=0.2, max_sigma=0.7),
-    FlowConfig(sampling="shifted", shift=3.0, min_sigma=0.875),
-    FlowConfig(sampling="logit_normal", min_sigma=0.1, max_sigma=0.9),
+    FlowConfig(shifting="constant", shift=3.0, min_sigma=0.875),
+    FlowConfig(sampling="logit_normal", shifting="constant", shift=2.0, min_sigma=0.1, max_sigma=0.9),
 ]
+
+
+def levels_of(probability, config):
+    return sigma_at(probability, config, config.shift)
 
 
 def test_a_shift_of_five_gives_the_official_timesteps():
@@ -44,7 +47,7 @@ def test_the_inverse_shift_undoes_a_shift():
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_quantiles_cover_the_range_in_order(config):
-    sigma = sigma_at(GRID, config)
+    sigma = levels_of(GRID, config)
     assert sigma.dtype is torch.float64
     assert (sigma.diff() > 0).all()
     assert sigma[0].item() == pytest.approx(config.min_sigma, abs=1e-12)
@@ -59,37 +62,43 @@ def test_the_logit_normal_has_the_mean_and_deviation_it_was_given():
 
 def test_adding_the_log_of_a_shift_to_the_logit_mean_shifts():
     moved = sigma_at(GRID, FlowConfig(sampling="logit_normal", logit_mean=math.log(3.0)))
-    assert torch.allclose(moved, shift_sigma(sigma_at(GRID, FlowConfig(sampling="logit_normal")), 3.0), atol=1e-12)
+    plain = FlowConfig(sampling="logit_normal")
+    assert torch.allclose(moved, shift_sigma(sigma_at(GRID, plain), 3.0), atol=1e-12)
+    assert torch.allclose(moved, sigma_at(GRID, plain, 3.0), atol=1e-12)
+
+
+@pytest.mark.parametrize(("shifting", "expected"), [("model", 2.5), ("none", 1.0), ("constant", 7.0)])
+def test_levels_are_shifted_by_what_the_configuration_says(shifting, expected):
+    shift = 7.0 if shifting == "constant" else 1.0
+    assert FlowConfig(shifting=shifting, shift=shift).shift_for(2.5) == expected
 
 
 def test_a_range_restricts_the_distribution_and_clamps_nothing():
-    whole = FlowConfig(sampling="shifted", shift=3.0)
-    levels = sigma_at((torch.arange(100_000) + 0.5) / 100_000, whole)
+    levels = sigma_at((torch.arange(100_000) + 0.5) / 100_000, FlowConfig(), 3.0)
     inside = levels[(levels > 0.4) & (levels < 0.9)]
-    restricted = sigma_at((torch.arange(1000) + 0.5) / 1000, FlowConfig(shift=3.0, min_sigma=0.4, max_sigma=0.9))
+    restricted = sigma_at((torch.arange(1000) + 0.5) / 1000, FlowConfig(min_sigma=0.4, max_sigma=0.9), 3.0)
     expected = torch.quantile(inside, (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000)
     assert torch.allclose(restricted, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_draws_are_fp32_and_follow_the_quantiles(config):
-    random = torch.Generator().manual_seed(1)
-    draws = torch.stack([draw_sigma(config, random) for _ in range(2000)])
+    draws = torch.stack([draw_noise(torch.zeros(1), config, config.shift, 1, place)[0] for place in range(2000)])
     assert draws.dtype is torch.float32
     assert (draws >= config.min_sigma).all() and (draws <= config.max_sigma).all()
     quantiles = torch.quantile(draws.double(), torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))
-    assert torch.allclose(quantiles, sigma_at(torch.tensor([0.25, 0.5, 0.75]), config), atol=0.03)
+    assert torch.allclose(quantiles, levels_of(torch.tensor([0.25, 0.5, 0.75]), config), atol=0.03)
 
 
 def test_noise_is_a_function_of_its_names():
     latents = torch.zeros(4, 1, 3, 3)
     config = FlowConfig()
-    level, noise = draw_noise(latents, config, 0, "noise", 7, 0, "clip")
+    level, noise = draw_noise(latents, config, 5.0, 0, "noise", 7, 0, "clip")
     torch.manual_seed(99)
-    again_level, again = draw_noise(latents, config, 0, "noise", 7, 0, "clip")
+    again_level, again = draw_noise(latents, config, 5.0, 0, "noise", 7, 0, "clip")
     assert level == again_level and torch.equal(noise, again)
     for names in ((1, "noise", 7, 0, "clip"), (0, "noise", 8, 0, "clip"), (0, "noise", 7, 0, "other")):
-        other_level, other = draw_noise(latents, config, *names)
+        other_level, other = draw_noise(latents, config, 5.0, *names)
         assert other_level != level and not torch.equal(other, noise)
 
 
@@ -98,14 +107,14 @@ def test_bell_weights_are_those_of_the_thousand_timestep_table():
     table = torch.exp(-2 * ((timesteps - 500) / 1000) ** 2)
     table = table - table.min()
     table = table * 1000 / table.sum()
-    config = FlowConfig(sampling="shifted", shift=5.0, weighting="bell")
-    assert torch.allclose(loss_weight(timesteps / 1000, config), table, rtol=1e-9, atol=1e-9)
+    config = FlowConfig(weighting="bell")
+    assert torch.allclose(loss_weight(timesteps / 1000, config, 5.0), table, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_bell_weights_average_to_one_over_any_distribution(config):
     config = FlowConfig(**{**vars(config), "weighting": "bell"})
-    weights = loss_weight(sigma_at((torch.arange(20_000) + 0.5) / 20_000, config), config)
+    weights = loss_weight(levels_of((torch.arange(20_000) + 0.5) / 20_000, config), config, config.shift)
     assert weights.mean().item() == pytest.approx(1.0, abs=5e-3)
 
 
@@ -125,6 +134,8 @@ def test_the_other_weights_follow_their_formula():
         {"min_sigma": 0.5, "max_sigma": 0.5},
         {"max_sigma": 1.5},
         {"weighting": "sigma_sqrt"},
+        {"guidance": -1.0},
+        {"shift": 3.0},
     ],
 )
 def test_settings_that_make_no_sense_are_refused_in_one_line(fields):
@@ -150,7 +161,7 @@ def test_the_target_is_noise_minus_data_and_sizes_count_alike():
     noise = [torch.randn(item["latents"].shape, generator=torch.Generator().manual_seed(3)) for item in items]
     sigma = torch.tensor([0.25, 1.0])
     model = Oracle(items, noise, [2.0, -3.0])
-    errors = velocity_errors(model, Engine(), TOY.make_inputs, items, sigma, noise)
+    errors = velocity_errors(model, Engine(), TOY.make_inputs, items, sigma, noise, 1.0)
     assert errors.dtype is torch.float32
     assert torch.allclose(errors, torch.tensor([4.0, 9.0]))
     assert torch.allclose(model.inputs.latents[0], 0.75 * items[0]["latents"] + 0.25 * noise[0])

@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from ditkit_core import lora_linear
 from ditkit_core.adapters import AdapterConfig, adapter_layers
-from ditkit_core.lora_linear import low_rank, rounded_sum
+from ditkit_core.lora_linear import low_rank_sum
 from ditkit_core.testing.toy import TOY
 from ditkit_core.testing.world import make_model
 
@@ -42,13 +46,62 @@ def test_it_equals_peft(dtype, tolerance):
 
 def test_gradcheck():
     torch.manual_seed(0)
-    x, down, up = (torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in ((2, 3, 5), (2, 5), (4, 2)))
-    assert torch.autograd.gradcheck(lambda *t: low_rank(*t, 1.5), (x, down, up))
+    sizes = ((2, 3, 5), (2, 5), (4, 2), (4, 5))
+    x, down, up, weight = (torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in sizes)
+    assert torch.autograd.gradcheck(lambda *t: low_rank_sum(*t[:3], 1.5, lambda: t[0] @ t[3].T), (x, down, up, weight))
 
 
 def test_a_sum_over_a_half_base_rounds_once():
-    result, delta = torch.randn(3, 4).bfloat16(), torch.randn(3, 4)
-    assert torch.equal(rounded_sum(result, delta), (result.float() + delta).bfloat16())
+    torch.manual_seed(0)
+    result, x, down, up = (
+        torch.randn(2, 3, 4).bfloat16(),
+        torch.randn(2, 3, 5).bfloat16(),
+        torch.randn(2, 5),
+        torch.randn(4, 2),
+    )
+    delta = (x.float() @ down.T * 1.5) @ up.T
+    assert torch.equal(low_rank_sum(x, down, up, 1.5, lambda: result), (result.float() + delta).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_change_no_bit(dtype, monkeypatch):
+    """Of outputs and gradients; 23 rows and 13 columns end with a part that is shorter."""
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        x, base = (torch.randn(23, size).to(dtype).requires_grad_() for size in (8, 13))
+        down, up = torch.randn(4, 8, requires_grad=True), torch.randn(13, 4, requires_grad=True)
+        out = low_rank_sum(x, down, up, 0.5, lambda: base * 1)
+        return [out, *torch.autograd.grad(out, (x, base, down, up), torch.randn(23, 13).to(dtype))]
+
+    whole = run()
+    monkeypatch.setattr(lora_linear, "_at_once", lambda x, axis: 5)
+    assert all(map(torch.equal, run(), whole))
+
+
+def test_a_fused_projection_is_never_held_wide():
+    """fp32 beside bf16: no tensor of the size of the output in a wider dtype, forward or backward."""
+    x, down, up = torch.randn(1024, 8).bfloat16(), torch.randn(4, 8), torch.randn(8192, 4)
+    x, down, up = (tensor.requires_grad_() for tensor in (x, down, up))
+    weight = torch.randn(8192, 8).bfloat16()
+    with WidestTensor() as seen:
+        low_rank_sum(x, down, up, 1.0, lambda: F.linear(x, weight)).sum().backward()
+    assert seen.bytes == 2 * 1024 * 8192
+
+
+class WidestTensor(TorchDispatchMode):
+    """Bytes of the largest tensor that any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.bytes = max(
+            self.bytes, *(x.untyped_storage().nbytes() for x in tree_leaves(out) if isinstance(x, Tensor)), 0
+        )
+        return out
 
 
 def test_what_is_kept_for_backward_is_the_input_as_it_came():

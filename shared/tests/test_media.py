@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from ditkit_core.errors import UserError
-from ditkit_core.media import available_frames, probe, read_clip, write_image, write_video
+from ditkit_core.media import available, probe, read_clip, write_image, write_video
 from ditkit_core.timeline import SLACK_SECONDS
 from media_files import LEVELS, numbered_video, picture
 
@@ -27,7 +27,7 @@ def test_a_clip_at_another_rate_shows_the_frames_on_screen_at_its_times(
 ) -> None:
     path = numbered_video(tmp_path / f"clip.{container}", frames=24, fps=24.0)
     count = int(24 / step)
-    assert available_frames(path, fps) == count
+    assert available(path, fps).frames == count
     assert frame_numbers(path, frames=count, fps=fps) == [int(i * step) for i in range(count)]
     with pytest.raises(UserError, match=r"ends after 1\.00 s"):
         frame_numbers(path, frames=count + 1, fps=fps)
@@ -64,19 +64,19 @@ def test_frames_that_an_edit_list_hides_are_not_shown(tmp_path: Path) -> None:
     path = numbered_video(
         tmp_path / "trimmed.mp4", frames=20, fps=25, ticks=ticks, options={"avoid_negative_ts": "disabled"}
     )
-    assert available_frames(path, 25.0) == 15
+    assert available(path, 25.0).frames == 15
     assert frame_numbers(path, frames=15, fps=25.0) == list(range(5, 20))
 
 
 def test_the_last_frame_stays_for_its_duration(tmp_path: Path) -> None:
     path = numbered_video(tmp_path / "clip.mp4", frames=3, fps=2.0)
-    assert available_frames(path, 10.0) == 15
+    assert available(path, 10.0).frames == 15
     assert frame_numbers(path, frames=15, fps=10.0) == [0] * 5 + [1] * 5 + [2] * 5
 
 
 def test_counting_stops_when_enough_is_there(tmp_path: Path) -> None:
     path = numbered_video(tmp_path / "clip.mp4", frames=24, fps=24.0)
-    assert [available_frames(path, 16.0, at_most=n) for n in (5, 16, 17)] == [5, 16, 16]
+    assert [available(path, 16.0, at_most=n).frames for n in (5, 16, 17)] == [5, 16, 16]
 
 
 def test_probe_measures_a_video(tmp_path: Path) -> None:
@@ -186,6 +186,6 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
 
 def test_an_image_is_one_frame(tmp_path: Path) -> None:
     path = picture(tmp_path / "a.JPG")
-    assert available_frames(path, 16.0) == 1
+    assert available(path, 16.0).frames == 1
     with pytest.raises(UserError, match="still image"):
         read_clip(path, frames=5, fps=16.0, height=16, width=16)

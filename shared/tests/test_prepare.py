@@ -14,18 +14,17 @@ from ditkit_core.components import Components
 from ditkit_core.errors import UserError
 from ditkit_core.precision import Precision
 from ditkit_core.prepare import Prepared, Unloaded, build, load
-from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel
+from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, in_form, native_name
 
 FP32 = Precision(matmul=torch.float32)
-SPEC = replace(TOY, infer_arch=lambda config: ToyArch(depth=config["depth"], heads=config["heads"]))
+SPEC = replace(TOY, infer_arch=lambda config, index: ToyArch(depth=config["depth"], heads=config["heads"]))
 ONE = replace(SPEC, presets={"tiny": ToyArch()})  # the toy's own two differ in no shape
 
 
-def weights(depth: int = 2) -> dict[str, torch.Tensor]:
-    """The toy's tensors by official name."""
+def weights(depth: int = 2, form: str = "official") -> dict[str, torch.Tensor]:
+    """The toy's tensors as a file has them."""
     torch.manual_seed(0)
-    model = ToyModel(ToyArch(depth=depth), FP32)
-    return {TOY.names.from_native["official"](name): tensor for name, tensor in model.state_dict().items()}
+    return in_form(ToyModel(ToyArch(depth=depth), FP32).state_dict(), form)
 
 
 @pytest.fixture
@@ -82,7 +81,7 @@ def test_before_loading_the_model_is_checked_and_has_no_memory(base):
 
 def test_the_base_has_the_files_values_and_the_adapters_are_new(base):
     result = prepared(base)
-    expected = {TOY.names.to_native(name): tensor for name, tensor in weights().items()}
+    expected = {native_name(name): tensor for name, tensor in weights().items()}
     loaded = native(result.model)
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
@@ -208,6 +207,16 @@ def test_without_a_config_json_the_preset_is_the_one_whose_shapes_fit(base):
         prepared(base, spec=TOY)
     with pytest.raises(UserError, match="no preset fits the weights in .*; set model.preset to one of deep"):
         prepared(base, spec=replace(SPEC, presets={"deep": ToyArch(depth=3)}))
+    save_file(weights(form="diffusers"), base / "transformer" / "model.safetensors")
+    assert prepared(base, spec=spec).preset == "fits"
+
+
+def test_every_form_of_the_base_is_the_same_model(base):
+    official = native(prepared(base).model)
+    save_file(weights(form="diffusers"), base / "transformer" / "model.safetensors")
+    stacked = native(prepared(base).model)
+    assert official.keys() == stacked.keys()
+    assert all(torch.equal(stacked[name], tensor) for name, tensor in official.items())
 
 
 def test_a_preset_that_does_not_fit_the_weights_is_an_error(base):

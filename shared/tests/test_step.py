@@ -56,10 +56,10 @@ def test_loss_and_gradient_are_those_of_the_weighted_mean_written_out():
     reference, expected = toy_model()
     total = torch.zeros(())
     for place, (name, item) in enumerate((n, i) for batch in made for n, i in zip(batch.ids, batch.items, strict=True)):
-        sigma, noise = draw_noise(item["latents"], FLOW, 1, "noise", 3, place, name)
+        sigma, noise = draw_noise(item["latents"], FLOW, 5.0, 1, "noise", 3, place, name)
         noised = (1 - sigma) * item["latents"] + sigma * noise
         velocity = reference(ToyInputs([noised], sigma[None], [item["text"]]))[0]
-        total = total + loss_weight(sigma, FLOW) * (velocity - (noise - item["latents"])).square().mean() / 3
+        total = total + loss_weight(sigma, FLOW, 5.0) * (velocity - (noise - item["latents"])).square().mean() / 3
     total.backward()
     assert result.loss == pytest.approx(total.item(), rel=1e-5)
     for name, parameter in expected.items():
@@ -148,3 +148,46 @@ def test_the_engine_changes_no_number(policy):
     second = step(other, NamedOptimizer(other_weights, OptimConfig()), batches((2, 1)), run=Engine(policy=policy))
     assert first == second
     assert all(torch.equal(plain_weights[name], other_weights[name]) for name in plain_weights)
+
+
+def by_hand(micro_batches, factors, counted):
+    """Each sample's loss by the formula, as one sum: (factor of its micro-batch's samples) / (what is counted)."""
+    model, trainable = toy_model()
+    total, place = torch.zeros(()), 0
+    for batch, factor in zip(micro_batches, factors, strict=True):
+        for name, item in zip(batch.ids, batch.items, strict=True):
+            sigma, noise = draw_noise(item["latents"], FLOW, 5.0, 1, "noise", 3, place, name)
+            noised = (1 - sigma) * item["latents"] + sigma * noise
+            velocity = model(ToyInputs([noised], sigma[None], [item["text"]]))[0]
+            error = (velocity - (noise - item["latents"])).square().mean()
+            total, place = total + factor * loss_weight(sigma, FLOW, 5.0) * error / counted, place + 1
+    total.backward()
+    return total.item(), trainable
+
+
+def same_gradients(ours, theirs):
+    for name, parameter in theirs.items():
+        scale = float(parameter.grad.abs().max())
+        assert torch.allclose(ours[name].grad, parameter.grad, rtol=1e-4, atol=1e-6 * scale), name
+
+
+def test_samples_of_the_prior_add_their_own_weighted_mean():
+    """Two micro-batches of 2 and 1 instance samples, each with as many of the prior: mean + 0.4 * mean over the prior."""
+    instance, prior, instance_2, prior_2 = batches((2, 2, 1, 1))
+    prior, prior_2 = (b._replace(weights=[0.4] * len(b.ids), counted=0.0) for b in (prior, prior_2))
+    made = [instance, prior, instance_2, prior_2]
+    model, trainable = toy_model()
+    result = step(model, NamedOptimizer(trainable, OptimConfig()), made)
+    loss, expected = by_hand(made, (1.0, 0.4, 1.0, 0.4), counted=3)
+    assert result.loss == pytest.approx(loss, rel=1e-5)
+    same_gradients(trainable, expected)
+
+
+def test_a_micro_batch_may_count_for_more_or_less_than_it_has():
+    made = [batch._replace(counted=1.4) for batch in batches((1, 2))]
+    model, trainable = toy_model()
+    result = step(model, NamedOptimizer(trainable, OptimConfig()), made)
+    _, expected = by_hand(made, (1.0, 1.0), counted=2.8)
+    same_gradients(trainable, expected)
+    mean, _ = by_hand(made, (1.0, 1.0), counted=3)
+    assert result.loss == pytest.approx(mean, rel=1e-5), "what is reported is the mean over the samples there were"

@@ -96,9 +96,9 @@ def test_the_average_is_what_is_measured(tmp_path):
     done = toy_run(tmp_path, 6, held_out=HeldOutConfig(sigmas=(0.3, 0.8)), held_out_clips=CLIPS)
     model, trainable = toy_model(dropout=0.1)
     copy_values(trainable, load_state(done.result.save).tensors["ema"])
-    assert held_out_loss(model, Engine(), TOY, *CLIPS, (0.3, 0.8)).mean == done.result.held_out
+    assert held_out_loss(model, Engine(), TOY, CLIPS.ids, CLIPS.items, (0.3, 0.8)).mean == done.result.held_out
     copy_values(trainable, done.parameters)
-    assert held_out_loss(model, Engine(), TOY, *CLIPS, (0.3, 0.8)).mean != done.result.held_out
+    assert held_out_loss(model, Engine(), TOY, CLIPS.ids, CLIPS.items, (0.3, 0.8)).mean != done.result.held_out
 
 
 def test_exports_see_the_average_and_saves_the_trained_weights(tmp_path):

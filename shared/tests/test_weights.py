@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ditkit_core.errors import UserError
-from ditkit_core.model import StateDictNames
+from ditkit_core.model import Part, StateDictNames
 from ditkit_core.precision import Precision
 from ditkit_core.safetensors_file import SafetensorsSource, write_safetensors
-from ditkit_core.testing.toy import TOY, ToyArch, ToyModel
-from ditkit_core.weights import load_into, match
+from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
+from ditkit_core.weights import Advice, load_into, match
 
 CPU = torch.device("cpu")
 
@@ -35,9 +35,8 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def official(model: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
-    rename = TOY.names.from_native["official"]
-    return {prefix + rename(name): tensor.clone() for name, tensor in model.state_dict().items()}
+def official(model: nn.Module, prefix: str = "", form: str = "official") -> dict[str, torch.Tensor]:
+    return {prefix + name: tensor for name, tensor in in_form(model.state_dict(), form).items()}
 
 
 def shard(folder: Path, tensors: dict[str, torch.Tensor], count: int) -> None:
@@ -60,9 +59,10 @@ def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
 
 @pytest.mark.parametrize("prefix", ["", "model."])
 @pytest.mark.parametrize("layout", ["file", "folder", "shards", "index"])
-def test_a_model_is_loaded_from_every_layout(tmp_path, prefix, layout):
+@pytest.mark.parametrize("form", ["official", "diffusers"])
+def test_a_model_is_loaded_from_every_layout_and_form(tmp_path, prefix, layout, form):
     model = toy()
-    tensors = official(model, prefix)
+    tensors = official(model, prefix, form)
     if layout in ("file", "folder"):
         save_file(tensors, tmp_path / "x.safetensors")
     else:
@@ -162,12 +162,112 @@ def test_left_over_names_may_be_ignored_by_the_caller_alone(tmp_path):
 
 
 def test_two_names_of_one_parameter_are_refused(tmp_path):
-    names = StateDictNames(
-        prefixes=(), to_native={"a": "x", "b": "x"}.get, from_native={"official": lambda name: name}
-    )  # fmt: skip
+    names = StateDictNames.renaming(to_native={"a": "x", "b": "x"}.get)
     save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / "x.safetensors")
     with pytest.raises(UserError, match="1 unexpected: b"):
         match(SafetensorsSource.open(tmp_path), names, {"x": (1,)})
+
+
+# A file's tensor of two parameters, and a parameter of two tensors with its rows in the other order.
+STACKED = {
+    "kv": (Part("k"), Part("v")),
+    "shift": (Part("mod", 1, 2),),
+    "scale": (Part("mod", 0, 2),),
+    "halves": (Part("mod", 1, 2), Part("mod", 0, 2)),
+    "mod": (Part("mod"),),
+}
+STACKED_NAMES = StateDictNames(prefixes=(), to_native=STACKED.get, from_native={})
+STACKED_SHAPES = {"k": (2, 3), "v": (2, 3), "mod": (4, 3)}
+
+
+def numbered(rows: int, start: int = 0) -> torch.Tensor:
+    """[rows, 3] that counts on from a number."""
+    return torch.arange(start, start + 3 * rows, dtype=torch.float32).view(rows, 3)
+
+
+def stacked_model() -> nn.Module:
+    with torch.device("meta"):
+        model = nn.Module()
+        for name, shape in STACKED_SHAPES.items():
+            model.register_parameter(name, nn.Parameter(torch.empty(shape)))
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("edited", [False, True])
+def test_rows_of_a_parameter_are_found_where_they_lie(tmp_path, dtype, edited):
+    save_file({"kv": numbered(4), "shift": numbered(2, 12), "scale": numbered(2, 18)}, tmp_path / "x.safetensors")
+    model, source = stacked_model(), SafetensorsSource.open(tmp_path)
+    edits = {name: lambda tensor: tensor.add_(1) for name in STACKED_SHAPES} if edited else {}
+    mapping = match(source, STACKED_NAMES, STACKED_SHAPES)
+    load_into(model, source, mapping, device_of=lambda name: CPU, dtype_of=lambda name: dtype, edits=edits)
+    expected = {"k": numbered(4)[:2], "v": numbered(4)[2:], "mod": torch.cat([numbered(2, 18), numbered(2, 12)])}
+    for name, tensor in expected.items():
+        assert torch.equal(model.state_dict()[name], (tensor + edited).to(dtype)), name
+
+
+def test_of_a_stacked_tensor_only_the_rows_that_are_wanted_are_read(tmp_path, monkeypatch):
+    save_file({"kv": numbered(4), "halves": numbered(4)}, tmp_path / "x.safetensors")
+    source, read, model = SafetensorsSource.open(tmp_path), [], stacked_model()
+    whole = SafetensorsSource.read
+
+    def counted(self, name, buffer=None, **rows):
+        tensor = whole(self, name, buffer, **rows)
+        read.append((name, tensor.numel() * tensor.element_size()))
+        return tensor
+
+    monkeypatch.setattr(SafetensorsSource, "read", counted)
+    mapping = match(source, STACKED_NAMES, STACKED_SHAPES)
+    load_into(model, source, mapping, device_of=lambda name: CPU, dtype_of=lambda name: torch.float32)
+    assert sorted(read) == [("halves", 24), ("halves", 24), ("kv", 24), ("kv", 24)]
+    assert torch.equal(model.state_dict()["mod"], torch.cat([numbered(4)[2:], numbered(4)[:2]]))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({"kv": 4, "shift": 2}, "1 missing: mod$"),
+        ({"kv": 5, "mod": 4}, r"1 mis-shaped: kv \[5, 3\] instead of \[4, 3\]$"),
+        ({"kv": 4, "shift": 1, "scale": 2}, r"1 mis-shaped: shift \[1, 3\] instead of \[2, 3\]$"),
+        ({"kv": 4, "halves": 4, "shift": 2}, "1 unexpected: shift$"),
+        ({"kv": 4, "mod": 4, "scale": 2}, "1 unexpected: scale$"),
+    ],
+)
+def test_stacked_tensors_are_held_to_every_name_and_shape_too(tmp_path, tensors, said):
+    save_file({name: numbered(rows) for name, rows in tensors.items()}, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match=said) as error:
+        match(SafetensorsSource.open(tmp_path), STACKED_NAMES, STACKED_SHAPES)
+    one_line(error)
+
+
+def test_a_part_of_a_tensor_that_the_model_does_not_have_makes_the_tensor_unexpected(tmp_path):
+    save_file({"kv": numbered(4), "mod": numbered(4)}, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match="1 missing: k; 1 unexpected: kv"):
+        match(SafetensorsSource.open(tmp_path), STACKED_NAMES, {"k": (2, 3), "mod": (4, 3)})
+
+
+def test_a_convolution_of_one_pixel_is_a_matrix(tmp_path):
+    save_file({"mod": torch.rand(4, 3, 1, 1), "kv": torch.rand(4, 3, 1)}, tmp_path / "x.safetensors")
+    model, source = stacked_model(), SafetensorsSource.open(tmp_path)
+    mapping = match(source, STACKED_NAMES, STACKED_SHAPES)
+    load_into(model, source, mapping, device_of=lambda name: CPU, dtype_of=lambda name: torch.float32)
+    assert torch.equal(model.state_dict()["mod"], source.read("mod").view(4, 3))
+    save_file({"mod": torch.rand(4, 1, 3), "kv": torch.rand(4, 3)}, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match=r"mod \[4, 1, 3\] instead of \[4, 3\]"):
+        match(SafetensorsSource.open(tmp_path), STACKED_NAMES, STACKED_SHAPES)
+
+
+def test_the_words_about_what_does_not_fit_are_the_callers(tmp_path):
+    advice = Advice(described_by="its config", if_unknown="A", if_depth_differs="B", if_shapes_differ="C")
+    wider = {**official(toy()), "head.out.bias": torch.zeros(7)}
+    for tensors, said in (
+        ({"conv.weight": torch.zeros(2)}, "not known here; A;"),
+        (official(toy(depth=3)), "its config does not fit the weights, which have 3 layers where it has 2; B;"),
+        (wider, "its config does not fit the weights; C;"),
+    ):
+        save_file(tensors, tmp_path / "x.safetensors")
+        with pytest.raises(UserError, match=said):
+            match(SafetensorsSource.open(tmp_path), TOY.names, shapes(toy()), advice=advice)
 
 
 def test_a_truncated_file_is_refused(tmp_path):
@@ -303,7 +403,7 @@ def status(key):
     line = next(line for line in open("/proc/self/status") if line.startswith(key))
     return int(line.split()[1]) * 1024
 
-names = StateDictNames(prefixes=(), to_native=lambda name: name, from_native={})
+names = StateDictNames.renaming(to_native=lambda name: name)
 source = SafetensorsSource.open(Path(sys.argv[1]))
 
 def load(layers, dtype):

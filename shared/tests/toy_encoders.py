@@ -1,9 +1,12 @@
 """Encoders that count what they do, for the tests of the encode stage."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ditkit_core.model import ignored
 
 
 class CountingEncoder:
@@ -11,6 +14,7 @@ class CountingEncoder:
 
     def __init__(self, kind: str, log: list[str] | None = None, identity: str = "v1") -> None:
         self.kind = kind
+        self.items_at_once = 1
         self.identity = f"{kind} {identity}"
         self.log = [] if log is None else log
         """`load media`, `media`, `unload media`, …; shared by encoders to see their order."""
@@ -26,7 +30,13 @@ class CountingEncoder:
     def unload(self) -> None:
         self.log.append(f"unload {self.kind}")
 
-    def encode(self, item: Any) -> dict[str, Tensor]:
+    def encode(self, items: Sequence[Any], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
+        assert 0 < len(items) <= self.items_at_once
+        encoded = [self._one(item) for item in items]
+        advance(float(len(items)))
+        return encoded
+
+    def _one(self, item: Any) -> dict[str, Tensor]:
         if self.stop_after is not None and len(self.items) >= self.stop_after:
             raise KeyboardInterrupt
         assert self.log.count(f"load {self.kind}") == self.log.count(f"unload {self.kind}") + 1

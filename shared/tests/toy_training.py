@@ -25,6 +25,8 @@ class ToyBatch(NamedTuple):
 
     ids: Sequence[str]
     items: Sequence[dict[str, Tensor]]
+    weights: Sequence[float] = ()
+    counted: float | None = None
 
 
 class ToyData:
@@ -38,6 +40,9 @@ class ToyData:
         places = range(index * self.batch_size, (index + 1) * self.batch_size)
         chosen = [place * 7 % 11 % len(self.items) for place in places]
         return ToyBatch([f"clip {i}" for i in chosen], [self.items[i] for i in chosen])
+
+    def micro_batches(self, index: int) -> list[ToyBatch]:
+        return [self.micro_batch(index)]
 
 
 def toy_model(method: str = "full", *, dropout: float = 0.0) -> tuple[nn.Module, dict[str, nn.Parameter]]:

@@ -5,10 +5,11 @@ import torch
 from torch import Tensor
 
 from ditkit_core.precision import Precision
-from ditkit_wan.model import WanInputs, WanTransformer, timestep_features
+from ditkit_core.rotary import timestep_features
+from ditkit_wan.model import WanInputs, WanTransformer
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN
-from ditkit_wan.state_dict import NAMES
+from ditkit_wan.state_dict import to_native
 
 
 def pair(head_dim: int, *, dtype: torch.dtype, heads: int = 2) -> tuple[WanTransformer, torch.nn.Module]:
@@ -32,7 +33,7 @@ def pair(head_dim: int, *, dtype: torch.dtype, heads: int = 2) -> tuple[WanTrans
         if "time_embedder" in name:
             parameter.data = 0.02 * torch.randn_like(parameter)
     ours = WanTransformer(arch, Precision(matmul=dtype))
-    ours.load_state_dict({NAMES.to_native(name): tensor.clone() for name, tensor in theirs.state_dict().items()})
+    ours.load_state_dict({to_native(name): tensor.clone() for name, tensor in theirs.state_dict().items()})
     return ours.to(dtype), theirs.to(dtype)
 
 
@@ -84,7 +85,7 @@ def both(ours, theirs, dtype: torch.dtype, batch: int = 2, timestep: Tensor | No
     pairs = [("output", out, their_out)]
     pairs += [(name, grad, x.grad) for (name, grad), x in zip(mine, (latents, text), strict=True)]
     named = dict(ours.named_parameters())
-    pairs += [(name, named[NAMES.to_native(name)].grad, p.grad) for name, p in theirs.named_parameters()]
+    pairs += [(name, named[to_native(name)].grad, p.grad) for name, p in theirs.named_parameters()]
     return pairs
 
 
@@ -170,7 +171,7 @@ def test_samples_of_different_size_with_timesteps_per_token_equal_diffusers_on_e
         (out - goal).square().sum().backward()
         pairs += [("output", mine[i][0], out), (f"latents {i}", mine[i][1], x.grad)]
     named = dict(ours.named_parameters())
-    pairs += [(name, named[NAMES.to_native(name)].grad, p.grad) for name, p in theirs.named_parameters()]
+    pairs += [(name, named[to_native(name)].grad, p.grad) for name, p in theirs.named_parameters()]
     assert_close([*pairs, ("text", d_text, text.grad)], 1e-5)
 
 
@@ -182,7 +183,7 @@ def test_bf16_is_closer_to_fp64_than_diffusers(monkeypatch):
         parameter.data = parameter.data.bfloat16().float()  # equal values for all three
         if not any(part in name.split(".") for part in keep):
             parameter.data = parameter.data.bfloat16()
-    state = {NAMES.to_native(name): tensor for name, tensor in theirs.state_dict().items()}
+    state = {to_native(name): tensor for name, tensor in theirs.state_dict().items()}
     exact = WanTransformer(ours.embed.arch, Precision(matmul=torch.float64)).double()
     exact.load_state_dict(state)
     half = WanTransformer(ours.embed.arch, Precision(matmul=torch.bfloat16))

@@ -11,7 +11,7 @@ from ditkit_core.precision import Precision
 from ditkit_wan.model import WanInputs, WanTransformer
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN
-from ditkit_wan.state_dict import NAMES
+from ditkit_wan.state_dict import to_native
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -34,7 +34,7 @@ class Recording:
             out_channels=c["out_dim"], text_dim=c["text_dim"], text_tokens=text_tokens, freq_dim=c["freq_dim"],
         )  # fmt: skip
         model = WanTransformer(arch, precision)
-        model.load_state_dict({NAMES.to_native(key): tensor for key, tensor in self.group("sd.").items()})
+        model.load_state_dict({to_native(key): tensor for key, tensor in self.group("sd.").items()})
         return model
 
 
@@ -73,7 +73,7 @@ def test_fp32_outputs_and_gradients_equal_the_recording(name):
     assert relative(loss, t["loss"]) <= 2e-6
     assert relative(d_latents, t["gi.x.0" if official else "gi.latents"].reshape(latents.shape)) <= 2e-5
     assert relative(d_text, t["gi.context.0" if official else "gi.context"].reshape(text.shape)) <= 2e-5
-    expected = {NAMES.to_native(key): tensor for key, tensor in recording.group("gp.").items()}
+    expected = {to_native(key): tensor for key, tensor in recording.group("gp.").items()}
     assert expected.keys() == gradients.keys()
     norm = max(float(tensor.norm()) for tensor in expected.values())
     for key, tensor in expected.items():
@@ -113,7 +113,7 @@ def test_the_bf16_recording_is_met_within_rounding():
     ours = {"output": out, "loss": loss, "latents": d_latents, "text": d_text, "all parameters": flat(d_parameters)}
     out, loss, d_latents, d_text, d_exact = run(recording, exact, *(t[key].double() for key in given), t["in.t"])
     truth = {"output": out, "loss": loss, "latents": d_latents, "text": d_text, "all parameters": flat(d_exact)}
-    d_recorded = {NAMES.to_native(key): tensor for key, tensor in recording.group("gp.").items()}
+    d_recorded = {to_native(key): tensor for key, tensor in recording.group("gp.").items()}
     assert d_recorded.keys() == d_parameters.keys()
     theirs = {"output": t["out.0"], "loss": t["loss"], "latents": t["gi.x.0"], "text": t["gi.context.0"]}
     theirs["all parameters"] = flat(d_recorded)

@@ -114,7 +114,9 @@ def test_latents_of_the_clips_as_training_reads_them_have_about_unit_variance(in
     encoder.load()
     latents = torch.stack(
         [
-            encoder.encode(read_clip(s.media, frames=FRAMES, fps=dataset.fps, height=PIXELS, width=PIXELS))["latents"]
+            encoder.encode([read_clip(s.media, frames=FRAMES, fps=dataset.fps, height=PIXELS, width=PIXELS)])[0][
+                "latents"
+            ]
             for s in dataset.samples
         ]
     )
@@ -126,7 +128,7 @@ def test_latents_of_the_clips_as_training_reads_them_have_about_unit_variance(in
 def test_the_checkpoints_architecture_is_found(inputs: Path) -> None:
     from ditkit_wan.presets import arch_from_config
 
-    arch = arch_from_config(json.loads((inputs / "checkpoint" / "transformer" / "config.json").read_text()))
+    arch = arch_from_config(json.loads((inputs / "checkpoint" / "transformer" / "config.json").read_text()), {})
     assert (arch.heads, arch.head_dim, arch.layers, arch.text_dim) == (4, 24, 3, 32)
 
 

@@ -36,7 +36,7 @@ def test_tokens_are_those_of_the_last_layer_but_one(folder: Path) -> None:
     encoder = ImageEncoder(Components(image_encoder=str(folder)), CPU, torch.float32)
     encoder.load()
     grey = torch.zeros(3, 1, 40, 56)
-    tokens = encoder.encode(grey)["image"]
+    tokens = encoder.encode([grey])[0]["image"]
     mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
     pixels = ((0.5 - torch.tensor(mean)) / torch.tensor(std)).view(1, 3, 1, 1).expand(1, 3, 28, 28)
     with torch.no_grad():
@@ -56,7 +56,9 @@ def test_the_comfyui_file_gives_what_the_folder_gives(folder: Path, tmp_path: Pa
     for path in (folder, tmp_path / "clip_vision_h.safetensors"):
         encoder = ImageEncoder(Components(image_encoder=str(path)), CPU, torch.float32)
         encoder.load()
-        results.append(encoder.encode(torch.rand(3, 1, 28, 28, generator=torch.Generator().manual_seed(1)))["image"])
+        results.append(
+            encoder.encode([torch.rand(3, 1, 28, 28, generator=torch.Generator().manual_seed(1))])[0]["image"]
+        )
     assert torch.equal(*results)
 
 

@@ -1,11 +1,9 @@
 """Rotary tables: geometry by formula, for every head size that models or tests use."""
 
-import math
-
 import pytest
 import torch
 
-from ditkit_wan.rope import axis_pairs, rotary_angles, rotate
+from ditkit_wan.rope import axis_pairs, rotary_angles
 
 
 @pytest.mark.parametrize(
@@ -27,22 +25,3 @@ def test_an_angle_is_position_times_frequency_of_its_axis(head_dim):
         for i in range(pairs)
     ]
     torch.testing.assert_close(angles[token], torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0)
-
-
-def test_a_quarter_turn_swaps_a_pair():
-    x = torch.tensor([1.0, 2.0]).reshape(1, 1, 1, 2)
-    angle = torch.full((1, 1, 1, 1), math.pi / 2)
-    torch.testing.assert_close(rotate(x, angle.cos(), angle.sin()).flatten(), torch.tensor([-2.0, 1.0]))
-
-
-def test_scores_depend_on_relative_positions_only():
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 1, 1, 1, 24, dtype=torch.float64)
-    angles = rotary_angles((9, 1, 1), 24, torch.device("cpu"))[None, :, None]
-
-    def score(a: int, b: int) -> float:
-        turned = [rotate(x, angles[:, [i]].cos(), angles[:, [i]].sin()) for x, i in ((q, a), (k, b))]
-        return float((turned[0] * turned[1]).sum())
-
-    assert score(2, 5) == pytest.approx(score(5, 8), abs=1e-12)
-    assert score(2, 5) != pytest.approx(score(2, 6), abs=1e-6)

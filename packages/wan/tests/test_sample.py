@@ -38,7 +38,7 @@ def job(checkpoint: Path) -> SampleJob:
     encoder = TextEncoder(Components(base=str(checkpoint)), CPU, torch.float32)
     encoder.load()
     return SampleJob(
-        conditions=encoder.encode("a red circle"), negative=encoder.encode("blue"), frames=5, height=32, width=48,
+        conditions=encoder.encode(["a red circle"])[0], negative=encoder.encode(["blue"])[0], frames=5, height=32, width=48,
         steps=3, guidance=4.0, shift=0.0, seed=7,
     )  # fmt: skip
 

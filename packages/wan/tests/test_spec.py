@@ -25,7 +25,7 @@ def items(count: int = 1) -> list[dict[str, torch.Tensor]]:
 
 def test_the_timestep_is_a_thousand_times_the_noise_level_in_fp32():
     """731.25 and 900.5 have no bf16 form: the nearest are 732 and 900."""
-    made = WAN.make_inputs([item["latents"] for item in items(2)], torch.tensor([0.73125, 0.9005]), items(2))
+    made = WAN.make_inputs([item["latents"] for item in items(2)], torch.tensor([0.73125, 0.9005]), items(2), 1.0)
     assert made.timestep.dtype == torch.float32
     assert made.timestep.tolist() == [731.25, 900.5]
 
@@ -38,7 +38,7 @@ def test_a_bf16_model_sees_a_timestep_that_moves_by_a_half(latents):
 
     def velocity(sigma: float) -> torch.Tensor:
         with torch.no_grad():
-            return model(WAN.make_inputs([item["latents"].to(latents)], torch.tensor([sigma]), [item]))[0]
+            return model(WAN.make_inputs([item["latents"].to(latents)], torch.tensor([sigma]), [item], 1.0))[0]
 
     assert torch.equal(velocity(0.9), velocity(0.9))
     assert not torch.equal(velocity(0.9), velocity(0.9005))
@@ -60,6 +60,6 @@ def test_training_in_bf16_hands_over_timesteps_in_fp32():
 
 
 def test_text_moves_to_the_device_of_the_latents():
-    made = WAN.make_inputs([item["latents"].to("meta") for item in items(2)], torch.tensor([0.5, 0.6]), items(2))
+    made = WAN.make_inputs([item["latents"].to("meta") for item in items(2)], torch.tensor([0.5, 0.6]), items(2), 1.0)
     assert [text.device.type for text in made.text] == ["meta", "meta"]
     assert [text.shape for text in made.text] == [(3, 20), (3, 20)]

@@ -52,7 +52,7 @@ def test_features_are_those_of_diffusers(checkpoint: Path, caption: str) -> None
         expected, _ = pipeline.encode_prompt(
             caption, do_classifier_free_guidance=False, max_sequence_length=512, device="cpu"
         )
-    text = loaded(base=str(checkpoint)).encode(caption)["text"]
+    text = loaded(base=str(checkpoint)).encode([caption])[0]["text"]
     assert torch.equal(torch.nn.functional.pad(text, (0, 0, 0, TEXT_TOKENS - len(text))), expected[0])
     assert 1 <= len(text) < 300 and text.abs().sum() > 0
 
@@ -63,16 +63,16 @@ def test_captions_are_cleaned_as_in_training() -> None:
 
 def test_a_long_caption_is_cut_and_said(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     encoder = loaded(base=str(checkpoint))
-    text = encoder.encode("red " * 600)["text"]
+    text = encoder.encode(["red " * 600])[0]["text"]
     assert len(text) == TEXT_TOKENS
     assert len(encoder.truncated) == 1 and "is 601 tokens long: 89 were cut" in encoder.truncated[0]
     assert encoder.truncated[0] in capsys.readouterr().err
-    encoder.encode("red")
+    encoder.encode(["red"])[0]
     assert len(encoder.truncated) == 1
 
 
 def test_comfyui_and_official_files_give_what_the_folder_gives(checkpoint: Path, tmp_path: Path) -> None:
-    expected = loaded(base=str(checkpoint)).encode(CAPTION)["text"]
+    expected = loaded(base=str(checkpoint)).encode([CAPTION])[0]["text"]
     state = hf_state(checkpoint)
     assert "encoder.embed_tokens.weight" not in state
     comfyui = {
@@ -85,13 +85,13 @@ def test_comfyui_and_official_files_give_what_the_folder_gives(checkpoint: Path,
     for name, tensors in (("umt5_xxl_fp16", comfyui), ("official", official)):
         file = tmp_path / f"{name}.safetensors"
         save_file(tensors, file)
-        text = loaded(text_encoder=str(file), tokenizer=str(checkpoint / "tokenizer")).encode(CAPTION)["text"]
+        text = loaded(text_encoder=str(file), tokenizer=str(checkpoint / "tokenizer")).encode([CAPTION])[0]["text"]
         assert torch.equal(text, expected), name
 
 
 def test_features_are_stored_in_the_encoders_dtype(checkpoint: Path) -> None:
-    exact = loaded(base=str(checkpoint)).encode(CAPTION)["text"]
-    text = loaded(torch.bfloat16, base=str(checkpoint)).encode(CAPTION)["text"]
+    exact = loaded(base=str(checkpoint)).encode([CAPTION])[0]["text"]
+    text = loaded(torch.bfloat16, base=str(checkpoint)).encode([CAPTION])[0]["text"]
     assert text.dtype == torch.bfloat16
     # bf16 keeps 8 bits: a few roundings through two layers
     assert (text.float() - exact).norm() / exact.norm() < 3e-2
@@ -101,7 +101,7 @@ def test_the_projection_that_overflows_stays_fp32_in_fp16(checkpoint: Path) -> N
     encoder = loaded(torch.float16, base=str(checkpoint))
     dtypes = {name.split(".")[-2]: p.dtype for name, p in encoder._model.named_parameters()}
     assert dtypes["wo"] == torch.float32 and dtypes["wi_0"] == dtypes["q"] == torch.float16
-    assert encoder.encode(CAPTION)["text"].isfinite().all()
+    assert encoder.encode([CAPTION])[0]["text"].isfinite().all()
 
 
 def test_scaled_eight_bit_weights_are_refused(checkpoint: Path, tmp_path: Path) -> None:

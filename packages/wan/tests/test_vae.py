@@ -92,7 +92,7 @@ def test_official_names_are_those_that_diffusers_converts() -> None:
 def test_latents_are_the_normalised_mean_of_the_posterior(checkpoint: Path) -> None:
     from diffusers import AutoencoderKLWan
 
-    latents = loaded(base=str(checkpoint)).encode(clip())["latents"]
+    latents = loaded(base=str(checkpoint)).encode([clip()])[0]["latents"]
     vae = AutoencoderKLWan.from_pretrained(checkpoint / "vae")
     with torch.no_grad():
         mean = vae.encode(clip()[None]).latent_dist.mean[0]
@@ -107,7 +107,7 @@ def test_decoding_undoes_the_normalisation(checkpoint: Path) -> None:
     from diffusers import AutoencoderKLWan
 
     encoder = loaded(base=str(checkpoint))
-    pixels = encoder.decode(encoder.encode(clip())["latents"])
+    pixels = encoder.decode(encoder.encode([clip()])[0]["latents"])
     vae = AutoencoderKLWan.from_pretrained(checkpoint / "vae")
     with torch.no_grad():
         expected = vae.decode(vae.encode(clip()[None]).latent_dist.mean).sample[0]
@@ -118,15 +118,15 @@ def test_decoding_undoes_the_normalisation(checkpoint: Path) -> None:
 def test_the_official_single_file_gives_what_the_folder_gives(narrow_vae: Path, tmp_path: Path) -> None:
     file = single_file(narrow_vae, tmp_path / "wan_2.1_vae.safetensors")
     from_file, from_folder = loaded(vae=str(file)), loaded(vae=str(narrow_vae))
-    latents = from_file.encode(clip())["latents"]
-    assert torch.equal(latents, from_folder.encode(clip())["latents"])
+    latents = from_file.encode([clip()])[0]["latents"]
+    assert torch.equal(latents, from_folder.encode([clip()])[0]["latents"])
     assert torch.equal(from_file.decode(latents), from_folder.decode(latents))
     assert from_file.strides == from_folder.strides == (4, 8) and from_file.channels == 16
 
 
 def test_a_clip_of_four_frames_is_refused_because_the_vae_would_drop_three(checkpoint: Path) -> None:
     with pytest.raises(AssertionError, match="4 frames"):
-        loaded(base=str(checkpoint)).encode(clip(frames=4))
+        loaded(base=str(checkpoint)).encode([clip(frames=4)])
 
 
 def test_a_truncated_file_is_one_line(narrow_vae: Path, tmp_path: Path) -> None:

@@ -54,10 +54,13 @@ class Engine:
 def run_block(block: nn.Module, carry: Any, *, policy: str, settings: AttentionSettings, name: str) -> Any:
     """Run one block under a policy: carry in, carry out.
 
+    A block without parameters (two streams become one) is run as it is: it has nothing worth repeating, and a checkpoint would hold its
+    inputs, which by then nobody else does.
+
     Args:
         name: Names the checkpoint in memory reports; unique among the blocks of a model.
     """
-    if policy == "none" or not torch.is_grad_enabled():
+    if policy == "none" or not torch.is_grad_enabled() or next(block.parameters(), None) is None:
         with attention_settings(settings):
             return block(carry)
     leaves, spec = tree_flatten(carry)

@@ -11,6 +11,8 @@ underscores were dots, the model's own names do.
 | kohya, musubi | `lora_unet_` + official name with underscores + `.lora_down.weight`, `.alpha` |
 | DiffSynth | official name + `.lora_A.default.weight` |
 
+A form may stack what is one module's in the model, or several: `stacking` says what that makes of an adapter.
+
 The scale alpha / rank is a number of the module's here, never of the file's: `scale`.
 """
 
@@ -26,9 +28,10 @@ from torch import Tensor
 
 from ditkit_core.adapters import AdapterConfig
 from ditkit_core.errors import UserError
-from ditkit_core.model import StateDictNames
+from ditkit_core.model import Part, StateDictNames
 from ditkit_core.safetensors_file import SafetensorsSource
 from ditkit_core.settings import setting
+from ditkit_core.stacking import Assembly, Matrices, columns_of_owners, join
 from ditkit_core.weights import first_ten
 
 # The header key and the naming are diffusers' (`LORA_ADAPTER_METADATA_KEY` in its loaders/lora_base.py).
@@ -53,14 +56,53 @@ class BaseConfig:
 
 
 @dataclass(frozen=True)
-class FileModule:
-    """One module's adapter in a file."""
+class FileAdapter:
+    """An adapter as it stands in the file: of one module there, which may be several of ours."""
 
+    name: str
+    """The module's, as the file has it."""
     keys: Mapping[str, str]
     """The file's key by part: `down`, `up`, perhaps `alpha`, `magnitude`."""
+    parts: tuple[Part, ...]
+    """The modules of ours that its rows are."""
     rank: int
     scale: float
     """What up·down is multiplied with."""
+
+    def rows(self, source: SafetensorsSource, index: int, columns: Tensor | None = None) -> Matrices:
+        """The adapter of one of its parts; of columns of B and rows of A, only those with these numbers."""
+
+        def read(part: str) -> Tensor:
+            return source.read(self.keys[part], index=index, of=len(self.parts)).float()
+
+        down, up = source.read(self.keys["down"]).float().flatten(1), read("up").flatten(1)
+        if columns is not None:
+            down, up = down[columns], up[:, columns]
+        return Matrices(down, up, read("magnitude").flatten() if "magnitude" in self.keys else None)
+
+
+@dataclass(frozen=True)
+class FilePiece:
+    """Some rows of a module of ours in a file."""
+
+    adapter: FileAdapter
+    index: int
+    """Which of the adapter's parts they are."""
+    columns: Tensor | None
+    """The columns of the adapter's B that say something of our module; None for all."""
+
+
+@dataclass(frozen=True)
+class FileModule:
+    """What a file says of one module of ours."""
+
+    pieces: tuple[FilePiece | None, ...]
+    """From the first row on, equally many rows each; None where the file has no adapter."""
+    rank: int
+    scale: float
+    """What up·down is multiplied with."""
+    use_dora: bool
+    """Whether it has the magnitude of each row."""
 
 
 @dataclass(frozen=True)
@@ -71,25 +113,36 @@ class AdapterFile:
     modules: Mapping[str, FileModule]
     """By our name of the module."""
 
-    def read(self, module: str, part: str) -> Tensor:
-        """`down` [rank, in], `up` [out, rank] or `magnitude` [out] of a module, in fp32."""
-        tensor = self.source.read(self.modules[module].keys[part]).float()
-        return tensor.flatten() if part == "magnitude" else tensor.flatten(1)
+    def read(self, module: str) -> Matrices:
+        """A, B and perhaps magnitudes of a module."""
+        found = self.modules[module]
+        return _read_pieces(self.source, found.pieces, found.scale)
 
     def change(self, module: str, weight: Tensor, strength: float) -> None:
         """Merge the adapter at a strength into the fp32 weight [out, in] of a module, in place."""
-        found = self.modules[module]
-        up, down = self.read(module, "up"), self.read(module, "down")
-        if "magnitude" not in found.keys:
-            weight.addmm_(up, down, alpha=strength * found.scale)
+        scale, read = self.modules[module].scale, self.read(module)
+        if read.magnitude is None:
+            weight.addmm_(read.up, read.down, alpha=strength * scale)
             return
-        merged = torch.addmm(weight, up, down, alpha=found.scale)
-        merged *= (self.read(module, "magnitude") / torch.linalg.vector_norm(merged, dim=1))[:, None]
+        merged = torch.addmm(weight, read.up, read.down, alpha=scale)
+        merged *= (read.magnitude / torch.linalg.vector_norm(merged, dim=1))[:, None]
         weight.lerp_(merged, strength)
+
+
+def _read_pieces(source: SafetensorsSource, pieces: Sequence[FilePiece | None], scale: float) -> Matrices:
+    def read(piece: FilePiece) -> tuple[str, Matrices]:
+        read = piece.adapter.rows(source, piece.index, piece.columns)
+        if piece.adapter.scale != scale:
+            read = replace(read, up=read.up * (piece.adapter.scale / scale))
+        return piece.adapter.name, read
+
+    return join([None if piece is None else read(piece) for piece in pieces])
 
 
 def open_adapter(path: Path, names: StateDictNames, modules: Mapping[str, tuple[int, ...]]) -> AdapterFile:
     """Understand an adapter file: find each of its keys in the model, with rank and scale.
+
+    Only of adapters that are stacked otherwise than in the model is more read than their place: which columns of B are zero.
 
     Args:
         path: The file.
@@ -102,47 +155,111 @@ def open_adapter(path: Path, names: StateDictNames, modules: Mapping[str, tuple[
     source = SafetensorsSource.open(path)
     if not source.tensors:
         raise UserError(f"{path} is empty; name a LoRA file")
-    known = _names_in_every_form(names, modules)
-    keys: dict[str, dict[str, str]] = {}
+    known = _KnownNames.of(names, modules)
+    keys: dict[tuple[Part, ...], dict[str, str]] = {}
     unmatched = []
     for key in source.tensors:
-        module, part = _parse(key, names, known)
-        if module is None or part is None or part in keys.get(module, {}):
+        parts, kind = known.parse(key)
+        if kind in keys.get(parts, {}) or not parts:
             unmatched.append(key)
         else:
-            keys.setdefault(module, {})[part] = key
+            keys.setdefault(parts, {})[kind] = key
+    assembly = Assembly()
+    stacked = {parts: known.forms[parts][0] for parts in keys}
+    unmatched += [
+        key for parts, name in stacked.items() if not assembly.add(name, parts) for key in keys[parts].values()
+    ]
     if unmatched:
         raise UserError(
             f"{path}: {len(unmatched)} of {len(source.tensors)} keys fit no adapter of this model: "
             f"{first_ten(unmatched)}; name a LoRA of this model"
         )
     header = _Header.of(source)
-    found = {
-        module: _understand(source, module, keys[module], modules[module], header, names)
-        for module in modules
-        if module in keys
+    adapters = {
+        name: _understand(source, keys[parts], parts, modules, header, known.forms[parts])
+        for parts, name in stacked.items()
     }
+    columns = {name: _columns(source, adapter) for name, adapter in adapters.items()}
+    found: dict[str, FileModule] = {}
+    for module in modules:
+        pieces = tuple(
+            None if part is None or module not in columns[part.name]
+            else FilePiece(adapters[part.name], part.index, columns[part.name][module])
+            for part in assembly.found.get(module, ())
+        )  # fmt: skip
+        if any(pieces):
+            found[module] = _put_together(source, module, pieces)
     return AdapterFile(source, found)
 
 
-def _names_in_every_form(names: StateDictNames, modules: Collection[str]) -> dict[str, str]:
-    """Our module name by its name in every form, dotted and with underscores."""
-    known: dict[str, str] = {}
-    for module in modules:
-        forms = [module] + [form(f"{module}.weight").removesuffix(".weight") for form in names.from_native.values()]
-        for name in {*forms, *(form.replace(".", "_") for form in forms)}:
-            assert known.setdefault(name, module) == module, f"{name} is {known[name]} and {module}"
-    return known
+@dataclass(frozen=True)
+class _KnownNames:
+    """What the model's Linear layers are called in every form, and which modules of ours each name is."""
+
+    parts: Mapping[str, tuple[Part, ...]]
+    """By name, dotted and with underscores."""
+    forms: Mapping[tuple[Part, ...], list[str]]
+    """The dotted names of these parts."""
+    prefixes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, names: StateDictNames, modules: Collection[str]) -> "_KnownNames":
+        by_form: list[dict[str, tuple[Part, ...]]] = []
+        for form in names.from_native.values():
+            assembly = Assembly()
+            for module in modules:
+                assert assembly.add(module, _modules(form(f"{module}.weight"))), f"{module} shares rows with another"
+            by_form.append(dict(assembly.complete))
+        by_form.append({module: (Part(module),) for module in modules})
+        parts: dict[str, tuple[Part, ...]] = {}
+        forms: dict[tuple[Part, ...], list[str]] = {}
+        for name, meant in (item for form_names in by_form for item in form_names.items()):
+            for alias in {name, name.replace(".", "_")}:
+                assert parts.setdefault(alias, meant) == meant, f"{alias} is {parts[alias]} and {meant}"
+            forms.setdefault(meant, []).append(name)
+        return cls(parts, forms, (*names.prefixes, *_PREFIXES))
+
+    def parse(self, key: str) -> tuple[tuple[Part, ...], str]:
+        """The parts of our modules that a file's key speaks of, none if it is unknown, and which of the matrices it is."""
+        for kind, pattern in _PARTS.items():
+            if match := pattern.search(key):
+                name = key[: match.start()]
+                for prefix in self.prefixes:
+                    if name.startswith(prefix) and (parts := self.parts.get(name.removeprefix(prefix))):
+                        return parts, kind
+        return (), ""
 
 
-def _parse(key: str, names: StateDictNames, known: Mapping[str, str]) -> tuple[str | None, str | None]:
-    for part, pattern in _PARTS.items():
-        if match := pattern.search(key):
-            name = key[: match.start()]
-            for prefix in (*names.prefixes, *_PREFIXES):
-                if name.startswith(prefix) and (module := known.get(name.removeprefix(prefix))):
-                    return module, part
-    return None, None
+def _modules(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Parts of weights as parts of the modules that own them."""
+    return tuple(replace(part, name=part.name.removesuffix(".weight")) for part in parts)
+
+
+def _columns(source: SafetensorsSource, adapter: FileAdapter) -> dict[str, Tensor | None]:
+    """The columns of an adapter's B by our module; None for all."""
+    owners = [part.name for part in adapter.parts]
+    if len(set(owners)) == 1:
+        return {owners[0]: None}
+    up = source.read(adapter.keys["up"]).float().flatten(1)
+    columns: dict[str, Tensor | None] = dict(columns_of_owners(up, owners))
+    if "magnitude" in adapter.keys:  # says something even where B does not
+        columns = {owner: columns.get(owner) for owner in owners}
+    return columns
+
+
+def _put_together(source: SafetensorsSource, module: str, pieces: tuple[FilePiece | None, ...]) -> FileModule:
+    given = [piece for piece in pieces if piece is not None]
+    with_magnitude = [piece for piece in given if "magnitude" in piece.adapter.keys]
+    if with_magnitude and len(with_magnitude) < len(pieces):
+        raise UserError(
+            f"{source.path}: {with_magnitude[0].adapter.keys['magnitude']} is a norm of some outputs of {module}, and the "
+            "others have none; merge that file with the program that made it"
+        )
+    scales = {piece.adapter.scale for piece in given}
+    scale = scales.pop() if len(scales) == 1 else 1.0
+    one = len({piece.adapter.name for piece in given}) == 1 and given[0].columns is None
+    rank = given[0].adapter.rank if one else len(_read_pieces(source, pieces, scale).down)
+    return FileModule(pieces, rank, scale, bool(with_magnitude))
 
 
 @dataclass(frozen=True)
@@ -180,36 +297,33 @@ class _Header:
 
 def _understand(
     source: SafetensorsSource,
-    module: str,
     keys: Mapping[str, str],
-    shape: tuple[int, ...],
+    parts: tuple[Part, ...],
+    modules: Mapping[str, tuple[int, ...]],
     header: _Header,
-    names: StateDictNames,
-) -> FileModule:
-    for part in ("down", "up"):
-        if part not in keys:
-            there = ", ".join(keys.values())
-            raise UserError(f"{source.path} has {there} but no {part} matrix for {module}; fetch the file again")
-    shapes = {part: source.tensors[key].shape for part, key in keys.items()}
+    names: Sequence[str],
+) -> FileAdapter:
+    for kind in ("down", "up"):
+        if kind not in keys:
+            there, ours = ", ".join(keys.values()), ", ".join(dict.fromkeys(part.name for part in parts))
+            raise UserError(f"{source.path} has {there} but no {kind} matrix for {ours}; fetch the file again")
+    layer = (sum(modules[part.name][0] // part.of for part in parts), modules[parts[0].name][1])
+    shapes = {kind: source.tensors[key].shape for kind, key in keys.items()}
     down, up = shapes["down"], shapes["up"]
     rank = down[0] if down else 0
-    fits = rank > 0 and (*up[:1], math.prod(up[1:]), math.prod(down[1:])) == (shape[0], rank, shape[1])
+    fits = rank > 0 and (*up[:1], math.prod(up[1:]), math.prod(down[1:])) == (layer[0], rank, layer[1])
     if not fits or shapes.get("alpha", ()) not in ((), (1,)):
         raise UserError(
             f"{source.path}: {keys['down']} {list(down)} and {keys['up']} {list(up)} do not fit the layer's "
-            f"{list(shape)}; name a LoRA of this model"
+            f"{list(layer)}; name a LoRA of this model"
         )
-    if "magnitude" in keys and shapes["magnitude"] not in ((shape[0],), (shape[0], 1)):
+    if "magnitude" in keys and shapes["magnitude"] not in ((layer[0],), (layer[0], 1)):
         raise UserError(
             f"{source.path}: {keys['magnitude']} is not one norm per output of the layer; "
             "merge that file with the program that made it"
         )
-    if "alpha" in keys:
-        scale = float(source.read(keys["alpha"])) / rank
-    else:
-        forms = names.from_native.values()
-        scale = header.scale(rank, [form(f"{module}.weight").removesuffix(".weight") for form in forms])
-    return FileModule(keys, rank, scale)
+    scale = float(source.read(keys["alpha"])) / rank if "alpha" in keys else header.scale(rank, names)
+    return FileAdapter(names[0], keys, parts, rank, scale)
 
 
 MAX_STRENGTH = 100
@@ -258,7 +372,7 @@ def config_from_file(config: AdapterConfig, file: AdapterFile) -> tuple[AdapterC
     Raises:
         UserError: If the file's modules differ in rank, in scale, or in whether they have a DoRA magnitude.
     """
-    shapes = {(found.rank, found.scale, "magnitude" in found.keys) for found in file.modules.values()}
+    shapes = {(found.rank, found.scale, found.use_dora) for found in file.modules.values()}
     if len(shapes) > 1:
         ranks = ", ".join(
             f"rank {rank} scale {scale:g}{' with DoRA' * dora}" for rank, scale, dora in sorted(shapes)[:10]
@@ -289,11 +403,12 @@ def start_from(file: AdapterFile, adapted: Collection[str]) -> Callable[[str], d
             f"adapter.init = {file.source.path} has modules that adapter.targets leaves out: {first_ten(dropped)}; "
             "leave adapter.targets empty to take the file's"
         )
-    parts = {"down": "lora_A.weight", "up": "lora_B.weight", "magnitude": "lora_magnitude_vector.weight"}
 
     def start(module: str) -> dict[str, Tensor]:
         if module not in file.modules:
             return {}
-        return {name: file.read(module, part) for part, name in parts.items() if part in file.modules[module].keys}
+        read = file.read(module)
+        given = {"lora_A.weight": read.down, "lora_B.weight": read.up}
+        return given if read.magnitude is None else {**given, "lora_magnitude_vector.weight": read.magnitude}
 
     return start

@@ -7,9 +7,9 @@ and what is there is right. Files are safetensors, written atomically.
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -20,6 +20,8 @@ from ditkit_core.files import atomic_write, file_hash, write_text
 
 _SETTLED_NANOSECONDS = 2_000_000_000
 _SAVE_EVERY = 100
+
+Taken = TypeVar("Taken")
 
 
 def key(*parts: str) -> str:
@@ -36,11 +38,23 @@ class Cache:
 
     def has(self, kind: str, key: str) -> bool:
         """Whether an entry is there and whole; a torn or foreign file is removed and counts as absent."""
-        return self._read(kind, key, tensors=False) is not None
+        return self._read(kind, key, lambda file: {}) is not None
+
+    def shapes(self, kind: str, key: str) -> dict[str, tuple[int, ...]] | None:
+        """The shapes of an entry's tensors, from its header alone; None as for `get`."""
+        return self._read(
+            kind, key, lambda file: {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
+        )
 
     def get(self, kind: str, key: str) -> dict[str, Tensor] | None:
         """The tensors of an entry on the CPU, or None if it is absent; a torn or foreign file is removed."""
-        return self._read(kind, key, tensors=True)
+
+        def tensors(file: Any) -> dict[str, Tensor]:
+            names = file.keys()
+            # Copies: the tensors lie in the mapped file, which would be read only when they are used.
+            return {name: file.get_tensor(name).clone() for name in names}
+
+        return self._read(kind, key, tensors)
 
     def put(self, kind: str, key: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Write an entry atomically.
@@ -64,7 +78,7 @@ class Cache:
     def _path(self, kind: str, key: str) -> Path:
         return self.folder / kind / key[:2] / f"{key}.safetensors"
 
-    def _read(self, kind: str, key: str, *, tensors: bool) -> dict[str, Tensor] | None:
+    def _read(self, kind: str, key: str, take: Callable[[Any], dict[str, Taken]]) -> dict[str, Taken] | None:
         path = self._path(kind, key)
         if not path.is_file():
             return None
@@ -72,9 +86,7 @@ class Cache:
             # Opening checks the file's length against its header.
             with safe_open(path, framework="pt") as file:
                 if (file.metadata() or {}).get("ditkit_key") == key:
-                    names = file.keys() if tensors else []
-                    # Copies: the tensors lie in the mapped file, which would be read only when they are used.
-                    return {name: file.get_tensor(name).clone() for name in names}
+                    return take(file)
         except SafetensorError:
             pass
         path.unlink(missing_ok=True)

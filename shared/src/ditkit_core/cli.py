@@ -1,11 +1,12 @@
-"""What a package's commands call: `run(spec, "train")`.
+"""A package's commands: `train, encode, sample, export = commands(SPEC)`.
 
 Everything that can be wrong with a command line is said before a library that takes seconds to import is touched.
 """
 
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,16 @@ _OUT_OF_MEMORY = (
 )
 
 ABOUT = {
-    "train": "Train an adapter or all weights from video files: encodes what is not encoded yet, trains, samples, exports.",
+    "train": "Train an adapter or all weights from media files: encodes what is not encoded yet, trains, samples, exports.",
     "encode": "Encode media and captions into the cache that training reads.",
     "sample": "Draw samples with a trained adapter.",
     "export": "Write a run's adapter for other programs.",
 }
+
+
+def commands(spec: ModelSpec) -> tuple[Callable[[], int], ...]:
+    """What a package's console scripts call: train, encode, sample and export, in this order."""
+    return tuple(partial(run, spec, command) for command in OPTIONS)
 
 
 def run(spec: ModelSpec, command: str, argv: Sequence[str] | None = None) -> int:

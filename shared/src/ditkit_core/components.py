@@ -16,6 +16,8 @@ PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle")
 # Weights, configurations and tokenizers; nothing that runs, and no other format of the same weights.
 _WANTED_FROM_HUB = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 
+_PIPELINE_INDEX = "model_index.json"
+
 _HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(/(?P<inner>\w[\w.-]*(/\w[\w.-]*)*))?")
 
 
@@ -108,12 +110,15 @@ def _fetch(repository: str, inner: str, part: str, key: str, *, from_base: bool)
     A base holds the part in a folder of its name, below `inner` if given. A part's own hub id may name a file or folder
     inside the repository; if it names neither, the part's folder is taken, and the repository's root if there is none.
     """
+    beside: list[str] = []
     if from_base:
+        beside = [f"{inner}/{_PIPELINE_INDEX}".lstrip("/")]  # says of the base what no part of it says of itself
         inner = f"{inner}/{part}".lstrip("/")
     if inner.endswith(".safetensors"):
         return _snapshot(repository, [inner], [], key) / inner
     if inner:
-        return _snapshot(repository, [f"{inner}/{wanted}" for wanted in _WANTED_FROM_HUB], [], key) / inner
+        wanted = [f"{inner}/{wanted}" for wanted in _WANTED_FROM_HUB]
+        return _snapshot(repository, [*wanted, *beside], [], key) / inner
     folder = _snapshot(repository, [f"{part}/{wanted}" for wanted in _WANTED_FROM_HUB], [], key) / part
     if folder.exists():
         return folder
@@ -131,17 +136,15 @@ def _snapshot(repository: str, allow: list[str], ignore: list[str], key: str) ->
         RepositoryNotFoundError,
     )
 
-    where = f"{key} = {repository!r}"
+    where, page = f"{key} = {repository!r}", f"https://huggingface.co/{repository}"
     try:
         return Path(snapshot_download(repository, allow_patterns=allow, ignore_patterns=ignore))
     except GatedRepoError as error:
-        raise UserError(
-            f"{where} is gated: accept its licence on the model's page, then log in with `hf auth login`"
-        ) from error
+        raise UserError(f"{where} is gated: accept its licence on {page}, then log in with `hf auth login`") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UserError(
             f"{where}: no such folder here, and no such model on the hub or no right to read it; mend the path, "
-            "or open the model's page and log in with `hf auth login`"
+            f"or open {page} and log in with `hf auth login`"
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise UserError(
@@ -149,5 +152,7 @@ def _snapshot(repository: str, allow: list[str], ignore: list[str], key: str) ->
         ) from error
     except HfHubHTTPError as error:
         status = error.response.status_code
-        remedy = "log in with `hf auth login`" if status in (401, 403) else "try again later, or name a local folder"
+        remedy = "try again later, or name a local folder"
+        if status in (401, 403):
+            remedy = f"accept its licence on {page} if it has one, then log in with `hf auth login`"
         raise UserError(f"{where}: the hub answered {status}; {remedy}") from error

@@ -14,6 +14,7 @@ from ditkit_core.flow_matching import FlowConfig
 from ditkit_core.held_out import HeldOutConfig
 from ditkit_core.metrics import LogConfig
 from ditkit_core.optim import OptimConfig
+from ditkit_core.prior import PriorConfig
 from ditkit_core.run_folder import RunFolderConfig
 from ditkit_core.sample_stage import SampleConfig
 from ditkit_core.train import TrainConfig
@@ -28,6 +29,7 @@ class RunConfig:
     base: BaseConfig = field(default_factory=BaseConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    prior: PriorConfig = field(default_factory=PriorConfig)
     encode: EncodeConfig = field(default_factory=EncodeConfig)
     flow: FlowConfig = field(default_factory=FlowConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -78,7 +78,7 @@ def warn(text: str) -> None:
 class Bar(Protocol):
     """A progress bar in use."""
 
-    def advance(self, amount: int = 1) -> None:
+    def advance(self, amount: float = 1) -> None:
         """Report that `amount` more are done."""
         ...
 
@@ -119,7 +119,7 @@ class _DrawnBar:
         """What stands on the terminal now."""
         return Group(self._bar, *([Text("  ".join(self._figures.values()))] if self._figures else []))
 
-    def advance(self, amount: int = 1) -> None:
+    def advance(self, amount: float = 1) -> None:
         self._bar.advance(self._task, amount)
 
     def update(self, **fields: SupportsFloat) -> None:
@@ -130,13 +130,15 @@ class _PlainBar:
     """Prints a line whenever another tenth is done."""
 
     def __init__(self, stage: str, total: int, completed: int):
-        self._stage, self._total, self._done, self._figures = stage, max(total, 1), completed, dict[str, str]()
+        self._stage, self._total, self._done, self._figures = stage, max(total, 1), float(completed), dict[str, str]()
 
-    def advance(self, amount: int = 1) -> None:
+    def advance(self, amount: float = 1) -> None:
         printed = self._done * PLAIN_LINES // self._total
         self._done += amount
+        if abs(self._done - round(self._done)) < 1e-6:  # parts of one that add up to it
+            self._done = float(round(self._done))
         if self._done * PLAIN_LINES // self._total > printed:
-            say("  ".join([f"{self._stage} {self._done}/{self._total}", *self._figures.values()]))
+            say("  ".join([f"{self._stage} {int(self._done)}/{self._total}", *self._figures.values()]))
 
     def update(self, **fields: SupportsFloat) -> None:
         self._figures |= _figures(fields)

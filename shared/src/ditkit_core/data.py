@@ -1,15 +1,18 @@
-"""Which samples make up which micro-batch: a function of the seed and the micro-batch's index, never of history."""
+"""The micro-batches of a run: which samples and captions, a function of the seed and the micro-batch's index, never of history."""
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ditkit_core.batches import EndlessOrder, GroupedOrder, Order
 from ditkit_core.encoded import EncodedSample
 from ditkit_core.errors import UserError
 from ditkit_core.randomness import generator, seed_of
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+"""Name and shape of each tensor that is no text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,20 +22,10 @@ class Batch:
     ids: list[str]
     items: list[dict[str, Tensor]]
     """Per sample `latents` and the model's own tensors, on the CPU."""
-
-
-def epoch_order(seed: int, epoch: int, ids: Sequence[str]) -> list[int]:
-    """The order of one epoch, as indices into `ids`.
-
-    Sorting by a hash rather than drawing a permutation: the order depends on nothing but the ids, whatever order they
-    are given in, and another sample among them leaves the order of the rest as it was.
-
-    Args:
-        seed: The run's seed.
-        epoch: Epochs since the start of the run.
-        ids: Sample ids, all different.
-    """
-    return sorted(range(len(ids)), key=lambda i: (seed_of(seed, "order", epoch, ids[i]), ids[i]))
+    weights: Sequence[float] = ()
+    """Factor of each sample's loss; empty: 1 each."""
+    counted: float | None = None
+    """How many samples it counts for in the step's mean; None: as many as it has."""
 
 
 def split_held_out(ids: Sequence[str], count: int) -> tuple[list[str], list[str]]:
@@ -56,17 +49,54 @@ def split_held_out(ids: Sequence[str], count: int) -> tuple[list[str], list[str]
     return [id for id in ids if id not in held_out], [id for id in ids if id in held_out]
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchSize:
+    """How many samples of one shape go through the model together."""
+
+    samples: int = 1
+    """Where there is no budget of tokens."""
+    tokens: int = 0
+    """A budget: as many samples as fit, one at least; 0: none."""
+    num_tokens: Callable[[Mapping[str, Tensor]], int] = lambda item: 1
+    """As `ModelSpec.num_tokens`."""
+
+    def of(self, sample: EncodedSample) -> int:
+        """Samples like this one in a micro-batch."""
+        return max(1, self.tokens // self.num_tokens(sample.outline())) if self.tokens else self.samples
+
+
+class Captions:
+    """Which caption a sample is given at each of its uses."""
+
+    def __init__(self, seed: int, dropout: float) -> None:
+        """Describe the choice.
+
+        Args:
+            seed: The run's seed.
+            dropout: Probability in [0, 1] of the empty caption.
+        """
+        assert 0 <= dropout <= 1
+        self._seed, self._dropout = seed, dropout
+
+    def item(self, sample: EncodedSample, index: int) -> dict[str, Tensor]:
+        """Read a sample for the micro-batch of this index."""
+        drawn = torch.rand((), generator=generator(self._seed, "caption", index, sample.id))
+        chosen = seed_of(self._seed, "which caption", index, sample.id) % len(sample.text_keys)
+        return sample.load(caption=chosen, drop_caption=bool(drawn < self._dropout))
+
+
 class TrainingData:
     """The endless sequence of micro-batches of a run.
 
-    Epochs follow each other without a gap: a micro-batch may hold the end of one and the start of the next, so every
-    sample is used once per epoch and every micro-batch has the same size.
+    Samples of one micro-batch have the same shapes, texts aside. Where all of a dataset have, epochs follow each other
+    without a gap and micro-batches are of one size. Otherwise each shape is cut into micro-batches in every epoch, of which
+    some are smaller; each then counts for the mean size, so that every sample has the same weight in what is learned.
     """
 
     def __init__(
-        self, samples: Sequence[EncodedSample], *, seed: int, batch_size: int, caption_dropout: float = 0.0
+        self, samples: Sequence[EncodedSample], *, seed: int, batch_size: BatchSize, caption_dropout: float = 0.0
     ) -> None:
-        """Describe the data; nothing is read yet.
+        """Describe the data; of the cache only headers are read yet.
 
         Args:
             samples: What to train on, at least one.
@@ -74,26 +104,43 @@ class TrainingData:
             batch_size: Samples per micro-batch.
             caption_dropout: Probability in [0, 1] that a sample is given with the empty caption.
         """
-        assert samples and batch_size > 0 and 0 <= caption_dropout <= 1
+        assert samples
         self._samples = samples
-        self._ids = [sample.id for sample in samples]
-        self._seed = seed
-        self._batch_size = batch_size
-        self._caption_dropout = caption_dropout
-        # A micro-batch may touch two epochs; the orders are kept from one call to the next.
-        self._order = functools.lru_cache(maxsize=2)(lambda epoch: epoch_order(seed, epoch, self._ids))
+        self._captions = Captions(seed, caption_dropout)
+        ids = [sample.id for sample in samples]
+        groups = [shapes_of(sample) for sample in samples]
+        sizes = {group: batch_size.of(samples[groups.index(group)]) for group in dict.fromkeys(groups)}
+        self.num_shapes = len(sizes)
+        """How many shapes the samples have."""
+        self._grouped = self.num_shapes > 1
+        self._order: Order = (
+            GroupedOrder(ids, seed, groups, sizes) if self._grouped else EndlessOrder(ids, seed, sizes[groups[0]])
+        )
+
+    @property
+    def mean_size(self) -> float:
+        """Samples in a micro-batch, on average over an epoch."""
+        return self._order.mean_size
 
     def micro_batch(self, index: int) -> Batch:
         """Read the micro-batch of this index, counted since the start of the run."""
-        first = index * self._batch_size
-        samples = [self._sample(position) for position in range(first, first + self._batch_size)]
-        items = [sample.load(drop_caption=self._drops_caption(index, sample.id)) for sample in samples]
-        return Batch(ids=[sample.id for sample in samples], items=items)
+        samples = [self._samples[place] for place in self._order.places(index).samples]
+        return Batch(
+            ids=[sample.id for sample in samples],
+            items=[self._captions.item(sample, index) for sample in samples],
+            counted=self.mean_size if self._grouped else None,
+        )
 
-    def _sample(self, position: int) -> EncodedSample:
-        epoch, place = divmod(position, len(self._samples))
-        return self._samples[self._order(epoch)[place]]
+    def micro_batches(self, index: int) -> list[Batch]:
+        """The same, alone."""
+        return [self.micro_batch(index)]
 
-    def _drops_caption(self, index: int, id: str) -> bool:
-        drawn = torch.rand((), generator=generator(self._seed, "caption", index, id))
-        return bool(drawn < self._caption_dropout)
+    def places(self, index: int) -> range:
+        """The places of a micro-batch's samples among all that are used, counted since the start of the run."""
+        first, samples = self._order.places(index)
+        return range(first, first + len(samples))
+
+
+def shapes_of(sample: EncodedSample) -> Shapes:
+    """What samples of one micro-batch have in common; texts may differ, which models pad."""
+    return tuple(sorted(sample.media_shapes().items()))

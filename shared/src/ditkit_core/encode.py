@@ -8,7 +8,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from pathlib import Path
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,11 +20,12 @@ from ditkit_core.encoded import EncodedSample
 from ditkit_core.errors import UserError
 from ditkit_core.media import TRANSFORM_VERSION, kind_of, read_clip
 from ditkit_core.memory import release_memory
-from ditkit_core.model import Encoder
+from ditkit_core.model import Encoder, ignored
+from ditkit_core.references import ReferenceSize, encoded_sizes
 from ditkit_core.settings import setting
 
-Progress = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
-"""(what is done, how many) to a context in which the yielded function is called after each one."""
+Progress = Callable[[str, int], AbstractContextManager[Callable[[float], None]]]
+"""(what is done, how many) to a context in which the yielded function is told how much of that is done since."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +41,15 @@ class EncodeConfig:
     """Device of the encoders: `auto` (a GPU if there is one), `cpu`, `cuda`, `cuda:1`, …"""
     text_dtype: Literal["bf16", "fp32"] = setting("bf16", resume="refused")
     """Dtype of the text encoder."""
+    streaming: Literal["auto", "always", "never"] = setting("auto", resume="free")
+    """Whether a large text encoder passes through memory layer by layer from its files, for many captions at once: `auto` does
+    where it would not fit as a whole."""
 
 
 @contextmanager
-def no_progress(stage: str, total: int) -> Iterator[Callable[[], None]]:
+def no_progress(stage: str, total: int) -> Iterator[Callable[[float], None]]:
     """Progress that nobody watches."""
-    yield lambda: None
+    yield ignored
 
 
 def text_key(caption: str, encoder: Encoder) -> str:
@@ -58,23 +63,21 @@ def encode(
     cache: Cache,
     media_encoder: Encoder,
     text_encoder: Encoder,
-    height: int,
-    width: int,
     fps: float,
+    reference_size: ReferenceSize | None = None,
     extra_captions: Sequence[str] = (),
     progress: Progress = no_progress,
     on_bad: Callable[[Sample, UserError], None] | None = None,
 ) -> list[EncodedSample]:
-    """Encode what the cache lacks: all clips, then all captions and the empty one.
+    """Encode what the cache lacks: all clips and the pictures they are made from, then all captions and the empty one.
 
     Args:
         samples: What to encode.
         cache: Where results are kept.
         media_encoder: Pixels to `latents`; loaded only if a clip is missing.
         text_encoder: Caption to tensors; loaded only if a caption is missing.
-        height: Pixels of the clips.
-        width: Pixels of the clips.
         fps: Frames per second of the clips.
+        reference_size: As in `ModelSpec`; needed where samples have references.
         extra_captions: Captions needed besides (of samples to be drawn); found again by `text_key`.
         progress: Watches stages `hash`, `media` and `text`, each only if there is something to do.
         on_bad: Told of each clip that cannot be decoded, which is then left out; by default the first one is an error.
@@ -85,53 +88,121 @@ def encode(
     Raises:
         UserError: If a clip cannot be read, or an encoder gives numbers that are not finite.
     """
-    media_keys: dict[str, str] = {}
-    with MediaHashes(cache.folder) as hashes, (progress if samples else no_progress)("hash", len(samples)) as advance:
-        for sample in samples:
-            media_keys[sample.id] = _media_key(sample, hashes.of(sample.media), media_encoder, height, width, fps)
-            advance()
+    cuts = {sample.id: _cuts_of(sample, fps, reference_size) for sample in samples}
+    keys = _media_keys([cut for each in cuts.values() for cut in each], cache, media_encoder, progress)
+    failures = _fill_media(cache, keys, media_encoder, progress, keep_going=on_bad is not None)
+    good = []
+    for sample in samples:
+        failed = [failures[keys[cut]] for cut in cuts[sample.id] if keys[cut] in failures]
+        if on_bad is not None and failed:
+            on_bad(sample, failed[0])
+        else:
+            good.append(sample)
 
-    def read(sample: Sample) -> Tensor:
-        return read_clip(sample.media, frames=sample.frames, fps=fps, height=height, width=width)
-
-    def media_name(sample: Sample) -> str:
-        return str(sample.media)
-
-    clips = {media_keys[sample.id]: sample for sample in samples}
-    media = _Jobs(kind="media", wanted=clips, encoder=media_encoder, read=read, name=media_name)
-    failures = _fill(cache, media, progress, keep_going=on_bad is not None)
-    good = [sample for sample in samples if media_keys[sample.id] not in failures]
-    if on_bad is not None:
-        for sample in samples:
-            if media_keys[sample.id] in failures:
-                on_bad(sample, failures[media_keys[sample.id]])
-
-    captions = ["", *(sample.caption for sample in good), *extra_captions]
+    captions = ["", *(caption for sample in good for caption in sample.captions), *extra_captions]
     texts = {text_key(caption, text_encoder): caption for caption in captions}
     _fill(cache, _Jobs(kind="text", wanted=texts, encoder=text_encoder, read=str, name=repr), progress)
     return [
         EncodedSample(
             id=sample.id,
             cache=cache,
-            media_key=media_keys[sample.id],
-            text_key=text_key(sample.caption, text_encoder),
+            media_key=keys[cuts[sample.id][0]],
+            text_keys=tuple(text_key(caption, text_encoder) for caption in sample.captions),
             empty_text_key=text_key("", text_encoder),
+            reference_keys=tuple(keys[cut] for cut in cuts[sample.id][1:]),
         )
         for sample in good
     ]
 
 
-def _media_key(sample: Sample, content: str, encoder: Encoder, height: int, width: int, fps: float) -> str:
-    kind = kind_of(sample.media)
-    transform = {
-        "version": TRANSFORM_VERSION,
-        "kind": kind,
-        "frames": sample.frames,
-        "fps": fps if kind == "video" else 0,
-        "height": height,
-        "width": width,
-    }
-    return key("media", content, json.dumps(transform, sort_keys=True), encoder.identity)
+def encode_references(
+    paths: Sequence[Path],
+    *,
+    cache: Cache,
+    media_encoder: Encoder,
+    reference_size: ReferenceSize,
+    progress: Progress = no_progress,
+) -> list[Tensor]:
+    """The latents of pictures to edit, which belong to one sample, as training has them; encoded if the cache lacks them.
+
+    Args:
+        paths: The pictures, in order.
+        cache: Where results are kept.
+        media_encoder: Pixels to `latents`; loaded only if a picture is missing.
+        reference_size: As in `ModelSpec`.
+        progress: As for `encode`.
+
+    Raises:
+        UserError: If a file is no picture, cannot be read, or is of no size that can be used.
+    """
+    cuts = _reference_cuts(paths, reference_size)
+    keys = _media_keys(cuts, cache, media_encoder, progress)
+    _fill_media(cache, keys, media_encoder, progress, keep_going=False)
+    latents = []
+    for cut in cuts:
+        tensors = cache.get("media", keys[cut])
+        if tensors is None:
+            raise UserError(f"the cache {cache.folder} has lost {cut.path}; start again to encode it")
+        latents.append(tensors["latents"])
+    return latents
+
+
+class _Cut(NamedTuple):
+    """A media file as the encoder is given it."""
+
+    path: Path
+    frames: int
+    fps: float
+    """0 for a still image."""
+    height: int
+    width: int
+
+    def read(self) -> Tensor:
+        return read_clip(self.path, frames=self.frames, fps=self.fps, height=self.height, width=self.width)
+
+    def key(self, content: str, encoder: Encoder) -> str:
+        transform = {
+            "version": TRANSFORM_VERSION,
+            "kind": kind_of(self.path),
+            "frames": self.frames,
+            "fps": self.fps or 0,  # as a whole number: the key of earlier versions
+            "height": self.height,
+            "width": self.width,
+        }
+        return key("media", content, json.dumps(transform, sort_keys=True), encoder.identity)
+
+
+def _cuts_of(sample: Sample, fps: float, reference_size: ReferenceSize | None) -> list[_Cut]:
+    """The sample's own clip, then its references."""
+    rate = fps if kind_of(sample.media) == "video" else 0.0
+    own = _Cut(sample.media, sample.frames, rate, sample.height, sample.width)
+    if not sample.references:
+        return [own]
+    assert reference_size is not None
+    return [own, *_reference_cuts(sample.references, reference_size)]
+
+
+def _reference_cuts(paths: Sequence[Path], reference_size: ReferenceSize) -> list[_Cut]:
+    sizes = encoded_sizes(paths, reference_size)
+    return [_Cut(path, 1, 0.0, height, width) for path, (height, width) in zip(paths, sizes, strict=True)]
+
+
+def _media_keys(cuts: Sequence[_Cut], cache: Cache, encoder: Encoder, progress: Progress) -> dict[_Cut, str]:
+    """Where the cache keeps each."""
+    keys = {}
+    with MediaHashes(cache.folder) as hashes, (progress if cuts else no_progress)("hash", len(cuts)) as advance:
+        for cut in cuts:
+            keys[cut] = cut.key(hashes.of(cut.path), encoder)
+            advance(1.0)
+    return keys
+
+
+def _fill_media(
+    cache: Cache, keys: Mapping[_Cut, str], encoder: Encoder, progress: Progress, *, keep_going: bool
+) -> dict[str, UserError]:
+    wanted = {key: cut for cut, key in keys.items()}
+    jobs = _Jobs(kind="media", wanted=wanted, encoder=encoder, read=_Cut.read, name=lambda cut: str(cut.path))
+    return _fill(cache, jobs, progress, keep_going=keep_going)
 
 
 Item = TypeVar("Item")
@@ -164,25 +235,28 @@ def _fill(cache: Cache, jobs: _Jobs[Item], progress: Progress, *, keep_going: bo
     with ExitStack() as stack:
         advance = stack.enter_context(progress(jobs.kind, len(missing)))
         loaded = False
-        for key, item in missing.items():
-            try:
-                given = jobs.read(item)
-            except UserError as error:
-                if not keep_going:
-                    raise
-                failures[key] = error
-                advance()
-                continue
-            if not loaded:
+        keys = list(missing)
+        for first in range(0, len(keys), jobs.encoder.items_at_once):
+            given: dict[str, Any] = {}
+            for key in keys[first : first + jobs.encoder.items_at_once]:
+                try:
+                    given[key] = jobs.read(missing[key])
+                except UserError as error:
+                    if not keep_going:
+                        raise
+                    failures[key] = error
+                    advance(1.0)
+            if given and not loaded:
                 jobs.encoder.load()
                 stack.callback(release_memory)
                 stack.callback(jobs.encoder.unload)
                 loaded = True
             with torch.no_grad():
-                tensors = jobs.encoder.encode(given)
-            _check_finite(tensors, jobs.name(item))
-            cache.put(jobs.kind, key, tensors, {"source": jobs.name(item), "encoder": jobs.encoder.identity})
-            advance()
+                encoded = jobs.encoder.encode(list(given.values()), advance) if given else []
+            for key, tensors in zip(given, encoded, strict=True):
+                name = jobs.name(missing[key])
+                _check_finite(tensors, name)
+                cache.put(jobs.kind, key, tensors, {"source": name, "encoder": jobs.encoder.identity})
     return failures
 
 

@@ -1,11 +1,16 @@
 """What the cache holds of one sample, as training items."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from ditkit_core.cache import Cache
 from ditkit_core.errors import UserError
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,25 +20,48 @@ class EncodedSample:
     id: str
     cache: Cache
     media_key: str
-    text_key: str
+    text_keys: tuple[str, ...]
+    """Of its captions, at least one."""
     empty_text_key: str
     """The empty caption, for caption dropout."""
+    reference_keys: tuple[str, ...] = ()
+    """Of the pictures that it is made from, in order."""
 
-    def load(self, *, drop_caption: bool = False) -> dict[str, Tensor]:
-        """The sample as a training item: `latents` and the model's own tensors, on the CPU.
+    @property
+    def keys(self) -> list[str]:
+        """Everything that it is, in one list: another list is another sample."""
+        return [self.media_key, *self.text_keys, *(f"reference {key}" for key in self.reference_keys)]
+
+    def load(self, *, caption: int = 0, drop_caption: bool = False) -> dict[str, Tensor]:
+        """The sample as a training item: `latents`, `reference.0`, … and the model's own tensors, on the CPU.
 
         Args:
+            caption: Which of its captions.
             drop_caption: Give the empty caption in place of the sample's own.
 
         Raises:
             UserError: If an entry has gone from the cache since it was encoded.
         """
-        item: dict[str, Tensor] = {}
-        for kind, key in (("media", self.media_key), ("text", self.empty_text_key if drop_caption else self.text_key)):
-            tensors = self.cache.get(kind, key)
-            if tensors is None:
-                raise UserError(
-                    f"the cache {self.cache.folder} has lost {kind} of {self.id!r}; start again to encode it"
-                )
-            item.update(tensors)
-        return item
+        item = self._found("media", self.media_key, self.cache.get)
+        for number, key in enumerate(self.reference_keys):
+            item[f"reference.{number}"] = self._found("media", key, self.cache.get)["latents"]
+        text_key = self.empty_text_key if drop_caption else self.text_keys[caption]
+        return item | self._found("text", text_key, self.cache.get)
+
+    def media_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all that is no text: what samples of one micro-batch have in common. Reads no tensor."""
+        found = self._found("media", self.media_key, self.cache.shapes)
+        for number, key in enumerate(self.reference_keys):
+            found[f"reference.{number}"] = self._found("media", key, self.cache.shapes)["latents"]
+        return found
+
+    def outline(self) -> dict[str, Tensor]:
+        """The sample's item, with the first caption, on `meta`: shapes alone, for what counts tokens."""
+        shapes = self.media_shapes() | self._found("text", self.text_keys[0], self.cache.shapes)
+        return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+    def _found(self, kind: str, key: str, read: Callable[[str, str], dict[str, Found] | None]) -> dict[str, Found]:
+        found = read(kind, key)
+        if found is None:
+            raise UserError(f"the cache {self.cache.folder} has lost {kind} of {self.id!r}; start again to encode it")
+        return found

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ditkit_core.adapter_writer import check_form, write_adapter
+from ditkit_core.adapter_writer import check_form, check_stacks, write_adapter
 from ditkit_core.adapters import AdapterConfig, adapter_layers, adapter_state, canonical_name, is_adapter_name
 from ditkit_core.errors import UserError
 from ditkit_core.files import atomic_write, write_text
-from ditkit_core.model import ModelSpec
+from ditkit_core.model import ModelSpec, Part
 from ditkit_core.precision import parse_dtype
 from ditkit_core.safetensors_file import SafetensorsSource, write_safetensors
 from ditkit_core.settings import setting
+from ditkit_core.stacking import Assembly, rows_of
 from ditkit_core.weights import match
 
 SHARD_BYTES = 5_000_000_000
@@ -52,6 +53,24 @@ def check_export(spec: ModelSpec, config: ExportConfig, adapter: AdapterConfig) 
         check_form(form, spec.names, use_dora=adapter.use_dora and adapter.method == "lora")
 
 
+def check_adapted(spec: ModelSpec, config: ExportConfig, model: Any) -> None:
+    """Refuse, before training, an adapter that a form's readers would ignore or misread.
+
+    Args:
+        spec: The model's family.
+        config: The forms.
+        model: The model with its adapter, if it has one.
+
+    Raises:
+        UserError: If there is such a form.
+    """
+    layers = adapter_layers(model)
+    use_dora = any(layer.lora_magnitude_vector for layer in layers.values())
+    for form in config.forms if layers else ():
+        check_stacks(form, spec.names, layers, use_dora=use_dora)
+        spec.check_adapter(form, layers)
+
+
 def export_adapter(
     model: Any,
     spec: ModelSpec,
@@ -79,6 +98,7 @@ def export_adapter(
     """
     layers = adapter_layers(model)
     assert layers, "the model has no adapter"
+    check_adapted(spec, config, model)
     (scaling,) = {layer.scaling["default"] for layer in layers.values()}
     state, files = adapter_state(model), []
     for form in config.forms:
@@ -137,19 +157,30 @@ def _write_transformer(
     shard_bytes: int,
 ) -> None:
     tensors = _base_tensors(model)
-    natives = {spec.names.from_native[form](name): name for name in tensors}
-    assert len(natives) == len(tensors), "two parameters share a name"
-    shapes = {
-        key: (tuple(tensors[name].shape), torch.float32 if spec.keep_fp32(name) else dtype)
-        for key, name in natives.items()
-    }
+    assembly = Assembly()
+    for name in tensors:
+        assert assembly.add(name, spec.names.from_native[form](name)), f"{name} shares rows with another parameter"
+    natives = assembly.complete
+    assert len(natives) == len(assembly.found), "the form has rows that the model does not"
+
+    def about(parts: Sequence[Part]) -> tuple[tuple[int, ...], torch.dtype]:
+        pieces = [rows_of(tensors[part.name], part.index, part.of) for part in parts]
+        wide = any(spec.keep_fp32(part.name) for part in parts)
+        return _stacked_shape(pieces), torch.float32 if wide else dtype
+
+    shapes = {key: about(parts) for key, parts in natives.items()}
     layers = adapter_layers(model)
 
     def tensor_of(key: str) -> Tensor:
-        name = natives[key]
-        module = name.removesuffix(".weight")
-        weight = merged_weight(layers[module]) if module in layers and module != name else tensors[name]
-        return weight.detach().to("cpu", shapes[key][1])
+        pieces = []
+        for part in natives[key]:
+            module = part.name.removesuffix(".weight")
+            if module in layers and module != part.name:
+                rows = merged_weight(layers[module], part.index, part.of)
+            else:
+                rows = rows_of(tensors[part.name], part.index, part.of)
+            pieces.append(rows.detach().to("cpu", shapes[key][1]))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     shards = list(_shards(shapes, shard_bytes))
     for old in folder.glob("diffusion_pytorch_model*.safetensors*"):
@@ -172,14 +203,26 @@ def _base_tensors(model: Any) -> dict[str, Tensor]:
     return {canonical_name(name): tensor for name, tensor in model.state_dict().items() if not is_adapter_name(name)}
 
 
-def merged_weight(layer: Any) -> Tensor:
-    """The fp32 weight of an adapted layer with the adapter in it: what the layer multiplies with, outside of training."""
-    weight = layer.get_base_layer().weight.detach().float()
-    down, up = layer.lora_A["default"].weight.detach(), layer.lora_B["default"].weight.detach()
+def _stacked_shape(pieces: Sequence[Tensor]) -> tuple[int, ...]:
+    first, *others = pieces
+    return (sum(len(piece) for piece in pieces), *first.shape[1:]) if others else tuple(first.shape)
+
+
+def merged_weight(layer: Any, index: int = 0, of: int = 1) -> Tensor:
+    """The fp32 weight of an adapted layer with the adapter in it: what the layer multiplies with, outside of training.
+
+    Args:
+        layer: The layer.
+        index: Which of the equal parts of its rows.
+        of: How many parts.
+    """
+    weight = rows_of(layer.get_base_layer().weight.detach(), index, of).float()
+    down, up = layer.lora_A["default"].weight.detach(), rows_of(layer.lora_B["default"].weight.detach(), index, of)
     merged = torch.addmm(weight, up.float(), down.float(), alpha=layer.scaling["default"])
     if layer.lora_magnitude_vector:
         norm = torch.linalg.vector_norm(merged, dim=1)
-        merged *= (layer.lora_magnitude_vector["default"].weight.detach() / norm)[:, None]
+        magnitude = rows_of(layer.lora_magnitude_vector["default"].weight.detach(), index, of)
+        merged *= (magnitude / norm)[:, None]
     return merged
 
 

@@ -26,10 +26,13 @@ from ditkit_core.settings import setting
 class FlowConfig:
     """The `[flow]` section: which noise levels are trained, and how much each counts."""
 
-    sampling: Literal["uniform", "logit_normal", "shifted"] = setting("shifted", resume="stated")
-    """Distribution of the noise level; `shifted` is uniform, then moved towards noise by `shift`."""
-    shift: float = setting(5.0, resume="stated")
-    """For `shifted`: sigma' = shift * sigma / (1 + (shift - 1) * sigma), above 0; 1 leaves uniform."""
+    sampling: Literal["uniform", "logit_normal"] = setting("uniform", resume="stated")
+    """Distribution of the noise level before it is shifted."""
+    shifting: Literal["model", "none", "constant"] = setting("model", resume="stated")
+    """What the drawn level is shifted by: what the model was trained with (which may depend on the resolution), nothing, or
+    `shift`."""
+    shift: float = setting(1.0, resume="stated")
+    """For `constant`: sigma' = shift * sigma / (1 + (shift - 1) * sigma), above 0; more than 1 moves towards noise."""
     logit_mean: float = setting(0.0, resume="stated")
     """For `logit_normal`: mean of logit(sigma); adding ln(s) is the same as a shift by s."""
     logit_std: float = setting(1.0, resume="stated")
@@ -38,6 +41,9 @@ class FlowConfig:
     """Lowest noise level that is drawn, in [0, 1)."""
     max_sigma: float = setting(1.0, resume="stated")
     """Highest noise level that is drawn, in (0, 1]."""
+    guidance: float = setting(1.0, resume="stated")
+    """What a model with an embedding of guidance is told in training; 1 trains the conditional velocity itself, which what it is
+    told when sampling then strengthens."""
     weighting: Literal["none", "bell", "cosmap", "sigma_sqrt"] = setting("none", resume="stated")
     """Weight of a sample's loss by noise level: `bell` is highest at 0.5, 0 at 1 and 1 on average; `cosmap` is
     2 / (pi * (1 - 2 sigma + 2 sigma^2)); `sigma_sqrt` is sigma^-2."""
@@ -49,8 +55,16 @@ class FlowConfig:
             raise UserError(
                 f"flow.min_sigma = {self.min_sigma} must be below flow.max_sigma = {self.max_sigma}, both in [0, 1]"
             )
+        if self.guidance < 0:
+            raise UserError(f"flow.guidance = {self.guidance} must not be negative; 1 is usual")
         if self.weighting == "sigma_sqrt" and self.min_sigma == 0:
             raise UserError("flow.weighting = sigma_sqrt grows without bound; set flow.min_sigma above 0")
+        if self.shift != 1 and self.shifting != "constant":
+            raise UserError(f'flow.shift = {self.shift} needs flow.shifting = "constant"')
+
+    def shift_for(self, model_shift: float) -> float:
+        """The shift of a sample's noise level, given the one that its model was trained with."""
+        return {"model": model_shift, "none": 1.0, "constant": self.shift}[self.shifting]
 
 
 def shift_sigma(sigma: Tensor, shift: float) -> Tensor:
@@ -61,54 +75,50 @@ def shift_sigma(sigma: Tensor, shift: float) -> Tensor:
     return shift * sigma / (1 + (shift - 1) * sigma)
 
 
-def _cumulative(sigma: Tensor, config: FlowConfig) -> Tensor:
+def _cumulative(sigma: Tensor, config: FlowConfig, shift: float) -> Tensor:
     """Probability that the unrestricted distribution draws a level below `sigma`."""
+    sigma = shift_sigma(sigma, 1 / shift).clamp(0, 1)  # rounding may leave the interval, where the logit has no value
     if config.sampling == "logit_normal":
         return torch.special.ndtr((torch.logit(sigma) - config.logit_mean) / config.logit_std)
-    return shift_sigma(sigma, 1 / config.shift) if config.sampling == "shifted" else sigma
+    return sigma
 
 
-def sigma_at(probability: Float[Tensor, "*shape"], config: FlowConfig) -> Float[Tensor, "*shape"]:
+def sigma_at(probability: Float[Tensor, "*shape"], config: FlowConfig, shift: float = 1.0) -> Float[Tensor, "*shape"]:
     """Noise level at a cumulative probability of the configured distribution.
 
     Args:
         probability: In [0, 1]; uniform numbers give draws, an even grid gives quantiles.
         config: The distribution and its range.
+        shift: What levels are shifted by, from `FlowConfig.shift_for`.
 
     Returns:
         float64 noise levels in [min_sigma, max_sigma], increasing with the probability.
     """
-    low, high = _cumulative(torch.tensor([config.min_sigma, config.max_sigma], dtype=torch.float64), config)
+    low, high = _cumulative(torch.tensor([config.min_sigma, config.max_sigma], dtype=torch.float64), config, shift)
     u = low + (high - low) * probability.double()
     if config.sampling == "logit_normal":
-        sigma = torch.sigmoid(config.logit_mean + config.logit_std * torch.special.ndtri(u))
-    else:
-        sigma = shift_sigma(u, config.shift) if config.sampling == "shifted" else u
-    return sigma.clamp(config.min_sigma, config.max_sigma)  # against rounding only
-
-
-def draw_sigma(config: FlowConfig, random: torch.Generator) -> Float[Tensor, ""]:
-    """One float32 noise level from the configured distribution."""
-    return sigma_at(torch.rand((), dtype=torch.float64, generator=random), config).float()
+        u = torch.sigmoid(config.logit_mean + config.logit_std * torch.special.ndtri(u))
+    return shift_sigma(u, shift).clamp(config.min_sigma, config.max_sigma)  # against rounding only
 
 
 def draw_noise(
-    latents: Float[Tensor, "..."], config: FlowConfig, *names: int | str
+    latents: Float[Tensor, "..."], config: FlowConfig, shift: float, *names: int | str
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "..."]]:
     """Noise level and float32 noise of one sample, as a function of names alone (seed, purpose, step, sample)."""
     random = generator(*names)
-    return draw_sigma(config, random), torch.randn(latents.shape, generator=random)
+    sigma = sigma_at(torch.rand((), dtype=torch.float64, generator=random), config, shift).float()
+    return sigma, torch.randn(latents.shape, generator=random)
 
 
-def loss_weight(sigma: Float[Tensor, "*shape"], config: FlowConfig) -> Float[Tensor, "*shape"]:
+def loss_weight(sigma: Float[Tensor, "*shape"], config: FlowConfig, shift: float = 1.0) -> Float[Tensor, "*shape"]:
     """Factor of each sample's loss, in the dtype of `sigma`.
 
     Source: `bell` is the training weight of DiffSynth-Studio (diffsynth/diffusion/flow_match.py), there tabulated over a
     thousand shifted timesteps and here over a thousand quantiles of the configured distribution, which is the same when
-    that is `shifted` with shift 5; `cosmap` and `sigma_sqrt` are of Scaling Rectified Flow Transformers, section 3.1.
+    that is uniform with shift 5; `cosmap` and `sigma_sqrt` are of Scaling Rectified Flow Transformers, section 3.1.
     """
     if config.weighting == "bell":
-        return (_bell(sigma) / _bell(sigma_at(torch.arange(1, 1001) / 1000, config)).mean()).to(sigma.dtype)
+        return (_bell(sigma) / _bell(sigma_at(torch.arange(1, 1001) / 1000, config, shift)).mean()).to(sigma.dtype)
     if config.weighting == "cosmap":
         return 2 / (torch.pi * (1 - 2 * sigma + 2 * sigma**2))
     return sigma**-2 if config.weighting == "sigma_sqrt" else torch.ones_like(sigma)
@@ -122,10 +132,11 @@ def _bell(sigma: Tensor) -> Tensor:
 def velocity_errors(
     model: StagedModel,
     run: Engine,
-    make_inputs: Callable[[Sequence[Tensor], Tensor, Sequence[Mapping[str, Tensor]]], Any],
+    make_inputs: Callable[[Sequence[Tensor], Tensor, Sequence[Mapping[str, Tensor]], float], Any],
     items: Sequence[Mapping[str, Tensor]],
     sigma: Float[Tensor, " batch"],
     noise: Sequence[Float[Tensor, "..."]],
+    guidance: float,
 ) -> Float[Tensor, " batch"]:
     """Mean squared error of the predicted velocity, sample by sample.
 
@@ -136,13 +147,14 @@ def velocity_errors(
         items: Training items, each with `latents` and what the model needs beside them.
         sigma: float32 noise level of each sample.
         noise: float32 noise of each sample, shaped like its latents.
+        guidance: `FlowConfig.guidance`.
 
     Returns:
         float32 errors on the prediction's device; each is a mean over its sample's elements, so samples of different size
         count alike.
     """
     noised = [(1 - s) * item["latents"].float() + s * eps for s, item, eps in zip(sigma, items, noise, strict=True)]
-    prediction = model(make_inputs(noised, sigma, items), run=run)
+    prediction = model(make_inputs(noised, sigma, items, guidance), run=run)
     errors = []
     for velocity, item, eps in zip(prediction, items, noise, strict=True):
         target = (eps - item["latents"].float()).to(velocity.device)

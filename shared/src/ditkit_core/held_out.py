@@ -56,6 +56,7 @@ def held_out_loss(
     ids: Sequence[str],
     items: Sequence[Mapping[str, Tensor]],
     sigmas: Sequence[float],
+    guidance: float = 1.0,
 ) -> HeldOutLoss:
     """Measure the model without touching anything: no gradients, no dropout, no shared random numbers.
 
@@ -66,6 +67,7 @@ def held_out_loss(
         ids: Stable names of the clips, at least one.
         items: Their training items.
         sigmas: Noise levels, at least one.
+        guidance: What a model with an embedding of guidance is told, as in training.
     """
     device = next(model.embed.parameters()).device
     errors: dict[float, list[float]] = {sigma: [] for sigma in sigmas}
@@ -77,7 +79,7 @@ def held_out_loss(
                 noise = [torch.randn(item["latents"].shape, generator=random).to(device)]
                 level = torch.full((1,), sigma, dtype=torch.float32, device=device)
                 # one sample at a time: a clip's number does not depend on the others
-                values.append(float(velocity_errors(model, run, spec.make_inputs, moved, level, noise)[0]))
+                values.append(float(velocity_errors(model, run, spec.make_inputs, moved, level, noise, guidance)[0]))
     per_sigma = {sigma: sum(values) / len(values) for sigma, values in errors.items()}
     return HeldOutLoss(sum(per_sigma.values()) / len(per_sigma), per_sigma)
 

@@ -9,7 +9,9 @@ from ditkit_core.attention import settings_in_force
 from ditkit_core.lora_linear import keeps_only_its_input
 
 
-def last_step(layer: nn.Module, h: Tensor, finish: Callable[..., Tensor], *others: Tensor) -> Tensor:
+def last_step(
+    layer: nn.Module, h: Tensor, finish: Callable[..., Tensor], *others: Tensor, name: str = "last step"
+) -> Tensor:
     """A block's result: `finish(layer(h), *others)`, of which no backward needs a value.
 
     A checkpoint that stops recomputing at the last saved tensor leaves this out by itself; one that keeps regions replays a
@@ -21,6 +23,7 @@ def last_step(layer: nn.Module, h: Tensor, finish: Callable[..., Tensor], *other
         h: Its input.
         finish: Makes the block's result; keeps nothing large for its backward.
         others: What `finish` takes beside the layer's output.
+        name: Unique within a block: a block of several streams has a last step in each.
     """
 
     def step(h: Tensor, *others: Tensor) -> Tensor:
@@ -28,7 +31,7 @@ def last_step(layer: nn.Module, h: Tensor, finish: Callable[..., Tensor], *other
 
     if not (settings_in_force().keep and keeps_only_its_input(layer)):
         return step(h, *others)
-    out: Tensor = remat.region(step, "last step", recompute=False)(h, *others)
+    out: Tensor = remat.region(step, name, recompute=False)(h, *others)
     # Costs nothing, as what comes next holds it too. Without it torch_remat would replay a tensor without memory in its
     # place, which neither a fake tensor nor a wrapped one survives.
     remat.recompute_needs_tensor(out)

@@ -1,13 +1,15 @@
-"""Which media files a dataset folder names, and the caption of each: metadata file, or a text file beside each clip."""
+"""Which media files a dataset folder names, and the captions of each: metadata file, or a text file beside each clip."""
 
 import csv
+import functools
 import io
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ditkit_core.errors import UserError
 from ditkit_core.files import inside
@@ -15,20 +17,64 @@ from ditkit_core.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, kind_of, status
 
 MEDIA_COLUMNS = ("file_name", "video", "image", "file_path", "path")
 CAPTION_COLUMNS = ("text", "prompt", "caption")
+REFERENCE_COLUMNS = ("references", "reference", "control", "edit_image")
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv")
+
+
+Captions = Literal["whole", "lines"]
+"""Whether a text is one caption, or each of its lines is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One line of a dataset: a media file and its caption, or what is wrong with the line."""
+    """One line of a dataset: a media file and its captions, or what is wrong with the line."""
 
     media: str
     """Path as written, relative to the dataset folder or absolute; the line's place when it names no file."""
-    caption: str = ""
+    captions: tuple[str, ...] = ()
+    references: tuple[str, ...] = ()
+    """Paths of the pictures that an instruction starts from, as written, in order."""
     problem: UserError | None = None
 
 
-def list_entries(folder: Path, metadata: str, *, allow_outside: bool) -> list[Entry]:
+@dataclass(frozen=True, kw_only=True)
+class _Reader:
+    """What is the same for every line of a dataset."""
+
+    folder: Path
+    allow_outside: bool
+    captions: Captions
+    skip: Path | None
+    """A folder inside the dataset's whose pictures are no samples."""
+
+    def split(self, where: str, texts: Sequence[str]) -> tuple[str, ...]:
+        """The captions of texts, as the configuration reads them.
+
+        Raises:
+            UserError: If nothing is left of one, or it is no text that can be written.
+        """
+        found = []
+        for text in texts:
+            lines = text.splitlines() if self.captions == "lines" else [text]
+            kept = [line.strip() for line in lines if line.strip()]
+            if not kept:
+                raise UserError(f"{where} is empty; fill it in or remove the clip")
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise UserError(f"{where} has half of a character (a lone surrogate); correct the text") from error
+            found += kept
+        return tuple(found)
+
+
+def list_entries(
+    folder: Path,
+    metadata: str,
+    *,
+    allow_outside: bool,
+    captions: Captions = "whole",
+    skip: Path | None = None,
+) -> list[Entry]:
     """Everything that a dataset folder names, in a fixed order; problems of single entries are part of the list.
 
     Args:
@@ -36,15 +82,18 @@ def list_entries(folder: Path, metadata: str, *, allow_outside: bool) -> list[En
         metadata: A .jsonl or .csv file, relative to the folder; empty: metadata.jsonl or metadata.csv if there is one,
             otherwise every media file with a caption of the same name beside it.
         allow_outside: Whether captions may lie outside the folder, behind links.
+        captions: Whether a text is one caption, or each of its lines is one.
+        skip: A folder whose pictures are no samples, wherever it lies.
 
     Raises:
         UserError: If the metadata as a whole cannot be used.
     """
+    reader = _Reader(folder=folder, allow_outside=allow_outside, captions=captions, skip=skip)
     found = [metadata] if metadata else [name for name in METADATA_NAMES if status(folder / name) is not None]
     if len(found) > 1:
         raise UserError(f"{folder} has both {' and '.join(found)}; name the right one in data.metadata")
     if not found:
-        return list(_beside(folder, allow_outside))
+        return list(_beside(reader))
     path = folder / found[0]
     at_path = status(path)
     if at_path is None:
@@ -54,7 +103,7 @@ def list_entries(folder: Path, metadata: str, *, allow_outside: bool) -> list[En
     readers = {".jsonl": _json_lines, ".csv": _csv_rows}
     if path.suffix.lower() not in readers:
         raise UserError(f"data.metadata {path} is of no known kind; accepted are {' and '.join(readers)}")
-    return list(readers[path.suffix.lower()](folder, path, _text(path)))
+    return list(readers[path.suffix.lower()](reader, path, _text(path)))
 
 
 def _text(path: Path) -> str:
@@ -66,8 +115,9 @@ def _text(path: Path) -> str:
         raise UserError(f"{path} cannot be read ({error.strerror}); correct its permissions or remove it") from error
 
 
-def _beside(folder: Path, allow_outside: bool) -> Iterator[Entry]:
-    for media in _media_files(folder):
+def _beside(reader: _Reader) -> Iterator[Entry]:
+    folder = reader.folder
+    for media in media_files(folder, skip=reader.skip):
         caption = str(Path(media).with_suffix(".txt"))
         try:
             at_media = status(folder / media)
@@ -76,17 +126,20 @@ def _beside(folder: Path, allow_outside: bool) -> Iterator[Entry]:
             at_caption = status(folder / caption)
             if at_caption is None or not stat.S_ISREG(at_caption.st_mode):
                 raise UserError(f"{folder / media} has no caption; write one to {folder / caption}")
-            text = _text(inside(folder, caption, allow_outside=allow_outside)).strip()
-            if not text:
-                raise UserError(f"caption {folder / caption} is empty; write one or remove the clip")
-            yield Entry(media=media, caption=text)
+            text = _text(inside(folder, caption, allow_outside=reader.allow_outside))
+            yield Entry(media=media, captions=reader.split(f"caption {folder / caption}", [text]))
         except UserError as error:
             yield Entry(media=media, problem=error)
 
 
-def _media_files(folder: Path) -> Iterator[str]:
-    """Relative paths of media files, and of folders called like one; hidden ones are ignored, links followed once."""
-    visited = set()
+def media_files(folder: Path, *, skip: Path | None = None) -> Iterator[str]:
+    """Relative paths of media files, and of folders called like one; hidden ones are ignored, links followed once.
+
+    Args:
+        folder: Where to look, subfolders included.
+        skip: A folder that is not looked into.
+    """
+    visited = set() if skip is None else {os.path.realpath(skip)}
     for place, folders, names in os.walk(folder, onerror=_cannot_list, followlinks=True):
         real = os.path.realpath(place)
         if real in visited:
@@ -109,16 +162,16 @@ def _cannot_list(error: OSError) -> None:
     ) from error
 
 
-def _json_lines(folder: Path, path: Path, text: str) -> Iterator[Entry]:
+def _json_lines(reader: _Reader, path: Path, text: str) -> Iterator[Entry]:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{path} line {number}"
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=functools.partial(_object, where))
             if not isinstance(row, dict):
                 raise UserError(f'{where} is no JSON object; write {{"file_name": "clip.mp4", "text": "caption"}}')
-            yield _row(folder, where, row)
+            yield _row(reader, where, row, _json_paths)
         except json.JSONDecodeError as error:
             reason = f"{error.msg}, column {error.colno}"
             yield Entry(media=where, problem=UserError(f"{where} is not valid JSON ({reason}); correct the line"))
@@ -130,45 +183,85 @@ def _json_lines(folder: Path, path: Path, text: str) -> Iterator[Entry]:
             yield Entry(media=where, problem=error)
 
 
-def _csv_rows(folder: Path, path: Path, text: str) -> Iterator[Entry]:
-    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+def _object(where: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise UserError(f"{where} has {twice!r} twice; remove one")
+    return found
+
+
+def _csv_rows(reader: _Reader, path: Path, text: str) -> Iterator[Entry]:
+    rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
-        _column(f"{path} line 1", reader.fieldnames or [], MEDIA_COLUMNS, "media")
-        _column(f"{path} line 1", reader.fieldnames or [], CAPTION_COLUMNS, "caption")
-        captions = [name for name in reader.fieldnames or [] if name in CAPTION_COLUMNS]
-        if len(captions) > 1:
-            raise UserError(
-                f"{path} line 1 has {len(captions)} caption columns, {', '.join(captions)}; remove or rename all but one"
-            )
-        for row in reader:
-            where = f"{path} line {reader.line_num}"
+        where = f"{path} line 1"
+        names = rows.fieldnames or []
+        _column(where, names, MEDIA_COLUMNS, "media")
+        _only_column(where, names, CAPTION_COLUMNS, "caption")
+        if any(name in REFERENCE_COLUMNS for name in names):
+            _only_column(where, names, REFERENCE_COLUMNS, "reference")
+        for row in rows:
+            where = f"{path} line {rows.line_num}"
             try:
                 if None in row:
                     raise UserError(
                         f"{where} has more fields than the header; put captions with commas in double quotes"
                     )
-                yield _row(folder, where, row)
+                yield _row(reader, where, row, _csv_paths)
             except UserError as error:
                 yield Entry(media=where, problem=error)
     except csv.Error as error:
-        raise UserError(f"{path} line {reader.line_num} is not valid CSV ({error}); correct the file") from error
+        raise UserError(f"{path} line {rows.line_num} is not valid CSV ({error}); correct the file") from error
 
 
-def _row(folder: Path, where: str, row: dict[str, object]) -> Entry:
-    """The entry of one row of metadata."""
-    values = []
-    for names, what in ((MEDIA_COLUMNS, "media"), (CAPTION_COLUMNS, "caption")):
-        column = _column(where, row, names, what)
-        value = row[column]
-        if not isinstance(value, str) or not value.strip():
-            raise UserError(f"{where}: {column!r} is empty or no text; fill it in or remove the line")
-        values.append(value.strip())
+def _row(
+    reader: _Reader, where: str, row: Mapping[str, object], paths: Callable[[str, object], tuple[str, ...]]
+) -> Entry:
+    """The entry of one row of metadata; `paths` reads its reference column."""
+    column = _column(where, row, MEDIA_COLUMNS, "media")
+    (media,) = _texts(f"{where}: {column!r}", [row[column]])
+    column = _only_column(where, row, CAPTION_COLUMNS, "caption")
+    given = row[column]
+    named = f"{where}: {column!r}"
+    captions = reader.split(named, _texts(named, given if isinstance(given, list) else [given]))
+    references: tuple[str, ...] = ()
+    if any(name in row for name in REFERENCE_COLUMNS):
+        column = _only_column(where, row, REFERENCE_COLUMNS, "reference")
+        references = paths(f"{where}: {column!r}", row[column])
     try:
-        kind_of(Path(values[0]))
-        status(folder / values[0])
+        for path in (media, *references):
+            kind_of(Path(path))
+            status(reader.folder / path)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    return Entry(media=values[0], caption=values[1])
+    return Entry(media=media, captions=captions, references=references)
+
+
+def _json_paths(where: str, given: object) -> tuple[str, ...]:
+    """One path, a list of them, or null for none."""
+    if given is None or given == []:
+        return ()
+    return _texts(where, given if isinstance(given, list) else [given])
+
+
+def _csv_paths(where: str, given: object) -> tuple[str, ...]:
+    """One path, several as a JSON list, or nothing."""
+    if not isinstance(given, str) or not given.strip():
+        return ()
+    if not given.lstrip().startswith("["):
+        return _texts(where, [given])
+    try:
+        return _json_paths(where, json.loads(given))
+    except ValueError as error:
+        raise UserError(f'{where} is no JSON list; write one path, or ["first.png", "second.png"]') from error
+
+
+def _texts(where: str, values: Sequence[object]) -> tuple[str, ...]:
+    """Values that are texts with something in them, at least one."""
+    texts = tuple(value.strip() for value in values if isinstance(value, str) and value.strip())
+    if not texts or len(texts) < len(values):
+        raise UserError(f"{where} is empty or no text; fill it in or remove the line")
+    return texts
 
 
 def _column(where: str, found: Iterable[str], accepted: tuple[str, ...], what: str) -> str:
@@ -179,3 +272,11 @@ def _column(where: str, found: Iterable[str], accepted: tuple[str, ...], what: s
     raise UserError(
         f"{where} has no {what} column: found {', '.join(found) or 'none'}; accepted: {', '.join(accepted)}"
     )
+
+
+def _only_column(where: str, found: Iterable[str], accepted: tuple[str, ...], what: str) -> str:
+    """The accepted column that is there, which must be the only one."""
+    there = [name for name in found if name in accepted]
+    if len(there) > 1:
+        raise UserError(f"{where} has {len(there)} {what} columns, {', '.join(there)}; remove or rename all but one")
+    return _column(where, there or found, accepted, what)

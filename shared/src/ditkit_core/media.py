@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -100,23 +100,33 @@ def probe(path: Path) -> MediaInfo:
     )
 
 
-def available_frames(path: Path, fps: float, *, at_most: int | None = None) -> int:
-    """How many frames a file gives at a frame rate; 1 for an image.
+class Available(NamedTuple):
+    """What a file has to give at a frame rate."""
+
+    frames: int
+    """1 for an image."""
+    height: int
+    """Pixels, as a player would show them."""
+    width: int
+    """Pixels, as a player would show them."""
+
+
+def available(path: Path, fps: float, *, at_most: int | None = None) -> Available:
+    """How many frames a file gives at a frame rate, and how large they are.
 
     Args:
         path: A media file.
         fps: Frames per second to be read at.
-        at_most: Do not look further than for this many.
+        at_most: Do not look further than for this many frames.
 
     Raises:
         UserError: As `probe`.
     """
     if _checked(path) == "image":
-        still.size(path)
-        return 1
+        return Available(1, *still.size(path))
     found = video.survey(path, until_seconds=math.inf if at_most is None else at_most / fps)
     frames = max(1, math.ceil((found.timeline.seconds - SLACK_SECONDS) * fps))
-    return frames if at_most is None else min(frames, at_most)
+    return Available(frames if at_most is None else min(frames, at_most), found.height, found.width)
 
 
 def read_clip(

@@ -30,7 +30,7 @@ class LogConfig:
 class Progress(Protocol):
     """A progress display."""
 
-    def advance(self, amount: int = 1) -> None:
+    def advance(self, amount: float = 1) -> None:
         """Count optimizer steps."""
         ...
 
@@ -42,7 +42,7 @@ class Progress(Protocol):
 class SilentProgress:
     """Shows nothing."""
 
-    def advance(self, amount: int = 1) -> None:
+    def advance(self, amount: float = 1) -> None:
         pass
 
     def update(self, **fields: Any) -> None:

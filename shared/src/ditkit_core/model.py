@@ -5,10 +5,11 @@ everything one block hands to the next. What is not in the carry does not cross 
 nothing else. The model says where it may be cut; the core decides how each block is run.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -49,6 +50,15 @@ def run_plain(model: StagedModel, inputs: Any) -> Any:
     return model.head(carry)
 
 
+def ignored(share: float) -> None:
+    """Progress that nobody watches."""
+
+
+Streaming = Literal["auto", "always", "never"]
+"""Whether an encoder's weights pass through memory layer by layer, for many items at once, instead of lying there whole: `auto` does
+where they would not fit."""
+
+
 @runtime_checkable
 class Encoder(Protocol):
     """A frozen encoder of the encode stage (VAE, text encoder), loaded only between `load` and `unload`."""
@@ -56,14 +66,21 @@ class Encoder(Protocol):
     identity: str
     """Digest of weights and settings, known without loading: part of the cache key."""
 
+    items_at_once: int
+    """How many items one call takes: 1, or more where all weights pass through memory once per call."""
+
     def load(self) -> None:
         """Read the weights onto the device."""
         ...
 
-    def encode(self, item: Any) -> dict[str, Tensor]:
-        """Encode one item: pixels [3, frames, height, width] in [-1, 1] for media, a caption for text.
+    def encode(self, items: Sequence[Any], advance: Callable[[float], None] = ...) -> list[dict[str, Tensor]]:
+        """Encode items: each is pixels [3, frames, height, width] in [-1, 1] for media, a caption for text.
 
-        Returns CPU tensors by name; media encoders return `latents`, without a batch dimension.
+        Args:
+            items: At most `items_at_once`.
+            advance: Told of the work as it is done, in items; the parts add up to as many as were given.
+
+        Returns CPU tensors by name, item by item; media encoders return `latents`, without a batch dimension.
         """
         ...
 
@@ -78,6 +95,8 @@ class SampleJob:
 
     conditions: Mapping[str, Tensor]
     negative: Mapping[str, Tensor] | None
+    references: Sequence[Tensor] = ()
+    """Latents of the pictures to edit, as the media encoder returned them, in order."""
     frames: int
     height: int
     width: int
@@ -100,18 +119,68 @@ class Sampler(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Part:
+    """Some rows of a tensor: number `index` of `of` equal parts along its first dimension; by default all of it."""
+
+    name: str
+    index: int = 0
+    of: int = 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class StateDictNames:
-    """Parameter names of a model's files, in every form, against ours."""
+    """Parameters of a model's files, in every form, against ours.
+
+    Forms differ in names, and in how rows are stacked: one file has q, k and v in a tensor, another has the two halves of a
+    modulation in the other order. Both directions therefore say, for a tensor cut into equal pieces of rows, where each lies.
+    """
 
     prefixes: tuple[str, ...]
     """Prefixes that files may put before every name (`model.diffusion_model.`), longest first."""
 
-    to_native: Callable[[str], str | None]
-    """A name without prefix, in any known form, to our parameter name; None if no form knows it."""
+    to_native: Callable[[str], tuple[Part, ...] | None]
+    """A file's name without prefix, in any known form, to the parts of our parameters that its rows are, from the first on;
+    None if no form knows it."""
 
-    from_native: Mapping[str, Callable[[str], str]]
-    """By form (`official`, `diffusers`): our parameter name to that form's."""
+    from_native: Mapping[str, Callable[[str], tuple[Part, ...]]]
+    """By form (`official`, `diffusers`): our parameter name to the parts of that form's tensors that its rows are."""
+
+    @classmethod
+    def renaming(
+        cls,
+        *,
+        prefixes: tuple[str, ...] = (),
+        to_native: Callable[[str], str | None],
+        from_native: Mapping[str, Callable[[str], str]] = MappingProxyType({}),
+    ) -> "StateDictNames":
+        """Names where every tensor of a file is one parameter."""
+
+        def native(name: str) -> tuple[Part, ...] | None:
+            renamed = to_native(name)
+            return None if renamed is None else (Part(renamed),)
+
+        def foreign(rename: Callable[[str], str]) -> Callable[[str], tuple[Part, ...]]:
+            return lambda name: (Part(rename(name)),)
+
+        return cls(
+            prefixes=prefixes,
+            to_native=native,
+            from_native={form: foreign(rename) for form, rename in from_native.items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleDefaults:
+    """How an architecture's authors draw samples."""
+
+    steps: int
+    """Steps of the scheduler."""
+    guidance: float
+    """Strength of guidance."""
+    guided_by: Literal["negative", "embedding", "nothing"] = "negative"
+    """What guidance does: with a strength above 1 the `negative` prompt is drawn too, by a second call of the model in each step; an
+    `embedding` tells the model, called once; or a distilled model draws without, and `nothing` follows from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,21 +204,28 @@ class ModelSpec:
     adapter_targets: Mapping[str, tuple[str, ...]]
     """Named sets of adapter targets, as name suffixes of Linear modules; the first is the default."""
 
-    make_inputs: Callable[[Sequence[Tensor], Tensor, Sequence[Mapping[str, Tensor]]], Any]
-    """(noised latents per sample, sigma [batch] fp32, cached tensors per sample) to the model's inputs.
+    make_inputs: Callable[[Sequence[Tensor], Tensor, Sequence[Mapping[str, Tensor]], float], Any]
+    """(noised latents per sample, sigma [batch] fp32, training items, guidance) to the model's inputs.
 
-    The model's prediction is then a sequence of velocities, one per sample, shaped like its latents.
+    The model's prediction is then a sequence of velocities, one per sample, shaped like its latents. Guidance is the value that a
+    model with an embedding of it is given; others leave it.
     """
 
-    num_tokens: Callable[[Tensor], int]
-    """Tokens that one sample's latents become."""
+    num_tokens: Callable[[Mapping[str, Tensor]], int]
+    """Tokens that one training item is in the blocks; only shapes are read, which may be on `meta`."""
+
+    training_shift: Callable[[Tensor], float]
+    """Noise-level shift that the model is trained with on latents of this shape; 1 shifts nothing."""
+
+    sample_defaults: Callable[[Any], SampleDefaults]
+    """Architecture to the settings that its samples are drawn with unless told otherwise."""
 
     media_encoder: Callable[[Components, torch.device], Encoder]
-    text_encoder: Callable[[Components, torch.device, torch.dtype], Encoder]
+    text_encoder: Callable[[Components, torch.device, torch.dtype, Streaming], Encoder]
     sampler: Callable[[Components, torch.device, torch.dtype], Sampler]
 
     frame_step: int
-    """Clips have 1 + k * frame_step frames."""
+    """Clips have 1 + k * frame_step frames; 0: the model knows still images alone."""
 
     size_step: int
     """Height and width are multiples of this many pixels."""
@@ -157,14 +233,28 @@ class ModelSpec:
     fps: float
     """Frame rate that the model was trained at, in frames per second."""
 
+    size: tuple[int, int, int]
+    """Frames, height and width that are trained and drawn unless told otherwise."""
+
     write_demo: Callable[[Path], None]
     """Write generated inputs of the demo (checkpoint, media, captions) into a folder; deterministic."""
 
     demo_config: Path
     """The run file of the demo; relative paths in it start at the demo's folder."""
 
-    infer_arch: Callable[[Mapping[str, Any]], Any] | None = None
-    """A diffusers `transformer/config.json` to the architecture; raises KeyError where it is another model's."""
+    infer_arch: Callable[[Mapping[str, Any], Mapping[str, Any]], Any] | None = None
+    """A diffusers `transformer/config.json`, and the pipeline's `model_index.json` (empty if there is none), to the
+    architecture; raises KeyError where it is another model's."""
+
+    reference_size: Callable[[int, int, int], tuple[int, int]] | None = None
+    """(height, width, how many references the sample has) of a reference picture to the size it is encoded at, in pixels; raises
+    UserError for one that cannot be used. None: the model takes no references."""
+
+    training_advice: Callable[[Any], str] = lambda arch: ""
+    """One line to warn with when this architecture is trained; empty if there is nothing to say."""
+
+    check_adapter: Callable[[str, Collection[str]], None] = lambda form, modules: None
+    """(form of a file, adapted modules by our names): raises UserError if readers of that form would ignore or misread one."""
 
     verify_export: Callable[[Path, Components, Any, Engine], str] | None = None
     """(adapter file, components, model with that adapter, engine): load the file as a user would (a diffusers pipeline)

@@ -32,6 +32,12 @@ class SampleOptions:
     """Adapter file to sample with instead of the run's latest."""
     prompt: tuple[str, ...] = ()
     """Prompt to sample, in place of those in sample.prompts; repeat the flag for several."""
+    reference: tuple[str, ...] = ()
+    """Picture to edit, in place of those in sample.references; repeat the flag for several."""
+    images: int | None = None
+    """How many to draw of each prompt. Unset: sample.images."""
+    seed: int | None = None
+    """Seed of the first one. Unset: sample.seed."""
     out: str = ""
     """Folder for the samples instead of the run's samples folder."""
 

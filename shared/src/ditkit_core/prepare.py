@@ -25,10 +25,10 @@ from ditkit_core.adapter_files import (
 from ditkit_core.adapters import AdapterConfig, initialise, inject, trainable_parameters
 from ditkit_core.components import Components
 from ditkit_core.errors import UserError
-from ditkit_core.model import ModelSpec
+from ditkit_core.model import ModelSpec, Part
 from ditkit_core.precision import Precision
 from ditkit_core.safetensors_file import SafetensorsSource
-from ditkit_core.weights import load_into, match, native_shapes
+from ditkit_core.weights import fits_shapes, load_into, match
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,8 @@ class Unloaded:
     adapter: AdapterConfig
     precision: Precision
     source: SafetensorsSource
-    mapping: Mapping[str, str]
-    """Parameter name to its name in the files."""
+    mapping: Mapping[str, tuple[Part, ...]]
+    """Parameter name to the parts of the files' tensors that it is."""
     merged: list[tuple[AdapterFile, float]]
     start: Callable[[str], Mapping[str, Tensor]] | None
     """First values of a module's adapter, if a file gives them."""
@@ -178,14 +178,13 @@ def choose_arch(spec: ModelSpec, preset: str, source: SafetensorsSource) -> tupl
     path = _config_json(source.path)
     if path is not None and spec.infer_arch is not None:
         try:
-            arch = spec.infer_arch(json.loads(path.read_text(encoding="utf-8")))
+            arch = spec.infer_arch(json.loads(path.read_text(encoding="utf-8")), _pipeline_index(source.path))
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path} does not describe this model ({error!r}); set model.preset to one of {', '.join(spec.presets)}"
             ) from error
         return next((name for name, known in spec.presets.items() if known == arch), ""), arch
-    found = native_shapes(source, spec.names)
-    fitting = [name for name, arch in spec.presets.items() if _shapes(spec, arch) == found]
+    fitting = [name for name, arch in spec.presets.items() if fits_shapes(source, spec.names, _shapes(spec, arch))]
     if len(fitting) != 1:
         what = f"{' and '.join(fitting)} fit" if fitting else "no preset fits"
         raise UserError(
@@ -196,6 +195,15 @@ def choose_arch(spec: ModelSpec, preset: str, source: SafetensorsSource) -> tupl
 
 def _shapes(spec: ModelSpec, arch: Any) -> Mapping[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in build_on_meta(spec, arch, Precision()).state_dict().items()}
+
+
+def _pipeline_index(transformer: Path) -> dict[str, Any]:
+    """The `model_index.json` of the pipeline that a transformer's folder is part of."""
+    try:
+        index = json.loads((transformer.parent / "model_index.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return index if isinstance(index, dict) else {}
 
 
 def _config_json(path: Path) -> Path | None:

@@ -4,10 +4,10 @@ import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,21 +15,31 @@ from torch import Tensor
 import ditkit_core
 from ditkit_core.activation_checkpoint import Engine
 from ditkit_core.attention import check_backend
+from ditkit_core.buckets import describe_sizes
 from ditkit_core.cache import Cache
 from ditkit_core.config import RunConfig
 from ditkit_core.config_file import to_toml
 from ditkit_core.console import progress, say, warn
 from ditkit_core.data import split_held_out
-from ditkit_core.dataset import Dataset, Sample, scan
+from ditkit_core.dataset import DataConfig, Dataset, Sample, scan
 from ditkit_core.encode import encode as encode_samples
-from ditkit_core.encode import text_key
+from ditkit_core.encode import encode_references, text_key
 from ditkit_core.encoded import EncodedSample
 from ditkit_core.errors import UserError
-from ditkit_core.export import check_export
+from ditkit_core.export import check_adapted, check_export
 from ditkit_core.model import Encoder, ModelSpec, Sampler
 from ditkit_core.precision import Precision, parse_dtype
 from ditkit_core.prepare import Prepared, Unloaded, build
-from ditkit_core.sample_stage import draw_samples
+from ditkit_core.prior import count_media, prior_data_config
+from ditkit_core.sample_stage import Scene, draw_samples
+
+
+class Encoded(NamedTuple):
+    """What a run trains on, in the cache."""
+
+    samples: list[EncodedSample]
+    prior: list[EncodedSample]
+    """The class pictures of prior preservation."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,12 @@ class Run:
     config: RunConfig
 
     def __post_init__(self) -> None:
+        data = self.config.data
+        frames, height, width = self.spec.size
+        data = replace(
+            data, frames=data.frames or frames, height=data.height or height, width=data.width or width
+        )  # fmt: skip
+        object.__setattr__(self, "config", replace(self.config, data=data))  # what the model decides, decided once
         if self.config.train.threads:
             torch.set_num_threads(self.config.train.threads)
 
@@ -49,7 +65,11 @@ class Run:
         choose_device(self.config.encode.device, "encode.device")
         check_export(self.spec, self.config.export, self.config.adapter)
         check_backend(self.config.train.attention, training=False)
-        self.config.sample.check(frame_step=self.spec.frame_step, size_step=self.spec.size_step)
+        self.config.sample.check(
+            frame_step=self.spec.frame_step,
+            size_step=self.spec.size_step,
+            takes_references=self.spec.reference_size is not None,
+        )
 
     def check_training(self) -> None:
         """Refuse what cannot be trained."""
@@ -88,10 +108,27 @@ class Run:
     @cached_property
     def dataset(self) -> Dataset:
         """The samples, checked."""
+        return self._scan(self.config.data, "data.folder")
+
+    @property
+    def prior_folder(self) -> Path:
+        """Where the class pictures of prior preservation lie."""
+        return Path(self.config.prior.folder or Path(self.config.run.folder) / "prior")
+
+    def _scan(self, config: DataConfig, key: str) -> Dataset:
         spec = self.spec
-        found = scan(self.config.data, frame_step=spec.frame_step, size_step=spec.size_step, fps=spec.fps)
+        found = scan(
+            config,
+            frame_step=spec.frame_step,
+            size_step=spec.size_step,
+            fps=spec.fps,
+            reference_size=spec.reference_size,
+            key=key,
+        )
         for name, reason in found.excluded:
             warn(f"left out: {name}: {reason}")
+        if config.buckets:
+            say(f"{key}: buckets {describe_sizes((sample.height, sample.width) for sample in found.samples)} samples")
         return found
 
     @cached_property
@@ -99,12 +136,18 @@ class Run:
         """Media and text encoder, not loaded."""
         config, device = self.config.encode, choose_device(self.config.encode.device, "encode.device")
         media = self.spec.media_encoder(self.config.model, device)
-        return media, self.spec.text_encoder(self.config.model, device, parse_dtype(config.text_dtype))
+        return media, self.spec.text_encoder(
+            self.config.model, device, parse_dtype(config.text_dtype), config.streaming
+        )
 
-    def check_parts(self) -> None:
-        """Find every part that the run will need and read what describes it, before hours go into the first of them."""
+    def check_parts(self, *, drawing: bool = False) -> None:
+        """Find every part that the run will need and read what describes it, before hours go into the first of them.
+
+        Args:
+            drawing: Whether pictures are drawn even if [sample] asks for none.
+        """
         assert self.encoders
-        if self.config.sample.prompts or self.config.sample.captions:
+        if drawing or self.config.sample.prompts or self.config.sample.captions:
             assert self.sampler
 
     @cached_property
@@ -115,17 +158,42 @@ class Run:
     def build(self) -> Unloaded:
         """The model on `meta`, its files matched and its adapters in place: what is wrong with either shows here."""
         config = self.config
-        return build(self.spec, config.model, config.adapter, config.base, precision=self.precision, say=say)
+        unloaded = build(self.spec, config.model, config.adapter, config.base, precision=self.precision, say=say)
+        check_adapted(self.spec, config.export, unloaded.model)
+        return unloaded
 
-    def encode(self) -> list[EncodedSample]:
-        """Every sample, and the texts of the samples to be drawn, through the encoders into the cache."""
+    def encode(self, class_prompt: str = "") -> Encoded:
+        """Every sample, and the texts and references of the samples to be drawn, through the encoders into the cache.
+
+        Args:
+            class_prompt: The prompt of class pictures that are still to be drawn, if any are.
+        """
         data = self.dataset
         held_out = self.config.held_out.clips
         split_held_out(
             [sample.id for sample in data.samples], held_out
         )  # says now if nothing would be left to train on
-        prompts = self.config.sample.chosen([sample.caption for sample in data.samples])
-        return self._encode(data.samples, data.fps, [*prompts, self.config.sample.negative])
+        scenes = self.scenes(data.samples)
+        texts = [*self._texts(scenes), *filter(None, [class_prompt])]
+        encoded = self._encode([*data.samples, *self._prior_samples()], data.fps, texts)
+        for scene in scenes:
+            self._encode_references(scene.references)
+        own = {sample.id for sample in data.samples}
+        return Encoded(
+            [sample for sample in encoded if sample.id in own], [sample for sample in encoded if sample.id not in own]
+        )
+
+    def encode_prior(self) -> list[EncodedSample]:
+        """The class pictures of prior preservation alone."""
+        return self._encode(self._prior_samples(), self.dataset.fps, [])
+
+    def _prior_samples(self) -> list[Sample]:
+        """The class pictures; none if none are wanted or all are still to be drawn."""
+        prior = self.config.prior
+        if not prior.wanted or (prior.prompt and not count_media(self.prior_folder)):
+            return []
+        found = self._scan(prior_data_config(self.config.data, str(self.prior_folder)), "prior.folder")
+        return [replace(sample, id=f"prior: {sample.id}") for sample in found.samples]
 
     def _encode(self, samples: Sequence[Sample], fps: float, texts: Sequence[str]) -> list[EncodedSample]:
         media, text = self.encoders
@@ -134,29 +202,51 @@ class Run:
             cache=self.cache,
             media_encoder=media,
             text_encoder=text,
-            height=self.config.data.height,
-            width=self.config.data.width,
             fps=fps,
+            reference_size=self.spec.reference_size,
             extra_captions=texts,
             progress=_encode_progress,
             on_bad=self._left_out if self.config.data.on_bad == "skip" else None,
         )
 
-    def encode_texts(self, captions: Sequence[str]) -> None:
-        """The texts of the samples to be drawn into the cache."""
-        config = self.config.sample
-        self._encode([], self.spec.fps, [*config.chosen(captions), config.negative])
+    def scenes(self, samples: Sequence[Sample]) -> list[Scene]:
+        """What is to be drawn: the prompts, or the first of the samples' captions."""
+        data = self.config.data
+        return self.config.sample.scenes(
+            samples, size=(data.frames, data.height, data.width), size_step=self.spec.size_step
+        )
+
+    def encode_scenes(self, scenes: Sequence[Scene]) -> None:
+        """The texts and references of the samples to be drawn into the cache."""
+        self._encode([], self.spec.fps, self._texts(scenes))
+        for scene in scenes:
+            self._encode_references(scene.references)
+
+    def _texts(self, scenes: Sequence[Scene]) -> list[str]:
+        return [*(scene.prompt for scene in scenes), self.config.sample.negative]
+
+    def _encode_references(self, pictures: Sequence[Path]) -> list[Tensor]:
+        if not pictures:
+            return []
+        assert self.spec.reference_size is not None, "checked"
+        return encode_references(
+            pictures,
+            cache=self.cache,
+            media_encoder=self.encoders[0],
+            reference_size=self.spec.reference_size,
+            progress=_encode_progress,
+        )
 
     def _left_out(self, sample: Sample, error: UserError) -> None:
         warn(f"left out: {error}")
 
-    def draw(self, model: Any, captions: Sequence[str], folder: Path, stem: str) -> list[Path]:
-        """Draw the configured samples with the model as it is."""
-        config, data = self.config.sample, self.config.data
-        prompts = config.chosen(captions)
-        if not prompts:
+    def draw(self, prepared: Prepared, scenes: Sequence[Scene], folder: Path, stem: str) -> list[Path]:
+        """Draw what the section asks for, with the model as it is."""
+        if not scenes:
             return []
-        self.encode_texts(captions)
+        defaults = self.spec.sample_defaults(prepared.arch)
+        config = self.config.sample.resolved(defaults, warn)
+        self.encode_scenes(scenes)
         text_encoder = self.encoders[1]
 
         def conditions(text: str) -> Mapping[str, Tensor]:
@@ -164,16 +254,17 @@ class Run:
             assert tensors is not None, text
             return tensors
 
-        with progress("sample", len(prompts) * config.steps) as bar:
+        with progress("sample", len(scenes) * config.images * config.steps) as bar:
             return draw_samples(
-                model,
+                prepared.model,
                 self.engine,
                 self.sampler,
-                prompts,
-                conditions,
+                scenes,
                 config,
-                size=(data.frames, data.height, data.width),
-                fps=data.fps or self.spec.fps,
+                conditions=conditions,
+                references=self._encode_references,
+                negative=conditions(config.negative) if config.uses_negative(defaults) else None,
+                fps=self.config.data.fps or self.spec.fps,
                 folder=folder,
                 stem=stem,
                 on_step=bar.advance,

@@ -85,23 +85,28 @@ class SafetensorsSource:
                     digest.update(file.read(min(1024, stored.num_bytes)))
         return digest.hexdigest()
 
-    def read(self, name: str, buffer: Tensor | None = None) -> Tensor:
-        """One tensor, on the CPU, in the file's dtype.
+    def read(self, name: str, buffer: Tensor | None = None, *, index: int = 0, of: int = 1) -> Tensor:
+        """One tensor, or some of its rows, on the CPU, in the file's dtype.
 
         Args:
             name: Its name in the file.
             buffer: As many bytes, uint8, that the tensor is to lie in; new ones if not given.
+            index: Which of the equal parts of its rows is read.
+            of: How many equal parts its rows are cut into.
 
         Raises:
             UserError: If the file ends before the tensor does.
         """
         stored = self.tensors[name]
-        buffer = torch.empty(stored.num_bytes, dtype=torch.uint8) if buffer is None else buffer
+        num_bytes = stored.num_bytes // of
+        shape = stored.shape if of == 1 else (stored.shape[0] // of, *stored.shape[1:])
+        buffer = torch.empty(num_bytes, dtype=torch.uint8) if buffer is None else buffer
+        assert buffer.numel() == num_bytes, name
         with open(stored.file, "rb") as file:
-            file.seek(stored.offset)
-            if file.readinto(buffer.numpy().data) != stored.num_bytes:
+            file.seek(stored.offset + index * num_bytes)
+            if file.readinto(buffer.numpy().data) != num_bytes:
                 raise UserError(f"{stored.file} ends inside {name!r}: it changed while it was read; fetch it again")
-        return buffer.view(stored.dtype).reshape(stored.shape)
+        return buffer.view(stored.dtype).reshape(shape)
 
 
 def _files_of(path: Path) -> list[Path]:

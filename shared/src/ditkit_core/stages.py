@@ -9,13 +9,14 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ditkit_core.cache import key
 from ditkit_core.checkpoint import latest, load_state
 from ditkit_core.config import RunConfig
 from ditkit_core.config_layers import resolve
 from ditkit_core.console import progress, say, warn
-from ditkit_core.data import Batch, TrainingData, split_held_out
+from ditkit_core.data import Batch, BatchSize, TrainingData, split_held_out
 from ditkit_core.ema import copy_values
 from ditkit_core.encoded import EncodedSample
 from ditkit_core.errors import Stopped, UserError
@@ -24,6 +25,8 @@ from ditkit_core.files import write_text
 from ditkit_core.model import ModelSpec
 from ditkit_core.options import EncodeOptions, ExportOptions, SampleOptions, TrainOptions
 from ditkit_core.prepare import Prepared, load
+from ditkit_core.prior import WithPrior
+from ditkit_core.prior_stage import draw_class_pictures, num_to_draw
 from ditkit_core.run import Run
 from ditkit_core.run_folder import RunFolder, open_run
 from ditkit_core.train import train as train_loop
@@ -49,28 +52,29 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
             _say_results(run, folder)
             return
         if options.demo:
-            say(f"writing the demo's checkpoint and clips into {folder.inputs}")
+            say(f"writing the demo's checkpoint and media into {folder.inputs}")
             spec.write_demo(folder.inputs)
         unloaded = run.build()
-        run.check_parts()
-        encoded = run.encode()
+        if advice := spec.training_advice(unloaded.arch):
+            warn(advice)
+        num_class_pictures = num_to_draw(run, started=any(folder.state.glob("step-*")))
+        run.check_parts(drawing=num_class_pictures > 0)
+        encoded, prior = run.encode(config.prior.prompt if num_class_pictures else "")
         prepared = load(unloaded, device=run.device, seed=config.train.seed)
+        if num_class_pictures:
+            draw_class_pictures(run, prepared, num_class_pictures)
+            prior = run.encode_prior()
         _start_from(options.init_from, prepared, folder)
         kept, held_out = split_held_out([sample.id for sample in encoded], config.held_out.clips)
         by_id = {sample.id: sample for sample in encoded}
-        _check_data(folder, encoded, prepared)
-        exporter = Exporter(run, folder, prepared, encoded)
+        _check_data(folder, [*encoded, *prior], prepared)
+        exporter = Exporter(run, folder, prepared, [*encoded, *prior])
         with progress("train", config.train.steps) as bar:
             result = train_loop(
                 prepared.model,
                 run.engine,
                 spec,
-                TrainingData(
-                    [by_id[id] for id in kept],
-                    seed=config.train.seed,
-                    batch_size=config.train.batch_size,
-                    caption_dropout=config.train.caption_dropout,
-                ),
+                _training_data(run, [by_id[id] for id in kept], prior),
                 prepared.trainable,
                 config=config.train,
                 flow=config.flow,
@@ -95,29 +99,48 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         _say_results(run, folder)
 
 
+def _training_data(
+    run: Run, samples: Sequence[EncodedSample], prior: Sequence[EncodedSample]
+) -> TrainingData | WithPrior:
+    """What a run trains on, in its order."""
+    config = run.config.train
+    size = BatchSize(samples=config.batch_size, tokens=config.batch_tokens, num_tokens=run.spec.num_tokens)
+    data = TrainingData(samples, seed=config.seed, batch_size=size, caption_dropout=config.caption_dropout)
+    if data.num_shapes > 1:
+        say(f"{len(samples)} samples have {data.num_shapes} shapes: {data.mean_size:.1f} in a micro-batch on average")
+    if not prior:
+        return data
+    return WithPrior(
+        data, prior, seed=config.seed, batch_size=size, weight=run.config.prior.weight,
+        caption_dropout=config.caption_dropout,
+    )  # fmt: skip
+
+
 def encode(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> None:
     """Fill the cache, and nothing else."""
     run = Run(spec, config)
     run.check()
     if options.demo:
         spec.write_demo(RunFolder(Path(config.run.folder)).inputs)
-    encoded = run.encode()
-    say(f"{len(encoded)} samples are encoded in {run.cache.folder}")
+    encoded, prior = run.encode()
+    say(f"{len(encoded) + len(prior)} samples are encoded in {run.cache.folder}")
 
 
 def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     """Draw samples with a run's trained weights, or with an adapter file."""
-    if options.prompt:
-        config = replace(config, sample=replace(config.sample, prompts=options.prompt))
+    given = {"prompts": options.prompt, "references": options.reference}
+    changed: dict[str, Any] = {name: value for name, value in given.items() if value}
+    changed |= {name: value for name in ("images", "seed") if (value := getattr(options, name)) is not None}
+    config = replace(config, sample=replace(config.sample, **changed))
     if options.adapter:
         config = replace(config, adapter=replace(config.adapter, init=options.adapter))
     run, folder = Run(spec, config), RunFolder(Path(config.run.folder))
     run.check()
-    captions = [] if config.sample.prompts else [sample.caption for sample in run.dataset.samples]
-    run.encode_texts(captions)  # before the transformer is there: a card need not hold both
+    scenes = run.scenes([] if config.sample.prompts else run.dataset.samples)
+    run.encode_scenes(scenes)  # before the transformer is there: a card need not hold both
     prepared = load(run.build(), device=run.device, seed=config.train.seed)
     stem = Path(options.adapter).stem if options.adapter else f"step-{_take_trained(prepared, folder):06d}"
-    files = run.draw(prepared.model, captions, Path(options.out) if options.out else folder.samples, stem)
+    files = run.draw(prepared, scenes, Path(options.out) if options.out else folder.samples, stem)
     say("\n".join(str(file) for file in files))
 
 
@@ -149,8 +172,7 @@ class Exporter:
 
     def __init__(self, run: Run, folder: RunFolder, prepared: Prepared, encoded: Sequence[EncodedSample]):
         self._run, self._folder, self._prepared = run, folder, prepared
-        self._data = key(*(part for sample in encoded for part in (sample.id, sample.media_key, sample.text_key)))
-        self._captions = [sample.caption for sample in run.dataset.samples]
+        self._data = key(*(part for sample in encoded for part in (sample.id, *sample.keys)))
 
     def after_save(self, step: int) -> None:
         """Export the weights of a save, and remove the exports of saves that are gone."""
@@ -177,7 +199,7 @@ class Exporter:
                 say(f"verified: {verify(file, config.model, model, run.engine)}")
         if self._writes_transformer:
             self._export_transformer(self._folder.exports, step)
-        run.draw(self._prepared.model, self._captions, self._folder.samples, f"step-{step:06d}")
+        run.draw(self._prepared, run.scenes(run.dataset.samples), self._folder.samples, f"step-{step:06d}")
 
     @property
     def _writes_transformer(self) -> bool:
@@ -200,7 +222,7 @@ def _check_data(folder: RunFolder, encoded: Sequence[EncodedSample], prepared: P
     Raises:
         UserError: Naming a sample that came, went or changed, or the base.
     """
-    now = {sample.id: [sample.media_key, sample.text_key] for sample in encoded}
+    now = {sample.id: sample.keys for sample in encoded}
     now["(base weights)"] = [prepared.source.fingerprint(), ""]
     if folder.data_file.exists() and any(folder.state.glob("step-*")):
         before = json.loads(folder.data_file.read_text(encoding="utf-8"))

@@ -29,12 +29,23 @@ class MicroBatch(Protocol):
         """Their tensors: `latents` [channels, frames, height, width] and the model's own."""
         ...
 
+    @property
+    def weights(self) -> Sequence[float]:
+        """Factor of each sample's loss; empty: 1 each."""
+        ...
+
+    @property
+    def counted(self) -> float | None:
+        """How many samples it counts for in the step's mean: None for as many as it has, 0 for what is added to the mean."""
+        ...
+
 
 class StepResult(NamedTuple):
     """What one optimizer step reports."""
 
     loss: float
-    """Weighted mean over the step's samples."""
+    """Sum of the samples' weighted losses, by the number of samples that are counted: the weighted mean, plus prior.weight times
+    that of the prior's samples where there are some."""
     grad_norm: float
     """Norm of all gradients, before clipping."""
 
@@ -97,7 +108,8 @@ def training_step(
     gradients = {name: p.grad for name, p in optimizer.parameters.items() if p.grad is not None}
     norm = torch.nn.utils.get_total_norm(gradients.values())
     # one transfer from the accelerator a step: reading every micro-batch's loss at once would wait for each
-    result = StepResult(float(torch.cat(losses.weighted).double().mean()), float(norm))
+    num_samples = sum(len(batch.ids) for batch in micro_batches if batch.counted != 0)
+    result = StepResult(float(torch.cat(losses.weighted).double().sum() / num_samples), float(norm))
     if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
         evidence = _evidence(step, losses, gradients, result)
         optimizer.zero_grad()
@@ -118,29 +130,38 @@ def accumulate_gradients(
     seed: int,
     flow: FlowConfig,
 ) -> Losses:
-    """Add the gradient of the step's loss, the weighted mean over all its samples, to the parameters.
+    """Add the gradient of the step's loss to the parameters: the sum of the samples' weighted losses, by what they count for.
+
+    That is the weighted mean where every micro-batch counts for the samples it has. Where all count for their mean size, a
+    sample weighs the same in a small micro-batch as in a large one.
 
     Noise level and noise of a sample are a function of (seed, step, place in the step, id), whatever micro-batch it is in;
     its place counts, because a small dataset can have one sample several times in a step.
     """
-    num_samples = sum(len(batch.ids) for batch in micro_batches)
+    counted = sum(len(batch.ids) if batch.counted is None else batch.counted for batch in micro_batches)
     device = next(model.embed.parameters()).device
     losses = Losses(ids=[batch.ids for batch in micro_batches], sigmas=[], weighted=[])
     place = 0
     for micro, batch in enumerate(micro_batches):
+        shifts = [flow.shift_for(spec.training_shift(item["latents"])) for item in batch.items]
         drawn = [
-            draw_noise(item["latents"], flow, seed, "noise", step, place + i, name)
-            for i, (name, item) in enumerate(zip(batch.ids, batch.items, strict=True))
+            draw_noise(item["latents"], flow, shift, seed, "noise", step, place + i, name)
+            for i, (name, item, shift) in enumerate(zip(batch.ids, batch.items, shifts, strict=True))
         ]
         place += len(drawn)
         sigma = torch.stack([level for level, _ in drawn])
         items = [to_device(item, device) for item in batch.items]
         noise = [eps.to(device) for _, eps in drawn]
         torch.manual_seed(seed_of(seed, "dropout", step, micro))  # all devices' generators
-        errors = velocity_errors(model, run, spec.make_inputs, items, sigma.to(device), noise)
-        weighted = errors * loss_weight(sigma, flow).to(errors.device)
+        errors = velocity_errors(model, run, spec.make_inputs, items, sigma.to(device), noise, flow.guidance)
+        factors = batch.weights or [1.0] * len(drawn)
+        weights = [
+            factor * loss_weight(level, flow, shift)
+            for factor, (level, _), shift in zip(factors, drawn, shifts, strict=True)
+        ]
+        weighted = errors * torch.stack(weights).to(errors.device)
         with autocast_disabled(device.type):
-            (weighted.sum() / num_samples).backward()
+            (weighted.sum() / counted).backward()
         losses.sigmas.append(sigma)
         losses.weighted.append(weighted.detach())
     return losses

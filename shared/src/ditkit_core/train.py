@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -36,7 +36,9 @@ class TrainConfig:
     steps: int = setting(1000, resume="free")
     """Optimizer steps of the whole run, what was done before resuming included."""
     batch_size: int = setting(1, resume="stated")
-    """Samples in a micro-batch."""
+    """Samples in a micro-batch. One holds samples of one shape, so that it may be smaller where shapes differ."""
+    batch_tokens: int = setting(0, resume="stated")
+    """Tokens in a micro-batch, in place of batch_size: as many samples as fit, one at least. 0 goes by batch_size."""
     accumulation: int = setting(1, resume="stated")
     """Micro-batches in an optimizer step."""
     clip_norm: float = setting(1.0, resume="stated")
@@ -59,6 +61,14 @@ class TrainConfig:
             raise UserError(
                 "train.batch_size and accumulation must be at least 1, steps, clip_norm and threads at least 0"
             )
+        if self.batch_tokens < 0:
+            raise UserError(
+                f"train.batch_tokens = {self.batch_tokens} must be at least 0, which goes by train.batch_size"
+            )
+        if self.batch_tokens and self.batch_size != 1:
+            raise UserError(
+                f"train.batch_tokens = {self.batch_tokens} takes the place of train.batch_size = {self.batch_size}; leave one of them out"
+            )
         if self.threads > 256:
             raise UserError(
                 f"train.threads = {self.threads}: torch would start as many; give the number of cores, or 0"
@@ -71,8 +81,8 @@ class TrainConfig:
 class TrainingData(Protocol):
     """Micro-batches in an order that is a function of their index."""
 
-    def micro_batch(self, index: int) -> MicroBatch:
-        """Micro-batch `index` of the run, counted from 0 over all optimizer steps."""
+    def micro_batches(self, index: int) -> Sequence[MicroBatch]:
+        """Micro-batch `index` of the run, counted from 0 over all optimizer steps, and what accompanies it."""
         ...
 
 
@@ -147,7 +157,7 @@ def train(
     devices = {parameter.device for parameter in model.parameters()}
     restart_peak(devices)
     model.train()
-    progress.advance(start)
+    progress.advance(float(start))
 
     with Interrupts() as interrupts, MetricsLog(folder, log, start_step=start) as metrics:
 
@@ -156,7 +166,9 @@ def train(
             if held_out_clips is None:
                 return None
             with trained.used():
-                loss = held_out_loss(model, run, spec, held_out_clips.ids, held_out_clips.items, held_out.sigmas)
+                loss = held_out_loss(
+                    model, run, spec, held_out_clips.ids, held_out_clips.items, held_out.sigmas, flow.guidance
+                )
             by_sigma = {f"held_out/sigma_{sigma:g}": value for sigma, value in loss.per_sigma.items()}
             metrics.write(step, {"held_out": loss.mean, **by_sigma})
             progress.update(held_out=loss.mean)
@@ -176,7 +188,7 @@ def train(
         for step in range(start, config.steps):
             began = time.perf_counter()
             first = step * config.accumulation
-            batches = [data.micro_batch(first + micro) for micro in range(config.accumulation)]
+            batches = [batch for micro in range(config.accumulation) for batch in data.micro_batches(first + micro)]
             lr = learning_rate(step, optim, config.steps)
             try:
                 result = training_step(
@@ -188,9 +200,9 @@ def train(
             trained.optimizer.zero_grad()  # measuring, saving and sampling need the memory, not the gradients
             done = step + 1
             trained.average.update(done)
-            tokens = sum(spec.num_tokens(item["latents"]) for batch in batches for item in batch.items)
+            tokens = sum(spec.num_tokens(item) for batch in batches for item in batch.items)
             numbers = _numbers(result, lr, time.perf_counter() - began, tokens, devices)
-            progress.advance(1)
+            progress.advance(1.0)
             progress.update(**numbers)
             if metrics.due(done):
                 metrics.write(done, numbers)

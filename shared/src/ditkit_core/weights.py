@@ -1,19 +1,33 @@
 """Weights from files to parameters: every name and shape accounted for, then one tensor after the other.
 
 A tensor goes from its file to the device and dtype of its parameter before the next one is read, so that the host holds
-at most what stays there and one tensor more.
+at most what stays there and one tensor more. Rows of a tensor lie one after the other in a file, so that a form which stacks
+parameters is read as directly as one that does not.
 """
 
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from ditkit_core.errors import UserError
-from ditkit_core.model import StateDictNames
-from ditkit_core.safetensors_file import SafetensorsSource, StoredTensor
+from ditkit_core.model import Part, StateDictNames
+from ditkit_core.safetensors_file import SafetensorsSource
+from ditkit_core.stacking import Assembly
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What `match` says of weights that do not fit: what described the model, and how each mistake is mended."""
+
+    described_by: str = "the preset"
+    if_unknown: str = "name another file or preset"
+    if_depth_differs: str = "choose another model.preset"
+    if_shapes_differ: str = "choose another model.preset or other weights"
 
 
 def match(
@@ -22,46 +36,73 @@ def match(
     wanted: Mapping[str, tuple[int, ...]],
     *,
     ignore: Callable[[str], bool] = lambda name: False,
-) -> dict[str, str]:
-    """Find each of the model's parameters in a file, in whatever form the file names them.
+    advice: Advice | None = None,
+) -> dict[str, tuple[Part, ...]]:
+    """Find each of the model's parameters in a file, in whatever form the file names and stacks them.
+
+    Trailing ones of a shape say nothing: the weight [C, C, 1, 1] of a convolution is the matrix [C, C].
 
     Args:
         source: The file.
         names: The model's names.
         wanted: Shape by our name.
         ignore: Names of the file, as written there, that may be left over.
+        advice: Words for the user; by default those for a transformer that a preset describes.
 
     Returns:
-        The file's name by our name.
+        By our name: the parts of the file's tensors that the parameter's rows are, in order.
 
     Raises:
         UserError: If one is missing, unexpected or mis-shaped: the first ten of each, and the likely reason.
     """
     prefix = _prefix_of(source, names, wanted)
-    found: dict[str, str] = {}
+    assembly = Assembly()
     unexpected: list[str] = []
-    for key in source.tensors:
-        native = names.to_native(key.removeprefix(prefix)) if key.startswith(prefix) else None
-        if native is not None and native in wanted and native not in found:
-            found[native] = key
-        elif not ignore(key):
-            unexpected.append(key)
+    misshapen: list[str] = []
+    for key, stored in source.tensors.items():
+        parts = _native_parts(key, prefix, names)
+        if not parts or not all(part.name in wanted for part in parts) or not assembly.add(key, parts):
+            if not ignore(key):
+                unexpected.append(key)
+            continue
+        expected = _shape_in_file(parts, wanted)
+        if _trimmed(stored.shape) != _trimmed(expected):
+            misshapen.append(f"{key} {list(stored.shape)} instead of {list(expected)}")
+    found = dict(assembly.complete)
     missing = [name for name in wanted if name not in found]
-    misshapen = [
-        f"{key} {list(source.tensors[key].shape)} instead of {list(wanted[native])}"
-        for native, key in found.items()
-        if source.tensors[key].shape != tuple(wanted[native])
-    ]
     if missing or unexpected or misshapen:
         lists = "; ".join(
             f"{len(keys)} {what}: {first_ten(keys)}"
             for what, keys in (("missing", missing), ("unexpected", unexpected), ("mis-shaped", misshapen))
             if keys
         )
-        natives = [names.to_native(key.removeprefix(prefix)) for key in source.tensors]
-        reason = _likely_reason(wanted, [n for n in natives if n is not None], found, unexpected)
+        natives = [part.name for key in source.tensors for part in _native_parts(key, prefix, names)]
+        reason = _likely_reason(wanted, natives, found, unexpected, advice or Advice())
         raise UserError(f"{source.path} does not fit the model: {reason}; {lists}")
     return found
+
+
+def _native_parts(key: str, prefix: str, names: StateDictNames) -> tuple[Part, ...]:
+    """The parts of our parameters that a file's tensor is; none if no form knows it."""
+    return (names.to_native(key.removeprefix(prefix)) or ()) if key.startswith(prefix) else ()
+
+
+def _shape_in_file(parts: tuple[Part, ...], wanted: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Shape of a file's tensor that is these parts of our parameters."""
+    if len(parts) == 1 and parts[0].of == 1:
+        return tuple(wanted[parts[0].name])
+    shapes = {(wanted[part.name][0] // part.of, *wanted[part.name][1:]) for part in parts}
+    assert len(shapes) == 1, f"{parts} are not equally large: {shapes}"
+    rows, *rest = shapes.pop()
+    return (rows * len(parts), *rest)
+
+
+def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without its trailing ones."""
+    kept = len(shape)
+    while kept and shape[kept - 1] == 1:
+        kept -= 1
+    return tuple(shape[:kept])
 
 
 def first_ten(items: list[str]) -> str:
@@ -69,42 +110,47 @@ def first_ten(items: list[str]) -> str:
     return ", ".join(items[:10]) + (f" and {len(items) - 10} more" if len(items) > 10 else "")
 
 
-def native_shapes(source: SafetensorsSource, names: StateDictNames) -> dict[str, tuple[int, ...]]:
-    """Shapes of a file's tensors by our names; what no form knows is left out."""
+def fits_shapes(source: SafetensorsSource, names: StateDictNames, wanted: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a file's tensors are these parameters, by name and shape; what no form knows is left out."""
     prefix = _prefix_of(source, names, None)
-    natives = {
-        names.to_native(key.removeprefix(prefix)): stored.shape
-        for key, stored in source.tensors.items()
-        if key.startswith(prefix)
-    }
-    return {name: shape for name, shape in natives.items() if name is not None}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for key, stored in source.tensors.items():
+        parts = _native_parts(key, prefix, names)
+        for part in parts:
+            rows, *rest = stored.shape or (1,)
+            shapes[part.name] = _trimmed((rows * part.of // len(parts), *rest))
+    return shapes == {name: _trimmed(shape) for name, shape in wanted.items()}
 
 
 def _prefix_of(source: SafetensorsSource, names: StateDictNames, wanted: Mapping[str, object] | None) -> str:
     """The prefix under which most of a file's names are known."""
 
     def num_known(prefix: str) -> int:
-        natives = [names.to_native(key.removeprefix(prefix)) for key in source.tensors if key.startswith(prefix)]
-        return sum(native is not None and (wanted is None or native in wanted) for native in natives)
+        natives = [_native_parts(key, prefix, names) for key in source.tensors]
+        return sum(bool(parts) and (wanted is None or all(part.name in wanted for part in parts)) for parts in natives)
 
     return max((*names.prefixes, ""), key=num_known)
 
 
 def _likely_reason(
-    wanted: Mapping[str, object], natives: list[str], found: Mapping[str, str], unexpected: list[str]
+    wanted: Mapping[str, object],
+    natives: list[str],
+    found: Mapping[str, object],
+    unexpected: list[str],
+    advice: Advice,
 ) -> str:
     if any(key.endswith((".scale_weight", ".weight_scale", "scaled_fp8")) for key in unexpected):
         return "these are scaled 8-bit weights; get the bf16 or fp16 file"
     if len(found) < len(wanted) / 10:
-        return "these are weights of another model, or names that are not known here; name another file or preset"
+        return f"these are weights of another model, or names that are not known here; {advice.if_unknown}"
     ours, theirs = _depths(wanted), _depths(natives)
     for group in ours:
         if ours[group] != theirs[group]:
             return (
-                f"the preset does not fit the weights, which have {theirs[group]} {group} where it has {ours[group]}; "
-                "choose another model.preset"
+                f"{advice.described_by} does not fit the weights, which have {theirs[group]} {group} "
+                f"where it has {ours[group]}; {advice.if_depth_differs}"
             )
-    return "the preset does not fit the weights; choose another model.preset or other weights"
+    return f"{advice.described_by} does not fit the weights; {advice.if_shapes_differ}"
 
 
 def _depths(names: Iterable[str]) -> Counter[str]:
@@ -116,7 +162,7 @@ def _depths(names: Iterable[str]) -> Counter[str]:
 def load_into(
     model: nn.Module,
     source: SafetensorsSource,
-    mapping: Mapping[str, str],
+    mapping: Mapping[str, tuple[Part, ...]],
     *,
     device_of: Callable[[str], torch.device],
     dtype_of: Callable[[str], torch.dtype],
@@ -130,7 +176,7 @@ def load_into(
     Args:
         model: The model, built on `meta`; each loaded parameter keeps its `requires_grad`.
         source: The file.
-        mapping: The file's name by our name, from `match`.
+        mapping: Parts of the file's tensors by our name, from `match`.
         device_of: Where the parameter of our name goes.
         dtype_of: Its dtype there.
         edits: By our name: changes the tensor in place, on the CPU in fp32, before it is converted and moved.
@@ -139,29 +185,41 @@ def load_into(
     Raises:
         UserError: If a file ends before its tensor does.
     """
-    places = {name.replace(".base_layer.", "."): name for name in model.state_dict()}
+    state = model.state_dict()
+    places = {name.replace(".base_layer.", "."): name for name in state}
     passing, editing = _Scratch(torch.uint8), _Scratch(torch.float32)
 
-    def stored(name: str) -> StoredTensor:
-        return source.tensors[mapping[name]]
+    def place_in_files(name: str) -> tuple[Path, int]:
+        first = mapping[name][0]
+        stored = source.tensors[first.name]
+        return stored.file, stored.offset + stored.num_bytes * first.index // first.of
 
-    for name in sorted(mapping, key=lambda name: (stored(name).file, stored(name).offset)):
-        device, dtype = device_of(name), dtype_of(name)
-        edit = (edits or {}).get(name)
-        if edit is None and device.type == "cpu" and dtype == stored(name).dtype:
-            tensor = source.read(mapping[name])
-        else:
-            tensor = source.read(mapping[name], passing.of(stored(name).num_bytes))
-            if edit is not None:
-                if tensor.dtype != torch.float32:
-                    tensor = editing.of(tensor.numel()).view(tensor.shape).copy_(tensor)
-                edit(tensor)
+    def fill(tensor: Tensor, parts: tuple[Part, ...]) -> None:
+        for part, rows in zip(parts, tensor.view(-1).tensor_split(len(parts)), strict=True):
+            stored = source.tensors[part.name]
+            if tensor.device.type == "cpu" and tensor.dtype == stored.dtype:
+                source.read(part.name, rows.view(torch.uint8), index=part.index, of=part.of)
+            else:
+                buffer = passing.of(stored.num_bytes // part.of)
+                rows.copy_(source.read(part.name, buffer, index=part.index, of=part.of).view(-1))
+
+    for name in sorted(mapping, key=place_in_files):
+        device, dtype, shape = device_of(name), dtype_of(name), state[places[name]].shape
+        if edit := (edits or {}).get(name):
+            in_place = all(source.tensors[part.name].dtype == torch.float32 for part in mapping[name])
+            scratch = passing.of(4 * shape.numel()).view(torch.float32) if in_place else editing.of(shape.numel())
+            tensor = scratch.view(shape)
+            fill(tensor, mapping[name])
+            edit(tensor)
             tensor = tensor.to(device, dtype, copy=True)
+        else:
+            tensor = torch.empty(shape, device=device, dtype=dtype)
+            fill(tensor, mapping[name])
         owner, _, leaf = places[name].rpartition(".")
         module = model.get_submodule(owner)
         if leaf in module._parameters:
             old = module._parameters[leaf]
-            assert old is not None and old.shape == tensor.shape, f"{name}: {tensor.shape}"
+            assert old is not None, name
             module._parameters[leaf] = nn.Parameter(tensor, requires_grad=old.requires_grad)
         else:
             module._buffers[leaf] = tensor

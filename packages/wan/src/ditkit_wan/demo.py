@@ -8,7 +8,6 @@ the frozen head must be able to say it.
 
 import json
 import math
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.errors import UserError
-from ditkit_core.randomness import generator
+from ditkit_core.demo_inputs import isometry, randomise, write_inputs
 from ditkit_wan.demo_media import CLIPS, draw, write_clip
 
 HEADS, HEAD_DIM, LAYERS, FFN_DIM = 4, 24, 3, 192
@@ -40,26 +38,13 @@ def write_demo(folder: Path) -> None:
     Raises:
         UserError: If it cannot be written.
     """
-    from av import FFmpegError
-    from safetensors import SafetensorError
+    captions = [clip.caption for clip in CLIPS]
+    write_inputs(folder, {"clips": _write_clips, "checkpoint": lambda part: write_checkpoint(part, captions)})
 
-    folder = Path(folder)
-    complete = folder / "complete"
-    if complete.exists():
-        return
-    try:
-        for part in ("checkpoint", "clips"):
-            shutil.rmtree(folder / part, ignore_errors=True)
-        (folder / "clips").mkdir(parents=True)
-        for index, clip in enumerate(CLIPS):
-            write_clip(folder / "clips" / f"clip{index:02d}.mp4", clip)
-        write_checkpoint(folder / "checkpoint", [clip.caption for clip in CLIPS])
-        complete.touch()
-    except (OSError, FFmpegError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise UserError(
-            f"cannot write the demo into {folder}: {reason}; free some space or choose another run.folder"
-        ) from error
+
+def _write_clips(folder: Path) -> None:
+    for index, clip in enumerate(CLIPS):
+        write_clip(folder / f"clip{index:02d}.mp4", clip)
 
 
 def write_checkpoint(folder: Path, captions: list[str]) -> None:
@@ -136,7 +121,7 @@ def build_text_encoder(vocabulary_size: int) -> Any:
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         model = UMT5EncoderModel(config)
-    _randomise(model, "text encoder")
+    randomise(model, "text encoder")
     return model.eval()
 
 
@@ -146,7 +131,7 @@ def build_vae() -> Any:
 
     with torch.random.fork_rng(devices=[]):
         vae = AutoencoderKLWan(**VAE_DIMS, z_dim=LATENT_CHANNELS)
-    _randomise(vae, "vae")
+    randomise(vae, "vae")
     vae.eval().requires_grad_(False)
     latents = torch.cat([vae.encode(clip[None]).latent_dist.mean[0].flatten(1) for clip in _clip_pixels()], dim=1)
     vae.register_to_config(latents_mean=_rounded(latents.mean(dim=1)), latents_std=_rounded(latents.std(dim=1)))
@@ -162,31 +147,17 @@ def build_transformer() -> Any:
             num_attention_heads=HEADS, attention_head_dim=HEAD_DIM, num_layers=LAYERS, ffn_dim=FFN_DIM,
             in_channels=LATENT_CHANNELS, out_channels=LATENT_CHANNELS, text_dim=TEXT_DIM, rope_max_seq_len=1024,
         )  # fmt: skip
-    _randomise(model, "transformer")
+    randomise(model, "transformer")
     with torch.no_grad():
         model.condition_embedder.time_embedder.linear_2.weight.mul_(0.5)
         model.condition_embedder.time_proj.weight.mul_(0.3)
         for block in model.blocks:
             block.scale_shift_table[:, [2, 5]] += 1.0  # the two gates
         # Without its blocks the model would predict the noised latents: near the truth where noise is strong.
-        isometry = torch.linalg.qr(
-            torch.randn(HEADS * HEAD_DIM, 4 * LATENT_CHANNELS, generator=generator("demo", "patch"))
-        )[0]
-        columns = isometry.unflatten(1, (LATENT_CHANNELS, 1, 2, 2))
+        columns = isometry(HEADS * HEAD_DIM, 4 * LATENT_CHANNELS, "patch").unflatten(1, (LATENT_CHANNELS, 1, 2, 2))
         model.patch_embedding.weight.copy_(columns * math.sqrt(HEADS * HEAD_DIM / (4 * LATENT_CHANNELS)))
         model.proj_out.weight.copy_(columns.permute(2, 3, 4, 1, 0).flatten(0, 3))
     return model.eval()
-
-
-def _randomise(model: torch.nn.Module, name: str) -> None:
-    """Draw every weight anew, each from a generator of its own name: independent of the libraries' initialisation."""
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if parameter.ndim < 2 or key.endswith(".gamma"):
-                parameter.fill_(0.0 if key.endswith("bias") else 1.0)
-                continue
-            noise = torch.randn(parameter.shape, generator=generator("demo", name, key))
-            parameter.copy_(noise / math.sqrt(parameter[0].numel()))
 
 
 def _clip_pixels() -> list[Float[Tensor, "3 frames height width"]]:

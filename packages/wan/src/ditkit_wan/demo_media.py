@@ -5,10 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ditkit_core.demo_inputs import paint
 from ditkit_core.files import write_text
 
-COLOURS = {"red": (225, 50, 45), "green": (60, 190, 80), "blue": (60, 100, 230), "yellow": (240, 205, 60)}
-BACKGROUNDS = {"dark": (22, 24, 34), "bright": (214, 216, 206)}
 DIRECTIONS = {"right": (0, 1), "left": (0, -1), "down": (1, 0), "up": (-1, 0)}
 
 
@@ -58,27 +57,21 @@ CLIPS = (
 
 def draw(clip: Clip) -> np.ndarray:
     """The frames of a clip, uint8 [frames, height, width, 3]: the shape crosses the picture once."""
-    radius = 0.2 * min(clip.height, clip.width)
-    rows, columns = np.mgrid[: clip.height, : clip.width].astype(np.float64)
     step_down, step_right = DIRECTIONS[clip.direction]
     frames = np.empty((clip.frames, clip.height, clip.width, 3), dtype=np.uint8)
     for index, progress in enumerate(np.linspace(-0.6, 0.6, clip.frames)):
         centre_row = clip.height / 2 + step_down * progress * (clip.height / 2)
         centre_column = clip.width / 2 + step_right * progress * (clip.width / 2)
-        distance = _distance(clip.shape, (rows - centre_row) / radius, (columns - centre_column) / radius)
-        cover = np.clip((1 - distance) * radius + 0.5, 0, 1)[..., None]  # one pixel of soft edge
-        colours = cover * np.array(COLOURS[clip.colour]) + (1 - cover) * np.array(BACKGROUNDS[clip.background])
-        frames[index] = np.round(colours)
+        frames[index] = paint(
+            clip.height,
+            clip.width,
+            shape=clip.shape,
+            colour=clip.colour,
+            background=clip.background,
+            centre=(centre_row, centre_column),
+            radius=0.2 * min(clip.height, clip.width),
+        )
     return frames
-
-
-def _distance(shape: str, down: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """1 on the outline of the shape, less inside; coordinates in units of its radius."""
-    if shape == "circle":
-        return np.hypot(down, right)
-    if shape == "square":
-        return np.maximum(np.abs(down), np.abs(right))
-    return np.maximum(down, np.abs(right) * 2 - down - 1)  # triangle, point up
 
 
 def write_clip(path: Path, clip: Clip) -> None:

@@ -1,5 +1,6 @@
 """The CLIP vision encoder of the image-to-video models, from a diffusers folder or ComfyUI's `clip_vision_h` file."""
 
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,12 +11,13 @@ from torch import Tensor
 
 from ditkit_core.components import Components
 from ditkit_core.errors import UserError
-from ditkit_core.model import StateDictNames
+from ditkit_core.frozen import fill, fingerprint, read_config
+from ditkit_core.model import StateDictNames, ignored
 from ditkit_core.safetensors_file import SafetensorsSource
-from ditkit_wan.frozen import SAFE_NAMES, fill, fingerprint, read_config
+from ditkit_wan.safe_names import SAFE_NAMES
 
 # transformers dropped the prefix from its own names in version 5; files have it or not
-IMAGE_NAMES = StateDictNames(prefixes=("vision_model.",), to_native=lambda name: name, from_native={})
+IMAGE_NAMES = StateDictNames.renaming(prefixes=("vision_model.",), to_native=lambda name: name)
 _NOT_VISION = frozenset({"visual_projection.weight", "vision_model.embeddings.position_ids", "logit_scale"})
 _HEAD_DIM = 80  # of ViT-H/14, the one encoder that Wan uses
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -23,6 +25,8 @@ _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27
 
 class ImageEncoder:
     """A picture to the tokens of CLIP's last layer but one; an `Encoder` of the core."""
+
+    items_at_once = 1
 
     def __init__(self, components: Components, device: torch.device, dtype: torch.dtype):
         """Find the weights; nothing is loaded.
@@ -66,20 +70,26 @@ class ImageEncoder:
         self._model = None
 
     @torch.no_grad()
-    def encode(self, item: Float[Tensor, "3 1 height width"]) -> dict[str, Tensor]:
+    def encode(
+        self, items: Sequence[Float[Tensor, "3 1 height width"]], advance: Callable[[float], None] = ignored
+    ) -> list[dict[str, Tensor]]:
         """Tokens of one picture.
 
         Args:
-            item: Pixels in [-1, 1]; squeezed to the encoder's square, as the official code does.
+            items: One picture: pixels in [-1, 1]; squeezed to the encoder's square, as the official code does.
+            advance: Told when it is done.
 
         Returns:
             `image` [tokens, dim], the class token first, in the encoder's dtype, on the CPU.
         """
+        (item,) = items
         size = self._model.config.image_size
         pixels = F.interpolate(item.transpose(0, 1), size=(size, size), mode="bicubic", align_corners=False)
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _STD))
         pixels = ((pixels * 0.5 + 0.5 - mean) / std).to(self._device, self._dtype)
-        return {"image": self._model(pixels, output_hidden_states=True).hidden_states[-2][0].cpu()}
+        tokens = self._model(pixels, output_hidden_states=True).hidden_states[-2][0].cpu()
+        advance(1.0)
+        return [{"image": tokens}]
 
 
 def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ditkit_core.attention import attend
+from ditkit_core.elementwise import gated_sum, modulated_norm, normalised_heads
 from ditkit_core.last_step import last_step
 from ditkit_core.model import Engine, run_plain
 from ditkit_core.precision import Precision
-from ditkit_wan.norm import gated_sum, modulated_norm, normalised_heads
+from ditkit_core.ragged import key_mask
+from ditkit_core.rotary import timestep_features
 from ditkit_wan.presets import WanArch
 from ditkit_wan.rope import rotary_angles
 
@@ -95,7 +97,7 @@ class WanEmbed(nn.Module):
             cos=table.cos().to(island),
             sin=table.sin().to(island),
             text=self.text_embedding(self._padded_text(inputs.text).to(matmul)),
-            key_mask=None if len(set(map(len, patches))) == 1 else _key_mask(patches),
+            key_mask=key_mask([len(rows) for rows in patches], tokens.device),
             grids=grids,
         )
 
@@ -205,22 +207,3 @@ class WanTransformer(nn.Module):
 
     def forward(self, inputs: WanInputs, run: Engine = run_plain) -> list[Tensor]:
         return run(self, inputs)
-
-
-def timestep_features(timestep: Float[Tensor, "*batch"], dim: int) -> Float[Tensor, "*batch dim"]:
-    """Sinusoidal features of t = 1000 · σ in fp64: cosines, then sines.
-
-    fp32 here costs 7.6e-5 at worst; a timestep rounded to bf16 costs 1.7, which nothing later repairs.
-
-    Source: `sinusoidal_embedding_1d` in Wan-Video/Wan2.1, wan/modules/model.py.
-    """
-    half = dim // 2
-    frequencies = 10_000.0 ** -(torch.arange(half, dtype=torch.float64, device=timestep.device) / half)
-    angles = timestep.double()[..., None] * frequencies
-    return torch.cat([angles.cos(), angles.sin()], -1)
-
-
-def _key_mask(patches: Sequence[Tensor]) -> Bool[Tensor, "batch tokens"]:
-    lengths = [len(rows) for rows in patches]
-    positions = torch.arange(max(lengths), device=patches[0].device)
-    return torch.stack([positions < length for length in lengths])

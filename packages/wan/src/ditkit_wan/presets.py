@@ -1,5 +1,6 @@
 """Wan architectures by name. Counted on the official code: T2V-1.3B has 1,418,996,800 parameters, T2V-14B 14,288,491,584."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +34,8 @@ PRESETS = {
 }
 
 
-def arch_from_config(config: dict[str, Any]) -> WanArch:
-    """The architecture that a diffusers `transformer/config.json` describes."""
+def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> WanArch:
+    """The architecture that a diffusers `transformer/config.json` describes; the pipeline's index is not needed."""
     return WanArch(
         dim=config["num_attention_heads"] * config["attention_head_dim"],
         ffn_dim=config["ffn_dim"],

@@ -1,12 +1,10 @@
-"""Rotary positions over (frame, height, width), from fp64 angles.
-
-The tables are computed by `embed` and travel in the carry: a buffer would be rounded by a `.to(dtype)`, an attribute would
-stay behind on another device. fp64 matters for the angles only; a rotation in fp32 loses nothing beside bf16 q and k.
-"""
+"""Rotary angles over (frame, height, width), from fp64 positions."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from ditkit_core.rotary import axis_angles
 
 THETA = 10_000.0
 
@@ -24,19 +22,8 @@ def rotary_angles(grid: tuple[int, int, int], head_dim: int, device: torch.devic
     """fp64 angles of every token of a grid, tokens in (frame, height, width) order."""
     parts = []
     for axis, (size, pairs) in enumerate(zip(grid, axis_pairs(head_dim), strict=True)):
-        frequencies = THETA ** -(torch.arange(pairs, dtype=torch.float64, device=device) / pairs)
-        angles = torch.arange(size, dtype=torch.float64, device=device)[:, None] * frequencies
+        angles = axis_angles(torch.arange(size, device=device), pairs, THETA)
         shape = [1, 1, 1, pairs]
         shape[axis] = size
         parts.append(angles.reshape(shape).expand(*grid, pairs))
     return torch.cat(parts, -1).flatten(0, 2)
-
-
-def rotate(
-    x: Float[Tensor, "batch tokens heads head_dim"],
-    cos: Float[Tensor, "tables tokens 1 pairs"],
-    sin: Float[Tensor, "tables tokens 1 pairs"],
-) -> Float[Tensor, "batch tokens heads head_dim"]:
-    """Rotate adjacent pairs of features, in the tables' dtype; `tables` is 1 when all samples share a grid."""
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)

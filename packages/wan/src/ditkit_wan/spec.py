@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.components import Components
-from ditkit_core.model import Encoder, Engine, ModelSpec, Sampler
+from ditkit_core.model import Encoder, Engine, ModelSpec, SampleDefaults, Sampler, Streaming
 from ditkit_wan.model import WanInputs, WanTransformer
 from ditkit_wan.presets import PRESETS, arch_from_config
 from ditkit_wan.state_dict import NAMES
@@ -25,7 +25,9 @@ def _keep_fp32(name: str) -> bool:
     return name.startswith(_FP32_PARTS) or name.endswith(_FP32_LEAVES)
 
 
-def _make_inputs(noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]]) -> WanInputs:
+def _make_inputs(
+    noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]], guidance: float
+) -> WanInputs:
     device = noised[0].device
     return WanInputs(noised, 1000 * sigma, [item["text"].to(device) for item in items])
 
@@ -37,7 +39,7 @@ def _media_encoder(components: Components, device: torch.device) -> Encoder:
     return VaeEncoder(components, device)
 
 
-def _text_encoder(components: Components, device: torch.device, dtype: torch.dtype) -> Encoder:
+def _text_encoder(components: Components, device: torch.device, dtype: torch.dtype, streaming: Streaming) -> Encoder:
     from ditkit_wan.text import TextEncoder
 
     return TextEncoder(components, device, dtype)
@@ -73,7 +75,9 @@ WAN = ModelSpec(
         "self": tuple(name for name in _ATTENTION if name.startswith("self")),
     },
     make_inputs=_make_inputs,
-    num_tokens=lambda latents: math.prod(latents.shape[1:]) // 4,  # patches of 1 × 2 × 2
+    num_tokens=lambda item: math.prod(item["latents"].shape[1:]) // 4,  # patches of 1 × 2 × 2
+    training_shift=lambda latents: 5.0,
+    sample_defaults=lambda arch: SampleDefaults(steps=50, guidance=5.0),
     infer_arch=arch_from_config,
     media_encoder=_media_encoder,
     text_encoder=_text_encoder,
@@ -81,6 +85,7 @@ WAN = ModelSpec(
     frame_step=4,
     size_step=16,
     fps=16.0,
+    size=(81, 480, 832),
     write_demo=_write_demo,
     demo_config=Path(__file__).parent / "demo.toml",
     verify_export=_verify_export,

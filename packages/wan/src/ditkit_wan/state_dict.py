@@ -107,7 +107,7 @@ def to_diffusers(name: str) -> str:
     return theirs
 
 
-NAMES = StateDictNames(
+NAMES = StateDictNames.renaming(
     prefixes=("model.diffusion_model.", "diffusion_model.", "model."),
     to_native=to_native,
     from_native={"official": to_official, "diffusers": to_diffusers},

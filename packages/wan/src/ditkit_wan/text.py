@@ -1,10 +1,9 @@
 """The UMT5 text encoder, from a diffusers folder or a single file, and the tokenizer beside it."""
 
 import html
-import json
 import re
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +12,11 @@ from torch import Tensor
 from ditkit_core.components import Components
 from ditkit_core.console import warn
 from ditkit_core.errors import UserError
-from ditkit_core.model import StateDictNames
+from ditkit_core.frozen import fill, fingerprint, read_config
+from ditkit_core.model import StateDictNames, ignored
 from ditkit_core.safetensors_file import SafetensorsSource
-from ditkit_wan.frozen import SAFE_NAMES, fill, fingerprint, read_config
+from ditkit_core.tokenizer_files import find_tokenizer
+from ditkit_wan.safe_names import SAFE_NAMES
 
 TEXT_TOKENS = 512
 """Tokens of a caption, its end included; what is beyond is cut."""
@@ -44,7 +45,7 @@ def to_transformers(name: str) -> str:
     return f"{_OUTSIDE[module]}.weight" if module in _OUTSIDE else name
 
 
-TEXT_NAMES = StateDictNames(prefixes=(), to_native=to_transformers, from_native={})
+TEXT_NAMES = StateDictNames.renaming(to_native=to_transformers)
 
 
 def clean(caption: str) -> str:
@@ -58,6 +59,8 @@ def clean(caption: str) -> str:
 class TextEncoder:
     """Captions to token features; an `Encoder` of the core."""
 
+    items_at_once = 1
+
     def __init__(self, components: Components, device: torch.device, dtype: torch.dtype):
         """Find weights and tokenizer, and read the weights' headers; nothing is loaded.
 
@@ -65,7 +68,7 @@ class TextEncoder:
             UserError: If either is missing or damaged, or the weights are of no kind that is read.
         """
         self._path = components.locate("text_encoder", safe_names=SAFE_NAMES)
-        self._tokenizer_path = _tokenizer_path(components)
+        self._tokenizer_path = find_tokenizer(components, or_vocabulary="spiece.model", also=("tokenizer_config.json",))
         self._source = SafetensorsSource.open(self._path)
         self._config = read_config(self._path) if self._path.is_dir() else _config_of_file(self._source)
         self._device, self._dtype = device, dtype
@@ -122,18 +125,20 @@ class TextEncoder:
         self._model = self._tokenizer = None
 
     @torch.no_grad()
-    def encode(self, item: str) -> dict[str, Tensor]:
+    def encode(self, items: Sequence[str], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
         """Features of one caption.
 
         Padded to 512 tokens with the padding masked, as in training: rounding depends on the shape. The result is
         trimmed to the caption's true length; the zeros that the model expects after it are added when inputs are made.
 
         Args:
-            item: The caption; the empty one is a single end-of-sentence token.
+            items: One caption; the empty one is a single end-of-sentence token.
+            advance: Told when it is done.
 
         Returns:
             `text` [tokens, dim] in the encoder's own dtype: a wider one would only make the cache larger.
         """
+        (item,) = items
         ids = self._tokenizer(clean(item), verbose=False).input_ids
         if len(ids) > TEXT_TOKENS:
             self.truncated.append(f"{item[:60]!r}… is {len(ids)} tokens long: {len(ids) - TEXT_TOKENS} were cut")
@@ -142,38 +147,9 @@ class TextEncoder:
             clean(item), padding="max_length", max_length=TEXT_TOKENS, truncation=True, return_tensors="pt"
         ).to(self._device)
         features = self._model(tokens.input_ids, tokens.attention_mask).last_hidden_state[0]
-        return {"text": features[: int(tokens.attention_mask.sum())].to("cpu", self._dtype, copy=True)}
-
-
-def _tokenizer_path(components: Components) -> Path:
-    if not components.tokenizer and not components.base:
-        raise UserError("the text encoder has no tokenizer; set model.tokenizer to the tokenizer's folder")
-    path = components.locate("tokenizer")
-    if not path.is_dir():
-        raise UserError(f"model.tokenizer = {path} is a file; name the folder with tokenizer.json or spiece.model")
-    vocabulary, config = path / "tokenizer.json", path / "tokenizer_config.json"
-    if not vocabulary.exists() and not (path / "spiece.model").exists():
-        raise UserError(f"{path} holds no tokenizer: tokenizer.json or spiece.model is missing; set model.tokenizer")
-    if not config.exists():
-        raise UserError(
-            f"{path} holds no tokenizer: tokenizer_config.json is missing; fetch it, or set model.tokenizer"
-        )
-    if vocabulary.exists() and not isinstance(_json_object(vocabulary).get("model"), dict):
-        raise UserError(f"{vocabulary} holds no vocabulary; fetch it again, or set model.tokenizer")
-    _json_object(config)
-    return path
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); correct its permissions") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not readable JSON; fetch it again, or set model.tokenizer") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is no JSON object; fetch it again, or set model.tokenizer")
-    return found
+        features = features[: int(tokens.attention_mask.sum())].to("cpu", self._dtype, copy=True)
+        advance(1.0)
+        return [{"text": features}]
 
 
 def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:

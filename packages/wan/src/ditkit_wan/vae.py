@@ -5,6 +5,7 @@ would put the encoder's noise into the training data.
 """
 
 import re
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from ditkit_core.components import Components
 from ditkit_core.errors import UserError
-from ditkit_core.model import StateDictNames
+from ditkit_core.frozen import fill, fingerprint, read_config
+from ditkit_core.model import StateDictNames, ignored
 from ditkit_core.safetensors_file import SafetensorsSource
-from ditkit_wan.frozen import SAFE_NAMES, fill, fingerprint, read_config
+from ditkit_wan.safe_names import SAFE_NAMES
 
 # Official names to diffusers', applied in order; diffusers' own names pass unchanged. Source: `WanVAE_` in
 # Wan-Video/Wan2.1, wan/modules/vae.py.
@@ -52,11 +54,13 @@ def to_diffusers(name: str) -> str:
     return name
 
 
-VAE_NAMES = StateDictNames(prefixes=(), to_native=to_diffusers, from_native={})
+VAE_NAMES = StateDictNames.renaming(to_native=to_diffusers)
 
 
 class VaeEncoder:
     """Pixels to normalised latents and back; an `Encoder` of the core."""
+
+    items_at_once = 1
 
     def __init__(self, components: Components, device: torch.device):
         """Find the weights and read their headers; nothing is loaded.
@@ -120,20 +124,26 @@ class VaeEncoder:
         self._vae = None
 
     @torch.no_grad()
-    def encode(self, item: Float[Tensor, "3 frames height width"]) -> dict[str, Tensor]:
+    def encode(
+        self, items: Sequence[Float[Tensor, "3 frames height width"]], advance: Callable[[float], None] = ignored
+    ) -> list[dict[str, Tensor]]:
         """Latents of one clip.
 
         Args:
-            item: Pixels in [-1, 1]; 1 + 4k frames, because the VAE drops what is beyond without a word.
+            items: One clip: pixels in [-1, 1]; 1 + 4k frames, because the VAE drops what is beyond without a word.
+            advance: Told when it is done.
 
         Returns:
             `latents` [channels, 1 + k, height / stride, width / stride], fp32, on the CPU; about unit variance.
         """
+        (item,) = items
         frames_per_latent, _ = self.strides
         assert item.shape[1] % frames_per_latent == 1, f"{item.shape[1]} frames"
         mean, std = self._statistics()
         posterior = self._vae.encode(item[None].to(self._device, torch.float32)).latent_dist
-        return {"latents": ((posterior.mode()[0] - mean) / std).cpu()}
+        latents = ((posterior.mode()[0] - mean) / std).cpu()
+        advance(1.0)
+        return [{"latents": latents}]
 
     @torch.no_grad()
     def decode(self, latents: Float[Tensor, "channels f h w"]) -> Float[Tensor, "3 frames height width"]:

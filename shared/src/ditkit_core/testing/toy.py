@@ -5,8 +5,9 @@ One block mixes the tokens, attends to the text and applies an MLP, all under a 
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,17 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from ditkit_core.attention import attend
-from ditkit_core.model import Engine, ModelSpec, SampleJob, StagedModel, StateDictNames, run_plain
+from ditkit_core.model import (
+    Engine,
+    ModelSpec,
+    Part,
+    SampleDefaults,
+    SampleJob,
+    StagedModel,
+    StateDictNames,
+    ignored,
+    run_plain,
+)
 from ditkit_core.precision import Precision
 
 
@@ -135,6 +146,7 @@ class ToyMediaEncoder:
     """Averages 4×4 pixels; counts its calls so that a test can say what was encoded."""
 
     identity = "toy-media"
+    items_at_once = 1
 
     def __init__(self) -> None:
         self.loads = self.calls = 0
@@ -145,16 +157,19 @@ class ToyMediaEncoder:
     def unload(self) -> None:
         pass
 
-    def encode(self, item: Tensor) -> dict[str, Tensor]:
+    def encode(self, items: Sequence[Tensor], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
+        (item,) = items
         self.calls += 1
+        advance(1.0)
         pooled = F.avg_pool2d(item.transpose(0, 1), 4)[::4].transpose(0, 1)
-        return {"latents": torch.cat([pooled, pooled.mean(0, keepdim=True)]).contiguous()}
+        return [{"latents": torch.cat([pooled, pooled.mean(0, keepdim=True)]).contiguous()}]
 
 
 class ToyTextEncoder:
     """One row of features per character."""
 
     identity = "toy-text"
+    items_at_once = 1
 
     def __init__(self) -> None:
         self.loads = self.calls = 0
@@ -165,10 +180,12 @@ class ToyTextEncoder:
     def unload(self) -> None:
         pass
 
-    def encode(self, item: str) -> dict[str, Tensor]:
+    def encode(self, items: Sequence[str], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
+        (item,) = items
         self.calls += 1
+        advance(1.0)
         codes = torch.tensor([ord(c) for c in item or " "], dtype=torch.float32)
-        return {"text": torch.sin(codes[:, None] * torch.arange(1, 9))}
+        return [{"text": torch.sin(codes[:, None] * torch.arange(1, 9))}]
 
 
 class ToySampler:
@@ -191,26 +208,65 @@ class ToySampler:
         return F.interpolate(latents[:3].transpose(0, 1), scale_factor=4).transpose(0, 1).clamp(0, 1).cpu()
 
 
-def _make_inputs(noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]]) -> ToyInputs:
+def _make_inputs(
+    noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]], guidance: float
+) -> ToyInputs:
     return ToyInputs(noised, sigma, [item["text"].to(noised[0].device) for item in items])
 
 
-_FORM = {"patch": "patch_in", "time": "time_in", "text": "text_in"}
-_BACK = {theirs: ours for ours, theirs in _FORM.items()}
+_OFFICIAL = {"patch": "patch_in", "time": "time_in", "text": "text_in"}
+_NATIVE = {theirs: ours for ours, theirs in _OFFICIAL.items()}
 
 
-def _from_native(name: str) -> str:
+def official_name(name: str) -> str:
+    """A parameter's name in the official form, which differs in names alone."""
     first, *rest = name.split(".")
     if first == "embed":
-        return ".".join([_FORM[rest[0]], *rest[1:]])
+        return ".".join([_OFFICIAL[rest[0]], *rest[1:]])
     return name.replace("layers.", "blocks.", 1)
 
 
-def _to_native(name: str) -> str | None:
+def native_name(name: str) -> str | None:
+    """Our name of a parameter of the official form."""
     first, *rest = name.split(".")
-    if first in _BACK:
-        return ".".join(["embed", _BACK[first], *rest])
+    if first in _NATIVE:
+        return ".".join(["embed", _NATIVE[first], *rest])
     return name.replace("blocks.", "layers.", 1) if first in ("blocks", "head") else None
+
+
+# How a block of the diffusers form is stacked: one module is three there, one has its halves swapped, two are one.
+_STACKED = {
+    "to_q": (Part("qkv", 0, 3),),
+    "to_k": (Part("qkv", 1, 3),),
+    "to_v": (Part("qkv", 2, 3),),
+    "to_vk": (Part("key_value", 1, 2), Part("key_value", 0, 2)),
+    "to_out_query": (Part("out"), Part("query")),
+}
+_UNSTACKED = {
+    "qkv": (Part("to_q"), Part("to_k"), Part("to_v")),
+    "key_value": (Part("to_vk", 1, 2), Part("to_vk", 0, 2)),
+    "out": (Part("to_out_query", 0, 2),),
+    "query": (Part("to_out_query", 1, 2),),
+}
+_DIFFUSERS_BLOCK = re.compile(r"(transformer_blocks\.\d+\.)(.+)\.(weight|bias)")
+_NATIVE_BLOCK = re.compile(r"(layers\.\d+\.)(.+)\.(weight|bias)")
+
+
+def _to_diffusers(name: str) -> tuple[Part, ...]:
+    if (found := _NATIVE_BLOCK.fullmatch(name)) is None:
+        return (Part(f"outer.{name}"),)
+    block = found[1].replace("layers", "transformer_blocks")
+    return tuple(replace(p, name=f"{block}{p.name}.{found[3]}") for p in _UNSTACKED.get(found[2], (Part(found[2]),)))
+
+
+def _to_native(name: str) -> tuple[Part, ...] | None:
+    if found := _DIFFUSERS_BLOCK.fullmatch(name):
+        block = found[1].replace("transformer_blocks", "layers")
+        return tuple(replace(p, name=f"{block}{p.name}.{found[3]}") for p in _STACKED.get(found[2], (Part(found[2]),)))
+    if name.startswith("outer."):
+        return (Part(name.removeprefix("outer.")),)
+    native = native_name(name)
+    return None if native is None else (Part(native),)
 
 
 TOY = ModelSpec(
@@ -218,19 +274,36 @@ TOY = ModelSpec(
     presets={"tiny": ToyArch(), "dropout": ToyArch(dropout=0.2)},
     build=ToyModel,
     keep_fp32=lambda name: name.startswith(("embed.time", "head.")),
-    names=StateDictNames(prefixes=("model.",), to_native=_to_native, from_native={"official": _from_native}),
+    names=StateDictNames(
+        prefixes=("model.",),
+        to_native=_to_native,
+        from_native={"official": lambda name: (Part(official_name(name)),), "diffusers": _to_diffusers},
+    ),
     adapter_targets={"all": ("qkv", "out", "query", "key_value", "mlp.0", "mlp.2"), "attention": ("qkv", "query")},
     make_inputs=_make_inputs,
-    num_tokens=lambda latents: math.prod(latents.shape[1:]),
+    num_tokens=lambda item: math.prod(item["latents"].shape[1:]),
+    training_shift=lambda latents: 5.0,
+    sample_defaults=lambda arch: SampleDefaults(steps=4, guidance=2.0),
     media_encoder=lambda components, device: ToyMediaEncoder(),
-    text_encoder=lambda components, device, dtype: ToyTextEncoder(),
+    text_encoder=lambda components, device, dtype, streaming: ToyTextEncoder(),
     sampler=lambda components, device, dtype: ToySampler(device),
     frame_step=4,
     size_step=4,
     fps=8.0,
+    size=(5, 16, 16),
     write_demo=lambda folder: None,
     demo_config=Path("demo.toml"),
 )
+
+
+def in_form(state: Mapping[str, Tensor], form: str) -> dict[str, Tensor]:
+    """The toy's parameters as a file of this form has them."""
+    rows: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in state.items():
+        parts = TOY.names.from_native[form](name)
+        for part, piece in zip(parts, tensor.chunk(len(parts)), strict=True):
+            rows.setdefault(part.name, {})[part.index] = piece.clone()
+    return {name: torch.cat([piece for _, piece in sorted(pieces.items())]) for name, pieces in rows.items()}
 
 
 def toy_items(count: int = 4, *, seed: int = 0, ragged: bool = False) -> list[dict[str, Tensor]]:
@@ -244,4 +317,4 @@ def toy_items(count: int = 4, *, seed: int = 0, ragged: bool = False) -> list[di
     ]
 
 
-__all__ = ["TOY", "ToyArch", "ToyInputs", "ToyModel", "toy_items"]
+__all__ = ["TOY", "ToyArch", "ToyInputs", "ToyModel", "in_form", "native_name", "official_name", "toy_items"]

@@ -88,7 +88,7 @@ def outcome(spec: ModelSpec, model: nn.Module, items: Items, run: Engine | None,
     model.zero_grad(set_to_none=True)
     torch.manual_seed(11)
     with _CountAttention() as count:
-        inputs = spec.make_inputs(latents, sigma, items)
+        inputs = spec.make_inputs(latents, sigma, items, 1.0)
         outputs = list(model(inputs) if run is None else model(inputs, run=run))
         loss = sum((output.float().square().mean() for output in outputs), torch.zeros(()))
         (backward or torch.Tensor.backward)(loss)

@@ -16,15 +16,7 @@ from torch import nn
 from ditkit_core.errors import UserError
 from ditkit_core.model import StateDictNames
 from ditkit_core.safetensors_file import SafetensorsSource
-from ditkit_core.weights import load_into, match
-
-_REPACKAGED = "Comfy-Org/Wan_2.1_ComfyUI_repackaged"
-SAFE_NAMES = {
-    "Wan2.1_VAE.pth": f"wan_2.1_vae.safetensors ({_REPACKAGED})",
-    "models_t5_umt5-xxl-enc-bf16.pth": f"umt5_xxl_fp16.safetensors ({_REPACKAGED})",
-    "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth": f"clip_vision_h.safetensors ({_REPACKAGED})",
-}
-"""The official files that are pickles, and the safetensors file of the same weights."""
+from ditkit_core.weights import Advice, load_into, match
 
 _COUNTED = (".safetensors", ".json", ".model", ".txt")
 _WHOLE_BYTES = 2**28
@@ -83,27 +75,15 @@ def fill(
     tied = tied or {}
     skipped = {f"{name}.weight" for name in tied}
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in skipped}
-    try:
-        mapping = match(source, names, wanted, ignore=lambda name: name in ignore | skipped)
-    except UserError as error:
-        raise UserError(_about_part(str(error), key)) from error
+    remedy = f"set {key} to a whole folder or file of it"
+    advice = Advice(
+        described_by="the part's configuration", if_unknown=remedy, if_depth_differs=remedy, if_shapes_differ=remedy
+    )
+    mapping = match(source, names, wanted, ignore=lambda name: name in ignore | skipped, advice=advice)
     load_into(model, source, mapping, device_of=lambda name: device, dtype_of=dtype_of)
     for name, other in tied.items():
         model.get_submodule(name).weight = model.get_submodule(other).weight
     model.requires_grad_(False).eval()
-
-
-def _about_part(message: str, key: str) -> str:
-    """What `match` says of a transformer, said of a part that has a configuration of its own and no preset."""
-    remedy = f"set {key} to a whole folder or file of it"
-    for of_transformer, of_part in (
-        ("the preset does not fit the weights", "the part's configuration does not fit the weights"),
-        ("choose another model.preset or other weights", remedy),
-        ("choose another model.preset", remedy),
-        ("name another file or preset", remedy),
-    ):
-        message = message.replace(of_transformer, of_part)
-    return message
 
 
 def fingerprint(path: Path, *settings: object) -> str:

@@ -1,4 +1,4 @@
-"""Normalisation and rotation of q and k, and the modulated norm: the elementwise work of a block, in as few passes as eager allows.
+"""The elementwise work between a block's matmuls, in as few passes as eager allows.
 
 Written as autograd functions because composed eager ops pay for every pass twice, in time and in saved tensors: the plain
 composition of RMS norm and rotation reads and writes the fp32 copy of q eleven times forward, these functions five times,
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ditkit_wan.rope import rotate
+from ditkit_core.rotary import rotate
 
 
 def normalised_heads(
@@ -23,14 +23,16 @@ def normalised_heads(
     island: torch.dtype,
     rotary: tuple[Tensor, Tensor] | None = None,
 ) -> Float[Tensor, "batch tokens heads head_dim"]:
-    """RMS norm over the full width, then rotation of each head; computed in `island`, rounded once to the dtype of `x`.
+    """RMS norm, then rotation of each head; computed in `island`, rounded once to the dtype of `x`.
 
     Args:
         x: Output of the q or k projection.
+        norm: As wide as `x`, or as one head, which it then normalises by itself.
         rotary: Cosines and sines [tables, tokens, 1, pairs] in `island`; None leaves positions out (cross-attention).
     """
     if torch.compiler.is_compiling():
-        y = F.rms_norm(x.to(island), norm.normalized_shape, norm.weight, norm.eps).unflatten(-1, (heads, -1))
+        groups = x.to(island).unflatten(-1, (-1, *norm.normalized_shape))
+        y = F.rms_norm(groups, norm.normalized_shape, norm.weight, norm.eps).flatten(-2).unflatten(-1, (heads, -1))
         return (y if rotary is None else rotate(y, *rotary)).to(x.dtype)
     out: Tensor = _NormRotate.apply(
         x, norm.weight, None if rotary is None else torch.complex(*rotary), norm.eps, island, heads
@@ -42,30 +44,30 @@ class _NormRotate(torch.autograd.Function):
     """y = rotate(x · rsqrt(mean x² + eps) · weight); a rotation is a product with a unit complex number."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: Tensor, weight: Tensor, turn: Tensor | None, eps: float, island: torch.dtype, heads: int
     ) -> Tensor:
-        wide = x.to(island)
-        inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        y = torch.mul(wide, inverse).mul_(weight).unflatten(-1, (heads, -1))
+        wide = x.to(island).unflatten(-1, (-1, len(weight)))  # one group, or a group per head
+        inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(len(weight)).add_(eps).rsqrt_()
+        y = torch.mul(wide, inverse).mul_(weight).flatten(-2).unflatten(-1, (heads, -1))
         if turn is not None:
             _as_pairs(y).mul_(turn)
         ctx.save_for_backward(x, weight, turn, inverse)
         return y.to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, turn, inverse = ctx.saved_tensors
         # a copy even where the dtype is right already: it is written over below
         g = gradient.to(inverse.dtype, memory_format=torch.contiguous_format, copy=True)
         if turn is not None:
             _as_pairs(g).mul_(turn.conj())
-        g = g.flatten(-2)
-        normed = x.to(inverse.dtype, copy=True).mul_(inverse)
+        g = g.flatten(-2).unflatten(-1, (-1, len(weight)))
+        normed = x.to(inverse.dtype, memory_format=torch.contiguous_format, copy=True).view_as(g).mul_(inverse)
         d_weight = (g * normed).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         g.mul_(weight)
-        inner = torch.linalg.vecdot(g, normed).unsqueeze(-1).div_(x.shape[-1])
-        d_x = g.addcmul_(normed, inner, value=-1).mul_(inverse).to(x.dtype)
+        inner = torch.linalg.vecdot(g, normed).unsqueeze(-1).div_(len(weight))
+        d_x = g.addcmul_(normed, inner, value=-1).mul_(inverse).to(x.dtype).flatten(-2)
         return d_x, d_weight, None, None, None, None
 
 
@@ -110,13 +112,40 @@ def gated_sum(
 
 class _GatedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, y: Tensor, x: Tensor, gate: Tensor) -> Tensor:
         ctx.dtype, ctx.gate = y.dtype, gate
         ctx.save_for_backward(y if ctx.needs_input_grad[2] else None)
         return torch.addcmul(x, y.to(x.dtype), gate)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (y,) = ctx.saved_tensors
         d_gate = (gradient * y).sum(1, keepdim=True) if y is not None else None
         return (gradient * ctx.gate).to(ctx.dtype), gradient, d_gate
+
+
+def gated_unit(x: Float[Tensor, "*batch both"]) -> Float[Tensor, "*batch half"]:
+    """silu(a) · b of the halves [a | b] of a matmul's output, which is all that is kept for the backward."""
+    if torch.compiler.is_compiling():
+        a, b = x.chunk(2, -1)
+        return F.silu(a) * b
+    out: Tensor = _GatedUnit.apply(x)
+    return out
+
+
+class _GatedUnit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        a, b = x.chunk(2, -1)
+        return F.silu(a).mul_(b)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        a, b = x.chunk(2, -1)
+        d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        d_a, d_b = d_x.chunk(2, -1)
+        torch.mul(F.silu(a), gradient, out=d_b)
+        d_a.copy_(torch.ops.aten.silu_backward(gradient * b, a))
+        return d_x

@@ -1,0 +1,97 @@
+"""Drawing the class pictures of prior preservation with the model as it is before training."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ditkit_core.console import progress, say, warn
+from ditkit_core.encode import text_key
+from ditkit_core.errors import UserError
+from ditkit_core.files import write_text
+from ditkit_core.listing import METADATA_NAMES
+from ditkit_core.media import write_image
+from ditkit_core.model import SampleJob
+from ditkit_core.prepare import Prepared
+from ditkit_core.prior import count_media
+from ditkit_core.run import Run
+
+
+def num_to_draw(run: Run, *, started: bool) -> int:
+    """How many class pictures are missing, which can only be drawn while the model is still the base.
+
+    Args:
+        run: The run.
+        started: Whether anything was trained yet: then there is what there is.
+
+    Raises:
+        UserError: If some are missing and cannot be drawn.
+    """
+    config, prior, folder = run.config, run.config.prior, run.prior_folder
+    missing = prior.images - count_media(folder) if prior.prompt and not started else 0
+    if missing <= 0:
+        return 0
+    if config.adapter.method != "lora" or config.adapter.init:
+        what = f"adapter.method = {config.adapter.method}" if config.adapter.method != "lora" else "adapter.init"
+        raise UserError(
+            f"prior.prompt: {missing} class pictures are missing in {folder}, and with {what} none are drawn; put them there, "
+            "each with a caption in a .txt file"
+        )
+    listed = [name for name in METADATA_NAMES if (folder / name).exists()]
+    if listed:
+        raise UserError(
+            f"prior.prompt: {folder} has {listed[0]}, which drawn pictures would not be in; set prior.images = "
+            f"{prior.images - missing} or leave prior.prompt empty"
+        )
+    return missing
+
+
+def draw_class_pictures(run: Run, prepared: Prepared, count: int) -> list[Path]:
+    """Draw class pictures of the prompt, each with its caption beside it, the seeds being 0, 1, …; those there are kept.
+
+    Args:
+        run: The run; the prompt and the negative one are in its cache.
+        prepared: The model, whose adapters are at zero.
+        count: How many more.
+
+    Raises:
+        UserError: If one cannot be written, or is not finite.
+    """
+    config, folder = run.config, run.prior_folder
+    drawing = config.sample.resolved(run.spec.sample_defaults(prepared.arch), warn)
+    guided = run.spec.sample_defaults(prepared.arch).guided_by == "negative" and drawing.guidance > 1
+    wanted, negative = _conditions(run, config.prior.prompt), _conditions(run, drawing.negative) if guided else None
+    seeds = [seed for seed in range(config.prior.images) if not _picture(folder, seed).exists()][:count]
+    say(f"drawing {len(seeds)} pictures of {config.prior.prompt!r} into {folder}")
+    model, training = prepared.model, prepared.model.training
+    model.eval()
+    try:
+        with torch.no_grad(), progress("class pictures", len(seeds)) as bar:
+            for seed in seeds:
+                job = SampleJob(
+                    conditions=wanted, negative=negative, frames=1, height=config.data.height, width=config.data.width,
+                    steps=drawing.steps, guidance=drawing.guidance, shift=drawing.shift, seed=seed,
+                )  # fmt: skip
+                pixels = run.sampler.decode(run.sampler.denoise(model, run.engine, job, lambda: None))
+                if not pixels.isfinite().all():
+                    raise UserError(
+                        f"a picture of {config.prior.prompt!r} is not finite: the base's weights are broken"
+                    )
+                path = _picture(folder, seed)
+                write_text(path.with_suffix(".txt"), config.prior.prompt + "\n")  # first: a picture needs its caption
+                write_image(path, pixels[:, 0])
+                bar.advance()
+    finally:
+        model.train(training)
+    return [_picture(folder, seed) for seed in seeds]
+
+
+def _picture(folder: Path, seed: int) -> Path:
+    return folder / f"class-{seed:05d}.png"
+
+
+def _conditions(run: Run, text: str) -> Mapping[str, Tensor]:
+    tensors = run.cache.get("text", text_key(text, run.encoders[1]))
+    assert tensors is not None, text
+    return tensors

@@ -1,0 +1,59 @@
+"""What every package's commands do alike: they answer what needs no model before anything slow is imported."""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import ditkit_core
+from ditkit_core.cli import OPTIONS
+
+SLOW = ("accelerate", "av", "diffusers", "huggingface_hub", "peft", "tensorboard", "torchao", "transformers")
+"""Libraries that take seconds to import."""
+
+# One process for all: what one call imports is still there at the next, so that the order of the calls hides nothing.
+_PROGRAM = """
+import json, sys
+from importlib.metadata import entry_points
+folder, commands, slow = json.loads(sys.argv[1])
+calls = (["--help"], ["--version"], ["--adapter.rnak", "3"], ["--adapter.rank", "x"], [folder + "/no.toml"],
+         [folder + "/wrong.toml"], [])
+statuses, found = {}, set()
+for name in commands:
+    (script,) = entry_points(group="console_scripts", name=name)
+    for arguments in calls:
+        sys.argv = [name, *arguments]
+        statuses.setdefault(name, []).append(script.load()())
+        found |= set(slow) & sys.modules.keys()
+print(json.dumps([statuses, sorted(found)]))
+"""
+
+
+def check_commands(name: str, package: str, folder: Path) -> None:
+    """Assert that a package installs its commands and no other, and that they answer at once.
+
+    Args:
+        name: The family's, `ModelSpec.name`.
+        package: What is imported: `ditkit_wan`.
+        folder: An empty folder.
+    """
+    commands = [f"{name}-{command}" for command in OPTIONS]
+    installed = [script.name for script in entry_points(group="console_scripts") if script.module == f"{package}.cli"]
+    assert sorted(installed) == sorted(commands)
+    for command in OPTIONS:
+        (script,) = entry_points(group="console_scripts", name=f"{name}-{command}")
+        assert script.attr == command, f"{script.name} calls {script.attr}"
+
+    (folder / "wrong.toml").write_text("[train]\nsteps = -1\n")
+    given = json.dumps([str(folder), commands, SLOW])
+    done = subprocess.run([sys.executable, "-c", _PROGRAM, given], capture_output=True, text=True, check=True)
+    *said, last = done.stdout.splitlines()
+    statuses, found = json.loads(last)
+    assert statuses == {command: [0, 0, 2, 2, 2, 2, 2] for command in commands}
+    assert found == [], "imported before a mistake is said"
+    for command in commands:
+        assert any(line.startswith(f"usage: {command}") for line in said)
+        assert any(line.startswith(f"{command} {ditkit_core.__version__} (torch") for line in said)
+    errors = done.stderr.splitlines()
+    assert len(errors) == 5 * len(commands) and all(line.startswith("error: ") for line in errors), errors

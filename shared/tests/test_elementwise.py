@@ -1,0 +1,121 @@
+"""The hand-written elementwise functions against their plain composition, forward and backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ditkit_core.elementwise import gated_sum, gated_unit, modulated_norm, normalised_heads
+from ditkit_core.rotary import axis_angles, rotate
+
+
+def norm_of(dim: int, dtype: torch.dtype = torch.float64) -> nn.RMSNorm:
+    norm = nn.RMSNorm(dim, eps=1e-6, dtype=dtype)
+    norm.weight.data = 1 + 0.3 * torch.randn(dim, dtype=dtype)
+    return norm
+
+
+def tables(tokens: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = axis_angles(torch.arange(tokens), head_dim // 2, 10_000.0)[None, :, None]
+    return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("width", [24, 12], ids=["full width", "per head"])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_norm_and_rotation_equal_the_composition_in_fp64(rotated, width):
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 24, dtype=torch.float64, requires_grad=True)
+    norm, rotary = norm_of(width), tables(5, 12) if rotated else None
+    ours = normalised_heads(x, norm, 2, torch.float64, rotary)
+    plain = F.rms_norm(x.unflatten(-1, (-1, width)), (width,), norm.weight, 1e-6).flatten(-2).unflatten(-1, (2, -1))
+    plain = rotate(plain, *rotary) if rotary else plain
+    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+    upstream = torch.randn_like(plain)
+    inputs = (x, norm.weight)
+    for mine, theirs in zip(
+        torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(plain, inputs, upstream), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("width", [12, 6], ids=["full width", "per head"])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_gradients_of_norm_and_rotation_pass_gradcheck(rotated, width):
+    torch.manual_seed(0)
+    rotary = tables(3, 6) if rotated else None
+    x = torch.randn(1, 3, 12, dtype=torch.float64, requires_grad=True)
+    norm = norm_of(width)
+
+    def function(x, weight):
+        norm.weight = nn.Parameter(weight) if not isinstance(weight, nn.Parameter) else weight
+        return normalised_heads(x, norm, 2, torch.float64, rotary)
+
+    assert torch.autograd.gradcheck(lambda x: function(x, norm.weight), (x,))
+
+
+@pytest.mark.parametrize("width", [24, 12], ids=["full width", "per head"])
+def test_norm_and_rotation_round_once_and_leave_their_inputs_alone(width):
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 24).bfloat16().requires_grad_()
+    norm, (cos, sin) = norm_of(width, torch.float32), tables(5, 12)
+    before = x.detach().clone()
+    out = normalised_heads(x, norm, 2, torch.float32, (cos.float(), sin.float()))
+    groups = x.double().unflatten(-1, (-1, width))
+    exact = F.rms_norm(groups, (width,), norm.weight.double(), 1e-6).flatten(-2).unflatten(-1, (2, -1))
+    exact = rotate(exact, cos, sin)
+    assert out.dtype == torch.bfloat16 and torch.equal(x, before)
+    assert torch.equal(out, exact.bfloat16())
+    upstream = torch.randn_like(out)
+    kept = upstream.clone()
+    out.backward(upstream)
+    assert torch.equal(upstream, kept) and x.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("times", [1, 5])
+def test_the_gated_sum_equals_the_composition(times, trained):
+    torch.manual_seed(0)
+    x, y = (torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    gate = torch.randn(2, times, 8, dtype=torch.float64, requires_grad=trained)
+    assert torch.equal(gated_sum(y, x, gate), torch.addcmul(x, y, gate))
+    assert torch.autograd.gradcheck(gated_sum, (y, x, gate))
+
+
+@pytest.mark.parametrize(("batch", "times"), [(1, 1), (2, 1), (2, 5)])
+def test_the_modulated_norm_equals_the_composition(batch, times):
+    torch.manual_seed(0)
+    x = torch.randn(batch, 5, 8, dtype=torch.float64, requires_grad=True)
+    scale, shift = (torch.randn(batch, times, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    expected = F.layer_norm(x, (8,), eps=1e-6) * (1 + scale) + shift
+    torch.testing.assert_close(modulated_norm(x, scale, shift, 1e-6), expected, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(lambda *t: modulated_norm(*t, 1e-6), (x, scale, shift))
+
+
+def test_a_slice_of_a_wider_matmul_is_normalised_as_a_tensor_of_its_own_is():
+    torch.manual_seed(0)
+    wide = torch.randn(2, 5, 60, requires_grad=True)
+    norm, (cos, sin) = norm_of(12, torch.float32), tables(5, 12)
+    rotary = cos.float(), sin.float()
+    upstream = torch.randn(2, 5, 2, 12)
+    sliced = normalised_heads(wide[..., 24:48], norm, 2, torch.float32, rotary)
+    own = wide.detach()[..., 24:48].contiguous().requires_grad_()
+    alone = normalised_heads(own, norm, 2, torch.float32, rotary)
+    assert torch.equal(sliced, alone)
+    (d_wide,), (d_own,) = torch.autograd.grad(sliced, wide, upstream), torch.autograd.grad(alone, own, upstream)
+    assert torch.equal(d_wide[..., 24:48], d_own)
+
+
+def test_the_gated_unit_equals_the_composition_and_passes_gradcheck():
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 10, dtype=torch.float64, requires_grad=True)
+    a, b = x.chunk(2, -1)
+    torch.testing.assert_close(gated_unit(x), F.silu(a) * b, rtol=1e-14, atol=1e-14)
+    assert torch.autograd.gradcheck(gated_unit, (x,))
+
+
+def test_the_gated_unit_keeps_its_input_and_nothing_else():
+    kept = []
+    x = torch.randn(2, 3, 10, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
+        gated_unit(x)
+    assert [tensor.data_ptr() for tensor in kept] == [x.data_ptr()]

@@ -1,0 +1,91 @@
+"""Modules that are in memory only while they are used, and the decision for it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ditkit_core import streamed
+from ditkit_core.model import Part
+from ditkit_core.safetensors_file import SafetensorsSource
+from ditkit_core.streamed import MARGIN_BYTES, PassingMemory, below, decide, free_memory_bytes
+
+CPU = torch.device("cpu")
+
+
+def two_modules(tmp_path: Path) -> tuple[torch.nn.ModuleDict, SafetensorsSource, dict[str, torch.Tensor]]:
+    weights = {"a.weight": torch.randn(4, 2), "b.weight": torch.randn(4, 2)}
+    save_file(weights, tmp_path / "m.safetensors")
+    with torch.device("meta"):
+        model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 4, bias=False) for name in "ab"})
+    return model, SafetensorsSource.open(tmp_path / "m.safetensors"), weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_module_has_its_weights_while_it_is_used(tmp_path: Path, dtype: torch.dtype) -> None:
+    model, source, weights = two_modules(tmp_path)
+    mapping = {name: (Part(name),) for name in weights}
+    memory = PassingMemory(source, device=CPU, dtype=dtype)
+    addresses = set()
+    for name in "abab":
+        with memory.holding(model[name], below(name, mapping)) as module:
+            assert torch.equal(module.weight, weights[f"{name}.weight"].to(dtype))
+            assert not module.training and not module.weight.requires_grad
+            addresses.add(module.weight.data_ptr())
+        assert all(parameter.is_meta for parameter in model.parameters())
+    assert len(addresses) == 1
+
+
+def test_a_weight_that_lies_in_parts_is_put_together(tmp_path: Path) -> None:
+    model, source, weights = two_modules(tmp_path)
+    parts = {"weight": (Part("b.weight", 1, 2), Part("a.weight", 0, 2))}
+    with PassingMemory(source, device=CPU, dtype=torch.float32).holding(model["a"], parts) as module:
+        assert torch.equal(module.weight, torch.cat([weights["b.weight"][2:], weights["a.weight"][:2]]))
+
+
+def test_weights_go_when_what_uses_them_fails(tmp_path: Path) -> None:
+    model, source, _ = two_modules(tmp_path)
+    memory = PassingMemory(source, device=CPU, dtype=torch.float32)
+    with pytest.raises(KeyError), memory.holding(model["a"], {"weight": (Part("a.weight"),)}):
+        raise KeyError
+    assert model["a"].weight.is_meta
+
+
+def test_a_submodule_is_not_taken_for_one_with_a_longer_name() -> None:
+    mapping = {name: (Part(name),) for name in ("layers.1.weight", "layers.10.weight")}
+    assert list(below("layers.1", mapping).items()) == [("weight", (Part("layers.1.weight"),))]
+
+
+def test_what_fits_with_a_margin_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed, "free_memory_bytes", lambda device: 10 * 2**30)
+    fits = 10 * 2**30 - MARGIN_BYTES
+    assert decide("auto", fits, CPU) == (False, "8.0 GiB of weights, 10.0 GiB free on cpu")
+    assert decide("auto", fits + 1, CPU)[0]
+    assert decide("never", 2**60, CPU) == (False, "encode.streaming = never")
+    assert decide("always", 1, CPU) == (True, "encode.streaming = always")
+    monkeypatch.setattr(streamed, "free_memory_bytes", lambda device: None)
+    streams, why = decide("auto", 2**60, CPU)
+    assert not streams and "encode.streaming = always" in why
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_free_memory_of_the_host_is_less_than_all_of_it() -> None:
+    import os
+
+    free = free_memory_bytes(CPU)
+    assert free is not None and 2**20 < free <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_a_container_may_use_what_its_group_leaves(tmp_path: Path) -> None:
+    assert streamed._left_in_group(tmp_path) == sys.maxsize
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert streamed._left_in_group(tmp_path) == sys.maxsize
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert streamed._left_in_group(tmp_path) == 300
+    (tmp_path / "memory.stat").write_text("anon 600\ninactive_file 50\nactive_file 20\n")
+    assert streamed._left_in_group(tmp_path) == 350
+    (tmp_path / "memory.current").write_text("1100\n")
+    assert streamed._left_in_group(tmp_path) == 0
