@@ -1,0 +1,131 @@
+"""The demo's pictures: simple shapes, each described exactly by its captions, and pairs that an instruction turns into each other."""
+
+import json
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import UInt8
+
+from ditkit_core.demo_inputs import BACKGROUNDS, COLOURS, SHAPES, paint
+from ditkit_core.files import write_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """One picture: what it shows."""
+
+    colour: str
+    shape: str
+    background: str
+    place: tuple[float, float]
+    """The shape's centre, as parts of height and width."""
+    height: int
+    width: int
+
+    @property
+    def captions(self) -> tuple[str, str]:
+        """Two sentences that describe the picture."""
+        return (
+            f"a {self.colour} {self.shape} on a {self.background} background",
+            f"a {self.background} picture of a {self.shape} in {self.colour}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One line of the dataset."""
+
+    file: str
+    """Path relative to the dataset's folder; its suffix says how the picture is stored."""
+    picture: Picture
+    captions: tuple[str, ...]
+    references: tuple[tuple[str, Picture], ...] = ()
+    """(path, picture) of what an editing instruction starts from."""
+
+
+def _picture(look: str, height: int, width: int, down: float = 0.5, right: float = 0.5) -> Picture:
+    colour, shape, background = look.split()
+    return Picture(
+        colour=colour, shape=shape, background=background, place=(down, right), height=height, width=width
+    )  # fmt: skip
+
+
+_SIZES = ((128, 128), (96, 160), (160, 96), (112, 176), (144, 144), (192, 120), (96, 96))
+"""(height, width): squares, and both ways of about 8:5."""
+
+_PLACES = ((0.5, 0.5), (0.5, 0.35), (0.35, 0.5), (0.6, 0.6), (0.4, 0.4))
+
+_PICTURES = tuple(
+    _picture(f"{colour} {shape} {background}", *_SIZES[index % len(_SIZES)], *_PLACES[index % len(_PLACES)])
+    for index, (colour, shape, background) in enumerate(product(COLOURS, SHAPES, BACKGROUNDS))
+)
+"""Every colour, shape and background once."""
+
+_EDITS = (
+    (_picture("red circle dark", 128, 128, right=0.4), "colour", "blue"),
+    (_picture("green square bright", 96, 160, right=0.6), "colour", "yellow"),
+    (_picture("blue triangle dark", 128, 128, down=0.6), "colour", "red"),
+    (_picture("yellow circle bright", 160, 96, down=0.4), "shape", "square"),
+    (_picture("red square dark", 112, 112), "shape", "triangle"),
+    (_picture("green circle dark", 96, 144, right=0.3), "background", "bright"),
+)
+"""(before, what changes, to what)."""
+
+
+def _described(index: int, picture: Picture) -> Example:
+    captions = picture.captions if index % 3 == 0 else picture.captions[:1]
+    return Example(file=f"picture{index:02d}.{'jpg' if index % 2 else 'png'}", picture=picture, captions=captions)
+
+
+def _edited(index: int, before: Picture, part: str, value: str) -> Example:
+    where = "background" if part == "background" else f"{before.colour} {before.shape}"
+    after = {"colour": replace(before, colour=value), "shape": replace(before, shape=value)}
+    return Example(
+        file=f"edit{index:02d}.png",
+        picture=after.get(part, replace(before, background=value)),
+        captions=(f"turn the {where} into a {value}" if part == "shape" else f"make the {where} {value}",),
+        references=((f"references/edit{index:02d}.png", before),),
+    )
+
+
+EXAMPLES = (
+    *(_described(index, picture) for index, picture in enumerate(_PICTURES)),
+    *(_edited(index, *edit) for index, edit in enumerate(_EDITS)),
+)
+"""Thirty lines: described pictures, some with two captions, and pairs for editing."""
+
+
+def draw(picture: Picture) -> UInt8[np.ndarray, "height width 3"]:
+    """Its pixels."""
+    return paint(
+        picture.height,
+        picture.width,
+        shape=picture.shape,
+        colour=picture.colour,
+        background=picture.background,
+        centre=(picture.place[0] * picture.height, picture.place[1] * picture.width),
+        radius=0.27 * min(picture.height, picture.width),
+    )
+
+
+def write_dataset(folder: Path) -> None:
+    """Write every picture, and the metadata.jsonl that lists them."""
+    lines = []
+    for example in EXAMPLES:
+        for name, picture in ((example.file, example.picture), *example.references):
+            _write(folder / name, picture)
+        row: dict[str, object] = {"file_name": example.file, "text": example.captions}
+        if example.references:
+            row["references"] = [name for name, _ in example.references]
+        lines.append(json.dumps(row) + "\n")
+    write_text(folder / "metadata.jsonl", "".join(lines))
+
+
+def _write(path: Path, picture: Picture) -> None:
+    from PIL import Image
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    options = {"format": "PNG"} if path.suffix == ".png" else {"format": "JPEG", "quality": 95}
+    Image.fromarray(draw(picture)).save(path, **options)

@@ -1,0 +1,39 @@
+"""The size at which a picture to edit is encoded."""
+
+import math
+
+from ditkit_core.errors import UserError
+
+PATCH = 16
+"""Pixels on a side of what becomes one token."""
+
+_MIN_SIDE = 64
+_MAX_ASPECT = 8
+_MAX_PIXELS_OF_ONE, _MAX_PIXELS_OF_SEVERAL = 2024**2, 1024**2
+
+
+def reference_size(height: int, width: int, count: int) -> tuple[int, int]:
+    """Height and width of a reference picture as the model is given it, in pixels.
+
+    As the official code has it: a picture is shrunk to at most 2024² pixels, or 1024² where there are several, at its own
+    aspect, and the sides are cut to multiples of 16; it is never enlarged.
+
+    Args:
+        height: Of the file's picture.
+        width: Of the file's picture.
+        count: How many references the sample has.
+
+    Raises:
+        UserError: If the picture is smaller than 64 pixels on a side, or longer than 8:1.
+    """
+    if min(height, width) < _MIN_SIDE:
+        raise UserError(
+            f"a reference picture of {width}x{height} pixels is too small; each side needs at least {_MIN_SIDE}"
+        )
+    if max(height, width) > _MAX_ASPECT * min(height, width):
+        raise UserError(
+            f"a reference picture of {width}x{height} pixels is too long; crop it to at most {_MAX_ASPECT}:1"
+        )
+    most = _MAX_PIXELS_OF_ONE if count == 1 else _MAX_PIXELS_OF_SEVERAL
+    scale = min(1.0, math.sqrt(most / (height * width)))
+    return int(height * scale) // PATCH * PATCH, int(width * scale) // PATCH * PATCH

@@ -1,0 +1,142 @@
+"""FLUX.2 as plain values and functions: everything the core needs to train it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ditkit_core.components import Components
+from ditkit_core.model import Encoder, Engine, ModelSpec, Sampler, Streaming
+from ditkit_flux2.adapter_rules import check_adapter
+from ditkit_flux2.model import Flux2Inputs, Flux2Transformer
+from ditkit_flux2.presets import PRESETS, Flux2Arch, arch_from_config
+from ditkit_flux2.references import reference_size
+from ditkit_flux2.schedule import sample_defaults, training_shift
+from ditkit_flux2.state_dict import NAMES
+
+# What runs in fp32 stays fp32 whatever the base is stored in: the paths of noise level and guidance, modulation, norms and head.
+_FP32_PARTS = (
+    "embed.time_in.",
+    "embed.guidance_in.",
+    "embed.double_stream_modulation_",
+    "embed.single_stream_modulation.",
+    "head.",
+)
+_FP32_LEAVES = (".query_norm.weight", ".key_norm.weight")
+
+_STREAMS = ("img", "txt")
+_ATTENTION = tuple(f"{stream}_attn.{part}" for stream in _STREAMS for part in ("q", "k", "v", "proj"))
+_MLP = tuple(f"{stream}_mlp.{part}" for stream in _STREAMS for part in (0, 2))
+_SINGLE = ("linear1", "linear2")  # of a single block: attention and MLP side by side in either
+_MODULATION = (
+    *(f"double_stream_modulation_{stream}.lin" for stream in _STREAMS),
+    "single_stream_modulation.lin",
+    "adaLN_modulation.1",
+)
+
+
+def _keep_fp32(name: str) -> bool:
+    return name.startswith(_FP32_PARTS) or name.endswith(_FP32_LEAVES)
+
+
+def _references(item: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """Latents of the pictures that an item is made from, in order."""
+    for index in count():
+        if (name := f"reference.{index}") not in item:
+            return
+        yield item[name]
+
+
+def _make_inputs(
+    noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]], guidance: float
+) -> Flux2Inputs:
+    device = noised[0].device
+    return Flux2Inputs(
+        latents=noised,
+        sigma=sigma,
+        guidance=torch.full_like(sigma, guidance),
+        text=[item["text"].to(device) for item in items],
+        references=[[reference.to(device) for reference in _references(item)] for item in items],
+    )
+
+
+def _num_tokens(item: Mapping[str, Tensor]) -> int:
+    """Rows of text, and one token for each latent pixel of the target and of every reference."""
+    return len(item["text"]) + sum(latents[0].numel() for latents in (item["latents"], *_references(item)))
+
+
+def _training_advice(arch: Flux2Arch) -> str:
+    if not arch.distilled:
+        return ""
+    base = next(
+        (f' (model.preset = "{name}")' for name, other in PRESETS.items() if other == replace(arch, distilled=False)),
+        "",
+    )
+    return f"this klein is distilled to a few steps, which makes it a poor start for training; train its base model instead{base}"
+
+
+# The encoders and the sampler pull in diffusers and transformers: only the stages that need them pay for the import.
+def _media_encoder(components: Components, device: torch.device) -> Encoder:
+    from ditkit_flux2.vae import VaeEncoder
+
+    return VaeEncoder(components, device)
+
+
+def _text_encoder(components: Components, device: torch.device, dtype: torch.dtype, streaming: Streaming) -> Encoder:
+    from ditkit_flux2.text import TextEncoder
+
+    return TextEncoder(components, device, dtype, streaming)
+
+
+def _sampler(components: Components, device: torch.device, dtype: torch.dtype) -> Sampler:
+    from ditkit_flux2.sample import Flux2Sampler
+
+    return Flux2Sampler(components, device)
+
+
+def _write_demo(folder: Path) -> None:
+    from ditkit_flux2.demo import write_demo
+
+    write_demo(folder)
+
+
+def _verify_export(adapter: Path, components: Components, model: Any, run: Engine) -> str:
+    from ditkit_flux2.verify import verify_export
+
+    return verify_export(adapter, components, model, run)
+
+
+FLUX2 = ModelSpec(
+    name="flux2",
+    presets=PRESETS,
+    build=Flux2Transformer,
+    keep_fp32=_keep_fp32,
+    names=NAMES,
+    adapter_targets={
+        "blocks": (*_ATTENTION, *_MLP, *_SINGLE),
+        "attention": (*_ATTENTION, *_SINGLE),
+        "modulation": _MODULATION,
+    },
+    make_inputs=_make_inputs,
+    num_tokens=_num_tokens,
+    training_shift=training_shift,
+    sample_defaults=sample_defaults,
+    infer_arch=arch_from_config,
+    media_encoder=_media_encoder,
+    text_encoder=_text_encoder,
+    sampler=_sampler,
+    frame_step=0,
+    size_step=16,
+    fps=1.0,
+    size=(1, 1024, 1024),
+    write_demo=_write_demo,
+    demo_config=Path(__file__).parent / "demo.toml",
+    reference_size=reference_size,
+    training_advice=_training_advice,
+    check_adapter=check_adapter,
+    verify_export=_verify_export,
+)

@@ -1,0 +1,139 @@
+"""FLUX.2's parameter names: ours, those of the official files (which ComfyUI keeps), and diffusers'.
+
+Source: `Flux2` in black-forest-labs/flux2, src/flux2/model.py, and diffusers' `Flux2Transformer2DModel`.
+
+Ours are the official names, put where the seam wants them: what runs before the blocks below `embed`, what runs after them below
+`head`, and q, k, v apart, as diffusers has them: an adapter on one of them leaves the others. The forms differ in more than names:
+official double blocks stack q, k and v in one tensor, and diffusers has scale and shift of the head in the other order.
+"""
+
+import re
+from collections.abc import Mapping
+
+from ditkit_core.model import Part, StateDictNames
+
+# ours -> diffusers, what runs before and after the blocks; official names are ours without `embed.`, unless they stand in _OFFICIAL
+_OUTSIDE = {
+    "embed.img_in": "x_embedder",
+    "embed.txt_in": "context_embedder",
+    "embed.time_in.in_layer": "time_guidance_embed.timestep_embedder.linear_1",
+    "embed.time_in.out_layer": "time_guidance_embed.timestep_embedder.linear_2",
+    "embed.guidance_in.in_layer": "time_guidance_embed.guidance_embedder.linear_1",
+    "embed.guidance_in.out_layer": "time_guidance_embed.guidance_embedder.linear_2",
+    "embed.double_stream_modulation_img.lin": "double_stream_modulation_img.linear",
+    "embed.double_stream_modulation_txt.lin": "double_stream_modulation_txt.linear",
+    "embed.single_stream_modulation.lin": "single_stream_modulation.linear",
+    "head.linear": "proj_out",
+    "head.adaLN_modulation.1": "norm_out.linear",
+}
+
+# ours -> diffusers, in a block
+_DOUBLE = {
+    "img_attn.q": "attn.to_q",
+    "img_attn.k": "attn.to_k",
+    "img_attn.v": "attn.to_v",
+    "img_attn.proj": "attn.to_out.0",
+    "img_attn.norm.query_norm": "attn.norm_q",
+    "img_attn.norm.key_norm": "attn.norm_k",
+    "txt_attn.q": "attn.add_q_proj",
+    "txt_attn.k": "attn.add_k_proj",
+    "txt_attn.v": "attn.add_v_proj",
+    "txt_attn.proj": "attn.to_add_out",
+    "txt_attn.norm.query_norm": "attn.norm_added_q",
+    "txt_attn.norm.key_norm": "attn.norm_added_k",
+    "img_mlp.0": "ff.linear_in",
+    "img_mlp.2": "ff.linear_out",
+    "txt_mlp.0": "ff_context.linear_in",
+    "txt_mlp.2": "ff_context.linear_out",
+}
+_SINGLE = {
+    "linear1": "attn.to_qkv_mlp_proj",
+    "linear2": "attn.to_out",
+    "norm.query_norm": "attn.norm_q",
+    "norm.key_norm": "attn.norm_k",
+}
+
+_BLOCKS = {
+    "double_blocks.*.": ("transformer_blocks.*.", _DOUBLE),
+    "single_blocks.*.": ("single_transformer_blocks.*.", _SINGLE),
+}
+_STACKED = re.compile(r"(.*_attn)\.([qkv])\.weight")
+_ADALN = "head.adaLN_modulation.1.weight"
+_NUMBER = re.compile(r"(?<=blocks\.)\d+(?=\.)")
+
+
+def _parameters() -> dict[str, str]:
+    """ours -> diffusers, `*` for the number of a block."""
+    pairs = dict(_OUTSIDE)
+    for block, (theirs, inner) in _BLOCKS.items():
+        pairs |= {f"{block}{ours}": f"{theirs}{name}" for ours, name in inner.items()}
+    return {f"{ours}.weight": f"{name}.weight" for ours, name in pairs.items()}
+
+
+def _official(ours: str) -> tuple[Part, ...]:
+    """Where the official form has the rows of a parameter of ours."""
+    if stacked := _STACKED.fullmatch(ours):
+        return (Part(f"{stacked[1]}.qkv.weight", "qkv".index(stacked[2]), 3),)
+    name = ours.removeprefix("embed.").replace("head.", "final_layer.", 1)
+    return (Part(re.sub(r"(query|key)_norm\.weight$", r"\1_norm.scale", name)),)
+
+
+def _diffusers(ours: str, theirs: str) -> tuple[Part, ...]:
+    """Where diffusers has the rows of a parameter of ours: (shift, scale) of the head as (scale, shift)."""
+    return (Part(theirs, 1, 2), Part(theirs, 0, 2)) if ours == _ADALN else (Part(theirs),)
+
+
+def _inverted(forms: Mapping[str, tuple[Part, ...]]) -> dict[str, tuple[Part, ...]]:
+    """The names of a form, each with the parts of our parameters that its rows are, in their order."""
+    found: dict[str, dict[int, Part]] = {}
+    for ours, parts in forms.items():
+        for index, part in enumerate(parts):
+            found.setdefault(part.name, {})[part.index] = Part(ours, index, len(parts))
+    return {name: tuple(parts[index] for index in sorted(parts)) for name, parts in found.items()}
+
+
+_TO_OFFICIAL = {ours: _official(ours) for ours in _parameters()}
+_TO_DIFFUSERS = {ours: _diffusers(ours, theirs) for ours, theirs in _parameters().items()}
+_FROM_OFFICIAL = _inverted(_TO_OFFICIAL)
+_TO_NATIVE = {
+    **_inverted(_TO_DIFFUSERS),
+    **_FROM_OFFICIAL,
+    # Some repacked files name the weight of a norm as torch does.
+    **{re.sub(r"_norm\.scale$", "_norm.weight", name): parts for name, parts in _FROM_OFFICIAL.items()},
+}
+
+
+def _look_up(name: str, table: Mapping[str, tuple[Part, ...]]) -> tuple[Part, ...] | None:
+    number = _NUMBER.search(name)
+    if number is None:
+        return None if "*" in name else table.get(name)
+    parts = table.get(_NUMBER.sub("*", name, count=1))
+    if parts is None:
+        return None
+    return tuple(Part(part.name.replace("*", number[0], 1), part.index, part.of) for part in parts)
+
+
+def to_native(name: str) -> tuple[Part, ...] | None:
+    """The parts of our parameters that the rows of an official or diffusers parameter are; None if neither form has it."""
+    return _look_up(name, _TO_NATIVE)
+
+
+def to_official(name: str) -> tuple[Part, ...]:
+    """The part of an official parameter, which ComfyUI uses too, that a parameter of ours is."""
+    parts = _look_up(name, _TO_OFFICIAL)
+    assert parts is not None, name
+    return parts
+
+
+def to_diffusers(name: str) -> tuple[Part, ...]:
+    """The parts of a diffusers parameter that the rows of a parameter of ours are."""
+    parts = _look_up(name, _TO_DIFFUSERS)
+    assert parts is not None, name
+    return parts
+
+
+NAMES = StateDictNames(
+    prefixes=("model.diffusion_model.", "diffusion_model."),
+    to_native=to_native,
+    from_native={"official": to_official, "diffusers": to_diffusers},
+)

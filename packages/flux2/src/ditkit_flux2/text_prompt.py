@@ -1,0 +1,131 @@
+"""Captions to the tokens that the text encoders read: their chat templates, written out.
+
+The templates that lie beside a tokenizer are programs, and no file's program is run here. The same words in another template
+are other tokens, so a template belongs to the encoder's identity.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ditkit_core.errors import UserError
+from ditkit_core.tokenizer_files import added_tokens
+
+TEXT_TOKENS = 512
+"""Tokens of a caption, its template and padding included; what is beyond is cut. The transformer sees all of them."""
+
+# As the official code has it, in `src/flux2/system_messages.py` of black-forest-labs/flux2: with a line break after "object".
+_SYSTEM_MESSAGE = (
+    "You are an AI that reasons about image descriptions. You give structured responses focusing on object relationships, "
+    "object\nattribution and actions without speculation."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFamily:
+    """How one family of language models is asked about a caption, and which of its layers answer."""
+
+    name: str
+    layers: tuple[int, ...]
+    """How many layers the hidden states that are taken have passed through."""
+    before: str
+    """The template up to the caption."""
+    after: str
+    """The template behind it."""
+    removed: str
+    """What a caption may not contain; empty if there is nothing."""
+    special: tuple[str, ...]
+    """Tokens of the template that must not be cut into pieces."""
+    padding: str
+    pads_left: bool
+    """Whether the padding stands before the tokens."""
+
+    def render(self, caption: str) -> str:
+        """What the language model is told."""
+        return self.before + (caption.replace(self.removed, "") if self.removed else caption) + self.after
+
+
+MISTRAL = TextFamily(
+    name="Mistral 3",
+    layers=(10, 20, 30),
+    before=f"<s>[SYSTEM_PROMPT]{_SYSTEM_MESSAGE}[/SYSTEM_PROMPT][INST]",
+    after="[/INST]",
+    removed="[IMG]",
+    special=("<s>", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]"),
+    padding="<pad>",
+    pads_left=True,
+)
+"""Of FLUX.2-dev; its padding has id 11."""
+
+QWEN = TextFamily(
+    name="Qwen3",
+    layers=(9, 18, 27),
+    before="<|im_start|>user\n",
+    after="<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    removed="",
+    special=("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
+    padding="<|endoftext|>",
+    pads_left=False,
+)
+"""Of FLUX.2-klein; its padding has id 151643."""
+
+
+class Prompter:
+    """A tokenizer that writes captions the way one family reads them."""
+
+    def __init__(self, folder: Path, family: TextFamily):
+        """Check the tokenizer's own file; the tokenizer itself is built by `load`.
+
+        Raises:
+            UserError: If it is not the family's.
+        """
+        self.file = folder / "tokenizer.json"
+        self._family = family
+        known = added_tokens(folder)
+        if missing := [token for token in (*family.special, family.padding) if token not in known]:
+            raise UserError(
+                f"{self.file} has no token {missing[0]}: it is not the tokenizer of {family.name} as FLUX.2 uses it; "
+                "set model.tokenizer to the one that came with the text encoder"
+            )
+        self._padding = known[family.padding]
+        self._tokenizer: Any = None
+
+    def load(self, vocabulary_size: int) -> None:
+        """Build the tokenizer.
+
+        Args:
+            vocabulary_size: Tokens that the encoder has an embedding of.
+
+        Raises:
+            UserError: If the tokenizer has more.
+        """
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(self.file))
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        if largest >= vocabulary_size:
+            raise UserError(
+                f"{self.file} has token {largest}, and the text encoder knows {vocabulary_size}: they do not belong "
+                "together; set model.tokenizer to the one that came with the text encoder"
+            )
+
+    def unload(self) -> None:
+        """Free the tokenizer."""
+        self._tokenizer = None
+
+    def tokens(self, caption: str) -> tuple[Tensor, Tensor, int]:
+        """Ids [512] of a caption in its template, which of them are no padding [512], and how many tokens were cut."""
+        ids = self._tokenizer.encode(self._family.render(caption), add_special_tokens=False).ids
+        cut = max(0, len(ids) - TEXT_TOKENS)
+        ids = ids[:TEXT_TOKENS]
+        padded = torch.full((TEXT_TOKENS,), self._padding)
+        real = torch.zeros(TEXT_TOKENS, dtype=torch.bool)
+        place = slice(TEXT_TOKENS - len(ids), None) if self._family.pads_left else slice(len(ids))
+        padded[place] = torch.tensor(ids)
+        real[place] = True
+        return padded, real, cut

@@ -1,0 +1,185 @@
+"""The FLUX.2 VAE: diffusers' `AutoencoderKLFlux2` from a diffusers folder or from the official single file.
+
+Latents are the posterior's mode in 2x2 patches, normalised with the statistics of a batch norm that is never run: what the
+official code trains on and samples with. All of it is fp32, because the latents are the training data.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ditkit_core.components import Components
+from ditkit_core.errors import UserError
+from ditkit_core.frozen import fill, fingerprint, read_config
+from ditkit_core.model import StateDictNames, ignored
+from ditkit_core.safetensors_file import SafetensorsSource
+
+_STAGES = 4
+_PATCH = 2
+_GET = "get ae.safetensors of black-forest-labs/FLUX.2-dev, or name a diffusers vae folder"
+
+# Official names to diffusers', applied in order; diffusers' own names pass unchanged. Source: `AutoEncoder` in
+# black-forest-labs/flux2, src/flux2/autoencoder.py.
+_RENAMES = (
+    (r"^encoder\.quant_conv\.", "quant_conv."),
+    (r"^decoder\.post_quant_conv\.", "post_quant_conv."),
+    (r"^(encoder|decoder)\.norm_out\.", r"\1.conv_norm_out."),
+    (r"\.mid\.block_1\.", ".mid_block.resnets.0."),
+    (r"\.mid\.block_2\.", ".mid_block.resnets.1."),
+    (r"\.mid\.attn_1\.norm\.", ".mid_block.attentions.0.group_norm."),
+    (r"\.mid\.attn_1\.([qkv])\.", r".mid_block.attentions.0.to_\1."),
+    (r"\.mid\.attn_1\.proj_out\.", ".mid_block.attentions.0.to_out.0."),
+    (r"^encoder\.down\.(\d)\.block\.", r"encoder.down_blocks.\1.resnets."),
+    (r"^encoder\.down\.(\d)\.downsample\.", r"encoder.down_blocks.\1.downsamplers.0."),
+    (r"\.nin_shortcut\.", ".conv_shortcut."),
+)
+_UP = re.compile(r"^decoder\.up\.(\d)\.(block\.|upsample\.)")
+
+
+def to_diffusers(name: str) -> str:
+    """The diffusers name of a parameter of the FLUX.2 VAE, given in either form."""
+
+    def place(
+        found: re.Match[str],
+    ) -> str:  # official stages of the decoder count from the pixels, diffusers' from the latents
+        inside = "resnets." if found[2] == "block." else "upsamplers.0."
+        return f"decoder.up_blocks.{_STAGES - 1 - int(found[1])}.{inside}"
+
+    name = _UP.sub(place, name)
+    for pattern, replacement in _RENAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+VAE_NAMES = StateDictNames.renaming(to_native=to_diffusers)
+
+
+class VaeEncoder:
+    """Pixels to normalised latents and back; an `Encoder` of the core."""
+
+    items_at_once = 1
+
+    def __init__(self, components: Components, device: torch.device):
+        """Find the weights and read their headers; nothing is loaded.
+
+        Raises:
+            UserError: If there are none, a file is damaged, or they are those of another VAE.
+        """
+        self._path = components.locate("vae")
+        self._source = SafetensorsSource.open(self._path)
+        self._device = device
+        self._vae: Any = None
+        self.config = read_config(self._path) if self._path.is_dir() else self._config_of_file()
+        kind = self.config.get("_class_name", "AutoencoderKLFlux2")
+        if kind != "AutoencoderKLFlux2":
+            raise UserError(f"{self._path} holds a {kind}, not the FLUX.2 VAE; {_GET}")
+
+    def _config_of_file(self) -> dict[str, Any]:
+        """What diffusers needs to know of a single file; the small decoder differs from the usual one in widths alone."""
+        shapes = {to_diffusers(name): stored.shape for name, stored in self._source.tensors.items()}
+        try:
+            latent_channels = shapes["post_quant_conv.weight"][0]
+            down, up = (
+                [shapes[f"{blocks}.{stage}.resnets.0.conv1.weight"][0] for stage in range(_STAGES)]
+                for blocks in ("encoder.down_blocks", "decoder.up_blocks")
+            )
+            patch_channels = shapes["bn.running_mean"][0]
+        except (KeyError, IndexError) as error:
+            raise UserError(f"{self._path} is not the FLUX.2 VAE (FLUX.1's file has the same name); {_GET}") from error
+        if patch_channels != latent_channels * _PATCH**2:
+            raise UserError(f"{self._path} contradicts itself: {latent_channels} and {patch_channels} channels; {_GET}")
+        config = {"latent_channels": latent_channels, "block_out_channels": down}
+        return config if up == down[::-1] else config | {"decoder_block_out_channels": up[::-1]}
+
+    @cached_property
+    def identity(self) -> str:
+        """Digest of the weights and of how latents are made from them."""
+        return fingerprint(
+            self._path, "posterior mode, 2x2 patches as channel, row, column, batch-norm statistics, fp32"
+        )
+
+    @property
+    def channels(self) -> int:
+        """Channels of a latent pixel, which is a patch of four of the VAE's own."""
+        return self.config.get("latent_channels", 32) * _PATCH**2
+
+    @property
+    def stride(self) -> int:
+        """Pixels on a side of what becomes one latent pixel."""
+        return _PATCH * 2 ** (len(self.config.get("block_out_channels", range(_STAGES))) - 1)
+
+    def load(self) -> None:
+        """Read the weights onto the device, in fp32.
+
+        Raises:
+            UserError: If the weights do not fit the configuration, or a file is damaged.
+        """
+        if self._vae is not None:
+            return
+        from diffusers import AutoencoderKLFlux2
+
+        with torch.device("meta"):
+            vae = AutoencoderKLFlux2.from_config(self.config)
+        vae.bn.register_buffer("num_batches_tracked", None)  # of training, and not in every file
+        fill(
+            vae, self._source, VAE_NAMES, device=self._device, dtype_of=lambda name: torch.float32, key="model.vae",
+            ignore=frozenset({"bn.num_batches_tracked"}),
+        )  # fmt: skip
+        self._vae = vae
+
+    def unload(self) -> None:
+        """Free the weights."""
+        self._vae = None
+
+    @torch.no_grad()
+    def encode(
+        self, items: Sequence[Float[Tensor, "3 1 height width"]], advance: Callable[[float], None] = ignored
+    ) -> list[dict[str, Tensor]]:
+        """Latents of one picture.
+
+        Args:
+            items: One picture: pixels in [-1, 1]; sides are multiples of 16.
+            advance: Told when it is done.
+
+        Returns:
+            `latents` [128, 1, height / 16, width / 16], fp32, on the CPU; about unit variance.
+        """
+        (item,) = items
+        assert item.shape[2] % self.stride == item.shape[3] % self.stride == 0, f"{tuple(item.shape)}"
+        mean, deviation = self._statistics()
+        mode = self._vae.encode(item.transpose(0, 1).to(self._device, torch.float32)).latent_dist.mode()
+        latents = ((patchify(mode[0]) - mean) / deviation).cpu()
+        advance(1.0)
+        return [{"latents": latents[:, None]}]
+
+    @torch.no_grad()
+    def decode(self, latents: Float[Tensor, "channels 1 h w"]) -> Float[Tensor, "3 1 height width"]:
+        """Pixels in [0, 1], fp32, on the CPU."""
+        mean, deviation = self._statistics()
+        patches = latents[:, 0].to(self._device, torch.float32) * deviation + mean
+        pixels = self._vae.decode(unpatchify(patches)[None]).sample
+        return ((pixels + 1) / 2).clamp(0, 1).cpu().transpose(0, 1)
+
+    def _statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each channel of the patches over the VAE's own training data."""
+        norm = self._vae.bn
+        deviation = torch.sqrt(norm.running_var + norm.eps)
+        return norm.running_mean.view(-1, 1, 1), deviation.view(-1, 1, 1)
+
+
+def patchify(latents: Float[Tensor, "c height width"]) -> Float[Tensor, "patch_channels h w"]:
+    """Squares of two by two pixels to channels: channel c, row i and column j of a square become channel 4c + 2i + j."""
+    channels, height, width = latents.shape
+    squares = latents.reshape(channels, height // _PATCH, _PATCH, width // _PATCH, _PATCH)
+    return squares.permute(0, 2, 4, 1, 3).flatten(0, 2)
+
+
+def unpatchify(patches: Float[Tensor, "patch_channels h w"]) -> Float[Tensor, "c height width"]:
+    """The inverse of `patchify`."""
+    squares = patches.unflatten(0, (-1, _PATCH, _PATCH))
+    return squares.permute(0, 3, 1, 4, 2).flatten(3, 4).flatten(1, 2)

@@ -1,0 +1,45 @@
+"""Every run file that the package ships is read and accepted."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ditkit_core.config import RunConfig
+from ditkit_core.config_layers import resolve
+from ditkit_core.export import check_export
+from ditkit_core.run import Run
+from ditkit_flux2.spec import FLUX2
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
+
+
+def test_there_are_run_files_for_every_trained_family():
+    assert {file.stem for file in CONFIGS} == {
+        "dev_lora",
+        "klein_base_4b_edit_lora",
+        "klein_base_4b_full",
+        "klein_base_4b_lora",
+        "klein_base_9b_lora",
+    }
+
+
+@pytest.mark.parametrize("file", [*CONFIGS, FLUX2.demo_config], ids=lambda file: file.stem)
+def test_a_run_file_is_accepted(file):
+    config = resolve(RunConfig, file=file)
+    assert config.model.preset in (*FLUX2.presets, "")
+    assert not (config.model.preset and FLUX2.training_advice(FLUX2.presets[config.model.preset])), "no distilled base"
+    assert config.data.height % FLUX2.size_step == config.data.width % FLUX2.size_step == 0
+    check_export(FLUX2, config.export, config.adapter)
+    run = Run(FLUX2, replace(config, train=replace(config.train, threads=0)))
+    run.check()
+    run.check_training()
+    assert run.config.data.frames == 1
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_a_run_file_names_its_own_folder_and_the_base_of_its_preset(file):
+    config = resolve(RunConfig, file=file)
+    assert config.run.folder == f"runs/{file.stem.replace('_', '-')}"
+    assert config.model.base.lower() == f"black-forest-labs/flux.2-{config.model.preset}"
+    assert file.name in file.read_text(encoding="utf-8") or config.adapter.method == "full"
