@@ -1,94 +1,182 @@
 """Time one training step of ours against diffusers': same weights, inputs, adapter and checkpointing, one process, interleaved.
 
     uv run tools/bench_step.py                                   # the grid that the project holds itself to, on this CPU
+    uv run tools/bench_step.py --model flux2                     # the same for FLUX.2
     uv run tools/bench_step.py --tokens 1024 --dtype bf16 --repeats 15
 
-A step is forward, loss, backward of a LoRA on q, k, v, o; no optimizer, which is the same for both. Prints both medians, the
-ratio, both peaks, and the floor: the time our step spends inside matmuls and attention, below which nothing can go
-without changing the arithmetic.
+A step is forward, loss, backward of a LoRA (Wan: q, k, v, o; FLUX.2: those of both streams, and both layers of a single block); no
+optimizer, which is the same for both. Prints both medians, the ratio, both peaks, and the floor: the time our step spends inside matmuls
+and attention, below which nothing can go without changing the arithmetic.
 """
 
 import argparse
+import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ditkit_core.activation_checkpoint import Engine
 from ditkit_core.adapters import AdapterConfig, initialise, inject
+from ditkit_core.model import StateDictNames
 from ditkit_core.precision import Precision, parse_dtype
-from ditkit_wan.model import WanInputs, WanTransformer
-from ditkit_wan.presets import WanArch
-from ditkit_wan.spec import WAN
-from ditkit_wan.state_dict import NAMES
 
 MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product", "aten::mkldnn_linear")
-GRIDS = {1024: (4, 32, 32), 4096: (4, 64, 64), 256: (1, 32, 32)}
-"""Latent sizes (frames, height, width) whose patches give that many tokens."""
+Predict = Callable[[], Tensor]
 
 
-def build(width: int, blocks: int, rank: int, dtype: torch.dtype) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """Ours and diffusers' with the same weights and the same adapters."""
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Ours and diffusers' model with equal weights and adapters, each as a closure from fixed inputs to the prediction."""
+
+    ours: nn.Module
+    theirs: nn.Module
+    predict: Callable[[Engine], Tensor]
+    their_predict: Predict
+    target: Tensor
+    shape: str
+
+
+def wan_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
+    """Wan blocks; the model's text is attended to across."""
     from diffusers import WanTransformer3DModel
+
+    from ditkit_wan.model import WanInputs, WanTransformer
+    from ditkit_wan.presets import WanArch
+    from ditkit_wan.spec import WAN
+
+    size = {256: (1, 32, 32), 1024: (4, 32, 32), 4096: (4, 64, 64)}[args.tokens]
+    torch.manual_seed(0)
+    heads = args.width // 128
+    theirs = WanTransformer3DModel(
+        num_attention_heads=heads, attention_head_dim=128, ffn_dim=4 * args.width, num_layers=args.blocks
+    )
+    arch = WanArch(dim=args.width, ffn_dim=4 * args.width, heads=heads, layers=args.blocks)
+    ours = WanTransformer(arch, Precision(matmul=dtype))
+    share_weights(ours, theirs, WAN.names, WAN.keep_fp32, dtype)
+    share_adapters(ours, theirs, WAN.names, ("q,k,v,o",), WAN.adapter_targets, args.rank)
+    latents, target = torch.randn(2, 1, 16, *size)
+    text, timestep = torch.randn(1, 512, 4096).to(dtype), torch.tensor([731.25])
+    return Pair(
+        ours=ours.train(),
+        theirs=theirs.train(),
+        predict=lambda engine: torch.stack(ours(WanInputs(list(latents), timestep, list(text)), engine)),
+        # what its training scripts do: the model's dtype in, the prediction in fp32 for the loss
+        their_predict=lambda: theirs(
+            hidden_states=latents.to(dtype), timestep=timestep, encoder_hidden_states=text, return_dict=False
+        )[0],
+        target=target,
+        shape=f"blocks {args.blocks} tokens {args.tokens}",
+    )
+
+
+def flux2_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
+    """Half as many double as single blocks; 512 rows of text beside the image's tokens."""
+    from diffusers import Flux2Transformer2DModel
+
+    from ditkit_flux2.model import Flux2Inputs, Flux2Transformer
+    from ditkit_flux2.presets import Flux2Arch
+    from ditkit_flux2.rope import token_positions
+    from ditkit_flux2.spec import FLUX2
+
+    grid = {256: (16, 16), 1024: (32, 32), 4096: (64, 64)}[args.tokens]
+    torch.manual_seed(0)
+    heads, text_dim = args.width // 128, 5 * args.width // 2
+    theirs = Flux2Transformer2DModel(
+        num_layers=max(1, args.blocks // 2), num_single_layers=args.blocks, num_attention_heads=heads,
+        joint_attention_dim=text_dim, guidance_embeds=False,
+    )  # fmt: skip
+    arch = Flux2Arch(
+        dim=args.width, heads=heads, double_layers=max(1, args.blocks // 2), single_layers=args.blocks, text_dim=text_dim,
+        guidance=False,
+    )  # fmt: skip
+    ours = Flux2Transformer(arch, Precision(matmul=dtype))
+    share_weights(ours, theirs, FLUX2.names, FLUX2.keep_fp32, dtype)
+    targets = ("img_attn.q", "img_attn.k", "img_attn.v", "img_attn.proj", "txt_attn.q", "txt_attn.k", "txt_attn.v", "txt_attn.proj",
+               "linear1", "linear2")  # fmt: skip
+    share_adapters(ours, theirs, FLUX2.names, targets, FLUX2.adapter_targets, args.rank)
+    latents, target = torch.randn(2, 1, 128, 1, *grid)
+    text, sigma = torch.randn(1, 512, text_dim).to(dtype), torch.tensor([0.73125])
+    positions = token_positions(512, grid, [], torch.device("cpu"))
+
+    def their_predict() -> Tensor:
+        rows = latents.flatten(2).transpose(1, 2).to(dtype)
+        out = theirs(
+            hidden_states=rows, encoder_hidden_states=text, timestep=sigma, guidance=None, img_ids=positions[512:],
+            txt_ids=positions[:512], return_dict=False,
+        )[0]  # fmt: skip
+        return out.transpose(1, 2).unflatten(-1, (1, *grid))
+
+    return Pair(
+        ours=ours.train(),
+        theirs=theirs.train(),
+        predict=lambda engine: torch.stack(ours(Flux2Inputs(list(latents), sigma, None, list(text), [[]]), engine)),
+        their_predict=their_predict,
+        target=target,
+        shape=f"blocks {arch.double_layers}+{arch.single_layers} tokens {args.tokens}+512",
+    )
+
+
+PAIRS = {"wan": wan_pair, "flux2": flux2_pair}
+
+
+def share_weights(
+    ours: nn.Module, theirs: nn.Module, names: StateDictNames, keep_fp32: Callable[[str], bool], dtype: torch.dtype
+) -> None:
+    """Give both the same values in the dtypes that each is trained in."""
+    theirs.requires_grad_(False)
+    keep = theirs._keep_in_fp32_modules or ()
+    for name, parameter in theirs.named_parameters():
+        if not any(part in keep for part in name.split(".")):
+            parameter.data = parameter.data.to(dtype)
+    pieces: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in theirs.state_dict().items():
+        parts = names.to_native(name) or ()
+        for part, rows in zip(parts, tensor.chunk(len(parts)), strict=True):
+            pieces.setdefault(part.name, {})[part.index] = rows
+    for name, parameter in ours.named_parameters():
+        value = torch.cat([rows for _, rows in sorted(pieces[name].items())])
+        parameter.data = value.float() if keep_fp32(name) else value.to(dtype)
+
+
+def share_adapters(
+    ours: nn.Module, theirs: nn.Module, names: StateDictNames, targets: tuple[str, ...],
+    named_sets: Mapping[str, tuple[str, ...]], rank: int,
+) -> None:  # fmt: skip
+    """The same LoRA on the same layers, fp32 over any base."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    torch.manual_seed(0)
-    heads = width // 128
-    theirs = WanTransformer3DModel(
-        num_attention_heads=heads, attention_head_dim=128, ffn_dim=4 * width, num_layers=blocks
-    ).requires_grad_(False)  # fmt: skip
-    for name, parameter in theirs.named_parameters():
-        if not any(part in theirs._keep_in_fp32_modules for part in name.split(".")):
-            parameter.data = parameter.data.to(dtype)
-    state = {NAMES.to_native(name): tensor for name, tensor in theirs.state_dict().items()}
-    ours = WanTransformer(WanArch(dim=width, ffn_dim=4 * width, heads=heads, layers=blocks), Precision(matmul=dtype))
-    for name, parameter in ours.named_parameters():
-        parameter.data = state[name].float() if WAN.keep_fp32(name) else state[name].clone()
-    inject(ours, AdapterConfig(rank=rank, targets=("q,k,v,o",)), WAN.adapter_targets)
+    mirrors = {}
+    for name in inject(ours, AdapterConfig(rank=rank, targets=targets), named_sets):
+        (part,) = names.from_native["diffusers"](f"{name}.weight")
+        mirrors[name] = part.name.removesuffix(".weight")
     initialise(ours, 0, device_of=lambda module: torch.device("cpu"))
-    inject_adapter_in_model(
-        LoraConfig(r=rank, lora_alpha=rank, target_modules=r".*attn[12]\.(to_[qkv]|to_out\.0)"), theirs
-    )
-    for name, module in theirs.named_modules():
-        if name.endswith(("to_q", "to_k", "to_v", "to_out.0")):
-            native = NAMES.to_native(f"{name}.weight")
-            mirror = ours.get_submodule(native.removesuffix(".weight"))
-            for part in ("lora_A", "lora_B"):
-                weight = getattr(module, part)["default"].weight
-                weight.data = 0.02 * torch.randn(weight.shape)  # fp32 over any base, on both sides
-                getattr(mirror, part)["default"].weight.data = weight.data.clone()
-    return ours.train(), theirs.train()
+    pattern = "|".join(map(re.escape, mirrors.values()))
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=rank, target_modules=pattern), theirs)
+    for name, mirror in mirrors.items():
+        for half in ("lora_A", "lora_B"):
+            weight = ours.get_submodule(f"{name}.{half}.default").weight
+            weight.data = 0.02 * torch.randn(weight.shape)
+            theirs.get_submodule(f"{mirror}.{half}.default").weight.data = weight.data.clone()
 
 
-def steps(args: argparse.Namespace, dtype: torch.dtype) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+def steps(args: argparse.Namespace, pair: Pair) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     """Our step and diffusers' step as closures that return the loss."""
-    ours, theirs = build(args.width, args.blocks, args.rank, dtype)
-    frames, height, width = GRIDS[args.tokens]
-    latents, target = torch.randn(2, 1, 16, frames, height, width)
-    text = torch.randn(1, 512, 4096).to(dtype)
-    timestep = torch.tensor([731.25])
     engine = Engine(policy=args.checkpointing)
     if args.checkpointing != "none":
-        theirs.enable_gradient_checkpointing()
+        pair.theirs.enable_gradient_checkpointing()
 
-    def finish(model: torch.nn.Module, prediction: Tensor) -> Tensor:
-        loss = (prediction.float() - target).square().mean()
+    def finish(model: nn.Module, prediction: Tensor) -> Tensor:
+        loss = (prediction.float() - pair.target).square().mean()
         loss.backward()
         for parameter in model.parameters():
             parameter.grad = None
         return loss.detach()
 
-    def our_step() -> Tensor:
-        return finish(ours, torch.stack(ours(WanInputs(list(latents), timestep, list(text)), engine)))
-
-    def their_step() -> Tensor:
-        # what its training scripts do: the model's dtype in, the prediction in fp32 for the loss
-        out = theirs(hidden_states=latents.to(dtype), timestep=timestep, encoder_hidden_states=text, return_dict=False)
-        return finish(theirs, out[0])
-
-    return our_step, their_step
+    return lambda: finish(pair.ours, pair.predict(engine)), lambda: finish(pair.theirs, pair.their_predict())
 
 
 def seconds(step: Callable[[], Tensor]) -> float:
@@ -119,7 +207,8 @@ def live_peak(step: Callable[[], Tensor]) -> int:
 
 
 def measure(args: argparse.Namespace, dtype_name: str) -> None:
-    our_step, their_step = steps(args, parse_dtype(dtype_name))
+    pair = PAIRS[args.model](args, parse_dtype(dtype_name))
+    our_step, their_step = steps(args, pair)
     losses = [float(step()) for step in (our_step, their_step)]
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(args.repeats):
@@ -128,7 +217,7 @@ def measure(args: argparse.Namespace, dtype_name: str) -> None:
     mine, them = (statistics.median(taken) for taken in times)
     share = floor_share(our_step)
     print(
-        f"wan width {args.width} blocks {args.blocks} tokens {args.tokens} {dtype_name} {args.checkpointing}: "
+        f"{args.model} width {args.width} {pair.shape} {dtype_name} {args.checkpointing}: "
         f"ours {mine * 1e3:.0f} ms, diffusers {them * 1e3:.0f} ms, ratio {mine / them:.3f}, floor/diffusers {mine * share / them:.3f} "
         f"(matmul+SDPA are {share:.0%} of ours); peak ours {live_peak(our_step) / 2**20:.0f} MiB, "
         f"diffusers {live_peak(their_step) / 2**20:.0f} MiB; losses {losses[0]:.5f} / {losses[1]:.5f}",
@@ -138,10 +227,13 @@ def measure(args: argparse.Namespace, dtype_name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, choices=sorted(GRIDS), help="default: 1024 and 4096")
+    parser.add_argument("--model", choices=sorted(PAIRS), default="wan")
+    parser.add_argument(
+        "--tokens", type=int, choices=(256, 1024, 4096), help="of the picture or clip; default: 1024 and 4096"
+    )
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: both")
     parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--blocks", type=int, default=2, help="FLUX.2: single blocks, and half as many double blocks")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--checkpointing", default="full", choices=("none", "full"))
     parser.add_argument("--repeats", type=int, default=9)
@@ -149,7 +241,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(
-        f"torch {torch.__version__}, {args.threads} thread(s), LoRA rank {args.rank} on q,k,v,o, {args.repeats} interleaved repeats"
+        f"torch {torch.__version__}, {args.threads} thread(s), LoRA rank {args.rank}, {args.repeats} interleaved repeats"
     )
     for tokens in [args.tokens] if args.tokens else [1024, 4096]:
         for dtype in [args.dtype] if args.dtype else ["fp32", "bf16"]:
