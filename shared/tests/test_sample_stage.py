@@ -32,6 +32,7 @@ class RecordingSampler:
         self.jobs: list[SampleJob] = []
         self.training: list[bool] = []
         self.value: float | None = None
+        self.loaded = False
 
     def denoise(self, model: Any, run: Any, job: SampleJob, on_step: Callable[[], None]) -> Tensor:
         self.jobs.append(job)
@@ -41,7 +42,11 @@ class RecordingSampler:
         return torch.full((3, job.frames, job.height, job.width), 0.1 * job.seed if self.value is None else self.value)
 
     def decode(self, latents: Tensor) -> Tensor:
+        self.loaded = True
         return latents
+
+    def release(self) -> None:
+        self.loaded = False
 
 
 def sample(name: str, *captions: str, size: tuple[int, int] = (16, 16), references: tuple[Path, ...] = ()) -> Sample:
@@ -150,7 +155,7 @@ def draw(folder: Path, scenes: Sequence[Scene], sampler: RecordingSampler, **set
         references=lambda paths: [torch.tensor(float(len(path.name))) for path in paths],
         negative=conditions("unwanted"), fps=8.0, folder=folder, stem="step-000002", on_step=lambda: steps.append(None),
     )  # fmt: skip
-    assert model.training and not any(sampler.training)
+    assert model.training and not any(sampler.training) and not sampler.loaded
     assert len(steps) == 2 * len(sampler.jobs) == 2 * len(scenes) * config.images
     return files
 

@@ -79,6 +79,15 @@ def test_another_run_starts_from_the_weights_of_one(world: World, capsys: pytest
     assert "nowhere" in error and error.count("\n") == 1
 
 
+def test_previews_are_drawn_while_training_and_change_nothing(world: World) -> None:
+    flags = ("--train.caption_dropout", "0.5", "--ema.decay", "0.9")
+    assert world.train("without", 4, *flags) == 0
+    assert world.train("run", 4, "--sample.every_steps", "2", *flags) == 0
+    assert equal(world.adapter("run"), world.adapter("without"))
+    steps = {path.name[:11] for path in (world.folder / "run" / "samples").glob("step-*.png")}
+    assert steps == {"step-000000", "step-000002", "step-000004"}
+
+
 def test_samples_and_exports_are_commands_of_their_own(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert world.train("run", 2) == 0
     run = str(world.folder / "run")

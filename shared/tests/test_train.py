@@ -77,6 +77,16 @@ def test_saves_measurements_and_lines_come_on_schedule(tmp_path):
     assert steps_of(tmp_path, "loss") == [2, 4, 6]
 
 
+def test_previews_come_before_training_and_on_schedule_but_not_at_the_end(tmp_path):
+    drawn = []
+    toy_run(tmp_path, 6, on_preview=drawn.append, preview_steps=2)
+    assert drawn == [0, 2, 4]
+    toy_run(tmp_path, 9, on_preview=drawn.append, preview_steps=3)  # continued at 6
+    assert drawn == [0, 2, 4]
+    toy_run(tmp_path, 12, on_preview=drawn.append, preview_steps=4)
+    assert drawn == [0, 2, 4]
+
+
 def test_without_a_schedule_of_its_own_the_loss_is_measured_at_each_save(tmp_path):
     toy_run(tmp_path, 5, save=SaveConfig(every_steps=2, keep_last=10), held_out_clips=CLIPS)
     assert steps_of(tmp_path, "held_out") == [0, 2, 4, 5]

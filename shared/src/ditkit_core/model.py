@@ -118,6 +118,10 @@ class Sampler(Protocol):
         """Pixels in [0, 1] on the CPU."""
         ...
 
+    def release(self) -> None:
+        """Free what decoding loaded; it is loaded again when needed."""
+        ...
+
 
 @dataclass(frozen=True)
 class Part:

@@ -61,10 +61,13 @@ class SampleConfig:
     """Width in pixels; 0 as for the height."""
     seed: int = setting(0, resume="free")
     """Seed of the initial noise."""
+    every_steps: int = setting(0, resume="free")
+    """Optimizer steps between two previews: the same pictures drawn while training goes on, the first before it. 0 draws at the end
+    alone."""
 
     def __post_init__(self) -> None:
         least = {"images": 1} | dict.fromkeys(
-            ("captions", "steps", "guidance", "shift", "frames", "height", "width"), 0
+            ("captions", "steps", "guidance", "shift", "frames", "height", "width", "every_steps"), 0
         )
         for name, value in least.items():
             if not getattr(self, name) >= value:
@@ -211,6 +214,7 @@ def draw_samples(
                     write_video(files[-1], pixels, fps)
     finally:
         model.train(training)
+        sampler.release()
     if len(pictures) > 1:
         files.append(folder / f"{stem}-grid.png")
         write_image(files[-1], grid(pictures, columns=config.images if config.images > 1 else 0))

@@ -87,6 +87,8 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
                 held_out_clips=Batch(ids=held_out, items=[by_id[id].load() for id in held_out]) if held_out else None,
                 on_save=exporter.after_save,
                 on_finish=exporter.finish,
+                on_preview=exporter.draw,
+                preview_steps=config.sample.every_steps,
                 progress=bar,
                 warn=warn,
             )
@@ -199,6 +201,11 @@ class Exporter:
                 say(f"verified: {verify(file, config.model, model, run.engine)}")
         if self._writes_transformer:
             self._export_transformer(self._folder.exports, step)
+        self.draw(step)
+
+    def draw(self, step: int) -> None:
+        """Draw the configured samples with the weights as they are."""
+        run = self._run
         run.draw(self._prepared, run.scenes(run.dataset.samples), self._folder.samples, f"step-{step:06d}")
 
     @property

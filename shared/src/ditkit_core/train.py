@@ -120,6 +120,8 @@ def train(
     held_out_clips: MicroBatch | None = None,
     on_save: Callable[[int], None] = lambda step: None,
     on_finish: Callable[[int], None] = lambda step: None,
+    on_preview: Callable[[int], None] = lambda step: None,
+    preview_steps: int = 0,
     progress: Progress | None = None,
     warn: Callable[[str], None] = _LOGGER.warning,
 ) -> TrainResult:
@@ -136,6 +138,9 @@ def train(
         held_out_clips: What the held-out loss is measured on; None measures nothing.
         on_save: Called with the step after each save, while the parameters are those to export.
         on_finish: Called with the step when all steps are done, now or before, while the parameters are those to export.
+        on_preview: Called with the step before training and every `preview_steps` steps but the last, while the parameters are
+            those to look at. It may take no random number that training takes.
+        preview_steps: Optimizer steps between two previews; 0 for none.
         progress: Display to advance by steps.
         warn: Called with one line for a save that is passed over.
 
@@ -182,9 +187,15 @@ def train(
                 on_save(step)
             return written
 
+        def preview(step: int) -> None:
+            if preview_steps and step % preview_steps == 0 and step < config.steps:
+                with trained.used():
+                    on_preview(step)
+
         saved_at, done = time.monotonic(), start
         if start == 0 and config.steps:
             before = measure(0)
+            preview(0)
         for step in range(start, config.steps):
             began = time.perf_counter()
             first = step * config.accumulation
@@ -215,6 +226,7 @@ def train(
             if interrupts.requested:
                 path = path if saving else save_all(done, loss)
                 break
+            preview(done)
 
     if done >= config.steps:
         with trained.used():

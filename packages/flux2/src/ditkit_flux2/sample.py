@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ditkit_core.components import Components
+from ditkit_core.memory import release_memory
 from ditkit_core.model import Engine, SampleJob, StagedModel
 from ditkit_core.randomness import generator
 from ditkit_flux2.model import Flux2Inputs
@@ -72,3 +73,8 @@ class Flux2Sampler:
         """Pixels in [0, 1] on the CPU; the VAE is loaded by the first call."""
         self._vae.load()
         return self._vae.decode(latents)
+
+    def release(self) -> None:
+        """Free the VAE."""
+        self._vae.unload()
+        release_memory()

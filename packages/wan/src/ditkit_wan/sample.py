@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ditkit_core.components import Components
 from ditkit_core.errors import UserError
+from ditkit_core.memory import release_memory
 from ditkit_core.model import Engine, SampleJob, StagedModel
 from ditkit_core.randomness import generator
 from ditkit_wan.model import WanInputs
@@ -77,6 +78,11 @@ class WanSampler:
         """Pixels in [0, 1] on the CPU; the VAE is loaded by the first call."""
         self._vae.load()
         return self._vae.decode(latents)
+
+    def release(self) -> None:
+        """Free the VAE."""
+        self._vae.unload()
+        release_memory()
 
     def _scheduler(self, job: SampleJob) -> Any:
         from diffusers import UniPCMultistepScheduler

@@ -207,6 +207,9 @@ class ToySampler:
     def decode(self, latents: Tensor) -> Tensor:
         return F.interpolate(latents[:3].transpose(0, 1), scale_factor=4).transpose(0, 1).clamp(0, 1).cpu()
 
+    def release(self) -> None:
+        pass
+
 
 def _make_inputs(
     noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]], guidance: float
