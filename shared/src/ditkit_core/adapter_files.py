@@ -9,6 +9,8 @@ underscores were dots, the model's own names do.
 | official (ComfyUI) | `diffusion_model.` + official name + `.lora_A.weight` or `.lora_down.weight`, perhaps `.alpha` |
 | diffusers | `transformer.` + diffusers name + `.lora_A.weight`, alpha in the header |
 | kohya, musubi | `lora_unet_` + official name with underscores + `.lora_down.weight`, `.alpha` |
+| OneTrainer | as kohya, or `lora_transformer_` + diffusers name with underscores |
+| peft | `base_model.model.` + official or diffusers name + `.lora_A.weight`, alpha in `adapter_config.json` beside the file |
 | DiffSynth | official name + `.lora_A.default.weight` |
 
 A form may stack what is one module's in the model, or several: `stacking` says what that makes of an adapter.
@@ -36,8 +38,11 @@ from ditkit_core.weights import first_ten
 
 # The header key and the naming are diffusers' (`LORA_ADAPTER_METADATA_KEY` in its loaders/lora_base.py).
 DIFFUSERS_METADATA = "lora_adapter_metadata"
-# Beside the model's own prefixes. peft's `base_model.model.` is left out: its alpha is in another file than the weights.
-_PREFIXES = ("transformer.", "diffusion_model.", "lora_unet__", "lora_unet_", "")
+_PEFT_PREFIX, _PEFT_CONFIG = "base_model.model.", "adapter_config.json"
+# Beside the model's own prefixes.
+_PREFIXES = (
+    "transformer.", "diffusion_model.", _PEFT_PREFIX, "lora_unet__", "lora_unet_", "lora_transformer_", ""
+)  # fmt: skip
 
 _PARTS = {
     "down": re.compile(r"\.(lora_A|lora_down)(\.[\w-]+)?\.weight$"),
@@ -264,7 +269,7 @@ def _put_together(source: SafetensorsSource, module: str, pieces: tuple[FilePiec
 
 @dataclass(frozen=True)
 class _Header:
-    """What a header says of alpha: peft's configuration as diffusers writes it."""
+    """What a header says of alpha: peft's configuration as diffusers writes it, or as peft puts it beside its own files."""
 
     alpha: float | None = None
     patterns: tuple[tuple[re.Pattern[str], float], ...] = ()
@@ -273,7 +278,10 @@ class _Header:
 
     @classmethod
     def of(cls, source: SafetensorsSource) -> "_Header":
-        raw = source.metadata.get(DIFFUSERS_METADATA)
+        raw, where = source.metadata.get(DIFFUSERS_METADATA), f"{source.path}: the header's {DIFFUSERS_METADATA}"
+        beside = source.path.with_name(_PEFT_CONFIG)
+        if raw is None and beside.is_file() and any(key.startswith(_PEFT_PREFIX) for key in source.tensors):
+            raw, where = beside.read_text(encoding="utf-8", errors="replace"), str(beside)
         if raw is None:
             return cls()
         try:
@@ -285,9 +293,7 @@ class _Header:
                 bool(config.get("use_rslora")),
             )
         except (ValueError, TypeError, AttributeError, re.error) as error:
-            raise UserError(
-                f"{source.path}: the header's {DIFFUSERS_METADATA} cannot be read ({error}); write the file anew"
-            ) from error
+            raise UserError(f"{where} cannot be read ({error}); write the file anew") from error
 
     def scale(self, rank: int, module_names: Collection[str]) -> float:
         fitting = [alpha for pattern, alpha in self.patterns if any(map(pattern.fullmatch, module_names))]

@@ -119,6 +119,29 @@ def build(
     )  # fmt: skip
 
 
+def check_item(spec: ModelSpec, model: Any, item: Mapping[str, Tensor]) -> None:
+    """Run the embedding on the outline of an encoded sample: encoders of another model show here, before weights are read.
+
+    Args:
+        spec: The model's family.
+        model: The model on `meta`.
+        item: A training item on `meta`.
+
+    Raises:
+        UserError: If the model cannot take it.
+    """
+    try:
+        with torch.no_grad():
+            sigma = torch.zeros(1, device="meta")
+            model.embed(spec.make_inputs([item["latents"]], sigma, [item], 1.0))
+    except RuntimeError as error:
+        found = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in item.items())
+        raise UserError(
+            f"the encoded samples do not fit the transformer ({found}: {str(error).splitlines()[0]}); "
+            "set model.vae and model.text_encoder to those that belong to it"
+        ) from error
+
+
 def load(
     unloaded: Unloaded,
     *,

@@ -24,7 +24,7 @@ from ditkit_core.export import check_export, export_adapter, export_merged
 from ditkit_core.files import write_text
 from ditkit_core.model import ModelSpec
 from ditkit_core.options import EncodeOptions, ExportOptions, SampleOptions, TrainOptions
-from ditkit_core.prepare import Prepared, load
+from ditkit_core.prepare import Prepared, check_item, load
 from ditkit_core.prior import WithPrior
 from ditkit_core.prior_stage import draw_class_pictures, num_to_draw
 from ditkit_core.run import Run
@@ -60,6 +60,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         num_class_pictures = num_to_draw(run, started=any(folder.state.glob("step-*")))
         run.check_parts(drawing=num_class_pictures > 0)
         encoded, prior = run.encode(config.prior.prompt if num_class_pictures else "")
+        check_item(spec, unloaded.model, encoded[0].outline())
         prepared = load(unloaded, device=run.device, seed=config.train.seed)
         if num_class_pictures:
             draw_class_pictures(run, prepared, num_class_pictures)

@@ -28,8 +28,10 @@ from torch.utils.checkpoint import checkpoint
 from ditkit_core import activation_checkpoint, attention
 from ditkit_core.activation_checkpoint import POLICIES, Engine, run_block
 from ditkit_core.adapters import AdapterConfig
+from ditkit_core.errors import UserError
 from ditkit_core.model import ModelSpec, StagedModel, run_plain
 from ditkit_core.precision import Precision, autocast_disabled, compute_fp32_in_fp32
+from ditkit_core.prepare import check_item
 from ditkit_core.stacking import Assembly
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.second_device import move_to_second_device, second_device
@@ -91,6 +93,15 @@ class Conformance:
             for block in model.blocks():
                 carry = block(carry)
                 check_carry(carry)
+
+    def test_an_item_that_does_not_fit_is_found_on_meta(self) -> None:
+        """What tells a user that the encoders are another model's before the weights are read."""
+        model = make_model(self.spec, self.arch).to("meta")
+        item = {name: tensor.to("meta") for name, tensor in self.items(1)[0].items()}
+        check_item(self.spec, model, item)
+        wider = {name: torch.cat([tensor, tensor[..., :1]], -1) for name, tensor in item.items() if name == "text"}
+        with pytest.raises(UserError, match="belong to it"):
+            check_item(self.spec, model, item | wider)
 
     def test_attention_calls_have_names_of_their_own(self) -> None:
         model: Any = make_model(self.spec, self.arch)
