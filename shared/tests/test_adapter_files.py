@@ -67,6 +67,9 @@ FORMS = {
     "diffusers": ("transformer.{theirs}.lora_A.weight", "transformer.{theirs}.lora_B.weight", None),
     "kohya": ("lora_unet_{flat}.lora_down.weight", "lora_unet_{flat}.lora_up.weight", "lora_unet_{flat}.alpha"),
     "kohya_double": ("lora_unet__{flat}.lora_down.weight", "lora_unet__{flat}.lora_up.weight", "lora_unet__{flat}.alpha"),
+    "onetrainer": ("lora_transformer_{their_flat}.lora_down.weight", "lora_transformer_{their_flat}.lora_up.weight", "lora_transformer_{their_flat}.alpha"),
+    "peft": ("base_model.model.{theirs}.lora_A.weight", "base_model.model.{theirs}.lora_B.weight", None),
+    "peft_official": ("base_model.model.{official}.lora_A.weight", "base_model.model.{official}.lora_B.weight", None),
     "diffsynth": ("{official}.lora_A.default.weight", "{official}.lora_B.default.weight", None),
     "prefixed": ("model.{official}.lora_A.weight", "model.{official}.lora_B.weight", None),
 }  # fmt: skip
@@ -77,6 +80,7 @@ def write(path: Path, form: str, *, alpha: float | None = None, ranks=None, meta
     tensors = {}
     for module in MODULES:
         names = {"official": official(module), "theirs": theirs(module), "flat": flat(module)}
+        names["their_flat"] = theirs(module).replace(".", "_")
         down, up = matrices(module, (ranks or {}).get(module, RANK))
         tensors |= {down_key.format(**names): down, up_key.format(**names): up}
         if alpha_key and alpha is not None:
@@ -118,6 +122,19 @@ def test_alpha_is_read_from_its_key(tmp_path, form):
 def test_alpha_is_read_from_the_header_that_diffusers_writes(tmp_path, config, scales):
     path = write(tmp_path / "x.safetensors", "diffusers", metadata={"lora_adapter_metadata": json.dumps(config)})
     assert [found.scale for found in opened(path).modules.values()] == pytest.approx(scales)
+
+
+def test_alpha_of_a_file_of_pefts_is_read_from_the_configuration_beside_it(tmp_path):
+    path = write(tmp_path / "adapter_model.safetensors", "peft")
+    beside = tmp_path / "adapter_config.json"
+    beside.write_text(json.dumps({"r": 3, "lora_alpha": 6, "alpha_pattern": {"attn1.to_qkv": 9}}))
+    assert [found.scale for found in opened(path).modules.values()] == [3, 2, 3, 2]
+    others = opened(write(tmp_path / "x.safetensors", "diffusers"))
+    assert {found.scale for found in others.modules.values()} == {1}, "is not of this file"
+    beside.write_text("{")
+    with pytest.raises(UserError, match=r"adapter_config\.json cannot be read") as error:
+        opened(path)
+    assert "\n" not in str(error.value)
 
 
 def test_underscores_are_resolved_against_the_models_own_names(tmp_path):

@@ -194,6 +194,33 @@ def test_a_short_bar_prints_each_step_once(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.splitlines() == ["encode 1/3", "encode 2/3", "encode 3/3"]
 
 
+def test_a_long_bar_says_after_a_minute_how_long_it_will_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    with console.progress("encode text", 100) as bar:
+        for _ in range(200):
+            now[0] += 45.0
+            bar.advance(0.5)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "encode text 1/100  about 2 h 28 min left", "the first is told before a tenth is done"
+    assert lines[1] == "encode text 10/100  about 2 h 15 min left"
+    assert lines[-2:] == ["encode text 90/100  about 15 min left", "encode text 100/100"] and len(lines) == 11
+
+
+def test_on_a_terminal_the_time_left_is_known_where_an_item_takes_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, drawn = [0.0], io.StringIO()
+    monkeypatch.setattr(console, "CONSOLE", Console(file=drawn, force_terminal=True, width=200))
+    bar = console._DrawnBar("encode media", 10, 0)
+    monkeypatch.setattr(bar._bar, "get_time", lambda: now[0])
+    for _ in range(4):
+        now[0] += 120.0
+        bar.advance()
+    (task,) = bar._bar.tasks
+    assert task.time_remaining == 6 * 120
+
+
 def test_on_a_terminal_a_bar_is_drawn_with_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = io.StringIO()
     monkeypatch.setattr(console, "CONSOLE", Console(file=drawn, force_terminal=True, width=200))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ditkit_core.testing.toy import TOY
 from media_files import picture
@@ -26,7 +27,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
     def seeing(noised: Any, sigma: Any, items: Any, guidance: float) -> Any:
         shapes = [{name: tuple(t.shape) for name, t in item.items() if name != "text"} for item in items]
-        world.seen.append(shapes)  # type: ignore[attr-defined]
+        if not noised[0].is_meta:  # a first look at whether items fit
+            world.seen.append(shapes)  # type: ignore[attr-defined]
         return TOY.make_inputs(noised, sigma, items, guidance)
 
     world.spec = replace(world.spec, make_inputs=seeing, reference_size=lambda height, width, count: (16 // count, 16))
@@ -63,6 +65,72 @@ def test_a_run_over_buckets_in_two_parts_equals_one_in_one_part(world: World) ->
     assert world.train("parts", 3, *flags) == 0
     assert world.train("parts", 6, *flags) == 0
     assert equal(world.adapter("whole"), world.adapter("parts"))
+
+
+class Killed(BaseException):
+    """Nothing in a run may take hold of it."""
+
+
+def test_everything_at_once_is_resumed_to_the_bit_after_being_killed(world: World) -> None:
+    """Buckets, a budget of tokens, captions by the line, dropout, references and a prior: each decides what a step sees."""
+    for text in (world.folder / "clips").glob("*.txt"):
+        text.write_text("".join(f"{text.stem} in other words: {i}\n" for i in range(3)))
+    for name in ("0_0", "0_1", "2", "wide1"):
+        picture(world.folder / "before" / f"{name}.png", (30, 20), "gold")
+    for i, size in enumerate(((16, 16), (20, 40), (16, 16))):
+        world.add(f"class/{i}.png", size, "gray", f"a class\nthe class {i}")
+    switches = {
+        "batch_tokens": ("--train.batch_tokens", "36"),
+        "captions": ("--data.captions", "lines"),
+        "dropout": ("--train.caption_dropout", "0.4"),
+        "references": ("--data.references", "before"),
+        "prior": ("--prior.folder", "class", "--prior.weight", "0.5"),
+        "average": ("--ema.decay", "0.9"),
+    }
+    common = (*BUCKETS, "--train.accumulation", "2", "--held_out.clips", "1", "--save.every_steps", "2")
+    common += ("--export.dtype", "fp32", "--flow.sampling", "logit_normal")
+
+    def train(name: str, steps: int = 7, without: str = "") -> int:
+        chosen = [flag for switch, flags in switches.items() if switch != without for flag in flags]
+        return world.train(name, steps, *common, *chosen)
+
+    assert train("whole") == 0
+    make_inputs, left, saved = world.spec.make_inputs, [3], world.folder / "killed" / "state" / "step-000004"
+
+    def dying(*given: Any) -> Any:
+        if saved.is_dir() and torch.is_grad_enabled():  # not while measuring
+            left[0] -= 1
+            if not left[0]:
+                raise Killed
+        return make_inputs(*given)
+
+    world.spec = replace(world.spec, make_inputs=dying)
+    with pytest.raises(Killed):
+        train("killed")
+    assert max(saved.parent.glob("step-*")) == saved, "in the midst of a step"
+    assert train("killed") == 0
+    assert equal(world.adapter("whole"), world.adapter("killed"))
+    assert train("short", 2) == 0
+    for switch in switches:
+        assert train(f"no {switch}", 2, without=switch) == 0
+        assert not equal(world.adapter("short"), world.adapter(f"no {switch}")), f"{switch} did nothing"
+
+
+def test_training_and_measuring_tell_the_model_the_same_guidance(world: World) -> None:
+    told = set()
+
+    def hearing(noised: Any, sigma: Any, items: Any, guidance: float) -> Any:
+        if not noised[0].is_meta:
+            told.add((guidance, torch.is_grad_enabled()))
+        return TOY.make_inputs(noised, sigma, items, guidance)
+
+    world.spec = replace(world.spec, make_inputs=hearing)
+    flags = ("--held_out.clips", "1", "--sample.captions", "0")
+    assert world.train("usual", 1, *flags) == 0
+    assert told == {(1.0, True), (1.0, False)}
+    told.clear()
+    assert world.train("other", 1, *flags, "--flow.guidance", "2.5") == 0
+    assert told == {(2.5, True), (2.5, False)}
 
 
 def test_a_budget_of_tokens_decides_the_size_of_micro_batches(world: World, capsys: pytest.CaptureFixture[str]) -> None:

@@ -226,3 +226,24 @@ def test_progress_counts_what_is_missing(world: World) -> None:
 
     world.start(progress=watch)
     assert seen == [["hash", 4, 4], ["text", 1, 1]]
+
+
+def test_a_cache_that_grows_large_is_told_of_and_one_that_cannot_fit_is_warned_of(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.start()
+    assert "the cache" not in capsys.readouterr().out, "a small one is not"
+    monkeypatch.setattr("ditkit_core.encode._WORTH_TELLING_BYTES", 0)
+    shutil.rmtree(world.cache.folder)
+    world.start()
+    told = capsys.readouterr()
+    assert [line for line in told.out.splitlines() if "the cache" in line] == [
+        f"the cache {world.cache.folder} takes about 0.0 GB more for 2 more of media",
+        f"the cache {world.cache.folder} takes about 0.0 GB more for 3 more of text",
+    ]
+    assert told.err == ""
+    monkeypatch.setattr("ditkit_core.encode.shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(9, 9, 0))
+    shutil.rmtree(world.cache.folder)
+    world.start()
+    warned = capsys.readouterr().err.splitlines()
+    assert len(warned) == 2 and all("0.0 GB are free there; make room, or set encode.cache" in line for line in warned)

@@ -1,5 +1,7 @@
 """The held-out loss: a fixed grid, measured without touching anything."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from ditkit_core.activation_checkpoint import Engine
 from ditkit_core.errors import UserError
 from ditkit_core.held_out import HeldOutConfig, held_out_loss
 from ditkit_core.testing.toy import TOY, toy_items
+from ditkit_core.testing.world import make_model
 from toy_training import toy_model
 
 SIGMAS = (0.2, 0.5, 0.9)
@@ -15,6 +18,20 @@ SIGMAS = (0.2, 0.5, 0.9)
 def measure(model, ids=("a", "b", "c"), sigmas=SIGMAS):
     items = dict(zip("abc", toy_items(3, ragged=True), strict=True))
     return held_out_loss(model, Engine(), TOY, ids, [items[name] for name in ids], sigmas)
+
+
+def test_noise_levels_reach_the_model_in_fp32_as_they_were_named():
+    """993.7 thousandths have no bf16 form: the nearest are 992 and 996."""
+    seen = []
+
+    def seeing(noised, sigma, items, guidance):
+        seen.append((sigma, guidance))
+        return TOY.make_inputs(noised, sigma, items, guidance)
+
+    model = make_model(TOY, TOY.presets["tiny"], dtype=torch.bfloat16)
+    held_out_loss(model, Engine(), replace(TOY, make_inputs=seeing), ["a"], toy_items(1), (0.9937,), 3.5)
+    ((sigma, guidance),) = seen
+    assert torch.equal(sigma, torch.tensor([0.9937])) and guidance == 3.5
 
 
 def test_the_number_is_the_same_whatever_was_drawn_before():

@@ -129,6 +129,7 @@ class Recording(ToySampler):
         self.jobs: list[SampleJob] = []
         self.base: list[bool] = []
         self.stop_after: int | None = None
+        self.loaded = False
 
     def denoise(self, model: Any, run: Any, job: SampleJob, on_step: Any) -> Tensor:
         if self.stop_after is not None and len(self.jobs) >= self.stop_after:
@@ -137,6 +138,13 @@ class Recording(ToySampler):
         up = [p for name, p in model.named_parameters() if "lora_B" in name]
         self.base.append(all(not p.any() for p in up) and not model.training)
         return super().denoise(model, run, job, on_step)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        self.loaded = True
+        return super().decode(latents)
+
+    def release(self) -> None:
+        self.loaded = False
 
 
 @pytest.fixture
@@ -168,6 +176,7 @@ def test_missing_class_pictures_are_drawn_with_the_base_before_training(
     assert still.size(folder / "class-00000.png") == (16, 16)
     recorded = world.sampler  # type: ignore[attr-defined]
     assert [job.seed for job in recorded.jobs] == [0, 1, 2] and recorded.base == [True] * 3
+    assert not recorded.loaded, "memory is given back before training"
     assert {(job.frames, job.height, job.width, job.steps) for job in recorded.jobs} == {(1, 16, 16, 2)}
     assert "drawing 3 pictures of 'a class'" in capsys.readouterr().out
     used = json.loads((world.folder / "run" / "data.json").read_text())

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 def test_training_goes_from_files_to_an_adapter_with_its_history(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert world.train("run", 4, "--held_out.clips", "1", "--save.every_steps", "2") == 0
+    flow = ("--flow.shifting", "constant", "--flow.shift", "3.0", "--flow.sampling", "logit_normal")
+    assert world.train("run", 4, "--held_out.clips", "1", "--save.every_steps", "2", *flow) == 0
     said = capsys.readouterr().out
     run = world.folder / "run"
     assert "held-out loss" in said and str(run / "exports" / "adapter.safetensors") in said
@@ -38,7 +40,10 @@ def test_training_goes_from_files_to_an_adapter_with_its_history(
     assert {line["step"] for line in lines if "loss" in line} and any("held_out" in line for line in lines)
     with safe_open(run / "exports" / "adapter.safetensors", "pt") as file:
         header = file.metadata()
-    assert header["ditkit.step"] == "4" and "rank = 2" in header["ditkit.config"]
+    config = tomllib.loads(header["ditkit.config"])
+    assert header["ditkit.step"] == "4" and config["adapter"]["rank"] == 2
+    chosen = [config["flow"][key] for key in ("shifting", "shift", "sampling", "guidance")]
+    assert chosen == ["constant", 3.0, "logit_normal", 1.0]
     assert header["ditkit.data"] and json.loads(header["ditkit.versions"])["torch"] == torch.__version__
 
 

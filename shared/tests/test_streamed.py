@@ -23,15 +23,16 @@ def two_modules(tmp_path: Path) -> tuple[torch.nn.ModuleDict, SafetensorsSource,
     return model, SafetensorsSource.open(tmp_path / "m.safetensors"), weights
 
 
+@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_module_has_its_weights_while_it_is_used(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_module_has_its_weights_while_it_is_used(tmp_path: Path, dtype: torch.dtype, device: torch.device) -> None:
     model, source, weights = two_modules(tmp_path)
     mapping = {name: (Part(name),) for name in weights}
-    memory = PassingMemory(source, device=CPU, dtype=dtype)
+    memory = PassingMemory(source, device=device, dtype=dtype)
     addresses = set()
     for name in "abab":
         with memory.holding(model[name], below(name, mapping)) as module:
-            assert torch.equal(module.weight, weights[f"{name}.weight"].to(dtype))
+            assert torch.equal(module.weight, weights[f"{name}.weight"].to(device, dtype))
             assert not module.training and not module.weight.requires_grad
             addresses.add(module.weight.data_ptr())
         assert all(parameter.is_meta for parameter in model.parameters())

@@ -6,37 +6,25 @@ from ditkit_core.testing.conformance import Conformance
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2
 
-ARCH = Flux2Arch(
-    dim=32, heads=2, double_layers=1, single_layers=2, text_dim=12, text_tokens=5, guidance=True, in_channels=6,
-    out_channels=6, freq_dim=16, axes=(4, 4, 4, 4),
-)  # fmt: skip
 
-
-class TestTextToImage(Conformance):
+class TestEditing(Conformance):
     spec = FLUX2
-    arch = ARCH
+    arch = Flux2Arch(
+        dim=32, heads=2, double_layers=1, single_layers=2, text_dim=12, text_tokens=5, guidance=True, in_channels=6,
+        out_channels=6, freq_dim=16, axes=(4, 4, 4, 4),
+    )  # fmt: skip
+    grids = ([(2, 3), (2, 2), (1, 3)], [(2, 5), (3, 3)], [(3, 2), (1, 3), (2, 2)])
+    """Rows and columns of a sample's picture and of its references."""
 
     def items(self, count, ragged=False):
         random = torch.Generator().manual_seed(0)
-        grids = [(2, 3), (2, 5), (3, 2)] if ragged else [(2, 3)]
-        sizes = [(6, 1, *grids[i % len(grids)]) for i in range(count)]
+        names = ("latents", "reference.0", "reference.1")
         return [
-            {"latents": torch.randn(size, generator=random), "text": torch.randn(5, 12, generator=random)}
-            for size in sizes
+            {name: torch.randn(6, 1, *grid, generator=random) for name, grid in zip(names, grids, strict=False)}
+            | {"text": torch.randn(5, 12, generator=random)}
+            for grids in (self.grids[i % 3 if ragged else 0] for i in range(count))
         ]
 
 
-class TestEditing(TestTextToImage):
-    """One or two references, in a batch with as many of different size."""
-
-    def items(self, count, ragged=False):
-        random = torch.Generator().manual_seed(1)
-        sizes = [[(2, 2), (1, 3)], [(3, 3)], [(1, 3), (2, 2)]] if ragged else [[(2, 2), (1, 3)]]
-        return [
-            item
-            | {
-                f"reference.{k}": torch.randn(6, 1, *grid, generator=random)
-                for k, grid in enumerate(sizes[i % 3 if ragged else 0])
-            }
-            for i, item in enumerate(super().items(count, ragged))
-        ]
+class TestTextToImage(TestEditing):
+    grids = ([(2, 3)], [(2, 5)], [(3, 2)])

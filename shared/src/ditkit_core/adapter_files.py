@@ -280,11 +280,11 @@ class _Header:
     def of(cls, source: SafetensorsSource) -> "_Header":
         raw, where = source.metadata.get(DIFFUSERS_METADATA), f"{source.path}: the header's {DIFFUSERS_METADATA}"
         beside = source.path.with_name(_PEFT_CONFIG)
-        if raw is None and beside.is_file() and any(key.startswith(_PEFT_PREFIX) for key in source.tensors):
-            raw, where = beside.read_text(encoding="utf-8", errors="replace"), str(beside)
-        if raw is None:
-            return cls()
         try:
+            if raw is None and beside.exists() and any(key.startswith(_PEFT_PREFIX) for key in source.tensors):
+                where, raw = str(beside), beside.read_text(encoding="utf-8")
+            if raw is None:
+                return cls()
             config = {key.removeprefix("transformer."): value for key, value in json.loads(raw).items()}
             patterns = (config.get("alpha_pattern") or {}).items()
             return cls(
@@ -292,7 +292,7 @@ class _Header:
                 tuple((re.compile(rf"(.*\.)?({pattern})"), float(alpha)) for pattern, alpha in patterns),
                 bool(config.get("use_rslora")),
             )
-        except (ValueError, TypeError, AttributeError, re.error) as error:
+        except (OSError, ValueError, TypeError, AttributeError, re.error) as error:
             raise UserError(f"{where} cannot be read ({error}); write the file anew") from error
 
     def scale(self, rank: int, module_names: Collection[str]) -> float:

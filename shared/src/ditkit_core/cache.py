@@ -134,6 +134,17 @@ class MediaHashes:
                 self.save()
         return digest
 
+    def bytes_to_read(self, path: Path) -> int:
+        """How much `of` would have to read of a file: nothing if it is remembered, or is not there."""
+        try:
+            stat = Path(path).stat()
+        except OSError:
+            return 0
+        match self._known.get(str(Path(path).resolve())):
+            case [size, modified, str()] if [size, modified] == [stat.st_size, stat.st_mtime_ns]:
+                return 0
+        return stat.st_size
+
     def save(self) -> None:
         """Write the memory, atomically, if there is anything new in it."""
         if self._unsaved:

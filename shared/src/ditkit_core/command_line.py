@@ -55,7 +55,10 @@ def read_flags(argv: Sequence[str], tree: type, options_type: type) -> Flags:
     keys = {key: field.type for key, field in config_fields(tree).items()}
     hints = keys | _option_hints(CommonOptions) | _option_hints(options_type)
     texts = _split(argv, hints)
-    values = {name: value_from_text(name, hints[name], given, WHERE) for name, given in texts.items()}
+    values = {
+        name: value_from_text(name if name in keys else f"--{name}", hints[name], given, WHERE)
+        for name, given in texts.items()
+    }
 
     def gather(kind: type) -> Any:
         return kind(**{field.name: values[_flag(field.name)] for field in fields(kind) if _flag(field.name) in values})

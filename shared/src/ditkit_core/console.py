@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,11 @@ from rich.text import Text
 
 PLAIN_LINES = 10
 """Lines that a progress bar prints at most where there is no terminal to draw on."""
+
+_SHORT_SECONDS = 60
+"""What takes no longer is told without an estimate."""
+_SPEED_SECONDS = 3600.0
+"""What an estimate of the time left is drawn from. rich's half a minute gives none where one item takes longer than that."""
 
 CONSOLE = Console()
 
@@ -112,7 +118,8 @@ class _DrawnBar:
 
     def __init__(self, stage: str, total: int, completed: int):
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar, self._figures = Progress(*columns, TimeRemainingColumn(), console=CONSOLE), dict[str, str]()
+        self._figures = dict[str, str]()
+        self._bar = Progress(*columns, TimeRemainingColumn(), console=CONSOLE, speed_estimate_period=_SPEED_SECONDS)
         self._task = self._bar.add_task(stage, total=total, completed=completed)
 
     def drawing(self) -> Group:
@@ -127,10 +134,12 @@ class _DrawnBar:
 
 
 class _PlainBar:
-    """Prints a line whenever another tenth is done."""
+    """Prints a line whenever another tenth is done, and early on how long it will take if that is long."""
 
     def __init__(self, stage: str, total: int, completed: int):
         self._stage, self._total, self._done, self._figures = stage, max(total, 1), float(completed), dict[str, str]()
+        self._start, self._done_before, self._estimated = time.monotonic(), self._done, False
+        self._shown = completed
 
     def advance(self, amount: float = 1) -> None:
         printed = self._done * PLAIN_LINES // self._total
@@ -138,7 +147,22 @@ class _PlainBar:
         if abs(self._done - round(self._done)) < 1e-6:  # parts of one that add up to it
             self._done = float(round(self._done))
         if self._done * PLAIN_LINES // self._total > printed:
-            say("  ".join([f"{self._stage} {int(self._done)}/{self._total}", *self._figures.values()]))
+            left = self._left()
+            if left or int(self._done) > self._shown:  # parts of an item are worth a line if it says how long they take
+                self._shown = int(self._done)
+                say("  ".join([f"{self._stage} {self._shown}/{self._total}", *left, *self._figures.values()]))
+        elif not self._estimated:  # the first tenth may take hours
+            for estimate in self._left():
+                say(f"{self._stage} {int(self._done)}/{self._total}  {estimate}")
+
+    def _left(self) -> list[str]:
+        """How long the rest will take, in one text; none while little is known of it, or where it is soon over."""
+        seconds, done = time.monotonic() - self._start, self._done - self._done_before
+        if seconds < _SHORT_SECONDS or not 0 < done < self._total - self._done_before:
+            return []
+        self._estimated = True
+        minutes = round(seconds / done * (self._total - self._done) / 60)
+        return [f"about {minutes // 60} h {minutes % 60} min left" if minutes >= 60 else f"about {minutes} min left"]
 
     def update(self, **fields: SupportsFloat) -> None:
         self._figures |= _figures(fields)

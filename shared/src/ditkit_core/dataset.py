@@ -145,6 +145,11 @@ def scan(
     ):  # fmt: skip
         by_id[_identifier(folder, entry)].append(entry)
     named, left_over = references_by_name(Path(config.references), by_id) if config.references else ({}, [])
+    if config.references and not named:
+        there = f"none of its {len(left_over)} pictures, first {left_over[0]}," if left_over else "no picture in it"
+        raise UserError(
+            f"data.references {config.references}: {there} has the name of a sample; name them like the pictures of {folder}"
+        )
 
     samples: list[Sample] = []
     problems: list[tuple[str, UserError]] = []

@@ -3,17 +3,21 @@
 A demo trains on generated inputs by the path of real ones, so nothing else knows about it.
 """
 
+import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ditkit_core.errors import UserError
+from ditkit_core.files import write_text
 from ditkit_core.randomness import generator
 
 COLOURS = {"red": (225, 50, 45), "green": (60, 190, 80), "blue": (60, 100, 230), "yellow": (240, 205, 60)}
@@ -52,6 +56,41 @@ def write_inputs(folder: Path, parts: Mapping[str, Callable[[Path], None]]) -> N
         raise UserError(
             f"cannot write the demo into {folder}: {reason}; free some space or choose another run.folder"
         ) from error
+
+
+def drawn(name: str, kind: Callable[..., Any], *given: Any, **settings: Any) -> Any:
+    """A module of a library, in eval mode, with weights drawn by `name`; what its own initialisation draws leaves no trace.
+
+    Args:
+        name: What the weights depend on, beside their own names.
+        kind: The module's class.
+        given: What it is made with.
+        settings: By name.
+    """
+    with torch.random.fork_rng(devices=[]):
+        model = kind(*given, **settings)
+    randomise(model, name)
+    return model.eval()
+
+
+def write_text_encoder(folder: Path, model: Any, *, tied: str) -> None:
+    """Write configuration and weights of a text encoder of transformers.
+
+    Written here, because the library's own writing shows a progress bar.
+
+    Args:
+        folder: The checkpoint's.
+        model: The encoder.
+        tied: The weight that is another one's, and in no file.
+    """
+    model.config.save_pretrained(folder / "text_encoder")
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != tied}
+    save_file(state, folder / "text_encoder" / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_index(folder: Path, index: Mapping[str, Any]) -> None:
+    """Write the `model_index.json` of a checkpoint in diffusers layout."""
+    write_text(folder / "model_index.json", json.dumps(index, indent=2) + "\n")
 
 
 def randomise(model: nn.Module, name: str) -> None:

@@ -5,6 +5,7 @@ stored as soon as it is there, so a stage that was killed continues where it sto
 """
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.cache import Cache, MediaHashes, key
+from ditkit_core.console import say, warn
 from ditkit_core.dataset import Sample
 from ditkit_core.encoded import EncodedSample
 from ditkit_core.errors import UserError
@@ -23,6 +25,12 @@ from ditkit_core.memory import release_memory
 from ditkit_core.model import Encoder, ignored
 from ditkit_core.references import ReferenceSize, encoded_sizes
 from ditkit_core.settings import setting
+
+_JUDGED_BY = 2
+"""Entries of a kind by which the size of the rest is judged; the first caption is the empty one, which some models keep short."""
+_WORTH_TELLING_BYTES = 10**9
+_LONG_HASH_BYTES = 2**28
+"""So many take seconds to read; less is over before a progress bar says anything."""
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[float], None]]]
 """(what is done, how many) to a context in which the yielded function is told how much of that is done since."""
@@ -79,7 +87,7 @@ def encode(
         fps: Frames per second of the clips.
         reference_size: As in `ModelSpec`; needed where samples have references.
         extra_captions: Captions needed besides (of samples to be drawn); found again by `text_key`.
-        progress: Watches stages `hash`, `media` and `text`, each only if there is something to do.
+        progress: Watches stages `hash`, `media` and `text`, each only if there is something to do; `hash` if it takes seconds.
         on_bad: Told of each clip that cannot be decoded, which is then left out; by default the first one is an error.
 
     Returns:
@@ -190,10 +198,12 @@ def _reference_cuts(paths: Sequence[Path], reference_size: ReferenceSize) -> lis
 def _media_keys(cuts: Sequence[_Cut], cache: Cache, encoder: Encoder, progress: Progress) -> dict[_Cut, str]:
     """Where the cache keeps each."""
     keys = {}
-    with MediaHashes(cache.folder) as hashes, (progress if cuts else no_progress)("hash", len(cuts)) as advance:
-        for cut in cuts:
-            keys[cut] = cut.key(hashes.of(cut.path), encoder)
-            advance(1.0)
+    with MediaHashes(cache.folder) as hashes:
+        takes_long = sum(hashes.bytes_to_read(cut.path) for cut in cuts) >= _LONG_HASH_BYTES
+        with (progress if takes_long else no_progress)("hash", len(cuts)) as advance:
+            for cut in cuts:
+                keys[cut] = cut.key(hashes.of(cut.path), encoder)
+                advance(1.0)
     return keys
 
 
@@ -235,6 +245,7 @@ def _fill(cache: Cache, jobs: _Jobs[Item], progress: Progress, *, keep_going: bo
     with ExitStack() as stack:
         advance = stack.enter_context(progress(jobs.kind, len(missing)))
         loaded = False
+        sizes: list[int] = []
         keys = list(missing)
         for first in range(0, len(keys), jobs.encoder.items_at_once):
             given: dict[str, Any] = {}
@@ -255,12 +266,26 @@ def _fill(cache: Cache, jobs: _Jobs[Item], progress: Progress, *, keep_going: bo
                 encoded = jobs.encoder.encode(list(given.values()), advance) if given else []
             for key, tensors in zip(given, encoded, strict=True):
                 name = jobs.name(missing[key])
-                _check_finite(tensors, name)
+                _check_finite(tensors, name, jobs.kind)
                 cache.put(jobs.kind, key, tensors, {"source": name, "encoder": jobs.encoder.identity})
+                sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
+                if len(sizes) == _JUDGED_BY:
+                    _tell_room(cache, jobs.kind, sizes, len(missing) - len(failures) - len(sizes))
     return failures
 
 
-def _check_finite(tensors: Mapping[str, Tensor], name: str) -> None:
+def _tell_room(cache: Cache, kind: str, sizes: Sequence[int], count: int) -> None:
+    """Say how large the cache grows, and warn hours before the disk is full, given the bytes of the first entries and how many follow."""
+    needed, free = count * sum(sizes) // len(sizes), shutil.disk_usage(cache.folder).free
+    line = f"the cache {cache.folder} takes about {needed / 1e9:.1f} GB more for {count} more of {kind}"
+    if needed > free:
+        warn(f"{line}, and {free / 1e9:.1f} GB are free there; make room, or set encode.cache to a folder elsewhere")
+    elif needed > _WORTH_TELLING_BYTES:
+        say(line)
+
+
+def _check_finite(tensors: Mapping[str, Tensor], name: str, kind: str) -> None:
+    remedy = "set encode.text_dtype to fp32" if kind == "text" else "fetch the VAE's weights again"
     for part, tensor in tensors.items():
         if not tensor.isfinite().all():
-            raise UserError(f"{part} of {name} are not finite numbers; set encode.text_dtype to fp32, or remove it")
+            raise UserError(f"{part} of {name} are not finite numbers; {remedy}, or remove it")

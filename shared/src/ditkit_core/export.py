@@ -79,6 +79,7 @@ def export_adapter(
     config: ExportConfig,
     *,
     metadata: Mapping[str, str],
+    exact: bool = False,
 ) -> list[Path]:
     """Write the adapter in each form.
 
@@ -89,6 +90,7 @@ def export_adapter(
         stem: `adapter`, or `adapter-step-000020`; the official form takes it as its name, others append theirs.
         config: Forms and dtype.
         metadata: Strings for the headers: base, data hash, config, versions.
+        exact: Append nothing; there is one form.
 
     Returns:
         The files, in the order of the forms; each was read back and compared before it got its name.
@@ -102,7 +104,7 @@ def export_adapter(
     (scaling,) = {layer.scaling["default"] for layer in layers.values()}
     state, files = adapter_state(model), []
     for form in config.forms:
-        path = folder / (f"{stem}.safetensors" if form == "official" else f"{stem}_{form}.safetensors")
+        path = folder / (f"{stem}.safetensors" if exact or form == "official" else f"{stem}_{form}.safetensors")
         write_adapter(path, state, scaling, spec.names, form=form, dtype=parse_dtype(config.dtype), metadata=metadata)
         files.append(path)
     return files

@@ -59,6 +59,11 @@ class FlowConfig:
             raise UserError(f"flow.guidance = {self.guidance} must not be negative; 1 is usual")
         if self.weighting == "sigma_sqrt" and self.min_sigma == 0:
             raise UserError("flow.weighting = sigma_sqrt grows without bound; set flow.min_sigma above 0")
+        if (self.logit_mean, self.logit_std) != (0, 1) and self.sampling != "logit_normal":
+            raise UserError(
+                f"flow.logit_mean = {self.logit_mean} and flow.logit_std = {self.logit_std} need flow.sampling = "
+                '"logit_normal"'
+            )
         if self.shift != 1 and self.shifting != "constant":
             raise UserError(f'flow.shift = {self.shift} needs flow.shifting = "constant"')
 

@@ -8,11 +8,13 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
+from ditkit_core.components import Components
 from ditkit_core.errors import UserError
 from ditkit_core.model import StateDictNames
 from ditkit_core.safetensors_file import SafetensorsSource
@@ -44,6 +46,35 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a configuration; fetch it again")
     return config
+
+
+def find_weights(
+    components: Components,
+    part: str,
+    config_of_file: Callable[[SafetensorsSource], dict[str, Any]],
+    *,
+    kind: str = "",
+    remedy: str = "",
+    safe_names: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[SafetensorsSource, dict[str, Any]]:
+    """Where a part's weights lie, their headers read, and its configuration; nothing is loaded.
+
+    Args:
+        components: Where the parts of the model are.
+        part: As `Components.locate` takes it.
+        config_of_file: What a single file's shapes say in place of a folder's `config.json`.
+        kind: The library's class that the configuration has to be of, if it names one; empty for any.
+        remedy: What to do about another.
+        safe_names: As `Components.locate` takes them.
+
+    Raises:
+        UserError: If there are none, a file is damaged, or they are those of another model.
+    """
+    source = SafetensorsSource.open(components.locate(part, safe_names=safe_names))
+    config = read_config(source.path) if source.path.is_dir() else config_of_file(source)
+    if kind and (found := config.get("_class_name", kind)) != kind:
+        raise UserError(f"{source.path} holds {found}, not {kind}; {remedy}")
+    return source, config
 
 
 def fill(

@@ -1,6 +1,7 @@
 """Which media files a dataset folder names, and the captions of each: metadata file, or a text file beside each clip."""
 
 import csv
+import difflib
 import functools
 import io
 import json
@@ -196,10 +197,9 @@ def _csv_rows(reader: _Reader, path: Path, text: str) -> Iterator[Entry]:
     try:
         where = f"{path} line 1"
         names = rows.fieldnames or []
-        _column(where, names, MEDIA_COLUMNS, "media")
+        _only_column(where, names, MEDIA_COLUMNS, "media")
         _only_column(where, names, CAPTION_COLUMNS, "caption")
-        if any(name in REFERENCE_COLUMNS for name in names):
-            _only_column(where, names, REFERENCE_COLUMNS, "reference")
+        _reference_column(where, names)
         for row in rows:
             where = f"{path} line {rows.line_num}"
             try:
@@ -218,16 +218,15 @@ def _row(
     reader: _Reader, where: str, row: Mapping[str, object], paths: Callable[[str, object], tuple[str, ...]]
 ) -> Entry:
     """The entry of one row of metadata; `paths` reads its reference column."""
-    column = _column(where, row, MEDIA_COLUMNS, "media")
+    column = _only_column(where, row, MEDIA_COLUMNS, "media")
     (media,) = _texts(f"{where}: {column!r}", [row[column]])
     column = _only_column(where, row, CAPTION_COLUMNS, "caption")
     given = row[column]
     named = f"{where}: {column!r}"
     captions = reader.split(named, _texts(named, given if isinstance(given, list) else [given]))
     references: tuple[str, ...] = ()
-    if any(name in row for name in REFERENCE_COLUMNS):
-        column = _only_column(where, row, REFERENCE_COLUMNS, "reference")
-        references = paths(f"{where}: {column!r}", row[column])
+    if found := _reference_column(where, row):
+        references = paths(f"{where}: {found!r}", row[found])
     try:
         for path in (media, *references):
             kind_of(Path(path))
@@ -272,6 +271,18 @@ def _column(where: str, found: Iterable[str], accepted: tuple[str, ...], what: s
     raise UserError(
         f"{where} has no {what} column: found {', '.join(found) or 'none'}; accepted: {', '.join(accepted)}"
     )
+
+
+def _reference_column(where: str, found: Iterable[str]) -> str:
+    """The reference column that is there, if any; a misspelt one is refused, because without it nothing would be edited."""
+    if any(name in REFERENCE_COLUMNS for name in found):
+        return _only_column(where, found, REFERENCE_COLUMNS, "reference")
+    for name in found:
+        if close := difflib.get_close_matches(name.lower(), REFERENCE_COLUMNS, n=1, cutoff=0.8):
+            raise UserError(
+                f"{where} has a column {name!r}; call it {close[0]!r} if it names references, or else rename it"
+            )
+    return ""
 
 
 def _only_column(where: str, found: Iterable[str], accepted: tuple[str, ...], what: str) -> str:

@@ -55,6 +55,7 @@ class ExportOptions:
     merge: bool = False
     """Merge the adapter into the base and write the whole transformer."""
     out: str = ""
-    """File to write instead of one in the run's exports folder."""
+    """File to write instead of one in the run's exports folder; for a whole transformer a folder. Of several forms, those other than
+    the official one append their name to the file's."""
     step: int | None = None
     """Save to export, by its step. Unset: the latest."""

@@ -28,7 +28,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.model import ModelSpec, Part
 from ditkit_core.precision import Precision
 from ditkit_core.safetensors_file import SafetensorsSource
-from ditkit_core.weights import fits_shapes, load_into, match
+from ditkit_core.weights import Advice, fits_shapes, load_into, match
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,10 @@ def build(
     preset, arch = choose_arch(spec, components.preset, source)
     model = build_on_meta(spec, arch, precision)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    mapping = match(source, spec.names, shapes)  # before anything slow: peft alone takes seconds to import
+    advice = None if components.preset else _advice(source)
+    mapping = match(
+        source, spec.names, shapes, advice=advice
+    )  # before anything slow: peft alone takes seconds to import
     linears = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
 
     def open_file(file: Path) -> AdapterFile:
@@ -202,7 +205,8 @@ def choose_arch(spec: ModelSpec, preset: str, source: SafetensorsSource) -> tupl
     if path is not None and spec.infer_arch is not None:
         try:
             arch = spec.infer_arch(json.loads(path.read_text(encoding="utf-8")), _pipeline_index(source.path))
-        except (KeyError, TypeError, ValueError) as error:
+            build_on_meta(spec, arch, Precision())  # where a value of another kind shows
+        except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise UserError(
                 f"{path} does not describe this model ({error!r}); set model.preset to one of {', '.join(spec.presets)}"
             ) from error
@@ -214,6 +218,16 @@ def choose_arch(spec: ModelSpec, preset: str, source: SafetensorsSource) -> tupl
             f"{what} the weights in {source.path}; set model.preset to one of {', '.join(fitting or spec.presets)}"
         )
     return fitting[0], spec.presets[fitting[0]]
+
+
+def _advice(source: SafetensorsSource) -> Advice:
+    """What to say of weights that do not fit what no preset describes."""
+    path = _config_json(source.path)
+    remedy = "take both from one download, or set model.preset"
+    return Advice(
+        described_by=str(path.name if path else "the preset"), if_unknown=remedy, if_depth_differs=remedy,
+        if_shapes_differ=remedy,
+    )  # fmt: skip
 
 
 def _shapes(spec: ModelSpec, arch: Any) -> Mapping[str, tuple[int, ...]]:

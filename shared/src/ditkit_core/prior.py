@@ -34,10 +34,18 @@ class PriorConfig:
     """Weight of the class in the loss, above 0."""
 
     def __post_init__(self) -> None:
+        if self.prompt and not self.prompt.strip():
+            raise UserError("prior.prompt is blank; say what the class is called, such as 'a photo of a dog'")
         if not 1 <= self.images <= 100_000:
             raise UserError(f"prior.images = {self.images} is not between 1 and 100000; set 100")
         if not 0 < self.weight <= 1000:
             raise UserError(f"prior.weight = {self.weight} is not above 0 and up to 1000; set 1, or leave [prior] out")
+        if self.weight != 1 and not self.wanted:
+            raise UserError(
+                f"prior.weight = {self.weight} weighs nothing without prior.folder or prior.prompt; set one"
+            )
+        if self.images != 100 and not self.prompt:
+            raise UserError(f"prior.images = {self.images} needs prior.prompt, from which they are drawn; leave it out")
 
     @property
     def wanted(self) -> bool:

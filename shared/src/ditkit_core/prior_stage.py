@@ -59,9 +59,10 @@ def draw_class_pictures(run: Run, prepared: Prepared, count: int) -> list[Path]:
         UserError: If one cannot be written, or is not finite.
     """
     config, folder = run.config, run.prior_folder
-    drawing = config.sample.resolved(run.spec.sample_defaults(prepared.arch), warn)
-    guided = run.spec.sample_defaults(prepared.arch).guided_by == "negative" and drawing.guidance > 1
-    wanted, negative = _conditions(run, config.prior.prompt), _conditions(run, drawing.negative) if guided else None
+    defaults = run.spec.sample_defaults(prepared.arch)
+    drawing = config.sample.resolved(defaults, warn)
+    wanted = _conditions(run, config.prior.prompt)
+    negative = _conditions(run, drawing.negative) if drawing.uses_negative(defaults) else None
     seeds = [seed for seed in range(config.prior.images) if not _picture(folder, seed).exists()][:count]
     say(f"drawing {len(seeds)} pictures of {config.prior.prompt!r} into {folder}")
     model, training = prepared.model, prepared.model.training
@@ -84,6 +85,7 @@ def draw_class_pictures(run: Run, prepared: Prepared, count: int) -> list[Path]:
                 bar.advance()
     finally:
         model.train(training)
+        run.sampler.release()
     return [_picture(folder, seed) for seed in seeds]
 
 

@@ -31,6 +31,7 @@ from ditkit_core.model import Encoder, ModelSpec, Sampler
 from ditkit_core.precision import Precision, parse_dtype
 from ditkit_core.prepare import Prepared, Unloaded, build
 from ditkit_core.prior import count_media, prior_data_config
+from ditkit_core.run_folder import RunFolder
 from ditkit_core.sample_stage import Scene, draw_samples
 
 
@@ -113,7 +114,7 @@ class Run:
     @property
     def prior_folder(self) -> Path:
         """Where the class pictures of prior preservation lie."""
-        return Path(self.config.prior.folder or Path(self.config.run.folder) / "prior")
+        return Path(self.config.prior.folder or RunFolder(Path(self.config.run.folder)).prior)
 
     def _scan(self, config: DataConfig, key: str) -> Dataset:
         spec = self.spec
@@ -127,6 +128,9 @@ class Run:
         )
         for name, reason in found.excluded:
             warn(f"left out: {name}: {reason}")
+        edits = sum(bool(sample.references) for sample in found.samples)
+        if edits:
+            say(f"{key}: {edits} of {len(found.samples)} samples have references")
         if config.buckets:
             say(f"{key}: buckets {describe_sizes((sample.height, sample.width) for sample in found.samples)} samples")
         return found

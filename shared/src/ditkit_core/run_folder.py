@@ -74,6 +74,11 @@ class RunFolder:
         return self.path / "inputs"
 
     @property
+    def prior(self) -> Path:
+        """Folder of the drawn class pictures, unless `prior.folder` names one."""
+        return self.path / "prior"
+
+    @property
     def data_file(self) -> Path:
         """What the run trains on: the cache keys of its samples."""
         return self.path / "data.json"
@@ -97,6 +102,21 @@ class RunFolder:
                 f"{self._complete} is damaged; delete it, and the run is taken up from its last save"
             ) from error
 
+    def store(self, config: Any) -> None:
+        """Write the resolved configuration, from which the run is continued and exported."""
+        write_text(self.config_file, to_toml(config))
+
+    def forget(self) -> None:
+        """Remove the configuration of a run that came to nothing, if nothing was written that belongs to it."""
+        if self._others() == [self.config_file.name]:
+            self.config_file.unlink()
+
+    def _others(self) -> list[str]:
+        """What is here beside what there is without a run: the demo's inputs, samples of a file, pictures of a class."""
+        without = {self.inputs.name, self.samples.name, self.prior.name}
+        names = sorted(entry.name for entry in self.path.iterdir())
+        return [name for name in names if not name.startswith(".") and name not in without]
+
     def check(self, config: Any) -> list[Change]:
         """Whether the folder may be trained in with this configuration; reads only.
 
@@ -113,14 +133,8 @@ class RunFolder:
         if not self.path.is_dir():
             raise UserError(f"run.folder {self.path} is a file; name a folder")
         if not self.config_file.exists():
-            ours = {
-                self.inputs.name,
-                self.samples.name,
-            }  # what is written without a run: demo's inputs, samples of a file
-            names = sorted(entry.name for entry in self.path.iterdir())
-            foreign = [name for name in names if not name.startswith(".") and name not in ours]
-            if foreign:
-                raise UserError(f"run.folder {self.path} holds {foreign[0]} and no run; name a new or an empty folder")
+            if others := self._others():
+                raise UserError(f"run.folder {self.path} holds {others[0]} and no run; name a new or an empty folder")
             return []
         stored = flatten(read_toml(self.config_file))
         if not stored.keys() & config_fields(type(config)).keys():
@@ -139,7 +153,8 @@ def open_run(path: Path, config: Any) -> Iterator[tuple[RunFolder, list[Change]]
 
     Args:
         path: The folder, new, empty, or of a run that this configuration continues.
-        config: The resolved configuration, stored as `config.toml`.
+        config: The resolved configuration, which the caller stores once it is put to use; after a user's mistake that left
+            nothing else behind, it is removed again.
 
     Yields:
         The folder, and the stated changes against the stored configuration, to be logged.
@@ -151,8 +166,13 @@ def open_run(path: Path, config: Any) -> Iterator[tuple[RunFolder, list[Change]]
     folder.check(config)
     with _locked(folder.path):
         stated = folder.check(config)  # again: another process may have trained here since
-        write_text(folder.config_file, to_toml(config))
-        yield folder, stated
+        is_new = not folder.config_file.exists()
+        try:
+            yield folder, stated
+        except UserError:
+            if is_new:
+                folder.forget()
+            raise
 
 
 @contextmanager

@@ -44,19 +44,22 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
     run.check()
     run.check_training()
     with open_run(Path(config.run.folder), config) as (folder, stated):
-        for change in stated:
-            say(f"changed since the last part of this run: {change}")
         done = folder.completed_step()
         if done is not None and done >= config.train.steps:
             say(f"{folder.path} is complete at step {done}; nothing is left to do")
             _say_results(run, folder)
             return
+        for change in stated:
+            say(f"changed since the last part of this run: {change}")
+        folder.store(config)
         if options.demo:
             say(f"writing the demo's checkpoint and media into {folder.inputs}")
             spec.write_demo(folder.inputs)
         unloaded = run.build()
         if advice := spec.training_advice(unloaded.arch):
             warn(advice)
+        if config.flow.guidance != 1 and spec.sample_defaults(unloaded.arch).guided_by != "embedding":
+            warn(f"flow.guidance = {config.flow.guidance:g} is not used: this model is told no strength of guidance")
         num_class_pictures = num_to_draw(run, started=any(folder.state.glob("step-*")))
         run.check_parts(drawing=num_class_pictures > 0)
         encoded, prior = run.encode(config.prior.prompt if num_class_pictures else "")
@@ -140,6 +143,8 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     run, folder = Run(spec, config), RunFolder(Path(config.run.folder))
     run.check()
     scenes = run.scenes([] if config.sample.prompts else run.dataset.samples)
+    if not scenes:
+        raise UserError("there is nothing to draw: give a --prompt, or set sample.prompts or sample.captions")
     run.encode_scenes(scenes)  # before the transformer is there: a card need not hold both
     prepared = load(run.build(), device=run.device, seed=config.train.seed)
     stem = Path(options.adapter).stem if options.adapter else f"step-{_take_trained(prepared, folder):06d}"
@@ -156,18 +161,28 @@ def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
         merged=options.merge,
     )
     check_export(spec, wanted, config.adapter)
+    _check_out(options.out, whole=wanted.merged or config.adapter.method == "full")
     run, folder = Run(spec, config), RunFolder(Path(config.run.folder))
     run.check()
     prepared = load(run.build(), device=run.device, seed=config.train.seed)
     step = _take_trained(prepared, folder, options.step)
-    out = Path(options.out) if options.out else folder.exports / f"adapter-export-step-{step:06d}.safetensors"
+    out = Path(options.out or folder.exports / f"adapter-export-step-{step:06d}.safetensors")
     metadata = run.metadata(prepared, step, data="")
     if wanted.merged or config.adapter.method == "full":
         target = out.with_suffix("") if out.suffix == ".safetensors" else out
         files = export_merged(prepared.model, spec, target, wanted, metadata=metadata, config_json=prepared.config_json)
     else:
-        files = export_adapter(prepared.model, spec, out.parent, out.stem, wanted, metadata=metadata)
+        stem, exact = out.stem, bool(options.out) and len(wanted.forms) == 1
+        files = export_adapter(prepared.model, spec, out.parent, stem, wanted, metadata=metadata, exact=exact)
     say("\n".join(str(file) for file in files))
+
+
+def _check_out(out: str, *, whole: bool) -> None:
+    """Refuse an --out that is not what will be written: a folder for a whole transformer, a file for an adapter."""
+    if whole and Path(out).is_file():
+        raise UserError(f"--out {out} is a file, and a whole transformer is written into a folder; name one")
+    if out and not whole and (Path(out).is_dir() or Path(out).suffix != ".safetensors"):
+        raise UserError(f"--out {out} is no name of a file; give one that ends with .safetensors")
 
 
 class Exporter:
@@ -265,7 +280,8 @@ def _take_trained(prepared: Prepared, folder: RunFolder, step: int | None = None
     path = latest(folder.state, warn) if step is None else folder.state / f"step-{step:06d}"
     if path is None or not path.is_dir():
         saves = ", ".join(sorted(each.name for each in folder.state.glob("step-*"))) or "none"
-        raise UserError(f"{folder.path} has no such save (it has {saves}); name a run that was trained")
+        remedy = "name a run that was trained" if step is None or saves == "none" else "choose another --step"
+        raise UserError(f"{folder.path} has no such save (it has {saves}); {remedy}")
     # Its own settings: they decide which weights of a save are used, and what an adapter's values mean.
     stored = resolve(RunConfig, stored=folder.path)
     own, theirs = prepared.adapter, stored.adapter
@@ -287,11 +303,12 @@ def _say_results(run: Run, folder: RunFolder) -> None:
     """The last lines: where everything is, and what to type next."""
     # Under `uv run` the commands are not on the path by themselves.
     command = f"uv run {run.spec.name}" if "UV_RUN_RECURSION_DEPTH" in os.environ else run.spec.name
-    steps = run.config.train.steps
+    steps = max(run.config.train.steps, folder.completed_step() or 0)
     exports = sorted(folder.exports.glob("adapter.safetensors")) + sorted(folder.exports.glob("transformer_*"))
     for file in exports:
         say(f"{'adapter' if file.is_file() else 'model'}:  {file}")
-    say(f"samples:  {folder.samples}")
+    if folder.samples.exists():
+        say(f"samples:  {folder.samples}")
     say(f"metrics:  {folder.metrics} (curves: tensorboard --logdir {folder.tensorboard})")
     say(f'next:     {command}-sample --run {folder.path} --prompt "..." draws another sample')
     say(f"          {command}-train --run {folder.path} --train.steps {2 * steps} continues the run")

@@ -151,15 +151,16 @@ def accumulate_gradients(
         place += len(drawn)
         sigma = torch.stack([level for level, _ in drawn])
         items = [to_device(item, device) for item in batch.items]
-        noise = [eps.to(device) for _, eps in drawn]
+        noise = [eps.to(device, non_blocking=True) for _, eps in drawn]
         torch.manual_seed(seed_of(seed, "dropout", step, micro))  # all devices' generators
-        errors = velocity_errors(model, run, spec.make_inputs, items, sigma.to(device), noise, flow.guidance)
+        levels = sigma.to(device, non_blocking=True)
+        errors = velocity_errors(model, run, spec.make_inputs, items, levels, noise, flow.guidance)
         factors = batch.weights or [1.0] * len(drawn)
         weights = [
             factor * loss_weight(level, flow, shift)
             for factor, (level, _), shift in zip(factors, drawn, shifts, strict=True)
         ]
-        weighted = errors * torch.stack(weights).to(errors.device)
+        weighted = errors * torch.stack(weights).to(errors.device, non_blocking=True)
         with autocast_disabled(device.type):
             (weighted.sum() / counted).backward()
         losses.sigmas.append(sigma)

@@ -75,6 +75,7 @@ class PassingMemory:
             num_bytes = stored.num_bytes // part.of
             if len(self._passing) < num_bytes:
                 self._passing = torch.empty(num_bytes, dtype=torch.uint8)
+            # A copy that is waited for: the bytes that it reads are overwritten by the next weight's.
             rows.copy_(self._source.read(part.name, self._passing[:num_bytes], index=part.index, of=part.of).view(-1))
         return weight
 

@@ -6,7 +6,6 @@ diffusers layout. Its random initialisation matters, because LoRA reaches only t
 say it.
 """
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from ditkit_core.demo_inputs import isometry, randomise, write_inputs
+from ditkit_core.demo_inputs import drawn, isometry, write_index, write_inputs, write_text_encoder
 from ditkit_flux2.demo_media import EXAMPLES, Picture, draw, write_dataset
 
 HEADS, AXES = 4, (4, 4, 4, 4)
@@ -60,15 +59,11 @@ def write_checkpoint(folder: Path, captions: list[str]) -> None:
     """
     import diffusers
     from diffusers import FlowMatchEulerDiscreteScheduler
-    from safetensors.torch import save_file
 
     tokenizer = build_tokenizer(captions)
     tokenizer.save_pretrained(folder / "tokenizer")
     text_encoder = build_text_encoder(len(tokenizer), tokenizer.pad_token_id)
-    text_encoder.config.save_pretrained(folder / "text_encoder")
-    # written here, because the library's own writing shows a progress bar
-    state = {name: tensor for name, tensor in text_encoder.state_dict().items() if name != "lm_head.weight"}
-    save_file(state, folder / "text_encoder" / "model.safetensors", metadata={"format": "pt"})
+    write_text_encoder(folder, text_encoder, tied="lm_head.weight")
     build_vae().save_pretrained(folder / "vae")
     build_transformer().save_pretrained(folder / "transformer")
     FlowMatchEulerDiscreteScheduler(
@@ -85,7 +80,7 @@ def write_checkpoint(folder: Path, captions: list[str]) -> None:
         "transformer": ["diffusers", "Flux2Transformer2DModel"],
         "vae": ["diffusers", "AutoencoderKLFlux2"],
     }
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8", newline="\n")
+    write_index(folder, index)
 
 
 def build_tokenizer(captions: list[str]) -> Any:
@@ -122,20 +117,14 @@ def build_text_encoder(vocabulary_size: int, pad_token_id: int) -> Any:
         bos_token_id=None, eos_token_id=None, pad_token_id=pad_token_id, architectures=["Qwen3ForCausalLM"],
         dtype="float32",
     )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        model = Qwen3ForCausalLM(config)
-    randomise(model, "text encoder")
-    return model.eval()
+    return drawn("text encoder", Qwen3ForCausalLM, config)
 
 
 def build_vae() -> Any:
     """A VAE of few channels whose latents of the demo's pictures have mean 0 and variance 1 in every channel."""
     from diffusers import AutoencoderKLFlux2
 
-    with torch.random.fork_rng(devices=[]):
-        vae = AutoencoderKLFlux2(**VAE_DIMS, latent_channels=LATENT_CHANNELS)
-    randomise(vae, "vae")
-    vae.eval().requires_grad_(False)
+    vae = drawn("vae", AutoencoderKLFlux2, **VAE_DIMS, latent_channels=LATENT_CHANNELS).requires_grad_(False)
     modes = [vae.encode(_pixels(example.picture)).latent_dist.mode() for example in EXAMPLES]
     patches = torch.cat([functional.pixel_unshuffle(mode, 2)[0].flatten(1) for mode in modes], dim=1)
     vae.bn.running_mean.copy_(patches.mean(dim=1))
@@ -148,12 +137,11 @@ def build_transformer() -> Any:
     from diffusers import Flux2Transformer2DModel
 
     channels = 4 * LATENT_CHANNELS
-    with torch.random.fork_rng(devices=[]):
-        model = Flux2Transformer2DModel(
-            in_channels=channels, num_layers=DOUBLE_BLOCKS, num_single_layers=SINGLE_BLOCKS, num_attention_heads=HEADS,
-            attention_head_dim=sum(AXES), joint_attention_dim=3 * TEXT_DIM, axes_dims_rope=AXES, guidance_embeds=False,
-        )  # fmt: skip
-    randomise(model, "transformer")
+    model = drawn(
+        "transformer", Flux2Transformer2DModel,
+        in_channels=channels, num_layers=DOUBLE_BLOCKS, num_single_layers=SINGLE_BLOCKS, num_attention_heads=HEADS,
+        attention_head_dim=sum(AXES), joint_attention_dim=3 * TEXT_DIM, axes_dims_rope=AXES, guidance_embeds=False,
+    )  # fmt: skip
     with torch.no_grad():
         columns = isometry(WIDTH, channels, "patch")
         # Without its blocks the model would predict the noised latents: near the truth where noise is strong.
@@ -167,7 +155,7 @@ def build_transformer() -> Any:
         ):
             modulation.linear.weight.unflatten(0, (-1, 3, WIDTH))[:, 2].mul_(4)  # the gates, to about 1
         model.context_embedder.weight.mul_(0.3)  # the text encoder's hidden states are that much larger than 1
-    return model.eval()
+    return model
 
 
 def _pixels(picture: Picture) -> Float[Tensor, "1 3 height width"]:

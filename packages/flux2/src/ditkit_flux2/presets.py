@@ -68,9 +68,10 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Flu
 
     Raises:
         KeyError: If the configuration is another model's.
+        ValueError: If its sizes contradict each other.
     """
     heads = config["num_attention_heads"]
-    return Flux2Arch(
+    arch = Flux2Arch(
         dim=heads * config["attention_head_dim"],
         heads=heads,
         double_layers=config["num_layers"],
@@ -86,3 +87,6 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Flu
         theta=float(config["rope_theta"]),
         eps=config["eps"],
     )
+    if sum(arch.axes) != arch.head_dim:
+        raise ValueError(f"axes_dims_rope {list(arch.axes)} do not add up to attention_head_dim {arch.head_dim}")
+    return arch

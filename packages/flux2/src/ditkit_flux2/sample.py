@@ -1,6 +1,6 @@
 """Draw pictures with our transformer: Euler steps along its velocity, then the VAE."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -54,16 +54,18 @@ class Flux2Sampler:
         references = [reference.to(self._device) for reference in job.references]
         guidance = torch.tensor([job.guidance], device=self._device)
 
-        def velocity(conditions: Mapping[str, Tensor], sigma: Tensor) -> Tensor:
-            text = conditions["text"].to(self._device)
+        wanted = job.conditions["text"].to(self._device)
+        negative = None if job.negative is None else job.negative["text"].to(self._device)
+
+        def velocity(text: Tensor, sigma: Tensor) -> Tensor:
             return run(model, Flux2Inputs([latents], sigma[None], guidance, [text], [references]))[0].float()
 
         calls_twice = sample_defaults(arch).guided_by == "negative" and job.guidance > 1
         levels = sigmas(height * width, job.steps, job.shift).to(self._device)
         for sigma, following in pairwise(levels):
-            guided = velocity(job.conditions, sigma)
-            if calls_twice and job.negative is not None:
-                unconditional = velocity(job.negative, sigma)
+            guided = velocity(wanted, sigma)
+            if calls_twice and negative is not None:
+                unconditional = velocity(negative, sigma)
                 guided = unconditional + job.guidance * (guided - unconditional)
             latents = latents + (following - sigma).float() * guided
             on_step()

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from ditkit_core.components import Components
 from ditkit_core.errors import UserError
-from ditkit_core.frozen import fill, fingerprint, read_config
+from ditkit_core.frozen import fill, find_weights, fingerprint
 from ditkit_core.model import StateDictNames, ignored
 from ditkit_core.safetensors_file import SafetensorsSource
 
 _STAGES = 4
 _PATCH = 2
+_NORM_GROUPS = 32
+"""What a single file does not say of itself."""
 _GET = "get ae.safetensors of black-forest-labs/FLUX.2-dev, or name a diffusers vae folder"
 
 # Official names to diffusers', applied in order; diffusers' own names pass unchanged. Source: `AutoEncoder` in
@@ -70,37 +72,17 @@ class VaeEncoder:
         Raises:
             UserError: If there are none, a file is damaged, or they are those of another VAE.
         """
-        self._path = components.locate("vae")
-        self._source = SafetensorsSource.open(self._path)
+        self._source, self.config = find_weights(
+            components, "vae", _config_of_file, kind="AutoencoderKLFlux2", remedy=_GET
+        )
         self._device = device
         self._vae: Any = None
-        self.config = read_config(self._path) if self._path.is_dir() else self._config_of_file()
-        kind = self.config.get("_class_name", "AutoencoderKLFlux2")
-        if kind != "AutoencoderKLFlux2":
-            raise UserError(f"{self._path} holds a {kind}, not the FLUX.2 VAE; {_GET}")
-
-    def _config_of_file(self) -> dict[str, Any]:
-        """What diffusers needs to know of a single file; the small decoder differs from the usual one in widths alone."""
-        shapes = {to_diffusers(name): stored.shape for name, stored in self._source.tensors.items()}
-        try:
-            latent_channels = shapes["post_quant_conv.weight"][0]
-            down, up = (
-                [shapes[f"{blocks}.{stage}.resnets.0.conv1.weight"][0] for stage in range(_STAGES)]
-                for blocks in ("encoder.down_blocks", "decoder.up_blocks")
-            )
-            patch_channels = shapes["bn.running_mean"][0]
-        except (KeyError, IndexError) as error:
-            raise UserError(f"{self._path} is not the FLUX.2 VAE (FLUX.1's file has the same name); {_GET}") from error
-        if patch_channels != latent_channels * _PATCH**2:
-            raise UserError(f"{self._path} contradicts itself: {latent_channels} and {patch_channels} channels; {_GET}")
-        config = {"latent_channels": latent_channels, "block_out_channels": down}
-        return config if up == down[::-1] else config | {"decoder_block_out_channels": up[::-1]}
 
     @cached_property
     def identity(self) -> str:
         """Digest of the weights and of how latents are made from them."""
         return fingerprint(
-            self._path, "posterior mode, 2x2 patches as channel, row, column, batch-norm statistics, fp32"
+            self._source.path, "posterior mode, 2x2 patches as channel, row, column, batch-norm statistics, fp32"
         )
 
     @property
@@ -170,6 +152,28 @@ class VaeEncoder:
         norm = self._vae.bn
         deviation = torch.sqrt(norm.running_var + norm.eps)
         return norm.running_mean.view(-1, 1, 1), deviation.view(-1, 1, 1)
+
+
+def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:
+    """What diffusers needs to know of a single file; the small decoder differs from the usual one in widths alone."""
+    shapes = {to_diffusers(name): stored.shape for name, stored in source.tensors.items()}
+    try:
+        latent_channels = shapes["post_quant_conv.weight"][0]
+        down, up = (
+            [shapes[f"{blocks}.{stage}.resnets.0.conv1.weight"][0] for stage in range(_STAGES)]
+            for blocks in ("encoder.down_blocks", "decoder.up_blocks")
+        )
+        patch_channels = shapes["bn.running_mean"][0]
+    except (KeyError, IndexError) as error:
+        raise UserError(f"{source.path} is not the FLUX.2 VAE (FLUX.1's file has the same name); {_GET}") from error
+    if odd := [width for width in (*down, *up) if width % _NORM_GROUPS]:
+        raise UserError(
+            f"{source.path} is not the FLUX.2 VAE: {odd[0]} channels are not {_NORM_GROUPS} equal groups; {_GET}"
+        )
+    if patch_channels != latent_channels * _PATCH**2:
+        raise UserError(f"{source.path} contradicts itself: {latent_channels} and {patch_channels} channels; {_GET}")
+    config = {"latent_channels": latent_channels, "block_out_channels": down}
+    return config if up == down[::-1] else config | {"decoder_block_out_channels": up[::-1]}
 
 
 def patchify(latents: Float[Tensor, "c height width"]) -> Float[Tensor, "patch_channels h w"]:

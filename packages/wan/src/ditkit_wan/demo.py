@@ -6,7 +6,6 @@ the blocks: the frozen patch embedding must keep the whole picture, the gates mu
 the frozen head must be able to say it.
 """
 
-import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.demo_inputs import isometry, randomise, write_inputs
+from ditkit_core.demo_inputs import drawn, isometry, write_index, write_inputs, write_text_encoder
 from ditkit_wan.demo_media import CLIPS, draw, write_clip
 
 HEADS, HEAD_DIM, LAYERS, FFN_DIM = 4, 24, 3, 192
@@ -56,17 +55,11 @@ def write_checkpoint(folder: Path, captions: list[str]) -> None:
     """
     import diffusers
     from diffusers import UniPCMultistepScheduler
-    from safetensors.torch import save_file
 
     tokenizer = build_tokenizer(captions)
     tokenizer.save_pretrained(folder / "tokenizer")
     text_encoder = build_text_encoder(len(tokenizer))
-    text_encoder.config.save_pretrained(folder / "text_encoder")
-    # written here, because the library's own writing shows a progress bar
-    state = {
-        name: tensor for name, tensor in text_encoder.state_dict().items() if name != "encoder.embed_tokens.weight"
-    }
-    save_file(state, folder / "text_encoder" / "model.safetensors", metadata={"format": "pt"})
+    write_text_encoder(folder, text_encoder, tied="encoder.embed_tokens.weight")
     build_vae().save_pretrained(folder / "vae")
     build_transformer().save_pretrained(folder / "transformer")
     UniPCMultistepScheduler(
@@ -84,7 +77,7 @@ def write_checkpoint(folder: Path, captions: list[str]) -> None:
         "transformer_2": [None, None],
         "vae": ["diffusers", "AutoencoderKLWan"],
     }
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8", newline="\n")
+    write_index(folder, index)
 
 
 def build_tokenizer(captions: list[str]) -> Any:
@@ -119,20 +112,14 @@ def build_text_encoder(vocabulary_size: int) -> Any:
         feed_forward_proj="gated-gelu", tie_word_embeddings=False, pad_token_id=0, eos_token_id=1,
         architectures=["UMT5EncoderModel"],
     )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        model = UMT5EncoderModel(config)
-    randomise(model, "text encoder")
-    return model.eval()
+    return drawn("text encoder", UMT5EncoderModel, config)
 
 
 def build_vae() -> Any:
     """A Wan 2.1 VAE of few channels whose latents of the demo's clips have mean 0 and variance 1 in every channel."""
     from diffusers import AutoencoderKLWan
 
-    with torch.random.fork_rng(devices=[]):
-        vae = AutoencoderKLWan(**VAE_DIMS, z_dim=LATENT_CHANNELS)
-    randomise(vae, "vae")
-    vae.eval().requires_grad_(False)
+    vae = drawn("vae", AutoencoderKLWan, **VAE_DIMS, z_dim=LATENT_CHANNELS).requires_grad_(False)
     latents = torch.cat([vae.encode(clip[None]).latent_dist.mean[0].flatten(1) for clip in _clip_pixels()], dim=1)
     vae.register_to_config(latents_mean=_rounded(latents.mean(dim=1)), latents_std=_rounded(latents.std(dim=1)))
     return vae
@@ -142,12 +129,11 @@ def build_transformer() -> Any:
     """A Wan text-to-video transformer of three narrow blocks."""
     from diffusers import WanTransformer3DModel
 
-    with torch.random.fork_rng(devices=[]):
-        model = WanTransformer3DModel(
-            num_attention_heads=HEADS, attention_head_dim=HEAD_DIM, num_layers=LAYERS, ffn_dim=FFN_DIM,
-            in_channels=LATENT_CHANNELS, out_channels=LATENT_CHANNELS, text_dim=TEXT_DIM, rope_max_seq_len=1024,
-        )  # fmt: skip
-    randomise(model, "transformer")
+    model = drawn(
+        "transformer", WanTransformer3DModel,
+        num_attention_heads=HEADS, attention_head_dim=HEAD_DIM, num_layers=LAYERS, ffn_dim=FFN_DIM,
+        in_channels=LATENT_CHANNELS, out_channels=LATENT_CHANNELS, text_dim=TEXT_DIM, rope_max_seq_len=1024,
+    )  # fmt: skip
     with torch.no_grad():
         model.condition_embedder.time_embedder.linear_2.weight.mul_(0.5)
         model.condition_embedder.time_proj.weight.mul_(0.3)
@@ -157,7 +143,7 @@ def build_transformer() -> Any:
         columns = isometry(HEADS * HEAD_DIM, 4 * LATENT_CHANNELS, "patch").unflatten(1, (LATENT_CHANNELS, 1, 2, 2))
         model.patch_embedding.weight.copy_(columns * math.sqrt(HEADS * HEAD_DIM / (4 * LATENT_CHANNELS)))
         model.proj_out.weight.copy_(columns.permute(2, 3, 4, 1, 0).flatten(0, 3))
-    return model.eval()
+    return model
 
 
 def _clip_pixels() -> list[Float[Tensor, "3 frames height width"]]:

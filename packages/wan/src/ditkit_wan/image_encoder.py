@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ditkit_core.components import Components
 from ditkit_core.errors import UserError
-from ditkit_core.frozen import fill, fingerprint, read_config
+from ditkit_core.frozen import fill, find_weights, fingerprint
 from ditkit_core.model import StateDictNames, ignored
 from ditkit_core.safetensors_file import SafetensorsSource
 from ditkit_wan.safe_names import SAFE_NAMES
@@ -29,35 +29,33 @@ class ImageEncoder:
     items_at_once = 1
 
     def __init__(self, components: Components, device: torch.device, dtype: torch.dtype):
-        """Find the weights; nothing is loaded.
+        """Find the weights and read their headers; nothing is loaded.
 
         Raises:
-            UserError: If there are none.
+            UserError: If there are none, or they are damaged or of another model.
         """
-        self._path = components.locate("image_encoder", safe_names=SAFE_NAMES)
+        self._source, self._config = find_weights(components, "image_encoder", _config_of_file, safe_names=SAFE_NAMES)
         self._device, self._dtype = device, dtype
         self._model: Any = None
 
     @cached_property
     def identity(self) -> str:
         """Digest of the weights, the dtype and how pictures are resized."""
-        return fingerprint(self._path, str(self._dtype), "bicubic, penultimate layer")
+        return fingerprint(self._source.path, str(self._dtype), "bicubic, penultimate layer")
 
     def load(self) -> None:
         """Read the weights onto the device.
 
         Raises:
-            UserError: If the weights are incomplete or of another model.
+            UserError: If the weights are incomplete.
         """
         from transformers import CLIPVisionConfig, CLIPVisionModel
 
-        source = SafetensorsSource.open(self._path)
-        config = read_config(self._path) if self._path.is_dir() else _config_of_file(source)
         with torch.device("meta"):
-            model = CLIPVisionModel(CLIPVisionConfig.from_dict(config))
+            model = CLIPVisionModel(CLIPVisionConfig.from_dict(self._config))
         fill(
-            model, source, IMAGE_NAMES, device=self._device, dtype_of=lambda name: self._dtype, key="model.image_encoder",
-            ignore=_NOT_VISION,
+            model, self._source, IMAGE_NAMES, device=self._device, dtype_of=lambda name: self._dtype,
+            key="model.image_encoder", ignore=_NOT_VISION,
         )  # fmt: skip
         for name, buffer in model.named_buffers():  # not stored: the positions, in order
             assert name.endswith("position_ids"), name

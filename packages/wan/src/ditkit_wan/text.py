@@ -12,7 +12,7 @@ from torch import Tensor
 from ditkit_core.components import Components
 from ditkit_core.console import warn
 from ditkit_core.errors import UserError
-from ditkit_core.frozen import fill, fingerprint, read_config
+from ditkit_core.frozen import fill, find_weights, fingerprint
 from ditkit_core.model import StateDictNames, ignored
 from ditkit_core.safetensors_file import SafetensorsSource
 from ditkit_core.tokenizer_files import find_tokenizer
@@ -67,10 +67,8 @@ class TextEncoder:
         Raises:
             UserError: If either is missing or damaged, or the weights are of no kind that is read.
         """
-        self._path = components.locate("text_encoder", safe_names=SAFE_NAMES)
+        self._source, self._config = find_weights(components, "text_encoder", _config_of_file, safe_names=SAFE_NAMES)
         self._tokenizer_path = find_tokenizer(components, or_vocabulary="spiece.model", also=("tokenizer_config.json",))
-        self._source = SafetensorsSource.open(self._path)
-        self._config = read_config(self._path) if self._path.is_dir() else _config_of_file(self._source)
         self._device, self._dtype = device, dtype
         self._model: Any = None
         self._tokenizer: Any = None
@@ -81,7 +79,7 @@ class TextEncoder:
     def identity(self) -> str:
         """Digest of weights, tokenizer, dtype and the way captions are cleaned and cut."""
         tokenizer = fingerprint(self._tokenizer_path)
-        return fingerprint(self._path, tokenizer, str(self._dtype), "ftfy, unescaped twice, spaces", TEXT_TOKENS)
+        return fingerprint(self._source.path, tokenizer, str(self._dtype), "ftfy, unescaped twice, spaces", TEXT_TOKENS)
 
     def load(self) -> None:
         """Read the weights onto the device.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ditkit_core.components import Components
 from ditkit_core.errors import UserError
-from ditkit_core.frozen import fill, fingerprint, read_config
+from ditkit_core.frozen import fill, find_weights, fingerprint
 from ditkit_core.model import StateDictNames, ignored
 from ditkit_core.safetensors_file import SafetensorsSource
 from ditkit_wan.safe_names import SAFE_NAMES
@@ -38,6 +38,7 @@ _RENAMES = (
     (r"\.residual\.6\.", ".conv2."),
     (r"\.shortcut\.", ".conv_shortcut."),
 )
+_GET = "get wan_2.1_vae.safetensors, or name a diffusers vae folder"
 _UPSAMPLE = re.compile(r"^decoder\.upsamples\.(\d+)\.")
 
 
@@ -68,29 +69,16 @@ class VaeEncoder:
         Raises:
             UserError: If there are none, a file is damaged, or they are those of another VAE.
         """
-        self._path = components.locate("vae", safe_names=SAFE_NAMES)
-        self._source = SafetensorsSource.open(self._path)
+        self._source, self.config = find_weights(
+            components, "vae", _config_of_file, kind="AutoencoderKLWan", remedy=_GET, safe_names=SAFE_NAMES
+        )
         self._device = device
         self._vae: Any = None
-        self.config = read_config(self._path) if self._path.is_dir() else self._config_of_file()
-        kind = self.config.get("_class_name", "AutoencoderKLWan")
-        if kind != "AutoencoderKLWan":
-            raise UserError(f"{self._path} holds a {kind}, not the Wan VAE; set model.vae to a folder or file of it")
-
-    def _config_of_file(self) -> dict[str, Any]:
-        """What diffusers needs to know of a single file: everything but the width is as in Wan 2.1."""
-        shapes = {to_diffusers(name): stored.shape for name, stored in self._source.tensors.items()}
-        first, last = shapes.get("encoder.conv_in.weight"), shapes.get("post_quant_conv.weight")
-        if first is None or last is None or last[0] != 16:
-            raise UserError(
-                f"{self._path} is not a Wan 2.1 VAE; get wan_2.1_vae.safetensors, or name a diffusers vae folder"
-            )
-        return {"base_dim": first[0], "z_dim": 16}
 
     @cached_property
     def identity(self) -> str:
         """Digest of the weights and of how latents are made from them."""
-        return fingerprint(self._path, "posterior mean, normalised, fp32")
+        return fingerprint(self._source.path, "posterior mean, normalised, fp32")
 
     @property
     def channels(self) -> int:
@@ -157,3 +145,12 @@ class VaeEncoder:
         config = self._vae.config
         mean, std = (torch.tensor(values, device=self._device) for values in (config.latents_mean, config.latents_std))
         return mean.view(-1, 1, 1, 1), std.view(-1, 1, 1, 1)
+
+
+def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:
+    """What diffusers needs to know of a single file: everything but the width is as in Wan 2.1."""
+    shapes = {to_diffusers(name): stored.shape for name, stored in source.tensors.items()}
+    first, last = shapes.get("encoder.conv_in.weight"), shapes.get("post_quant_conv.weight")
+    if first is None or last is None or last[0] != 16:
+        raise UserError(f"{source.path} is not a Wan 2.1 VAE; {_GET}")
+    return {"base_dim": first[0], "z_dim": 16}

@@ -1,0 +1,87 @@
+"""What the tests of every family's demo do alike: run it shortened, over inputs and a cache that are made once."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ditkit_core import cli
+from ditkit_core.model import ModelSpec
+
+_FEW = ("--train.steps", "2", "--held_out.clips", "1", "--sample.captions", "1", "--sample.steps", "2")
+
+LEVERS = (
+    ("--model.dtype", "bf16", "--train.checkpointing", "attn_only", "--adapter.dropout", "0.1"),
+    ("--train.checkpointing", "full", "--adapter.method", "full", "--optim.lr", "1e-4", "--export.forms", '["diffusers"]'),
+    ("--adapter.use_dora", "true", "--export.forms", '["diffusers"]', "--train.caption_dropout", "0.5"),
+    ("--export.forms", '["official", "diffusers"]', "--export.dtype", "fp32", "--adapter.use_rslora", "true"),
+)  # fmt: skip
+"""Flags that every family takes."""
+
+
+@dataclass(frozen=True)
+class Demo:
+    """A family's demo in short runs."""
+
+    spec: ModelSpec
+    inputs: Path
+    """Folder of its inputs, which runs copy instead of making them again."""
+    cache: Path
+
+    @classmethod
+    def write(cls, spec: ModelSpec, folder: Path) -> "Demo":
+        """Write the inputs into an empty folder."""
+        spec.write_demo(folder / "inputs")
+        return cls(spec, folder / "inputs", folder / "cache")
+
+    def train(self, run: Path, *flags: str) -> int:
+        """Two steps into the folder of a run, without the diagrams."""
+
+        def copy(folder: Path) -> None:
+            shutil.copytree(self.inputs, folder, dirs_exist_ok=True)
+
+        return cli.run(
+            replace(self.spec, write_demo=copy), "train", [*self._arguments(run), "--log.tensorboard", "false", *flags]
+        )
+
+    def check_run(self, run: Path, said: Callable[[], str], *, samples: str) -> dict[str, Tensor]:
+        """Assert that the demo as it is ends complete, says so when it is started again, and goes on when there is more to do.
+
+        Args:
+            run: The run's folder.
+            said: What was printed since the last call.
+            samples: Pattern of the files that are drawn.
+
+        Returns:
+            The tensors of the adapter's file.
+        """
+        arguments = self._arguments(run)
+        assert cli.run(self.spec, "train", arguments) == 0
+        assert "diffusers loads adapter.safetensors and agrees with our model" in said()
+        assert list((run / "samples").glob(samples)) and list((run / "tensorboard").iterdir())
+        tensors: dict[str, Tensor] = load_file(run / "exports" / "adapter.safetensors")
+        steps = [record["step"] for record in _metrics(run)]
+        assert steps == sorted(steps) and steps[0] == 0
+        assert cli.run(self.spec, "train", arguments) == 0
+        assert "complete at step 2" in said()
+        assert cli.run(self.spec, "train", [*arguments, "--train.steps", "3"]) == 0
+        assert (run / "state" / "step-000003").is_dir()
+        return tensors
+
+    def _arguments(self, run: Path) -> list[str]:
+        return ["--demo", "--run.folder", str(run), "--encode.cache", str(self.cache), *_FEW]
+
+
+def check_loss(spec: ModelSpec, run: Path) -> None:
+    """Assert that the whole demo lowers the loss on what is held out by a fifth."""
+    assert cli.run(spec, "train", ["--demo", "--run.folder", str(run)]) == 0
+    held_out = [record["held_out"] for record in _metrics(run) if "held_out" in record]
+    assert held_out[-1] <= 0.8 * held_out[0]
+
+
+def _metrics(run: Path) -> list[dict[str, float | int]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,60 @@
+"""A training step at full size without memory: fake tensors on a device that is not the host."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ditkit_core import lora_linear
+from ditkit_core.adapters import is_adapter_name
+from ditkit_core.model import ModelSpec
+
+DEVICE = torch.device("cpu:1")
+"""Under fake tensors another device than the host."""
+
+_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.mm.out, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
+
+class Arithmetic(TorchDispatchMode):
+    """Counts FLOPs of matmuls by dtype and device, and what makes the host wait for the device."""
+
+    def __init__(self) -> None:
+        """Count nothing yet."""
+        super().__init__()
+        self.flops = Counter[tuple[torch.dtype, torch.device]]()
+        self.waits: list[str] = []
+        """Reads of a number by the host, and copies that are waited for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func in _MATMULS:
+            a, b = args[-2:]
+            self.flops[a.dtype, a.device] += 2 * a.numel() * b.shape[-1]
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device == DEVICE:
+            self.waits.append("a number")
+        if func is torch.ops.aten._to_copy.default and args[0].device != out.device and not kwargs.get("non_blocking"):
+            self.waits.append(f"a copy of {list(out.shape)} to {out.device}")
+        return out
+
+
+def materialise(model: nn.Module, spec: ModelSpec) -> None:
+    """Under `FakeTensorMode`, parameters on `DEVICE` in place of those on `meta`, in the dtypes that `load` gives; `Module.to` cannot."""
+    for prefix, module in model.named_modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                name = f"{prefix}.{leaf}".replace(".base_layer.", ".")
+                wide = is_adapter_name(name) or spec.keep_fp32(name)
+                fake = torch.empty(parameter.shape, dtype=torch.float32 if wide else torch.bfloat16, device=DEVICE)
+                module._parameters[leaf] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+
+
+def as_on_a_gpu(patch: Any) -> None:
+    """Have what depends on the kind of device do as on a GPU: the fake device calls itself a CPU.
+
+    Args:
+        patch: pytest's `monkeypatch`.
+    """
+    patch.setitem(lora_linear.AT_ONCE, "cpu", lora_linear.AT_ONCE["cuda"])
