@@ -38,7 +38,7 @@ def prepared(base: Path, adapter: AdapterConfig | None = None, *, merge=(), prec
     unloaded = build(
         SPEC, Components(transformer=str(base)), adapter or AdapterConfig(rank=4), BaseConfig(merge=tuple(merge)), precision=precision
     )  # fmt: skip
-    return load(unloaded, device=torch.device("cpu"), seed=0)
+    return load(unloaded, device_of=lambda name: torch.device("cpu"), seed=0)
 
 
 def trained(base: Path, adapter: AdapterConfig | None = None, *, precision=FP32) -> Prepared:

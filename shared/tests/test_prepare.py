@@ -60,7 +60,7 @@ def built(base: Path, *, spec=ONE, adapter=None, merge=(), precision=FP32, say=N
 
 
 def prepared(base: Path, *, seed: int = 0, **how) -> Prepared:
-    return load(built(base, **how), device=torch.device("cpu"), seed=seed)
+    return load(built(base, **how), device_of=lambda name: torch.device("cpu"), seed=seed)
 
 
 def native(model: torch.nn.Module) -> dict[str, torch.Tensor]:

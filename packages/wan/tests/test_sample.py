@@ -30,7 +30,7 @@ def model(checkpoint: Path) -> Any:
     components = Components(base=str(checkpoint), dtype="fp32")
     precision = Precision(matmul=torch.float32)
     unloaded = build(WAN, components, AdapterConfig(method="full"), BaseConfig(), precision=precision)
-    return load(unloaded, device=CPU, seed=0).model
+    return load(unloaded, device_of=lambda name: CPU, seed=0).model
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ class World:
         self.components = Components(base=str(checkpoint), dtype=dtype)
         precision = Precision(matmul=parse_dtype(dtype))
         unloaded = build(WAN, self.components, AdapterConfig(rank=4, **config), BaseConfig(), precision=precision)
-        self.model = load(unloaded, device=torch.device("cpu"), seed=0).model
+        self.model = load(unloaded, device_of=lambda name: torch.device("cpu"), seed=0).model
         self.folder, self.form = folder, form
         with torch.no_grad():
             for name, layer in adapter_layers(self.model).items():

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch_remat as remat
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ditkit_core.attention import AttentionSettings, attention_settings
@@ -45,10 +45,25 @@ class Engine:
     def __call__(self, model: StagedModel, inputs: Any) -> Any:
         settings = AttentionSettings(backend=self.backend, keep=self.policy == "attn_only")
         with autocast_disabled(next(iter(model.head.parameters())).device.type):
-            carry = model.embed(inputs)
+            carry, here = model.embed(inputs), device_of(model.embed)
             for index, block in enumerate(model.blocks()):
+                # Once per boundary, and outside of the checkpoint: nothing is sent again for a block or a recompute.
+                if (there := device_of(block)) not in (None, here):
+                    carry, here = moved(carry, there), there
                 carry = run_block(block, carry, policy=self.policy, settings=settings, name=f"block {index}")
+            if (there := device_of(model.head)) not in (None, here):
+                carry = moved(carry, there)
             return model.head(carry)
+
+
+def device_of(stage: nn.Module) -> torch.device | None:
+    """Where a stage's weights are; None if it has none, and runs wherever the carry is."""
+    return next((parameter.device for parameter in stage.parameters()), None)
+
+
+def moved(carry: Any, device: torch.device) -> Any:
+    """A carry with all its tensors on a device."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), carry)
 
 
 def run_block(block: nn.Module, carry: Any, *, policy: str, settings: AttentionSettings, name: str) -> Any:

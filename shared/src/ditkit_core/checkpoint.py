@@ -100,7 +100,7 @@ def _write_files(folder: Path, state: State) -> None:
     for name, tensors in state.tensors.items():
         if tensors:
             path = folder / f"{name}.safetensors"
-            save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, path)
+            save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
             _flush(path)
             files[path.name] = {"bytes": path.stat().st_size, "blake2b": file_hash(path)}
     index = _FORMAT | {

@@ -148,7 +148,7 @@ def check_item(spec: ModelSpec, model: Any, item: Mapping[str, Tensor]) -> None:
 def load(
     unloaded: Unloaded,
     *,
-    device: torch.device,
+    device_of: Callable[[str], torch.device],
     seed: int,
     on_tensor: Callable[[str, nn.Module], None] | None = None,
 ) -> Prepared:
@@ -156,7 +156,8 @@ def load(
 
     Args:
         unloaded: The model on `meta`.
-        device: Where every parameter goes; those of `spec.keep_fp32` in fp32, the others in the matmuls' dtype.
+        device_of: Where a parameter or the adapter of a module goes, by its name; those of `spec.keep_fp32` in fp32, the
+            others in the matmuls' dtype.
         seed: The run's seed, for the adapters' first values.
         on_tensor: Called with the name and module of each parameter of the base once it is there.
 
@@ -168,12 +169,12 @@ def load(
         model,
         source,
         unloaded.mapping,
-        device_of=lambda name: device,
+        device_of=device_of,
         dtype_of=lambda name: torch.float32 if spec.keep_fp32(name) else unloaded.precision.matmul,
         edits=merge_into(unloaded.merged),
         on_tensor=on_tensor,
     )
-    initialise(model, seed, device_of=lambda module: device, start=unloaded.start)
+    initialise(model, seed, device_of=device_of, start=unloaded.start)
     on_meta = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     assert not on_meta, f"never given a value: {on_meta}"
     return Prepared(

@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,6 +28,7 @@ from ditkit_core.encoded import EncodedSample
 from ditkit_core.errors import UserError
 from ditkit_core.export import check_adapted, check_export
 from ditkit_core.model import Encoder, ModelSpec, Sampler
+from ditkit_core.placement import place
 from ditkit_core.precision import Precision, parse_dtype
 from ditkit_core.prepare import Prepared, Unloaded, build
 from ditkit_core.prior import count_media, prior_data_config
@@ -62,7 +63,7 @@ class Run:
 
     def check(self) -> None:
         """Refuse what cannot work in any command, before anything is written or loaded."""
-        choose_device(self.config.train.device, "train.device")
+        assert self.devices
         choose_device(self.config.encode.device, "encode.device")
         check_export(self.spec, self.config.export, self.config.adapter)
         check_backend(self.config.train.attention, training=False)
@@ -86,9 +87,34 @@ class Run:
             )
 
     @cached_property
+    def devices(self) -> tuple[torch.device, ...]:
+        """What the model is divided over; most often one."""
+        config = self.config.train
+        if not config.devices:
+            return (choose_device(config.device, "train.device"),)
+        if config.device != "auto":
+            raise UserError(f"train.device = {config.device!r} and train.devices are both set; leave one of them out")
+        chosen = tuple(choose_device(name, "train.devices") for name in config.devices)
+        if len(set(chosen)) < len(chosen):
+            raise UserError(f"train.devices = {list(config.devices)} names a device twice; name each once")
+        return chosen
+
+    @property
     def device(self) -> torch.device:
-        """Where training happens."""
-        return choose_device(self.config.train.device, "train.device")
+        """Where inputs go, and samples are decoded: the first."""
+        return self.devices[0]
+
+    def placement(self, unloaded: Unloaded) -> Callable[[str], torch.device]:
+        """Where each parameter goes; says how a model is divided."""
+        placed = place(unloaded.model, self.devices, self.config.train.cuts)
+        if len(self.devices) > 1:
+            bounds = [0, *placed.cuts, len(placed.blocks)]
+            spans = (
+                f"{device} blocks {a} to {b - 1}"
+                for device, a, b in zip(self.devices, bounds, bounds[1:], strict=False)
+            )
+            say(f"divided over {len(self.devices)} devices: {', '.join(spans)}")
+        return placed.device_of(unloaded.model)
 
     @cached_property
     def precision(self) -> Precision:

@@ -64,7 +64,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         run.check_parts(drawing=num_class_pictures > 0)
         encoded, prior = run.encode(config.prior.prompt if num_class_pictures else "")
         check_item(spec, unloaded.model, encoded[0].outline())
-        prepared = load(unloaded, device=run.device, seed=config.train.seed)
+        prepared = load(unloaded, device_of=run.placement(unloaded), seed=config.train.seed)
         if num_class_pictures:
             draw_class_pictures(run, prepared, num_class_pictures)
             prior = run.encode_prior()
@@ -146,7 +146,8 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     if not scenes:
         raise UserError("there is nothing to draw: give a --prompt, or set sample.prompts or sample.captions")
     run.encode_scenes(scenes)  # before the transformer is there: a card need not hold both
-    prepared = load(run.build(), device=run.device, seed=config.train.seed)
+    unloaded = run.build()
+    prepared = load(unloaded, device_of=run.placement(unloaded), seed=config.train.seed)
     stem = Path(options.adapter).stem if options.adapter else f"step-{_take_trained(prepared, folder):06d}"
     files = run.draw(prepared, scenes, Path(options.out) if options.out else folder.samples, stem)
     say("\n".join(str(file) for file in files))
@@ -164,7 +165,8 @@ def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     _check_out(options.out, whole=wanted.merged or config.adapter.method == "full")
     run, folder = Run(spec, config), RunFolder(Path(config.run.folder))
     run.check()
-    prepared = load(run.build(), device=run.device, seed=config.train.seed)
+    unloaded = run.build()
+    prepared = load(unloaded, device_of=run.placement(unloaded), seed=config.train.seed)
     step = _take_trained(prepared, folder, options.step)
     out = Path(options.out or folder.exports / f"adapter-export-step-{step:06d}.safetensors")
     metadata = run.metadata(prepared, step, data="")
@@ -212,7 +214,9 @@ class Exporter:
         model, verify = self._prepared.model, run.spec.verify_export
         files = self._export_adapter("adapter", step) if config.adapter.method == "lora" else []
         model.eval()  # dropout is no part of what was exported
-        if verify is not None:
+        if verify is not None and len(run.devices) > 1:
+            say("not verified: diffusers runs a model on one device, and this one is divided over several")
+        elif verify is not None:
             for file in files:
                 say(f"verified: {verify(file, config.model, model, run.engine)}")
         if self._writes_transformer:

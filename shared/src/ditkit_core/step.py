@@ -106,7 +106,7 @@ def training_step(
     optimizer.zero_grad()
     losses = accumulate_gradients(model, run, spec, micro_batches, step=step, seed=seed, flow=flow)
     gradients = {name: p.grad for name, p in optimizer.parameters.items() if p.grad is not None}
-    norm = torch.nn.utils.get_total_norm(gradients.values())
+    norm = total_norm(list(gradients.values()))
     # one transfer from the accelerator a step: reading every micro-batch's loss at once would wait for each
     num_samples = sum(len(batch.ids) for batch in micro_batches if batch.counted != 0)
     result = StepResult(float(torch.cat(losses.weighted).double().sum() / num_samples), float(norm))
@@ -118,6 +118,23 @@ def training_step(
         torch.nn.utils.clip_grads_with_norm_(optimizer.parameters.values(), clip_norm, norm)
     optimizer.step(lr)
     return result
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The norm of all gradients together, on the device of the first.
+
+    Summed in the order given, wherever each lies: torch's own groups them by device, and would give a divided model other last bits.
+    """
+    places: dict[torch.device, list[int]] = {}
+    for place, gradient in enumerate(gradients):
+        places.setdefault(gradient.device, []).append(place)
+    first = gradients[0]
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    norms = torch.zeros(len(gradients), device=first.device, dtype=dtype)
+    for chosen in places.values():
+        found = torch.stack(torch._foreach_norm([gradients[place] for place in chosen]))
+        norms[torch.tensor(chosen, device="cpu").to(norms.device)] = found.to(norms)
+    return torch.linalg.vector_norm(norms)
 
 
 def accumulate_gradients(

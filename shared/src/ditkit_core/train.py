@@ -49,6 +49,10 @@ class TrainConfig:
     """Share of samples whose caption is replaced by the empty one, in [0, 1]."""
     device: str = setting("auto", resume="free")
     """Where to train: `auto` (the first GPU, else the CPU), `cpu`, `cuda:1`."""
+    devices: tuple[str, ...] = setting((), resume="free")
+    """Devices to divide the model over, in order, in place of `device`; the embedding is on the first, the head on the last."""
+    cuts: tuple[int, ...] = setting((), resume="free")
+    """Blocks before which the next device begins; empty divides so that the fullest holds as few bytes of weights as can be."""
     threads: int = setting(0, resume="stated")
     """CPU threads of torch; 0 leaves that to torch. On a CPU, sums depend on it in their last bits."""
     checkpointing: Literal["none", "full", "attn_only"] = setting("none", resume="free")

@@ -19,6 +19,8 @@ from ditkit_core.model import Part, StateDictNames
 from ditkit_core.safetensors_file import SafetensorsSource
 from ditkit_core.stacking import Assembly
 
+_HOST = torch.device("cpu")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
@@ -197,7 +199,7 @@ def load_into(
     def fill(tensor: Tensor, parts: tuple[Part, ...]) -> None:
         for part, rows in zip(parts, tensor.view(-1).tensor_split(len(parts)), strict=True):
             stored = source.tensors[part.name]
-            if tensor.device.type == "cpu" and tensor.dtype == stored.dtype:
+            if tensor.device == _HOST and tensor.dtype == stored.dtype:
                 source.read(part.name, rows.view(torch.uint8), index=part.index, of=part.of)
             else:
                 buffer = passing.of(stored.num_bytes // part.of)

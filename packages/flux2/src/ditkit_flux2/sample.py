@@ -58,7 +58,8 @@ class Flux2Sampler:
         negative = None if job.negative is None else job.negative["text"].to(self._device)
 
         def velocity(text: Tensor, sigma: Tensor) -> Tensor:
-            return run(model, Flux2Inputs([latents], sigma[None], guidance, [text], [references]))[0].float()
+            inputs = Flux2Inputs([latents], sigma[None], guidance, [text], [references])
+            return run(model, inputs)[0].to(self._device, torch.float32)
 
         calls_twice = sample_defaults(arch).guided_by == "negative" and job.guidance > 1
         levels = sigmas(height * width, job.steps, job.shift).to(self._device)

@@ -62,7 +62,7 @@ class WanSampler:
 
         def velocity(conditions: Mapping[str, Tensor], t: Tensor) -> Tensor:
             inputs = WanInputs([latents[0]], t.float()[None], [conditions["text"].to(self._device)])
-            return run(model, inputs)[0][None].float()
+            return run(model, inputs)[0][None].to(self._device, torch.float32)
 
         scheduler = self._scheduler(job)
         for t in scheduler.timesteps:

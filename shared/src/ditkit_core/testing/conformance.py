@@ -34,7 +34,7 @@ from ditkit_core.precision import Precision, autocast_disabled, compute_fp32_in_
 from ditkit_core.prepare import check_item
 from ditkit_core.stacking import Assembly
 from ditkit_core.testing.live_bytes import LiveBytes
-from ditkit_core.testing.second_device import move_to_second_device, second_device
+from ditkit_core.testing.second_device import SECOND, CountCrossings, move_to_second_device, second_device
 from ditkit_core.testing.world import Items, make_model, outcome, train_shortly
 
 ADAPTERS = {
@@ -249,6 +249,42 @@ class Conformance:
             other_numbers, other_parameters = train_shortly(self.spec, there, items, Engine(policy=policy))
         assert other_numbers == numbers
         assert [name for name, value in parameters.items() if not torch.equal(other_parameters[name], value)] == []
+
+    @pytest.mark.parametrize(("adapter", "policy"), list(itertools.product(ADAPTERS, POLICIES)))
+    def test_no_cut_changes_a_number(self, adapter: str, policy: str) -> None:
+        """The blocks from a cut on, and the head, on a second device: every cut, a measurement and an optimizer step."""
+        items = self.items(2, ragged=True)
+        whole: Any = make_model(self.spec, self.arch, adapter=ADAPTERS[adapter])
+        numbers, parameters = train_shortly(self.spec, whole, items, Engine(policy=policy))
+        for cut in range(1, len(whole.blocks())):
+            divided: Any = make_model(self.spec, self.arch, adapter=ADAPTERS[adapter])
+            for stage in [*divided.blocks()[cut:], divided.head]:
+                move_to_second_device(stage)
+            with second_device():
+                other_numbers, other_parameters = train_shortly(self.spec, divided, items, Engine(policy=policy))
+            assert other_numbers == numbers, cut
+            changed = [name for name, value in parameters.items() if not torch.equal(other_parameters[name], value)]
+            assert changed == [], cut
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_a_carry_crosses_a_boundary_once(self, policy: str) -> None:
+        """Its tensors are counted: constants are not sent again for each block, and a recompute sends nothing."""
+        items = self.items(2, ragged=True)
+        model: Any = make_model(self.spec, self.arch, adapter=ADAPTERS["lora"])
+        cut = len(model.blocks()) // 2
+        carry = model.embed(self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0))
+        for block in model.blocks()[:cut]:
+            carry = block(carry)
+        num_tensors = sum(isinstance(leaf, Tensor) for leaf in tree_leaves(carry))
+        for stage in [*model.blocks()[cut:], model.head]:
+            move_to_second_device(stage)
+        with second_device(), CountCrossings() as crossings:
+            inputs = self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
+            outputs = model(inputs, run=Engine(policy=policy))
+            assert crossings.there == num_tensors and crossings.back == 0
+            sum((output.square().mean() for output in outputs), torch.zeros((), device=SECOND)).backward()
+            assert crossings.there == num_tensors
+            assert 0 < crossings.back <= num_tensors, "gradients of what needs one"
 
     @pytest.mark.gpu
     @pytest.mark.parametrize(("adapter", "policy"), list(itertools.product(ADAPTERS, POLICIES)))

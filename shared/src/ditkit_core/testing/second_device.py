@@ -76,6 +76,23 @@ class second_device(TorchDispatchMode):
         return SecondDeviceTensor(func(*args, **{**kwargs, "device": "cpu"}))
 
 
+class CountCrossings(TorchDispatchMode):
+    """Counts tensors that are copied from the host to the second device, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.there = self.back = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = (kwargs or {}).get("device")
+        if func is _aten._to_copy.default and device is not None:
+            goes = torch.device(device) == SECOND
+            was = isinstance(args[0], SecondDeviceTensor)
+            self.there += goes and not was
+            self.back += was and not goes
+        return func(*args, **(kwargs or {}))
+
+
 def move_to_second_device(module: nn.Module) -> None:
     """Replace every parameter and buffer by a copy on the second device."""
     for part in module.modules():

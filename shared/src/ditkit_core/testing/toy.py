@@ -200,7 +200,7 @@ class ToySampler:
         text = [job.conditions["text"].to(self.device)]
         for step in range(job.steps):
             sigma = torch.full((1,), 1 - step / job.steps, device=self.device)
-            latents = latents - model(ToyInputs([latents], sigma, text), run)[0] / job.steps
+            latents = latents - model(ToyInputs([latents], sigma, text), run)[0].to(self.device) / job.steps
             on_step()
         return latents
 
