@@ -114,6 +114,14 @@ def test_a_change_of_size_or_time_is_hashed_again(tmp_path: Path, hashed: list[s
     assert hashed == ["a"] * 3
 
 
+def test_what_is_still_to_be_read_is_counted_in_bytes(tmp_path: Path) -> None:
+    path = old_file(tmp_path / "a")
+    hashes = MediaHashes(tmp_path / "cache")
+    assert hashes.bytes_to_read(path) == path.stat().st_size > 0
+    hashes.of(path)
+    assert hashes.bytes_to_read(path) == hashes.bytes_to_read(tmp_path / "nowhere") == 0
+
+
 def test_a_file_written_a_moment_ago_is_not_remembered(tmp_path: Path, hashed: list[str]) -> None:
     path, now = tmp_path / "new", time.time_ns()
     hashes = MediaHashes(tmp_path / "cache")

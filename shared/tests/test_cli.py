@@ -194,6 +194,18 @@ def test_a_short_bar_prints_each_step_once(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.splitlines() == ["encode 1/3", "encode 2/3", "encode 3/3"]
 
 
+def test_parts_of_few_items_are_no_lines_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with console.progress("encode text", 2) as bar:
+        for _ in range(40):
+            bar.advance(1 / 20)
+    assert capsys.readouterr().out.splitlines() == ["encode text 1/2", "encode text 2/2"]
+
+
+def test_an_option_of_the_wrong_type_is_named_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(TOY, "export", ["--run", "runs/run", "--to", "kohya"]) == 2
+    assert "error: --to on the command line must be one of official, diffusers" in capsys.readouterr().err
+
+
 def test_a_long_bar_says_after_a_minute_how_long_it_will_take(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -181,7 +181,7 @@ def test_latents_that_are_not_finite_name_the_clip_and_are_not_kept(world: World
     def spoil(media: CountingEncoder, text: CountingEncoder) -> None:
         media.result = value
 
-    with pytest.raises(UserError, match=r"latents of .*a\.mp4 are not finite numbers; set encode.text_dtype"):
+    with pytest.raises(UserError, match=r"latents of .*a\.mp4 are not finite numbers; fetch the VAE's weights again"):
         world.start(prepare=spoil)
     assert not list(world.cache.folder.rglob("*.safetensors"))
     assert world.log[-1] == "unload media"
@@ -210,7 +210,7 @@ def test_a_clip_that_cannot_be_decoded_is_an_error_or_left_out(world: World, mon
     assert "caption a" not in world.text.items
 
 
-def test_progress_counts_what_is_missing(world: World) -> None:
+def test_progress_counts_what_is_missing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.start()
     (world.folder / "b.txt").write_text("another caption")
     seen: list[list[Any]] = []
@@ -225,7 +225,11 @@ def test_progress_counts_what_is_missing(world: World) -> None:
         yield advance
 
     world.start(progress=watch)
-    assert seen == [["hash", 4, 4], ["text", 1, 1]]
+    assert seen == [["text", 1, 1]], "little is read to know the clips, and no line is said about it"
+    seen.clear()
+    monkeypatch.setattr("ditkit_core.encode._LONG_HASH_BYTES", 0)
+    world.start(progress=watch)
+    assert seen == [["hash", 4, 4]]
 
 
 def test_a_cache_that_grows_large_is_told_of_and_one_that_cannot_fit_is_warned_of(

@@ -136,6 +136,8 @@ def test_the_other_weights_follow_their_formula():
         {"weighting": "sigma_sqrt"},
         {"guidance": -1.0},
         {"shift": 3.0},
+        {"logit_mean": 1.0},
+        {"logit_std": 0.5},
     ],
 )
 def test_settings_that_make_no_sense_are_refused_in_one_line(fields):

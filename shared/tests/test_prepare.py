@@ -190,10 +190,18 @@ def test_the_architecture_is_read_from_config_json(base):
     assert prepared(base).preset == "tiny"
 
 
-@pytest.mark.parametrize("content", ["{}", "", "[1]", '{"depth": 2, "heads": '])
+@pytest.mark.parametrize("content", ["{}", "", "[1]", '{"depth": 2, "heads": ', '{"depth": "two"}', '{"heads": 0}'])
 def test_a_config_json_of_something_else_is_an_error(base, content):
     (base / "transformer" / "config.json").write_text(content)
     with pytest.raises(UserError, match="does not describe this model .* set model.preset to one of tiny"):
+        prepared(base)
+
+
+def test_a_config_json_of_other_weights_is_blamed_itself(base):
+    (base / "transformer" / "config.json").write_text(json.dumps(asdict(ToyArch(depth=3))))
+    with pytest.raises(
+        UserError, match=r"config\.json does not fit the weights, which have 2 layers where it has 3; take both"
+    ):
         prepared(base)
 
 

@@ -118,6 +118,21 @@ def test_settings_without_meaning_are_refused(fields: dict[str, Any]) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"prompt": "  "}, "prior.prompt is blank"),
+        ({"weight": 2.0}, "without prior.folder or prior.prompt"),
+        ({"images": 20}, "needs prior.prompt"),
+        ({"images": 20, "folder": "class"}, "needs prior.prompt"),
+    ],
+)
+def test_settings_that_would_not_be_used_are_refused(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        PriorConfig(**fields)
+    PriorConfig(prompt="a dog", images=20, weight=2.0)
+
+
 # In a run
 
 

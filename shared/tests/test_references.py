@@ -181,6 +181,36 @@ def test_the_folder_of_references_has_to_be_one_of_its_own(folder: Path, name: s
         look(folder, references=str(folder.parent / name))
 
 
+@pytest.mark.parametrize(
+    ("names", "said"), [((), "no picture in it"), (("x.png", "y.png"), "none of its 2 pictures, first x")]
+)
+def test_a_folder_of_references_for_no_sample_is_refused(folder: Path, names: tuple[str, ...], said: str) -> None:
+    before = folder.parent / "before"
+    before.mkdir()
+    for name in names:
+        picture(before / name)
+    with pytest.raises(UserError, match=f"{said}.* has the name of a sample; name them like"):
+        look(folder, references=str(before), on_bad="skip")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_a_misspelt_column_of_references_is_not_passed_over(folder: Path, kind: str) -> None:
+    line = json.dumps({"image": "a.png", "text": "x", "Refrences": "b.png", "width": 40})
+    (folder / f"metadata.{kind}").write_text(
+        line if kind == "jsonl" else "image,text,Refrences,width\na.png,x,b.png,40"
+    )
+    with pytest.raises(UserError, match="line 1 has a column 'Refrences'; call it 'references'"):
+        look(folder)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_two_columns_of_media_are_refused(folder: Path, kind: str) -> None:
+    line = json.dumps({"file_name": "a.png", "image": "b.png", "text": "x"})
+    (folder / f"metadata.{kind}").write_text(line if kind == "jsonl" else "file_name,image,text\na.png,b.png,x")
+    with pytest.raises(UserError, match="2 media columns, file_name, image; remove or rename all but one"):
+        look(folder)
+
+
 class World:
     """A dataset of pairs, a cache and fresh encoders."""
 

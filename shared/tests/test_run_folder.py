@@ -48,6 +48,7 @@ def saved(tmp_path: Path) -> Path:
     """A run folder in which something was saved."""
     folder = tmp_path / "run"
     with open_run(folder, Tree()) as (run, _):
+        run.store(Tree())
         (run.state / "step-000010").mkdir(parents=True)
     return folder
 
@@ -56,6 +57,7 @@ def test_a_new_folder_gets_the_configuration(tmp_path: Path) -> None:
     config = Tree(keys=Keys(rank=4))
     with open_run(tmp_path / "a" / "b", config) as (run, stated):
         assert stated == []
+        run.store(config)
         assert resolve(Tree, file=run.config_file) == config
     assert contents(tmp_path / "a" / "b") <= {"config.toml", ".lock"}
 
@@ -64,6 +66,7 @@ def test_a_run_is_continued_with_free_and_stated_changes(saved: Path) -> None:
     config = Tree(keys=Keys(steps=200, lr=1e-3))
     with open_run(saved, config) as (run, stated):
         assert stated == [Change("keys.lr", 1e-4, 1e-3)]
+        run.store(config)
         assert resolve(Tree, file=run.config_file) == config
 
 
@@ -74,10 +77,25 @@ def test_a_run_of_another_configuration_is_refused_and_left_as_it_was(saved: Pat
 
 
 def test_until_something_was_saved_every_key_may_be_mended(tmp_path: Path) -> None:
-    with open_run(tmp_path / "run", Tree()):
-        pass
-    with open_run(tmp_path / "run", Tree(keys=Keys(rank=8))) as (run, stated):
-        assert stated == [] and resolve(Tree, file=run.config_file).keys.rank == 8
+    with open_run(tmp_path / "run", Tree()) as (run, _):
+        run.store(Tree())
+    with open_run(tmp_path / "run", Tree(keys=Keys(rank=8))) as (_, stated):
+        assert stated == []
+
+
+def test_a_mistake_before_anything_was_written_leaves_no_run_behind(tmp_path: Path) -> None:
+    def fail(folder: Path, *written: str) -> set[str]:
+        with pytest.raises(UserError, match="a mistake"), open_run(folder, Tree()) as (run, _):
+            run.store(Tree())
+            for name in written:
+                (folder / name).mkdir()
+            raise UserError("a mistake")
+        return contents(folder) - {".lock"}
+
+    assert fail(tmp_path / "new") == set()
+    assert fail(tmp_path / "demo", "inputs", "prior") == {"inputs", "prior"}
+    assert fail(tmp_path / "started", "state") == {"state", "config.toml"}
+    assert fail(tmp_path / "started") == {"state", "config.toml"}, "what another start stored stays"
 
 
 def test_a_folder_that_holds_something_else_is_refused_untouched(tmp_path: Path) -> None:
@@ -116,7 +134,7 @@ def test_a_lock_goes_with_its_process_however_that_ends(tmp_path: Path) -> None:
         other.kill()
         other.wait()
         with open_run(tmp_path, Tree()) as (run, _):
-            assert run.config_file.exists()
+            assert run.path == tmp_path
 
 
 def test_completion_is_remembered(tmp_path: Path) -> None:

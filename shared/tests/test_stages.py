@@ -56,6 +56,10 @@ def test_a_second_call_says_that_the_run_is_complete_and_loads_nothing(
     capsys.readouterr()
     assert world.train("run", 2) == 0
     assert "is complete at step 2" in capsys.readouterr().out
+    stored = (world.folder / "run" / "config.toml").read_bytes()
+    assert world.train("run", 2, "--optim.lr", "1e-5") == 0
+    assert "changed since" not in capsys.readouterr().out
+    assert (world.folder / "run" / "config.toml").read_bytes() == stored, "it says how these weights were trained"
     assert world.train("run", 3) == 0  # goes on, and everything is encoded already
     assert (world.media.loads, world.text.loads) == (1, 1)
     assert not equal(before, world.adapter("run"))
@@ -104,10 +108,46 @@ def test_samples_and_exports_are_commands_of_their_own(world: World, capsys: pyt
     file = world.folder / "mine.safetensors"
     assert world.run("export", "--run", run, "--out", str(file)) == 0
     assert equal(load_file(file), world.adapter("run"))
+    renamed = world.folder / "renamed.safetensors"
+    assert world.run("export", "--run", run, "--to", "diffusers", "--out", str(renamed)) == 0
+    assert load_file(renamed).keys() != load_file(file).keys(), "the name is the one that was asked for"
     assert world.run("export", "--run", run, "--merge", "--dtype", "fp32", "--out", str(world.folder / "merged")) == 0
     merged = load_file(world.folder / "merged" / "transformer_official" / "diffusion_pytorch_model.safetensors")
     base = load_file(world.folder / "toy.safetensors")
     assert merged.keys() == base.keys() and not equal(merged, base)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "says"),
+    [
+        ("export", ["--out", "."], "--out . is no name of a file"),
+        ("export", ["--out", "mine.pt"], "ends with .safetensors"),
+        ("export", ["--out", "toy.safetensors", "--merge"], "name one"),
+        ("export", ["--step", "7"], "(it has step-000001); choose another --step"),
+        ("sample", ["--sample.captions", "0"], "nothing to draw: give a --prompt"),
+    ],
+)
+def test_a_mistake_in_a_command_is_one_line(
+    world: World, capsys: pytest.CaptureFixture[str], command: str, flags: list[str], says: str
+) -> None:
+    assert world.train("run", 1, "--sample.captions", "0") == 0
+    assert "samples:" not in capsys.readouterr().out, "there are none"
+    assert world.run(command, "--run", str(world.folder / "run"), *flags) == 1
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+
+
+def test_the_dataset_is_looked_at_before_a_model_is_fetched(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    (world.folder / "clips" / "3.txt").unlink()
+    assert world.train("run", 1, "--model.transformer", "nowhere.safetensors") == 1
+    assert "3.png has no caption" in capsys.readouterr().err
+
+
+def test_guidance_that_the_model_is_not_told_is_said_not_to_be_used(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert world.train("run", 1, "--flow.guidance", "4.0") == 0
+    assert "flow.guidance = 4 is not used" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -135,6 +175,7 @@ def test_what_cannot_work_is_said_in_one_line_before_anything_is_encoded(
     error = capsys.readouterr().err
     assert says in error and error.startswith("error: ") and error.count("\n") == 1
     assert (world.media.loads, world.text.loads) == (0, 0)
+    assert not (world.folder / "run" / "config.toml").exists(), "nothing was begun"
 
 
 def test_a_folder_of_another_run_is_refused_with_the_remedy(world: World, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,12 @@ def test_a_configuration_without_word_of_guidance_is_dev():
     assert arch_from_config(config, {}) == PRESETS["dev"]
 
 
+def test_a_configuration_that_contradicts_itself_is_refused():
+    config = dict(theirs_on_meta("klein-4b").config) | {"axes_dims_rope": [32, 32]}
+    with pytest.raises(ValueError, match="do not add up to attention_head_dim 128"):
+        arch_from_config(config, {})
+
+
 def test_another_models_configuration_is_refused():
     with pytest.raises(KeyError):
         arch_from_config({"num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30}, {})

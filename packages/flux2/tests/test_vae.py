@@ -200,6 +200,14 @@ def test_the_vae_of_flux_1_is_refused_by_name(folder: Path, tmp_path: Path) -> N
         VaeEncoder(Components(vae=str(tmp_path / "vae")), CPU)
 
 
+def test_a_single_file_of_widths_that_it_cannot_have_is_refused(folder: Path, tmp_path: Path) -> None:
+    state = official_state(folder)
+    state["encoder.down.0.block.0.conv1.weight"] = torch.zeros(8, 32, 3, 3)
+    save_file(state, tmp_path / "ae.safetensors")
+    with pytest.raises(UserError, match="8 channels are not 32 equal groups"):
+        VaeEncoder(Components(vae=str(tmp_path / "ae.safetensors")), CPU)
+
+
 def test_a_folder_without_weights_is_found_at_once(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "vae")
     (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").unlink()

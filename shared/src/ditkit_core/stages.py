@@ -55,12 +55,13 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         if options.demo:
             say(f"writing the demo's checkpoint and media into {folder.inputs}")
             spec.write_demo(folder.inputs)
+        assert run.dataset.samples  # a caption that is missing is said before a model of many gigabytes is fetched
+        num_class_pictures = num_to_draw(run, started=any(folder.state.glob("step-*")))
         unloaded = run.build()
         if advice := spec.training_advice(unloaded.arch):
             warn(advice)
         if config.flow.guidance != 1 and spec.sample_defaults(unloaded.arch).guided_by != "embedding":
             warn(f"flow.guidance = {config.flow.guidance:g} is not used: this model is told no strength of guidance")
-        num_class_pictures = num_to_draw(run, started=any(folder.state.glob("step-*")))
         run.check_parts(drawing=num_class_pictures > 0)
         encoded, prior = run.encode(config.prior.prompt if num_class_pictures else "")
         check_item(spec, unloaded.model, encoded[0].outline())
