@@ -200,6 +200,16 @@ def test_the_vae_of_flux_1_is_refused_by_name(folder: Path, tmp_path: Path) -> N
         VaeEncoder(Components(vae=str(tmp_path / "vae")), CPU)
 
 
+@pytest.mark.parametrize("wrong", [{"block_out_channels": "wide"}, {"latent_channels": None}, {"layers_per_block": []}])
+def test_a_configuration_that_makes_no_vae_is_one_line(folder: Path, tmp_path: Path, wrong: dict[str, Any]) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | wrong))
+    with pytest.raises(UserError, match="makes no model") as caught:
+        loaded(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_single_file_of_widths_that_it_cannot_have_is_refused(folder: Path, tmp_path: Path) -> None:
     state = official_state(folder)
     state["encoder.down.0.block.0.conv1.weight"] = torch.zeros(8, 32, 3, 3)

@@ -152,6 +152,16 @@ def test_damaged_or_missing_weights_of_a_folder_are_found_at_once(narrow_vae: Pa
         VaeEncoder(Components(base=str(tmp_path)), CPU)
 
 
+@pytest.mark.parametrize("wrong", [{"base_dim": "wide"}, {"dim_mult": None}])
+def test_a_configuration_that_makes_no_vae_is_one_line(narrow_vae: Path, tmp_path: Path, wrong: dict[str, Any]) -> None:
+    shutil.copytree(narrow_vae, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | wrong))
+    with pytest.raises(UserError, match="makes no model") as caught:
+        loaded(vae=str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
 def test_a_configuration_that_does_not_fit_names_the_vae(narrow_vae: Path, tmp_path: Path) -> None:
     shutil.copytree(narrow_vae, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from ditkit_core.errors import UserError
 from ditkit_core.model import StateDictNames
 from ditkit_core.safetensors_file import SafetensorsSource
 from ditkit_core.weights import Advice, load_into, match
+
+Module = TypeVar("Module", bound=nn.Module)
 
 _COUNTED = (".safetensors", ".json", ".model", ".txt")
 _WHOLE_BYTES = 2**28
@@ -75,6 +77,22 @@ def find_weights(
     if kind and (found := config.get("_class_name", kind)) != kind:
         raise UserError(f"{source.path} holds {found}, not {kind}; {remedy}")
     return source, config
+
+
+def built_from(make: Callable[[Any], Module], config: Mapping[str, Any], source: SafetensorsSource) -> Module:
+    """A library's module on `meta`, made from its configuration.
+
+    Raises:
+        UserError: If the configuration makes none.
+    """
+    try:
+        with torch.device("meta"):
+            return make(config)
+    except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(
+            f"{source.path}: its configuration makes no model ({reason}); fetch its config.json again"
+        ) from error
 
 
 def fill(

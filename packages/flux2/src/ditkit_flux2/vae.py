@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ditkit_core.components import Components
 from ditkit_core.errors import UserError
-from ditkit_core.frozen import fill, find_weights, fingerprint
+from ditkit_core.frozen import built_from, fill, find_weights, fingerprint
 from ditkit_core.model import StateDictNames, ignored
 from ditkit_core.safetensors_file import SafetensorsSource
 
@@ -105,8 +105,7 @@ class VaeEncoder:
             return
         from diffusers import AutoencoderKLFlux2
 
-        with torch.device("meta"):
-            vae = AutoencoderKLFlux2.from_config(self.config)
+        vae = built_from(AutoencoderKLFlux2.from_config, self.config, self._source)
         vae.bn.register_buffer("num_batches_tracked", None)  # of training, and not in every file
         fill(
             vae, self._source, VAE_NAMES, device=self._device, dtype_of=lambda name: torch.float32, key="model.vae",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ditkit_core.components import Components
 from ditkit_core.errors import UserError
-from ditkit_core.frozen import fill, find_weights, fingerprint
+from ditkit_core.frozen import built_from, fill, find_weights, fingerprint
 from ditkit_core.model import StateDictNames, ignored
 from ditkit_core.safetensors_file import SafetensorsSource
 from ditkit_wan.safe_names import SAFE_NAMES
@@ -51,8 +51,9 @@ class ImageEncoder:
         """
         from transformers import CLIPVisionConfig, CLIPVisionModel
 
-        with torch.device("meta"):
-            model = CLIPVisionModel(CLIPVisionConfig.from_dict(self._config))
+        model = built_from(
+            lambda config: CLIPVisionModel(CLIPVisionConfig.from_dict(config)), self._config, self._source
+        )
         fill(
             model, self._source, IMAGE_NAMES, device=self._device, dtype_of=lambda name: self._dtype,
             key="model.image_encoder", ignore=_NOT_VISION,

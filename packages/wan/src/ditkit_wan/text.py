@@ -12,7 +12,7 @@ from torch import Tensor
 from ditkit_core.components import Components
 from ditkit_core.console import warn
 from ditkit_core.errors import UserError
-from ditkit_core.frozen import fill, find_weights, fingerprint
+from ditkit_core.frozen import built_from, fill, find_weights, fingerprint
 from ditkit_core.model import StateDictNames, ignored
 from ditkit_core.safetensors_file import SafetensorsSource
 from ditkit_core.tokenizer_files import find_tokenizer
@@ -105,8 +105,7 @@ class TextEncoder:
                 f"{self._tokenizer_path} has no padding token: tokenizer_config.json is not the model's; fetch it "
                 "again, or set model.tokenizer"
             )
-        with torch.device("meta"):
-            model = UMT5EncoderModel(UMT5Config.from_dict(self._config))
+        model = built_from(lambda config: UMT5EncoderModel(UMT5Config.from_dict(config)), self._config, self._source)
         tied = {"encoder.embed_tokens": "shared"}
         fill(
             model, self._source, TEXT_NAMES, device=self._device, dtype_of=self._dtype_of, key="model.text_encoder",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ditkit_core.components import Components
 from ditkit_core.errors import UserError
-from ditkit_core.frozen import fill, find_weights, fingerprint
+from ditkit_core.frozen import built_from, fill, find_weights, fingerprint
 from ditkit_core.model import StateDictNames, ignored
 from ditkit_core.safetensors_file import SafetensorsSource
 from ditkit_wan.safe_names import SAFE_NAMES
@@ -100,8 +100,7 @@ class VaeEncoder:
             return
         from diffusers import AutoencoderKLWan
 
-        with torch.device("meta"):
-            vae = AutoencoderKLWan.from_config(self.config)
+        vae = built_from(AutoencoderKLWan.from_config, self.config, self._source)
         fill(
             vae, self._source, VAE_NAMES, device=self._device, dtype_of=lambda name: torch.float32, key="model.vae"
         )  # fmt: skip
