@@ -92,6 +92,9 @@ def _products(gradient: Tensor, up: Tensor, low: Tensor | None) -> tuple[Tensor,
     """gradient · B, and gradientᵀ · low, in the adapter's dtype; parts of a sum are never taken apart, so spans change no bit."""
     if gradient.dtype == up.dtype:
         return gradient @ up, None if low is None else gradient.T @ low
+    if _at_once(gradient, 0) == len(gradient):  # it fits whole: one conversion serves both products
+        whole = gradient.to(up.dtype)
+        return whole @ up, None if low is None else whole.T @ low
     d_low = up.new_empty(len(gradient), up.shape[1])
     for span, wide in _spans(len(gradient), up.new_empty(_at_once(gradient, 0), len(up))):
         torch.mm(wide.copy_(gradient[span]), up, out=d_low[span])
