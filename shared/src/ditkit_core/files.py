@@ -1,11 +1,13 @@
 """Files that are whole or absent, and paths that stay where they belong."""
 
 import hashlib
+import json
 import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from ditkit_core.errors import UserError
 
@@ -67,3 +69,24 @@ def inside(folder: Path, relative: str, *, allow_outside: bool = False) -> Path:
             f"{relative!r} leaves the dataset folder {folder}; move the file inside or set data.allow_outside = true"
         )
     return path
+
+
+def read_json_object(path: Path, remedy: str = "fetch it again") -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Args:
+        path: The file.
+        remedy: What to do about one that holds something else.
+
+    Raises:
+        UserError: If it cannot be read or is no JSON object.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); correct its permissions") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not readable JSON; {remedy}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is no JSON object; {remedy}")
+    return found

@@ -5,7 +5,6 @@ random numbers in its place.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +15,7 @@ from torch import nn
 
 from ditkit_core.components import Components
 from ditkit_core.errors import UserError
+from ditkit_core.files import read_json_object
 from ditkit_core.model import StateDictNames
 from ditkit_core.safetensors_file import SafetensorsSource
 from ditkit_core.weights import Advice, load_into, match
@@ -35,19 +35,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         UserError: If it is missing or no JSON object.
     """
     path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{folder} has no config.json; name the part's folder, or a single .safetensors file"
-        ) from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); correct its permissions") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not readable JSON; fetch it again") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} is not a configuration; fetch it again")
-    return config
+    if not path.exists():
+        raise UserError(f"{folder} has no config.json; name the part's folder, or a single .safetensors file")
+    return read_json_object(path)
 
 
 def find_weights(

@@ -1,11 +1,11 @@
 """Whether a tokenizer's folder holds what reading it takes, checked before anything is loaded."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ditkit_core.components import Components
 from ditkit_core.errors import UserError
+from ditkit_core.files import read_json_object
 
 _REMEDY = "fetch it again, or set model.tokenizer"
 
@@ -36,7 +36,7 @@ def find_tokenizer(components: Components, *, or_vocabulary: str = "", also: tup
     if vocabulary.exists():
         _vocabulary(vocabulary)
     for name in also:
-        _json_object(path / name)
+        read_json_object(path / name, _REMEDY)
     return path
 
 
@@ -55,19 +55,7 @@ def added_tokens(folder: Path) -> dict[str, int]:
 
 
 def _vocabulary(path: Path) -> dict[str, Any]:
-    found = _json_object(path)
+    found = read_json_object(path, _REMEDY)
     if not isinstance(found.get("model"), dict) or not isinstance(found["model"].get("vocab"), (dict, list)):
         raise UserError(f"{path} holds no vocabulary; {_REMEDY}")
-    return found
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); correct its permissions") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not readable JSON; {_REMEDY}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is no JSON object; {_REMEDY}")
     return found
