@@ -4,14 +4,16 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 
 from ditkit_core.errors import UserError
-from ditkit_core.placement import balanced_cuts, place
-from ditkit_core.testing.second_device import second_device
+from ditkit_core.placement import Load, Loads, balanced_cuts, place
+from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.toy import TOY, ToyArch
 from ditkit_core.testing.world import make_model
 from toy_world import World, equal
 
+EVEN = [1.0, 1.0]
 CPU, OTHER, THIRD = (torch.device(name) for name in ("cpu", "cpu:1", "cpu:2"))
 
 
@@ -21,33 +23,109 @@ def world(tmp_path, monkeypatch):
     return World(tmp_path)
 
 
-def fullest(block_bytes, cuts, before=0, after=0):
-    bounds = [0, *cuts, len(block_bytes)]
-    held = [sum(block_bytes[a:b]) for a, b in itertools.pairwise(bounds)]
-    held[0] += before
-    held[-1] += after
-    return max(held)
+def loads(block_bytes, before=0, after=0, passes=None, arriving=()):
+    passing = passes or [0] * len(block_bytes)
+    blocks = tuple(Load(stays=stays, passes=most) for stays, most in zip(block_bytes, passing, strict=True))
+    return Loads(embed=Load(stays=before), blocks=blocks, head=Load(stays=after), arriving=arriving)
+
+
+def fullest(given, cuts, capacities):
+    """Written again and differently: how full the fullest device is."""
+    bounds = [0, *cuts, len(given.blocks)]
+    shares = []
+    for device, (a, b) in enumerate(itertools.pairwise(bounds)):
+        held = list(given.blocks[a:b])
+        held += [given.embed] if device == 0 else []
+        held += [given.head] if b == len(given.blocks) else []
+        total = max(load.passes for load in held)
+        for load in held:
+            total += load.stays
+        if device and given.arriving:
+            total += given.arriving[a]
+        shares.append(total / capacities[device])
+    return max(shares)
 
 
 def test_blocks_that_weigh_twice_as_much_move_the_cut():
     """FLUX.2 dev: eight double blocks weigh what sixteen single ones do; upstream's midpoint of the single blocks is 24."""
     double, single = 2, 1
-    (cut,) = balanced_cuts([double] * 8 + [0] + [single] * 48, 2)
+    blocks = [double] * 8 + [0] + [single] * 48
+    starts = [i for i in range(57) if i != 8]
+    (cut,) = balanced_cuts(loads(blocks), EVEN, starts)
     assert cut - 9 == 16
-    assert balanced_cuts([1] * 40, 2) == (20,)
-    assert balanced_cuts([1] * 40, 2, before=4) == (18,)
+    assert balanced_cuts(loads([1] * 40), EVEN) == (20,)
+    assert balanced_cuts(loads([1] * 40, before=4), EVEN) == (18,)
 
 
-def test_no_other_cuts_leave_the_fullest_device_less_full():
-    from itertools import combinations
+def test_a_card_of_half_the_size_gets_half_the_blocks():
+    assert balanced_cuts(loads([1] * 30), [16.0, 8.0]) == (20,)
+    assert balanced_cuts(loads([1] * 30), [8.0, 16.0]) == (10,)
+    assert balanced_cuts(loads([1] * 40), [24.0, 24.0, 16.0, 16.0]) == (12, 24, 32)
 
-    random = torch.Generator().manual_seed(0)
-    for num_devices in (1, 2, 3, 4):
-        sizes = [int(n) for n in torch.randint(1, 50, (9,), generator=random)]
-        cuts = balanced_cuts(sizes, num_devices, before=20, after=7)
+
+def test_what_passes_counts_once_on_a_device_and_what_arrives_where_it_does():
+    """A stage that needs much only while it runs leaves its device with fewer blocks, once."""
+    assert balanced_cuts(loads([1] * 20, passes=[6] + [0] * 19), EVEN) == (7,)
+    assert balanced_cuts(loads([1] * 20, passes=[6] * 10 + [0] * 10), EVEN) == (10,)
+    assert balanced_cuts(loads([1] * 20, arriving=(4,) * 20), EVEN) == (12,)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
+def test_no_other_cuts_leave_the_fullest_device_less_full(num_devices):
+    random = torch.Generator().manual_seed(num_devices)
+
+    def draw(low, high, count):
+        return [int(n) for n in torch.randint(low, high, (count,), generator=random)]
+
+    for _ in range(20):
+        given = loads(draw(1, 50, 9), before=20, after=7, passes=draw(0, 60, 9), arriving=tuple(draw(0, 20, 9)))
+        capacities = [float(size) for size in draw(1, 8, num_devices)]
+        cuts = balanced_cuts(given, capacities)
         assert len(cuts) == num_devices - 1
-        every = combinations(range(1, len(sizes)), num_devices - 1)
-        assert fullest(sizes, cuts, 20, 7) == min(fullest(sizes, other, 20, 7) for other in every)
+        every = itertools.combinations(range(1, 9), num_devices - 1)
+        assert fullest(given, cuts, capacities) == min(fullest(given, other, capacities) for other in every)
+        starts = [0, 1, 3, 4, 6, 8]
+        some = itertools.combinations(starts[1:], num_devices - 1)
+        cuts = balanced_cuts(given, capacities, starts)
+        assert set(cuts) <= set(starts)
+        assert fullest(given, cuts, capacities) == min(fullest(given, other, capacities) for other in some)
+
+
+def test_a_device_too_small_for_anything_holds_one_block():
+    """Who names a card wants it used, and leaves it out by not naming it."""
+    assert balanced_cuts(loads([10] * 6), [1.0, 1000.0, 1.0]) == (1, 5)
+
+
+class Joined(nn.Module):
+    """Two blocks, one without parameters, two blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(1, 1), nn.Linear(1, 1)
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.Identity(), nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    def blocks(self):
+        return list(self.layers)
+
+
+def test_no_device_begins_with_a_block_without_parameters():
+    """It runs where its carry is: a placement that said otherwise would not say what happens."""
+    model = Joined()
+    for cuts in ((), (2,), (3,)):
+        assert place(model, (CPU, OTHER), cuts).cuts == (3,)
+    for cuts in ((2, 3), (1, 1), (3, 3)):
+        with pytest.raises(UserError, match="increasing"):
+            place(model, (CPU, OTHER, THIRD), cuts)
+    with pytest.raises(UserError, match="name fewer"):
+        place(model, [torch.device("cpu", index) for index in range(5)])
+
+
+def test_a_parameter_outside_the_stages_has_no_device():
+    model = Joined()
+    model.table = nn.Parameter(torch.zeros(3))
+    device_of = place(model, (CPU, OTHER)).device_of(model)
+    with pytest.raises(LookupError, match="table belongs neither"):
+        device_of("table")
 
 
 def test_a_parameter_goes_where_its_stage_is():
@@ -64,6 +142,7 @@ def test_a_parameter_goes_where_its_stage_is():
     [
         ((CPU, OTHER), (0,), "below 2"),
         ((CPU, OTHER), (2,), "below 2"),
+        ((CPU, OTHER), (-1,), "below 2"),
         ((CPU, OTHER), (1, 1), "2 devices need 1"),
         ((CPU,), (1,), "names one"),
         ((CPU, OTHER, THIRD), (), "name fewer"),
@@ -89,7 +168,7 @@ def test_a_run_over_two_devices_equals_one_on_one_to_the_bit(world, capsys, poli
     )
     assert world.train("one", 3, *flags) == 0
     capsys.readouterr()
-    with second_device():
+    with PretendDevices():
         assert world.train("two", 3, "--train.devices", '["cpu", "cpu:1"]', *flags) == 0
     said = capsys.readouterr().out
     assert "divided over 2 devices: cpu blocks 0 to 0, cpu:1 blocks 1 to 1" in said
@@ -103,7 +182,7 @@ def test_a_run_is_continued_under_another_division_to_the_bit(world):
     flags = ("--adapter.method", "full", "--sample.captions", "0", "--model.preset", "tiny")
     assert world.train("whole", 4, *flags) == 0
     assert world.train("parts", 2, *flags) == 0
-    with second_device():
+    with PretendDevices():
         assert world.train("parts", 3, "--train.devices", '["cpu", "cpu:1"]', *flags) == 0
     assert world.train("parts", 4, *flags) == 0
     files = [next((world.folder / name / "exports").rglob("*.safetensors")) for name in ("whole", "parts")]
@@ -119,6 +198,9 @@ def test_a_run_is_continued_under_another_division_to_the_bit(world):
         (("--train.devices", '["cpu"]', "--train.device", "cpu"), "leave one of them out"),
         (("--train.devices", '["cpu", "warp"]'), "no device"),
         (("--train.cuts", "[1]"), "names one"),
+        (("--train.devices", '["all", "cpu"]'), "stands alone"),
+        (("--train.reserve", "[1.0, 2.0]"), "2 numbers for 1 devices"),
+        (("--train.devices", '["cpu", "cpu:1"]', "--train.cuts", "[2]"), "below 2, the model's number of blocks"),
     ],
 )
 def test_devices_that_make_no_sense_are_one_line(world, capsys, flags, says):

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from ditkit_core.attention import AttentionSettings, attention_settings
 from ditkit_core.errors import UserError
 from ditkit_core.model import StagedModel
+from ditkit_core.passage import Passage, marked
 from ditkit_core.precision import autocast_disabled
 
 POLICIES = ("none", "full", "attn_only")
@@ -37,6 +38,8 @@ class Engine:
     policy: str = "none"
     """`none` keeps everything, `full` recomputes each block, `attn_only` recomputes all but attention."""
     backend: str = "sdpa"
+    passage: Passage | None = None
+    """Told where the carry enters and leaves a block, forward and backward: what streams weights through a device."""
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -50,10 +53,19 @@ class Engine:
                 # Once per boundary, and outside of the checkpoint: nothing is sent again for a block or a recompute.
                 if (there := device_of(block)) not in (None, here):
                     carry, here = moved(carry, there), there
-                carry = run_block(block, carry, policy=self.policy, settings=settings, name=f"block {index}")
+                carry = self._run(index, block, carry, settings)
             if (there := device_of(model.head)) not in (None, here):
                 carry = moved(carry, there)
             return model.head(carry)
+
+    def _run(self, index: int, block: nn.Module, carry: Any, settings: AttentionSettings) -> Any:
+        name, passage = f"block {index}", self.passage
+        if passage is None or device_of(block) is None:
+            return run_block(block, carry, policy=self.policy, settings=settings, name=name)
+        passage.enter(index, block)
+        after = run_block(block, carry, policy=self.policy, settings=settings, name=name)
+        passage.leave(index, block)
+        return marked(carry, after, lambda: passage.backward(index, block)) if torch.is_grad_enabled() else after
 
 
 def device_of(stage: nn.Module) -> torch.device | None:

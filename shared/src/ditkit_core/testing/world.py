@@ -10,15 +10,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditkit_core.adapters import AdapterConfig, initialise, inject, trainable_parameters
 from ditkit_core.data import Batch
-from ditkit_core.flow_matching import FlowConfig
+from ditkit_core.flow_matching import FlowConfig, to_device
 from ditkit_core.held_out import held_out_loss
 from ditkit_core.model import Engine, ModelSpec
 from ditkit_core.optim import NamedOptimizer, OptimConfig
 from ditkit_core.precision import Precision
 from ditkit_core.step import training_step
-from ditkit_core.testing.second_device import on_host
+from ditkit_core.testing.pretend_devices import on_host
 
 Items = Sequence[Mapping[str, Tensor]]
+
+ADAPTERS = {
+    "full": None,
+    "lora": AdapterConfig(rank=4),
+    "lora with dropout": AdapterConfig(rank=4, alpha=8.0, dropout=0.2),
+    "dora": AdapterConfig(rank=4, use_dora=True),
+}
+"""What is trained, by the names that the checks go by."""
 
 
 def make_model(
@@ -48,7 +56,7 @@ def make_model(
 
 @dataclass(frozen=True)
 class Outcome:
-    """Everything that one forward and backward produced."""
+    """Everything that one forward and backward produced, on the host."""
 
     loss: Tensor
     outputs: list[Tensor]
@@ -76,10 +84,11 @@ class Outcome:
         return found
 
 
-def outcome(spec: ModelSpec, model: nn.Module, items: Items, run: Engine | None, *, backward: Any = None) -> Outcome:
+def outcome(spec: ModelSpec, model: Any, items: Items, run: Engine | None, *, backward: Any = None) -> Outcome:
     """One training step without an optimizer, from the same random state every time.
 
     Args:
+        model: On whatever devices; the items lie on the host.
         run: The engine; None is the model's plain forward.
         backward: Starts the backward of a loss; by default in this thread.
     """
@@ -88,37 +97,48 @@ def outcome(spec: ModelSpec, model: nn.Module, items: Items, run: Engine | None,
     model.zero_grad(set_to_none=True)
     torch.manual_seed(11)
     with _CountAttention() as count:
-        inputs = spec.make_inputs(latents, sigma, items, 1.0)
+        first = next(model.embed.parameters()).device
+        there = [to_device(item, first) for item in items]
+        inputs = spec.make_inputs([latent.to(first) for latent in latents], sigma.to(first), there, 1.0)
         outputs = list(model(inputs) if run is None else model(inputs, run=run))
         loss = sum((output.float().square().mean() for output in outputs), torch.zeros(()))
         (backward or torch.Tensor.backward)(loss)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     gradients |= {f"input {i}": latent.grad for i, latent in enumerate(latents)}
-    return Outcome(loss.detach(), [o.detach() for o in outputs], gradients, count.forwards, torch.get_rng_state())
+    values = {name: None if gradient is None else on_host(gradient) for name, gradient in gradients.items()}
+    return Outcome(on_host(loss), [on_host(o) for o in outputs], values, count.forwards, torch.get_rng_state())
 
 
 def train_shortly(
-    spec: ModelSpec, model: nn.Module, items: Items, run: Engine
+    spec: ModelSpec, model: nn.Module, items: Items, run: Engine, *, pipelined: bool = False
 ) -> tuple[list[float], dict[str, Tensor]]:
     """A measurement and an optimizer step as a run does them, on items that lie on the host, then the measurement again.
 
     Returns:
-        Every number that is reported, and the trained parameters' values, on the host.
+        Every number that is reported, and the trained parameters' values and (clipped) gradients, on the host.
     """
     trained = trainable_parameters(model)
     optimizer = NamedOptimizer(trained, OptimConfig(lr=1e-2))
     whole = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
-    first = Batch(ids=whole.ids[:1], items=whole.items[:1])  # a sample alone may take another way than a batch
 
     def measure() -> float:
         return held_out_loss(model, run, spec, whole.ids, whole.items, (0.5,)).mean
 
     before = measure()
     result = training_step(
-        model, run, spec, [first, whole], optimizer,
-        step=0, lr=1e-2, seed=1, flow=FlowConfig(weighting="bell"), clip_norm=0.1,
+        model, run, spec, micro_batches(items), optimizer,
+        step=0, lr=1e-2, seed=1, flow=FlowConfig(weighting="bell"), clip_norm=0.1, pipelined=pipelined,
     )  # fmt: skip
-    return [before, *result, measure()], {name: on_host(parameter) for name, parameter in trained.items()}
+    values = {name: on_host(parameter) for name, parameter in trained.items()}
+    values |= {f"gradient of {name}": on_host(gradient) for name, gradient in optimizer.gradients().items()}
+    return [before, *result, measure()], values
+
+
+def micro_batches(items: Items, num: int = 2) -> list[Batch]:
+    """Micro-batches of one sample and of all in turn: a sample alone may take another way than a batch."""
+    whole = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
+    first = Batch(ids=whole.ids[:1], items=whole.items[:1])
+    return [whole if i % 2 else first for i in range(num)]
 
 
 class _CountAttention(TorchDispatchMode):

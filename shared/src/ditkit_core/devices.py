@@ -1,0 +1,81 @@
+"""The devices of a run, by the names that a configuration gives them."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ditkit_core.errors import UserError
+
+ALL = "all"
+"""In place of the names of all GPUs."""
+
+
+def choose_device(name: str, key: str) -> torch.device:
+    """The device of a setting; `auto` is the first GPU, else the CPU.
+
+    Raises:
+        UserError: If there is no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"{key} = {name!r} is no device; choose auto, cpu, cuda or cuda:1") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"{key} = {name!r}: ditkit runs on cpu and cuda; choose auto, cpu, cuda or cuda:1")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"{key} = {name!r}: this machine has {_num_gpus()}; choose another")
+    return device
+
+
+def choose_devices(names: Sequence[str]) -> tuple[torch.device, ...]:
+    """The devices of `train.devices`, in the order given; `all` are the GPUs of this machine.
+
+    Raises:
+        UserError: If one is not here, or named twice.
+    """
+    if ALL in names:
+        if len(names) > 1:
+            raise UserError(f'train.devices = {list(names)}: "all" stands alone; leave the others out')
+        if not torch.cuda.is_available():
+            raise UserError('train.devices = ["all"] are the CUDA devices, and this machine has none; leave it out')
+        return tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    found = [choose_device(name, "train.devices") for name in names] if len(names) == 1 else _several(names)
+    # `cuda` and `cuda:0` are one device
+    if len({(device.type, device.index or 0) for device in found}) < len(found):
+        raise UserError(f"train.devices = {list(names)} names a device twice; name each once")
+    return tuple(found)
+
+
+def _several(names: Sequence[str]) -> list[torch.device]:
+    wanted = sum(name.startswith("cuda") for name in names)
+    if wanted > torch.cuda.device_count():
+        raise UserError(
+            f"train.devices = {list(names)} divides over {wanted} GPUs, and this machine has {_num_gpus()}; name those that are "
+            "here, or none (CUDA_VISIBLE_DEVICES hides what it does not list)"
+        )
+    return [choose_device(name, "train.devices") for name in names]
+
+
+def check_reserve(reserve_gib: Sequence[float], num_devices: int) -> None:
+    """Refuse a `train.reserve` that does not say which device it is of.
+
+    Raises:
+        UserError: If there is neither one for each device nor one for all.
+    """
+    if len(reserve_gib) not in (0, 1, num_devices):
+        raise UserError(
+            f"train.reserve = {list(reserve_gib)} has {len(reserve_gib)} numbers for {num_devices} devices; give one for each, "
+            "or one for all"
+        )
+
+
+def spread(values: Sequence[float], num_devices: int) -> tuple[float, ...]:
+    """One value for each device: as given, or the one given for all, or 0."""
+    return tuple(values) if len(values) == num_devices else tuple(values or (0.0,)) * num_devices
+
+
+def _num_gpus() -> str:
+    count = torch.cuda.device_count()
+    return f"{count} CUDA device" if count == 1 else f"{count or 'no'} CUDA devices"

@@ -1,0 +1,222 @@
+"""A model divided over devices at full size, without memory: what crosses, what lies where, what each device holds at most."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ditkit_core.activation_checkpoint import Engine
+from ditkit_core.adapters import AdapterConfig, canonical_name, inject, is_adapter_name
+from ditkit_core.data import Batch
+from ditkit_core.ema import EMAConfig
+from ditkit_core.flow_matching import FlowConfig
+from ditkit_core.ledger import Ledger
+from ditkit_core.lora_linear import as_on
+from ditkit_core.model import ModelSpec
+from ditkit_core.optim import OptimConfig
+from ditkit_core.placement import Loads, Placement, place, weights_alone
+from ditkit_core.precision import Precision
+from ditkit_core.prepare import build_on_meta
+from ditkit_core.step import accumulate_gradients, total_norm, update
+from ditkit_core.trained import Trained
+
+DEVICES = tuple(torch.device("cpu", index) for index in range(4))
+"""Under fake tensors devices that refuse to mix, and none of them the host."""
+
+STATE_OF_ADAMW = 2
+"""Tensors as large as a parameter, besides a number that counts its steps."""
+
+
+class Crossings(TorchDispatchMode):
+    """Counts copies between devices, and their bytes, by (from, to) and by whether the backward was running."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = Counter[tuple[torch.device, torch.device]]()
+        self.backward = Counter[tuple[torch.device, torch.device]]()
+        self.forward_bytes = Counter[tuple[torch.device, torch.device]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].device != out.device:
+            way = args[0].device, out.device
+            if torch._C._current_graph_task_id() >= 0:
+                self.backward[way] += 1
+            else:
+                self.forward[way] += 1
+                self.forward_bytes[way] += out.nbytes
+        elif func is torch.ops.aten.copy_.default and args[0].device != args[1].device:
+            raise AssertionError(f"a copy in place from {args[1].device} to {args[0].device}")
+        return out
+
+
+@dataclass(frozen=True)
+class Divided:
+    """An adapted model on fake devices, after optimizer steps."""
+
+    model: Any
+    placement: Placement
+    trained: Trained
+    crossings: Crossings
+    """Of forward and backward of the last step."""
+    ledger: Ledger
+    """Its peak is that of the last step."""
+    carried: list[Counter[str]]
+    """At each boundary, of the carry: `tensors`, `gradients` (those that take part in the backward), `bytes`."""
+
+    def check(self) -> None:
+        """Hold what lies where against the placement, and what crossed against the carries."""
+        placement, live = self.placement, self.ledger.live
+        device_of = placement.device_of(self.model)
+        devices = list(dict.fromkeys([placement.embed, *placement.blocks, placement.head]))
+        # Everything of a parameter is where the parameter is, and that where its stage is.
+        for name, parameter in self.model.named_parameters():
+            assert parameter.device == device_of(name), name
+        state = self.trained.optimizer.state()[0]
+        for name, parameter in self.trained.parameters.items():
+            assert parameter.grad is not None and parameter.grad.device == parameter.device, name
+            assert self.trained.average.values[name].device == parameter.device, name
+            own = [state[f"{name}|{kind}"] for kind in ("exp_avg", "exp_avg_sq")]
+            assert all(tensor.device == parameter.device for tensor in own), name
+        # To the byte.
+        numbers = Counter[torch.device]()
+        weights = Counter[torch.device]()
+        for name, parameter in self.model.named_parameters():
+            (numbers if parameter.requires_grad else weights)[device_of(name)] += parameter.nbytes
+        num_trained = Counter(parameter.device for parameter in self.trained.parameters.values())
+        for device in devices:
+            trained = numbers[device]
+            assert live[device]["weights"] == weights[device], device
+            assert live[device]["adapters"] == live[device]["gradients"] == live[device]["average"] == trained, device
+            assert live[device]["optimizer"] == STATE_OF_ADAMW * trained + 4 * num_trained[device], device
+        # Each boundary is passed once, forward and backward, and nothing is sent anywhere else, recompute included.
+        expected = [Counter[Any](), Counter[Any](), Counter[Any]()]
+        boundaries = list(itertools.pairwise(devices))
+        assert len(self.carried) == len(boundaries)
+        for (before, after), carry in zip(boundaries, self.carried, strict=True):
+            expected[0][before, after] = carry["tensors"]
+            expected[1][after, before] = carry["gradients"]
+            expected[2][before, after] = carry["bytes"]
+        found = self.crossings
+        host = torch.device("cpu")
+        for count, want in zip((found.forward, found.backward, found.forward_bytes), expected, strict=True):
+            assert {way: n for way, n in count.items() if host not in way} == want
+        assert not any(to == host for _, to in [*found.forward, *found.backward]), "something is fetched to the host"
+        # inputs are sent to the first device, targets and weights of the loss to the last
+        sent_to = {to for sender, to in found.forward if sender == host}
+        assert sent_to <= {placement.embed, placement.head}, sent_to
+
+
+def divided_step(
+    spec: ModelSpec,
+    arch: Any,
+    placement: Callable[[Any], Placement],
+    items: Sequence[Mapping[str, Tensor]],
+    *,
+    policy: str,
+    rank: int,
+    patch: Any,
+    steps: int = 1,
+) -> Divided:
+    """Optimizer steps of an adapted model: forward, backward, clipping, AdamW, average.
+
+    Args:
+        spec: The family.
+        arch: The architecture.
+        placement: The model on `meta` to where its stages are.
+        items: Of one micro-batch, as `spec.outline` makes them.
+        policy: Of activation checkpointing.
+        rank: Of the adapters.
+        patch: pytest's `monkeypatch`; it watches what the engine moves.
+        steps: The optimizer's state exists from the second on, so that the peak is that of any later one.
+    """
+    from ditkit_core import activation_checkpoint
+
+    model = build_on_meta(spec, arch, Precision())
+    inject(model, AdapterConfig(rank=rank), spec.adapter_targets)
+    placed = placement(model)
+    carried: list[Counter[str]] = []
+    moved = activation_checkpoint.moved
+
+    def watched(carry: Any, device: torch.device) -> Any:
+        tensors = [leaf for leaf in tree_leaves(carry) if isinstance(leaf, Tensor)]
+        gradients = sum(tensor.requires_grad for tensor in tensors)
+        sizes = sum(tensor.nbytes for tensor in tensors)
+        carried.append(Counter(tensors=len(tensors), gradients=gradients, bytes=sizes))
+        return moved(carry, device)
+
+    patch.setattr(activation_checkpoint, "moved", watched)
+    engine, flow = Engine(policy=policy), FlowConfig()
+    with FakeTensorMode(), as_on("cuda"), Ledger() as ledger:
+        materialise(model, spec, placed)
+        ledger.track([p for p in model.parameters() if not p.requires_grad], "weights")
+        trained = Trained(
+            model, {n: p for n, p in model.named_parameters() if p.requires_grad}, OptimConfig(), EMAConfig(decay=0.9)
+        )
+        ledger.track(list(trained.parameters.values()), "adapters")
+        ledger.track(list(trained.average.values.values()), "average")
+        made = [
+            {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in item.items()} for item in items
+        ]
+        batch = Batch(ids=[f"clip {i}" for i in range(len(made))], items=made)
+        for step in range(steps):
+            trained.optimizer.zero_grad()
+            ledger.restart_peak()
+            carried.clear()
+            with Crossings() as crossings:
+                accumulate_gradients(model, engine, spec, [batch], step=step, seed=0, flow=flow)
+            gradients = trained.optimizer.gradients()
+            ledger.track(list(gradients.values()), "gradients")
+            with ledger.purpose("optimizer" if step == 0 else "activations"):
+                update(trained.optimizer, total_norm(list(gradients.values())), lr=1e-4, clip_norm=1.0)
+            trained.average.update(step + 1)
+        # what the first update left behind beside the optimizer's state is gone
+        ledger.track(list(trained.optimizer.state()[0].values()), "optimizer")
+    return Divided(model, placed, trained, crossings, ledger, carried)
+
+
+def materialise(model: nn.Module, spec: ModelSpec, placement: Placement) -> None:
+    """Under `FakeTensorMode`, parameters on their devices in place of those on `meta`, in the dtypes that `load` gives."""
+    device_of = placement.device_of(model)
+    for prefix, module in model.named_modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                name = f"{prefix}.{leaf}"
+                fake = torch.empty(parameter.shape, dtype=dtype_of(spec, name), device=device_of(name))
+                module._parameters[leaf] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+
+
+def dtype_of(spec: ModelSpec, name: str) -> torch.dtype:
+    """What `load` gives a parameter of a bf16 model."""
+    wide = is_adapter_name(name) or spec.keep_fp32(canonical_name(name))
+    return torch.float32 if wide else torch.bfloat16
+
+
+def balanced(spec: ModelSpec, num_devices: int, capacities: Sequence[float] = ()) -> Callable[[Any], Placement]:
+    """Divides a model by its weights, in the dtypes that `load` gives them, and what training keeps for the adapters."""
+    return lambda model: place(model, DEVICES[:num_devices], capacities=capacities, loads=weight_loads(spec, model))
+
+
+def weight_loads(spec: ModelSpec, model: Any, linear_bytes: int = 0) -> Loads:
+    """What the stages of an adapted model bring to a device, without activations.
+
+    Args:
+        spec: The family.
+        model: On `meta`.
+        linear_bytes: Bytes of a number of a 16-bit matrix, in place of 2: 1 is what 8-bit weights take.
+    """
+
+    def bytes_of(name: str, parameter: nn.Parameter) -> int:
+        if parameter.requires_grad:
+            return parameter.numel() * 4 * (1 + 1 + STATE_OF_ADAMW + 1)
+        size = dtype_of(spec, name).itemsize
+        return parameter.numel() * (linear_bytes if linear_bytes and size == 2 and parameter.dim() == 2 else size)
+
+    return weights_alone(model, bytes_of)

@@ -1,0 +1,139 @@
+"""Devices on a machine that has none: CPU tensors that say they live on `cpu:1`, `cpu:2`, …, and refuse to meet the host's or each other's.
+
+What they compute is real, so that a step there can be compared to the bit with one on the host. As on accelerators, a
+tensor without dimensions may come from the host, and copies cross over; everything else that mixes devices raises.
+`torch.tensor(..., device="cpu:1")` and `torch.as_tensor` stay on the host here: torch makes their data before any mode
+sees the call. Code that is to be tested uses `torch.full`.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+HOST = torch.device("cpu")
+
+_aten: Any = torch.ops.aten
+_COPIES = (_aten._to_copy.default, _aten.copy_.default, _aten._foreach_copy_.default)
+
+
+class PretendTensor(Tensor):
+    """A CPU tensor that says it lives on a device with a number."""
+
+    data_: Tensor
+
+    @staticmethod
+    def __new__(cls, data: Tensor, device: torch.device) -> Self:
+        """Present a tensor of the host as one of the device; they share memory."""
+        wrapper: Any = Tensor._make_wrapper_subclass(
+            cls,
+            data.size(),
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=data.dtype,
+            device=device,
+        )
+        wrapper.data_ = data
+        return wrapper
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The memory that it really has: torch_remat recognises tensors by it, and it can be emptied and filled again."""
+        return self.data_.untyped_storage()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is _aten._conj.default:  # lazy conjugation is resolved above this place, where it cannot be seen
+            func = _aten.conj_physical.default
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        pretended = [leaf for leaf in leaves if isinstance(leaf, cls)]
+        if func not in _COPIES:
+            _refuse_mixed(func, args, leaves)
+        target = pretended[0].device
+        if kwargs.get("device") is not None:
+            target, kwargs["device"] = torch.device(kwargs["device"]), HOST
+
+        # what an operation changed in place keeps its identity, on whatever device it is
+        known = {id(leaf.data_) if isinstance(leaf, cls) else id(leaf): leaf for leaf in leaves}
+        args, kwargs = tree_map_only(PretendTensor, lambda leaf: leaf.data_, (args, kwargs))
+        out = func(*args, **kwargs)
+        return tree_map_only(Tensor, lambda leaf: known[id(leaf)] if id(leaf) in known else _on(leaf, target), out)
+
+
+def _on(data: Tensor, device: torch.device) -> Tensor:
+    return data if device.index is None else PretendTensor(data, device)
+
+
+def _refuse_mixed(func: Any, args: Any, leaves: Sequence[Tensor]) -> None:
+    """Raise where an accelerator would: at two devices, at a tensor of the host, and at a number of the host that is to be changed."""
+    written = func._schema.arguments and (alias := func._schema.arguments[0].alias_info) and alias.is_write
+    into_host = written and isinstance(args[0], Tensor) and args[0].device == HOST
+    devices = {leaf.device for leaf in leaves if leaf.device != HOST or leaf.dim() or into_host}
+    if len(devices) > 1:
+        names = sorted("the host" if device == HOST else str(device) for device in devices)
+        raise RuntimeError(f"{func} mixes tensors of {' and of '.join(names)}")
+
+
+class PretendDevices(TorchDispatchMode):
+    """Inside the block `torch.empty(..., device="cpu:1")` and `x.to("cpu:2")` make tensors of these devices."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if device is None or torch.device(device).index is None or PretendTensor in types:
+            return func(*args, **kwargs)
+        out = func(*args, **{**kwargs, "device": HOST})
+        return tree_map_only(Tensor, lambda leaf: PretendTensor(leaf, torch.device(device)), out)
+
+
+class CountCrossings(TorchDispatchMode):
+    """Counts tensors that are copied from one device to another.
+
+    Attributes:
+        copies: Number of copies by (from, to).
+        num_bytes: Their bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = Counter[tuple[torch.device, torch.device]]()
+        self.num_bytes = Counter[tuple[torch.device, torch.device]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (_aten._to_copy.default, _aten.copy_.default):
+            way = (args[1] if func is _aten.copy_.default else args[0]).device, out.device
+            if way[0] != way[1]:
+                self.copies[way] += 1
+                self.num_bytes[way] += out.nbytes
+        return out
+
+
+def move_to(module: nn.Module, device: torch.device) -> None:
+    """Replace every parameter and buffer by a copy on a device, which may be the host."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                copied = _on(on_host(parameter).clone(), device)
+                part._parameters[name] = nn.Parameter(copied, parameter.requires_grad)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = _on(on_host(buffer).clone(), device)
+
+
+def divide(model: Any, devices: Sequence[torch.device]) -> None:
+    """Put the embedding, each block and the head of a staged model on a device each."""
+    for stage, device in zip([model.embed, *model.blocks(), model.head], devices, strict=True):
+        move_to(stage, device)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The values of a tensor wherever it lives."""
+    value: Any = tensor.detach()
+    return value.data_ if isinstance(value, PretendTensor) else value.cpu()
