@@ -3,8 +3,9 @@
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,6 +41,9 @@ class OptimConfig:
     """Optimizer steps over which the learning rate rises linearly from 0, before the schedule."""
     final_lr_fraction: float = setting(0.0, resume="stated")
     """Learning rate at the last step of `cosine` and `linear`, as a fraction of `lr`."""
+    fused_backward: bool = setting(False, resume="stated")
+    """Update each parameter in the backward, as soon as its gradient is there, so that no full set of gradients exists. Needs
+    train.clip_norm = 0 and train.accumulation = 1."""
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.eps <= 0 or self.weight_decay < 0 or self.warmup_steps < 0:
@@ -50,6 +54,11 @@ class OptimConfig:
             raise UserError(f"optim.lr = {self.lr:g} is a factor of the rate that prodigy estimates; set optim.lr = 1")
         if self.name == "schedulefree_adamw" and self.schedule != "constant":
             raise UserError(f"optim.schedule = {self.schedule} does not go with schedulefree_adamw; use constant")
+        if self.name == "prodigy" and self.fused_backward:
+            raise UserError(
+                "optim.fused_backward does not go with prodigy, which estimates one rate from all gradients together; "
+                "use adamw, adamw8bit, adafactor, muon or schedulefree_adamw"
+            )
 
 
 def learning_rate(step: int, config: OptimConfig, total_steps: int) -> float:
@@ -72,6 +81,8 @@ class _Kind:
     """Scalars of its parameter groups that change as it steps, and are therefore state."""
     averages: bool = False
     """Whether it trains weights beside those to be used, and has `train()` and `eval()` to go between them."""
+    compiles: bool = False
+    """Whether its step goes through torch's compiler, which threads have to enter one after another."""
 
 
 def _from_extra(module: str, cls: str) -> Any:
@@ -113,17 +124,41 @@ def _prodigy(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.O
 
 def _schedulefree(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
     cls = _from_extra("schedulefree", "AdamWScheduleFree")
-    return cls(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    # it hands all tensors to one operation, which is for those of one device; torch's own optimizers group them
+    at_once = len({parameter.device for group in groups for parameter in group["params"]}) == 1
+    return cls(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=at_once)
 
 
 _KINDS = {
     "adamw": _Kind(_adamw),
-    "adamw8bit": _Kind(_adamw8bit),
+    "adamw8bit": _Kind(_adamw8bit, compiles=True),
     "muon": _Kind(_muon),
     "adafactor": _Kind(_adafactor),
     "prodigy": _Kind(_prodigy, ("k", "d", "d_max", "d_numerator", "d_denom", "d_hat")),
     "schedulefree_adamw": _Kind(_schedulefree, ("k", "weight_sum", "lr_max", "scheduled_lr", "train_mode"), True),
 }
+
+
+@dataclass(frozen=True)
+class _Single:
+    """What updates one parameter alone."""
+
+    optimizer: torch.optim.Optimizer
+    part: torch.optim.Optimizer
+    """The optimizer that has the parameter among others: its state is what is saved."""
+    group: int
+    """Which of the part's parameter groups it is in."""
+    kind: _Kind
+    guard: AbstractContextManager[Any]
+    """Around each update."""
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao compiles its step and takes the rate as a tensor
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 class NamedOptimizer:
@@ -141,8 +176,11 @@ class NamedOptimizer:
             UserError: If the optimizer's package is missing, or Muon has no matrices to train.
         """
         self.parameters = dict(parameters)
+        self.fused_backward = config.fused_backward
         self._kinds: list[_Kind] = []
         self.parts: list[torch.optim.Optimizer] = []
+        self._singles: dict[str, _Single] = {}
+        self._counted_on_host: set[str] = set()
         rest = self.parameters
         if config.name == "muon":
             if not matrices:
@@ -165,6 +203,26 @@ class NamedOptimizer:
         self.parts.append(kind.build(groups, config))
         if kind.averages:
             self.parts[-1].train()  # type: ignore[attr-defined]
+        names = {parameter: one for one, parameter in parameters.items()}
+        for group in self.parts[-1].param_groups:
+            if not (group.get("fused") or group.get("capturable")):  # torch's rule, when it loads a state too
+                self._counted_on_host |= {names[parameter] for parameter in group["params"]}
+        if config.fused_backward:
+            guard: AbstractContextManager[Any] = threading.Lock() if kind.compiles else nullcontext()
+            for place, group in enumerate(self.parts[-1].param_groups):
+                for parameter in group["params"]:
+                    alone = kind.build([{"params": [parameter], "weight_decay": group["weight_decay"]}], config)
+                    if kind.averages:
+                        alone.train()  # type: ignore[attr-defined]
+                    self._singles[names[parameter]] = _Single(alone, self.parts[-1], place, kind, guard)
+            self._share_state()
+
+    def _share_state(self) -> None:
+        """Give what updates one parameter the state of its part, so that a save looks the same however the parameters are updated."""
+        for single in self._singles.values():
+            single.optimizer.state = single.part.state
+            group = single.part.param_groups[single.group]
+            single.optimizer.param_groups[0].update({key: group[key] for key in single.kind.progress if key in group})
 
     @property
     def averages(self) -> bool:
@@ -174,12 +232,48 @@ class NamedOptimizer:
     def step(self, lr: float) -> None:
         """Update the parameters from their gradients, at this learning rate."""
         for part in self.parts:
-            for group in part.param_groups:
-                if isinstance(group["lr"], Tensor):  # torchao compiles its step and takes the rate as a tensor
-                    group["lr"].fill_(lr)
-                else:
-                    group["lr"] = lr
+            _set_rate(part, lr)
             part.step()
+
+    def step_one(self, name: str, lr: float) -> None:
+        """Update one parameter from its gradient, as `step` would; for `optim.fused_backward`.
+
+        Several threads may do so at once, each with parameters of its own: each parameter has a torch optimizer of its own, which
+        shares nothing with the others but the dictionary in which each has an entry.
+        """
+        single = self._singles[name]
+        with single.guard:
+            _set_rate(single.optimizer, lr)
+            single.optimizer.step()
+
+    def end_step(self, lr: float, updated: Collection[str]) -> None:
+        """After `step_one` of these parameters: what a step changes for all, those without a gradient included."""
+        for name in self._singles.keys() - set(updated):
+            assert self.parameters[name].grad is None, name
+            self.step_one(name, lr)  # updates nothing, but counts the step where counting is the group's
+        for single in self._singles.values():
+            group, own = single.part.param_groups[single.group], single.optimizer.param_groups[0]
+            group.update({key: own[key] for key in single.kind.progress if key in own})
+
+    def state_of(self, name: str) -> MutableMapping[str, Any]:
+        """The optimizer's state of one parameter, by entry: empty before its first update.
+
+        It may be changed between two updates of the parameter: a tensor may be put in another's place, on another device too, as
+        long as it is back on the parameter's for the update.
+        """
+        for part in self.parts:
+            if (state := part.state.get(self.parameters[name])) is not None:
+                found: MutableMapping[str, Any] = state
+                return found
+        return {}
+
+    def is_kept_on_host(self, name: str, entry: str) -> bool:
+        """Whether an entry of a parameter's state is on the host wherever the parameter is: torch's optimizers count steps there."""
+        return entry == "step" and name in self._counted_on_host
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients that there are, by name, in the parameters' order."""
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
     def zero_grad(self) -> None:
         """Free all gradients."""
@@ -206,13 +300,20 @@ class NamedOptimizer:
         """Everything that `load_state` needs to go on to the bit: tensors by name, and values for JSON."""
         return export_state(self.parts, self._progress(), self.parameters)
 
-    def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    def load_state(
+        self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], *, on_host: Collection[str] = ()
+    ) -> None:
         """Take over a saved state.
+
+        Args:
+            tensors, values: As `state` gave them.
+            on_host: Names of parameters whose state stays on the host for now, wherever they are.
 
         Raises:
             UserError: If it is the state of other parameters or another optimizer.
         """
-        import_state(self.parts, self._progress(), self.parameters, tensors, values)
+        import_state(self.parts, self._progress(), self.parameters, tensors, values, untouched=on_host)
+        self._share_state()  # loading gave the parts new dictionaries
 
     def _progress(self) -> list[tuple[str, ...]]:
         return [kind.progress for kind in self._kinds]

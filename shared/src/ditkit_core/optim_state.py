@@ -5,7 +5,7 @@ Tensors are keyed `parameter|entry`. A quantized entry is a tensor subclass: its
 """
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,8 +60,15 @@ def import_state(
     parameters: Mapping[str, nn.Parameter],
     tensors: Mapping[str, Tensor],
     values: Mapping[str, Any],
+    *,
+    untouched: Collection[str] = (),
 ) -> None:
     """Put an exported state into freshly built optimizers; settings (decay, betas) stay those of now.
+
+    Args:
+        parts, progress, parameters: As for `export_state`.
+        tensors, values: What it gave.
+        untouched: Parameters whose state is not sent to where they are.
 
     Raises:
         UserError: If it names parameters that are not trained here, has other groups, or holds an unknown class.
@@ -78,11 +85,13 @@ def import_state(
     names = {parameter: name for name, parameter in parameters.items()}
     for part, keys, saved in zip(parts, progress, values["groups"], strict=True):
         order = [parameter for group in part.param_groups for parameter in group["params"]]
-        state = {i: entries[names[parameter]] for i, parameter in enumerate(order) if names[parameter] in entries}
+        known = {i: entries[names[parameter]] for i, parameter in enumerate(order) if names[parameter] in entries}
+        state = {i: found for i, found in known.items() if names[order[i]] not in untouched}
         groups = part.state_dict()["param_groups"]
         for group, scalars in zip(groups, saved, strict=True):
             group.update({key: scalars[key] for key in keys if key in scalars})
         part.load_state_dict({"state": state, "param_groups": groups})  # torch's own, which places each entry
+        part.state.update({order[i]: found for i, found in known.items() if i not in state})
 
 
 def _rebuild(tensors: Mapping[str, Tensor], subclasses: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -1,12 +1,13 @@
 """What training changes, as one thing: the parameters, their optimizer, their average."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from ditkit_core.block_swap import BlockSwap
 from ditkit_core.checkpoint import State
 from ditkit_core.ema import EMA, EMAConfig, copy_values
 from ditkit_core.errors import UserError
@@ -14,21 +15,46 @@ from ditkit_core.optim import NamedOptimizer, OptimConfig
 
 
 class Trained:
-    """What training changes, saved and restored together: parameters, optimizer, average."""
+    """What training changes, saved and restored together: parameters, optimizer, average.
 
-    def __init__(self, model: Any, parameters: Mapping[str, nn.Parameter], optim: OptimConfig, ema: EMAConfig):
+    Attributes:
+        parameters: What is trained, by name.
+        values: What holds their values between two steps: the parameters, or those on the host in place of streamed ones.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        parameters: Mapping[str, nn.Parameter],
+        optim: OptimConfig,
+        ema: EMAConfig,
+        swap: BlockSwap | None = None,
+    ):
+        """Make optimizer and average.
+
+        Args:
+            model: The staged model.
+            parameters: What is trained of it, by name.
+            optim, ema: Sections of the configuration.
+            swap: What streams weights of the model. Averages of streamed ones are kept on the host.
+        """
         self.parameters = dict(parameters)
+        self.values = {name: swap.host_of(p) if swap else p for name, p in self.parameters.items()}
+        self._swap = swap
         self.optimizer = NamedOptimizer(parameters, optim, matrices=_block_matrices(model, parameters))
         if self.optimizer.averages and ema.decay:
             raise UserError(f"optim.name = {optim.name} averages weights itself; set ema.decay = 0")
         self._ema_config = ema
-        self.average = EMA(parameters, ema)
+        self.average = EMA(self.values, ema)
+        if swap is not None:
+            swap.attach(self.optimizer)
 
     def state(self, step: int, held_out: float | None, values: Mapping[str, Any]) -> State:
         """Everything after `step` optimizer steps."""
-        tensors, scalars = self.optimizer.state()
+        with self._swap.on_host() if self._swap else nullcontext():
+            tensors, scalars = self.optimizer.state()
         groups: dict[str, Mapping[str, Tensor]] = {
-            "trainable": self.parameters,
+            "trainable": self.values,
             "ema": self.average.values,
             "optimizer": tensors,
         }
@@ -46,14 +72,28 @@ class Trained:
             raise UserError(
                 f"{path} was saved with other trained parameters; make [model] and [adapter] equal to that run's, or train in another run.folder"
             )
-        copy_values(self.parameters, saved)
-        self.optimizer.load_state(state.tensors.get("optimizer", {}), state.values["optimizer"])
-        self.average = EMA(self.parameters, self._ema_config)  # anew: an average that was not kept starts from here
+        copy_values(self.values, saved)
+        streamed = {name for name, parameter in self.parameters.items() if self.values[name] is not parameter}
+        self.optimizer.load_state(state.tensors.get("optimizer", {}), state.values["optimizer"], on_host=streamed)
+        if self._swap is not None:
+            self._swap.attach(self.optimizer)
+            self._swap.host_changed()
+        self.average = EMA(self.values, self._ema_config)  # anew: an average that was not kept starts from here
         self.average.load(state.tensors.get("ema", {}))
 
-    def used(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def used(self) -> Iterator[None]:
         """Inside the block the parameters are those to measure and export: averaged, where something averages."""
-        return self.average.swap() if self.average.values else self.optimizer.averaged()
+        with self.average.swap() if self.average.values else self.optimizer.averaged():
+            self._host_changed()
+            try:
+                yield
+            finally:
+                self._host_changed()
+
+    def _host_changed(self) -> None:
+        if self._swap is not None and self.average.values:
+            self._swap.host_changed()
 
 
 def _block_matrices(model: Any, trainable: Mapping[str, nn.Parameter]) -> list[str]:

@@ -1,0 +1,143 @@
+"""Tensors that lie in one buffer on the host, and from time to time in one on their device."""
+
+import math
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+HOST = torch.device("cpu")
+_ALIGNMENT = 256
+"""Bytes; what CUDA's kernels may expect of a weight's address is at most that."""
+
+Found = tuple[MutableMapping[str, Any], str]
+"""Where a tensor is entered: a module's `_parameters` or `_buffers` or an optimizer's state of a parameter, and the key."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)  # torch crashes where it is to show an emptied tensor
+class Slot:
+    """A tensor's place, and its two values."""
+
+    entries: MutableMapping[str, Any]
+    leaf: str
+    device: Tensor
+    """A view into the device's buffer; empty most of the time."""
+    host: Tensor
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it is a trained weight."""
+        return self.device.requires_grad
+
+
+class Streamed:
+    """Tensors that pass through a device together.
+
+    Attributes:
+        slots: Their places, one for each entry that was found.
+        host, buffer: The buffers, uint8, on the host and on the device.
+        num_bytes: Size of either.
+    """
+
+    def __init__(self, found: Sequence[Found], device: torch.device, *, returns: bool = False):
+        """Take the tensors over, and enter views into the device's buffer, which is empty, in their places.
+
+        Args:
+            found: Where they are entered; several entries of one tensor stay one.
+            device: Where they are used.
+            returns: Whether `store` brings back all, not the trained weights alone.
+        """
+        originals = {id(tensor := entries[leaf]): tensor for entries, leaf in found}
+        # what is brought back comes first, in one piece
+        ordered = sorted(originals, key=lambda key: not originals[key].requires_grad)
+        offsets, end, self._num_returned = {}, 0, 0
+        for key in ordered:
+            offsets[key], end = end, end + math.ceil(originals[key].nbytes / _ALIGNMENT) * _ALIGNMENT
+            if returns or originals[key].requires_grad:
+                self._num_returned = end
+        self.num_bytes = end
+        self.host = torch.empty(end, dtype=torch.uint8, device=HOST)
+        self.buffer = torch.empty(end, dtype=torch.uint8, device=device)
+        # Shares the memory but not the version: what autograd saved of a weight does not see it filled again.
+        self._filled = self.buffer.data
+        pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        for key, tensor in originals.items():
+            there, here = (_part(buffer, offsets[key], tensor) for buffer in (self.buffer, self.host))
+            here.copy_(tensor.detach())
+            if isinstance(tensor, nn.Parameter):
+                # with versions of their own, too: the update of one weight is no change of the others
+                there, here = (nn.Parameter(part.data, requires_grad=tensor.requires_grad) for part in (there, here))
+            pairs[key] = there, here
+        self.slots = [Slot(entries, leaf, *pairs[id(entries[leaf])]) for entries, leaf in found]
+        for slot in self.slots:
+            slot.entries[slot.leaf] = slot.device
+        self.empty()
+
+    def trained(self) -> Iterator[Slot]:
+        """The slots of trained weights."""
+        return (slot for slot in self.slots if slot.is_trained)
+
+    def fetch(self) -> None:
+        """Fill the device's buffer."""
+        self.buffer.untyped_storage().resize_(self.num_bytes)
+        self._filled.copy_(self.host, non_blocking=True)
+
+    def store(self) -> None:
+        """Copy what may have changed on the device back to the host."""
+        for slot in self.slots:
+            assert slot.entries[slot.leaf] is slot.device, f"{slot.leaf} was replaced instead of changed in place"
+        if self._num_returned:
+            self.host[: self._num_returned].copy_(self._filled[: self._num_returned], non_blocking=True)
+
+    def empty(self) -> None:
+        """Free the device's memory."""
+        self.buffer.untyped_storage().resize_(0)
+
+    def put(self, *, on_host: bool) -> None:
+        """Enter the host's values in the tensors' places, or the device's."""
+        for slot in self.slots:
+            slot.entries[slot.leaf] = slot.host if on_host else slot.device
+
+
+def _part(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
+    """A part of a buffer, as a tensor like another."""
+    flat, expected = buffer[offset : offset + like.nbytes].view(like.dtype), 1
+    for stride, size in sorted(zip(like.stride(), like.shape, strict=True)):
+        if size > 1 and stride != expected:  # holes: laid out in order instead
+            return flat.view(like.shape)
+        expected *= size
+    return flat.as_strided(like.shape, like.stride())  # a transposed matrix stays one: 8-bit kernels ask for it
+
+
+def page_lock(tensor: Tensor, device: torch.device, locked: MutableMapping[int, torch.device]) -> bool:
+    """Page-lock a host tensor where it is. `pin_memory` would round a block up to a power of two.
+
+    Args:
+        tensor: The tensor.
+        device: The GPU that copies it.
+        locked: Takes its address and the device, for `unlock`.
+
+    Returns:
+        Whether the system allowed it.
+    """
+    if not tensor.nbytes:
+        return True
+    succeeded = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 1)) == 0
+    if succeeded:
+        locked[tensor.data_ptr()] = device
+    else:
+        # CUDA keeps the error for whoever asks next, and torch asks after each kernel: let it be one that nobody needs
+        with suppress(RuntimeError):
+            torch.ones((), device=device)
+    return succeeded
+
+
+def unlock(locked: Mapping[int, torch.device]) -> None:
+    """Undo `page_lock`, once the devices have done what they were told to do with the memory."""
+    for device in set(locked.values()):
+        torch.cuda.synchronize(device)
+    for address in locked:
+        torch.cuda.cudart().cudaHostUnregister(address)

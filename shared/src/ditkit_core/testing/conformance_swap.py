@@ -1,0 +1,262 @@
+"""Checks for every model that streaming weights through a device changes no number, and holds no more than it says."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ditkit_core.activation_checkpoint import POLICIES, Engine
+from ditkit_core.adapters import AdapterConfig, trainable_parameters
+from ditkit_core.block_swap import BlockSwap, choose_streamed
+from ditkit_core.data import Batch
+from ditkit_core.ema import EMAConfig
+from ditkit_core.flow_matching import FlowConfig
+from ditkit_core.model import ModelSpec
+from ditkit_core.optim import OptimConfig
+from ditkit_core.placement import Placement
+from ditkit_core.step import StepResult, training_step
+from ditkit_core.swap_buffers import HOST
+from ditkit_core.testing.live_bytes import LiveBytes
+from ditkit_core.testing.pretend_devices import PretendDevices, move_to, on_host
+from ditkit_core.testing.world import Items, make_model, outcome, train_shortly
+from ditkit_core.trained import Trained
+
+_ADAPTERS = {
+    "lora": AdapterConfig(rank=4),
+    "lora with dropout": AdapterConfig(rank=4, alpha=8.0, dropout=0.2),
+    "dora": AdapterConfig(rank=4, use_dora=True),
+}
+_SECOND = torch.device("cpu:1")
+_STREAMED = {"all": 1, "every other": 2}
+"""Of how many blocks one is streamed."""
+
+
+class Watched(TorchDispatchMode):
+    """Inside the block every operation is held against the weights that are there.
+
+    Attributes:
+        most: Most streamed blocks of one device that were there at once.
+        fetched: Copies from the host, by position among the streamed blocks.
+        returned: Copies to the host's buffers.
+
+    Raises:
+        AssertionError: If an operation reads a weight that is not there.
+    """
+
+    def __init__(self, swap: BlockSwap) -> None:
+        super().__init__()
+        self.most, self.fetched, self.returned = 0, Counter[int](), 0
+        self._swap = swap
+        self._places = {buffer.untyped_storage()._cdata: i for i, buffer in enumerate(swap.buffers)}
+        self._hosts = {buffer.untyped_storage()._cdata for buffer in swap.host_buffers}
+
+    def there(self) -> Counter[torch.device]:
+        """How many blocks are there now, by device."""
+        return Counter(buffer.device for buffer in self._swap.buffers if buffer.untyped_storage().nbytes())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and func is not torch.ops.aten.detach.default:
+            for leaf in args:
+                for tensor in leaf if isinstance(leaf, (list, tuple)) else (leaf,):
+                    self._check(func, tensor)
+        if func is not torch.ops.aten.copy_.default:
+            return func(*args, **(kwargs or {}))
+        storage = args[0].untyped_storage()._cdata
+        self.returned += storage in self._hosts
+        if storage in self._places:
+            self.fetched[self._places[storage]] += 1
+            self.most = max(self.most, *self.there().values())
+        return func(*args, **(kwargs or {}))
+
+    def _check(self, func: Any, tensor: Any) -> None:
+        if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata in self._places:
+            assert storage.nbytes(), f"{func} reads weights that are not there"
+
+
+def stream(
+    model: Any, one_of: int = 1, devices: Sequence[torch.device] | None = None, *, trained: bool = False
+) -> BlockSwap:
+    """Stream one of so many blocks of each device.
+
+    Args:
+        model: The model, its weights wherever they are.
+        one_of: 1 streams all.
+        devices: Of each block; by default all are on the host.
+        trained: Whether trained weights are streamed, too.
+    """
+    blocks = model.blocks()
+    given = Placement(embed=HOST, blocks=tuple(devices or [HOST] * len(blocks)), head=HOST)
+    has_weights = [next(block.parameters(), None) is not None for block in blocks]
+    counts = Counter(device for device, has in zip(given.blocks, has_weights, strict=True) if has)
+    wanted = [max(1, counts[device] // one_of) for device in dict.fromkeys(given.blocks)]
+    streamed = choose_streamed(given, wanted, has_weights)
+    placement = Placement(embed=HOST, blocks=given.blocks, head=HOST, streamed=streamed)
+    return BlockSwap(model, placement, trained=trained)
+
+
+def train_streamed(
+    spec: ModelSpec,
+    model: Any,
+    items: Items,
+    policy: str,
+    swap: BlockSwap | None = None,
+    *,
+    optimizer: str = "adamw",
+    num_steps: int = 2,
+    ema: EMAConfig | None = None,
+) -> tuple[list[StepResult], dict[str, Tensor]]:
+    """Steps of a full fine-tune: those of the ordinary loop, or in the backward with trained weights streamed.
+
+    Returns:
+        What the steps report, and the weights, the optimizer's state and the average after them, on the host.
+    """
+    config = OptimConfig(name=optimizer, lr=1e-2, fused_backward=swap is not None)  # type: ignore[arg-type]
+    trained = Trained(model, trainable_parameters(model), config, ema or EMAConfig(), swap)
+    batch = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
+    reported = []
+    for step in range(num_steps):
+        result = training_step(
+            model, Engine(policy=policy, passage=swap), spec, [batch], trained.optimizer,
+            step=step, lr=1e-2, seed=1, flow=FlowConfig(weighting="bell"), clip_norm=0.0,
+        )  # fmt: skip
+        trained.average.update(step + 1)
+        reported.append(result)
+    trained.optimizer.zero_grad()
+    groups = trained.state(num_steps, None, {}).tensors
+    return reported, {f"{group} {name}": on_host(t) for group, own in groups.items() for name, t in own.items()}
+
+
+class SwapChecks:
+    """Part of `Conformance`; needs its `spec`, `arch` and `items`."""
+
+    spec: ClassVar[ModelSpec]
+    arch: ClassVar[Any]
+
+    def items(self, count: int, ragged: bool = False) -> Items:
+        """Training items."""
+        raise NotImplementedError
+
+    @pytest.mark.parametrize(
+        ("adapter", "one_of"), [*((name, "all") for name in _ADAPTERS), ("lora with dropout", "every other")]
+    )
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_streaming_changes_no_bit(self, policy: str, adapter: str, one_of: str) -> None:
+        """Nor holds more than two blocks, nor copies more often than it has to, nor back."""
+        items = self.items(2, ragged=True)
+        model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=_ADAPTERS[adapter])
+        plain = outcome(self.spec, model, items, Engine(policy=policy))
+        names = list(model.state_dict())
+        swap = stream(model, _STREAMED[one_of])
+        assert list(model.state_dict()) == names
+        for _ in range(2):
+            with Watched(swap) as watch:
+                under = outcome(self.spec, model, items, Engine(policy=policy, passage=swap))
+            assert under.differences(plain) == []
+            assert under.num_attention == plain.num_attention
+            assert torch.equal(under.generator_state, plain.generator_state)
+            count = len(swap.buffers)
+            # the last two of the forward are there when the backward begins
+            assert watch.fetched.total() == (2 * count - 2 if count > 1 else 1)
+            assert watch.most == min(2, count) and watch.returned == 0
+            assert not watch.there(), "nothing stays after a backward"
+
+    @pytest.mark.parametrize("adapter", _ADAPTERS)
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_what_a_forward_keeps_holds_no_streamed_weight(self, policy: str, adapter: str) -> None:
+        items, kept = self.items(2, ragged=True), []
+        for streamed in (False, True):
+            model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=_ADAPTERS[adapter])
+            swap = stream(model) if streamed else None
+            existing = [*model.parameters(), *(swap.buffers if swap else [])]
+            inputs = self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
+            with LiveBytes(existing, inputs) as live:
+                outputs = model(inputs, run=Engine(policy=policy, passage=swap))
+                kept.append(live.total())
+                del outputs
+        assert kept[0] == kept[1]
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_a_streamed_model_trains_and_measures_alike_on_two_devices(self, policy: str) -> None:
+        """A measurement and an optimizer step over two micro-batches, with dropout; each device has two blocks at most."""
+        items = self.items(2, ragged=True)
+        adapter = _ADAPTERS["lora with dropout"]
+        whole: Any = make_model(self.spec, self.arch, adapter=adapter)
+        numbers, parameters = train_shortly(self.spec, whole, items, Engine(policy=policy))
+        divided: Any = make_model(self.spec, self.arch, adapter=adapter)
+        blocks = divided.blocks()
+        cut = max(1, len(blocks) // 2)
+        for stage in [*blocks[cut:], divided.head]:
+            move_to(stage, _SECOND)
+        with PretendDevices():
+            swap = stream(divided, devices=[HOST if i < cut else _SECOND for i in range(len(blocks))])
+            with Watched(swap) as watch:
+                other_numbers, other_parameters = train_shortly(
+                    self.spec, divided, items, Engine(policy=policy, passage=swap)
+                )
+        assert other_numbers == numbers
+        assert [name for name, value in parameters.items() if not torch.equal(other_parameters[name], value)] == []
+        assert watch.most <= 2 and watch.returned == 0
+
+    @pytest.mark.parametrize("one_of", _STREAMED)
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_one_backward_over_several_streamed_forwards(self, policy: str, one_of: str) -> None:
+        """As a pipelined step runs: every micro-batch's blocks are passed in turn, and nothing stays."""
+        model: Any = make_model(self.spec, self.arch, adapter=_ADAPTERS["lora with dropout"])
+        plain = self._summed(model, Engine(policy=policy))
+        swap = stream(model, _STREAMED[one_of])
+        with Watched(swap) as watch:
+            under = self._summed(model, Engine(policy=policy, passage=swap))
+        assert [name for name, gradient in plain.items() if not torch.equal(gradient, under[name])] == []
+        assert watch.most <= 2 and not watch.there()
+
+    def _summed(self, model: nn.Module, run: Engine) -> dict[str, Tensor]:
+        """Gradients of the summed loss of three micro-batches."""
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(3)
+        loss = torch.zeros(())
+        for item in self.items(3, ragged=True):
+            inputs = self.spec.make_inputs([item["latents"]], torch.tensor([0.4]), [item], 1.0)
+            loss = loss + model(inputs, run=run)[0].float().square().mean()
+        loss.backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_streaming_trained_weights_changes_no_bit(self, policy: str) -> None:
+        """A full fine-tune that updates in the backward, against the ordinary loop; weights go back once a step, and none in a forward."""
+        items, num_steps = self.items(2, ragged=True), 2
+        numbers, values = train_streamed(
+            self.spec, make_model(self.spec, self.arch), items, policy, num_steps=num_steps
+        )
+        model: Any = make_model(self.spec, self.arch)
+        swap = stream(model, trained=True)
+        with Watched(swap) as watch:
+            other_numbers, other_values = train_streamed(self.spec, model, items, policy, swap, num_steps=num_steps)
+        assert other_numbers == numbers
+        assert other_values.keys() == values.keys()
+        assert [name for name, value in values.items() if not torch.equal(other_values[name], value)] == []
+        count = len(swap.buffers)
+        assert watch.most == min(2, count) and not watch.there()
+        assert watch.returned == num_steps * count
+        assert watch.fetched.total() == num_steps * (2 * count - 2 if count > 1 else 1)
+        with torch.no_grad(), Watched(swap) as watch:
+            inputs = self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
+            model(inputs, run=Engine(policy=policy, passage=swap))
+        assert watch.fetched.total() and not watch.returned
+
+    def test_streamed_samples_are_the_same(self) -> None:
+        """Forwards without gradients, one after the other."""
+        model: Any = make_model(self.spec, self.arch, adapter=_ADAPTERS["lora"]).eval()
+        (item,) = self.items(1)
+        inputs = self.spec.make_inputs([item["latents"]], torch.tensor([0.5]), [item], 1.0)
+        with torch.no_grad():
+            (expected,) = model(inputs, run=Engine())
+            swap = stream(model)
+            for _ in range(3):
+                with Watched(swap) as watch:
+                    (drawn,) = model(inputs, run=Engine(passage=swap))
+                assert torch.equal(drawn, expected)
+                assert watch.most <= 2 and watch.fetched.total() <= len(swap.buffers) + 1
