@@ -15,6 +15,7 @@ from ditkit_core.adapters import AdapterConfig, canonical_name
 from ditkit_core.components import Components
 from ditkit_core.errors import UserError
 from ditkit_core.export import ExportConfig, check_export, export_adapter, export_merged
+from ditkit_core.placement import place
 from ditkit_core.precision import Precision
 from ditkit_core.prepare import Prepared, build, load
 from ditkit_core.safetensors_file import SafetensorsSource, StoredTensor
@@ -38,7 +39,7 @@ def prepared(base: Path, adapter: AdapterConfig | None = None, *, merge=(), prec
     unloaded = build(
         SPEC, Components(transformer=str(base)), adapter or AdapterConfig(rank=4), BaseConfig(merge=tuple(merge)), precision=precision
     )  # fmt: skip
-    return load(unloaded, device_of=lambda name: torch.device("cpu"), seed=0)
+    return load(unloaded, placement=place(unloaded.model, [torch.device("cpu")]), seed=0)
 
 
 def trained(base: Path, adapter: AdapterConfig | None = None, *, precision=FP32) -> Prepared:

@@ -12,6 +12,7 @@ from ditkit_core.adapter_files import BaseConfig
 from ditkit_core.adapters import AdapterConfig, adapter_state, canonical_name
 from ditkit_core.components import Components
 from ditkit_core.errors import UserError
+from ditkit_core.placement import place
 from ditkit_core.precision import Precision
 from ditkit_core.prepare import Prepared, Unloaded, build, load
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, in_form, native_name
@@ -60,7 +61,8 @@ def built(base: Path, *, spec=ONE, adapter=None, merge=(), precision=FP32, say=N
 
 
 def prepared(base: Path, *, seed: int = 0, **how) -> Prepared:
-    return load(built(base, **how), device_of=lambda name: torch.device("cpu"), seed=seed)
+    unloaded = built(base, **how)
+    return load(unloaded, placement=place(unloaded.model, [torch.device("cpu")]), seed=seed)
 
 
 def native(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -145,10 +145,10 @@ def test_weights_of_another_model_are_named_as_such(tmp_path):
         match(SafetensorsSource.open(tmp_path), TOY.names, shapes(toy()))
 
 
-def test_scaled_8_bit_weights_are_named_as_such(tmp_path):
+def test_scales_that_belong_to_no_weight_are_named_as_such(tmp_path):
     tensors = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in official(toy()).items()}
     save_file({**tensors, "blocks.0.out.scale_weight": torch.ones(1)}, tmp_path / "x.safetensors")
-    with pytest.raises(UserError, match="scaled 8-bit weights"):
+    with pytest.raises(UserError, match="scales of 8-bit weights that it does not have; fetch it again"):
         match(SafetensorsSource.open(tmp_path), TOY.names, shapes(toy()))
 
 

@@ -103,14 +103,13 @@ def test_a_single_file_needs_a_tokenizer(qwen: Path) -> None:
     refused(made, "is a file; name the folder with tokenizer.json", text_encoder=str(file), tokenizer=str(file))
 
 
-@pytest.mark.parametrize(
-    "mark", ["model.layers.0.mlp.up_proj.weight_scale", "scaled_fp8", "model.layers.3.mlp.scale_weight"]
-)
-def test_scaled_eight_bit_weights_are_refused_at_once(qwen: Path, tmp_path: Path, mark: str) -> None:
-    file = tmp_path / "qwen_3_8b_fp8mixed.safetensors"
-    save_file(load_file(qwen / "text_encoder" / "model.safetensors") | {mark: torch.ones(())}, file)
+@pytest.mark.parametrize("mark", ["weight_scale_inv", "weight_scale_2", "weight_scale"])
+def test_eight_bit_weights_in_another_form_are_refused_at_once(qwen: Path, tmp_path: Path, mark: str) -> None:
+    file = tmp_path / "qwen_3_8b.safetensors"
+    scale = {f"model.layers.0.mlp.up_proj.{mark}": torch.ones(())}  # of a weight that is not in 8 bits
+    save_file(load_file(qwen / "text_encoder" / "model.safetensors") | scale, file)
     refused(
-        made, "scaled 8-bit weights, which are not read yet; get the bf16 file", text_encoder=str(file),
+        made, f"up_proj.{mark}, which is not read; get the bf16 or the fp8_scaled file", text_encoder=str(file),
         tokenizer=str(qwen / "tokenizer"),
     )  # fmt: skip
 

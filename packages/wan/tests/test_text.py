@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from ditkit_core.components import Components
 from ditkit_core.errors import UserError
+from ditkit_core.quantized_linear import QuantizedLinear
 from ditkit_wan.text import TEXT_TOKENS, TextEncoder, clean
 
 CPU = torch.device("cpu")
@@ -104,15 +105,65 @@ def test_the_projection_that_overflows_stays_fp32_in_fp16(checkpoint: Path) -> N
     assert encoder.encode([CAPTION])[0]["text"].isfinite().all()
 
 
-def test_scaled_eight_bit_weights_are_refused(checkpoint: Path, tmp_path: Path) -> None:
-    state = hf_state(checkpoint) | {"encoder.block.0.layer.0.SelfAttention.q.scale_weight": torch.ones(())}
-    save_file(state, tmp_path / "umt5_xxl_fp8_e4m3fn_scaled.safetensors")
-    where = {
-        "text_encoder": str(tmp_path / "umt5_xxl_fp8_e4m3fn_scaled.safetensors"),
-        "tokenizer": str(checkpoint / "tokenizer"),
-    }
-    with pytest.raises(UserError, match="umt5_xxl_fp16.safetensors"):
-        loaded(**where)
+def scaled_files(checkpoint: Path, folder: Path) -> tuple[Path, Path]:
+    """The encoder as ComfyUI scales it, linear layers in 8 bits and embeddings in 16, and one that holds the values of that."""
+    codes, values = {"scaled_fp8": torch.zeros(2).to(torch.float8_e4m3fn)}, {}
+    for name, tensor in hf_state(checkpoint).items():
+        if name.endswith(
+            (".q.weight", ".k.weight", ".v.weight", ".o.weight", ".wi_0.weight", ".wi_1.weight", ".wo.weight")
+        ):
+            scale = tensor.abs().max() / 448
+            codes[name] = (tensor / scale).to(torch.float8_e4m3fn)
+            codes[name.replace("weight", "scale_weight")] = scale
+            codes[name.replace("weight", "scale_input")] = torch.ones(())
+            values[name] = codes[name].float() * scale
+        else:
+            codes[name] = tensor.half()
+            values[name] = codes[name].float()
+    files = folder / "umt5_xxl_fp8_e4m3fn_scaled.safetensors", folder / "values.safetensors"
+    save_file(codes | {"spiece_model": torch.zeros(7, dtype=torch.uint8)}, files[0])
+    save_file(values, files[1])
+    return files
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_scaled_eight_bit_weights_are_held_as_they_are(checkpoint: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    tokenizer = str(checkpoint / "tokenizer")
+    scaled, dense = (
+        loaded(dtype, text_encoder=str(file), tokenizer=tokenizer) for file in scaled_files(checkpoint, tmp_path)
+    )
+    matrices = [module for module in scaled._model.modules() if isinstance(module, QuantizedLinear)]
+    assert len(matrices) == 7 * len(scaled._model.encoder.block)
+    assert {module.weight.dtype for module in matrices} == {torch.float8_e4m3fn}
+    text = scaled.encode([CAPTION])[0]["text"]
+    assert text.dtype == dtype and torch.equal(text, dense.encode([CAPTION])[0]["text"])
+    assert scaled.identity != dense.identity
+
+
+def test_the_error_of_eight_bits_is_that_of_noise_as_large_as_their_rounding(checkpoint: Path, tmp_path: Path) -> None:
+    """Three bits of fraction: 0.026 of each weight in the mean of squares."""
+    file, _ = scaled_files(checkpoint, tmp_path)
+    random = torch.Generator().manual_seed(0)
+    noisy = hf_state(checkpoint)
+    for name in load_file(file):
+        if name.endswith("scale_weight"):
+            weight = noisy[name.replace("scale_weight", "weight")]
+            weight.mul_(1 + 0.026 * torch.randn(weight.shape, generator=random))
+    save_file(noisy, tmp_path / "noisy.safetensors")
+    where = [
+        {"text_encoder": str(each), "tokenizer": str(checkpoint / "tokenizer")}
+        for each in (file, tmp_path / "noisy.safetensors")
+    ]
+    exact, found, like = (loaded(**each).encode([CAPTION])[0]["text"] for each in ({"base": str(checkpoint)}, *where))
+    assert 0.4 < (found - exact).norm() / (like - exact).norm() < 2.5
+
+
+def test_eight_bit_weights_in_another_form_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    state = hf_state(checkpoint) | {"encoder.block.0.layer.0.SelfAttention.q.weight_scale_inv": torch.ones(1, 1)}
+    save_file(state, tmp_path / "umt5.safetensors")
+    with pytest.raises(UserError, match="q.weight_scale_inv, which is not read; get the bf16") as caught:
+        TextEncoder(Components(text_encoder=str(tmp_path / "umt5.safetensors")), CPU, torch.float32)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_single_file_needs_a_tokenizer(checkpoint: Path, tmp_path: Path) -> None:

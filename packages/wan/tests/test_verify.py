@@ -1,7 +1,7 @@
 """An exported adapter is proven by diffusers: the right one passes, a wrong one does not."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from ditkit_core.components import Components
 from ditkit_core.errors import UserError
 from ditkit_core.export import ExportConfig, export_adapter
 from ditkit_core.model import run_plain
+from ditkit_core.placement import place
 from ditkit_core.precision import Precision, parse_dtype
 from ditkit_core.prepare import build, load
 from ditkit_core.randomness import generator
@@ -31,12 +32,14 @@ class World:
         size: float = 0.5,
         dtype: str = "fp32",
         form: str = "official",
+        quantize: Literal["none", "int8", "fp8", "nf4"] = "none",
         **config: Any,
     ):
         self.components = Components(base=str(checkpoint), dtype=dtype)
         precision = Precision(matmul=parse_dtype(dtype))
-        unloaded = build(WAN, self.components, AdapterConfig(rank=4, **config), BaseConfig(), precision=precision)
-        self.model = load(unloaded, device_of=lambda name: torch.device("cpu"), seed=0).model
+        base = BaseConfig(quantize=quantize)
+        unloaded = build(WAN, self.components, AdapterConfig(rank=4, **config), base, precision=precision)
+        self.model = load(unloaded, placement=place(unloaded.model, [torch.device("cpu")]), seed=0).model
         self.folder, self.form = folder, form
         with torch.no_grad():
             for name, layer in adapter_layers(self.model).items():
@@ -67,6 +70,15 @@ def test_an_exported_adapter_is_what_diffusers_computes(checkpoint: Path, tmp_pa
 
 def test_dora_in_diffusers_form_is_proven_too(checkpoint: Path, tmp_path: Path) -> None:
     world = World(checkpoint, tmp_path, form="diffusers", use_dora=True)
+    assert "agrees with our model" in world.verify(world.export(dtype="fp32"))
+
+
+@pytest.mark.parametrize("quantize", ["int8", "fp8", "nf4"])
+def test_over_a_quantized_base_diffusers_multiplies_with_the_same_weights(
+    checkpoint: Path, tmp_path: Path, quantize: Any
+) -> None:
+    """Within fp32's tolerance: the rounding of the base is no part of the difference."""
+    world = World(checkpoint, tmp_path, quantize=quantize, use_dora=quantize == "nf4", form="diffusers")
     assert "agrees with our model" in world.verify(world.export(dtype="fp32"))
 
 

@@ -24,6 +24,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -58,6 +59,11 @@ class BaseConfig:
 
     merge: tuple[str, ...] = setting((), resume="refused")
     """LoRA files that are added to the base before anything else, each as `FILE` or `FILE@strength`."""
+    quantize: Literal["none", "int8", "fp8", "nf4"] = setting("none", resume="stated")
+    """What the frozen matrices of the blocks are held in: 8 or 4 bits, converted to model.dtype where they are used."""
+    quantized_cache: str = setting("", resume="free")
+    """Folder that keeps the quantized base (one of its size for each `quantize`, base and merge), so that it is converted once;
+    empty keeps none."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ditkit_core.errors import UserError
 from ditkit_core.lora_linear import lora_linear_class
+from ditkit_core.quantized_linear import dense_weight
 from ditkit_core.randomness import generator
 from ditkit_core.settings import setting
 
@@ -156,7 +157,7 @@ def initialise(
         if layer.lora_magnitude_vector:
             magnitude = given.get("lora_magnitude_vector.weight")
             if magnitude is None:
-                merged = layer.get_base_layer().weight.detach().to(device, torch.float32)
+                merged = dense_weight(layer.get_base_layer()).to(device)
                 merged = torch.addmm(
                     merged, up.to(device).float(), down.to(device).float(), alpha=layer.scaling["default"]
                 )

@@ -2,13 +2,14 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ditkit_core.adapter_writer import check_form, check_stacks, write_adapter
 from ditkit_core.adapters import AdapterConfig, adapter_layers, adapter_state, canonical_name, is_adapter_name
@@ -16,13 +17,18 @@ from ditkit_core.errors import UserError
 from ditkit_core.files import atomic_write, write_text
 from ditkit_core.model import ModelSpec, Part
 from ditkit_core.precision import parse_dtype
-from ditkit_core.safetensors_file import SafetensorsSource, write_safetensors
+from ditkit_core.quantized_linear import dense_weight, quantized_weights, without_scales
+from ditkit_core.safetensors_file import write_safetensors
+from ditkit_core.scaled_files import in_scaled_8_bits, open_weights
 from ditkit_core.settings import setting
 from ditkit_core.stacking import Assembly, rows_of
 from ditkit_core.weights import match
 
 SHARD_BYTES = 5_000_000_000
 """Most bytes in one file of a transformer, as on the hub."""
+
+
+_FP8_SCALED = "fp8_scaled"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,23 +38,44 @@ class ExportConfig:
     forms: tuple[str, ...] = setting(("official",), resume="free")
     """Names in the files: `official` (ComfyUI and diffusers load it), `diffusers`, or both."""
     dtype: str = setting("bf16", resume="free")
-    """Dtype of the files: bf16 or fp32."""
+    """Dtype of the files: bf16 or fp32; or fp8_scaled for a whole transformer as ComfyUI reads it, blocks' matrices in 8 bits with a
+    scale and the rest in bf16 (adapters beside it are in bf16)."""
     merged: bool = setting(False, resume="free")
     """Write the whole transformer too, with the adapter merged in, as a full fine-tune does: beside each save and at the end."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("bf16", "fp32"):
-            raise UserError(f"export.dtype = {self.dtype!r}: choose bf16 or fp32")
+        if self.dtype not in ("bf16", "fp32", _FP8_SCALED):
+            raise UserError(f"export.dtype = {self.dtype!r}: choose bf16, fp32 or {_FP8_SCALED}")
         if not self.forms or len(set(self.forms)) < len(self.forms):
             raise UserError(f"export.forms = {list(self.forms)}: name at least one form, and each once")
+        if self.scaled and self.forms != ("official",):
+            raise UserError(
+                f"export.dtype = {_FP8_SCALED} is ComfyUI's, which reads the official form; set export.forms = ['official'] "
+                "(--to official), or another dtype"
+            )
+
+    @property
+    def scaled(self) -> bool:
+        """Whether matrices of whole transformers are written in 8 bits with a scale."""
+        return self.dtype == _FP8_SCALED
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of what is not in 8 bits."""
+        return torch.bfloat16 if self.scaled else parse_dtype(self.dtype)
 
 
 def check_export(spec: ModelSpec, config: ExportConfig, adapter: AdapterConfig) -> None:
     """Refuse, before training, what could not be exported after it.
 
     Raises:
-        UserError: If a form is unknown, or does not hold what will be trained.
+        UserError: If a form is unknown, or form or dtype do not hold what will be trained.
     """
+    if config.scaled and adapter.method == "lora" and not config.merged:
+        raise UserError(
+            f"export.dtype = {_FP8_SCALED} is for whole transformers, and an adapter of rank {adapter.rank} has nothing to gain; "
+            "set export.merged = true (--merge), or export.dtype = bf16"
+        )
     for form in config.forms:
         check_form(form, spec.names, use_dora=adapter.use_dora and adapter.method == "lora")
 
@@ -105,7 +132,7 @@ def export_adapter(
     state, files = adapter_state(model), []
     for form in config.forms:
         path = folder / (f"{stem}.safetensors" if exact or form == "official" else f"{stem}_{form}.safetensors")
-        write_adapter(path, state, scaling, spec.names, form=form, dtype=parse_dtype(config.dtype), metadata=metadata)
+        write_adapter(path, state, scaling, spec.names, form=form, dtype=config.torch_dtype, metadata=metadata)
         files.append(path)
     return files
 
@@ -117,10 +144,14 @@ def export_merged(
     config: ExportConfig,
     *,
     metadata: Mapping[str, str],
+    original: Callable[[str, tuple[int, ...]], Tensor] | None = None,
     config_json: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
     """Write the whole transformer, an adapter merged in, in each form; of a full fine-tune this is the export.
+
+    Where the base is quantized, the adapter is merged into the weights that it was quantized from: that is what users of the adapter
+    add it to, and nearer to what was learnt than a rounding of a rounding.
 
     Args:
         model: The model; it is not changed.
@@ -128,6 +159,8 @@ def export_merged(
         folder: Holds one folder `transformer_<form>` per form afterwards.
         config: Forms and dtype.
         metadata: Strings for the headers.
+        original: Name and shape of a parameter of the base to what it was before it was quantized; by default the model's own
+            approximation is written.
         config_json: The base's config.json, copied beside the diffusers form, whose readers want it.
         shard_bytes: Most bytes per file.
 
@@ -141,7 +174,7 @@ def export_merged(
     for form in config.forms:
         check_form(form, spec.names, use_dora=False)
         target = folder / f"transformer_{form}"
-        _write_transformer(model, spec, target, form, parse_dtype(config.dtype), metadata, shard_bytes)
+        _write_transformer(model, spec, target, form, config, metadata, shard_bytes, original)
         if form == "diffusers" and config_json is not None:
             with atomic_write(target / "config.json") as temporary:
                 shutil.copyfile(config_json, temporary)
@@ -154,11 +187,12 @@ def _write_transformer(
     spec: ModelSpec,
     folder: Path,
     form: str,
-    dtype: torch.dtype,
+    config: ExportConfig,
     metadata: Mapping[str, str],
     shard_bytes: int,
+    original: Callable[[str, tuple[int, ...]], Tensor] | None,
 ) -> None:
-    tensors = _base_tensors(model)
+    tensors, coarse = _base_tensors(model), quantized_weights(model)
     assembly = Assembly()
     for name in tensors:
         assert assembly.add(name, spec.names.from_native[form](name)), f"{name} shares rows with another parameter"
@@ -168,22 +202,37 @@ def _write_transformer(
     def about(parts: Sequence[Part]) -> tuple[tuple[int, ...], torch.dtype]:
         pieces = [rows_of(tensors[part.name], part.index, part.of) for part in parts]
         wide = any(spec.keep_fp32(part.name) for part in parts)
-        return _stacked_shape(pieces), torch.float32 if wide else dtype
+        return _stacked_shape(pieces), torch.float32 if wide else config.torch_dtype
 
     shapes = {key: about(parts) for key, parts in natives.items()}
     layers = adapter_layers(model)
+
+    @lru_cache(maxsize=1)  # a form that has its parts in tensors of their own has them one after the other
+    def base_of(name: str) -> Tensor:
+        if name not in coarse:
+            return tensors[name]
+        return dense_weight(coarse[name]) if original is None else original(name, tuple(tensors[name].shape))
 
     def tensor_of(key: str) -> Tensor:
         pieces = []
         for part in natives[key]:
             module = part.name.removesuffix(".weight")
             if module in layers and module != part.name:
-                rows = merged_weight(layers[module], part.index, part.of)
+                rows = merged_weight(layers[module], base_of(part.name), part.index, part.of)
             else:
-                rows = rows_of(tensors[part.name], part.index, part.of)
-            pieces.append(rows.detach().to("cpu", shapes[key][1]))
+                rows = rows_of(base_of(part.name), part.index, part.of)
+            pieces.append(rows.detach().to("cpu", dtype_of(key)))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
+    def dtype_of(key: str) -> torch.dtype:
+        return torch.float32 if key in scaled else shapes[key][1]
+
+    scaled: Collection[str] = ()
+    written: Callable[[str], Tensor] = tensor_of
+    if config.scaled:
+        matrices = _matrices_of_blocks(model)
+        scaled = {key for key, parts in natives.items() if _can_scale(parts, matrices, spec)}
+        shapes, written = in_scaled_8_bits(shapes, tensor_of, scaled)
     shards = list(_shards(shapes, shard_bytes))
     for old in folder.glob("diffusion_pytorch_model*.safetensors*"):
         old.unlink()
@@ -191,18 +240,35 @@ def _write_transformer(
     where: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(folder / name, shard, tensor_of, metadata)
+        write_safetensors(folder / name, shard, written, metadata)
         where |= dict.fromkeys(shard, name)
     if len(shards) > 1:
         total = sum(_num_bytes(*about) for about in shapes.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         write_text(folder / f"{stem}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
-    match(SafetensorsSource.open(folder), spec.names, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    match(open_weights(folder), spec.names, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+
+
+def _matrices_of_blocks(model: Any) -> set[str]:
+    """The weights of the blocks' Linear layers, by canonical name."""
+    inside = {id(module) for block in model.blocks() for module in block.modules()}
+    weights = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module) in inside
+    }
+    return {canonical_name(name) for name in weights if not is_adapter_name(name)}
+
+
+def _can_scale(parts: Sequence[Part], matrices: Collection[str], spec: ModelSpec) -> bool:
+    """Whether a tensor is matrices of the blocks alone, none of which stays in fp32."""
+    return all(part.name in matrices and not spec.keep_fp32(part.name) for part in parts)
 
 
 def _base_tensors(model: Any) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of the model without its adapter, by canonical name."""
-    return {canonical_name(name): tensor for name, tensor in model.state_dict().items() if not is_adapter_name(name)}
+    """Parameters and persistent buffers of the model without its adapter, by canonical name; of a quantized weight only the shape."""
+    state = {canonical_name(name): tensor for name, tensor in model.state_dict().items() if not is_adapter_name(name)}
+    return without_scales(state, model)
 
 
 def _stacked_shape(pieces: Sequence[Tensor]) -> tuple[int, ...]:
@@ -210,21 +276,23 @@ def _stacked_shape(pieces: Sequence[Tensor]) -> tuple[int, ...]:
     return (sum(len(piece) for piece in pieces), *first.shape[1:]) if others else tuple(first.shape)
 
 
-def merged_weight(layer: Any, index: int = 0, of: int = 1) -> Tensor:
+def merged_weight(layer: Any, base: Tensor, index: int = 0, of: int = 1) -> Tensor:
     """The fp32 weight of an adapted layer with the adapter in it: what the layer multiplies with, outside of training.
 
     Args:
         layer: The layer.
+        base: Its weight without the adapter.
         index: Which of the equal parts of its rows.
         of: How many parts.
     """
-    weight = rows_of(layer.get_base_layer().weight.detach(), index, of).float()
+    weight = rows_of(base.detach(), index, of).float()
     down, up = layer.lora_A["default"].weight.detach(), rows_of(layer.lora_B["default"].weight.detach(), index, of)
+    down, up = down.to(weight.device), up.to(weight.device)  # a streamed weight is read on the host
     merged = torch.addmm(weight, up.float(), down.float(), alpha=layer.scaling["default"])
     if layer.lora_magnitude_vector:
         norm = torch.linalg.vector_norm(merged, dim=1)
         magnitude = rows_of(layer.lora_magnitude_vector["default"].weight.detach(), index, of)
-        merged *= (magnitude / norm)[:, None]
+        merged *= (magnitude.to(norm.device) / norm)[:, None]
     return merged
 
 

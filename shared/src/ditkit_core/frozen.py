@@ -17,7 +17,9 @@ from ditkit_core.components import Components
 from ditkit_core.errors import UserError
 from ditkit_core.files import read_json_object
 from ditkit_core.model import StateDictNames
+from ditkit_core.quantization import hold_as_stored
 from ditkit_core.safetensors_file import SafetensorsSource
+from ditkit_core.scaled_files import open_weights
 from ditkit_core.weights import Advice, load_into, match
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -62,7 +64,7 @@ def find_weights(
     Raises:
         UserError: If there are none, a file is damaged, or they are those of another model.
     """
-    source = SafetensorsSource.open(components.locate(part, safe_names=safe_names))
+    source = open_weights(components.locate(part, safe_names=safe_names))
     config = read_config(source.path) if source.path.is_dir() else config_of_file(source)
     if kind and (found := config.get("_class_name", kind)) != kind:
         raise UserError(f"{source.path} holds {found}, not {kind}; {remedy}")
@@ -96,7 +98,7 @@ def fill(
     tied: Mapping[str, str] | None = None,
     ignore: frozenset[str] = frozenset(),
 ) -> None:
-    """Give every parameter of a module on `meta` its value, and freeze it.
+    """Give every parameter of a module on `meta` its value, and freeze it; matrices that are 8-bit codes with a scale stay that.
 
     Args:
         model: The module; in eval mode afterwards.
@@ -119,6 +121,7 @@ def fill(
         described_by="the part's configuration", if_unknown=remedy, if_depth_differs=remedy, if_shapes_differ=remedy
     )
     mapping = match(source, names, wanted, ignore=lambda name: name in ignore | skipped, advice=advice)
+    hold_as_stored(model, source, mapping)
     load_into(model, source, mapping, device_of=lambda name: device, dtype_of=dtype_of)
     for name, other in tied.items():
         model.get_submodule(name).weight = model.get_submodule(other).weight

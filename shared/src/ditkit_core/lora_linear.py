@@ -7,6 +7,7 @@ peft's: adapter in fp32, sum in fp32, one rounding at the end.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,23 @@ fake tensors, not timed, for 4608 tokens and a fused projection from 6144 to 552
 rows: that quarter of a GiB does not raise the step's peak (the whole does, by 0.7 GiB), a smaller part does not lower it, and 2**25
 launches a tenth more kernels.
 """
+
+_stand_in: list[str] = []  # not a ContextVar, which older compilers cannot trace
+
+
+@contextmanager
+def as_on(kind: str) -> Iterator[None]:
+    """Inside the block, go by this kind of device (`cuda`) whatever a tensor says: for fake tensors that stand for it."""
+    _stand_in.append(kind)
+    try:
+        yield
+    finally:
+        _stand_in.pop()
+
+
+def kind_of(x: Tensor) -> str:
+    """The kind of device that a tensor is on: `cpu` or `cuda`."""
+    return _stand_in[-1] if _stand_in else "cpu" if x.device.type == "cpu" else "cuda"
 
 
 def low_rank_sum(
@@ -108,7 +126,7 @@ def _products(gradient: Tensor, up: Tensor, low: Tensor | None) -> tuple[Tensor,
 
 def _at_once(x: Tensor, axis: int) -> int:
     """How many rows (axis 0) or columns (axis 1) of a matrix are held in the adapter's wider dtype at once."""
-    return min(max(1, AT_ONCE["cpu" if x.device.type == "cpu" else "cuda"] // x.shape[1 - axis]), x.shape[axis])
+    return min(max(1, AT_ONCE[kind_of(x)] // x.shape[1 - axis]), x.shape[axis])
 
 
 def _spans(count: int, buffer: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -116,6 +134,10 @@ def _spans(count: int, buffer: Tensor) -> Iterator[tuple[slice, Tensor]]:
     for start in range(0, count, max(1, len(buffer))):
         stop = min(start + len(buffer), count)
         yield slice(start, stop), buffer[: stop - start]
+
+
+class KeepsOnlyItsInput:
+    """A frozen layer, other than torch's Linear, whose forward saves nothing large for its backward but what it was given."""
 
 
 class PlainLora:
@@ -132,7 +154,7 @@ def keeps_only_its_input(layer: nn.Module) -> bool:
     A layer that is trained itself is none: what follows it (a trained gate) needs its output.
     """
     frozen = type(layer) is nn.Linear and not layer.weight.requires_grad
-    return frozen or (isinstance(layer, PlainLora) and layer.is_plain())
+    return frozen or isinstance(layer, KeepsOnlyItsInput) or (isinstance(layer, PlainLora) and layer.is_plain())
 
 
 @cache

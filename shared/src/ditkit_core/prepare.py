@@ -6,7 +6,8 @@ its devices and dtypes; initialise the adapters. Nothing is allocated twice, and
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,26 @@ from ditkit_core.adapter_files import (
     start_from,
 )
 from ditkit_core.adapters import AdapterConfig, initialise, inject, trainable_parameters
+from ditkit_core.block_swap import BlockSwap, homes
 from ditkit_core.components import Components
 from ditkit_core.errors import UserError
 from ditkit_core.model import ModelSpec, Part
+from ditkit_core.placement import Placement
 from ditkit_core.precision import Precision
+from ditkit_core.quantization import (
+    check_quantize,
+    check_scaled,
+    convert,
+    described,
+    hold_as_stored,
+    linears_of_blocks,
+    num_bytes,
+    size,
+)
+from ditkit_core.quantized_cache import find_cache
 from ditkit_core.safetensors_file import SafetensorsSource
-from ditkit_core.weights import Advice, fits_shapes, load_into, match
+from ditkit_core.scaled_files import num_scaled, open_weights
+from ditkit_core.weights import Advice, fits_shapes, load_into, match, read_in_fp32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +57,21 @@ class Prepared:
     """Its name; empty if the architecture was read from a config.json and is none of the presets."""
     adapter: AdapterConfig
     """As configured, with what an `adapter.init` file decided."""
-    trainable: dict[str, nn.Parameter]
+    trainable: dict[str, nn.Parameter] = field(repr=False)
     """What is trained, by canonical name."""
     source: SafetensorsSource
     """The base's files."""
     config_json: Path | None
     """The transformer's config.json, if it has one."""
+    original: Callable[[str, tuple[int, ...]], Tensor]
+    """Name and shape of a parameter of the base to its fp32 values on the host, read once more: as the files have it and adapters
+    were merged into it, where the model holds something coarser."""
+    passage: BlockSwap | None = None
+    """What streams weights through the devices, for the engine; None if nothing is streamed."""
+
+    def readable(self) -> AbstractContextManager[None]:
+        """Inside the block every weight can be read, on the host or its device; the model may be unable to run."""
+        return nullcontext() if self.passage is None else self.passage.on_host()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +90,7 @@ class Unloaded:
     merged: list[tuple[AdapterFile, float]]
     start: Callable[[str], Mapping[str, Tensor]] | None
     """First values of a module's adapter, if a file gives them."""
+    base: BaseConfig
 
 
 def build(
@@ -90,7 +115,10 @@ def build(
     Raises:
         UserError: If a file is missing, damaged, or does not fit the model or the configuration.
     """
-    source = SafetensorsSource.open(components.locate("transformer"))
+    check_quantize(base.quantize, adapter.method)
+    source = open_weights(components.locate("transformer"))
+    if num_scaled(source):
+        check_scaled(str(source.path), adapter.method)
     preset, arch = choose_arch(spec, components.preset, source)
     model = build_on_meta(spec, arch, precision)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -113,12 +141,21 @@ def build(
         start = open_file(Path(adapter.init).expanduser())
         adapter, line = config_from_file(adapter, start)
         say(line)
+    if base.quantize in ("none", "fp8") and num_scaled(source):
+        say(_hold_as_stored(spec, model, source, mapping, precision, merges=bool(merged)))
+    if base.quantize != "none":
+        if base.quantize != "fp8" and num_scaled(source):
+            say(
+                f"{source.path} is in scaled 8 bits, and rounded once more; a bf16 file or base.quantize = fp8 loses less"
+            )
+        if any(not spec.keep_fp32(f"{name}.weight") for name in linears_of_blocks(model)):
+            say(_quantize(spec, model, base.quantize, precision))
     adapted = inject(model, adapter, spec.adapter_targets)
     for file, strength in merged:
         say(f"base.merge: {len(file.modules)} modules of {file.source.path} at strength {strength:g}")
     return Unloaded(
         spec=spec, model=model, arch=arch, preset=preset, adapter=adapter, precision=precision, source=source,
-        mapping=mapping, merged=merged, start=start_from(start, adapted) if start else None,
+        mapping=mapping, merged=merged, start=start_from(start, adapted) if start else None, base=base,
     )  # fmt: skip
 
 
@@ -148,39 +185,81 @@ def check_item(spec: ModelSpec, model: Any, item: Mapping[str, Tensor]) -> None:
 def load(
     unloaded: Unloaded,
     *,
-    device_of: Callable[[str], torch.device],
+    placement: Placement,
     seed: int,
     on_tensor: Callable[[str, nn.Module], None] | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Prepared:
     """Give the model its weights.
 
     Args:
         unloaded: The model on `meta`.
-        device_of: Where a parameter or the adapter of a module goes, by its name; those of `spec.keep_fp32` in fp32, the
-            others in the matmuls' dtype.
+        placement: Which device runs what; parameters of `spec.keep_fp32` go there in fp32, the others in the matmuls' dtype.
         seed: The run's seed, for the adapters' first values.
         on_tensor: Called with the name and module of each parameter of the base once it is there.
+        say: Told, in one line, whether a quantized base was read or is kept.
 
     Raises:
         UserError: If a file is damaged.
     """
     spec, model, source = unloaded.spec, unloaded.model, unloaded.source
-    load_into(
-        model,
-        source,
-        unloaded.mapping,
-        device_of=device_of,
-        dtype_of=lambda name: torch.float32 if spec.keep_fp32(name) else unloaded.precision.matmul,
-        edits=merge_into(unloaded.merged),
-        on_tensor=on_tensor,
-    )
+    device_of, edits = placement.device_of(model), merge_into(unloaded.merged)
+    dtype_of, home_of = _loaded_dtype(spec, unloaded.precision), homes(model, placement)
+    base, merged = unloaded.base, unloaded.merged
+    cache = find_cache(base.quantized_cache, base.quantize, model, source, merged, dtype_of=dtype_of)
+    if cache is None or not cache.load(model, device_of=home_of, dtype_of=dtype_of, on_tensor=on_tensor, say=say):
+        load_into(
+            model, source, unloaded.mapping, device_of=home_of, dtype_of=dtype_of, edits=edits, on_tensor=on_tensor
+        )  # fmt: skip
+        if cache is not None:
+            cache.write(model, dtype_of=dtype_of, say=say)
     initialise(model, seed, device_of=device_of, start=unloaded.start)
     on_meta = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     assert not on_meta, f"never given a value: {on_meta}"
+    is_full = unloaded.adapter.method == "full"
+    passage = (
+        BlockSwap(model, placement, trained=is_full) if placement.streamed else None
+    )  # last: what reads weights does so before
     return Prepared(
         model=model, arch=unloaded.arch, preset=unloaded.preset, adapter=unloaded.adapter,
         trainable=trainable_parameters(model), source=source, config_json=_config_json(source.path),
+        original=lambda name, shape: read_in_fp32(source, unloaded.mapping[name], shape, edits.get(name)),
+        passage=passage,
     )  # fmt: skip
+
+
+def _loaded_dtype(spec: ModelSpec, precision: Precision) -> Callable[[str], torch.dtype]:
+    """The dtype of the base's parameters that are not quantized, by name."""
+    return lambda name: torch.float32 if spec.keep_fp32(name) else precision.matmul
+
+
+def _quantize(spec: ModelSpec, model: Any, kind: str, precision: Precision) -> str:
+    """Have the blocks' matrices quantized when they are loaded; returns one line that says so."""
+    dtype_of, num_blocks = _loaded_dtype(spec, precision), len(model.blocks())
+    before = num_bytes(model, dtype_of)
+    converted = convert(model, kind, spec.keep_fp32)
+    return described(kind, converted, num_blocks, before, num_bytes(model, dtype_of))
+
+
+def _hold_as_stored(
+    spec: ModelSpec,
+    model: Any,
+    source: SafetensorsSource,
+    mapping: Mapping[str, tuple[Part, ...]],
+    precision: Precision,
+    *,
+    merges: bool,
+) -> str:
+    """Have the blocks' matrices that a file has in scaled 8 bits held so; returns one line that says it."""
+    dtype_of = _loaded_dtype(spec, precision)
+    before = num_bytes(model, dtype_of)
+    layers = [name for name in linears_of_blocks(model) if not spec.keep_fp32(f"{name}.weight")]
+    held = hold_as_stored(model, source, mapping, layers=layers)
+    line = (
+        f"{source.path}: {len(held)} matrices are held in its own scaled 8 bits; "
+        f"the base takes {size(num_bytes(model, dtype_of))} instead of {size(before)}"
+    )
+    return line + "; those that base.merge changes are rounded to 8 bits once more" * merges
 
 
 def build_on_meta(spec: ModelSpec, arch: Any, precision: Precision) -> Any:

@@ -25,6 +25,7 @@ _DTYPES = {
 }  # fmt: skip
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_SCALED_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class StoredTensor:
     num_bytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    scale: "StoredTensor | None" = None
+    """What its values are multiplied with to be the weight, one number or one to a row, where `scaled_files` found that it is codes."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +82,17 @@ class SafetensorsSource:
         digest = hashlib.blake2b(digest_size=16)
         for name, stored in sorted(self.tensors.items()):
             digest.update(f"{name} {stored.shape} {stored.dtype}".encode())
-            with open(stored.file, "rb") as file:
-                for offset in (0, max(0, stored.num_bytes - 1024)):
-                    file.seek(stored.offset + offset)
-                    digest.update(file.read(min(1024, stored.num_bytes)))
+            for part in (stored, stored.scale):
+                if part is None:
+                    continue
+                with open(part.file, "rb") as file:
+                    for offset in (0, max(0, part.num_bytes - 1024)):
+                        file.seek(part.offset + offset)
+                        digest.update(file.read(min(1024, part.num_bytes)))
         return digest.hexdigest()
 
     def read(self, name: str, buffer: Tensor | None = None, *, index: int = 0, of: int = 1) -> Tensor:
-        """One tensor, or some of its rows, on the CPU, in the file's dtype.
+        """One tensor, or some of its rows, on the CPU, in the file's dtype; of a scaled one, the codes.
 
         Args:
             name: Its name in the file.
@@ -107,6 +113,41 @@ class SafetensorsSource:
             if file.readinto(buffer.numpy().data) != num_bytes:
                 raise UserError(f"{stored.file} ends inside {name!r}: it changed while it was read; fetch it again")
         return buffer.view(stored.dtype).reshape(shape)
+
+    def scale_of(self, name: str, *, index: int = 0, of: int = 1) -> Tensor | None:
+        """What the codes of a tensor are multiplied with, fp32 [1] or [rows] on the CPU; None if it is the weight itself.
+
+        Args:
+            name: The tensor's name in the file.
+            index: Which of the equal parts of its rows is read.
+            of: How many equal parts its rows are cut into.
+
+        Raises:
+            UserError: If the file ends before the scale does.
+        """
+        scale = self.tensors[name].scale
+        if scale is None:
+            return None
+        read = SafetensorsSource(self.path, {name: scale}, {}).read(name).reshape(-1).float()
+        return read if len(read) == 1 else read.view(of, -1)[index]
+
+    def apply_scale(self, values: Tensor, name: str, *, index: int = 0, of: int = 1) -> None:
+        """Multiply codes, converted to a floating dtype and on any device, to the weight that they stand for, in place.
+
+        Args:
+            values: Those of a tensor's part, in any shape; left as they are if it has no scale.
+            name: The tensor's name in the file.
+            index: Which of the equal parts of its rows they are.
+            of: How many equal parts its rows are cut into.
+        """
+        scale = self.scale_of(name, index=index, of=of)
+        if scale is None:
+            return
+        num_rows = self.tensors[name].shape[0] // of
+        rows, scale = values.view(num_rows, -1), scale.expand(num_rows)[:, None].to(values.device)
+        at_once = max(1, _SCALED_AT_ONCE // max(1, rows.shape[1]))  # the CPU makes an fp32 copy of what it is given
+        for start in range(0, num_rows, at_once):
+            rows[start : start + at_once].mul_(scale[start : start + at_once])
 
 
 def _files_of(path: Path) -> list[Path]:

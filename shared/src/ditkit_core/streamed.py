@@ -71,12 +71,13 @@ class PassingMemory:
             stored = self._source.tensors[part.name]
             if self._device.type == "cpu" and self._dtype == stored.dtype:
                 self._source.read(part.name, rows.view(torch.uint8), index=part.index, of=part.of)
-                continue
+                continue  # no codes: those are read into a wider dtype
             num_bytes = stored.num_bytes // part.of
             if len(self._passing) < num_bytes:
                 self._passing = torch.empty(num_bytes, dtype=torch.uint8)
             # A copy that is waited for: the bytes that it reads are overwritten by the next weight's.
             rows.copy_(self._source.read(part.name, self._passing[:num_bytes], index=part.index, of=part.of).view(-1))
+            self._source.apply_scale(rows, part.name, index=part.index, of=part.of)
         return weight
 
 
@@ -116,7 +117,12 @@ def decide(streaming: Streaming, needed_bytes: int, device: torch.device) -> tup
     if free is None:
         return False, f"free memory of {device} is not known; encode.streaming = always reads layer by layer"
     figures = f"{needed_bytes / 2**30:.1f} GiB of weights, {free / 2**30:.1f} GiB free on {device}"
-    return needed_bytes + MARGIN_BYTES > free, figures
+    return too_large(needed_bytes, free), figures
+
+
+def too_large(needed_bytes: int, free_bytes: int) -> bool:
+    """Whether weights of this size leave too little of what is free, so that `auto` streams them."""
+    return needed_bytes + MARGIN_BYTES > free_bytes
 
 
 def free_memory_bytes(device: torch.device) -> int | None:

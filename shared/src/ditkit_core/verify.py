@@ -4,19 +4,21 @@ What differs between models is how the other program's transformer is built and 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ditkit_core.adapters import adapter_layers, canonical_name, is_adapter_name
 from ditkit_core.components import Components
 from ditkit_core.ema import swapped
 from ditkit_core.errors import UserError
 from ditkit_core.model import Part, StateDictNames
+from ditkit_core.quantized_linear import dense_weight, quantized_weights, without_scales
 from ditkit_core.safetensors_file import SafetensorsSource
 from ditkit_core.stacking import Assembly, rows_of
 from ditkit_core.weights import first_ten
@@ -81,21 +83,82 @@ def compare_with_pipeline(
 
 
 def base_in_form(model: Any, names: StateDictNames, form: str) -> dict[str, Tensor]:
-    """The base's tensors, without the adapter, as files of a form name and stack them.
+    """The base's tensors, without the adapter, as files of a form name and stack them; quantized ones in the matmuls' dtype.
 
-    What is one of ours, or rows of one, shares its memory; only what is put together is a copy.
+    What is one of ours, or rows of one, shares its memory; what is put together or was quantized is a copy.
     """
-    base = {canonical_name(name): tensor for name, tensor in model.state_dict().items() if not is_adapter_name(name)}
-    assembly = Assembly()
-    for name in base:
-        assert assembly.add(name, names.from_native[form](name)), f"{name} takes the place of another parameter"
-    assert len(assembly.complete) == len(assembly.found), "a tensor of the form lacks rows"
+    base = _Base(model)
+    return {theirs: base.rows(parts) for theirs, parts in base.in_form(names, form).items()}
 
-    def rows(parts: tuple[Part, ...]) -> Tensor:
-        pieces = [rows_of(base[part.name], part.index, part.of) for part in parts]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    return {theirs: rows(parts) for theirs, parts in assembly.complete.items()}
+def share_base(
+    transformer: nn.Module, model: Any, names: StateDictNames, form: str, dtype_of: Callable[[str], torch.dtype]
+) -> None:
+    """Give another program's transformer our base, without the adapter, under that program's names.
+
+    No memory is needed: blocks' matrices are shared, and quantized ones are dequantized each time that they are used, so that both
+    models multiply with the same numbers on a device which the whole base would not fit.
+
+    Args:
+        transformer: The other program's, on `meta`.
+        model: Our model.
+        names: The model's names.
+        form: The form that the other program's names are.
+        dtype_of: Dtype in the other program by the name of a parameter there.
+    """
+    base, state = _Base(model), {}
+    for theirs, parts in base.in_form(names, form).items():
+        dtype = dtype_of(theirs)
+        if any(part.name in base.quantized for part in parts):
+            owner, _, leaf = theirs.rpartition(".")
+            layer = transformer.get_submodule(owner)
+            assert type(layer) is nn.Linear and leaf == "weight", theirs
+            del layer._parameters[leaf]
+            layer.__class__ = _Borrowing
+            layer.__dict__["borrow"] = partial(base.rows, parts, dtype)
+        else:
+            state[theirs] = base.rows(parts).to(dtype)
+    transformer.load_state_dict(state, strict=True, assign=True)
+
+
+class _Borrowing(nn.Linear):
+    """A Linear layer of another program whose weight is made when it is asked for."""
+
+    borrow: Callable[[], Tensor]
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self.borrow()
+
+
+class _Base:
+    """A model's parameters without its adapter."""
+
+    def __init__(self, model: Any):
+        self.quantized = quantized_weights(model)
+        self._matmul = model.embed.precision.matmul
+        state = {
+            canonical_name(name): tensor for name, tensor in model.state_dict().items() if not is_adapter_name(name)
+        }
+        self._tensors = without_scales(state, model)
+
+    def in_form(self, names: StateDictNames, form: str) -> Mapping[str, tuple[Part, ...]]:
+        """By the form's name: the parts of our parameters that the tensor's rows are."""
+        assembly = Assembly()
+        for name in self._tensors:
+            assert assembly.add(name, names.from_native[form](name)), f"{name} takes the place of another parameter"
+        assert len(assembly.complete) == len(assembly.found), "a tensor of the form lacks rows"
+        return assembly.complete
+
+    def rows(self, parts: tuple[Part, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor that these parts are."""
+        pieces = [rows_of(self._whole(part.name), part.index, part.of) for part in parts]
+        found = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return found if dtype is None else found.to(dtype)
+
+    def _whole(self, name: str) -> Tensor:
+        layer = self.quantized.get(name)
+        return self._tensors[name] if layer is None else dense_weight(layer, self._matmul)
 
 
 def _load(pipeline: Any, adapter_file: Path) -> None:

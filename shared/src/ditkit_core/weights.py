@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ditkit_core.errors import UserError
 from ditkit_core.model import Part, StateDictNames
+from ditkit_core.quantized_linear import QuantizedLinear
 from ditkit_core.safetensors_file import SafetensorsSource
 from ditkit_core.stacking import Assembly
 
@@ -142,7 +143,7 @@ def _likely_reason(
     advice: Advice,
 ) -> str:
     if any(key.endswith((".scale_weight", ".weight_scale", "scaled_fp8")) for key in unexpected):
-        return "these are scaled 8-bit weights; get the bf16 or fp16 file"
+        return "it has scales of 8-bit weights that it does not have; fetch it again"
     if len(found) < len(wanted) / 10:
         return f"these are weights of another model, or names that are not known here; {advice.if_unknown}"
     ours, theirs = _depths(wanted), _depths(natives)
@@ -173,14 +174,15 @@ def load_into(
 ) -> None:
     """Put a file's tensors in the place of a model's parameters, in the order in which they lie in the files.
 
-    Parameters that an adapter library moved below a `base_layer` are found by the name that they had before.
+    Parameters that an adapter library moved below a `base_layer` are found by the name that they had before. The weight of a
+    quantized layer goes to its device in fp32, and is quantized there before the next one is read.
 
     Args:
         model: The model, built on `meta`; each loaded parameter keeps its `requires_grad`.
         source: The file.
         mapping: Parts of the file's tensors by our name, from `match`.
         device_of: Where the parameter of our name goes.
-        dtype_of: Its dtype there.
+        dtype_of: Its dtype there, if it is not quantized.
         edits: By our name: changes the tensor in place, on the CPU in fp32, before it is converted and moved.
         on_tensor: Called with our name and the module that holds the parameter, once it is there.
 
@@ -189,36 +191,28 @@ def load_into(
     """
     state = model.state_dict()
     places = {name.replace(".base_layer.", "."): name for name in state}
-    passing, editing = _Scratch(torch.uint8), _Scratch(torch.float32)
+    reader = _Reader(source)
 
     def place_in_files(name: str) -> tuple[Path, int]:
         first = mapping[name][0]
         stored = source.tensors[first.name]
         return stored.file, stored.offset + stored.num_bytes * first.index // first.of
 
-    def fill(tensor: Tensor, parts: tuple[Part, ...]) -> None:
-        for part, rows in zip(parts, tensor.view(-1).tensor_split(len(parts)), strict=True):
-            stored = source.tensors[part.name]
-            if tensor.device == _HOST and tensor.dtype == stored.dtype:
-                source.read(part.name, rows.view(torch.uint8), index=part.index, of=part.of)
-            else:
-                buffer = passing.of(stored.num_bytes // part.of)
-                rows.copy_(source.read(part.name, buffer, index=part.index, of=part.of).view(-1))
-
     for name in sorted(mapping, key=place_in_files):
-        device, dtype, shape = device_of(name), dtype_of(name), state[places[name]].shape
-        if edit := (edits or {}).get(name):
-            in_place = all(source.tensors[part.name].dtype == torch.float32 for part in mapping[name])
-            scratch = passing.of(4 * shape.numel()).view(torch.float32) if in_place else editing.of(shape.numel())
-            tensor = scratch.view(shape)
-            fill(tensor, mapping[name])
-            edit(tensor)
-            tensor = tensor.to(device, dtype, copy=True)
-        else:
-            tensor = torch.empty(shape, device=device, dtype=dtype)
-            fill(tensor, mapping[name])
+        device, dtype, parts, edit = device_of(name), dtype_of(name), mapping[name], (edits or {}).get(name)
         owner, _, leaf = places[name].rpartition(".")
         module = model.get_submodule(owner)
+        if isinstance(module, QuantizedLinear) and leaf == "weight":
+            _quantize_into(module, reader, parts, device, edit)
+            if on_tensor is not None:
+                on_tensor(name, module)
+            continue
+        shape = state[places[name]].shape
+        if edit is not None:
+            tensor = reader.in_fp32(parts, shape, edit).to(device, dtype, copy=True)
+        else:
+            tensor = torch.empty(shape, device=device, dtype=dtype)
+            reader.fill(tensor, parts)
         if leaf in module._parameters:
             old = module._parameters[leaf]
             assert old is not None, name
@@ -229,7 +223,86 @@ def load_into(
             on_tensor(name, module)
 
 
-class _Scratch:
+def _quantize_into(
+    layer: QuantizedLinear,
+    reader: "_Reader",
+    parts: tuple[Part, ...],
+    device: torch.device,
+    edit: Callable[[Tensor], None] | None,
+) -> None:
+    """Give a quantized layer the codes and scales of a file's tensors."""
+    shape = torch.Size((layer.out_features, layer.in_features))
+    stored = {reader.source.tensors[part.name].dtype for part in parts}
+    if layer.kind == "fp8" and stored == {torch.float8_e4m3fn} and edit is None:
+        codes = torch.empty(shape, device=device, dtype=torch.float8_e4m3fn)
+        reader.fill(codes, parts, codes=True)  # as they are: another scale would round them once more
+        layer.set_values({"weight": codes, "weight_scale": reader.scales(parts, shape[0]).to(device)})
+    else:
+        layer.set_weight(reader.in_fp32(parts, shape, edit).to(device))
+
+
+def read_in_fp32(
+    source: SafetensorsSource,
+    parts: tuple[Part, ...],
+    shape: tuple[int, ...],
+    edit: Callable[[Tensor], None] | None = None,
+) -> Tensor:
+    """One parameter on the host in fp32, as its files have it.
+
+    Args:
+        source: The file.
+        parts: Parts of the file's tensors that it is, from `match`.
+        shape: Its shape.
+        edit: Changes it in place.
+
+    Raises:
+        UserError: If the file ends before its tensor does.
+    """
+    return _Reader(source).in_fp32(parts, torch.Size(shape), edit)
+
+
+class _Reader:
+    """Reads parameters one after the other through the same memory."""
+
+    def __init__(self, source: SafetensorsSource):
+        self.source = source
+        self._passing, self._editing = Scratch(torch.uint8), Scratch(torch.float32)
+
+    def scales(self, parts: tuple[Part, ...], num_rows: int) -> Tensor:
+        """What the codes of a matrix are multiplied with, fp32 [rows, 1]: several layers may have theirs in common, or one several."""
+        scales = torch.ones(len(parts), num_rows // len(parts))
+        for part, rows in zip(parts, scales, strict=True):
+            if (scale := self.source.scale_of(part.name, index=part.index, of=part.of)) is not None:
+                rows.copy_(scale)
+        return scales.view(num_rows, 1)
+
+    def fill(self, tensor: Tensor, parts: tuple[Part, ...], *, codes: bool = False) -> None:
+        """Give a tensor, on any device and in any dtype, the values of a file's parts; of scaled ones, perhaps the codes."""
+        for part, rows in zip(parts, tensor.view(-1).tensor_split(len(parts)), strict=True):
+            stored = self.source.tensors[part.name]
+            if tensor.device == _HOST and tensor.dtype == stored.dtype:
+                self.source.read(part.name, rows.view(torch.uint8), index=part.index, of=part.of)
+            else:
+                buffer = self._passing.of(stored.num_bytes // part.of)
+                rows.copy_(self.source.read(part.name, buffer, index=part.index, of=part.of).view(-1))
+            if not codes:
+                self.source.apply_scale(rows, part.name, index=part.index, of=part.of)
+
+    def in_fp32(
+        self, parts: tuple[Part, ...], shape: torch.Size, edit: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
+        """The values in fp32 on the host, edited, in memory that the next ones take again."""
+        in_place = all(self.source.tensors[part.name].dtype == torch.float32 for part in parts)
+        num = shape.numel()
+        scratch = self._passing.of(4 * num).view(torch.float32) if in_place else self._editing.of(num)
+        tensor = scratch.view(shape)
+        self.fill(tensor, parts)
+        if edit is not None:
+            edit(tensor)
+        return tensor
+
+
+class Scratch:
     """Memory that tensors pass through one after the other.
 
     Allocating it anew for each would not do: the allocator places what stays into the holes of what passed, finds no

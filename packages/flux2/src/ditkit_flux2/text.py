@@ -5,25 +5,26 @@ for every caption of the call, and dropped. Both give the same bits, because cap
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from ditkit_core.components import Components
 from ditkit_core.console import say, warn
 from ditkit_core.frozen import fingerprint
 from ditkit_core.memory import process_peak_bytes
-from ditkit_core.model import Part, Streaming, ignored
-from ditkit_core.safetensors_file import SafetensorsSource
+from ditkit_core.model import Holding, Part, Streaming, ignored
+from ditkit_core.quantization import hold_as_stored, scaled_layers
+from ditkit_core.scaled_files import open_weights
 from ditkit_core.streamed import PassingMemory, below, decide, give_back_large_blocks
 from ditkit_core.tokenizer_files import find_tokenizer
 from ditkit_core.weights import load_into
 from ditkit_flux2.text_model import ATTENTION, build, describe, locate_weights
-from ditkit_flux2.text_prompt import TEXT_TOKENS, Prompter
+from ditkit_flux2.text_prompt import TEXT_TOKENS, Prompter, TextFamily
 
 _MOST_AT_ONCE = 64
 _BYTES_AT_ONCE = 2**30  # of hidden states and results
@@ -36,9 +37,9 @@ class TextEncoder:
         """Find weights and tokenizer, and read the weights' headers; nothing is loaded.
 
         Raises:
-            UserError: If either is missing, damaged, or not of a model that FLUX.2 uses.
+            UserError: If either is missing, damaged, or not of a model that FLUX.2 uses, or weights are in a form that is not read.
         """
-        self._source = SafetensorsSource.open(components.locate("text_encoder"))
+        self._source = open_weights(components.locate("text_encoder"))
         self.family, self._config = describe(self._source)
         self._prompter = Prompter(find_tokenizer(components), self.family)
         self._device, self._dtype, self._streaming = device, dtype, streaming
@@ -71,8 +72,16 @@ class TextEncoder:
 
     @cached_property
     def _decision(self) -> tuple[bool, str]:
-        num_elements = sum(tensor.numel() for tensor in self._model.state_dict().values())
-        return decide(self._streaming, num_elements * self._dtype.itemsize, self._device)
+        scaled = {f"{name}.weight" for name in scaled_layers(self._model, self._source, self._located)}
+        num_bytes = sum(
+            tensor.numel() * (1 if name in scaled else self._dtype.itemsize)
+            for name, tensor in self._model.state_dict().items()
+        )
+        return decide(self._streaming, num_bytes, self._device)
+
+    @cached_property
+    def _located(self) -> dict[str, tuple[Part, ...]]:
+        return locate_weights(self._model, self._source)
 
     @property
     def streams(self) -> bool:
@@ -84,8 +93,7 @@ class TextEncoder:
         """One caption; streamed, as many as a reading of all layers should serve and memory allows."""
         if not self.streams:
             return 1
-        bytes_each = TEXT_TOKENS * (self.width + self._config["hidden_size"]) * self._dtype.itemsize
-        return max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // bytes_each))
+        return captions_at_once(self.width, self._config["hidden_size"], self._dtype)
 
     def load(self) -> None:
         """Read the weights onto the device; streamed, only find each.
@@ -95,7 +103,7 @@ class TextEncoder:
         """
         if self._mapping:
             return
-        mapping = locate_weights(self._model, self._source)
+        mapping = self._located
         self._prompter.load(self._model.config.vocab_size)
         self._peak_before = process_peak_bytes()
         streams, why = self._decision
@@ -104,6 +112,7 @@ class TextEncoder:
             say(f"text encoder: read layer by layer for {self.items_at_once} captions at a time ({why})")
         else:
             say(f"text encoder: held in memory as a whole ({why})")
+            hold_as_stored(self._model, self._source, mapping)
             load_into(
                 self._model, self._source, mapping,
                 device_of=lambda name: self._device, dtype_of=lambda name: self._dtype,
@@ -136,31 +145,18 @@ class TextEncoder:
             by side, padding included, because the transformer attends to it.
         """
         tokens = [self._tokens(item) for item in items]
-        with self._with_weights("embed_tokens", self._memory()) as embedding:
-            hidden = torch.stack([embedding(ids[None].to(self._device)) for ids, _ in tokens])
+        ids = [each.to(self._device) for each, _ in tokens]
         masks = [attention_mask(real.to(self._device)) for _, real in tokens]
-        positions = torch.arange(TEXT_TOKENS, device=self._device)[None]
-        tables = self._built[1](hidden[0], positions)
-        texts = [torch.empty(TEXT_TOKENS, self.width, dtype=self._dtype) for _ in items]
-        memory = self._memory()  # of the layers, which are alike; that of the embedding is free again
-        for index in range(self.family.layers[-1]):
-            with self._with_weights(f"layers.{index}", memory) as layer:
-                for state, mask in zip(hidden, masks, strict=True):
-                    state.copy_(layer(state, attention_mask=mask, position_ids=positions, position_embeddings=tables))
-                    advance(1 / self.family.layers[-1])
-            if index + 1 in self.family.layers:
-                chunk = self.family.layers.index(index + 1)
-                for text, state in zip(texts, hidden, strict=True):
-                    text.chunk(len(self.family.layers), dim=1)[chunk].copy_(state[0])
+        texts = features(self.family, self._built[1], ids, masks, self._passing, advance)
         return [{"text": text} for text in texts]
 
-    def _with_weights(self, name: str, memory: PassingMemory) -> AbstractContextManager[Any]:
-        """A module of the model, for as long as it is needed."""
-        module = self._model.get_submodule(name)
-        return memory.holding(module, below(name, self._mapping)) if self.streams else nullcontext(module)
-
-    def _memory(self) -> PassingMemory:
-        return PassingMemory(self._source, device=self._device, dtype=self._dtype)
+    def _passing(self) -> Holding:
+        """New memory for weights to pass through; none is needed where all of them are there."""
+        model = self._model
+        if not self.streams:
+            return lambda name: nullcontext(model.get_submodule(name))
+        memory = PassingMemory(self._source, device=self._device, dtype=self._dtype)
+        return lambda name: memory.holding(model.get_submodule(name), below(name, self._mapping))
 
     def _tokens(self, item: str) -> tuple[Int64[Tensor, " tokens"], Bool[Tensor, " tokens"]]:
         ids, real, cut = self._prompter.tokens(item)
@@ -170,6 +166,52 @@ class TextEncoder:
             )
             warn(self.truncated[-1])
         return ids, real
+
+
+def features(
+    family: TextFamily,
+    rotary: Any,
+    ids: Sequence[Int64[Tensor, " tokens"]],
+    masks: Sequence[Bool[Tensor, "1 1 tokens tokens"] | None],
+    passing: Callable[[], Holding],
+    advance: Callable[[float], None] = ignored,
+) -> list[Float[Tensor, "tokens width"]]:
+    """Captions through the layers, one layer after the other.
+
+    Args:
+        family: Which hidden states are taken.
+        rotary: Computes the rotary tables.
+        ids: Tokens of each caption, on the device of the weights.
+        masks: What each attends to, there too.
+        passing: Makes memory for weights to pass through: each call another.
+        advance: Told of each layer that a caption has passed.
+
+    Returns:
+        The hidden states after the family's layers side by side, on the CPU.
+    """
+    with passing()("embed_tokens") as embedding:
+        hidden = torch.stack([embedding(each[None]) for each in ids])
+    positions = torch.arange(TEXT_TOKENS, device=hidden.device)[None]
+    tables = rotary(hidden[0], positions)
+    width = len(family.layers) * hidden.shape[-1]
+    texts = [torch.empty(TEXT_TOKENS, width, dtype=hidden.dtype) for _ in ids]
+    holding = passing()  # of the layers, which are alike; that of the embedding is free again
+    for index in range(family.layers[-1]):
+        with holding(f"layers.{index}") as layer:
+            for state, mask in zip(hidden, masks, strict=True):
+                state.copy_(layer(state, attention_mask=mask, position_ids=positions, position_embeddings=tables))
+                advance(1 / family.layers[-1])
+        if index + 1 in family.layers:
+            chunk = family.layers.index(index + 1)
+            for text, state in zip(texts, hidden, strict=True):
+                text.chunk(len(family.layers), dim=1)[chunk].copy_(state[0])
+    return texts
+
+
+def captions_at_once(width: int, hidden_size: int, dtype: torch.dtype) -> int:
+    """As many captions as one reading of all layers should serve and memory allows, given the widths of features and hidden states."""
+    bytes_each = TEXT_TOKENS * (width + hidden_size) * dtype.itemsize
+    return max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // bytes_each))
 
 
 def attention_mask(real: Bool[Tensor, " tokens"]) -> Bool[Tensor, "1 1 tokens tokens"] | None:

@@ -10,6 +10,7 @@ from torch import nn
 from ditkit_core.errors import UserError
 from ditkit_core.frozen import read_config
 from ditkit_core.model import Part, StateDictNames
+from ditkit_core.quantized_linear import without_scales
 from ditkit_core.safetensors_file import SafetensorsSource
 from ditkit_core.weights import Advice, match
 from ditkit_flux2.text_prompt import MISTRAL, QWEN, TextFamily
@@ -24,8 +25,21 @@ _PREFIXES = (
     "language_model.",
     "model.",
 )
+_PUBLISHED = {
+    "Mistral Small 3": {
+        "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40, "head_dim": 128,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e9, "sliding_window": None,
+    },
+    "Qwen3 8B": {
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "head_dim": 128,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    },
+    "Qwen3 4B": {
+        "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "head_dim": 128,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    },
+}  # fmt: skip
 _KNOWN = re.compile(r"embed_tokens\.|layers\.(\d+)\.")
-_SCALED = (".scale_weight", ".weight_scale", ".weight_scale_inv", ".comfy_quant", "scaled_fp8")
 _HEAD_DIM = 128  # of both Mistral models that single files are made of; Qwen3's is the width of a norm
 _GET = "set model.text_encoder to the text_encoder folder of FLUX.2, or a bf16 file of its Mistral or Qwen3"
 _REMEDY = "set model.text_encoder to a whole folder or file of it"
@@ -38,10 +52,8 @@ def describe(source: SafetensorsSource) -> tuple[TextFamily, dict[str, Any]]:
     """Which family some files are of, and the configuration of its language model, cut after the last layer needed.
 
     Raises:
-        UserError: If they are of no family that is read, too shallow, or in a format that is not read.
+        UserError: If they are of no family that is read, or too shallow.
     """
-    if any(name.endswith(_SCALED) for name in source.tensors):
-        raise UserError(f"{source.path} holds scaled 8-bit weights, which are not read yet; get the bf16 file")
     if source.path.is_dir():
         family, config = _of_folder(source, read_config(source.path))
     else:
@@ -53,6 +65,21 @@ def describe(source: SafetensorsSource) -> tuple[TextFamily, dict[str, Any]]:
         raise UserError(f"{source.path} has {depth} layers, and FLUX.2 reads what layer {needed} says; {_GET}")
     kept = {name: value for name, value in config.items() if name != "layer_types"}  # a list as long as the depth
     return family, kept | {"num_hidden_layers": needed}
+
+
+def published(text_dim: int) -> tuple[TextFamily, dict[str, Any]]:
+    """The language model whose features are this wide, and its configuration, cut after the last layer needed.
+
+    Raises:
+        UserError: If no published one is: the model was made for another encoder.
+    """
+    for name, config in _PUBLISHED.items():
+        family = MISTRAL if name.startswith("Mistral") else QWEN
+        if len(family.layers) * config["hidden_size"] == text_dim:
+            return family, config | {"num_hidden_layers": family.layers[-1]}
+    raise UserError(
+        f"no published text encoder has features of width {text_dim}; set model.text_encoder to the model's own"
+    )
 
 
 def _of_folder(source: SafetensorsSource, config: Mapping[str, Any]) -> tuple[TextFamily, Mapping[str, Any]]:
@@ -96,6 +123,16 @@ def build(family: TextFamily, config: Mapping[str, Any], device: torch.device) -
     Raises:
         UserError: If the configuration makes no model.
     """
+    model = build_layers(family, config)
+    return model, rotary_of(model, device)
+
+
+def build_layers(family: TextFamily, config: Mapping[str, Any]) -> nn.Module:
+    """The language model on `meta` without its last norm.
+
+    Raises:
+        UserError: If the configuration makes no model.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import MistralConfig, MistralModel, Qwen3Config, Qwen3Model
 
@@ -111,8 +148,12 @@ def build(family: TextFamily, config: Mapping[str, Any], device: torch.device) -
             f"the text encoder's config.json does not describe a {family.name} ({reason}); {_GET}"
         ) from error
     model.norm = nn.Identity()  # the hidden states that are taken lie before it
-    rotary = type(model.rotary_emb)(config=full).to(device)  # its frequencies are computed, in no file
-    return model.requires_grad_(False).eval(), rotary
+    return model.requires_grad_(False).eval()
+
+
+def rotary_of(model: Any, device: torch.device) -> nn.Module:
+    """What computes a model's rotary tables, on a device: its frequencies are computed, in no file."""
+    return type(model.rotary_emb)(config=model.config).to(device)
 
 
 def locate_weights(model: nn.Module, source: SafetensorsSource) -> dict[str, tuple[Part, ...]]:
@@ -121,7 +162,7 @@ def locate_weights(model: nn.Module, source: SafetensorsSource) -> dict[str, tup
     Raises:
         UserError: If a weight is missing or mis-shaped, or a layer that is used has one more than the model.
     """
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in without_scales(model.state_dict(), model).items()}
     num_layers = len(model.get_submodule("layers"))
 
     def used(name: str) -> bool:

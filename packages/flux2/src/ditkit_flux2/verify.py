@@ -10,7 +10,7 @@ from torch import Tensor
 from ditkit_core.components import Components
 from ditkit_core.model import Engine
 from ditkit_core.randomness import generator
-from ditkit_core.verify import base_in_form, compare_with_pipeline
+from ditkit_core.verify import compare_with_pipeline, share_base
 from ditkit_flux2.model import Flux2Inputs
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.rope import token_positions
@@ -90,8 +90,7 @@ def diffusers_transformer(model: Any) -> Any:
             axes_dims_rope=arch.axes, rope_theta=arch.theta, eps=arch.eps, guidance_embeds=arch.guidance,
         )  # fmt: skip
     dtype = model.embed.precision.matmul
-    state = {name: tensor.to(dtype) for name, tensor in base_in_form(model, NAMES, "diffusers").items()}
-    transformer.load_state_dict(state, strict=True, assign=True)
+    share_base(transformer, model, NAMES, "diffusers", lambda name: dtype)
     return transformer.eval()
 
 

@@ -2,18 +2,20 @@
 
 import html
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
 
 from ditkit_core.components import Components
 from ditkit_core.console import warn
 from ditkit_core.errors import UserError
 from ditkit_core.frozen import built_from, fill, find_weights, fingerprint
 from ditkit_core.model import StateDictNames, ignored
+from ditkit_core.quantized_linear import QuantizedLinear
 from ditkit_core.safetensors_file import SafetensorsSource
 from ditkit_core.tokenizer_files import find_tokenizer
 from ditkit_wan.safe_names import SAFE_NAMES
@@ -33,7 +35,8 @@ _IN_BLOCK = {
 }
 _OUTSIDE = {"token_embedding": "shared", "norm": "encoder.final_layer_norm"}
 _BLOCK = re.compile(r"^blocks\.(\d+)\.(.+)\.weight$")
-_NOT_WEIGHTS = frozenset({"spiece_model", "scaled_fp8"})  # ComfyUI stores the tokenizer, and a mark, beside the weights
+_TIED = {"encoder.embed_tokens": "shared"}
+_NOT_WEIGHTS = frozenset({"spiece_model"})  # ComfyUI stores the tokenizer beside the weights
 
 
 def to_transformers(name: str) -> str:
@@ -44,6 +47,12 @@ def to_transformers(name: str) -> str:
     module = name.removesuffix(".weight")
     return f"{_OUTSIDE[module]}.weight" if module in _OUTSIDE else name
 
+
+PUBLISHED = {
+    "vocab_size": 256384, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
+    "relative_attention_num_buckets": 32, "feed_forward_proj": "gated-gelu",
+}  # fmt: skip
+"""UMT5-XXL, which all models of Wan read captions with."""
 
 TEXT_NAMES = StateDictNames.renaming(to_native=to_transformers)
 
@@ -67,7 +76,7 @@ class TextEncoder:
         Raises:
             UserError: If either is missing or damaged, or the weights are of no kind that is read.
         """
-        self._source, self._config = find_weights(components, "text_encoder", _config_of_file, safe_names=SAFE_NAMES)
+        self._source, self._config = config_of(components)
         self._tokenizer_path = find_tokenizer(components, or_vocabulary="spiece.model", also=("tokenizer_config.json",))
         self._device, self._dtype = device, dtype
         self._model: Any = None
@@ -89,7 +98,7 @@ class TextEncoder:
         """
         if self._model is not None:
             return
-        from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
+        from transformers import AutoTokenizer
 
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(
@@ -105,12 +114,14 @@ class TextEncoder:
                 f"{self._tokenizer_path} has no padding token: tokenizer_config.json is not the model's; fetch it "
                 "again, or set model.tokenizer"
             )
-        model = built_from(lambda config: UMT5EncoderModel(UMT5Config.from_dict(config)), self._config, self._source)
-        tied = {"encoder.embed_tokens": "shared"}
+        model = built_from(build, self._config, self._source)
         fill(
             model, self._source, TEXT_NAMES, device=self._device, dtype_of=self._dtype_of, key="model.text_encoder",
-            tied=tied, ignore=_NOT_WEIGHTS,
+            tied=_TIED, ignore=_NOT_WEIGHTS,
         )  # fmt: skip
+        for name, layer in list(model.named_modules()):
+            if isinstance(layer, QuantizedLinear) and name.endswith(".wo"):
+                model.set_submodule(name, _LastProjection(layer, self._dtype_of(f"{name}.weight")))
         self._model = model
 
     def _dtype_of(self, name: str) -> torch.dtype:
@@ -143,19 +154,60 @@ class TextEncoder:
         tokens = self._tokenizer(
             clean(item), padding="max_length", max_length=TEXT_TOKENS, truncation=True, return_tensors="pt"
         ).to(self._device)
-        features = self._model(tokens.input_ids, tokens.attention_mask).last_hidden_state[0]
+        features = read(self._model, tokens.input_ids, tokens.attention_mask)
         features = features[: int(tokens.attention_mask.sum())].to("cpu", self._dtype, copy=True)
         advance(1.0)
         return [{"text": features}]
 
 
+class _LastProjection(nn.Module):
+    """The last projection of a block, over a weight of 8-bit codes.
+
+    transformers converts its input to the dtype of `weight` if that is a tensor: to 8 bits, here.
+    """
+
+    weight = None
+
+    def __init__(self, layer: QuantizedLinear, dtype: torch.dtype):
+        super().__init__()
+        self.layer, self.dtype = layer, dtype
+
+    def forward(self, x: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch dim"]:
+        """The product in the dtype that a dense weight would have."""
+        product: Tensor = self.layer(x.to(self.dtype))
+        return product
+
+
+def build(config: Mapping[str, Any]) -> Any:
+    """The encoder of a configuration, on the default device."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    return UMT5EncoderModel(UMT5Config.from_dict(dict(config)))
+
+
+def tie(model: Any) -> None:
+    """Have the encoder's embedding be the shared one, as `load` does."""
+    for name, other in _TIED.items():
+        model.get_submodule(name).weight = model.get_submodule(other).weight
+
+
+def read(model: Any, ids: Int64[Tensor, "1 tokens"], mask: Int64[Tensor, "1 tokens"]) -> Float[Tensor, "tokens dim"]:
+    """Features of a padded caption, padding included."""
+    return model(ids, mask).last_hidden_state[0]
+
+
+def config_of(components: Components) -> tuple[SafetensorsSource, dict[str, Any]]:
+    """The weights' files, their headers read, and their configuration.
+
+    Raises:
+        UserError: If there are none, or they are damaged or of no kind that is read.
+    """
+    return find_weights(components, "text_encoder", _config_of_file, safe_names=SAFE_NAMES)
+
+
 def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:
     """The configuration of a single file, read off its shapes; all UMT5 encoders share the rest."""
     shapes = {to_transformers(name): stored.shape for name, stored in source.tensors.items()}
-    if any(name.endswith((".scale_weight", ".weight_scale")) or name == "scaled_fp8" for name in shapes):
-        raise UserError(
-            f"{source.path} holds scaled 8-bit weights, which are not read yet; get umt5_xxl_fp16.safetensors"
-        )
     block = "encoder.block.0.layer"
     try:
         vocabulary, dim = shapes["shared.weight"]

@@ -9,7 +9,7 @@ from torch import Tensor
 from ditkit_core.components import Components
 from ditkit_core.model import Engine
 from ditkit_core.randomness import generator
-from ditkit_core.verify import base_in_form, compare_with_pipeline
+from ditkit_core.verify import compare_with_pipeline, share_base
 from ditkit_wan.model import WanInputs
 from ditkit_wan.presets import WanArch
 from ditkit_wan.state_dict import NAMES
@@ -74,11 +74,12 @@ def _diffusers_transformer(model: Any) -> Any:
         )  # fmt: skip
     fp32 = tuple(transformer._keep_in_fp32_modules)
     dtype = model.embed.precision.matmul
-    state = {}
-    for name, tensor in base_in_form(model, NAMES, "diffusers").items():
+
+    def dtype_of(name: str) -> torch.dtype:
         keep = any(part in fp32 for part in name.split("."))
-        state[name] = tensor.to(torch.float32 if keep and dtype != torch.float64 else dtype)
-    transformer.load_state_dict(state, strict=True, assign=True)
+        return torch.float32 if keep and dtype != torch.float64 else dtype
+
+    share_base(transformer, model, NAMES, "diffusers", dtype_of)
     device = model.embed.patch_embedding.weight.device
     transformer.rope = type(transformer.rope)(arch.head_dim, arch.patch, 1024).to(device)  # its tables are on meta
     return transformer.eval()

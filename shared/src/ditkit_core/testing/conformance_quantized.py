@@ -1,0 +1,216 @@
+"""Checks for every model that adapters train over a quantized base as over any other: no policy, cut or device changes a bit."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ditkit_core import quantized_linear
+from ditkit_core.activation_checkpoint import POLICIES, Engine
+from ditkit_core.adapter_files import BaseConfig
+from ditkit_core.adapters import AdapterConfig, canonical_name, initialise, inject, is_adapter_name
+from ditkit_core.components import Components
+from ditkit_core.export import ExportConfig, export_merged
+from ditkit_core.model import ModelSpec
+from ditkit_core.placement import place
+from ditkit_core.precision import Precision
+from ditkit_core.prepare import build, load
+from ditkit_core.quantization import convert, linears_of_blocks
+from ditkit_core.quantized_linear import LAYOUTS, QuantizedLinear, quantized_weights
+from ditkit_core.safetensors_file import SafetensorsSource
+from ditkit_core.stacking import rows_of
+from ditkit_core.testing.live_bytes import LiveBytes
+from ditkit_core.testing.pretend_devices import PretendDevices, divide
+from ditkit_core.testing.world import ADAPTERS, Items, make_model, outcome, train_shortly
+
+KINDS = tuple(LAYOUTS)
+# Training the base itself is refused.
+_ADAPTERS = {name: config for name, config in ADAPTERS.items() if config is not None}
+_EVERYWHERE = {"lora everywhere": AdapterConfig(rank=4, targets=("*",))}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_ONE, _TWO = torch.device("cpu:1"), torch.device("cpu:2")
+
+
+def make_quantized(
+    spec: ModelSpec, arch: Any, kind: str, *, dtype: torch.dtype = torch.float32, adapter: AdapterConfig | None = None
+) -> Any:
+    """`make_model` with a quantized base of the same weights, frozen, and an adapter that does something."""
+    model: Any = make_model(spec, arch, dtype=dtype).requires_grad_(False)
+    values = dict(model.named_parameters())
+    for name in convert(model, kind, spec.keep_fp32).quantized:
+        layer = model.get_submodule(name)
+        layer.set_weight(values[f"{name}.weight"].float().clone())
+        if layer.bias is not None:
+            layer.bias = values[f"{name}.bias"]
+    if adapter is not None:
+        add_adapter(model, spec, adapter)
+    return model.train()
+
+
+def add_adapter(model: nn.Module, spec: ModelSpec, adapter: AdapterConfig) -> None:
+    """An adapter whose B is not zero."""
+    inject(model, adapter, spec.adapter_targets)
+    initialise(model, 0, device_of=lambda name: torch.device("cpu"))
+    random = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=random)
+
+
+class QuantizedChecks:
+    """Inherit, set `spec` and `arch`, define `items`."""
+
+    spec: ClassVar[ModelSpec]
+    arch: ClassVar[Any]
+
+    def items(self, count: int, ragged: bool = False) -> Items:
+        """As `Conformance` has it."""
+        raise NotImplementedError
+
+    def _quantized(self, kind: str, adapter: str, dtype: str = "fp32", devices: Sequence[torch.device] = ()) -> Any:
+        config = (_ADAPTERS | _EVERYWHERE)[adapter]
+        model = make_quantized(self.spec, self.arch, kind, dtype=_DTYPES[dtype], adapter=config)
+        if devices:
+            divide(model, devices)
+        return model
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_the_blocks_matrices_are_quantized_and_nothing_else(self, kind: str) -> None:
+        """Not what stays in fp32, not embedding and head, no adapter; all are, of the sizes that this kind can hold."""
+        model, plain = self._quantized(kind, "lora everywhere"), make_model(self.spec, self.arch)
+        fits = LAYOUTS[kind].fits
+        expected = {
+            f"{name}.weight"
+            for name in linears_of_blocks(plain)
+            if not self.spec.keep_fp32(f"{name}.weight") and fits(*_shape(plain, name))
+        }
+        assert expected and quantized_weights(model).keys() == expected
+        assert not any(isinstance(m, QuantizedLinear) for stage in (model.embed, model.head) for m in stage.modules())
+        for name, parameter in model.named_parameters():
+            assert parameter.requires_grad == is_adapter_name(name), name
+            if is_adapter_name(name):
+                assert parameter.dtype == torch.float32, name
+        names = {canonical_name(name) for name, _ in model.named_parameters() if not is_adapter_name(name)}
+        assert {name for name, _ in plain.named_parameters()} <= names, "a parameter lost the name that files have"
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize(
+        ("adapter", "dtype"), list(zip(_ADAPTERS | _EVERYWHERE, itertools.cycle(_DTYPES), strict=False))
+    )
+    def test_no_policy_changes_a_bit_over_a_quantized_base(self, kind: str, adapter: str, dtype: str) -> None:
+        model, items = self._quantized(kind, adapter, dtype), self.items(2, ragged=dtype == "bf16")
+        plain = outcome(self.spec, model, items, None)
+        assert torch.isfinite(plain.loss) and any(g is not None for g in plain.gradients.values())
+        assert all(plain.gradients[name] is not None for name, p in model.named_parameters() if p.requires_grad)
+        for policy in POLICIES:
+            assert outcome(self.spec, model, items, Engine(policy=policy)).differences(plain) == [], policy
+
+    @pytest.mark.parametrize(("kind", "adapter"), list(zip(KINDS, _ADAPTERS, strict=True)))
+    def test_no_cut_changes_a_number_over_a_quantized_base(self, kind: str, adapter: str) -> None:
+        """A measurement and an optimizer step: on a device that is not the host, and divided over two before the middle block."""
+        items = self.items(2, ragged=True)
+        here = self._quantized(kind, adapter)
+        num, policy = len(here.blocks()), POLICIES[KINDS.index(kind)]
+        numbers, values = train_shortly(self.spec, here, items, Engine(policy=policy))
+        for devices in ([_ONE] * (num + 2), [_ONE] * (1 + num // 2) + [_TWO] * (num - num // 2 + 1)):
+            there = self._quantized(kind, adapter, devices=devices)
+            with PretendDevices():
+                other_numbers, other_values = train_shortly(self.spec, there, items, Engine(policy=policy))
+            assert other_numbers == numbers, devices
+            assert [name for name in values if not torch.equal(other_values[name], values[name])] == [], devices
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_a_quantized_base_adds_nothing_to_what_is_kept(self, kind: str) -> None:
+        """Bytes alive after a forward without checkpointing are those of a dense base: no weight is kept dequantized, and codes and
+        scales are the model's own."""
+        items = self.items(2, ragged=True)
+        dense: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16).requires_grad_(False)
+        add_adapter(dense, self.spec, AdapterConfig(rank=4))
+        held = []
+        for model in (dense, self._quantized(kind, "lora", "bf16")):
+            with LiveBytes(*model.parameters(), *items) as live:
+                inputs = self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
+                outputs = Engine()(model, inputs)
+                held.append(live.total())
+            del outputs
+        assert held[0] == held[1]
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_a_recompute_leaves_out_a_quantized_last_matmul(self, kind: str) -> None:
+        """Under `full` it repeats no more matmuls with the base than over a dense one."""
+        model = self._quantized(kind, "lora")
+        counts = {}
+        for policy in ("none", "full"):
+            with pytest.MonkeyPatch.context() as patch:
+                counts[policy] = count_dequantized(patch)
+                outcome(self.spec, model, self.items(2), Engine(policy=policy))
+        blocks = [b for b in model.blocks() if any(isinstance(m, QuantizedLinear) for m in b.modules())]
+        recomputed = len(counts["full"]) - len(counts["none"])
+        assert recomputed <= len(quantized_weights(model)) - self.num_last_matmuls(blocks), counts
+
+    def test_a_model_written_in_scaled_8_bits_is_read_back_as_it_is(self, tmp_path: Path) -> None:
+        """ComfyUI's form: one scale to a tensor of the file, which several of our layers may share."""
+        spec = replace(self.spec, presets={"this": self.arch})
+        model: Any = make_model(spec, self.arch)
+        config = ExportConfig(dtype="fp8_scaled", merged=True)
+        (folder,) = export_merged(model, spec, tmp_path, config, metadata={})
+        (file,) = folder.glob("*.safetensors")
+        # The folder of a transformer that ComfyUI reads has no config.json.
+        unloaded = build(
+            spec, Components(transformer=str(file), preset="this"), AdapterConfig(), BaseConfig(),
+            precision=Precision(matmul=torch.float32),
+        )  # fmt: skip
+        read = load(unloaded, placement=place(unloaded.model, [torch.device("cpu")]), seed=0).model
+        held, stored = quantized_weights(read), SafetensorsSource.open(file)
+        assert held.keys() == {
+            f"{name}.weight" for name in linears_of_blocks(model) if not spec.keep_fp32(f"{name}.weight")
+        }
+        for key in (key for key in stored.tensors if key.endswith(".scale_weight")):
+            weight = key.replace("scale_weight", "weight")
+            values = stored.read(weight).float() * stored.read(key)
+            parts = spec.names.to_native(weight)
+            assert parts
+            for part, rows in zip(parts, values.chunk(len(parts)), strict=True):
+                assert torch.equal(rows_of(held.pop(part.name).dequantize(), part.index, part.of), rows), part
+                exact = model.get_parameter(part.name)
+                assert (rows - exact).abs().max() <= 2**-4 * values.abs().max()
+        assert not held, "each is in the file, once"
+        for name, parameter in model.named_parameters():
+            if "lora_" not in name and name not in quantized_weights(read):
+                found = read.state_dict().get(name, read.state_dict().get(_below_base_layer(name)))
+                dtype = torch.float32 if spec.keep_fp32(name) else torch.bfloat16
+                assert torch.equal(found, parameter.to(dtype).float()), name
+
+    def num_last_matmuls(self, blocks: Sequence[nn.Module]) -> int:
+        """In how many of the blocks a quantized matmul comes after everything that a backward needs: all, unless the model says."""
+        return len(blocks)
+
+
+def _below_base_layer(name: str) -> str:
+    """A parameter's name once its module has an adapter."""
+    owner, _, leaf = name.rpartition(".")
+    return f"{owner}.base_layer.{leaf}"
+
+
+def _shape(model: nn.Module, name: str) -> tuple[int, int]:
+    layer = model.get_submodule(name)
+    assert isinstance(layer, nn.Linear)
+    return layer.out_features, layer.in_features
+
+
+def count_dequantized(patch: pytest.MonkeyPatch) -> list[str]:
+    """A list that grows by one with each weight that is dequantized."""
+    counted: list[str] = []
+    dequantize = quantized_linear._dequantized
+
+    def count(kind: str, *given: Any) -> Tensor:
+        counted.append(kind)
+        return dequantize(kind, *given)
+
+    patch.setattr(quantized_linear, "_dequantized", count)
+    return counted
