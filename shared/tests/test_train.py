@@ -122,9 +122,9 @@ def test_exports_see_the_average_and_saves_the_trained_weights(tmp_path):
     original = train_module.Trained
 
     class Spy(original):
-        def __init__(self, model, parameters, optim, ema):
+        def __init__(self, model, parameters, *others):
             model_weights.update(parameters)
-            super().__init__(model, parameters, optim, ema)
+            super().__init__(model, parameters, *others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_module, "Trained", Spy)

@@ -142,6 +142,7 @@ def velocity_errors(
     sigma: Float[Tensor, " batch"],
     noise: Sequence[Float[Tensor, "..."]],
     guidance: float,
+    targets: Sequence[Float[Tensor, "..."]] | None = None,
 ) -> Float[Tensor, " batch"]:
     """Mean squared error of the predicted velocity, sample by sample.
 
@@ -153,6 +154,7 @@ def velocity_errors(
         sigma: float32 noise level of each sample.
         noise: float32 noise of each sample, shaped like its latents.
         guidance: `FlowConfig.guidance`.
+        targets: What is to be predicted, on the prediction's device, if it was sent there ahead; `velocity_target` of each sample.
 
     Returns:
         float32 errors on the prediction's device; each is a mean over its sample's elements, so samples of different size
@@ -160,11 +162,16 @@ def velocity_errors(
     """
     noised = [(1 - s) * item["latents"].float() + s * eps for s, item, eps in zip(sigma, items, noise, strict=True)]
     prediction = model(make_inputs(noised, sigma, items, guidance), run=run)
-    errors = []
-    for velocity, item, eps in zip(prediction, items, noise, strict=True):
-        target = (eps - item["latents"].float()).to(velocity.device)
-        errors.append((velocity.float() - target).square().mean())
-    return torch.stack(errors)
+    if targets is None:
+        made = [velocity_target(item, eps) for item, eps in zip(items, noise, strict=True)]
+        targets = [target.to(velocity.device) for target, velocity in zip(made, prediction, strict=True)]
+    pairs = zip(prediction, targets, strict=True)
+    return torch.stack([(velocity.float() - target).square().mean() for velocity, target in pairs])
+
+
+def velocity_target(item: Mapping[str, Tensor], noise: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """The float32 velocity of a sample, from data to noise."""
+    return noise - item["latents"].float()
 
 
 def to_device(item: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

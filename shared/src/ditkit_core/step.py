@@ -1,14 +1,22 @@
 """One optimizer step: gradients accumulated over micro-batches, clipped once, applied once, or not at all."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ditkit_core.flow_matching import FlowConfig, draw_noise, loss_weight, to_device, velocity_errors
+from ditkit_core.flow_matching import (
+    FlowConfig,
+    draw_noise,
+    loss_weight,
+    to_device,
+    velocity_errors,
+    velocity_target,
+)
+from ditkit_core.fused_backward import Updates
 from ditkit_core.model import Engine, ModelSpec
 from ditkit_core.optim import NamedOptimizer
 from ditkit_core.precision import autocast_disabled
@@ -63,12 +71,18 @@ class Losses:
 class NonFiniteLoss(Exception):
     """A loss or gradient that is infinite or not a number; the weights and the optimizer are as before the step.
 
+    Not so with `optim.fused_backward`, where a gradient that is not finite is found after some parameters were updated: only what
+    was saved before counts then.
+
     Attributes:
         evidence: What is known about it, for JSON.
     """
 
     def __init__(self, evidence: dict[str, Any]):
-        super().__init__(f"the loss or gradient of step {evidence['step']} is not finite")
+        message = f"the loss or gradient of step {evidence['step']} is not finite"
+        if updated := evidence.get("num_parameters_updated_before"):
+            message += f" and {updated} parameters were updated before it was found, so that only the last save counts"
+        super().__init__(message)
         self.evidence = evidence
 
 
@@ -84,6 +98,7 @@ def training_step(
     seed: int,
     flow: FlowConfig,
     clip_norm: float,
+    pipelined: bool = False,
 ) -> StepResult:
     """Update the trained parameters once.
 
@@ -99,25 +114,67 @@ def training_step(
         seed: The run's seed.
         flow: Noise levels and weights.
         clip_norm: Longest gradient that is applied as it is; 0 applies any.
+        pipelined: Run the forwards of all micro-batches, then one backward.
 
     Raises:
-        NonFiniteLoss: If a loss or gradient is not finite; nothing is updated.
+        NonFiniteLoss: If a loss or gradient is not finite; nothing is updated, unless the optimizer updates in the backward.
     """
     optimizer.zero_grad()
-    losses = accumulate_gradients(model, run, spec, micro_batches, step=step, seed=seed, flow=flow)
-    gradients = {name: p.grad for name, p in optimizer.parameters.items() if p.grad is not None}
+    if optimizer.fused_backward:
+        assert len(micro_batches) == 1 and not clip_norm, "refused with the remedies before anything was loaded"
+        return _fused_step(model, run, spec, micro_batches, optimizer, step=step, lr=lr, seed=seed, flow=flow)
+    losses = accumulate_gradients(model, run, spec, micro_batches, step=step, seed=seed, flow=flow, pipelined=pipelined)
+    gradients = optimizer.gradients()
     norm = total_norm(list(gradients.values()))
     # one transfer from the accelerator a step: reading every micro-batch's loss at once would wait for each
     num_samples = sum(len(batch.ids) for batch in micro_batches if batch.counted != 0)
     result = StepResult(float(torch.cat(losses.weighted).double().sum() / num_samples), float(norm))
     if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
-        evidence = _evidence(step, losses, gradients, result)
+        broken = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+        evidence = _evidence(step, losses, broken, result)
         optimizer.zero_grad()
         raise NonFiniteLoss(evidence)
+    update(optimizer, norm, lr=lr, clip_norm=clip_norm)
+    return result
+
+
+def _fused_step(
+    model: Any,
+    run: Engine,
+    spec: ModelSpec,
+    micro_batches: Sequence[MicroBatch],
+    optimizer: NamedOptimizer,
+    *,
+    step: int,
+    lr: float,
+    seed: int,
+    flow: FlowConfig,
+) -> StepResult:
+    """The same of one micro-batch, each parameter updated in the backward as soon as its gradient is there."""
+    loss = math.nan
+
+    def check(losses: Losses) -> None:
+        nonlocal loss
+        loss = float(torch.cat(losses.weighted).double().sum() / len(micro_batches[0].ids))
+        if not math.isfinite(loss):  # before the backward, which would update
+            raise NonFiniteLoss(_evidence(step, losses, [], StepResult(loss, math.nan)))
+
+    with Updates(optimizer, lr) as updates:
+        losses = accumulate_gradients(
+            model, run, spec, micro_batches, step=step, seed=seed, flow=flow, before_backward=check
+        )
+    result = StepResult(loss, float(joined_norm(updates.norms())))
+    if not math.isfinite(result.grad_norm):
+        updated = {"num_parameters_updated_before": len(updates.updated)}
+        raise NonFiniteLoss({**_evidence(step, losses, updates.broken(), result), **updated})
+    return result
+
+
+def update(optimizer: NamedOptimizer, norm: Tensor, *, lr: float, clip_norm: float) -> None:
+    """Clip the gradients to a norm of `clip_norm` all together, unless that is 0, and step."""
     if clip_norm:
         torch.nn.utils.clip_grads_with_norm_(optimizer.parameters.values(), clip_norm, norm)
     optimizer.step(lr)
-    return result
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
@@ -125,16 +182,29 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
     Summed in the order given, wherever each lies: torch's own groups them by device, and would give a divided model other last bits.
     """
+    norms: list[Tensor] = [torch.empty(0)] * len(gradients)
+    for chosen in _by_device(gradients).values():
+        found = torch._foreach_norm([gradients[place] for place in chosen])
+        for place, norm in zip(chosen, found, strict=True):
+            norms[place] = norm
+    return joined_norm(norms)
+
+
+def joined_norm(norms: Sequence[Tensor]) -> Tensor:
+    """The norm of a whole from the norms of its parts, numbers on any devices, on the device of the first."""
+    first = norms[0]
+    joined = torch.zeros(len(norms), device=first.device, dtype=torch.promote_types(first.dtype, torch.float32))
+    for chosen in _by_device(norms).values():
+        found = torch.stack([norms[place] for place in chosen])  # one transfer from each device
+        joined[torch.tensor(chosen, device="cpu").to(joined.device)] = found.to(joined)
+    return torch.linalg.vector_norm(joined)
+
+
+def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
     places: dict[torch.device, list[int]] = {}
-    for place, gradient in enumerate(gradients):
-        places.setdefault(gradient.device, []).append(place)
-    first = gradients[0]
-    dtype = torch.promote_types(first.dtype, torch.float32)
-    norms = torch.zeros(len(gradients), device=first.device, dtype=dtype)
-    for chosen in places.values():
-        found = torch.stack(torch._foreach_norm([gradients[place] for place in chosen]))
-        norms[torch.tensor(chosen, device="cpu").to(norms.device)] = found.to(norms)
-    return torch.linalg.vector_norm(norms)
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.device, []).append(place)
+    return places
 
 
 def accumulate_gradients(
@@ -146,6 +216,8 @@ def accumulate_gradients(
     step: int,
     seed: int,
     flow: FlowConfig,
+    pipelined: bool = False,
+    before_backward: Callable[[Losses], None] = lambda losses: None,
 ) -> Losses:
     """Add the gradient of the step's loss to the parameters: the sum of the samples' weighted losses, by what they count for.
 
@@ -153,46 +225,95 @@ def accumulate_gradients(
     sample weighs the same in a small micro-batch as in a large one.
 
     Noise level and noise of a sample are a function of (seed, step, place in the step, id), whatever micro-batch it is in;
-    its place counts, because a small dataset can have one sample several times in a step.
+    its place counts, because a small dataset can have one sample several times in a step. Dropout is drawn by (seed, step, micro-batch).
+
+    Args:
+        pipelined: Run all forwards, then one backward over the sum of the losses. Forwards are only launched, and autograd runs
+            backwards of different devices side by side, so that a divided model's devices work at once. What all micro-batches keep
+            for the backward is alive together. Sums of gradients come in another order: for two micro-batches equal to the bit
+            wherever a parameter is used once in a forward.
+        before_backward: Called before each backward with the losses so far, those that it is of included.
     """
     counted = sum(len(batch.ids) if batch.counted is None else batch.counted for batch in micro_batches)
-    device = next(model.embed.parameters()).device
     losses = Losses(ids=[batch.ids for batch in micro_batches], sigmas=[], weighted=[])
+    parts: list[Tensor] = []
+    sent = _sent(model, spec, micro_batches, step=step, seed=seed, flow=flow)
+    # A copy waits for all that both its ends were given before, on the device or on the host: between two forwards it would stop
+    # what is to overlap. So everything but the carry is where it is needed before the first of them.
+    for micro, batch in enumerate(list(sent) if pipelined else sent):
+        torch.manual_seed(seed_of(seed, "dropout", step, micro))  # all devices' generators
+        errors = velocity_errors(
+            model, run, spec.make_inputs, batch.items, batch.levels, batch.noise, flow.guidance, batch.targets
+        )
+        weighted = errors * batch.weights
+        losses.sigmas.append(batch.sigma)
+        losses.weighted.append(weighted.detach())
+        parts.append(weighted.sum() / counted)
+        if not pipelined:
+            before_backward(losses)
+            _backward(parts.pop())
+    if pipelined:
+        before_backward(losses)
+        _backward(torch.stack(parts).sum())
+    return losses
+
+
+def _backward(loss: Tensor) -> None:
+    with autocast_disabled(loss.device.type):
+        loss.backward()
+
+
+class _Sent(NamedTuple):
+    """A micro-batch on the devices that need it."""
+
+    sigma: Tensor
+    """Noise levels, on the host."""
+    items: list[dict[str, Tensor]]
+    levels: Tensor
+    noise: list[Tensor]
+    targets: list[Tensor]
+    """What is to be predicted: where predictions are made."""
+    weights: Tensor
+    """Of the samples' losses, there too."""
+
+
+def _sent(
+    model: Any, spec: ModelSpec, micro_batches: Sequence[MicroBatch], *, step: int, seed: int, flow: FlowConfig
+) -> Iterator[_Sent]:
+    """Draw each micro-batch's noise, and send what its forward needs to the first and the last device."""
+    first, last = (next(stage.parameters()).device for stage in (model.embed, model.head))
     place = 0
-    for micro, batch in enumerate(micro_batches):
+    for batch in micro_batches:
         shifts = [flow.shift_for(spec.training_shift(item["latents"])) for item in batch.items]
         drawn = [
             draw_noise(item["latents"], flow, shift, seed, "noise", step, place + i, name)
             for i, (name, item, shift) in enumerate(zip(batch.ids, batch.items, shifts, strict=True))
         ]
         place += len(drawn)
-        sigma = torch.stack([level for level, _ in drawn])
-        items = [to_device(item, device) for item in batch.items]
-        noise = [eps.to(device, non_blocking=True) for _, eps in drawn]
-        torch.manual_seed(seed_of(seed, "dropout", step, micro))  # all devices' generators
-        levels = sigma.to(device, non_blocking=True)
-        errors = velocity_errors(model, run, spec.make_inputs, items, levels, noise, flow.guidance)
+        sigma, noise = torch.stack([level for level, _ in drawn]), [eps for _, eps in drawn]
         factors = batch.weights or [1.0] * len(drawn)
         weights = [
             factor * loss_weight(level, flow, shift)
             for factor, (level, _), shift in zip(factors, drawn, shifts, strict=True)
         ]
-        weighted = errors * torch.stack(weights).to(errors.device, non_blocking=True)
-        with autocast_disabled(device.type):
-            (weighted.sum() / counted).backward()
-        losses.sigmas.append(sigma)
-        losses.weighted.append(weighted.detach())
-    return losses
+        targets = [velocity_target(item, eps) for item, eps in zip(batch.items, noise, strict=True)]
+        yield _Sent(
+            sigma=sigma,
+            items=[to_device(item, first) for item in batch.items],
+            levels=sigma.to(first, non_blocking=True),
+            noise=[eps.to(first, non_blocking=True) for eps in noise],
+            targets=[target.to(last, non_blocking=True) for target in targets],
+            weights=torch.stack(weights).to(last, non_blocking=True),
+        )
 
 
-def _evidence(step: int, losses: Losses, gradients: Mapping[str, Tensor], result: StepResult) -> dict[str, Any]:
+def _evidence(step: int, losses: Losses, broken: Sequence[str], result: StepResult) -> dict[str, Any]:
     """What went wrong where; numbers that JSON does not know are written as text."""
     samples = [
         {"micro_batch": micro, "id": name, "sigma": float(level), "loss": _number(float(loss))}
         for micro, (ids, sigma, weighted) in enumerate(zip(losses.ids, losses.sigmas, losses.weighted, strict=True))
         for name, level, loss in zip(ids, sigma, weighted, strict=True)
     ]
-    broken = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
     return {
         "step": step,
         "loss": _number(result.loss),

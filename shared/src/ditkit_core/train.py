@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from ditkit_core.block_swap import BlockSwap
 from ditkit_core.checkpoint import SaveConfig, latest, load_state, save_state
 from ditkit_core.ema import EMAConfig
 from ditkit_core.errors import UserError
@@ -50,9 +52,19 @@ class TrainConfig:
     device: str = setting("auto", resume="free")
     """Where to train: `auto` (the first GPU, else the CPU), `cpu`, `cuda:1`."""
     devices: tuple[str, ...] = setting((), resume="free")
-    """Devices to divide the model over, in order, in place of `device`; the embedding is on the first, the head on the last."""
+    """Devices to divide the model over, in order, in place of `device`: `["cuda:0", "cuda:1"]`, or `["all"]` for all GPUs of this
+    machine. The embedding is on the first, the head on the last, and each has one block at least: to leave a card out, name it not."""
     cuts: tuple[int, ...] = setting((), resume="free")
-    """Blocks before which the next device begins; empty divides so that the fullest holds as few bytes of weights as can be."""
+    """Blocks before which the next device begins; empty divides so that the fullest device is least full for its size."""
+    reserve: tuple[float, ...] = setting((), resume="free")
+    """GiB of each GPU, in order, that are left to others (a desktop, another program); one number holds for all of them. Cuts are
+    chosen and plans are made for what remains."""
+    swap_blocks: tuple[int, ...] = setting((), resume="free")
+    """Blocks on each device, in order, whose weights stay in host memory and are fetched ahead of their turn; one number holds for
+    all devices. Changes no number. A full fine-tune needs optim.fused_backward, and keeps there what the optimizer keeps, too."""
+    pipelined: bool = setting(False, resume="stated")
+    """Run the forwards of all micro-batches of a step, then one backward, so that the devices of a divided model work at once. Needs
+    accumulation of at least 2, and the memory of all micro-batches."""
     threads: int = setting(0, resume="stated")
     """CPU threads of torch; 0 leaves that to torch. On a CPU, sums depend on it in their last bits."""
     checkpointing: Literal["none", "full", "attn_only"] = setting("none", resume="free")
@@ -77,8 +89,34 @@ class TrainConfig:
             raise UserError(
                 f"train.threads = {self.threads}: torch would start as many; give the number of cores, or 0"
             )
+        if not all(0 <= reserve < math.inf for reserve in self.reserve):
+            raise UserError(f"train.reserve = {list(self.reserve)} must be GiB of at least 0")
         if not 0 <= self.caption_dropout <= 1:
             raise UserError(f"train.caption_dropout = {self.caption_dropout} must be in [0, 1]")
+
+
+def check_fused_backward(config: TrainConfig, optim: OptimConfig, *, prior: bool = False) -> None:
+    """Refuse what `optim.fused_backward` cannot do, because it applies each gradient before the others are there.
+
+    Args:
+        config, optim: Sections of the configuration.
+        prior: Whether there is prior preservation.
+    """
+    if not optim.fused_backward:
+        return
+    refused = {
+        f"train.clip_norm = {config.clip_norm:g}": "set train.clip_norm = 0; optim.name = adafactor limits each update itself",
+        f"train.accumulation = {config.accumulation}": "set train.accumulation = 1 and a larger train.batch_size",
+        "train.pipelined": "set train.pipelined = false and train.accumulation = 1",
+        "prior preservation": "leave prior.folder and prior.prompt out",
+    }
+    asked = (config.clip_norm > 0, config.accumulation > 1, config.pipelined, prior)
+    found = [pair for pair, is_asked in zip(refused.items(), asked, strict=True) if is_asked]
+    if found:
+        raise UserError(
+            f"optim.fused_backward applies each gradient before the others are there, so it does not go with "
+            f"{' or '.join(what for what, _ in found)}: {'; '.join(remedy for _, remedy in found)}; or set optim.fused_backward = false"
+        )
 
 
 @runtime_checkable
@@ -126,6 +164,7 @@ def train(
     on_finish: Callable[[int], None] = lambda step: None,
     on_preview: Callable[[int], None] = lambda step: None,
     preview_steps: int = 0,
+    swap: BlockSwap | None = None,
     progress: Progress | None = None,
     warn: Callable[[str], None] = _LOGGER.warning,
 ) -> TrainResult:
@@ -145,6 +184,7 @@ def train(
         on_preview: Called with the step before training and every `preview_steps` steps but the last, while the parameters are
             those to look at. It may take no random number that training takes.
         preview_steps: Optimizer steps between two previews; 0 for none.
+        swap: What streams weights of the model, as the engine has it.
         progress: Display to advance by steps.
         warn: Called with one line for a save that is passed over.
 
@@ -155,8 +195,9 @@ def train(
         UserError: If a loss or gradient is not finite (the last save is untouched), or a save cannot be written or does
             not fit.
     """
+    check_fused_backward(config, optim)
     progress = progress or SilentProgress()
-    trained = Trained(model, trainable, optim, ema)
+    trained = Trained(model, trainable, optim, ema, swap)
     path = latest(folder / "state", warn)
     start, before, measured = 0, None, None
     if path is not None:
@@ -208,7 +249,7 @@ def train(
             try:
                 result = training_step(
                     model, run, spec, batches, trained.optimizer,
-                    step=step, lr=lr, seed=config.seed, flow=flow, clip_norm=config.clip_norm,
+                    step=step, lr=lr, seed=config.seed, flow=flow, clip_norm=config.clip_norm, pipelined=config.pipelined,
                 )  # fmt: skip
             except NonFiniteLoss as error:
                 raise _failure(error, folder, lr, path) from error
