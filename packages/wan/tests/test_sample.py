@@ -14,6 +14,7 @@ from ditkit_core.adapters import AdapterConfig
 from ditkit_core.components import Components
 from ditkit_core.errors import UserError
 from ditkit_core.model import SampleJob, run_plain
+from ditkit_core.placement import place
 from ditkit_core.precision import Precision
 from ditkit_core.prepare import build, load
 from ditkit_core.randomness import generator
@@ -30,7 +31,7 @@ def model(checkpoint: Path) -> Any:
     components = Components(base=str(checkpoint), dtype="fp32")
     precision = Precision(matmul=torch.float32)
     unloaded = build(WAN, components, AdapterConfig(method="full"), BaseConfig(), precision=precision)
-    return load(unloaded, device_of=lambda name: CPU, seed=0).model
+    return load(unloaded, placement=place(unloaded.model, [CPU]), seed=0).model
 
 
 @pytest.fixture(scope="module")

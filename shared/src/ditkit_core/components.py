@@ -42,6 +42,25 @@ class Components:
     dtype: Literal["bf16", "fp16", "fp32"] = setting("bf16", resume="refused")
     """Dtype of the frozen base and the matmuls: bf16, fp16 or fp32."""
 
+    def here(self, part: str) -> Path | None:
+        """The local file or folder of a part; None if it has no path or would have to be fetched."""
+        own = self._own.get(part, "")
+        if not (own or self.base):
+            return None
+        path = Path(own).expanduser() if own else Path(self.base).expanduser() / part
+        return path if path.exists() else None
+
+    @property
+    def _own(self) -> dict[str, str]:
+        """The paths of parts that may have one of their own."""
+        return {
+            "transformer": self.transformer,
+            "vae": self.vae,
+            "text_encoder": self.text_encoder,
+            "tokenizer": self.tokenizer,
+            "image_encoder": self.image_encoder,
+        }
+
     def locate(self, part: str, *, safe_names: Mapping[str, str] = MappingProxyType({})) -> Path:
         """The local file or folder of a part, fetched from the hub if its path is a hub id.
 
@@ -52,13 +71,7 @@ class Components:
         Raises:
             UserError: If the part has no path, nothing lies there, the hub does not give it, or it is a pickle.
         """
-        own = {
-            "transformer": self.transformer,
-            "vae": self.vae,
-            "text_encoder": self.text_encoder,
-            "tokenizer": self.tokenizer,
-            "image_encoder": self.image_encoder,
-        }
+        own = self._own
         key = f"model.{part}" if own.get(part) else "model.base"
         value = own.get(part) or self.base
         remedy = f"set model.{part}" if part in own else "set model.base"

@@ -49,6 +49,8 @@ class EncodeConfig:
     """Device of the encoders: `auto` (a GPU if there is one), `cpu`, `cuda`, `cuda:1`, …"""
     text_dtype: Literal["bf16", "fp32"] = setting("bf16", resume="refused")
     """Dtype of the text encoder."""
+    vae_tiling: bool = setting(False, resume="refused")
+    """Whether the VAE encodes overlapping tiles that are blended, not whole pictures: takes less memory, and gives other latents."""
     streaming: Literal["auto", "always", "never"] = setting("auto", resume="free")
     """Whether a large text encoder passes through memory layer by layer from its files, for many captions at once: `auto` does
     where it would not fit as a whole."""

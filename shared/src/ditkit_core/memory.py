@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -32,6 +33,38 @@ def release_memory() -> None:
     gc.collect()  # models of other libraries hold themselves in cycles
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def is_host_allocation(text: str) -> bool:
+    """Whether an error's text is that of torch when the host has no memory: in the system's words, on Windows in its own."""
+    return "can't allocate memory" in text or "DefaultCPUAllocator: not enough memory" in text
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it says that memory ran out, on an accelerator or the host."""
+    text = str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and (is_host_allocation(text) or "CUDA error: out of memory" in text)
+    )
+
+
+def let_go(error: BaseException) -> set[str]:
+    """Clear the frames that an exception keeps alive, and with them the tensors in their variables.
+
+    Returns:
+        Names of the modules that were at work in them.
+    """
+    modules: set[str] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is None:
+            continue
+        modules |= {str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(each.__traceback__)}
+        traceback.clear_frames(each.__traceback__)
+        left += [each.__cause__, each.__context__]
+        each.__traceback__ = each.__cause__ = each.__context__ = None
+    return modules
 
 
 def process_peak_bytes() -> int:

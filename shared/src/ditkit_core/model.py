@@ -6,6 +6,7 @@ nothing else. The model says where it may be cut; the core decides how each bloc
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from ditkit_core.components import Components
 from ditkit_core.precision import Precision
+from ditkit_core.tiles import Tiles
 
 
 @runtime_checkable
@@ -187,6 +189,29 @@ class SampleDefaults:
     `embedding` tells the model, called once; or a distilled model draws without, and `nothing` follows from it."""
 
 
+Holding = Callable[[str], AbstractContextManager[nn.Module]]
+"""A submodule's name to the submodule, with its weights for as long as the context lasts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Companion:
+    """A module that works beside the transformer in encoding or drawing: what a plan has to know of it, without its weights."""
+
+    name: str
+    """`text encoder`, `VAE encoder`, `VAE decoder`, …"""
+    stage: Literal["encode", "sample"]
+    build: Callable[[torch.dtype], nn.Module]
+    """The dtype of text encoders to the module on `meta`, in the dtype that it runs in: that one for a text encoder, its own for a VAE."""
+    run: Callable[[nn.Module, tuple[int, int, int], torch.device], Any]
+    """Its forward on one item of (frames, height, width), without gradients, on the device of its parameters: what the encoder or
+    the sampler calls. The result is held until the caller drops it."""
+    run_streamed: Callable[[nn.Module, torch.device, Callable[[], Holding]], Any] | None = None
+    """The same for as many items as are encoded at once while weights pass through memory layer by layer; None if they cannot. Each
+    call of the last argument is new memory for weights to pass through."""
+    tiles: Tiles | None = None
+    """The tiles that it can work in, one at a time; None if it takes every clip whole."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """Everything the core needs to train one family: plain values and functions, no base class."""
@@ -215,6 +240,13 @@ class ModelSpec:
     model with an embedding of it is given; others leave it.
     """
 
+    outline: Callable[[Any, tuple[int, int, int], Sequence[tuple[int, int]]], dict[str, Tensor]]
+    """(architecture, (frames, height, width), (height, width) of each reference) to an empty training item as the cache would have it,
+    on the default device: what a plan is made for."""
+
+    companions: Callable[[Any, Components], Sequence[Companion]]
+    """Architecture and files to what runs beside the transformer; of files that are not here, the published sizes."""
+
     num_tokens: Callable[[Mapping[str, Tensor]], int]
     """Tokens that one training item is in the blocks; only shapes are read, which may be on `meta`."""
 
@@ -224,9 +256,11 @@ class ModelSpec:
     sample_defaults: Callable[[Any], SampleDefaults]
     """Architecture to the settings that its samples are drawn with unless told otherwise."""
 
-    media_encoder: Callable[[Components, torch.device], Encoder]
+    media_encoder: Callable[[Components, torch.device, bool], Encoder]
+    """(files, device, whether it works in tiles) to the VAE as an encoder; its identity says whether it does."""
     text_encoder: Callable[[Components, torch.device, torch.dtype, Streaming], Encoder]
-    sampler: Callable[[Components, torch.device, torch.dtype], Sampler]
+    sampler: Callable[[Components, torch.device, torch.dtype, bool], Sampler]
+    """(files, device, dtype, whether the VAE decodes in tiles) to the sampler."""
 
     frame_step: int
     """Clips have 1 + k * frame_step frames; 0: the model knows still images alone."""

@@ -61,6 +61,8 @@ class SampleConfig:
     """Width in pixels; 0 as for the height."""
     seed: int = setting(0, resume="free")
     """Seed of the initial noise."""
+    vae_tiling: bool = setting(False, resume="free")
+    """Whether the VAE decodes overlapping tiles that are blended: takes less memory, and seams may show."""
     every_steps: int = setting(0, resume="free")
     """Optimizer steps between two previews: the same pictures drawn while training goes on, the first before it. 0 draws at the end
     alone."""

@@ -20,13 +20,13 @@ from ditkit_flux2.vae import VaeEncoder
 class Flux2Sampler:
     """Euler with the guidance that the architecture knows; a `Sampler` of the core."""
 
-    def __init__(self, components: Components, device: torch.device):
+    def __init__(self, components: Components, device: torch.device, *, tiled: bool = False):
         """Find the VAE; nothing is loaded.
 
         Raises:
             UserError: If it is missing.
         """
-        self._vae = VaeEncoder(components, device)
+        self._vae = VaeEncoder(components, device, tiled=tiled)
         self._device = device
 
     @torch.no_grad()

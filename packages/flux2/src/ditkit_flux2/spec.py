@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.components import Components
-from ditkit_core.model import Encoder, Engine, ModelSpec, Sampler, Streaming
+from ditkit_core.model import Companion, Encoder, Engine, ModelSpec, Sampler, Streaming
 from ditkit_flux2.adapter_rules import check_adapter
 from ditkit_flux2.model import Flux2Inputs, Flux2Transformer
 from ditkit_flux2.presets import PRESETS, Flux2Arch, arch_from_config
@@ -79,11 +79,26 @@ def _training_advice(arch: Flux2Arch) -> str:
     return f"this klein is distilled to a few steps, which makes it a poor start for training; train its base model instead{base}"
 
 
+def _outline(arch: Flux2Arch, size: tuple[int, int, int], references: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
+    def latents(height: int, width: int) -> Tensor:
+        return torch.empty(arch.in_channels, 1, height // 16, width // 16)
+
+    text = torch.empty(arch.text_tokens, arch.text_dim, dtype=torch.bfloat16)
+    edited = {f"reference.{index}": latents(*reference) for index, reference in enumerate(references)}
+    return {"latents": latents(*size[1:]), "text": text, **edited}
+
+
+def _companions(arch: Flux2Arch, components: Components) -> Sequence[Companion]:
+    from ditkit_flux2.companions import companions
+
+    return companions(arch, components)
+
+
 # The encoders and the sampler pull in diffusers and transformers: only the stages that need them pay for the import.
-def _media_encoder(components: Components, device: torch.device) -> Encoder:
+def _media_encoder(components: Components, device: torch.device, tiled: bool) -> Encoder:
     from ditkit_flux2.vae import VaeEncoder
 
-    return VaeEncoder(components, device)
+    return VaeEncoder(components, device, tiled=tiled)
 
 
 def _text_encoder(components: Components, device: torch.device, dtype: torch.dtype, streaming: Streaming) -> Encoder:
@@ -92,10 +107,10 @@ def _text_encoder(components: Components, device: torch.device, dtype: torch.dty
     return TextEncoder(components, device, dtype, streaming)
 
 
-def _sampler(components: Components, device: torch.device, dtype: torch.dtype) -> Sampler:
+def _sampler(components: Components, device: torch.device, dtype: torch.dtype, tiled: bool) -> Sampler:
     from ditkit_flux2.sample import Flux2Sampler
 
-    return Flux2Sampler(components, device)
+    return Flux2Sampler(components, device, tiled=tiled)
 
 
 def _write_demo(folder: Path) -> None:
@@ -122,6 +137,8 @@ FLUX2 = ModelSpec(
         "modulation": _MODULATION,
     },
     make_inputs=_make_inputs,
+    outline=_outline,
+    companions=_companions,
     num_tokens=_num_tokens,
     training_shift=training_shift,
     sample_defaults=sample_defaults,

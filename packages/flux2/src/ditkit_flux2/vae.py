@@ -5,7 +5,8 @@ official code trains on and samples with. All of it is fp32, because the latents
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -18,11 +19,16 @@ from ditkit_core.errors import UserError
 from ditkit_core.frozen import built_from, fill, find_weights, fingerprint
 from ditkit_core.model import StateDictNames, ignored
 from ditkit_core.safetensors_file import SafetensorsSource
+from ditkit_core.tiles import Tiles, in_tiles
 
 _STAGES = 4
 _PATCH = 2
 _NORM_GROUPS = 32
 """What a single file does not say of itself."""
+TILES = Tiles(side=512, overlap=128)
+"""diffusers' tiles are as large as the picture that is most often trained, and would save nothing there."""
+PUBLISHED = {"latent_channels": 32, "block_out_channels": [128, 256, 512, 512]}
+"""The VAE of all FLUX.2 models."""
 _GET = "get ae.safetensors of black-forest-labs/FLUX.2-dev, or name a diffusers vae folder"
 
 # Official names to diffusers', applied in order; diffusers' own names pass unchanged. Source: `AutoEncoder` in
@@ -66,8 +72,13 @@ class VaeEncoder:
 
     items_at_once = 1
 
-    def __init__(self, components: Components, device: torch.device):
+    def __init__(self, components: Components, device: torch.device, *, tiled: bool = False):
         """Find the weights and read their headers; nothing is loaded.
+
+        Args:
+            components: Where the model's files are.
+            device: Where the VAE works.
+            tiled: Whether it works in tiles, one after the other: less memory, and other results.
 
         Raises:
             UserError: If there are none, a file is damaged, or they are those of another VAE.
@@ -75,15 +86,15 @@ class VaeEncoder:
         self._source, self.config = find_weights(
             components, "vae", _config_of_file, kind="AutoencoderKLFlux2", remedy=_GET
         )
-        self._device = device
+        self._device, self._tiled = device, tiled
         self._vae: Any = None
 
     @cached_property
     def identity(self) -> str:
         """Digest of the weights and of how latents are made from them."""
-        return fingerprint(
-            self._source.path, "posterior mode, 2x2 patches as channel, row, column, batch-norm statistics, fp32"
-        )
+        made = "posterior mode, 2x2 patches as channel, row, column, batch-norm statistics, fp32"
+        tiles = (str(TILES),) if self._tiled else ()  # untiled, as ever: caches stay valid
+        return fingerprint(self._source.path, made, *tiles)
 
     @property
     def channels(self) -> int:
@@ -103,10 +114,7 @@ class VaeEncoder:
         """
         if self._vae is not None:
             return
-        from diffusers import AutoencoderKLFlux2
-
-        vae = built_from(AutoencoderKLFlux2.from_config, self.config, self._source)
-        vae.bn.register_buffer("num_batches_tracked", None)  # of training, and not in every file
+        vae = built_from(build, self.config, self._source)
         fill(
             vae, self._source, VAE_NAMES, device=self._device, dtype_of=lambda name: torch.float32, key="model.vae",
             ignore=frozenset({"bn.num_batches_tracked"}),
@@ -132,25 +140,55 @@ class VaeEncoder:
         """
         (item,) = items
         assert item.shape[2] % self.stride == item.shape[3] % self.stride == 0, f"{tuple(item.shape)}"
-        mean, deviation = self._statistics()
-        mode = self._vae.encode(item.transpose(0, 1).to(self._device, torch.float32)).latent_dist.mode()
-        latents = ((patchify(mode[0]) - mean) / deviation).cpu()
+        latents = self._work(encode_picture, item, pixels=1, scale=Fraction(1, self.stride))
         advance(1.0)
-        return [{"latents": latents[:, None]}]
+        return [{"latents": latents}]
 
     @torch.no_grad()
     def decode(self, latents: Float[Tensor, "channels 1 h w"]) -> Float[Tensor, "3 1 height width"]:
         """Pixels in [0, 1], fp32, on the CPU."""
-        mean, deviation = self._statistics()
-        patches = latents[:, 0].to(self._device, torch.float32) * deviation + mean
-        pixels = self._vae.decode(unpatchify(patches)[None]).sample
-        return ((pixels + 1) / 2).clamp(0, 1).cpu().transpose(0, 1)
+        return self._work(decode_picture, latents, pixels=self.stride, scale=Fraction(self.stride))
 
-    def _statistics(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of each channel of the patches over the VAE's own training data."""
-        norm = self._vae.bn
-        deviation = torch.sqrt(norm.running_var + norm.eps)
-        return norm.running_mean.view(-1, 1, 1), deviation.view(-1, 1, 1)
+    def _work(self, work: Callable[..., Tensor], picture: Tensor, *, pixels: int, scale: Fraction) -> Tensor:
+        def of_part(part: Tensor) -> Tensor:
+            return work(self._vae, part, self._device)
+
+        return in_tiles(of_part, picture, TILES, pixels=pixels, scale=scale) if self._tiled else of_part(picture).cpu()
+
+
+def build(config: Mapping[str, Any]) -> Any:
+    """The VAE of a configuration, on the default device."""
+    from diffusers import AutoencoderKLFlux2
+
+    vae = AutoencoderKLFlux2.from_config(dict(config))
+    vae.bn.register_buffer("num_batches_tracked", None)  # of training, and not in every file
+    return vae
+
+
+def encode_picture(
+    vae: Any, pixels: Float[Tensor, "3 1 height width"], device: torch.device
+) -> Float[Tensor, "channels 1 h w"]:
+    """Normalised latents of one picture, on the device of the VAE's weights."""
+    mean, deviation = _statistics(vae)
+    mode = vae.encode(pixels.transpose(0, 1).to(device, torch.float32)).latent_dist.mode()
+    return ((patchify(mode[0]) - mean) / deviation)[:, None]
+
+
+def decode_picture(
+    vae: Any, latents: Float[Tensor, "channels 1 h w"], device: torch.device
+) -> Float[Tensor, "3 1 height width"]:
+    """Pixels in [0, 1] of normalised latents, on the device of the VAE's weights."""
+    mean, deviation = _statistics(vae)
+    patches = latents[:, 0].to(device, torch.float32) * deviation + mean
+    pixels = vae.decode(unpatchify(patches)[None]).sample
+    return ((pixels + 1) / 2).clamp(0, 1).transpose(0, 1)
+
+
+def _statistics(vae: Any) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each channel of the patches over the VAE's own training data."""
+    norm = vae.bn
+    deviation = torch.sqrt(norm.running_var + norm.eps)
+    return norm.running_mean.view(-1, 1, 1), deviation.view(-1, 1, 1)
 
 
 def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:

@@ -28,13 +28,13 @@ _SCHEDULER = {
 class WanSampler:
     """UniPC with classifier-free guidance; a `Sampler` of the core."""
 
-    def __init__(self, components: Components, device: torch.device):
+    def __init__(self, components: Components, device: torch.device, *, tiled: bool = False):
         """Find the VAE and the scheduler's configuration; nothing is loaded.
 
         Raises:
             UserError: If the VAE is missing or the configuration is damaged.
         """
-        self._vae = VaeEncoder(components, device)
+        self._vae = VaeEncoder(components, device, tiled=tiled)
         self._device = device
         self._scheduler_config = _scheduler_config(components)
 

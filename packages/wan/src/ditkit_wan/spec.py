@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ditkit_core.components import Components
-from ditkit_core.model import Encoder, Engine, ModelSpec, SampleDefaults, Sampler, Streaming
+from ditkit_core.model import Companion, Encoder, Engine, ModelSpec, SampleDefaults, Sampler, Streaming
 from ditkit_wan.model import WanInputs, WanTransformer
-from ditkit_wan.presets import PRESETS, arch_from_config
+from ditkit_wan.presets import PRESETS, WanArch, arch_from_config
 from ditkit_wan.state_dict import NAMES
 
 # Timestep path, head, modulation and norms stay fp32 whatever the base is stored in (facts: §2 of the official numerics).
@@ -32,11 +32,25 @@ def _make_inputs(
     return WanInputs(noised, 1000 * sigma, [item["text"].to(device) for item in items])
 
 
+def _outline(arch: WanArch, size: tuple[int, int, int], references: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
+    frames, height, width = size
+    return {
+        "latents": torch.empty(arch.in_channels, 1 + (frames - 1) // 4, height // 8, width // 8),
+        "text": torch.empty(arch.text_tokens, arch.text_dim, dtype=torch.bfloat16),
+    }
+
+
+def _companions(arch: WanArch, components: Components) -> Sequence[Companion]:
+    from ditkit_wan.companions import companions
+
+    return companions(arch, components)
+
+
 # The encoders and the sampler pull in diffusers and transformers: only the stages that need them pay for the import.
-def _media_encoder(components: Components, device: torch.device) -> Encoder:
+def _media_encoder(components: Components, device: torch.device, tiled: bool) -> Encoder:
     from ditkit_wan.vae import VaeEncoder
 
-    return VaeEncoder(components, device)
+    return VaeEncoder(components, device, tiled=tiled)
 
 
 def _text_encoder(components: Components, device: torch.device, dtype: torch.dtype, streaming: Streaming) -> Encoder:
@@ -45,10 +59,10 @@ def _text_encoder(components: Components, device: torch.device, dtype: torch.dty
     return TextEncoder(components, device, dtype)
 
 
-def _sampler(components: Components, device: torch.device, dtype: torch.dtype) -> Sampler:
+def _sampler(components: Components, device: torch.device, dtype: torch.dtype, tiled: bool) -> Sampler:
     from ditkit_wan.sample import WanSampler
 
-    return WanSampler(components, device)
+    return WanSampler(components, device, tiled=tiled)
 
 
 def _write_demo(folder: Path) -> None:
@@ -75,6 +89,8 @@ WAN = ModelSpec(
         "self": tuple(name for name in _ATTENTION if name.startswith("self")),
     },
     make_inputs=_make_inputs,
+    outline=_outline,
+    companions=_companions,
     num_tokens=lambda item: math.prod(item["latents"].shape[1:]) // 4,  # patches of 1 × 2 × 2
     training_shift=lambda latents: 5.0,
     sample_defaults=lambda arch: SampleDefaults(steps=50, guidance=5.0),

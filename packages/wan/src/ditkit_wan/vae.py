@@ -5,7 +5,8 @@ would put the encoder's noise into the training data.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +19,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.frozen import built_from, fill, find_weights, fingerprint
 from ditkit_core.model import StateDictNames, ignored
 from ditkit_core.safetensors_file import SafetensorsSource
+from ditkit_core.tiles import Tiles, in_tiles
 from ditkit_wan.safe_names import SAFE_NAMES
 
 # Official names to diffusers', applied in order; diffusers' own names pass unchanged. Source: `WanVAE_` in
@@ -38,6 +40,10 @@ _RENAMES = (
     (r"\.residual\.6\.", ".conv2."),
     (r"\.shortcut\.", ".conv_shortcut."),
 )
+TILES = Tiles(side=256, overlap=64)
+"""As diffusers cuts clips for this VAE."""
+PUBLISHED = {"base_dim": 96, "z_dim": 16}
+"""The VAE of Wan 2.1."""
 _GET = "get wan_2.1_vae.safetensors, or name a diffusers vae folder"
 _UPSAMPLE = re.compile(r"^decoder\.upsamples\.(\d+)\.")
 
@@ -63,8 +69,13 @@ class VaeEncoder:
 
     items_at_once = 1
 
-    def __init__(self, components: Components, device: torch.device):
+    def __init__(self, components: Components, device: torch.device, *, tiled: bool = False):
         """Find the weights and read their headers; nothing is loaded.
+
+        Args:
+            components: Where the model's files are.
+            device: Where the VAE works.
+            tiled: Whether it works in tiles, one after the other: less memory, and other results.
 
         Raises:
             UserError: If there are none, a file is damaged, or they are those of another VAE.
@@ -72,13 +83,14 @@ class VaeEncoder:
         self._source, self.config = find_weights(
             components, "vae", _config_of_file, kind="AutoencoderKLWan", remedy=_GET, safe_names=SAFE_NAMES
         )
-        self._device = device
+        self._device, self._tiled = device, tiled
         self._vae: Any = None
 
     @cached_property
     def identity(self) -> str:
         """Digest of the weights and of how latents are made from them."""
-        return fingerprint(self._source.path, "posterior mean, normalised, fp32")
+        tiles = (str(TILES),) if self._tiled else ()  # untiled, as ever: caches stay valid
+        return fingerprint(self._source.path, "posterior mean, normalised, fp32", *tiles)
 
     @property
     def channels(self) -> int:
@@ -98,9 +110,7 @@ class VaeEncoder:
         """
         if self._vae is not None:
             return
-        from diffusers import AutoencoderKLWan
-
-        vae = built_from(AutoencoderKLWan.from_config, self.config, self._source)
+        vae = built_from(build, self.config, self._source)
         fill(
             vae, self._source, VAE_NAMES, device=self._device, dtype_of=lambda name: torch.float32, key="model.vae"
         )  # fmt: skip
@@ -126,24 +136,52 @@ class VaeEncoder:
         (item,) = items
         frames_per_latent, _ = self.strides
         assert item.shape[1] % frames_per_latent == 1, f"{item.shape[1]} frames"
-        mean, std = self._statistics()
-        posterior = self._vae.encode(item[None].to(self._device, torch.float32)).latent_dist
-        latents = ((posterior.mode()[0] - mean) / std).cpu()
+        latents = self._work(encode_clip, item, pixels=1, scale=Fraction(1, self.strides[1]))
         advance(1.0)
         return [{"latents": latents}]
 
     @torch.no_grad()
     def decode(self, latents: Float[Tensor, "channels f h w"]) -> Float[Tensor, "3 frames height width"]:
         """Pixels in [0, 1], fp32, on the CPU."""
-        mean, std = self._statistics()
-        pixels = self._vae.decode((latents.to(self._device, torch.float32) * std + mean)[None]).sample[0]
-        return ((pixels + 1) / 2).clamp(0, 1).cpu()
+        return self._work(decode_clip, latents, pixels=self.strides[1], scale=Fraction(self.strides[1]))
 
-    def _statistics(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of each latent channel over the VAE's own training data."""
-        config = self._vae.config
-        mean, std = (torch.tensor(values, device=self._device) for values in (config.latents_mean, config.latents_std))
-        return mean.view(-1, 1, 1, 1), std.view(-1, 1, 1, 1)
+    def _work(self, work: Callable[..., Tensor], clip: Tensor, *, pixels: int, scale: Fraction) -> Tensor:
+        def of_part(part: Tensor) -> Tensor:
+            return work(self._vae, part, self._device)
+
+        return in_tiles(of_part, clip, TILES, pixels=pixels, scale=scale) if self._tiled else of_part(clip).cpu()
+
+
+def build(config: Mapping[str, Any]) -> Any:
+    """The VAE of a configuration, on the default device."""
+    from diffusers import AutoencoderKLWan
+
+    return AutoencoderKLWan.from_config(dict(config))
+
+
+def encode_clip(
+    vae: Any, pixels: Float[Tensor, "3 frames height width"], device: torch.device
+) -> Float[Tensor, "channels f h w"]:
+    """Normalised latents of one clip, on the device of the VAE's weights."""
+    mean, std = _statistics(vae, device)
+    posterior = vae.encode(pixels[None].to(device, torch.float32)).latent_dist
+    return (posterior.mode()[0] - mean) / std
+
+
+def decode_clip(
+    vae: Any, latents: Float[Tensor, "channels f h w"], device: torch.device
+) -> Float[Tensor, "3 frames height width"]:
+    """Pixels in [0, 1] of normalised latents, on the device of the VAE's weights."""
+    mean, std = _statistics(vae, device)
+    pixels = vae.decode((latents.to(device, torch.float32) * std + mean)[None]).sample[0]
+    return ((pixels + 1) / 2).clamp(0, 1)
+
+
+def _statistics(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each latent channel over the VAE's own training data."""
+    config = vae.config
+    mean, std = (torch.tensor(values).to(device) for values in (config.latents_mean, config.latents_std))
+    return mean.view(-1, 1, 1, 1), std.view(-1, 1, 1, 1)
 
 
 def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:

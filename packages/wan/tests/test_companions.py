@@ -1,0 +1,120 @@
+"""The VAE and the text encoder as a plan sees them: their sizes, and what they hold, against the encoders themselves."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ditkit_core.components import Components
+from ditkit_core.ledger import Ledger
+from ditkit_core.model import Companion
+from ditkit_core.plan_companions import measure
+from ditkit_core.tiles import in_tiles
+from ditkit_wan import vae
+from ditkit_wan.presets import PRESETS
+from ditkit_wan.spec import WAN
+from ditkit_wan.text import TextEncoder
+from ditkit_wan.vae import VaeEncoder
+
+CPU = torch.device("cpu")
+GIB = 2**30
+
+
+def companions(**where: str) -> dict[str, Companion]:
+    return {each.name: each for each in WAN.companions(PRESETS["t2v-1.3b"], Components(**where))}
+
+
+def num_parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())  # one that is shared counts once
+
+
+def test_the_built_in_sizes_are_those_of_the_published_files() -> None:
+    """wan_2.1_vae.safetensors has 507.6 MB in fp32, the UMT5-XXL encoder 11.36 GB in bf16."""
+    built = {name: each.build(torch.bfloat16) for name, each in companions().items()}
+    assert num_parameters(built["VAE encoder"]) == num_parameters(built["VAE decoder"]) == 126_892_531
+    assert num_parameters(built["text encoder"]) == 5_680_910_336
+    assert {parameter.dtype for parameter in built["text encoder"].parameters()} == {torch.bfloat16}
+
+
+def test_the_text_encoder_takes_its_weights_and_little_more() -> None:
+    weights, peak = measure(companions()["text encoder"], WAN.size, text_dtype=torch.bfloat16)
+    assert weights == 2 * 5_680_910_336 and weights < peak < weights + 0.2 * GIB
+
+
+def test_a_clip_in_tiles_takes_a_quarter() -> None:
+    """Of nine frames: what the later ones add is their pixels and latents alone."""
+    encoder = companions()["VAE encoder"]
+    whole = measure(encoder, (9, 480, 832), text_dtype=torch.bfloat16)
+    tiled = measure(encoder, (9, 480, 832), text_dtype=torch.bfloat16, mode="in tiles")
+    assert 5 * GIB < whole.peak < 6.5 * GIB and tiled.peak < whole.peak / 4
+    longer = measure(encoder, (13, 480, 832), text_dtype=torch.bfloat16)
+    assert 0 < longer.peak - whole.peak < 2 * 4 * 3 * 4 * 480 * 832
+
+
+def live(model: torch.nn.Module, work: Callable[[], Any]) -> int:
+    """Bytes of tensors at their highest, with the weights."""
+    with Ledger() as ledger:
+        ledger.track(model, "weights")
+        work()
+    return ledger.peak[CPU]
+
+
+@pytest.mark.parametrize("size", [(1, 48, 64), (13, 64, 32)])
+def test_what_the_vae_holds_is_what_was_planned(checkpoint: Path, size: tuple[int, int, int]) -> None:
+    encoder = VaeEncoder(Components(base=str(checkpoint)), CPU)
+    encoder.load()
+    found = companions(base=str(checkpoint))
+    encode, decode = (
+        measure(found[f"VAE {half}"], size, text_dtype=torch.float32, kind="cpu").peak
+        for half in ("encoder", "decoder")
+    )
+    assert live(encoder._vae, lambda: encoder.encode([torch.zeros(3, *size)])) == pytest.approx(encode, rel=0.05)
+    latents = torch.zeros(16, 1 + (size[0] - 1) // 4, size[1] // 8, size[2] // 8)
+    assert live(encoder._vae, lambda: encoder.decode(latents)) == pytest.approx(decode, rel=0.05)
+
+
+def test_what_the_text_encoder_holds_is_what_was_planned(checkpoint: Path) -> None:
+    encoder = TextEncoder(Components(base=str(checkpoint)), CPU, torch.float32)
+    encoder.load()
+    planned = measure(companions(base=str(checkpoint))["text encoder"], WAN.size, text_dtype=torch.float32, kind="cpu")
+    assert live(encoder._model, lambda: encoder.encode(["a red circle"])) == pytest.approx(planned.peak, rel=0.05)
+
+
+def test_tiles_give_other_latents_under_another_identity(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = Components(base=str(checkpoint))
+    whole, tiled = VaeEncoder(where, CPU), VaeEncoder(where, CPU, tiled=True)
+    assert whole.identity != tiled.identity == WAN.media_encoder(where, CPU, True).identity
+    whole.load()
+    tiled.load()
+    large = torch.rand(3, 5, 288, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    small = large[:, :, :256]
+    assert torch.equal(whole.encode([small])[0]["latents"], tiled.encode([small])[0]["latents"])
+    with torch.no_grad():
+        for encoder in (whole, tiled):  # random attention, over the whole picture, would hide where each tile is
+            for half in (encoder._vae.encoder, encoder._vae.decoder):
+                half.mid_block.attentions[0].proj.weight.zero_()
+    # A VAE looks farther than the overlap, so that tiles change every number a little; how little is held against tiles that lie one
+    # latent off their place, which is the least that they can be misplaced by.
+    latents = whole.encode([large])[0]["latents"]
+    pixels = whole.decode(latents)
+    honest = difference(tiled, large, latents, pixels)
+    monkeypatch.setattr(vae, "in_tiles", one_latent_off)
+    misplaced = difference(tiled, large, latents, pixels)
+    assert all(0 < one < other / 3 for one, other in zip(honest, misplaced, strict=True)), (honest, misplaced)
+
+
+def difference(tiled: VaeEncoder, large: torch.Tensor, latents: torch.Tensor, pixels: torch.Tensor) -> list[float]:
+    """Mean distance of what tiles give from what the whole gives: latents, then pixels."""
+    found = tiled.encode([large])[0]["latents"], tiled.decode(latents)
+    assert [each.shape for each in found] == [latents.shape, pixels.shape]
+    return [float((one - other).abs().mean()) for one, other in zip(found, (latents, pixels), strict=True)]
+
+
+def one_latent_off(
+    work: Callable[[torch.Tensor], torch.Tensor], whole: torch.Tensor, *args: Any, **settings: Any
+) -> torch.Tensor:
+    """As `in_tiles`, with each tile's result moved down by one latent."""
+    step = 8 if settings["scale"] > 1 else 1
+    return in_tiles(lambda part: work(part).roll(step, -2), whole, *args, **settings)

@@ -1,0 +1,176 @@
+"""Where a model is cut: so that over a whole training step the fullest device, for what it can hold, is least full.
+
+A run and its plan divide a model by the same function of the same figures, so that the run does what the plan says. What a device holds
+depends on its own blocks alone, so no other cuts do better: all of them are looked at.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from ditkit_core.adapters import canonical_name
+from ditkit_core.block_swap import choose_streamed
+from ditkit_core.errors import UserError
+from ditkit_core.hardware import Card, cards_here, keeping_reserves, parse_size
+from ditkit_core.model import ModelSpec
+from ditkit_core.placement import Placement, least_full
+from ditkit_core.plan import Budget, plan_device
+from ditkit_core.precision import Precision
+from ditkit_core.profile import Profile, StageCost
+from ditkit_core.quantized_linear import final_dtype
+from ditkit_core.streamed import MARGIN_BYTES, free_memory_bytes
+
+_ANY = torch.device("cuda")
+
+
+def choose_cuts(
+    profile: Profile,
+    budgets: Sequence[Budget],
+    *,
+    swap_blocks: Sequence[int] = (),
+    micro_batches: int = 1,
+    pipelined: bool = False,
+) -> tuple[int, ...]:
+    """The blocks before which the next device begins; each device has one that holds parameters at least, and as many as it streams.
+
+    Args:
+        profile: What the stages hold; `weights_profile` leaves out activations.
+        budgets: The devices, in order.
+        swap_blocks: `train.swap_blocks`.
+        micro_batches: How many a step adds up.
+        pipelined: Whether they overlap.
+
+    Raises:
+        UserError: If there are more devices than blocks, or more blocks to be streamed than there are.
+    """
+    blocks = profile.blocks
+    has_weights = [block.weights + block.adapters > 0 for block in blocks]
+    # A block without parameters runs where its carry is: no device begins with it.
+    starts = [i for i, has in enumerate(has_weights) if has]
+    if len(budgets) > len(starts):
+        raise UserError(
+            f"train.devices names {len(budgets)} devices and the model has {len(starts)} blocks; name fewer"
+        )
+    counts = swap_counts(swap_blocks, len(budgets))
+    if any(counts) and sum(max(1, count) for count in counts) > len(starts):
+        raise UserError(
+            f"train.swap_blocks = {list(swap_blocks)} of {len(budgets)} devices, and the model has {len(starts)} blocks; lower it"
+        )
+
+    @cache
+    def bytes_held(start: int, end: int, count: int, budget: Budget) -> int:
+        return plan_device(
+            profile, start, end, budget, streamed=streamed_of(has_weights, start, end, count),
+            micro_batches=micro_batches, pipelined=pipelined,
+        ).peak  # fmt: skip
+
+    def fullness(device: int, start: int, end: int) -> float | None:
+        if counts[device] > sum(has_weights[start:end]):
+            return None
+        budget = budgets[device]
+        return bytes_held(start, end, counts[device], budget) / (budget.total - budget.reserve)
+
+    cuts = least_full(len(blocks), len(budgets), starts, fullness)
+    assert cuts is not None, "there are enough blocks for all"
+    return cuts
+
+
+def swap_counts(swap_blocks: Sequence[int], num_devices: int) -> tuple[int, ...]:
+    """How many blocks each device streams.
+
+    Raises:
+        UserError: If there is neither one number for each device nor one for all.
+    """
+    if len(swap_blocks) not in (0, 1, num_devices) or min(swap_blocks, default=0) < 0:
+        raise UserError(
+            f"train.swap_blocks = {list(swap_blocks)}: give one number of at least 0 for each of {num_devices} devices, or one for all"
+        )
+    return tuple(swap_blocks) if len(swap_blocks) == num_devices else tuple(swap_blocks or (0,)) * num_devices
+
+
+def streamed_of(has_weights: Sequence[bool], start: int, end: int, count: int) -> frozenset[int]:
+    """Which blocks are streamed by a device that has those from `start` to before `end`."""
+    alone = Placement(embed=_ANY, blocks=(_ANY,) * (end - start), head=_ANY)
+    return frozenset(start + i for i in choose_streamed(alone, [count], has_weights[start:end]))
+
+
+def budgets_of(cards: Sequence[Card]) -> tuple[Budget, ...]:
+    """Cards as a plan takes them."""
+    names = [f"{index}: {card.name}" if len(cards) > 1 else card.name for index, card in enumerate(cards)]
+    return tuple(
+        Budget(name=name, total=card.total, reserve=card.reserve) for name, card in zip(names, cards, strict=True)
+    )
+
+
+def budgets_here(devices: Sequence[torch.device], reserve_gib: Sequence[float]) -> tuple[Budget, ...]:
+    """What the devices of this machine can hold: GPUs less what a plan leaves free and `train.reserve`; the host what is free now.
+
+    Raises:
+        UserError: If a reserve leaves nothing, or the devices cannot be compared.
+    """
+    kinds = {device.type for device in devices}
+    if len(kinds) > 1:
+        raise UserError(
+            f"train.devices = {[str(device) for device in devices]}: what GPUs and the host hold is not compared; say with "
+            "train.cuts before which blocks the next device begins"
+        )
+    if kinds == {"cpu"}:
+        free = free_memory_bytes(devices[0]) or 2**62
+        return (Budget(name="cpu", total=free, workspace=0),) * len(devices)
+    return budgets_of(keeping_reserves(cards_here(devices), reserve_gib))
+
+
+def host_limit(host: str, *, here: bool) -> int | None:
+    """Bytes that streamed weights may take on the host; None for any.
+
+    Args:
+        host: `--host`; empty for what the host can give.
+        here: Whether the run is planned for this machine.
+
+    Raises:
+        UserError: If it is no size.
+    """
+    if host:
+        return parse_size(host, "--host")
+    free = free_memory_bytes(torch.device("cpu")) if here else None
+    return None if free is None else max(0, free - MARGIN_BYTES)
+
+
+def weights_profile(model: Any, spec: ModelSpec, precision: Precision, *, averaged: bool = False) -> Profile:
+    """What the weights alone bring to a device, and what AdamW keeps for those that are trained.
+
+    Args:
+        model: With its adapters; `meta` will do.
+        spec: Says what stays in fp32.
+        precision: The dtypes.
+        averaged: Whether there is an average of the trained weights.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def cost(stage: nn.Module) -> StageCost:
+        weights = trained = 0
+        seen: set[int] = set()
+        for prefix, module in stage.named_modules(prefix=names[id(stage)]):
+            for leaf, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                wide = spec.keep_fp32(canonical_name(f"{prefix}.{leaf}"))
+                dtype = final_dtype(module, leaf, torch.float32 if wide else precision.matmul)
+                if parameter.requires_grad:
+                    trained += parameter.numel() * torch.float32.itemsize
+                else:
+                    weights += parameter.numel() * dtype.itemsize
+        return StageCost(
+            weights=weights, adapters=trained, gradients=trained, optimizer=2 * trained, average=trained * averaged
+        )
+
+    blocks = tuple(map(cost, model.blocks()))
+    nothing = (0,) * (len(blocks) + 1)
+    return Profile(
+        embed=cost(model.embed), blocks=blocks, head=cost(model.head), crossing=nothing, crossing_back=nothing,
+        trains_all=all(parameter.requires_grad for parameter in model.parameters()),
+    )  # fmt: skip

@@ -1,0 +1,145 @@
+"""What a run does beside its steps, for a plan: encoding its data, and drawing samples next to what training holds."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ditkit_core import hardware
+from ditkit_core.adapters import AdapterConfig
+from ditkit_core.devices import choose_device
+from ditkit_core.plan import Budget, DevicePlan
+from ditkit_core.plan_companions import CompanionRow, Room, Size, companion_rows, denoising_bytes, held_while_drawing
+from ditkit_core.precision import parse_dtype
+from ditkit_core.prior import count_media
+from ditkit_core.references import encoded_sizes
+from ditkit_core.run import Run
+from ditkit_core.streamed import free_memory_bytes
+
+Shape = tuple[Size, tuple[tuple[int, int], ...]]
+"""Frames, height and width of a clip, and height and width of each of its references."""
+
+
+class Drawn(NamedTuple):
+    """The samples that a run draws."""
+
+    shapes: tuple[Shape, ...]
+    num: int
+
+
+def beside_training(
+    run: Run, arch: Any, adapter: AdapterConfig, shapes: Sequence[Shape], devices: Sequence[DevicePlan], *, gpus: bool
+) -> tuple[CompanionRow, ...]:
+    """Encoding and drawing, as configured.
+
+    Args:
+        run: The run.
+        arch: The model's architecture.
+        adapter: What is trained.
+        shapes: All that the data consists of.
+        devices: What the steps hold.
+        gpus: Whether the plan is for cards that need not be here.
+
+    Raises:
+        UserError: If files of an encoder that are here are damaged or of another model.
+    """
+    config = run.config
+    kind = "cuda" if gpus else run.device.type
+    averages = config.optim.name == "schedulefree_adamw"
+    rooms = [_room(device.budget, kind) for device in devices]
+    own, *others = rooms
+    held, *held_elsewhere = (held_while_drawing(device.purposes, averages=averages) for device in devices)
+    drawn = to_be_drawn(run, shapes)
+    denoising = 0
+    if drawn.shapes:
+        largest = max(drawn.shapes, key=_pixels)
+        denoising = denoising_bytes(
+            run.spec, arch, run.precision, adapter, largest[0],
+            references=largest[1], kind=own.kind, quantize=config.base.quantize,
+        )  # fmt: skip
+    return tuple(
+        companion_rows(
+            run.spec.companions(arch, config.model),
+            encoded=[size for shape in shapes for size in (shape[0], *((1, *reference) for reference in shape[1]))],
+            drawn=[shape[0] for shape in drawn.shapes],
+            text_dtype=parse_dtype(config.encode.text_dtype),
+            streaming=config.encode.streaming,
+            encode_tiling=config.encode.vae_tiling,
+            sample_tiling=config.sample.vae_tiling,
+            encode_room=_encode_room(run, own, gpus=gpus),
+            sample_room=own,
+            beside=held,
+            denoising=denoising,
+            num_samples=drawn.num,
+            further=list(zip(others, held_elsewhere, strict=True)),
+        )
+    )
+
+
+def has_data(run: Run) -> bool:
+    """Whether the dataset is here."""
+    folder = run.config.data.folder
+    return bool(folder) and Path(folder).expanduser().is_dir()
+
+
+def to_be_drawn(run: Run, shapes: Sequence[Shape]) -> Drawn:
+    """The samples that a run draws when it ends, and while it trains: the same ones; and class pictures that are missing.
+
+    Those are drawn before the optimizer has anything, which is not told apart: only adapters can be trained with them.
+
+    Args:
+        run: The run.
+        shapes: All that the data consists of, which captions are drawn in if the data is not here to say which.
+    """
+    asked, pictures = _samples(run, shapes), _class_pictures(run)
+    return Drawn((*asked.shapes, *pictures.shapes), asked.num + pictures.num)
+
+
+def _class_pictures(run: Run) -> Drawn:
+    prior, data = run.config.prior, run.config.data
+    missing = prior.images - count_media(run.prior_folder) if prior.prompt else 0
+    return Drawn((((1, data.height, data.width), ()),), missing) if missing > 0 else Drawn((), 0)
+
+
+def _samples(run: Run, shapes: Sequence[Shape]) -> Drawn:
+    config, spec = run.config.sample, run.spec
+    if not config.prompts and not config.captions:
+        return Drawn((), 0)
+    if config.prompts or has_data(run):
+        scenes = run.scenes([] if config.prompts else run.dataset.samples)
+        found: list[Shape] = []
+        for scene in scenes:
+            sizes: Sequence[tuple[int, int]] = ()
+            if scene.references:
+                assert spec.reference_size is not None, "checked"
+                sizes = encoded_sizes(scene.references, spec.reference_size)
+            found.append(((scene.frames, scene.height, scene.width), tuple(sizes)))
+        return Drawn(tuple(found), len(scenes) * config.images)
+    sizes_drawn = {
+        ((config.frames or frames, config.height or height, config.width or width), references)
+        for (frames, height, width), references in shapes
+    }
+    return Drawn(tuple(sorted(sizes_drawn)), config.captions * config.images)
+
+
+def _room(budget: Budget, kind: str) -> Room:
+    return Room(budget.name, budget.total - budget.reserve - budget.workspace, kind)
+
+
+def _encode_room(run: Run, own: Room, *, gpus: bool) -> Room:
+    """Where the encoders run, which is empty but for them: they come before the model."""
+    name = run.config.encode.device
+    if gpus and name != "cpu":  # the cards are not here, and which one does not matter while they are alike
+        return own
+    device = choose_device(name, "encode.device")
+    if device.type == "cpu":
+        # of another machine's memory nothing is known
+        return Room("cpu", None if gpus else free_memory_bytes(device), "cpu")
+    if device == run.device:
+        return own
+    (card,) = hardware.cards_here([device])
+    return Room(f"{device}: {card.name}", card.total - card.reserve)
+
+
+def _pixels(shape: Shape) -> int:
+    frames, height, width = shape[0]
+    return frames * height * width + sum(h * w for h, w in shape[1])

@@ -1,0 +1,317 @@
+"""`train --plan`: what a run will hold on each device, before anything is loaded or written."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ditkit_core import hardware
+from ditkit_core.adapter_files import config_from_file, open_adapter
+from ditkit_core.adapters import AdapterConfig
+from ditkit_core.buckets import bucket_sizes
+from ditkit_core.config import RunConfig
+from ditkit_core.console import say
+from ditkit_core.division import budgets_here, budgets_of, host_limit
+from ditkit_core.errors import UserError
+from ditkit_core.model import ModelSpec
+from ditkit_core.options import TrainOptions
+from ditkit_core.placement import Placement
+from ditkit_core.plan import Budget, DevicePlan, Division, compose, on_host
+from ditkit_core.plan_beside import Shape, beside_training, has_data
+from ditkit_core.plan_companions import CompanionRow, Size
+from ditkit_core.plan_report import Report, as_json, show
+from ditkit_core.precision import Precision
+from ditkit_core.prepare import build_on_meta, choose_arch
+from ditkit_core.profile import Job, Profile, profile
+from ditkit_core.quantization import check_scaled
+from ditkit_core.references import encoded_sizes
+from ditkit_core.run import Run
+from ditkit_core.safetensors_file import SafetensorsSource
+from ditkit_core.scaled_files import open_weights
+from ditkit_core.thinned import thinned
+from ditkit_core.timing import Workload, both_orders, step_seconds
+
+DOES_NOT_FIT = 3
+"""Exit status of a plan that does not fit."""
+
+
+def plan(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
+    """Print the plan of a run.
+
+    Returns:
+        0 if the run fits its devices, `DOES_NOT_FIT` if not.
+
+    Raises:
+        UserError: If the run could not start as it is configured.
+    """
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        report = make_report(Run(spec, config), options.gpus, options.host)
+    if options.json:
+        print(json.dumps(as_json(report), indent=1, allow_nan=False), flush=True)
+    else:
+        show(report)
+    return 0 if report.fits else DOES_NOT_FIT
+
+
+def make_report(run: Run, gpus: str = "", host: str = "") -> Report:
+    """Plan a run.
+
+    Args:
+        run: The run.
+        gpus: The cards to plan for; empty for the devices that the run would take here.
+        host: What streamed weights may take on the host; empty for what is free here, or any amount with `gpus`.
+    """
+    check(run, here=not gpus)
+    notes = tuple(_notes(run))
+    run = as_held(run)
+    targets = _targets(run, gpus, host)
+    preset, arch = _arch(run)
+    adapter, bucket = _adapter(run, arch), largest_bucket(run, arch)
+    config, micro_batches, pipelined = run.config, run.micro_batches, run.config.train.pipelined
+    found = profile(_job(run, arch, adapter, bucket, kind=targets.kind))
+    placement = _placement(run, arch, adapter, targets, found)
+    order = list(dict.fromkeys(placement.blocks))
+    division = Division(devices=tuple(map(order.index, placement.blocks)), streamed=placement.streamed)
+    plans = compose(found, division, targets.budgets, micro_batches=micro_batches, pipelined=pipelined)
+    estimate = orders = None
+    if targets.cards:
+        work = Workload(
+            micro_batches=micro_batches, pipelined=pipelined, fp32=run.precision.matmul == torch.float32,
+            quantize=config.base.quantize,
+        )  # fmt: skip
+        estimate = step_seconds(found, division, targets.cards, work)
+        orders = both_orders(found, division, targets.cards, work)
+    stages = (found.embed, *found.blocks, found.head)
+    flops = micro_batches * sum(stage.flops_forward + stage.flops_backward for stage in stages)
+    return Report(
+        model=f"{run.spec.name} {preset}".strip(),
+        policy=config.train.checkpointing,
+        quantize=config.base.quantize,
+        bucket=bucket.described(),
+        tokens=sum(map(run.spec.num_tokens, bucket.items)),
+        micro_batches=micro_batches,
+        pipelined=pipelined,
+        devices=plans,
+        beside=beside_training(run, arch, adapter, bucket.shapes, plans, gpus=bool(gpus)),
+        previews=bool(config.sample.every_steps),
+        division=division,
+        host=on_host(found, division.streamed),
+        host_limit=host_limit(host, here=not gpus)
+        if targets.kind == "cuda"
+        else None,  # on a CPU the host is the device
+        flops=flops,
+        seconds=estimate.seconds if estimate else None,
+        rates=tuple(
+            dict.fromkeys(
+                f"{card.name}: {card.bf16_flops / 1e12:.0f} TFLOP/s in bf16 ({card.source})" for card in targets.cards
+            )
+        ),
+        is_cuda=targets.kind == "cuda",
+        orders=orders,
+        notes=notes,
+    )
+
+
+def check(run: Run, *, here: bool) -> None:
+    """Refuse what the run itself would, before anything is planned.
+
+    Args:
+        run: The run.
+        here: Whether it is planned for the devices of this machine.
+    """
+    if here:
+        run.check()
+    else:
+        run.check_settings()
+    run.check_training(here=here)
+
+
+def beside_of(run: Run, devices: Sequence[DevicePlan], *, gpus: bool) -> tuple[CompanionRow, ...]:
+    """What encoding and drawing hold beside these steps, of a run that is configured as they are."""
+    run = as_held(run)
+    arch = _arch(run)[1]
+    adapter = _adapter(run, arch)
+    return beside_training(run, arch, adapter, largest_bucket(run, arch).shapes, devices, gpus=gpus)
+
+
+def as_held(run: Run) -> Run:
+    """The run with `base.quantize` as its file makes it: matrices that the file has in scaled 8 bits stay so if nothing else is asked.
+
+    Raises:
+        UserError: If such weights are to be trained.
+    """
+    config = run.config
+    if config.base.quantize != "none" or run.stored_as == "none":
+        return run
+    check_scaled(str(config.model.here("transformer")), config.adapter.method)
+    return Run(run.spec, replace(config, base=replace(config.base, quantize="fp8")))
+
+
+def _notes(run: Run) -> Iterator[str]:
+    config = run.config
+    if config.train.attention != "sdpa":
+        yield f"train.attention = {config.train.attention}: planned is what sdpa's kernels hold, which others may not"
+    if config.base.quantize == "none" and run.stored_as == "fp8":
+        yield f"{config.model.here('transformer')} is in scaled 8 bits: planned as it is held, like base.quantize = fp8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Targets:
+    """What is planned for."""
+
+    kind: str
+    budgets: tuple[Budget, ...]
+    cards: tuple[hardware.Card, ...] = ()
+
+
+def _targets(run: Run, gpus: str, host: str) -> _Targets:
+    reserve = run.config.train.reserve
+    if not gpus and run.device.type == "cpu":
+        if host:
+            raise UserError(
+                f"--host {host} is memory for weights that are streamed to GPUs, and this run is planned for the CPU; leave it out, "
+                "or say for which cards: --gpus 24GiB"
+            )
+        return _Targets(kind="cpu", budgets=budgets_here(run.devices, reserve))
+    cards = hardware.parse_gpus(gpus) if gpus else hardware.cards_here(run.devices)
+    cards = hardware.keeping_reserves(cards, reserve)
+    return _Targets(kind="cuda", budgets=budgets_of(cards), cards=cards)
+
+
+def _arch(run: Run) -> tuple[str, Any]:
+    """The architecture, by its name or from what lies here; nothing is fetched."""
+    model = run.config.model
+    if model.preset:
+        return choose_arch(run.spec, model.preset, SafetensorsSource(Path(), {}, {}))
+    path = model.here("transformer")
+    if path is None:
+        raise UserError(
+            f"a plan fetches nothing, and model.base = {model.base!r} is not here to say which architecture it is; "
+            f"set model.preset to one of {', '.join(run.spec.presets)}"
+        )
+    folder = path if path.is_dir() else path.parent
+    described = (folder / "config.json").is_file() and run.spec.infer_arch is not None
+    source = SafetensorsSource(path, {}, {}) if described else open_weights(path)
+    return choose_arch(run.spec, "", source)
+
+
+def _adapter(run: Run, arch: Any) -> AdapterConfig:
+    """As configured, with what an `adapter.init` file decides."""
+    adapter = run.config.adapter
+    if not adapter.init or adapter.method == "full":
+        return adapter
+    model = build_on_meta(run.spec, arch, Precision())
+    linears = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    return config_from_file(adapter, open_adapter(Path(adapter.init).expanduser(), run.spec.names, linears))[0]
+
+
+def _placement(run: Run, arch: Any, adapter: AdapterConfig, targets: _Targets, found: Profile) -> Placement:
+    """How the run would divide the model over these devices."""
+    devices = [torch.device(targets.kind, index) for index in range(len(targets.budgets))]
+    if targets.kind == "cuda" or len(devices) == 1:
+        return run.divided(build_on_meta(run.spec, arch, run.precision), devices, targets.budgets, found)
+    model = thinned(run.spec, arch, run.precision, adapter, quantize=run.config.base.quantize, of_each=None).whole
+    return run.divided(model, devices, targets.budgets)
+
+
+def training_placement(run: Run, model: Any, arch: Any, adapter: AdapterConfig) -> Placement:
+    """Where a run trains each stage: over several GPUs without `train.cuts`, where its plan says.
+
+    CPUs are divided by weights alone, as all devices are for commands that do not train and keep no activations.
+
+    Args:
+        run: The run.
+        model: With its adapters; `meta` will do.
+        arch: Its architecture.
+        adapter: What is trained, with what an `adapter.init` file decided.
+
+    Raises:
+        UserError: If `train.cuts` or `train.swap_blocks` do not divide the model, or the devices cannot be compared.
+    """
+    if len(run.devices) == 1 or run.config.train.cuts or any(device.type != "cuda" for device in run.devices):
+        return run.placement(model)
+    began = time.monotonic()
+    found = profile(_job(as_held(run), arch, adapter, largest_bucket(run, arch), kind="cuda"))
+    placed = run.placement(model, found)
+    say(f"cuts chosen by what a step holds on each device, planned in {time.monotonic() - began:.0f} s")
+    return placed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """The micro-batch that a plan is made for."""
+
+    size: Size
+    references: tuple[tuple[int, int], ...]
+    items: list[dict[str, Tensor]]
+    shapes: tuple[Shape, ...]
+    """All that the data can give."""
+    source: str
+    """Where the size is from."""
+
+    def described(self) -> str:
+        """In a few words."""
+        frames, height, width = self.size
+        edited = f" with references {', '.join(f'{h}x{w}' for h, w in self.references)}" if self.references else ""
+        what = f"{frames} frames of {height}x{width}" if frames > 1 else f"{height}x{width}"
+        return f"{len(self.items)} x {what}{edited} ({self.source})"
+
+
+def largest_bucket(run: Run, arch: Any) -> Bucket:
+    """The micro-batch with the most tokens that the data can give: of the dataset if it is here, else of the configured size."""
+    data, train = run.config.data, run.config.train
+    shapes: set[Shape] = set()
+    folder = Path(data.folder).expanduser()
+    if has_data(run):
+        for sample in run.dataset.samples:
+            sizes: tuple[tuple[int, int], ...] = ()
+            if sample.references:
+                assert run.spec.reference_size is not None, "checked"
+                sizes = tuple(encoded_sizes(sample.references, run.spec.reference_size))
+            shapes.add(((sample.frames, sample.height, sample.width), sizes))
+        source = f"the largest in {folder}"
+    elif data.buckets:
+        step = data.bucket_step or 4 * run.spec.size_step
+        buckets = bucket_sizes(data.height, data.width, step=step, max_aspect=data.max_aspect)
+        shapes = {((data.frames, height, width), ()) for height, width in buckets}
+        source = "the largest bucket of data.height and data.width"
+    else:
+        shapes = {((data.frames, data.height, data.width), ())}
+        source = "data.frames, height and width"
+
+    def batch(shape: Shape) -> list[dict[str, Tensor]]:
+        with torch.device("meta"):
+            item = run.spec.outline(arch, *shape)
+        count = max(1, train.batch_tokens // run.spec.num_tokens(item)) if train.batch_tokens else train.batch_size
+        return [item] * count
+
+    def tokens(shape: Shape) -> int:
+        return sum(map(run.spec.num_tokens, batch(shape)))
+
+    largest = max(sorted(shapes), key=tokens)
+    return Bucket(
+        size=largest[0], references=largest[1], items=batch(largest), shapes=tuple(sorted(shapes)), source=source
+    )
+
+
+def job_for(run: Run, *, kind: str = "cuda") -> Job:
+    """The step of a run's largest micro-batch, as configured, on a kind of device."""
+    run = as_held(run)
+    arch = _arch(run)[1]
+    return _job(run, arch, _adapter(run, arch), largest_bucket(run, arch), kind=kind)
+
+
+def _job(run: Run, arch: Any, adapter: AdapterConfig, bucket: Bucket, *, kind: str) -> Job:
+    config = run.config
+    return Job(
+        spec=run.spec, arch=arch, adapter=adapter, precision=run.precision, batch=bucket.items,
+        policy=config.train.checkpointing, optim=config.optim, ema=config.ema, flow=config.flow,
+        clip_norm=config.train.clip_norm, quantize=config.base.quantize, micro_batches=run.micro_batches, kind=kind,
+    )  # fmt: skip

@@ -1,0 +1,48 @@
+"""Profiles put together by hand, for what works on profiles alone."""
+
+from dataclasses import replace
+
+from ditkit_core.profile import Profile, StageCost
+
+GIB, MIB, TERA = 2**30, 2**20, 10**12
+
+_KEPT = {"none": 1200, "attn_only": 220, "full": 100}
+_FLOPS_BACKWARD = {"none": 20, "attn_only": 27, "full": 30}
+_STORED = {"none": 1.0, "int8": 0.5, "fp8": 0.5, "nf4": 0.28}
+
+
+def made_profile(
+    policy: str = "full", quantize: str = "none", *, num_blocks: int = 12, block_gib: float = 1.0, work: float = 1.0
+) -> Profile:
+    """A model of equal blocks, with a step that keeps and recomputes what the policy does.
+
+    Args:
+        policy: Of checkpointing.
+        quantize: What its frozen weights are held in.
+        num_blocks: How many.
+        block_gib: GiB of a block's weights in bf16.
+        work: What bytes of activations and arithmetic are multiplied with.
+    """
+    block = StageCost(
+        weights=int(block_gib * _STORED[quantize] * GIB),
+        adapters=8 * MIB,
+        gradients=8 * MIB,
+        optimizer=16 * MIB,
+        kept=int(_KEPT[policy] * work * MIB),
+        released=int(_KEPT[policy] * work * MIB),
+        forward_extra=int(300 * work * MIB),
+        backward_extra=int(1300 * work * MIB),
+        backward_extra_again=int(1310 * work * MIB),
+        flops_forward=int(10 * work * TERA),
+        flops_backward=int(_FLOPS_BACKWARD[policy] * work * TERA),
+    )
+    end = StageCost(
+        weights=200 * MIB, kept=int(100 * work * MIB), released=int(100 * work * MIB), flops_forward=TERA // 10
+    )
+    return Profile(
+        embed=end,
+        blocks=(block,) * num_blocks,
+        head=replace(end, flops_backward=TERA // 10),
+        crossing=(int(120 * work * MIB),) * (num_blocks + 1),
+        crossing_back=(int(100 * work * MIB),) * (num_blocks + 1),
+    )

@@ -1,0 +1,83 @@
+"""What a text about cards means."""
+
+import pytest
+import torch
+
+from ditkit_core.errors import UserError
+from ditkit_core.hardware import GIB, KNOWN_CARDS, card_named, cards_here, default_reserve, of_size, parse_gpus
+
+
+def test_sizes_count_and_order_are_read():
+    cards = parse_gpus("2x24GiB,1x16GiB")
+    assert [card.total for card in cards] == [24 * GIB, 24 * GIB, 16 * GIB]
+    assert all(card.reserve == default_reserve(card.total) for card in cards)
+
+
+@pytest.mark.parametrize("text", ["24GiB", "24GB", "24gb", " 24 gib ", "24G", "1x24GiB", "1*24GiB"])
+def test_a_size_is_written_in_several_ways(text):
+    assert parse_gpus(text) == (parse_gpus("24gib")[0],)
+
+
+def test_cards_are_known_by_name_in_any_case():
+    assert [card.name for card in parse_gpus("2xRTX3090,A100-80")] == ["rtx3090", "rtx3090", "a100-80"]
+    for text in ("rtx4090", "RTX 4090", "NVIDIA GeForce RTX 4090", "4090"):
+        assert parse_gpus(text)[0].bf16_flops == 165.2e12
+    assert parse_gpus("4070 Ti Super") == parse_gpus("rtx4070tis")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "24GiB,", "24", "24MiB", "0x24GiB", "99x24GiB", "rtx9999", "x24GiB", "-1x24GiB", "0.1GiB"]
+)
+def test_a_wrong_text_is_refused_in_one_line_with_examples(text):
+    with pytest.raises(UserError) as refused:
+        parse_gpus(text)
+    assert "\n" not in str(refused.value) and "--gpus" in str(refused.value) and "2x24GiB,1x16GiB" in str(refused.value)
+
+
+def test_every_name_leads_to_one_card():
+    names = [name for _, each in KNOWN_CARDS for name in each]
+    assert len(names) == len(set(names))
+    for card, each in KNOWN_CARDS:
+        assert all(parse_gpus(name) == (card,) for name in each)
+        assert card.reserve < card.total / 10 and card.source and card.fp32_flops < card.bf16_flops
+
+
+def test_a_size_takes_the_rates_of_the_slowest_card_with_as_much_and_says_so():
+    for size in (8, 16, 24, 32, 40, 48, 80, 141):
+        card = of_size(size * GIB, f"{size}GiB")
+        as_large = [known for known, _ in KNOWN_CARDS if known.total > 0.9 * size * GIB]
+        assert card.bf16_flops == min(known.bf16_flops for known in as_large), size
+        assert "assumed as of" in card.source
+    assert of_size(1000 * GIB, "1000GiB").bf16_flops == max(card.bf16_flops for card, _ in KNOWN_CARDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "known"),
+    [
+        ("NVIDIA GeForce RTX 4090", 23.6, "rtx4090"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100-80"),
+        ("NVIDIA H200", 139.8, "h200-141"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", 15.7, "rtx4070tis"),
+    ],
+)
+def test_what_a_driver_calls_a_card_is_recognised_and_its_own_memory_kept(name, gib, known):
+    total = int(gib * GIB)
+    card = card_named(name, total)
+    assert (card.name, card.total) == (name, total)
+    assert card.bf16_flops == parse_gpus(known)[0].bf16_flops and "assumed" not in card.source
+
+
+def test_a_card_of_a_laptop_is_not_taken_for_its_namesake():
+    assert "assumed" in card_named("NVIDIA GeForce RTX 4090 Laptop GPU", 16 * GIB).source
+
+
+def test_what_is_no_gpu_is_refused():
+    with pytest.raises(UserError, match="--gpus 24GiB"):
+        cards_here([torch.device("cpu")])
+
+
+def test_what_others_use_adds_to_the_reserve():
+    (card,) = parse_gpus("24GiB")
+    assert card.keeping_free(GIB).reserve == card.reserve + GIB

@@ -1,0 +1,208 @@
+"""`train --plan`: what it prints, its exit status, and what it leaves alone."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from ditkit_core.cli import run
+from ditkit_core.model import Companion
+from ditkit_core.testing.toy import TOY
+from ditkit_core.tiles import Tiles
+
+WIDTH = 2**14
+"""Of the companions' one layer: 1 GiB of weights in fp32."""
+
+
+def companion(name: str, stage, rows_per_pixel: float, **more) -> Companion:
+    """One layer in fp32 that makes rows of 64 KiB."""
+
+    def build(dtype: torch.dtype) -> nn.Module:
+        with torch.device("meta"):
+            return nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(layer: nn.Module, size: tuple[int, int, int], device: torch.device) -> torch.Tensor:
+        rows = int(rows_per_pixel * size[0] * size[1] * size[2])
+        return layer(torch.empty(rows, WIDTH, device=device, dtype=layer.weight.dtype))
+
+    return Companion(name=name, stage=stage, build=build, run=forward, **more)
+
+
+WITH_COMPANIONS = replace(
+    TOY,
+    companions=lambda arch, components: (
+        companion("VAE encoder", "encode", 1 / 16, tiles=Tiles(64, 16)),
+        companion("text encoder", "encode", 0),
+        companion("VAE decoder", "sample", 1 / 4, tiles=Tiles(64, 16)),
+    ),
+)
+
+
+SIZE = ("--data.frames", "1", "--data.height", "256", "--data.width", "256")
+
+
+def plan(tmp_path, capsys, *flags: str, spec=TOY) -> tuple[int, str, str]:
+    status = run(spec, "train", ["--model.preset", "tiny", "--run.folder", str(tmp_path / "run"), "--plan", *flags])
+    captured = capsys.readouterr()
+    assert not list(tmp_path.iterdir()), "a plan writes nothing"
+    return status, captured.out, captured.err
+
+
+def test_json_is_all_of_stdout_and_says_that_it_fits(tmp_path, capsys):
+    status, out, _ = plan(tmp_path, capsys, "--json", "--gpus", "24GiB")
+    found = json.loads(out)
+    assert status == 0 and found["fits"]
+    (device,) = found["devices"]
+    parts = ("weights", "adapters", "gradients", "optimizer", "average", "activations", "workspace")
+    assert device["peak"] == sum(device[name] for name in parts)
+    assert device["free"] == device["total"] - device["reserve"] - device["peak"] > 0 == device["missing"]
+    assert device["blocks"] == [0, 1] and found["flops_per_step"] > 0 < found["seconds_per_step"]
+
+
+def test_a_card_that_is_too_small_is_status_3_and_says_what_lacks(tmp_path, capsys):
+    status, out, _ = plan(
+        tmp_path, capsys, "--gpus", "1GiB", "--train.batch_size", "4", "--data.height", "1024", "--data.width", "1024"
+    )
+    assert status == 3
+    assert "does not fit: 1GiB lacks" in out.splitlines()[-1]
+
+
+def test_two_cards_divide_the_blocks(tmp_path, capsys):
+    status, out, _ = plan(tmp_path, capsys, "--json", "--gpus", "2x24GiB", "--train.reserve", "[1, 2]")
+    devices = json.loads(out)["devices"]
+    assert status == 0 and [device["blocks"] for device in devices] == [[0], [1]]
+    assert devices[1]["reserve"] - devices[0]["reserve"] == 2**30
+    assert devices[0]["crossing"] == 0 < devices[1]["crossing"]
+
+
+def test_without_a_gpu_it_is_the_cpu_that_is_planned_for(tmp_path, capsys):
+    status, out, _ = plan(tmp_path, capsys, "--json", "--train.device", "cpu")
+    (device,) = json.loads(out)["devices"]
+    assert (status, device["name"], device["reserve"], device["workspace"]) == (0, "cpu", 0, 0)
+
+
+def beside(tmp_path, capsys, *flags: str) -> tuple[int, dict]:
+    status, out, _ = plan(tmp_path, capsys, "--json", *SIZE, *flags, spec=WITH_COMPANIONS)
+    return status, json.loads(out)
+
+
+def test_encoding_and_drawing_are_planned_beside_the_steps(tmp_path, capsys):
+    """256 x 256 pixels are 4096 rows to encode and 16384 to draw, in and out: 0.5 GiB and 2 GiB."""
+    status, found = beside(tmp_path, capsys, "--gpus", "24GiB")
+    rows = {row["name"]: row for row in found["beside"]}
+    (device,) = found["devices"]
+    assert status == 0 and found["fits"] and not found["previews"]
+    assert [row["stage"] for row in found["beside"]] == ["encode", "encode", "sample", "sample"]
+    assert rows["VAE encoder"]["peak"] == 1.5 * 2**30 and rows["text encoder"]["peak"] == 2**30
+    held = sum(device[name] for name in ("weights", "adapters", "optimizer", "average"))
+    assert rows["VAE decoder"]["beside"] == held and rows["VAE decoder"]["peak"] == held + 3 * 2**30
+    assert rows["denoising"]["size"] == rows["VAE decoder"]["size"] and rows["denoising"]["weights"] == 2**30
+    assert all(row["device"] == "24GiB" and row["fits"] and row["remedy"] is None for row in rows.values())
+
+
+def test_a_stage_beside_the_steps_that_does_not_fit_is_status_3_with_a_remedy(tmp_path, capsys):
+    flags = ("--gpus", "3GiB", "--sample.every_steps", "10", *SIZE)
+    status, out, _ = plan(tmp_path, capsys, *flags, spec=WITH_COMPANIONS)
+    last = out.splitlines()[-1]
+    assert status == 3 and "does not fit: VAE decoder on 3GiB lacks" in last and "VAE encoder" not in last
+    assert "preview and sample: VAE decoder does not fit 3GiB; sample.vae_tiling = true would need" in out
+    assert plan(tmp_path, capsys, *flags, "--sample.vae_tiling", "true", spec=WITH_COMPANIONS)[0] == 0
+    status, found = beside(tmp_path, capsys, *flags, "--sample.captions", "0")
+    assert status == 0 and [row["stage"] for row in found["beside"]] == ["encode", "encode"], "nothing is drawn"
+
+
+def test_the_memory_of_another_machine_is_not_known(tmp_path, capsys):
+    status, found = beside(tmp_path, capsys, "--gpus", "24GiB", "--encode.device", "cpu")
+    encoder = found["beside"][0]
+    assert (status, encoder["device"], encoder["available"], encoder["fits"]) == (0, "cpu", None, None)
+
+
+def test_what_is_drawn_is_as_large_as_configured(tmp_path, capsys):
+    flags = ("--gpus", "24GiB", "--sample.height", "64", "--sample.width", "128")
+    prompts = (*flags, "--sample.prompts", '["a fox"]')
+    for given, weights in ((prompts, 0), ((*prompts, "--sample.images", "2"), 2**30)):
+        _, found = beside(tmp_path, capsys, *given)
+        _, _, denoising, decoder = found["beside"]
+        assert decoder["size"] == denoising["size"] == [1, 64, 128]
+        assert denoising["weights"] == weights, "the decoder stays while a second one is drawn"
+
+
+def test_the_data_that_is_here_decides_what_is_encoded(tmp_path_factory, tmp_path, capsys):
+    data = tmp_path_factory.mktemp("data")
+    for name, size in (("a", (64, 128)), ("b", (128, 64))):
+        Image.new("RGB", size).save(data / f"{name}.png")
+        (data / f"{name}.txt").write_text(name)
+    flags = ("--gpus", "24GiB", "--data.folder", str(data), "--data.buckets", "true", "--data.frames", "1")
+    _, found = beside(tmp_path, capsys, *flags)
+    assert found["beside"][0]["size"][0] == 1
+    assert str(data) in found["bucket"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--gpus", "24GiB"], "give --plan or --fit"),
+        (["--json"], "give --plan with it"),
+        (["--write", "x.toml"], "give --fit with it"),
+        (["--plan", "--write", "x.toml"], "give --fit with it"),
+        (["--plan", "--fit"], "leave one of them out"),
+    ],
+)
+def test_options_that_go_with_others_are_refused_without(flags, message, tmp_path, capsys):
+    assert run(TOY, "train", ["--run.folder", str(tmp_path / "run"), *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_here_has_to_be_named(tmp_path, capsys):
+    argv = ["--model.base", "owner/name", "--run.folder", str(tmp_path / "run"), "--plan", "--gpus", "24GiB"]
+    assert run(TOY, "train", argv) == 1
+    assert "set model.preset to one of tiny, dropout" in capsys.readouterr().err
+
+
+def test_host_memory_for_streamed_weights_is_none_of_a_cpu(tmp_path, capsys):
+    status, _, err = plan(tmp_path, capsys, "--train.device", "cpu", "--host", "8GiB")
+    assert status == 1 and "leave it out" in err and err.count("\n") == 1
+
+
+def test_every_device_of_a_divided_model_denoises(tmp_path, capsys):
+    _, found = beside(tmp_path, capsys, "--gpus", "24GiB,3GiB")
+    first, second = [row for row in found["beside"] if row["name"] == "denoising"]
+    names = [device["name"] for device in found["devices"]]
+    assert [first["device"], second["device"]] == names
+    held = [sum(d[name] for name in ("weights", "adapters", "optimizer", "average")) for d in found["devices"]]
+    assert [first["beside"], second["beside"]] == held and (first["weights"], second["weights"]) == (2**30, 0)
+    other = found["devices"][1]
+    assert second["available"] == other["total"] - other["reserve"] - other["workspace"]
+
+
+def test_what_pipelining_would_bring_is_estimated(tmp_path, capsys):
+    flags = ("--gpus", "2x24GiB", "--train.accumulation", "4")
+    _, out, _ = plan(tmp_path, capsys, "--json", *flags)
+    orders = json.loads(out)["pipelining"]
+    without, with_ = (sum(orders[name]["utilisation"]) for name in ("accumulated", "pipelined"))
+    assert without <= 1.0 + 1e-9 and with_ > without and orders["gain"] > 1 and orders["source"] == "estimated"
+    assert "with train.pipelined" in plan(tmp_path, capsys, *flags)[1]
+    assert json.loads(plan(tmp_path, capsys, "--json", "--gpus", "2x24GiB")[1])["pipelining"] is None
+
+
+def test_class_pictures_are_planned_where_they_are_missing(tmp_path, capsys):
+    flags = ("--gpus", "24GiB", "--sample.captions", "0", "--prior.prompt", "a dog", "--prior.images", "3")
+    _, found = beside(tmp_path, capsys, *flags)
+    assert [row["name"] for row in found["beside"] if row["stage"] == "sample"] == ["denoising", "VAE decoder"]
+    assert found["beside"][-1]["size"] == [1, 256, 256]
+
+
+def test_settings_that_do_nothing_here_are_said(tmp_path, capsys):
+    _, _, err = plan(
+        tmp_path, capsys, "--train.device", "cpu", "--train.accumulation", "2", "--train.pipelined", "true",
+        "--train.reserve", "[1]",
+    )  # fmt: skip
+    assert "this run has one" in err and "this run is on the CPU" in err
+    _, _, err = plan(
+        tmp_path, capsys, "--gpus", "2x24GiB", "--train.accumulation", "2", "--train.pipelined", "true",
+        "--train.reserve", "[1]",
+    )  # fmt: skip
+    assert err == ""

@@ -1,0 +1,166 @@
+"""What encoding and drawing hold, on a companion whose bytes can be counted by hand, and on the toy."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ditkit_core.adapters import AdapterConfig
+from ditkit_core.components import Components
+from ditkit_core.ledger import Ledger
+from ditkit_core.model import Companion, Holding, run_plain
+from ditkit_core.plan_companions import (
+    CompanionRow,
+    Room,
+    companion_rows,
+    denoising_bytes,
+    held_while_drawing,
+    measure,
+)
+from ditkit_core.precision import Precision
+from ditkit_core.streamed import MARGIN_BYTES
+from ditkit_core.testing.toy import TOY
+from ditkit_core.testing.world import make_model
+from ditkit_core.tiles import Tiles
+
+WIDTH = 64
+LAYER = 4 * WIDTH * WIDTH
+"""Bytes of the weight of a layer in fp32."""
+SIZE = (1, 64, 64)
+
+
+def layers(dtype: torch.dtype) -> nn.Module:
+    with torch.device("meta"):
+        made = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+    made[2].weight = made[0].weight  # shared, as an embedding may be
+    return made.to(dtype).eval()
+
+
+def run(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
+    """The input, the first layer's output and the second's are alive at once, then the third's in place of one."""
+    rows = size[1] * size[2]
+    return module(torch.empty(rows, WIDTH).to(device))
+
+
+def run_streamed(module: nn.Module, device: torch.device, passing: Callable[[], Holding]) -> Tensor:
+    rows = torch.empty(4, WIDTH).to(device)
+    holding = passing()
+    for name in "01":
+        with holding(name) as layer:
+            rows = layer(rows)
+    return rows
+
+
+VAE = Companion(name="VAE decoder", stage="sample", build=lambda _: layers(torch.float32), run=run, tiles=Tiles(32, 8))
+ENCODER = replace(VAE, name="VAE encoder", stage="encode")
+TEXT = Companion(name="text encoder", stage="encode", build=layers, run=run, run_streamed=run_streamed)
+
+
+def rows(available: int | None, **changes: Any) -> list[CompanionRow]:
+    given: dict[str, Any] = {
+        "encoded": [SIZE], "drawn": [SIZE], "text_dtype": torch.float32, "streaming": "auto", "encode_tiling": False,
+        "sample_tiling": False, "encode_room": Room("cpu", available), "sample_room": Room("cuda", available),
+        "beside": 0, "denoising": 0,
+    }  # fmt: skip
+    return companion_rows([ENCODER, TEXT, VAE], **given | changes)
+
+
+def activations(size: tuple[int, int, int]) -> int:
+    """`nn.Sequential` drops what a layer was given when the next has been called: two live, and the caller's input."""
+    return 3 * 4 * WIDTH * size[1] * size[2]
+
+
+def test_a_shared_weight_counts_once_and_activations_at_their_highest() -> None:
+    found = measure(VAE, SIZE, text_dtype=torch.bfloat16)
+    assert found == (2 * LAYER, 2 * LAYER + activations(SIZE))
+    assert measure(TEXT, SIZE, text_dtype=torch.bfloat16).weights == LAYER
+
+
+def test_layer_by_layer_one_layer_is_there_at_a_time() -> None:
+    found = measure(TEXT, SIZE, text_dtype=torch.float32, mode="layer by layer")
+    names = 1  # both layers have a weight of one name and shape: the second takes the place of the first
+    assert found == (names * LAYER, names * LAYER + 2 * 4 * WIDTH * 4)
+
+
+def test_in_tiles_a_picture_takes_what_one_tile_takes() -> None:
+    tiled = measure(VAE, (1, 256, 128), text_dtype=torch.float32, mode="in tiles")
+    assert tiled == measure(VAE, (1, 32, 32), text_dtype=torch.float32)
+
+
+def test_the_planned_bytes_are_those_that_are_measured() -> None:
+    module = layers(torch.float32).to_empty(device="cpu")
+    module[2].weight = module[0].weight
+    with torch.no_grad(), Ledger() as ledger:
+        ledger.track(module, "weights")
+        run(module, SIZE, torch.device("cpu"))
+    assert ledger.peak[torch.device("cpu")] == measure(VAE, SIZE, text_dtype=torch.float32, kind="cpu").peak
+
+
+def test_with_room_nothing_is_changed_and_nothing_advised() -> None:
+    found = rows(2**40)
+    assert [(row.stage, row.name) for row in found] == [
+        ("encode", "VAE encoder"), ("encode", "text encoder"), ("sample", "denoising"), ("sample", "VAE decoder"),
+    ]  # fmt: skip
+    assert all(row.fits and row.mode == "whole" and not row.remedy for row in found)
+    assert [row.fits for row in rows(None)] == [None] * 4
+
+
+def test_tiles_are_offered_with_what_they_need_and_never_taken() -> None:
+    needed = measure(VAE, SIZE, text_dtype=torch.float32).peak
+    tiled = measure(VAE, SIZE, text_dtype=torch.float32, mode="in tiles").peak
+    encoder, _, _, decoder = rows(needed - 1, streaming="never")
+    assert (encoder.mode, encoder.peak, encoder.fits) == ("whole", needed, False)
+    assert encoder.remedy == f"encode.vae_tiling = true would need {tiled / 2**30:.1f} GiB"
+    assert decoder.remedy.startswith("sample.vae_tiling = true would need")
+    assert rows(needed, streaming="never")[0].fits
+    chosen = rows(needed - 1, streaming="never", encode_tiling=True)
+    assert (chosen[0].mode, chosen[0].peak, chosen[0].fits, chosen[0].remedy) == ("in tiles", tiled, True, "")
+    assert chosen[3].mode == "whole" and not chosen[3].fits
+    assert rows(tiled - 1, encode_tiling=True)[0].remedy == 'encode.device = "cpu"'
+    assert "still too much" in rows(tiled - 1)[0].remedy
+
+
+def test_a_text_encoder_streams_where_the_encoder_itself_would() -> None:
+    state = 3 * LAYER  # of the state dict, in which a shared weight stands twice, as the encoder counts
+    assert rows(state + MARGIN_BYTES)[1].mode == "whole"
+    assert rows(state + MARGIN_BYTES - 1)[1].mode == "layer by layer"
+    assert rows(2**40, streaming="always")[1].mode == "layer by layer"
+    whole = rows(LAYER, streaming="never")[1]
+    assert whole.mode == "whole" and whole.remedy.startswith('encode.streaming = "always" would need')
+
+
+def test_drawing_happens_beside_what_training_holds() -> None:
+    found = {row.name: row for row in rows(2**40, beside=1000, denoising=10, num_samples=2)}
+    alone = measure(VAE, SIZE, text_dtype=torch.float32)
+    assert found["VAE decoder"].peak == 1000 + alone.peak
+    assert found["denoising"].peak == 1000 + alone.weights + 10  # the decoder stays until all are drawn
+    assert rows(2**40, beside=1000, denoising=10)[2].peak == 1010
+    assert found["VAE encoder"].peak == alone.peak
+    purposes = {"weights": 1, "adapters": 2, "gradients": 4, "optimizer": 8, "average": 0, "activations": 32}
+    assert held_while_drawing(purposes) == 1 + 2 + 8
+    assert held_while_drawing(purposes, averages=True) == 1 + 2 + 8 + 2
+    assert held_while_drawing(purposes | {"average": 2}) == 1 + 2 + 8 + 2 + 2
+
+
+def test_the_largest_picture_and_the_largest_clip_are_both_looked_at() -> None:
+    wide, long = (1, 64, 96), (9, 64, 64)
+    row = rows(2**40, encoded=[SIZE, long, wide])[0]
+    assert row.size == wide and row.peak == measure(VAE, wide, text_dtype=torch.float32).peak
+
+
+@pytest.mark.parametrize("frames", [1, 9])
+def test_denoising_takes_what_the_whole_model_does(frames: int) -> None:
+    """Two blocks more hold nothing more, and the real model what the fake one says."""
+    arch, size = replace(TOY.presets["tiny"], depth=5), (frames, 32, 32)
+    planned = denoising_bytes(TOY, arch, Precision(matmul=torch.float32), AdapterConfig(rank=2), size, kind="cpu")
+    model = make_model(TOY, arch, adapter=AdapterConfig(rank=2)).eval()
+    with torch.no_grad(), Ledger() as ledger:
+        ledger.track(model, "weights")
+        weights = ledger.total(torch.device("cpu"))
+        item = TOY.outline(arch, size, ())
+        run_plain(model, TOY.make_inputs([item["latents"]], torch.empty(1), [item], 1.0))
+    assert planned == pytest.approx(ledger.peak[torch.device("cpu")] - weights, rel=0.05)
+    assert TOY.companions(arch, Components()) == ()
