@@ -19,6 +19,7 @@ from ditkit_core.config_file import to_toml
 from ditkit_core.config_layers import resolve
 from ditkit_core.console import hush_libraries, prepare_streams, say, warn
 from ditkit_core.errors import Stopped, UserError
+from ditkit_core.memory import is_out_of_memory, let_go, release_memory
 from ditkit_core.model import ModelSpec
 from ditkit_core.options import EncodeOptions, ExportOptions, SampleOptions, TrainOptions
 from ditkit_core.precision import compute_fp32_in_fp32
@@ -29,11 +30,6 @@ OPTIONS: dict[str, type] = {
     "sample": SampleOptions,
     "export": ExportOptions,
 }
-
-_OUT_OF_MEMORY = (
-    "out of memory: try train.checkpointing = full, a smaller data.frames, height or width, train.batch_size = 1, a lower "
-    "adapter.rank, optim.name = adamw8bit; the last save is untouched"
-)
 
 ABOUT = {
     "train": "Train an adapter or all weights from media files: encodes what is not encoded yet, trains, samples, exports.",
@@ -57,8 +53,8 @@ def run(spec: ModelSpec, command: str, argv: Sequence[str] | None = None) -> int
         argv: Arguments after the program's name; None means those of this process.
 
     Returns:
-        The exit status: 0; 1 for a mistake that a stage met; 2 for one in the command line or the run file; 130 when
-        interrupted. Other exceptions are faults of ours and propagate.
+        The exit status: 0; 1 for a mistake that a stage met; 2 for one in the command line or the run file; 3 for a plan that does not
+        fit; 130 when interrupted. Other exceptions are faults of ours and propagate.
     """
     prepare_streams()
     hush_libraries()
@@ -82,22 +78,32 @@ def _run(spec: ModelSpec, command: str, argv: Sequence[str]) -> int:
         config = _resolve(prog, spec, flags)
     except UserError as error:
         return _complain(error, 2)
+    if command == "train" and (misplaced := _misplaced(flags.options)):
+        return _complain(misplaced, 2)
     if flags.common.print_config:
         say(to_toml(config).rstrip("\n"))
         return 0
     compute_fp32_in_fp32()
     try:
-        _stage(command)(spec, config, flags.options)
+        status = _stage(command, flags.options)(spec, config, flags.options)
     except UserError as error:
         return _complain(error, 1)
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
             raise
-        return _complain(UserError(f"{_OUT_OF_MEMORY} ({str(error).splitlines()[0]})"), 1)
+        failure, modules = (str(error) or type(error).__name__).splitlines()[0], let_go(error)
     except Stopped as stopped:
         warn(str(stopped))
         return 130
-    return 0
+    else:
+        return status or 0
+    # From here on nothing holds the error any more, nor the model whose step it ended.
+    release_memory()
+    from ditkit_core.out_of_memory import explain, measured_peaks
+
+    training = command == "train" and not (flags.options.plan or flags.options.fit)
+    explain(spec, config, failure, training=training, modules=modules, peaks=measured_peaks(config))
+    return 1
 
 
 def _resolve(prog: str, spec: ModelSpec, flags: Flags) -> RunConfig:
@@ -113,12 +119,36 @@ def _resolve(prog: str, spec: ModelSpec, flags: Flags) -> RunConfig:
     )
 
 
+def _misplaced(options: TrainOptions) -> UserError | None:
+    """What is wrong with options that go with others."""
+    if options.plan and options.fit:
+        return UserError("--plan and --fit: --fit says what its choice will hold as well; leave one of them out")
+    if options.gpus and not (options.plan or options.fit):
+        return UserError("--gpus says what to plan for; give --plan or --fit with it, or set train.devices to train")
+    if options.host and not (options.plan or options.fit):
+        return UserError("--host says what to plan with; give --plan or --fit with it")
+    if options.write and not options.fit:
+        return UserError("--write saves the configuration that --fit chose; give --fit with it")
+    if options.json and not options.plan:
+        return UserError("--json prints a plan; give --plan with it")
+    return None
+
+
 def _complain(error: UserError, status: int) -> int:
     warn(f"error: {error}")
     return status
 
 
-def _stage(command: str) -> Any:
-    from ditkit_core import stages  # late: what it imports takes seconds, and a mistake above is said before
+def _stage(command: str, options: Any) -> Any:
+    # late: what they import takes seconds, and a mistake above is said before
+    if command == "train" and options.fit:
+        from ditkit_core.fit_stage import fit_stage
+
+        return fit_stage
+    if command == "train" and options.plan:
+        from ditkit_core.plan_stage import plan
+
+        return plan
+    from ditkit_core import stages
 
     return {"train": stages.train, "encode": stages.encode, "sample": stages.sample, "export": stages.export}[command]

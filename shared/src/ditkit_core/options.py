@@ -12,6 +12,19 @@ class TrainOptions:
     """Train on a generated tiny checkpoint and generated clips, written into the run folder."""
     init_from: str = ""
     """Run folder whose trained weights this new run starts from, at step 0."""
+    plan: bool = False
+    """Say what the run will hold on each device, and whether it fits, and stop; needs no weights and no GPU. Exit status 0 if it
+    fits, 3 if not."""
+    fit: bool = False
+    """Choose checkpointing, division, swapped blocks and quantization for the devices, print the whole configuration and stop."""
+    gpus: str = ""
+    """Devices to plan for in place of those here: `24GiB`, `2x24GiB,1x16GiB`, `rtx4090`."""
+    host: str = ""
+    """Host memory that streamed weights may take in a plan: `32GiB`. Unset: what is free here less 2 GiB; with --gpus any."""
+    write: str = ""
+    """File to save the configuration in that --fit chose."""
+    json: bool = False
+    """Print the plan as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +63,8 @@ class ExportOptions:
     """Export the demo's run."""
     to: Literal["official", "diffusers"] | None = None
     """Names that the file's tensors get; official is what ComfyUI loads. Unset: those of export.forms."""
-    dtype: Literal["bf16", "fp32"] | None = None
-    """Dtype of the file's tensors. Unset: export.dtype."""
+    dtype: Literal["bf16", "fp32", "fp8_scaled"] | None = None
+    """Dtype of the file's tensors; fp8_scaled is for a whole transformer. Unset: export.dtype."""
     merge: bool = False
     """Merge the adapter into the base and write the whole transformer."""
     out: str = ""

@@ -74,7 +74,7 @@ def draw_class_pictures(run: Run, prepared: Prepared, count: int) -> list[Path]:
                     conditions=wanted, negative=negative, frames=1, height=config.data.height, width=config.data.width,
                     steps=drawing.steps, guidance=drawing.guidance, shift=drawing.shift, seed=seed,
                 )  # fmt: skip
-                pixels = run.sampler.decode(run.sampler.denoise(model, run.engine, job, lambda: None))
+                pixels = run.sampler.decode(run.sampler.denoise(model, run.engine(prepared), job, lambda: None))
                 if not pixels.isfinite().all():
                     raise UserError(
                         f"a picture of {config.prior.prompt!r} is not finite: the base's weights are broken"

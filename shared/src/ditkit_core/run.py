@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,6 +15,7 @@ from torch import Tensor
 import ditkit_core
 from ditkit_core.activation_checkpoint import Engine
 from ditkit_core.attention import check_backend
+from ditkit_core.block_swap import check_swap, choose_streamed
 from ditkit_core.buckets import describe_sizes
 from ditkit_core.cache import Cache
 from ditkit_core.config import RunConfig
@@ -22,18 +23,25 @@ from ditkit_core.config_file import to_toml
 from ditkit_core.console import progress, say, warn
 from ditkit_core.data import split_held_out
 from ditkit_core.dataset import DataConfig, Dataset, Sample, scan
+from ditkit_core.devices import ALL, check_reserve, choose_device, choose_devices
+from ditkit_core.division import budgets_here, choose_cuts, weights_profile
 from ditkit_core.encode import encode as encode_samples
 from ditkit_core.encode import encode_references, text_key
 from ditkit_core.encoded import EncodedSample
 from ditkit_core.errors import UserError
 from ditkit_core.export import check_adapted, check_export
 from ditkit_core.model import Encoder, ModelSpec, Sampler
-from ditkit_core.placement import place
+from ditkit_core.placement import Placement, place
+from ditkit_core.plan import Budget
 from ditkit_core.precision import Precision, parse_dtype
-from ditkit_core.prepare import Prepared, Unloaded, build
+from ditkit_core.prepare import Prepared, Unloaded, build, load
 from ditkit_core.prior import count_media, prior_data_config
+from ditkit_core.profile import Profile
+from ditkit_core.quantization import check_quantize
 from ditkit_core.run_folder import RunFolder
 from ditkit_core.sample_stage import Scene, draw_samples
+from ditkit_core.scaled_files import num_scaled, open_weights
+from ditkit_core.train import check_fused_backward
 
 
 class Encoded(NamedTuple):
@@ -63,8 +71,13 @@ class Run:
 
     def check(self) -> None:
         """Refuse what cannot work in any command, before anything is written or loaded."""
-        assert self.devices
+        check_reserve(self.config.train.reserve, len(self.devices))
         choose_device(self.config.encode.device, "encode.device")
+        self.check_settings()
+
+    def check_settings(self) -> None:
+        """The same as far as no device of this machine matters."""
+        check_quantize(self.config.base.quantize, self.config.adapter.method)
         check_export(self.spec, self.config.export, self.config.adapter)
         check_backend(self.config.train.attention, training=False)
         self.config.sample.check(
@@ -73,9 +86,31 @@ class Run:
             takes_references=self.spec.reference_size is not None,
         )
 
-    def check_training(self) -> None:
-        """Refuse what cannot be trained."""
+    def check_training(self, *, here: bool = True) -> None:
+        """Refuse what cannot be trained, and warn of what does nothing.
+
+        Args:
+            here: Whether it is the devices of this machine that are to train.
+        """
+        train, base = self.config.train, self.config.base
+        if base.quantized_cache and base.quantize == "none" and self.stored_as == "none":
+            raise UserError(
+                f"base.quantized_cache = {base.quantized_cache!r} keeps a quantized base, and base.quantize = none makes none; set "
+                "base.quantize to int8, fp8 or nf4, or leave base.quantized_cache out"
+            )
+        for unused in self._unused() if here else ():
+            warn(unused)
+        if train.pipelined and train.accumulation == 1 and not self.config.prior.wanted:
+            raise UserError(
+                "train.pipelined overlaps the micro-batches of a step, and train.accumulation = 1 makes one; set "
+                "train.accumulation to 2 or more, or leave train.pipelined out"
+            )
         check_backend(self.config.train.attention, training=True)
+        optim = self.config.optim
+        check_swap(
+            train.swap_blocks, self.config.adapter.method, fused_backward=optim.fused_backward, optimizer=optim.name
+        )
+        check_fused_backward(train, optim, prior=self.config.prior.wanted)
         if self.precision.matmul == torch.float16:
             raise UserError(
                 "model.dtype = fp16 cannot train: gradients underflow without a loss scaler; choose bf16 or fp32"
@@ -86,6 +121,27 @@ class Run:
                 "set model.dtype = fp32"
             )
 
+    def _unused(self) -> Iterator[str]:
+        """Settings of devices that do nothing here."""
+        train, count = self.config.train, len(self.devices)
+        if train.pipelined and count == 1:
+            yield "train.pipelined lets several devices work at once, and this run has one: it needs more memory and is no faster"
+        if any(train.reserve) and all(device.type == "cpu" for device in self.devices):
+            yield f"train.reserve = {list(train.reserve)} is of GPUs and is not used: this run is on the CPU"
+        if train.devices == (ALL,) and count == 1:
+            yield 'train.devices = ["all"] is one GPU here: the model is not divided'
+
+    @cached_property
+    def stored_as(self) -> str:
+        """What the blocks' matrices are in a file that lies here: `fp8` for scaled 8 bits, else `none`; `none` of a file elsewhere."""
+        path = self.config.model.here("transformer")
+        if path is None or (path.is_dir() and not any(path.glob("*.safetensors"))):
+            return "none"
+        try:
+            return "fp8" if num_scaled(open_weights(path)) else "none"
+        except UserError:  # said where the file is needed, which a plan by model.preset or a config.json does not
+            return "none"
+
     @cached_property
     def devices(self) -> tuple[torch.device, ...]:
         """What the model is divided over; most often one."""
@@ -94,37 +150,72 @@ class Run:
             return (choose_device(config.device, "train.device"),)
         if config.device != "auto":
             raise UserError(f"train.device = {config.device!r} and train.devices are both set; leave one of them out")
-        chosen = tuple(choose_device(name, "train.devices") for name in config.devices)
-        if len(set(chosen)) < len(chosen):
-            raise UserError(f"train.devices = {list(config.devices)} names a device twice; name each once")
-        return chosen
+        return choose_devices(config.devices)
 
     @property
     def device(self) -> torch.device:
         """Where inputs go, and samples are decoded: the first."""
         return self.devices[0]
 
-    def placement(self, unloaded: Unloaded) -> Callable[[str], torch.device]:
-        """Where each parameter goes; says how a model is divided."""
-        placed = place(unloaded.model, self.devices, self.config.train.cuts)
+    def load(self, unloaded: Unloaded, placement: Placement | None = None) -> Prepared:
+        """Give the model its weights, on its devices.
+
+        Args:
+            unloaded: The model.
+            placement: Which device runs what; None chooses it without a look at activations.
+        """
+        placed = placement or self.placement(unloaded.model)
         if len(self.devices) > 1:
-            bounds = [0, *placed.cuts, len(placed.blocks)]
-            spans = (
-                f"{device} blocks {a} to {b - 1}"
-                for device, a, b in zip(self.devices, bounds, bounds[1:], strict=False)
-            )
-            say(f"divided over {len(self.devices)} devices: {', '.join(spans)}")
-        return placed.device_of(unloaded.model)
+            say(placed.described())
+        prepared = load(unloaded, placement=placed, seed=self.config.train.seed, say=say)
+        if prepared.passage is not None:
+            say(prepared.passage.describe())
+        return prepared
+
+    def placement(self, model: Any, profile: Profile | None = None) -> Placement:
+        """Which of the devices runs what.
+
+        Args:
+            model: With its adapters; `meta` will do.
+            profile: What a step of it holds; None divides by weights and what training keeps for them alone.
+
+        Raises:
+            UserError: If `train.cuts` or `train.swap_blocks` do not divide the model, or the devices cannot be compared.
+        """
+        chosen = len(self.devices) > 1 and not self.config.train.cuts
+        budgets = budgets_here(self.devices, self.config.train.reserve) if chosen else ()
+        return self.divided(model, self.devices, budgets, profile)
+
+    def divided(
+        self, model: Any, devices: Sequence[torch.device], budgets: Sequence[Budget], profile: Profile | None = None
+    ) -> Placement:
+        """The same for any devices, with what each can hold, of which cuts given by hand need nothing."""
+        config, cuts = self.config.train, self.config.train.cuts
+        if len(devices) > 1 and not cuts:
+            if profile is None:
+                profile = weights_profile(model, self.spec, self.precision, averaged=bool(self.config.ema.decay))
+            cuts = choose_cuts(
+                profile, budgets, swap_blocks=config.swap_blocks, micro_batches=self.micro_batches,
+                pipelined=config.pipelined,
+            )  # fmt: skip
+        placed = place(model, devices, cuts)
+        has_weights = [next(block.parameters(), None) is not None for block in model.blocks()]
+        return replace(placed, streamed=choose_streamed(placed, config.swap_blocks, has_weights))
+
+    @property
+    def micro_batches(self) -> int:
+        """How many a step adds up; prior preservation adds one to each."""
+        return self.config.train.accumulation * (2 if self.config.prior.wanted else 1)
 
     @cached_property
     def precision(self) -> Precision:
         """The dtypes of the model."""
         return Precision(matmul=parse_dtype(self.config.model.dtype))
 
-    @property
-    def engine(self) -> Engine:
+    def engine(self, prepared: Prepared) -> Engine:
         """Runs the model as configured."""
-        return Engine(policy=self.config.train.checkpointing, backend=self.config.train.attention)
+        config = self.config.train
+        return Engine(policy=config.checkpointing, backend=config.attention, passage=prepared.passage)
 
     @cached_property
     def cache(self) -> Cache:
@@ -165,7 +256,7 @@ class Run:
     def encoders(self) -> tuple[Encoder, Encoder]:
         """Media and text encoder, not loaded."""
         config, device = self.config.encode, choose_device(self.config.encode.device, "encode.device")
-        media = self.spec.media_encoder(self.config.model, device)
+        media = self.spec.media_encoder(self.config.model, device, config.vae_tiling)
         return media, self.spec.text_encoder(
             self.config.model, device, parse_dtype(config.text_dtype), config.streaming
         )
@@ -183,7 +274,8 @@ class Run:
     @cached_property
     def sampler(self) -> Sampler:
         """The family's sampler, not loaded."""
-        return self.spec.sampler(self.config.model, self.device, self.precision.matmul)
+        tiled = self.config.sample.vae_tiling
+        return self.spec.sampler(self.config.model, self.device, self.precision.matmul, tiled)
 
     def build(self) -> Unloaded:
         """The model on `meta`, its files matched and its adapters in place: what is wrong with either shows here."""
@@ -287,7 +379,7 @@ class Run:
         with progress("sample", len(scenes) * config.images * config.steps) as bar:
             return draw_samples(
                 prepared.model,
-                self.engine,
+                self.engine(prepared),
                 self.sampler,
                 scenes,
                 config,
@@ -313,25 +405,6 @@ class Run:
             "ditkit.config": to_toml(self.config),
             "ditkit.versions": json.dumps(versions),
         }
-
-
-def choose_device(name: str, key: str) -> torch.device:
-    """The device of a setting; `auto` is the first GPU, else the CPU.
-
-    Raises:
-        UserError: If there is no such device here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"{key} = {name!r} is no device; choose auto, cpu, cuda or cuda:1") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"{key} = {name!r}: ditkit runs on cpu and cuda; choose auto, cpu, cuda or cuda:1")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"{key} = {name!r}: this machine has {torch.cuda.device_count()} CUDA devices; choose another")
-    return device
 
 
 @contextmanager

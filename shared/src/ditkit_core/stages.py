@@ -7,10 +7,12 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ditkit_core.adapters import trainable_parameters
 from ditkit_core.cache import key
 from ditkit_core.checkpoint import latest, load_state
 from ditkit_core.config import RunConfig
@@ -24,7 +26,8 @@ from ditkit_core.export import check_export, export_adapter, export_merged
 from ditkit_core.files import write_text
 from ditkit_core.model import ModelSpec
 from ditkit_core.options import EncodeOptions, ExportOptions, SampleOptions, TrainOptions
-from ditkit_core.prepare import Prepared, check_item, load
+from ditkit_core.plan_stage import training_placement
+from ditkit_core.prepare import Prepared, check_item
 from ditkit_core.prior import WithPrior
 from ditkit_core.prior_stage import draw_class_pictures, num_to_draw
 from ditkit_core.run import Run
@@ -58,6 +61,8 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         assert run.dataset.samples  # a caption that is missing is said before a model of many gigabytes is fetched
         num_class_pictures = num_to_draw(run, started=any(folder.state.glob("step-*")))
         unloaded = run.build()
+        # before hours of encoding: what is wrong with it is said now
+        placement = training_placement(run, unloaded.model, unloaded.arch, unloaded.adapter)
         if advice := spec.training_advice(unloaded.arch):
             warn(advice)
         if config.flow.guidance != 1 and spec.sample_defaults(unloaded.arch).guided_by != "embedding":
@@ -65,7 +70,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         run.check_parts(drawing=num_class_pictures > 0)
         encoded, prior = run.encode(config.prior.prompt if num_class_pictures else "")
         check_item(spec, unloaded.model, encoded[0].outline())
-        prepared = load(unloaded, device_of=run.placement(unloaded), seed=config.train.seed)
+        prepared = run.load(unloaded, placement)
         if num_class_pictures:
             draw_class_pictures(run, prepared, num_class_pictures)
             prior = run.encode_prior()
@@ -77,7 +82,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         with progress("train", config.train.steps) as bar:
             result = train_loop(
                 prepared.model,
-                run.engine,
+                run.engine(prepared),
                 spec,
                 _training_data(run, [by_id[id] for id in kept], prior),
                 prepared.trainable,
@@ -94,6 +99,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
                 on_finish=exporter.finish,
                 on_preview=exporter.draw,
                 preview_steps=config.sample.every_steps,
+                swap=prepared.passage,
                 progress=bar,
                 warn=warn,
             )
@@ -148,7 +154,7 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
         raise UserError("there is nothing to draw: give a --prompt, or set sample.prompts or sample.captions")
     run.encode_scenes(scenes)  # before the transformer is there: a card need not hold both
     unloaded = run.build()
-    prepared = load(unloaded, device_of=run.placement(unloaded), seed=config.train.seed)
+    prepared = run.load(unloaded)
     stem = Path(options.adapter).stem if options.adapter else f"step-{_take_trained(prepared, folder):06d}"
     files = run.draw(prepared, scenes, Path(options.out) if options.out else folder.samples, stem)
     say("\n".join(str(file) for file in files))
@@ -167,13 +173,17 @@ def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     run, folder = Run(spec, config), RunFolder(Path(config.run.folder))
     run.check()
     unloaded = run.build()
-    prepared = load(unloaded, device_of=run.placement(unloaded), seed=config.train.seed)
+    prepared = run.load(unloaded)
     step = _take_trained(prepared, folder, options.step)
     out = Path(options.out or folder.exports / f"adapter-export-step-{step:06d}.safetensors")
     metadata = run.metadata(prepared, step, data="")
     if wanted.merged or config.adapter.method == "full":
         target = out.with_suffix("") if out.suffix == ".safetensors" else out
-        files = export_merged(prepared.model, spec, target, wanted, metadata=metadata, config_json=prepared.config_json)
+        with prepared.readable():
+            files = export_merged(
+                prepared.model, spec, target, wanted, metadata=metadata, original=prepared.original,
+                config_json=prepared.config_json,
+            )  # fmt: skip
     else:
         stem, exact = out.stem, bool(options.out) and len(wanted.forms) == 1
         files = export_adapter(prepared.model, spec, out.parent, stem, wanted, metadata=metadata, exact=exact)
@@ -212,14 +222,19 @@ class Exporter:
     def finish(self, step: int) -> None:
         """Export under the final names, verify the adapter where it will be used, draw samples."""
         run, config = self._run, self._run.config
-        model, verify = self._prepared.model, run.spec.verify_export
+        model, verify, passage = self._prepared.model, run.spec.verify_export, self._prepared.passage
         files = self._export_adapter("adapter", step) if config.adapter.method == "lora" else []
         model.eval()  # dropout is no part of what was exported
         if verify is not None and len(run.devices) > 1:
             say("not verified: diffusers runs a model on one device, and this one is divided over several")
+        elif verify is not None and passage is not None and run.device.type != "cpu":
+            say(
+                "not verified: diffusers runs a whole model on its device, and weights of this one are streamed through it"
+            )
         elif verify is not None:
-            for file in files:
-                say(f"verified: {verify(file, config.model, model, run.engine)}")
+            with nullcontext() if passage is None else passage.whole():
+                for file in files:
+                    say(f"verified: {verify(file, config.model, model, run.engine(self._prepared))}")
         if self._writes_transformer:
             self._export_transformer(self._folder.exports, step)
         self.draw(step)
@@ -240,8 +255,12 @@ class Exporter:
 
     def _export_transformer(self, folder: Path, step: int) -> None:
         run, metadata = self._run, self._run.metadata(self._prepared, step, data=self._data)
-        model, config_json = self._prepared.model, self._prepared.config_json
-        export_merged(model, run.spec, folder, run.config.export, metadata=metadata, config_json=config_json)
+        prepared = self._prepared
+        with prepared.readable():
+            export_merged(
+                prepared.model, run.spec, folder, run.config.export, metadata=metadata, original=prepared.original,
+                config_json=prepared.config_json,
+            )  # fmt: skip
 
 
 def _check_data(folder: RunFolder, encoded: Sequence[EncodedSample], prepared: Prepared) -> None:
@@ -295,12 +314,17 @@ def _take_trained(prepared: Prepared, folder: RunFolder, step: int | None = None
             f"{folder.path} trained an adapter of rank {theirs.rank} and scale {theirs.scaling:g}, this one has {own.rank} and "
             f'{own.scaling:g}; set adapter.* as there, or build on it with base.merge = ["{folder.exports / "adapter.safetensors"}"]'
         )
-    trained = Trained(prepared.model, prepared.trainable, stored.optim, stored.ema)
     state = load_state(path)
-    trained.restore(state, path)
-    with trained.used():
-        used = {name: parameter.detach().clone() for name, parameter in prepared.trainable.items()}
-    copy_values(prepared.trainable, used)
+    # Of streamed weights those on the host, so that whatever optimizer that run had, none of its state is streamed. It updates nothing.
+    with prepared.readable():
+        parameters, optim = trainable_parameters(prepared.model), replace(stored.optim, fused_backward=False)
+        trained = Trained(prepared.model, parameters, optim, stored.ema)
+        trained.restore(state, path)
+        with trained.used():
+            used = {name: value.detach().clone() for name, value in parameters.items()}
+        copy_values(parameters, used)
+    if prepared.passage is not None:
+        prepared.passage.host_changed()
     return state.step
 
 

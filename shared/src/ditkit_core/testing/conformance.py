@@ -33,16 +33,15 @@ from ditkit_core.model import ModelSpec, StagedModel, run_plain
 from ditkit_core.precision import Precision, autocast_disabled, compute_fp32_in_fp32
 from ditkit_core.prepare import check_item
 from ditkit_core.stacking import Assembly
+from ditkit_core.testing.conformance_fused import FusedChecks
+from ditkit_core.testing.conformance_levers import LeverChecks
+from ditkit_core.testing.conformance_quantized import QuantizedChecks
+from ditkit_core.testing.conformance_split import SplitChecks
+from ditkit_core.testing.conformance_swap import SwapChecks
 from ditkit_core.testing.live_bytes import LiveBytes
-from ditkit_core.testing.second_device import SECOND, CountCrossings, move_to_second_device, second_device
-from ditkit_core.testing.world import Items, make_model, outcome, train_shortly
+from ditkit_core.testing.pretend_devices import PretendDevices, move_to
+from ditkit_core.testing.world import ADAPTERS, Items, make_model, outcome, train_shortly
 
-ADAPTERS = {
-    "full": None,
-    "lora": AdapterConfig(rank=4),
-    "lora with dropout": AdapterConfig(rank=4, alpha=8.0, dropout=0.2),
-    "dora": AdapterConfig(rank=4, use_dora=True),
-}
 # Beside the blocks, what is computed once and handed to all of them is trained: modulation, time and text embedding.
 EVERYWHERE = {"lora everywhere": AdapterConfig(rank=4, targets=("*",))}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -50,7 +49,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ATTENTION_FORWARDS = {"none": 1, "full": 2, "attn_only": 1}
 
 
-class Conformance:
+class Conformance(FusedChecks, LeverChecks, SplitChecks, SwapChecks, QuantizedChecks):
     """Inherit, set `spec` and `arch`, define `items`."""
 
     spec: ClassVar[ModelSpec]
@@ -244,47 +243,11 @@ class Conformance:
         items = self.items(2, ragged=True)
         here, there = (make_model(self.spec, self.arch, adapter=ADAPTERS[adapter]) for _ in range(2))
         numbers, parameters = train_shortly(self.spec, here, items, Engine(policy=policy))
-        move_to_second_device(there)
-        with second_device():
+        move_to(there, torch.device("cpu", 1))
+        with PretendDevices():
             other_numbers, other_parameters = train_shortly(self.spec, there, items, Engine(policy=policy))
         assert other_numbers == numbers
         assert [name for name, value in parameters.items() if not torch.equal(other_parameters[name], value)] == []
-
-    @pytest.mark.parametrize(("adapter", "policy"), list(itertools.product(ADAPTERS, POLICIES)))
-    def test_no_cut_changes_a_number(self, adapter: str, policy: str) -> None:
-        """The blocks from a cut on, and the head, on a second device: every cut, a measurement and an optimizer step."""
-        items = self.items(2, ragged=True)
-        whole: Any = make_model(self.spec, self.arch, adapter=ADAPTERS[adapter])
-        numbers, parameters = train_shortly(self.spec, whole, items, Engine(policy=policy))
-        for cut in range(1, len(whole.blocks())):
-            divided: Any = make_model(self.spec, self.arch, adapter=ADAPTERS[adapter])
-            for stage in [*divided.blocks()[cut:], divided.head]:
-                move_to_second_device(stage)
-            with second_device():
-                other_numbers, other_parameters = train_shortly(self.spec, divided, items, Engine(policy=policy))
-            assert other_numbers == numbers, cut
-            changed = [name for name, value in parameters.items() if not torch.equal(other_parameters[name], value)]
-            assert changed == [], cut
-
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_a_carry_crosses_a_boundary_once(self, policy: str) -> None:
-        """Its tensors are counted: constants are not sent again for each block, and a recompute sends nothing."""
-        items = self.items(2, ragged=True)
-        model: Any = make_model(self.spec, self.arch, adapter=ADAPTERS["lora"])
-        cut = len(model.blocks()) // 2
-        carry = model.embed(self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0))
-        for block in model.blocks()[:cut]:
-            carry = block(carry)
-        num_tensors = sum(isinstance(leaf, Tensor) for leaf in tree_leaves(carry))
-        for stage in [*model.blocks()[cut:], model.head]:
-            move_to_second_device(stage)
-        with second_device(), CountCrossings() as crossings:
-            inputs = self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
-            outputs = model(inputs, run=Engine(policy=policy))
-            assert crossings.there == num_tensors and crossings.back == 0
-            sum((output.square().mean() for output in outputs), torch.zeros((), device=SECOND)).backward()
-            assert crossings.there == num_tensors
-            assert 0 < crossings.back <= num_tensors, "gradients of what needs one"
 
     @pytest.mark.gpu
     @pytest.mark.parametrize(("adapter", "policy"), list(itertools.product(ADAPTERS, POLICIES)))

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ditkit_core import lora_linear
-from ditkit_core.adapters import is_adapter_name
+from ditkit_core import lora_linear, thinned
 from ditkit_core.model import ModelSpec
 
 DEVICE = torch.device("cpu:1")
@@ -41,14 +40,8 @@ class Arithmetic(TorchDispatchMode):
 
 
 def materialise(model: nn.Module, spec: ModelSpec) -> None:
-    """Under `FakeTensorMode`, parameters on `DEVICE` in place of those on `meta`, in the dtypes that `load` gives; `Module.to` cannot."""
-    for prefix, module in model.named_modules():
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                name = f"{prefix}.{leaf}".replace(".base_layer.", ".")
-                wide = is_adapter_name(name) or spec.keep_fp32(name)
-                fake = torch.empty(parameter.shape, dtype=torch.float32 if wide else torch.bfloat16, device=DEVICE)
-                module._parameters[leaf] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+    """Under `FakeTensorMode`, parameters on `DEVICE` in place of those on `meta`, in the dtypes that `load` gives to a bf16 model."""
+    thinned.materialise(model, "", spec, dtype=torch.bfloat16, device=DEVICE)
 
 
 def as_on_a_gpu(patch: Any) -> None:

@@ -29,6 +29,7 @@ from ditkit_core.model import (
     run_plain,
 )
 from ditkit_core.precision import Precision
+from ditkit_core.ragged import key_mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +76,12 @@ class ToyEmbed(nn.Module):
         island, matmul = self.precision.island, self.precision.matmul
         sizes = tuple(tuple(latent.shape) for latent in inputs.latents)
         rows = [latent.flatten(1).T for latent in inputs.latents]
-        lengths = torch.tensor([len(row) for row in rows])
-        mask = None if len(set(map(len, rows))) == 1 else torch.arange(int(lengths.max())) < lengths[:, None]
         tokens = self.patch(nn.utils.rnn.pad_sequence(rows, batch_first=True).to(matmul)).to(island)
         frequencies = torch.logspace(0, 2, 8, dtype=torch.float64, device=tokens.device)
         angles = inputs.sigma.double()[:, None] * frequencies
         time = self.time(torch.cat([angles.cos(), angles.sin()], -1).to(island))
         text = self.text(nn.utils.rnn.pad_sequence(list(inputs.text), batch_first=True).to(matmul))
-        mask = None if mask is None else mask.to(tokens.device)
+        mask = key_mask([len(row) for row in rows], tokens.device)
         return ToyCarry(tokens, time.unflatten(-1, (3, -1)), text, mask, sizes)
 
 
@@ -284,12 +283,17 @@ TOY = ModelSpec(
     ),
     adapter_targets={"all": ("qkv", "out", "query", "key_value", "mlp.0", "mlp.2"), "attention": ("qkv", "query")},
     make_inputs=_make_inputs,
+    outline=lambda arch, size, references: {
+        "latents": torch.empty(arch.channels, 1 + (size[0] - 1) // 4, size[1] // 4, size[2] // 4),
+        "text": torch.empty(16, arch.text_dim),
+    },
+    companions=lambda arch, components: (),
     num_tokens=lambda item: math.prod(item["latents"].shape[1:]),
     training_shift=lambda latents: 5.0,
     sample_defaults=lambda arch: SampleDefaults(steps=4, guidance=2.0),
-    media_encoder=lambda components, device: ToyMediaEncoder(),
+    media_encoder=lambda components, device, tiled: ToyMediaEncoder(),
     text_encoder=lambda components, device, dtype, streaming: ToyTextEncoder(),
-    sampler=lambda components, device, dtype: ToySampler(device),
+    sampler=lambda components, device, dtype, tiled: ToySampler(device),
     frame_step=4,
     size_step=4,
     fps=8.0,

@@ -1,0 +1,85 @@
+"""The check that levers compose: checkpointing, division, streaming, a quantized base, adapters and pipelining at once. Part of `Conformance`.
+
+All combinations would take hours. Every pair of values of two levers is in some case, so that no two of them can be at odds unnoticed.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from ditkit_core.activation_checkpoint import POLICIES, Engine
+from ditkit_core.model import ModelSpec
+from ditkit_core.quantized_linear import LAYOUTS
+from ditkit_core.testing.conformance_quantized import make_quantized
+from ditkit_core.testing.conformance_split import layouts
+from ditkit_core.testing.conformance_swap import Watched, stream
+from ditkit_core.testing.pretend_devices import PretendDevices, divide
+from ditkit_core.testing.world import ADAPTERS, Items, make_model, train_shortly
+
+LEVERS: Mapping[str, Sequence[Any]] = {
+    "policy": POLICIES,
+    "quantize": ("none", *LAYOUTS),
+    "adapter": [name for name in ADAPTERS if name != "full"],
+    "layout": ("ends alone", "three", "uneven"),
+    "one_of": (0, 1, 2),
+    "pipelined": (False, True),
+}
+"""Values by lever; `one_of`: of how many blocks one is streamed, 0 for none. A full fine-tune has tests of its own: its base is not frozen."""
+
+
+def pairwise(levers: Mapping[str, Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """Cases in which every pair of values of two levers occurs: each is the one with the most pairs that are still missing."""
+    every = list(itertools.product(*levers.values()))
+    missing = {pair for case in every for pair in _pairs(case)}
+    cases: list[tuple[Any, ...]] = []
+    while missing:
+        cases.append(max(every, key=lambda case: len(missing.intersection(_pairs(case)))))
+        missing.difference_update(_pairs(cases[-1]))
+    return cases
+
+
+def _pairs(case: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    return list(itertools.combinations(enumerate(case), 2))
+
+
+class LeverChecks:
+    """Inherit, set `spec` and `arch`, define `items`."""
+
+    spec: ClassVar[ModelSpec]
+    arch: ClassVar[Any]
+
+    def items(self, count: int, ragged: bool = False) -> Items:
+        """As `Conformance` has it."""
+        raise NotImplementedError
+
+    def _model(self, quantize: str, adapter: str) -> Any:
+        if quantize == "none":
+            return make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=ADAPTERS[adapter])
+        return make_quantized(self.spec, self.arch, quantize, dtype=torch.bfloat16, adapter=ADAPTERS[adapter])
+
+    @pytest.mark.parametrize(tuple(LEVERS), pairwise(LEVERS))
+    def test_levers_together_change_no_number(
+        self, policy: str, quantize: str, adapter: str, layout: str, one_of: int, pipelined: bool
+    ) -> None:
+        """A measurement and an optimizer step, against the same base and adapter on one device, resident, nothing recomputed."""
+        items = self.items(2, ragged=True)
+        plain = self._model(quantize, adapter)
+        numbers, values = train_shortly(self.spec, plain, items, Engine(), pipelined=pipelined)
+        model = self._model(quantize, adapter)
+        devices = layouts(len(model.blocks()))[layout]
+        divide(model, devices)
+        with PretendDevices():
+            swap = stream(model, one_of, devices[1:-1]) if one_of else None
+            engine = Engine(policy=policy, passage=swap)
+            if swap is None:
+                found, others = train_shortly(self.spec, model, items, engine, pipelined=pipelined)
+            else:
+                with Watched(swap) as watch:
+                    found, others = train_shortly(self.spec, model, items, engine, pipelined=pipelined)
+                assert watch.most <= 2 and watch.returned == 0
+        assert found == numbers
+        assert values.keys() == others.keys()
+        assert [name for name, value in values.items() if not torch.equal(others[name], value)] == []
