@@ -1,4 +1,4 @@
-"""Every run file that the package ships is read and accepted."""
+"""Every run file that the package ships is read, accepted and planned."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +8,9 @@ import pytest
 from ditkit_core.config import RunConfig
 from ditkit_core.config_layers import resolve
 from ditkit_core.export import check_export
+from ditkit_core.plan_stage import make_report
+from ditkit_core.precision import Precision
+from ditkit_core.prepare import build_on_meta
 from ditkit_core.run import Run
 from ditkit_flux2.spec import FLUX2
 
@@ -43,3 +46,23 @@ def test_a_run_file_names_its_own_folder_and_the_base_of_its_preset(file):
     assert config.run.folder == f"runs/{file.stem.replace('_', '-')}"
     assert config.model.base.lower() == f"black-forest-labs/flux.2-{config.model.preset}"
     assert file.name in file.read_text(encoding="utf-8") or config.adapter.method == "full"
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, marks=[] if file.stem == "klein_base_4b_lora" else pytest.mark.slow, id=file.stem)
+        for file in CONFIGS
+    ],
+)
+def test_a_run_file_can_be_planned_as_it_stands(file):
+    config = resolve(RunConfig, file=file)
+    report = make_report(Run(FLUX2, config), "80GiB")
+    (device,) = report.devices
+    arch = FLUX2.presets[config.model.preset]
+    count = sum(parameter.numel() for parameter in build_on_meta(FLUX2, arch, Precision()).parameters())
+    if config.adapter.method == "full":
+        assert device.purposes["weights"] == 0 and device.purposes["adapters"] >= 4 * count
+    else:
+        assert 2 * count <= device.purposes["weights"] < 2.5 * count and device.purposes["adapters"] < 0.2 * count
+    assert report.fits and report.micro_batches == config.train.accumulation and config.model.preset in report.model

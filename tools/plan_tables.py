@@ -1,0 +1,233 @@
+"""What fits on which cards: the tables of README.md, from the planner's own search.
+
+    uv run tools/plan_tables.py                       # print them
+    uv run tools/plan_tables.py --only klein-base-4b  # the rows whose name contains this
+    uv run tools/plan_tables.py --write               # put them between the markers of README.md, with a plan as it is printed
+
+No GPU and no weights: every profile is a step on fake tensors.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ditkit_core.config import RunConfig
+from ditkit_core.config_layers import resolve
+from ditkit_core.errors import UserError
+from ditkit_core.fit import Candidate, Task, fit, least_missing
+from ditkit_core.fit_changes import levers
+from ditkit_core.fit_stage import task_for
+from ditkit_core.hardware import GIB, Card, parse_gpus
+from ditkit_core.model import ModelSpec
+from ditkit_core.run import Run
+from ditkit_core.timing import UTILISATION
+from ditkit_flux2.spec import FLUX2
+from ditkit_wan.spec import WAN
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+TABLE = "<!-- what fits: written by tools/plan_tables.py -->", "<!-- end of what fits -->"
+EXAMPLE = "<!-- a plan: written by tools/plan_tables.py -->", "<!-- end of a plan -->"
+COMMAND = (
+    "wan-train packages/wan/configs/t2v_14b_lora.toml --plan --gpus 24GiB,32GiB --train.cuts 16 --train.swap_blocks 16"
+)
+CARDS = ("16GiB", "24GiB", "32GiB", "48GiB", "80GiB", "2x24GiB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A run file at a size of its own."""
+
+    spec: ModelSpec
+    file: str
+    """Of the package's configs, without its ending."""
+    size: tuple[int, int, int]
+    """Frames, height and width."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The run file, with this size for all samples."""
+        frames, height, width = self.size
+        flags = {"data.height": height, "data.width": width, "data.buckets": False}
+        if self.spec.frame_step:
+            flags["data.frames"] = frames
+        return resolve(
+            RunConfig, file=ROOT / "packages" / self.spec.name / "configs" / f"{self.file}.toml", flags=flags
+        )
+
+    @property
+    def name(self) -> str:
+        """The preset, what is trained, and the size."""
+        frames, height, width = self.size
+        config = self.config
+        trained = "full fine-tune" if config.adapter.method == "full" else f"LoRA {config.adapter.rank}"
+        return f"{config.model.preset}, {trained}<br>{height}×{width}{f'×{frames}' if frames > 1 else ''}"
+
+
+ROWS = (
+    *(
+        Row(spec=WAN, file=file, size=size)
+        for file in ("t2v_1.3b_lora", "t2v_14b_lora")
+        for size in ((49, 480, 832), (81, 720, 1280))
+    ),
+    Row(spec=WAN, file="t2v_1.3b_full", size=(49, 480, 832)),
+    *(
+        Row(spec=FLUX2, file=file, size=(1, side, side))
+        for file in ("klein_base_4b_lora", "klein_base_9b_lora", "dev_lora")
+        for side in (512, 1024)
+    ),
+    Row(spec=FLUX2, file="klein_base_4b_full", size=(1, 1024, 1024)),
+)
+
+
+@cache
+def _task(spec_name: str, config: RunConfig) -> Task:
+    """What is to be fitted, for no cards yet; its profiles are made once for all of them."""
+    spec = {WAN.name: WAN, FLUX2.name: FLUX2}[spec_name]
+    return task_for(Run(spec, config), ())
+
+
+def fitted(row: Row, cards: tuple[Card, ...]) -> str:
+    """A cell: what `--fit` would choose for these cards, and what it leads to."""
+    task = replace(_task(row.spec.name, row.config), cards=cards)
+    chosen = fit(task).chosen
+    if chosen is None:
+        return "<br>".join(["–", *_change(row, cards)])
+    seconds = chosen.time.seconds
+    return f"{_settings(chosen)}<br>{_bytes(chosen)}, {seconds:.{0 if seconds >= 10 else 1}f} s"
+
+
+def _settings(chosen: Candidate) -> str:
+    """In a few words; what is left out is exact weights, resident, on one card."""
+    setting = chosen.setting
+    words = [setting.policy]
+    if setting.quantize != "none":
+        words.append(setting.quantize)
+    if any(setting.swap):
+        words.append(f"swap {'+'.join(map(str, setting.swap))}")
+    if setting.cuts:
+        words.append(f"cut {', '.join(map(str, setting.cuts))}")
+    if setting.pipelined:
+        words.append("pipelined")
+    return ", ".join(words)
+
+
+def _bytes(chosen: Candidate) -> str:
+    held = " + ".join(f"{plan.peak / GIB:.1f}" for plan in chosen.plan)
+    return f"{held} GiB{f', host {chosen.host / GIB:.1f}' if chosen.host else ''}"
+
+
+def _change(row: Row, cards: tuple[Card, ...]) -> Iterator[str]:
+    """The mildest single change of the configuration that would make it fit; nothing if there is none."""
+    enough = []
+    for lever in levers(row.spec, row.config, cards):
+        for change in lever:
+            if change.config != row.config and not least_missing(
+                replace(_task(row.spec.name, change.config), cards=cards)
+            ):
+                enough.append(change)
+                break
+    if enough:
+        words = min(enough, key=lambda change: change.gives_up).words
+        yield f"with {words.partition(' (now')[0]}"
+
+
+def line(row: Row) -> str:
+    """A row of the table."""
+    return f"| {row.name} | {' | '.join(fitted(row, parse_gpus(cards)) for cards in CARDS)} |"
+
+
+def notes() -> str:
+    """What the cells mean and assume."""
+    rates = {}
+    for (card,) in map(parse_gpus, CARDS[:-1]):
+        rates[card.name] = (
+            f"{card.name} {card.bf16_flops * UTILISATION / 1e12:.0f} TFLOP/s in bf16 and "
+            f"{card.fp32_flops * UTILISATION / 1e12:.0f} in fp32"
+        )
+    reserves = ", ".join(f"{card.reserve / GIB:.1f} of {card.total // GIB}" for (card,) in map(parse_gpus, CARDS[:-1]))
+    return (
+        "Each cell is what `--fit` chooses: checkpointing, what the frozen weights are held in where that is not bf16, blocks whose weights "
+        "are streamed from the host (`swap`), and the block before which the second card begins (`cut`); then the planned peak of each card, "
+        "page-locked host memory for streamed weights, and an **estimate** of the seconds per step. One sample in a micro-batch, AdamW, the "
+        f"other keys as in the run files. Left free of a card: {reserves} GiB. –: nothing fits, and the mildest single change with which "
+        f"something does. The rates assumed are {UTILISATION:.0%} of published ones, for each size those of the slowest known card "
+        f"that has as much memory: {'; '.join(rates.values())}. Training alone: encoders and samples are in the table of `--plan`. Planned, not measured: fake tensors, torch {_torch()}."
+    )
+
+
+def _torch() -> str:
+    return torch.__version__.partition("+")[0]
+
+
+def table(rows: tuple[Row, ...] = ROWS) -> Iterator[str]:
+    """Line by line."""
+    yield f"| | {' | '.join(cards.replace('x', ' × ').replace('GiB', ' GiB') for cards in CARDS)} |"
+    yield "|" + "---|" * (1 + len(CARDS))
+    yield from map(line, rows)
+
+
+def section(lines: list[str]) -> str:
+    """What stands between the markers."""
+    return "\n".join(["", *lines, "", notes(), ""])
+
+
+def example() -> str:
+    """A plan as a command prints it."""
+    program, *arguments = COMMAND.split()
+    command = [str(Path(sys.executable).parent / program), *arguments]
+    printed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8", check=True).stdout
+    return f"\n```\n$ uv run {COMMAND}\n{printed.strip()}\n```\n"
+
+
+def between(text: str, markers: tuple[str, str]) -> str:
+    """What stands between two markers.
+
+    Raises:
+        UserError: If a marker is not there once.
+    """
+    for marker in markers:
+        if text.count(marker) != 1:
+            raise UserError(
+                f"{README.name} has to have the marker {marker!r} once, and has it {text.count(marker)} times"
+            )
+    return text.split(markers[0])[1].split(markers[1])[0]
+
+
+def replaced(text: str, markers: tuple[str, str], new: str) -> str:
+    """The text with something else between two markers."""
+    begin, end = markers
+    return text.replace(f"{begin}{between(text, markers)}{end}", f"{begin}\n{new}\n{end}")
+
+
+def main() -> int:
+    """Print or write the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument(
+        "--write", action="store_true", help=f"rewrite the table of {README.name}, and the plan shown there"
+    )
+    args = parser.parse_args()
+    if args.only and args.write:
+        parser.error("--write writes all rows; leave --only out")
+    lines = []
+    for each in table(tuple(row for row in ROWS if args.only in row.name)):
+        print(each, flush=True)
+        lines.append(each)
+    if args.write:
+        text = replaced(README.read_text(encoding="utf-8"), TABLE, section(lines))
+        README.write_text(replaced(text, EXAMPLE, example()), encoding="utf-8")
+        print(f"written to {README}", file=sys.stderr)
+    else:
+        print(f"\n{notes()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
