@@ -47,6 +47,3 @@ def test_only_what_is_between_the_markers_is_replaced():
         replaced(text, EXAMPLE, "new")
     with pytest.raises(UserError, match="has it 2 times"):
         replaced(text + begin, TABLE, "new")
-
-
-@made_with_another_torch
