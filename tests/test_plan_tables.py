@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-import plan_tables
 from ditkit_core.errors import UserError
-from plan_tables import EXAMPLE, README, ROWS, TABLE, between, example, line, notes, replaced, table
+from plan_tables import EXAMPLE, README, ROWS, TABLE, between, line, notes, replaced
 
 CHEAP = next(row for row in ROWS if row.file == "klein_base_4b_lora")
 made_with_another_torch = pytest.mark.skipif(

@@ -248,12 +248,12 @@ def _emptiest(best: Candidate, accepted: Callable[[Candidate], bool]) -> Candida
 
 
 def _least_effort(candidates: Sequence[Candidate]) -> Candidate:
-    """Of about equally fast ones the one with fewest cards, then least host memory; more cards are taken where that halves what the
-    host has to hold."""
+    """Of about equally fast ones the one with fewest cards, then least host memory; more cards are taken where that spares the host
+    a quarter of what it has to hold."""
     ordered = sorted(candidates, key=lambda each: (len(each.setting.cards), *_effort(each)))
     best = ordered[0]
     for each in ordered:
-        if each.host <= best.host / 2 and each.host < best.host:
+        if each.host <= 0.75 * best.host and each.host < best.host:
             best = each
     return best
 
