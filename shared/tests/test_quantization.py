@@ -22,20 +22,12 @@ from ditkit_core.precision import Precision
 from ditkit_core.prepare import Prepared, build, load
 from ditkit_core.quantization import check_quantize
 from ditkit_core.quantized_linear import LAYOUTS, QuantizedLinear, dense_weight, final_dtype, quantized_weights
-from ditkit_core.testing.conformance_quantized import KINDS, QuantizedChecks
-from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form, toy_items
+from ditkit_core.testing.conformance_quantized import KINDS
+from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
 from toy_world import World, equal
 
 FP32 = Precision(matmul=torch.float32)
 CPU = torch.device("cpu")
-
-
-class TestToy(QuantizedChecks):
-    spec = TOY
-    arch = TOY.presets["tiny"]
-
-    def items(self, count, ragged=False):
-        return toy_items(count, ragged=ragged)
 
 
 def quantized(weight: torch.Tensor, kind: str, bias: bool = False) -> QuantizedLinear:

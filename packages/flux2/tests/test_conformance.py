@@ -2,12 +2,14 @@
 
 import torch
 
-from ditkit_core.testing.conformance import Conformance
+from ditkit_core.testing.conformance import Conformance, CoreChecks
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2
 
 
-class TestEditing(Conformance):
+class Pictures:
+    """A tiny FLUX.2 and its training items."""
+
     spec = FLUX2
     arch = Flux2Arch(
         dim=32, heads=2, double_layers=1, single_layers=2, text_dim=12, text_tokens=5, guidance=True, in_channels=6,
@@ -26,5 +28,11 @@ class TestEditing(Conformance):
         ]
 
 
-class TestTextToImage(TestEditing):
+class TestEditing(Pictures, Conformance):
+    pass
+
+
+class TestTextToImage(Pictures, CoreChecks):
+    """Levers do not see whether there are references."""
+
     grids = ([(2, 3)], [(2, 5)], [(3, 2)])
