@@ -48,7 +48,7 @@ class Engine:
     def __call__(self, model: StagedModel, inputs: Any) -> Any:
         settings = AttentionSettings(backend=self.backend, keep=self.policy == "attn_only")
         with autocast_disabled(next(iter(model.head.parameters())).device.type):
-            carry, here = model.embed(inputs), device_of(model.embed)
+            carry, here = self._embed(model, inputs), device_of(model.embed)
             for index, block in enumerate(model.blocks()):
                 # Once per boundary, and outside of the checkpoint: nothing is sent again for a block or a recompute.
                 if (there := device_of(block)) not in (None, here):
@@ -56,7 +56,13 @@ class Engine:
                 carry = self._run(index, block, carry, settings)
             if (there := device_of(model.head)) not in (None, here):
                 carry = moved(carry, there)
-            return model.head(carry)
+            return self._head(model, carry)
+
+    def _embed(self, model: StagedModel, inputs: Any) -> Any:
+        return model.embed(inputs)
+
+    def _head(self, model: StagedModel, carry: Any) -> Any:
+        return model.head(carry)
 
     def _run(self, index: int, block: nn.Module, carry: Any, settings: AttentionSettings) -> Any:
         name, passage = f"block {index}", self.passage

@@ -22,13 +22,10 @@ from ditkit_core.hardware import GIB, Card, cards_here, keeping_reserves, parse_
 from ditkit_core.model import ModelSpec
 from ditkit_core.options import TrainOptions
 from ditkit_core.plan_report import said_of
-from ditkit_core.plan_stage import beside_of, check, job_for
+from ditkit_core.plan_stage import DOES_NOT_FIT, beside_of, check, job_for
 from ditkit_core.profile import Profile, profile
 from ditkit_core.run import Run
 from ditkit_core.timing import BUFFERS, Workload, assumptions
-
-NOTHING_FITS = 3
-"""Exit status."""
 
 
 def fit_stage(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
@@ -53,7 +50,7 @@ def fit_stage(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     if found.chosen is None:
         for line in _nothing_fits(spec, run.config, task):
             warn(line)
-        return NOTHING_FITS
+        return DOES_NOT_FIT
     fitted = apply(run.config, found.chosen, names)
     for line in explained(found, task, names):
         warn(line)
@@ -70,7 +67,7 @@ def fit_stage(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     else:
         write_text(out, text)
         warn(f"written to {out}")
-    return NOTHING_FITS if lacking else 0
+    return DOES_NOT_FIT if lacking else 0
 
 
 def cards_of(config: RunConfig, gpus: str) -> tuple[tuple[Card, ...], tuple[str, ...]]:

@@ -29,7 +29,7 @@ class Placement:
     """In execution order."""
     head: torch.device
     streamed: frozenset[int] = frozenset()
-    """Blocks whose frozen weights stay on the host, and are on their device while they are used."""
+    """Blocks whose weights stay on the host, and are on their device while they are used."""
 
     @property
     def cuts(self) -> tuple[int, ...]:

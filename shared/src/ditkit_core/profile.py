@@ -183,19 +183,18 @@ class _Watched(Engine):
     entered_backward: Callable[[int], None]
 
     def __call__(self, model: Any, inputs: Any) -> Any:
+        chosen: Any = self.model
+        prediction = super().__call__(chosen, inputs)
         last = len(self.model.indices) + 1
-        hooks = [
-            self.model.embed.register_forward_hook(lambda module, args, carry: self._marked((), carry, 0)),
-            self.model.head.register_forward_pre_hook(lambda module, args: self.entered(last)),
-        ]
-        try:
-            chosen: Any = self.model
-            prediction = super().__call__(chosen, inputs)
-        finally:
-            for hook in hooks:
-                hook.remove()
         self.entered(last + 1)
         return self._marked((), prediction, last)
+
+    def _embed(self, model: Any, inputs: Any) -> Any:
+        return self._marked((), super()._embed(model, inputs), 0)
+
+    def _head(self, model: Any, carry: Any) -> Any:
+        self.entered(len(self.model.indices) + 1)
+        return super()._head(model, carry)
 
     def _run(self, index: int, block: nn.Module, carry: Any, settings: Any) -> Any:
         self.entered(index + 1)

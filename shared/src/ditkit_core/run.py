@@ -98,8 +98,6 @@ class Run:
                 f"base.quantized_cache = {base.quantized_cache!r} keeps a quantized base, and base.quantize = none makes none; set "
                 "base.quantize to int8, fp8 or nf4, or leave base.quantized_cache out"
             )
-        for unused in self._unused() if here else ():
-            warn(unused)
         if train.pipelined and train.accumulation == 1 and not self.config.prior.wanted:
             raise UserError(
                 "train.pipelined overlaps the micro-batches of a step, and train.accumulation = 1 makes one; set "
@@ -120,6 +118,8 @@ class Run:
                 "adapter.method = full in bf16 rounds most updates away, and there are no fp32 master weights yet; "
                 "set model.dtype = fp32"
             )
+        for unused in self._unused() if here else ():
+            warn(unused)
 
     def _unused(self) -> Iterator[str]:
         """Settings of devices that do nothing here."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -120,10 +121,11 @@ def training_step(
         NonFiniteLoss: If a loss or gradient is not finite; nothing is updated, unless the optimizer updates in the backward.
     """
     optimizer.zero_grad()
+    accumulate = partial(accumulate_gradients, model, run, spec, micro_batches, step=step, seed=seed, flow=flow)
     if optimizer.fused_backward:
         assert len(micro_batches) == 1 and not clip_norm, "refused with the remedies before anything was loaded"
-        return _fused_step(model, run, spec, micro_batches, optimizer, step=step, lr=lr, seed=seed, flow=flow)
-    losses = accumulate_gradients(model, run, spec, micro_batches, step=step, seed=seed, flow=flow, pipelined=pipelined)
+        return _fused_step(accumulate, optimizer, step=step, lr=lr)
+    losses = accumulate(pipelined=pipelined)
     gradients = optimizer.gradients()
     norm = total_norm(list(gradients.values()))
     # one transfer from the accelerator a step: reading every micro-batch's loss at once would wait for each
@@ -138,31 +140,18 @@ def training_step(
     return result
 
 
-def _fused_step(
-    model: Any,
-    run: Engine,
-    spec: ModelSpec,
-    micro_batches: Sequence[MicroBatch],
-    optimizer: NamedOptimizer,
-    *,
-    step: int,
-    lr: float,
-    seed: int,
-    flow: FlowConfig,
-) -> StepResult:
+def _fused_step(accumulate: Callable[..., Losses], optimizer: NamedOptimizer, *, step: int, lr: float) -> StepResult:
     """The same of one micro-batch, each parameter updated in the backward as soon as its gradient is there."""
     loss = math.nan
 
     def check(losses: Losses) -> None:
         nonlocal loss
-        loss = float(torch.cat(losses.weighted).double().sum() / len(micro_batches[0].ids))
+        loss = float(torch.cat(losses.weighted).double().sum() / len(losses.ids[0]))
         if not math.isfinite(loss):  # before the backward, which would update
             raise NonFiniteLoss(_evidence(step, losses, [], StepResult(loss, math.nan)))
 
     with Updates(optimizer, lr) as updates:
-        losses = accumulate_gradients(
-            model, run, spec, micro_batches, step=step, seed=seed, flow=flow, before_backward=check
-        )
+        losses = accumulate(before_backward=check)
     result = StepResult(loss, float(joined_norm(updates.norms())))
     if not math.isfinite(result.grad_norm):
         updated = {"num_parameters_updated_before": len(updates.updated)}
