@@ -108,5 +108,5 @@ class VariantModel(nn.Module):
         return run(self, inputs)
 
 
-VARIANT = replace(TOY, build=VariantModel, keep_fp32=lambda name: name.startswith(("embed.time", "head.")))
+VARIANT = replace(TOY, build=VariantModel)
 VARIANT_ARCH = ToyArch(dim=16, depth=4, dropout=0.1)

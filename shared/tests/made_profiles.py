@@ -6,8 +6,10 @@ from ditkit_core.profile import Profile, StageCost
 
 GIB, MIB, TERA = 2**30, 2**20, 10**12
 
-_KEPT = {"none": 1200, "attn_only": 220, "full": 100}
-_FLOPS_BACKWARD = {"none": 20, "attn_only": 27, "full": 30}
+_KEPT = {"none": 1200, "attn_only": 220, "full": 100, "full+offload": 0}
+_FLOPS_BACKWARD = {"none": 20, "attn_only": 27, "full": 30, "full+offload": 30}
+_SENT = 100
+"""MiB that a block with activations on the host sends there."""
 _STORED = {"none": 1.0, "int8": 0.5, "fp8": 0.5, "nf4": 0.28}
 
 
@@ -23,7 +25,9 @@ def made_profile(
         block_gib: GiB of a block's weights in bf16.
         work: What bytes of activations and arithmetic are multiplied with.
     """
+    sent = int(_SENT * work * MIB) * policy.endswith("+offload")
     block = StageCost(
+        on_host=sent,
         weights=int(block_gib * _STORED[quantize] * GIB),
         adapters=8 * MIB,
         gradients=8 * MIB,
@@ -31,8 +35,8 @@ def made_profile(
         kept=int(_KEPT[policy] * work * MIB),
         released=int(_KEPT[policy] * work * MIB),
         forward_extra=int(300 * work * MIB),
-        backward_extra=int(1300 * work * MIB),
-        backward_extra_again=int(1310 * work * MIB),
+        backward_extra=int(1300 * work * MIB) + sent,
+        backward_extra_again=int(1310 * work * MIB) + sent,
         flops_forward=int(10 * work * TERA),
         flops_backward=int(_FLOPS_BACKWARD[policy] * work * TERA),
     )

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from ditkit_core import devices
-from ditkit_core.devices import check_reserve, choose_devices
+from ditkit_core.devices import choose_devices, spread
 from ditkit_core.errors import UserError
 from ditkit_core.train import TrainConfig
 
@@ -48,15 +47,15 @@ def test_devices_that_are_not_here_are_named_in_one_line(machine, sizes, names, 
 
 def test_a_reserve_belongs_to_a_device():
     with pytest.raises(UserError, match="3 numbers for 2 devices"):
-        check_reserve((1.0, 1.0, 1.0), 2)
+        spread((1.0, 1.0, 1.0), 2, "train.reserve")
     for reserve in (-1.0, float("nan"), float("inf")):
         with pytest.raises(UserError, match=r"train\.reserve"):
             TrainConfig(reserve=(reserve,))
     for reserve in ((), (1.0,), (1.0, 0.0)):
-        check_reserve(reserve, 2)
+        spread(reserve, 2, "train.reserve")
 
 
 def test_one_value_holds_for_all_devices():
-    assert devices.spread((), 2) == (0.0, 0.0)
-    assert devices.spread((1.0,), 3) == (1.0, 1.0, 1.0)
-    assert devices.spread((1.0, 2.0), 2) == (1.0, 2.0)
+    assert spread((), 2, "train.reserve") == (0.0, 0.0)
+    assert spread((1.0,), 3, "train.reserve") == (1.0, 1.0, 1.0)
+    assert spread((1.0, 2.0), 2, "train.reserve") == (1.0, 2.0)

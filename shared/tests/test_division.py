@@ -13,16 +13,15 @@ from ditkit_core.config import RunConfig
 from ditkit_core.config_layers import resolve
 from ditkit_core.division import budgets_here, budgets_of, choose_cuts, streamed_of, weights_profile
 from ditkit_core.errors import UserError
-from ditkit_core.hardware import default_reserve, keeping_reserves, parse_gpus
+from ditkit_core.hardware import GIB, default_reserve, keeping_reserves, parse_gpus
 from ditkit_core.plan import Budget, Division, compose
-from ditkit_core.plan_stage import make_report, training_placement
+from ditkit_core.plan_stage import divided_for_training, make_report
 from ditkit_core.prepare import build_on_meta
 from ditkit_core.profile import Profile, StageCost, profile
 from ditkit_core.run import Run
 from ditkit_core.testing.toy import TOY, ToyArch
 from toy_world import World
 
-GIB = 2**30
 DEEP = ToyArch(depth=9)
 
 
@@ -85,7 +84,12 @@ def test_what_is_streamed_makes_room_for_other_blocks():
 
 @pytest.mark.parametrize(
     ("count", "swap", "says"),
-    [(10, (), "name fewer"), (2, (5, 5), "the model has 9 blocks; lower it"), (3, (1, 1), "for each of 3 devices")],
+    [
+        (10, (), "name fewer"),
+        (2, (5, 5), "the model has 9 blocks; lower it"),
+        (3, (1, 1), "2 numbers for 3 devices"),
+        (2, (2, -1), "at least 0"),
+    ],
 )
 def test_what_divides_nothing_is_refused_in_one_line(count, swap, says):
     profile = weights_profile(build_on_meta(TOY, DEEP, run_of().precision), TOY, run_of().precision)
@@ -167,7 +171,7 @@ def test_a_run_is_cut_where_its_plan_says_and_not_where_weights_alone_would(mach
     monkeypatch.setattr(plan_stage, "profile", once)
     run = run_of(train__devices=("cuda:0", "cuda:1"), data__width=1024, data__height=1024, **flags)
     model = build_on_meta(run.spec, DEEP, run.precision)
-    placed = training_placement(run, model, DEEP, run.config.adapter)
+    placed = divided_for_training(run, model, DEEP, run.config.adapter).placement
     assert placed.cuts != run.placement(model).cuts
     report = make_report(run)
     assert report.division.devices == tuple(device.index for device in placed.blocks)
@@ -183,7 +187,7 @@ def test_cuts_by_hand_need_no_plan(machine, monkeypatch):
     monkeypatch.setattr(plan_stage, "profile", lambda job: pytest.fail("was planned"))
     run = run_of(train__devices=("cuda:0", "cuda:1"), train__cuts=(2,))
     model = build_on_meta(run.spec, DEEP, run.precision)
-    assert training_placement(run, model, DEEP, run.config.adapter).cuts == (2,)
+    assert divided_for_training(run, model, DEEP, run.config.adapter).placement.cuts == (2,)
 
 
 @pytest.mark.parametrize(

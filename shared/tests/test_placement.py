@@ -1,19 +1,24 @@
 """Models divided over devices: where the cuts fall, and runs that do not notice."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from ditkit_core.division import choose_cuts, least_full, weights_profile
 from ditkit_core.errors import UserError
-from ditkit_core.placement import Load, Loads, balanced_cuts, place
+from ditkit_core.placement import place
+from ditkit_core.plan import Budget, plan_device
+from ditkit_core.precision import Precision
+from ditkit_core.profile import Profile, StageCost
 from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.toy import TOY, ToyArch
 from ditkit_core.testing.world import make_model
 from toy_world import World, equal
 
-EVEN = [1.0, 1.0]
+EVEN = [1, 1]
 CPU, OTHER, THIRD = (torch.device(name) for name in ("cpu", "cpu:1", "cpu:2"))
 
 
@@ -23,10 +28,27 @@ def world(tmp_path, monkeypatch):
     return World(tmp_path)
 
 
-def loads(block_bytes, before=0, after=0, passes=None, arriving=()):
+def loads(block_bytes, before=0, after=0, passes=None, arriving=None):
+    """Stages with what stays on their device, what passes while they run, and what arrives with the carry that enters them."""
     passing = passes or [0] * len(block_bytes)
-    blocks = tuple(Load(stays=stays, passes=most) for stays, most in zip(block_bytes, passing, strict=True))
-    return Loads(embed=Load(stays=before), blocks=blocks, head=Load(stays=after), arriving=arriving)
+    blocks = tuple(StageCost(weights=w, forward_extra=most) for w, most in zip(block_bytes, passing, strict=True))
+    nothing = (0,) * len(blocks)
+    return Profile(
+        embed=StageCost(weights=before), blocks=blocks, head=StageCost(weights=after),
+        crossing=(*(arriving or nothing), 0), crossing_back=(*nothing, 0),
+    )  # fmt: skip
+
+
+def budgets(capacities):
+    return [Budget(name=str(index), total=size, workspace=0) for index, size in enumerate(capacities)]
+
+
+def balanced_cuts(given, capacities):
+    return choose_cuts(given, budgets(capacities))
+
+
+def fullness(given, cards, device, start, end):
+    return plan_device(given, start, end, cards[device]).peak / cards[device].total
 
 
 def fullest(given, cuts, capacities):
@@ -37,11 +59,11 @@ def fullest(given, cuts, capacities):
         held = list(given.blocks[a:b])
         held += [given.embed] if device == 0 else []
         held += [given.head] if b == len(given.blocks) else []
-        total = max(load.passes for load in held)
-        for load in held:
-            total += load.stays
-        if device and given.arriving:
-            total += given.arriving[a]
+        total = max(stage.forward_extra for stage in held)
+        for stage in held:
+            total += stage.weights
+        if device:
+            total += given.crossing[a]
         shares.append(total / capacities[device])
     return max(shares)
 
@@ -49,18 +71,16 @@ def fullest(given, cuts, capacities):
 def test_blocks_that_weigh_twice_as_much_move_the_cut():
     """FLUX.2 dev: eight double blocks weigh what sixteen single ones do; upstream's midpoint of the single blocks is 24."""
     double, single = 2, 1
-    blocks = [double] * 8 + [0] + [single] * 48
-    starts = [i for i in range(57) if i != 8]
-    (cut,) = balanced_cuts(loads(blocks), EVEN, starts)
+    (cut,) = balanced_cuts(loads([double] * 8 + [0] + [single] * 48), EVEN)
     assert cut - 9 == 16
     assert balanced_cuts(loads([1] * 40), EVEN) == (20,)
     assert balanced_cuts(loads([1] * 40, before=4), EVEN) == (18,)
 
 
 def test_a_card_of_half_the_size_gets_half_the_blocks():
-    assert balanced_cuts(loads([1] * 30), [16.0, 8.0]) == (20,)
-    assert balanced_cuts(loads([1] * 30), [8.0, 16.0]) == (10,)
-    assert balanced_cuts(loads([1] * 40), [24.0, 24.0, 16.0, 16.0]) == (12, 24, 32)
+    assert balanced_cuts(loads([1] * 30), [16, 8]) == (20,)
+    assert balanced_cuts(loads([1] * 30), [8, 16]) == (10,)
+    assert balanced_cuts(loads([1] * 40), [24, 24, 16, 16]) == (12, 24, 32)
 
 
 def test_what_passes_counts_once_on_a_device_and_what_arrives_where_it_does():
@@ -79,21 +99,21 @@ def test_no_other_cuts_leave_the_fullest_device_less_full(num_devices):
 
     for _ in range(20):
         given = loads(draw(1, 50, 9), before=20, after=7, passes=draw(0, 60, 9), arriving=tuple(draw(0, 20, 9)))
-        capacities = [float(size) for size in draw(1, 8, num_devices)]
+        capacities = draw(1, 8, num_devices)
         cuts = balanced_cuts(given, capacities)
         assert len(cuts) == num_devices - 1
         every = itertools.combinations(range(1, 9), num_devices - 1)
         assert fullest(given, cuts, capacities) == min(fullest(given, other, capacities) for other in every)
         starts = [0, 1, 3, 4, 6, 8]
         some = itertools.combinations(starts[1:], num_devices - 1)
-        cuts = balanced_cuts(given, capacities, starts)
+        cuts = least_full(9, num_devices, starts, partial(fullness, given, budgets(capacities)))
         assert set(cuts) <= set(starts)
         assert fullest(given, cuts, capacities) == min(fullest(given, other, capacities) for other in some)
 
 
 def test_a_device_too_small_for_anything_holds_one_block():
     """Who names a card wants it used, and leaves it out by not naming it."""
-    assert balanced_cuts(loads([10] * 6), [1.0, 1000.0, 1.0]) == (1, 5)
+    assert balanced_cuts(loads([10] * 6), [1, 1000, 1]) == (1, 5)
 
 
 class Joined(nn.Module):
@@ -108,22 +128,27 @@ class Joined(nn.Module):
         return list(self.layers)
 
 
+def chosen(model, num_devices):
+    """The cuts of a model by its weights, for devices alike."""
+    return balanced_cuts(weights_profile(model, TOY, Precision()), [1] * num_devices)
+
+
 def test_no_device_begins_with_a_block_without_parameters():
     """It runs where its carry is: a placement that said otherwise would not say what happens."""
     model = Joined()
-    for cuts in ((), (2,), (3,)):
+    for cuts in (chosen(model, 2), (2,), (3,)):
         assert place(model, (CPU, OTHER), cuts).cuts == (3,)
     for cuts in ((2, 3), (1, 1), (3, 3)):
         with pytest.raises(UserError, match="increasing"):
             place(model, (CPU, OTHER, THIRD), cuts)
     with pytest.raises(UserError, match="name fewer"):
-        place(model, [torch.device("cpu", index) for index in range(5)])
+        chosen(model, 5)
 
 
 def test_a_parameter_outside_the_stages_has_no_device():
     model = Joined()
     model.table = nn.Parameter(torch.zeros(3))
-    device_of = place(model, (CPU, OTHER)).device_of(model)
+    device_of = place(model, (CPU, OTHER), (3,)).device_of(model)
     with pytest.raises(LookupError, match="table belongs neither"):
         device_of("table")
 
@@ -145,12 +170,13 @@ def test_a_parameter_goes_where_its_stage_is():
         ((CPU, OTHER), (-1,), "below 2"),
         ((CPU, OTHER), (1, 1), "2 devices need 1"),
         ((CPU,), (1,), "names one"),
-        ((CPU, OTHER, THIRD), (), "name fewer"),
+        ((CPU, OTHER, THIRD), None, "name fewer"),
     ],
 )
 def test_cuts_that_divide_nothing_are_refused(devices, cuts, says):
     with pytest.raises(UserError, match=says) as error:
-        place(make_model(TOY, ToyArch(depth=2)), devices, cuts)
+        model = make_model(TOY, ToyArch(depth=2))
+        place(model, devices, chosen(model, len(devices)) if cuts is None else cuts)
     assert "\n" not in str(error.value)
 
 

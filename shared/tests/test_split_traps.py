@@ -90,7 +90,7 @@ def test_a_parameter_outside_the_stages_is_refused_before_anything_is_loaded():
             self.scale_shift_table = nn.Parameter(torch.zeros(2, arch.dim))
 
     model = make_model(replace(VARIANT, build=Rootless), VARIANT_ARCH)
-    device_of = place(model, (ONE, TWO)).device_of(model)
+    device_of = place(model, (ONE, TWO), (3,)).device_of(model)
     with pytest.raises(LookupError, match="scale_shift_table belongs neither"):
         [device_of(name) for name, _ in model.named_parameters()]
 

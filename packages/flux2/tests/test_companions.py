@@ -1,6 +1,5 @@
 """The VAE and the text encoder as a plan sees them: their sizes, and what they hold, against the encoders themselves."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,11 @@ import pytest
 import torch
 
 from ditkit_core.components import Components
+from ditkit_core.hardware import GIB
 from ditkit_core.ledger import Ledger
 from ditkit_core.model import Companion
 from ditkit_core.plan_companions import measure
-from ditkit_core.tiles import in_tiles
+from ditkit_core.testing.companions import check_tiles, live, num_parameters
 from ditkit_flux2 import text, vae
 from ditkit_flux2.presets import PRESETS
 from ditkit_flux2.spec import FLUX2
@@ -23,16 +23,11 @@ from tiny_encoders import tiny_vae, write_mistral
 from tiny_flux2 import ARCHS
 
 CPU = torch.device("cpu")
-GIB = 2**30
 
 
 def companion(name: str, preset: str = "dev", **where: str) -> Companion:
     (found,) = (each for each in FLUX2.companions(PRESETS[preset], Components(**where)) if each.name == name)
     return found
-
-
-def num_parameters(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 @pytest.mark.parametrize(
@@ -85,14 +80,6 @@ def vae_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def live(encoder: VaeEncoder, work: Callable[[], Any]) -> int:
-    """Bytes of tensors at their highest, with the weights."""
-    with Ledger() as ledger:
-        ledger.track(encoder._vae, "weights")
-        work()
-    return ledger.peak[CPU]
-
-
 @pytest.mark.parametrize("height", [48, 128])
 def test_what_the_vae_holds_is_what_was_planned(vae_folder: Path, height: int) -> None:
     encoder = VaeEncoder(Components(vae=str(vae_folder)), CPU)
@@ -100,9 +87,9 @@ def test_what_the_vae_holds_is_what_was_planned(vae_folder: Path, height: int) -
     encode, _, decode = FLUX2.companions(replace(ARCHS["dev"], in_channels=16), Components(vae=str(vae_folder)))
     size = (1, height, 64)
     planned = [measure(each, size, text_dtype=torch.float32, kind="cpu").peak for each in (encode, decode)]
-    assert live(encoder, lambda: encoder.encode([torch.zeros(3, *size)])) == pytest.approx(planned[0], rel=0.05)
+    assert live(encoder._vae, lambda: encoder.encode([torch.zeros(3, *size)])) == pytest.approx(planned[0], rel=0.05)
     latents = torch.zeros(16, 1, height // 16, 4)
-    assert live(encoder, lambda: encoder.decode(latents)) == pytest.approx(planned[1], rel=0.05)
+    assert live(encoder._vae, lambda: encoder.decode(latents)) == pytest.approx(planned[1], rel=0.05)
 
 
 def test_tiles_give_other_latents_under_another_identity(vae_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,29 +101,7 @@ def test_tiles_give_other_latents_under_another_identity(vae_folder: Path, monke
     small = torch.rand(3, 1, 512, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
     assert torch.equal(whole.encode([small])[0]["latents"], tiled.encode([small])[0]["latents"])
     large = torch.rand(3, 1, 528, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    # A VAE looks farther than the overlap, so that tiles change every number a little; how little is held against tiles that lie one
-    # latent off their place, which is the least that they can be misplaced by.
-    latents = whole.encode([large])[0]["latents"]
-    pixels = whole.decode(latents)
-    honest = difference(tiled, large, latents, pixels)
-    monkeypatch.setattr(vae, "in_tiles", one_latent_off)
-    misplaced = difference(tiled, large, latents, pixels)
-    assert all(0 < one < other / 3 for one, other in zip(honest, misplaced, strict=True)), (honest, misplaced)
-
-
-def difference(tiled: VaeEncoder, large: torch.Tensor, latents: torch.Tensor, pixels: torch.Tensor) -> list[float]:
-    """Mean distance of what tiles give from what the whole gives: latents, then pixels."""
-    found = tiled.encode([large])[0]["latents"], tiled.decode(latents)
-    assert [each.shape for each in found] == [latents.shape, pixels.shape]
-    return [float((one - other).abs().mean()) for one, other in zip(found, (latents, pixels), strict=True)]
-
-
-def one_latent_off(
-    work: Callable[[torch.Tensor], torch.Tensor], whole: torch.Tensor, *args: Any, **settings: Any
-) -> torch.Tensor:
-    """As `in_tiles`, with each tile's result moved down by one latent."""
-    step = 16 if settings["scale"] > 1 else 1
-    return in_tiles(lambda part: work(part).roll(step, -2), whole, *args, **settings)
+    check_tiles(whole, tiled, large, module=vae, patch=monkeypatch)
 
 
 def test_a_streamed_text_encoder_holds_what_was_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

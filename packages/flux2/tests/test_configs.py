@@ -8,10 +8,8 @@ import pytest
 from ditkit_core.config import RunConfig
 from ditkit_core.config_layers import resolve
 from ditkit_core.export import check_export
-from ditkit_core.plan_stage import make_report
-from ditkit_core.precision import Precision
-from ditkit_core.prepare import build_on_meta
 from ditkit_core.run import Run
+from ditkit_core.testing.run_files import check_planned
 from ditkit_flux2.spec import FLUX2
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
@@ -56,13 +54,4 @@ def test_a_run_file_names_its_own_folder_and_the_base_of_its_preset(file):
     ],
 )
 def test_a_run_file_can_be_planned_as_it_stands(file):
-    config = resolve(RunConfig, file=file)
-    report = make_report(Run(FLUX2, config), "80GiB")
-    (device,) = report.devices
-    arch = FLUX2.presets[config.model.preset]
-    count = sum(parameter.numel() for parameter in build_on_meta(FLUX2, arch, Precision()).parameters())
-    if config.adapter.method == "full":
-        assert device.purposes["weights"] == 0 and device.purposes["adapters"] >= 4 * count
-    else:
-        assert 2 * count <= device.purposes["weights"] < 2.5 * count and device.purposes["adapters"] < 0.2 * count
-    assert report.fits and report.micro_batches == config.train.accumulation and config.model.preset in report.model
+    check_planned(FLUX2, file, most_bytes=2.5)

@@ -1,16 +1,18 @@
 """FLUX.2 dev at its published size, divided over two to four devices that refuse to mix, without memory."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 
 from ditkit_core.activation_checkpoint import POLICIES
-from ditkit_core.adapters import AdapterConfig, inject
-from ditkit_core.placement import balanced_cuts, bytes_held
+from ditkit_core.adapters import AdapterConfig
+from ditkit_core.division import choose_cuts, weights_profile
+from ditkit_core.plan import Budget, plan_device
 from ditkit_core.precision import Precision
-from ditkit_core.prepare import build_on_meta
-from ditkit_core.testing.full_size_split import balanced, divided_step, weight_loads
+from ditkit_core.testing.full_size_split import balanced, divided_step
+from ditkit_core.thinned import thinned
 from ditkit_flux2.presets import PRESETS
 from ditkit_flux2.spec import FLUX2
 
@@ -53,20 +55,21 @@ def test_all_57_blocks_do_too(policy, num_devices, monkeypatch):
     assert max(held) - min(held) < 1.1 * 2 * 708e6, "no more than a double block apart"
 
 
-@pytest.mark.parametrize(("precision", "linear_bytes"), [("bf16", 2), ("8-bit", 1)])
-def test_two_cards_are_fuller_alike_than_at_the_midpoint_of_the_single_blocks(precision, linear_bytes):
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_two_cards_are_fuller_alike_than_at_the_midpoint_of_the_single_blocks(quantize):
     """Upstream cuts there, which leaves 20.7 against 12.6 GB with 8-bit weights."""
-    model = build_on_meta(FLUX2, ARCH, Precision())
-    inject(model, AdapterConfig(rank=32), FLUX2.adapter_targets)
-    loads = weight_loads(FLUX2, model, linear_bytes)
+    model = thinned(FLUX2, ARCH, Precision(), AdapterConfig(rank=32), quantize=quantize, of_each=None).whole
+    profile = weights_profile(model, FLUX2, Precision(), averaged=True)
+    card = Budget(name="a card", total=80 * 10**9, workspace=0)
 
-    def held(cut):
-        return bytes_held(loads, 0, cut, is_last=False), bytes_held(loads, cut, NUM_BLOCKS, is_last=True)
+    def held(*bounds):
+        return [plan_device(profile, start, end, card).peak for start, end in pairwise(bounds)]
 
-    (cut,) = balanced_cuts(loads, [1.0, 1.0])
-    ours, midpoint = held(cut), held(ARCH.double_layers + 1 + ARCH.single_layers // 2)
+    (cut,) = choose_cuts(profile, [card, card])
+    ours = held(0, cut, NUM_BLOCKS)
+    midpoint = held(0, ARCH.double_layers + 1 + ARCH.single_layers // 2, NUM_BLOCKS)
     for name, pair in ((f"cut {cut}", ours), ("midpoint", midpoint)):
-        print(f"{precision}, {name}: {pair[0] / 1e9:.1f} against {pair[1] / 1e9:.1f} GB")
-    largest = max(load.stays for load in loads.blocks)
+        print(f"{quantize}, {name}: {pair[0] / 1e9:.1f} against {pair[1] / 1e9:.1f} GB")
+    largest = max(held(*range(1, NUM_BLOCKS)))  # of the blocks that share no device with the embedding or the head
     assert abs(ours[0] - ours[1]) <= largest < 0.2 * abs(midpoint[0] - midpoint[1])
     assert max(ours) < 0.85 * max(midpoint)

@@ -1,17 +1,15 @@
 """The VAE and the text encoder as a plan sees them: their sizes, and what they hold, against the encoders themselves."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from ditkit_core.components import Components
-from ditkit_core.ledger import Ledger
+from ditkit_core.hardware import GIB
 from ditkit_core.model import Companion
 from ditkit_core.plan_companions import measure
-from ditkit_core.tiles import in_tiles
+from ditkit_core.testing.companions import check_tiles, live, num_parameters
 from ditkit_wan import vae
 from ditkit_wan.presets import PRESETS
 from ditkit_wan.spec import WAN
@@ -19,15 +17,10 @@ from ditkit_wan.text import TextEncoder
 from ditkit_wan.vae import VaeEncoder
 
 CPU = torch.device("cpu")
-GIB = 2**30
 
 
 def companions(**where: str) -> dict[str, Companion]:
     return {each.name: each for each in WAN.companions(PRESETS["t2v-1.3b"], Components(**where))}
-
-
-def num_parameters(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())  # one that is shared counts once
 
 
 def test_the_built_in_sizes_are_those_of_the_published_files() -> None:
@@ -51,14 +44,6 @@ def test_a_clip_in_tiles_takes_a_quarter() -> None:
     assert 5 * GIB < whole.peak < 6.5 * GIB and tiled.peak < whole.peak / 4
     longer = measure(encoder, (13, 480, 832), text_dtype=torch.bfloat16)
     assert 0 < longer.peak - whole.peak < 2 * 4 * 3 * 4 * 480 * 832
-
-
-def live(model: torch.nn.Module, work: Callable[[], Any]) -> int:
-    """Bytes of tensors at their highest, with the weights."""
-    with Ledger() as ledger:
-        ledger.track(model, "weights")
-        work()
-    return ledger.peak[CPU]
 
 
 @pytest.mark.parametrize("size", [(1, 48, 64), (13, 64, 32)])
@@ -95,26 +80,4 @@ def test_tiles_give_other_latents_under_another_identity(checkpoint: Path, monke
         for encoder in (whole, tiled):  # random attention, over the whole picture, would hide where each tile is
             for half in (encoder._vae.encoder, encoder._vae.decoder):
                 half.mid_block.attentions[0].proj.weight.zero_()
-    # A VAE looks farther than the overlap, so that tiles change every number a little; how little is held against tiles that lie one
-    # latent off their place, which is the least that they can be misplaced by.
-    latents = whole.encode([large])[0]["latents"]
-    pixels = whole.decode(latents)
-    honest = difference(tiled, large, latents, pixels)
-    monkeypatch.setattr(vae, "in_tiles", one_latent_off)
-    misplaced = difference(tiled, large, latents, pixels)
-    assert all(0 < one < other / 3 for one, other in zip(honest, misplaced, strict=True)), (honest, misplaced)
-
-
-def difference(tiled: VaeEncoder, large: torch.Tensor, latents: torch.Tensor, pixels: torch.Tensor) -> list[float]:
-    """Mean distance of what tiles give from what the whole gives: latents, then pixels."""
-    found = tiled.encode([large])[0]["latents"], tiled.decode(latents)
-    assert [each.shape for each in found] == [latents.shape, pixels.shape]
-    return [float((one - other).abs().mean()) for one, other in zip(found, (latents, pixels), strict=True)]
-
-
-def one_latent_off(
-    work: Callable[[torch.Tensor], torch.Tensor], whole: torch.Tensor, *args: Any, **settings: Any
-) -> torch.Tensor:
-    """As `in_tiles`, with each tile's result moved down by one latent."""
-    step = 8 if settings["scale"] > 1 else 1
-    return in_tiles(lambda part: work(part).roll(step, -2), whole, *args, **settings)
+    check_tiles(whole, tiled, large, module=vae, patch=monkeypatch)

@@ -1,10 +1,13 @@
 """The devices of a run, by the names that a configuration gives them."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
 from ditkit_core.errors import UserError
+
+Number = TypeVar("Number", int, float)
 
 ALL = "all"
 """In place of the names of all GPUs."""
@@ -58,22 +61,22 @@ def _several(names: Sequence[str]) -> list[torch.device]:
     return [choose_device(name, "train.devices") for name in names]
 
 
-def check_reserve(reserve_gib: Sequence[float], num_devices: int) -> None:
-    """Refuse a `train.reserve` that does not say which device it is of.
+def spread(values: Sequence[Number], num_devices: int, key: str) -> tuple[Number, ...]:
+    """One value for each device: as given, or the one given for all, or 0 if none is.
+
+    Args:
+        values: Of the devices, in their order.
+        num_devices: How many there are.
+        key: The setting that gives them.
 
     Raises:
         UserError: If there is neither one for each device nor one for all.
     """
-    if len(reserve_gib) not in (0, 1, num_devices):
+    if len(values) not in (0, 1, num_devices):
         raise UserError(
-            f"train.reserve = {list(reserve_gib)} has {len(reserve_gib)} numbers for {num_devices} devices; give one for each, "
-            "or one for all"
+            f"{key} = {list(values)} has {len(values)} numbers for {num_devices} devices; give one for each, or one for all"
         )
-
-
-def spread(values: Sequence[float], num_devices: int) -> tuple[float, ...]:
-    """One value for each device: as given, or the one given for all, or 0."""
-    return tuple(values) if len(values) == num_devices else tuple(values or (0.0,)) * num_devices
+    return tuple(values) if len(values) == num_devices else tuple(values or (0,)) * num_devices
 
 
 def _num_gpus() -> str:

@@ -1,10 +1,11 @@
 """Where a model is cut: so that over a whole training step the fullest device, for what it can hold, is least full.
 
 A run and its plan divide a model by the same function of the same figures, so that the run does what the plan says. What a device holds
-depends on its own blocks alone, so no other cuts do better: all of them are looked at.
+depends on its own blocks alone, so no other cuts do better: all of them are looked at. Every device holds one block at least: who wants
+a card left out names it not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,10 +14,11 @@ from torch import nn
 
 from ditkit_core.adapters import canonical_name
 from ditkit_core.block_swap import choose_streamed
+from ditkit_core.devices import spread
 from ditkit_core.errors import UserError
 from ditkit_core.hardware import Card, cards_here, keeping_reserves, parse_size
 from ditkit_core.model import ModelSpec
-from ditkit_core.placement import Placement, least_full
+from ditkit_core.placement import Placement
 from ditkit_core.plan import Budget, plan_device
 from ditkit_core.precision import Precision
 from ditkit_core.profile import Profile, StageCost
@@ -27,7 +29,7 @@ _ANY = torch.device("cuda")
 
 
 def choose_cuts(
-    profile: Profile,
+    profile: Profile | Sequence[Profile],
     budgets: Sequence[Budget],
     *,
     swap_blocks: Sequence[int] = (),
@@ -37,16 +39,18 @@ def choose_cuts(
     """The blocks before which the next device begins; each device has one that holds parameters at least, and as many as it streams.
 
     Args:
-        profile: What the stages hold; `weights_profile` leaves out activations.
+        profile: What the stages hold, or what they would on each of the devices; `weights_profile` leaves out activations.
         budgets: The devices, in order.
         swap_blocks: `train.swap_blocks`.
         micro_batches: How many a step adds up.
         pipelined: Whether they overlap.
 
     Raises:
-        UserError: If there are more devices than blocks, or more blocks to be streamed than there are.
+        UserError: If there are more devices than blocks, more blocks to be streamed than there are, or numbers of those that fit no
+            devices.
     """
-    blocks = profile.blocks
+    profiles = [profile] * len(budgets) if isinstance(profile, Profile) else list(profile)
+    blocks = profiles[0].blocks
     has_weights = [block.weights + block.adapters > 0 for block in blocks]
     # A block without parameters runs where its carry is: no device begins with it.
     starts = [i for i, has in enumerate(has_weights) if has]
@@ -54,16 +58,20 @@ def choose_cuts(
         raise UserError(
             f"train.devices names {len(budgets)} devices and the model has {len(starts)} blocks; name fewer"
         )
-    counts = swap_counts(swap_blocks, len(budgets))
+    counts = spread(swap_blocks, len(budgets), "train.swap_blocks")
+    if min(counts) < 0:
+        raise UserError(f"train.swap_blocks = {list(swap_blocks)} must be numbers of at least 0")
     if any(counts) and sum(max(1, count) for count in counts) > len(starts):
         raise UserError(
             f"train.swap_blocks = {list(swap_blocks)} of {len(budgets)} devices, and the model has {len(starts)} blocks; lower it"
         )
 
+    kinds = [profiles.index(each) for each in profiles]
+
     @cache
-    def bytes_held(start: int, end: int, count: int, budget: Budget) -> int:
+    def bytes_held(kind: int, start: int, end: int, count: int, budget: Budget) -> int:
         return plan_device(
-            profile, start, end, budget, streamed=streamed_of(has_weights, start, end, count),
+            profiles[kind], start, end, budget, streamed=streamed_of(has_weights, start, end, count),
             micro_batches=micro_batches, pipelined=pipelined,
         ).peak  # fmt: skip
 
@@ -71,24 +79,40 @@ def choose_cuts(
         if counts[device] > sum(has_weights[start:end]):
             return None
         budget = budgets[device]
-        return bytes_held(start, end, counts[device], budget) / (budget.total - budget.reserve)
+        return bytes_held(kinds[device], start, end, counts[device], budget) / (budget.total - budget.reserve)
 
     cuts = least_full(len(blocks), len(budgets), starts, fullness)
     assert cuts is not None, "there are enough blocks for all"
     return cuts
 
 
-def swap_counts(swap_blocks: Sequence[int], num_devices: int) -> tuple[int, ...]:
-    """How many blocks each device streams.
+def least_full(
+    num_blocks: int, num_devices: int, starts: Sequence[int], fullness: Callable[[int, int, int], float | None]
+) -> tuple[int, ...] | None:
+    """Cuts after which the fullest of the devices is least full; of equal ones the earliest. None if there is no way.
 
-    Raises:
-        UserError: If there is neither one number for each device nor one for all.
+    No other cuts do better: every one of them is looked at, by dynamic programming.
+
+    Args:
+        num_blocks: To divide.
+        num_devices: At most as many as blocks.
+        starts: Blocks that may be a device's first.
+        fullness: Of a device that holds the blocks from one to before another; None where that cannot be.
     """
-    if len(swap_blocks) not in (0, 1, num_devices) or min(swap_blocks, default=0) < 0:
-        raise UserError(
-            f"train.swap_blocks = {list(swap_blocks)}: give one number of at least 0 for each of {num_devices} devices, or one for all"
-        )
-    return tuple(swap_blocks) if len(swap_blocks) == num_devices else tuple(swap_blocks or (0,)) * num_devices
+    # best[k]: (fullest device, cuts) when the devices so far hold the first k blocks
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
+    for device in range(num_devices):
+        following: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for end in [num_blocks] if device == num_devices - 1 else starts:
+            options = (
+                (max(fullest, own), (*cuts, end))
+                for start, (fullest, cuts) in best.items()
+                if start < end and (own := fullness(device, start, end)) is not None
+            )
+            if (least := min(options, default=None)) is not None:
+                following[end] = least
+        best = following
+    return best[num_blocks][1][:-1] if num_blocks in best else None
 
 
 def streamed_of(has_weights: Sequence[bool], start: int, end: int, count: int) -> frozenset[int]:

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from ditkit_core.division import streamed_of
 from ditkit_core.hardware import Card
-from ditkit_core.plan import Budget, DevicePlan, Division, compose, on_host, plan_device
+from ditkit_core.plan import Budget, DevicePlan, Division, compose, on_host, plan_device, sent_to_host
 from ditkit_core.profile import Profile
 from ditkit_core.timing import SpanTime, Workload, crossing_time, span_time, step_time
 
@@ -31,7 +31,7 @@ class Span:
     num_streamed: int
     time: SpanTime
     host: int
-    """Bytes of the streamed weights."""
+    """Bytes of the streamed weights, and of activations that wait on the host."""
 
 
 def budget_of(card: Card) -> Budget:
@@ -81,7 +81,7 @@ class Search:
         Args:
             cards: At least one.
             share: Of what each card can give, the most that may be used.
-            host: Bytes that streamed weights may take on the host; None for any.
+            host: Bytes that may be taken on the host; None for any.
         """
         judge = self._judge(share)
         found = self._divide(cards, judge, host)
@@ -205,12 +205,16 @@ class Search:
         return self._held[like]
 
     def _time(self, card: Card, start: int, end: int, count: int) -> tuple[SpanTime, int]:
-        """Of a span, and bytes of what it streams."""
+        """Of a span, and bytes of what it streams or sends to the host."""
         like = (card, self._like(start, end), count)
         if like not in self._times:
             streamed = self._streamed(start, end, count)
             time = span_time(self._profile, card, start, end, streamed, self._work)
-            self._times[like] = time, on_host(self._profile, streamed)
+            work = self._work
+            sent = sent_to_host(
+                self._profile, range(start, end), micro_batches=work.micro_batches, pipelined=work.pipelined
+            )
+            self._times[like] = time, on_host(self._profile, streamed) + sent
         return self._times[like]
 
     def _streamed(self, start: int, end: int, count: int) -> frozenset[int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ditkit_core.devices import check_reserve, spread
+from ditkit_core.devices import spread
 from ditkit_core.errors import UserError
 
 GIB = 2**30
@@ -176,8 +176,7 @@ def keeping_reserves(cards: Sequence[Card], reserve_gib: Sequence[float]) -> tup
     Raises:
         UserError: If it does not say which card it is of, or leaves nothing of one.
     """
-    check_reserve(reserve_gib, len(cards))
-    reserves = spread(reserve_gib, len(cards))
+    reserves = spread(reserve_gib, len(cards), "train.reserve")
     kept = tuple(card.keeping_free(int(gib * GIB)) for card, gib in zip(cards, reserves, strict=True))
     for index, card in enumerate(kept):
         if card.reserve >= card.total:

@@ -7,24 +7,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.adapters import AdapterConfig, canonical_name, inject, is_adapter_name
+from ditkit_core.adapters import AdapterConfig, inject
 from ditkit_core.data import Batch
+from ditkit_core.division import choose_cuts, weights_profile
 from ditkit_core.ema import EMAConfig
 from ditkit_core.flow_matching import FlowConfig
 from ditkit_core.ledger import Ledger
 from ditkit_core.lora_linear import as_on
 from ditkit_core.model import ModelSpec
 from ditkit_core.optim import OptimConfig
-from ditkit_core.placement import Loads, Placement, place, weights_alone
+from ditkit_core.placement import Placement, place
+from ditkit_core.plan import Budget
 from ditkit_core.precision import Precision
 from ditkit_core.prepare import build_on_meta
 from ditkit_core.step import accumulate_gradients, total_norm, update
+from ditkit_core.thinned import materialise
 from ditkit_core.trained import Trained
 
 DEVICES = tuple(torch.device("cpu", index) for index in range(4))
@@ -142,6 +145,7 @@ def divided_step(
     model = build_on_meta(spec, arch, Precision())
     inject(model, AdapterConfig(rank=rank), spec.adapter_targets)
     placed = placement(model)
+    names = {id(module): name for name, module in model.named_modules()}
     carried: list[Counter[str]] = []
     moved = activation_checkpoint.moved
 
@@ -155,7 +159,10 @@ def divided_step(
     patch.setattr(activation_checkpoint, "moved", watched)
     engine, flow = Engine(policy=policy), FlowConfig()
     with FakeTensorMode(), as_on("cuda"), Ledger() as ledger:
-        materialise(model, spec, placed)
+        for stage, device in zip(
+            (model.embed, *model.blocks(), model.head), (placed.embed, *placed.blocks, placed.head), strict=True
+        ):
+            materialise(stage, names[id(stage)], spec, dtype=torch.bfloat16, device=device)
         ledger.track([p for p in model.parameters() if not p.requires_grad], "weights")
         trained = Trained(
             model, {n: p for n, p in model.named_parameters() if p.requires_grad}, OptimConfig(), EMAConfig(decay=0.9)
@@ -182,41 +189,12 @@ def divided_step(
     return Divided(model, placed, trained, crossings, ledger, carried)
 
 
-def materialise(model: nn.Module, spec: ModelSpec, placement: Placement) -> None:
-    """Under `FakeTensorMode`, parameters on their devices in place of those on `meta`, in the dtypes that `load` gives."""
-    device_of = placement.device_of(model)
-    for prefix, module in model.named_modules():
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                name = f"{prefix}.{leaf}"
-                fake = torch.empty(parameter.shape, dtype=dtype_of(spec, name), device=device_of(name))
-                module._parameters[leaf] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+def balanced(spec: ModelSpec, num_devices: int) -> Callable[[Any], Placement]:
+    """Divides a model over devices alike by its weights and what training keeps for the adapters, as a run without a plan does."""
 
+    def divided(model: Any) -> Placement:
+        profile = weights_profile(model, spec, Precision(), averaged=True)
+        budgets = [Budget(name=str(device), total=10**12, workspace=0) for device in DEVICES[:num_devices]]
+        return place(model, DEVICES[:num_devices], choose_cuts(profile, budgets))
 
-def dtype_of(spec: ModelSpec, name: str) -> torch.dtype:
-    """What `load` gives a parameter of a bf16 model."""
-    wide = is_adapter_name(name) or spec.keep_fp32(canonical_name(name))
-    return torch.float32 if wide else torch.bfloat16
-
-
-def balanced(spec: ModelSpec, num_devices: int, capacities: Sequence[float] = ()) -> Callable[[Any], Placement]:
-    """Divides a model by its weights, in the dtypes that `load` gives them, and what training keeps for the adapters."""
-    return lambda model: place(model, DEVICES[:num_devices], capacities=capacities, loads=weight_loads(spec, model))
-
-
-def weight_loads(spec: ModelSpec, model: Any, linear_bytes: int = 0) -> Loads:
-    """What the stages of an adapted model bring to a device, without activations.
-
-    Args:
-        spec: The family.
-        model: On `meta`.
-        linear_bytes: Bytes of a number of a 16-bit matrix, in place of 2: 1 is what 8-bit weights take.
-    """
-
-    def bytes_of(name: str, parameter: nn.Parameter) -> int:
-        if parameter.requires_grad:
-            return parameter.numel() * 4 * (1 + 1 + STATE_OF_ADAMW + 1)
-        size = dtype_of(spec, name).itemsize
-        return parameter.numel() * (linear_bytes if linear_bytes and size == 2 and parameter.dim() == 2 else size)
-
-    return weights_alone(model, bytes_of)
+    return divided

@@ -1,0 +1,166 @@
+"""A plan put together from a few blocks, against the whole step run on fake tensors: what any package checks at full size."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ditkit_core.activation_checkpoint import Engine
+from ditkit_core.adapters import AdapterConfig
+from ditkit_core.data import Batch
+from ditkit_core.ema import EMAConfig
+from ditkit_core.flow_matching import FlowConfig
+from ditkit_core.ledger import Ledger
+from ditkit_core.model import ModelSpec
+from ditkit_core.optim import OptimConfig
+from ditkit_core.plan import Budget, DevicePlan, Division, compose
+from ditkit_core.precision import Precision
+from ditkit_core.profile import Job, Measured, Profile, measure, profile
+from ditkit_core.step import accumulate_gradients
+from ditkit_core.testing.pretend_devices import PretendDevices, divide
+from ditkit_core.testing.world import make_model
+from ditkit_core.thinned import thinned
+
+
+def step_of(spec: ModelSpec, arch: Any, size: tuple[int, int, int], adapter: AdapterConfig) -> Job:
+    """A step on one item, with the settings that are the default; full fine-tuning in fp32, as a run demands.
+
+    Args:
+        spec: The family.
+        arch: The architecture.
+        size: Frames, height and width of the item, in pixels.
+        adapter: What is trained.
+    """
+    with torch.device("meta"):
+        item = spec.outline(arch, size, [])
+    return Job(
+        spec=spec, arch=arch, adapter=adapter, batch=[item],
+        precision=Precision(matmul=torch.float32 if adapter.method == "full" else torch.bfloat16),
+        optim=OptimConfig(), ema=EMAConfig(), flow=FlowConfig(),
+    )  # fmt: skip
+
+
+def divided(num_blocks: int, cuts: Sequence[int], streamed: Collection[int] = ()) -> Division:
+    """Blocks over one device more than there are cuts.
+
+    Args:
+        num_blocks: Of the model.
+        cuts: Blocks before which the next device begins.
+        streamed: Blocks whose weights stay on the host.
+    """
+    bounds = [0, *cuts, num_blocks]
+    devices = tuple(device for device in range(len(cuts) + 1) for _ in range(bounds[device], bounds[device + 1]))
+    return Division(devices=devices, streamed=frozenset(streamed))
+
+
+def planned(
+    found: Profile, division: Division, *, micro_batches: int = 1, pipelined: bool = False
+) -> tuple[DevicePlan, ...]:
+    """The plan for devices that hold anything, without what libraries take.
+
+    Args:
+        found: What the stages hold.
+        division: Where they are.
+        micro_batches, pipelined: As for `compose`.
+    """
+    budgets = [Budget(name=str(index), total=10**12, workspace=0) for index in range(1 + max(division.devices))]
+    return compose(found, division, budgets, micro_batches=micro_batches, pipelined=pipelined)
+
+
+def whole(job: Job, cuts: Sequence[int]) -> Measured:
+    """The step of all blocks on fake tensors, divided so."""
+    model = thinned(job.spec, job.arch, job.precision, job.adapter, quantize=job.quantize, of_each=None)
+    return measure(job, model, [0, *divided(len(model.indices), cuts).devices, len(cuts)])
+
+
+def check_plan(found: Profile, job: Job, cuts: Sequence[int], *, rel: float) -> None:
+    """Hold the peak that is planned for each device against that of all blocks.
+
+    Args:
+        found: The step's profile.
+        job: The step.
+        cuts: Blocks before which the next device begins.
+        rel: By how much of it the two may differ.
+    """
+    plans = planned(found, divided(len(found.blocks), cuts), micro_batches=job.micro_batches)
+    peaks, measured = [plan.peak for plan in plans], whole(job, cuts).peaks
+    for device, peak in enumerate(peaks):
+        assert peak == pytest.approx(measured[device], rel=rel), (cuts, device, peaks, measured)
+
+
+class _Watch:
+    """A passage that notes what is alive before the first block and behind the last."""
+
+    def __init__(self, ledger: Ledger):
+        self.ledger = ledger
+        self.before: int | None = None
+        self.after = 0
+
+    def enter(self, index: int, block: nn.Module) -> None:
+        if self.before is None:
+            self.before = self._alive()
+
+    def leave(self, index: int, block: nn.Module, carry: Any) -> None:
+        self.after = self._alive()
+
+    def backward(self, index: int, block: nn.Module) -> None:
+        pass
+
+    def _alive(self) -> int:
+        return self.ledger.live[torch.device("cpu")]["activations"]
+
+
+def check_kept(job: Job, *, rel: float = 0.02) -> None:
+    """Hold what blocks are planned to keep against what real tensors on the CPU leave alive.
+
+    Args:
+        job: The step; small.
+        rel: By how much of it the two may differ.
+    """
+    job = replace(job, kind="cpu")
+    model, items = _real(job)
+    with Ledger() as ledger:
+        ledger.track(
+            [*model.parameters(), *model.buffers(), items], "weights"
+        )  # of which an operation may return a view
+        watch = _Watch(ledger)
+        accumulate_gradients(
+            model, Engine(policy=job.policy, passages=(watch,)), job.spec, [Batch(ids=["a"], items=items)],
+            step=1, seed=0, flow=job.flow,
+        )  # fmt: skip
+    assert watch.before is not None
+    found = profile(job)
+    planned_bytes = sum(block.kept for block in found.blocks)
+    assert watch.after - watch.before == pytest.approx(planned_bytes, rel=rel), job.policy
+
+
+def check_sent(job: Job, *, rel: float = 0.001) -> None:
+    """Hold what blocks are planned to send to the host against what real tensors of a pretended device send.
+
+    Args:
+        job: The step; small, but with storages above `offload.SMALLEST`.
+        rel: By how much of it the two may differ.
+    """
+    model, items = _real(job)
+    divide(model, [torch.device("cpu", 1)] * (len(model.blocks()) + 2))
+    engine = Engine(policy=job.policy)
+    with PretendDevices():
+        accumulate_gradients(model, engine, job.spec, [Batch(ids=["a"], items=items)], step=1, seed=0, flow=job.flow)
+    planned_bytes = sum(block.on_host for block in profile(job).blocks)
+    assert engine.host.num_bytes > 0
+    assert engine.host.num_bytes == pytest.approx(planned_bytes, rel=rel), job.policy
+
+
+def _real(job: Job) -> tuple[Any, list[dict[str, Tensor]]]:
+    """The step's model, and items of random numbers."""
+    model = make_model(job.spec, job.arch, dtype=job.precision.matmul, adapter=job.adapter)
+    return model, [
+        {
+            name: torch.randn(x.shape).to(x.dtype) if x.is_floating_point() else torch.zeros_like(x, device="cpu")
+            for name, x in item.items()
+        }
+        for item in job.batch
+    ]

@@ -1,0 +1,34 @@
+"""What any package checks of the run files that it ships."""
+
+from pathlib import Path
+
+from ditkit_core.config import RunConfig
+from ditkit_core.config_layers import resolve
+from ditkit_core.model import ModelSpec
+from ditkit_core.plan_stage import make_report
+from ditkit_core.precision import Precision
+from ditkit_core.prepare import build_on_meta
+from ditkit_core.run import Run
+
+
+def check_planned(spec: ModelSpec, file: Path, *, most_bytes: float) -> None:
+    """Plan a run file as it stands for a card of 80 GiB, and hold what it says of weights against the model's numbers.
+
+    Args:
+        spec: The family.
+        file: The run file; it names a preset.
+        most_bytes: To be stayed below: bytes of frozen weights for each number, those that stay in fp32 included.
+    """
+    config = resolve(RunConfig, file=file)
+    report = make_report(Run(spec, config), "80GiB")
+    (device,) = report.devices
+    model = build_on_meta(spec, spec.presets[config.model.preset], Precision())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    held = device.purposes
+    if config.adapter.method == "full":
+        assert held["weights"] == 0 and held["adapters"] >= 4 * count, (held, count)
+        assert held["average"] >= (4 * count if config.ema.decay else 0), (held, count)
+    else:
+        assert 2 * count <= held["weights"] < most_bytes * count and held["adapters"] < 0.2 * count, (held, count)
+    assert report.fits, held
+    assert report.micro_batches == config.train.accumulation and config.model.preset in report.model, report.model

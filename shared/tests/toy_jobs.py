@@ -1,0 +1,25 @@
+"""Steps of the toy, as a plan profiles them."""
+
+from dataclasses import replace
+from typing import Any
+
+from ditkit_core.adapters import AdapterConfig
+from ditkit_core.profile import Job
+from ditkit_core.testing.plans import step_of
+from ditkit_core.testing.toy import TOY, ToyArch
+
+ARCH = ToyArch(dim=128, depth=6)
+
+
+def toy_job(
+    method: str = "lora", *, arch: ToyArch = ARCH, size: tuple[int, int, int] = (5, 64, 64), **changed: Any
+) -> Job:
+    """A step of the toy.
+
+    Args:
+        method: Of the adapter.
+        arch: The architecture.
+        size: Frames, height and width of its one item.
+        changed: Fields of the job that are to be otherwise.
+    """
+    return replace(step_of(TOY, arch, size, AdapterConfig(method=method, rank=4)), **changed)
