@@ -1,61 +1,78 @@
-"""Activation checkpointing: what a block keeps for its backward, decided at the seam.
+"""Activation checkpointing at the seam: the engine calls each block through a policy.
 
-The engine *calls* a block through a policy, so nothing is wrapped and no name changes. A policy hands the carry's tensors
-to the checkpoint one by one and rebuilds the carry inside: checkpoints of every kind see only top-level tensor
-arguments, and one that they miss loses its gradient or is freed twice.
-
-`full` is `torch.utils.checkpoint`, which stops recomputing as soon as the last saved tensor is back (torch_remat runs
-the block to its end: one more large matmul per block). `attn_only` is torch_remat, which can keep a region.
+Nothing is wrapped and no name changes. The carry's tensors are handed to a checkpoint one by one and the carry is rebuilt inside:
+checkpoints of every kind see only top-level tensor arguments, and one that they miss loses its gradient or is freed twice.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch_remat as remat
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 
-from ditkit_core.attention import AttentionSettings, attention_settings
-from ditkit_core.errors import UserError
+from ditkit_core.attention import AttentionSettings, attention_settings, calls_in_force
+from ditkit_core.checkpoint_policies import Policy
+from ditkit_core.compiled import backend_of, check_compiled, check_regions, run_compiled
 from ditkit_core.model import StagedModel
+from ditkit_core.offload import HostMemory, HostStore, can_offload
 from ditkit_core.passage import Passage, marked
+from ditkit_core.policy_schedule import parse_schedule
 from ditkit_core.precision import autocast_disabled
 
 POLICIES = ("none", "full", "attn_only")
+"""The policies that every other lever is tested with; `policy_schedule` knows them all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """Runs a whole forward, each block through the checkpoint policy and the attention backend.
+    """Runs a whole forward, each block through its checkpoint policy and the attention backend.
 
-    Passed to a model's `forward` as `run`. It is a plain value: it holds no parameter and no state.
+    Passed to a model's `forward` as `run`. It is a plain value: it holds no parameter, and no state but host memory that is used again.
     """
 
     policy: str = "none"
-    """`none` keeps everything, `full` recomputes each block, `attn_only` recomputes all but attention."""
+    """The policy of each block, as `policy_schedule` reads it."""
     backend: str = "sdpa"
-    passage: Passage | None = None
-    """Told where the carry enters and leaves a block, forward and backward: what streams weights through a device."""
+    compile: bool | str = False
+    """Whether blocks that have a backward are compiled, or by which backend of torch's compiler (`compiled.py`)."""
+    passages: tuple[Passage, ...] = ()
+    """Told where the carry enters and leaves a block, forward and backward: what streams weights through a device, or watches."""
+    host: HostMemory = field(default_factory=HostMemory, compare=False, repr=False)
+    """Where blocks whose policy offloads put what they keep."""
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise UserError(f"unknown checkpointing policy {self.policy!r}; choose one of {', '.join(POLICIES)}")
+        check_compiled(backend_of(self.compile), parse_schedule(self.policy).distinct)
 
     def __call__(self, model: StagedModel, inputs: Any) -> Any:
-        settings = AttentionSettings(backend=self.backend, keep=self.policy == "attn_only")
+        blocks = model.blocks()
+        if not torch.is_grad_enabled():
+            # Nothing is kept, and a schedule may name devices of the training that are not here.
+            return self._forward(model, inputs, blocks, (Policy(),) * len(blocks))
+        devices = [device_of(block) for block in blocks]
+        policies = parse_schedule(self.policy).policies(devices)
+        offloaded = [policy.offload for policy in policies]
+        moves = (wanted and can_offload(device) for wanted, device in zip(offloaded, devices, strict=True))
+        if not any(moves):
+            return self._forward(model, inputs, blocks, policies)
+        with HostStore(self.host, [model.embed, *blocks, model.head], offloaded) as store:
+            run = replace(self, passages=(*self.passages, store))
+            return run._forward(model, inputs, blocks, policies)
+
+    def _forward(self, model: StagedModel, inputs: Any, blocks: Sequence[nn.Module], policies: Sequence[Policy]) -> Any:
         with autocast_disabled(next(iter(model.head.parameters())).device.type):
             carry, here = self._embed(model, inputs), device_of(model.embed)
-            for index, block in enumerate(model.blocks()):
+            for index, (block, policy) in enumerate(zip(blocks, policies, strict=True)):
                 # Once per boundary, and outside of the checkpoint: nothing is sent again for a block or a recompute.
                 if (there := device_of(block)) not in (None, here):
                     carry, here = moved(carry, there), there
-                carry = self._run(index, block, carry, settings)
+                carry = self._run(index, block, carry, policy)
             if (there := device_of(model.head)) not in (None, here):
                 carry = moved(carry, there)
+            if (calls := calls_in_force()) is not None:
+                calls.check()
             return self._head(model, carry)
 
     def _embed(self, model: StagedModel, inputs: Any) -> Any:
@@ -64,14 +81,35 @@ class Engine:
     def _head(self, model: StagedModel, carry: Any) -> Any:
         return model.head(carry)
 
-    def _run(self, index: int, block: nn.Module, carry: Any, settings: AttentionSettings) -> Any:
-        name, passage = f"block {index}", self.passage
-        if passage is None or device_of(block) is None:
-            return run_block(block, carry, policy=self.policy, settings=settings, name=name)
-        passage.enter(index, block)
-        after = run_block(block, carry, policy=self.policy, settings=settings, name=name)
-        passage.leave(index, block)
-        return marked(carry, after, lambda: passage.backward(index, block)) if torch.is_grad_enabled() else after
+    def _run(self, index: int, block: nn.Module, carry: Any, policy: Policy) -> Any:
+        name, passages = f"block {index}", self.passages
+        if not passages or device_of(block) is None:
+            return self._call(block, carry, policy, name)
+        for passage in passages:
+            passage.enter(index, block)
+        after = self._call(block, carry, policy, name)
+        for passage in passages:
+            passage.leave(index, block, after)
+        if not torch.is_grad_enabled():
+            return after
+
+        def backward() -> None:
+            for passage in passages:
+                passage.backward(index, block)
+
+        return marked(carry, after, backward)
+
+    def _call(self, block: nn.Module, carry: Any, policy: Policy, name: str) -> Any:
+        run = partial(run_block, policy=policy, backend=self.backend, name=name)
+        if not self.compile or not torch.is_grad_enabled() or next(block.parameters(), None) is None:
+            return run(block, carry)
+        if (calls := calls_in_force()) is not None and policy.recomputes and (type(block), policy) not in calls.traced:
+            calls.traced.add((type(block), policy))
+            check_regions(block, carry, run)
+        after = run_compiled(
+            block, carry, policy=policy, attention=self.backend, backend=backend_of(self.compile)
+        )  # fmt: skip
+        return run(block, carry) if after is None else after
 
 
 def device_of(stage: nn.Module) -> torch.device | None:
@@ -84,7 +122,7 @@ def moved(carry: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), carry)
 
 
-def run_block(block: nn.Module, carry: Any, *, policy: str, settings: AttentionSettings, name: str) -> Any:
+def run_block(block: nn.Module, carry: Any, *, policy: Policy, backend: str = "sdpa", name: str) -> Any:
     """Run one block under a policy: carry in, carry out.
 
     A block without parameters (two streams become one) is run as it is: it has nothing worth repeating, and a checkpoint would hold its
@@ -93,27 +131,33 @@ def run_block(block: nn.Module, carry: Any, *, policy: str, settings: AttentionS
     Args:
         name: Names the checkpoint in memory reports; unique among the blocks of a model.
     """
-    if policy == "none" or not torch.is_grad_enabled() or next(block.parameters(), None) is None:
-        with attention_settings(settings):
+    if not policy.recomputes or not torch.is_grad_enabled() or next(block.parameters(), None) is None:
+        with attention_settings(AttentionSettings(backend=backend)):
             return block(carry)
+    calls = calls_in_force()
+    if calls is not None and policy.kept_attention is not None:
+        calls.want(policy.kept_attention, str(policy))
+    settings = AttentionSettings(backend=backend, keep=policy.kept_attention, calls=calls)
+    again = replace(settings, recomputing=True)
     leaves, spec = tree_flatten(carry)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    outline = [_static(leaf) for leaf in leaves]  # the body outlives the forward
     outcome: Any = None
 
     def body(*tensors: Tensor) -> tuple[Tensor, ...]:
         nonlocal outcome
         given = iter(tensors)
-        inner = tree_unflatten([next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-        with attention_settings(settings):
+        inner = tree_unflatten([next(given) if leaf is _MADE else leaf for leaf in outline], spec)
+        with attention_settings(settings if outcome is None else again):
             after, after_spec = tree_flatten(block(inner))
-        # What the block passed on unchanged keeps its identity and does not cross the checkpoint.
-        position = {id(tensor): index for index, tensor in enumerate(tensors)}
-        made = tuple(leaf for leaf in after if isinstance(leaf, Tensor) and id(leaf) not in position)
         if outcome is None:
+            # What the block passed on unchanged keeps its identity and does not cross the checkpoint.
+            position = {id(tensor): index for index, tensor in enumerate(tensors)}
             outcome = after_spec, [_Given(position[id(x)]) if id(x) in position else _static(x) for x in after]
-        return made
+        # As in the forward, whatever has its identity now: hooks on the block (FSDP2's) may differ in the recompute.
+        return tuple(leaf for leaf, static in zip(after, outcome[1], strict=True) if static is _MADE)
 
-    made = iter(_CHECKPOINTS[policy](body, tensors, name))
+    made = iter(policy.checkpoint(body, tensors, name))
     after_spec, after = outcome
     rebuilt = [tensors[x.index] if isinstance(x, _Given) else next(made) if x is _MADE else x for x in after]
     return tree_unflatten(rebuilt, after_spec)
@@ -132,58 +176,3 @@ _MADE = object()
 def _static(leaf: Any) -> Any:
     """A leaf without its tensor: the outcome outlives the forward and must hold no memory."""
     return _MADE if isinstance(leaf, Tensor) else leaf
-
-
-def _full(body: Callable[..., tuple[Tensor, ...]], tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
-    made: tuple[Tensor, ...] = checkpoint(
-        body,
-        *tensors,
-        use_reentrant=False,
-        preserve_rng_state=False,  # it would fork the CPU's generator too, which blocks on other devices share
-        context_fn=lambda: (nullcontext(), _Replay(GeneratorHook(tensors[0].device))),
-    )
-    return made
-
-
-def _attn_only(body: Callable[..., tuple[Tensor, ...]], tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
-    hook = GeneratorHook(tensors[0].device)
-    made: tuple[Tensor, ...] = remat.checkpoint(region_name=name, recompute_state_hooks=(hook,))(body)(*tensors)
-    return made
-
-
-_CHECKPOINTS = {"full": _full, "attn_only": _attn_only}
-
-
-@dataclass(frozen=True)
-class GeneratorHook:
-    """The generator that a block draws from: that of its own device and no other, for devices run backwards side by side.
-
-    torch_remat asks for it around a region that it keeps, so that dropout stays aligned where the region is skipped.
-    """
-
-    device: torch.device
-
-    def snapshot(self) -> Tensor:
-        """The generator's state."""
-        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
-
-    def restore(self, state: Tensor) -> None:
-        """Put a snapshot back."""
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state, self.device)
-        else:
-            torch.set_rng_state(state)
-
-
-class _Replay(AbstractContextManager[None]):
-    """Around a recompute: draws what the forward drew, and leaves the generator as it was."""
-
-    def __init__(self, hook: GeneratorHook):
-        self._hook, self._at_entry = hook, hook.snapshot()
-
-    def __enter__(self) -> None:
-        self._outside = self._hook.snapshot()
-        self._hook.restore(self._at_entry)
-
-    def __exit__(self, *exception: object) -> None:
-        self._hook.restore(self._outside)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import ditkit_core
+from ditkit_core.attention_backends import support_matrix
 from ditkit_core.command_line import Flags, format_help, read_flags
 from ditkit_core.config import RunConfig
 from ditkit_core.config_file import to_toml
@@ -71,6 +72,8 @@ def _run(spec: ModelSpec, command: str, argv: Sequence[str]) -> int:
         flags = read_flags(argv, RunConfig, OPTIONS[command])
         if flags.common.help:
             say(format_help(prog, ABOUT[command], RunConfig, OPTIONS[command]).rstrip("\n"))
+            if command == "train":
+                say(f"\n{support_matrix()}")
             return 0
         if flags.common.version:
             say(f"{prog} {ditkit_core.__version__} (torch {torch.__version__}, Python {platform.python_version()})")
@@ -121,6 +124,11 @@ def _resolve(prog: str, spec: ModelSpec, flags: Flags) -> RunConfig:
 
 def _misplaced(options: TrainOptions) -> UserError | None:
     """What is wrong with options that go with others."""
+    if options.audit_precision and (options.plan or options.fit):
+        other = "plan" if options.plan else "fit"
+        return UserError(
+            f"--audit-precision and --{other}: one computes, the other needs no weights; leave one of them out"
+        )
     if options.plan and options.fit:
         return UserError("--plan and --fit: --fit says what its choice will hold as well; leave one of them out")
     if options.gpus and not (options.plan or options.fit):
@@ -129,8 +137,8 @@ def _misplaced(options: TrainOptions) -> UserError | None:
         return UserError("--host says what to plan with; give --plan or --fit with it")
     if options.write and not options.fit:
         return UserError("--write saves the configuration that --fit chose; give --fit with it")
-    if options.json and not options.plan:
-        return UserError("--json prints a plan; give --plan with it")
+    if options.json and not (options.plan or options.audit_precision):
+        return UserError("--json prints a plan or an audit; give --plan with it, or --audit-precision")
     return None
 
 
@@ -145,6 +153,10 @@ def _stage(command: str, options: Any) -> Any:
         from ditkit_core.fit_stage import fit_stage
 
         return fit_stage
+    if command == "train" and options.audit_precision:
+        from ditkit_core.audit_stage import audit_precision
+
+        return audit_precision
     if command == "train" and options.plan:
         from ditkit_core.plan_stage import plan
 

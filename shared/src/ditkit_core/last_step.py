@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 import torch_remat as remat
 from torch import Tensor, nn
 
@@ -29,7 +30,8 @@ def last_step(
     def step(h: Tensor, *others: Tensor) -> Tensor:
         return finish(layer(h), *others)
 
-    if not (settings_in_force().keep and keeps_only_its_input(layer)):
+    # A compiler sees for itself what the backward needs; told to keep this, it would.
+    if torch.compiler.is_compiling() or settings_in_force().keep is None or not keeps_only_its_input(layer):
         return step(h, *others)
     out: Tensor = remat.region(step, name, recompute=False)(h, *others)
     # Costs nothing, as what comes next holds it too. Without it torch_remat would replay a tensor without memory in its

@@ -7,7 +7,7 @@ nothing else. The model says where it may be cut; the core decides how each bloc
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -225,8 +225,9 @@ class ModelSpec:
     build: Callable[[Any, Precision], Any]
     """Architecture and precision to a StagedModel, on the default device (the core builds on `meta`)."""
 
-    keep_fp32: Callable[[str], bool]
-    """Whether the parameter of this name stays in fp32 whatever the model's dtype."""
+    place_of: Callable[[str], str]
+    """The place of `Precision` that the parameter of this name computes in: `matmul`, `time_mlp`, `modulation`, `norms`, `qk_norms` or
+    `head`."""
 
     names: StateDictNames
 
@@ -280,6 +281,10 @@ class ModelSpec:
     demo_config: Path
     """The run file of the demo; relative paths in it start at the demo's folder."""
 
+    reference_precision: Mapping[str, str] = field(default_factory=dict)
+    """The preset `reference` of `precision`: the places that the official code runs in other dtypes than `default`, each to the name of a
+    dtype, or to `matmul`."""
+
     infer_arch: Callable[[Mapping[str, Any], Mapping[str, Any]], Any] | None = None
     """A diffusers `transformer/config.json`, and the pipeline's `model_index.json` (empty if there is none), to the
     architecture; raises KeyError where it is another model's."""
@@ -297,3 +302,10 @@ class ModelSpec:
     verify_export: Callable[[Path, Components, Any, Engine], str] | None = None
     """(adapter file, components, model with that adapter, engine): load the file as a user would (a diffusers pipeline)
     and compare outputs with ours; returns one line that says what was compared, raises UserError on a difference."""
+
+    def keep_fp32(self, name: str) -> bool:
+        """Whether the parameter of this name is stored in fp32 whatever the model's dtype: all but the matmuls' are.
+
+        A place in another dtype casts them where it uses them.
+        """
+        return self.place_of(name) != "matmul"

@@ -23,8 +23,11 @@ class TrainOptions:
     """Host memory that streamed weights may take in a plan: `32GiB`. Unset: what is free here less 2 GiB; with --gpus any."""
     write: str = ""
     """File to save the configuration in that --fit chose."""
+    audit_precision: bool = False
+    """Say which operation's precision matters in this run: one batch against fp64, with one place of [precision] lowered at a time, and
+    what each costs. Written into the run folder's audit; trains nothing."""
     json: bool = False
-    """Print the plan as JSON."""
+    """Print the plan, or the audit, as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)

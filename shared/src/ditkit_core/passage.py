@@ -19,8 +19,8 @@ class Passage(Protocol):
         """The block runs next: its weights have to be there."""
         ...
 
-    def leave(self, index: int, block: nn.Module) -> None:
-        """The block's forward was called."""
+    def leave(self, index: int, block: nn.Module, carry: Any) -> None:
+        """The block's forward was called, and made this carry."""
         ...
 
     def backward(self, index: int, block: nn.Module) -> None:

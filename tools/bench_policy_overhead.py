@@ -1,0 +1,151 @@
+"""Measure what a checkpointing policy costs besides what it computes again: microseconds a call, as a share of a training step.
+
+    uv run tools/bench_policy_overhead.py
+
+An empty block (a carry of Wan's form, one multiplication, two calls of attention whose kernel does nothing) runs forward and backward
+under each policy, interleaved, one thread; the least CPU time of the repeats counts. From it goes what a bare `torch.utils.checkpoint` takes for
+the same, and what is left is set against a block's part of a CPU step at 1k tokens, of the model that `bench_step.py` times.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from bench_step import Pair, wan_pair
+from ditkit_core.activation_checkpoint import Engine, run_block
+from ditkit_core.attention import attend
+from ditkit_core.attention_backends import BACKENDS, Backend
+from ditkit_core.policy_schedule import parse_policy
+from ditkit_core.precision import parse_dtype
+
+BARE = "a bare torch.utils.checkpoint"
+POLICIES = ("none", "full", "attn_only", "attn_only(self)", "ops(matmul, attention)")
+BLOCKS = 30
+"""As many as Wan2.1's 1.3B has; the empty ones are run as a chain."""
+
+
+class Carry(NamedTuple):
+    """What passes between blocks, in number and kind as Wan's."""
+
+    tokens: Tensor
+    modulation: Tensor
+    rotary: Tensor
+    text: Tensor
+    lengths: tuple[int, ...]
+
+
+class Empty(nn.Module):
+    """A block that computes next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, carry: Carry) -> Carry:
+        x = carry.tokens * self.scale
+        for name in ("self", "cross"):
+            x = attend(x, x, x, name=name)
+        return carry._replace(tokens=x)
+
+
+def carry() -> Carry:
+    """Tensors of a few numbers."""
+    return Carry(torch.ones(1, 2, 1, 4).requires_grad_(), *(torch.ones(1, 2, 4) for _ in range(3)), (2,))
+
+
+def under_policy(blocks: list[Empty], policy: str) -> Callable[[], Tensor]:
+    """A forward and backward of all blocks under a policy."""
+    parsed = parse_policy(policy)
+
+    def work() -> Tensor:
+        state = carry()
+        for index, block in enumerate(blocks):
+            state = run_block(block, state, policy=parsed, backend="nothing", name=f"block {index}")
+        state.tokens.sum().backward()
+        return state.tokens
+
+    return work
+
+
+def bare(blocks: list[Empty]) -> Callable[[], Tensor]:
+    """The same with torch's checkpoint around a function of tensors."""
+
+    def work() -> Tensor:
+        state = carry()
+        x, rest = state.tokens, state[1:]
+        for block in blocks:
+            x = checkpoint(lambda x, *rest, block=block: _bare_block(block, x), x, *rest, use_reentrant=False)
+        x.sum().backward()
+        return x
+
+    return work
+
+
+def _bare_block(block: Empty, x: Tensor) -> Tensor:
+    return (x * block.scale).view_as(x).view_as(x)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--width", type=int, default=768, help="of the model whose step is the measure")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    BACKENDS["nothing"] = Backend(
+        kernel=lambda q, k, v, key_mask, dropout: q.view_as(q), takes_mask=True, takes_dropout=True, half_only=False
+    )
+    blocks = [Empty() for _ in range(BLOCKS)]
+    work = {BARE: bare(blocks)} | {policy: under_policy(blocks, policy) for policy in POLICIES}
+    least = dict.fromkeys(work, float("inf"))
+    for _ in range(args.repeats):
+        for name, run in work.items():
+            least[name] = min(least[name], seconds(run))
+    micro = {name: 1e6 * taken / BLOCKS for name, taken in least.items()}
+
+    pair_args = argparse.Namespace(tokens=1024, width=args.width, blocks=2, rank=16)
+    pair = wan_pair(pair_args, parse_dtype(args.dtype))
+    block = step_seconds(pair, "full", args.repeats) / pair_args.blocks
+    print(
+        f"torch {torch.__version__}, one thread, least of {args.repeats}; a block's part of a step at 1024 tokens, width {args.width}, "
+        f"{args.dtype}, LoRA, full: {block * 1e3:.1f} ms"
+    )
+    print("| policy | microseconds a block | above a bare checkpoint | share of a step |\n|---|---|---|---|")
+    for name, taken in micro.items():
+        above = taken - micro[BARE]
+        print(f"| {name} | {taken:.0f} | {above:+.0f} | {1e-6 * above / block:+.2%} |")
+
+
+def seconds(step: Callable[[], Tensor]) -> float:
+    """CPU time, which other programs on the machine do not lengthen."""
+    start = time.process_time()
+    step()
+    return time.process_time() - start
+
+
+def step_seconds(pair: Pair, policy: str, repeats: int) -> float:
+    """The least time of a step of ours, forward and backward."""
+    engine = Engine(policy=policy)
+
+    def step() -> Tensor:
+        loss = (pair.predict(engine).float() - pair.target).square().mean()
+        loss.backward()
+        for parameter in pair.ours.parameters():
+            parameter.grad = None
+        return loss.detach()
+
+    step()
+    began = time.perf_counter()
+    found = []
+    while len(found) < 3 or (len(found) < repeats and time.perf_counter() - began < 60):
+        found.append(seconds(step))
+    return min(found)
+
+
+if __name__ == "__main__":
+    main()
