@@ -90,7 +90,7 @@ def test_every_device_streams_its_own_number_and_no_block_without_weights():
     [
         ((4, 0), "cpu runs 3 blocks; choose 0 to 3"),
         ((-1,), "choose 0 to 3"),
-        ((1, 1, 1), "each of 2 devices"),
+        ((1, 1, 1), "3 numbers for 2 devices; give one for each"),
         ((3,), "cpu:1 runs 2"),
     ],
 )
@@ -136,7 +136,7 @@ def test_weights_that_go_too_early_are_seen(wrong, policy, monkeypatch):
         (AssertionError, RuntimeError), match="weights that are not there|out of bounds for storage of size 0"
     )
     with seen, Watched(swap):
-        outcome(TOY, model, toy_items(2), Engine(policy=policy, passage=swap))
+        outcome(TOY, model, toy_items(2), Engine(policy=policy, passages=(swap,)))
 
 
 def test_weights_that_stay_are_seen(monkeypatch):
@@ -144,7 +144,7 @@ def test_weights_that_stay_are_seen(monkeypatch):
     monkeypatch.setattr("ditkit_core.testing.conformance_swap.BlockSwap", Late)
     swap = stream(model)
     with Watched(swap) as watch:
-        outcome(TOY, model, toy_items(2), Engine(passage=swap))
+        outcome(TOY, model, toy_items(2), Engine(passages=(swap,)))
     assert watch.most == 4
 
 
@@ -158,9 +158,9 @@ def test_a_step_that_failed_leaves_nothing_for_good():
 
     handle = model.layers[1].out.lora_A["default"].weight.register_hook(fail)
     with pytest.raises(RuntimeError, match="as out of memory"):
-        outcome(TOY, model, toy_items(2), Engine(passage=swap))
+        outcome(TOY, model, toy_items(2), Engine(passages=(swap,)))
     handle.remove()
-    assert outcome(TOY, model, toy_items(2), Engine(passage=swap)).differences(plain) == []
+    assert outcome(TOY, model, toy_items(2), Engine(passages=(swap,))).differences(plain) == []
     assert not Watched(swap).there()
 
 
@@ -222,7 +222,7 @@ def test_all_weights_are_there_where_they_are_asked_for():
     swap = stream(model)
     with swap.whole(), Watched(swap) as watch:
         assert watch.there().total() == 4
-        assert outcome(TOY, model, items, Engine(passage=swap)).differences(plain) == []
+        assert outcome(TOY, model, items, Engine(passages=(swap,))).differences(plain) == []
         assert outcome(TOY, model, items, None).differences(plain) == [], "a reader that knows of no engine"
         assert watch.fetched.total() == 0
     assert not watch.there()
@@ -239,7 +239,7 @@ def test_a_quantized_base_is_streamed_to_the_bit(kind, policy):
         p.untyped_storage().nbytes() for layer in quantized_weights(model).values() for p in layer.values().values()
     )
     with Watched(swap) as watch:
-        numbers, values = train_shortly(TOY, model, items, Engine(policy=policy, passage=swap))
+        numbers, values = train_shortly(TOY, model, items, Engine(policy=policy, passages=(swap,)))
     assert quantized_weights(model) and numbers == plain[0] and equal(values, plain[1])
     assert watch.most == 2 and watch.returned == 0
 
@@ -289,7 +289,7 @@ def test_fake_weights_stream_and_are_counted():
             gc.collect()
             ledger.restart_peak()
             with Watched(swap) as watch:
-                model(inputs, run=Engine(policy="full", passage=swap))[0].square().mean().backward()
+                model(inputs, run=Engine(policy="full", passages=(swap,)))[0].square().mean().backward()
             peaks.append(ledger.at_peak[DEVICE]["weights"])
             streamed_bytes = swap.num_bytes
             ledger.poll()
@@ -429,7 +429,7 @@ def test_a_gpu_streams_without_changing_a_number(policy):
         before = torch.cuda.memory_allocated()
         with sdpa_kernel(SDPBackend.MATH):  # the others sum in any order
             outcomes += [
-                [train_shortly(TOY, model, toy_items(2), Engine(policy=policy, passage=swap)) for _ in range(3)]
+                [train_shortly(TOY, model, toy_items(2), Engine(policy=policy, passages=(swap,))) for _ in range(3)]
             ]
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert [numbers for numbers, _ in outcomes[0]] == [numbers for numbers, _ in outcomes[1]]

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from ditkit_core import activation_checkpoint
-from ditkit_core.activation_checkpoint import POLICIES, Engine, GeneratorHook
+from ditkit_core import checkpoint_policies
+from ditkit_core.activation_checkpoint import POLICIES, Engine
+from ditkit_core.checkpoint_policies import GeneratorHook
 from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, PretendTensor, divide, move_to, on_host
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model, outcome, train_shortly
@@ -119,7 +120,7 @@ def test_a_block_asks_for_the_generator_of_its_own_device_alone(policy, monkeypa
             asked.append(("restore", running[0], self.device))
             super().restore(state)
 
-    monkeypatch.setattr(activation_checkpoint, "GeneratorHook", Counting)
+    monkeypatch.setattr(checkpoint_policies, "GeneratorHook", Counting)
     model: Any = make_model(TOY, ToyArch(depth=3, dropout=0.2))
     devices = {"block 0": ONE, "block 1": TWO, "block 2": ONE}
     divide(model, [TWO, *devices.values(), TWO])
@@ -130,14 +131,14 @@ def test_a_block_asks_for_the_generator_of_its_own_device_alone(policy, monkeypa
         def enter(self, index, block):
             running[0] = f"block {index}"
 
-        def leave(self, index, block):
+        def leave(self, index, block, carry):
             running[0] = "nothing"
 
         def backward(self, index, block):
             running[0] = f"block {index}"
 
     with PretendDevices():
-        outcome(TOY, model, toy_items(2), Engine(policy=policy, passage=Named()))
+        outcome(TOY, model, toy_items(2), Engine(policy=policy, passages=(Named(),)))
     assert {(block, device) for _, block, device in asked} == set(devices.items())
     assert {block for what, block, _ in asked if what == "restore"} == set(devices), "each was recomputed"
 

@@ -107,7 +107,15 @@ def run(folder, steps, one_of=None, **given):
     }
     trainable, flow = trainable_parameters(model), FlowConfig(weighting="bell")
     return train(
-        model, Engine(passage=swap), TOY, ToyData(), trainable, folder=folder, flow=flow, swap=swap, **arguments
+        model,
+        Engine(passages=() if swap is None else (swap,)),
+        TOY,
+        ToyData(),
+        trainable,
+        folder=folder,
+        flow=flow,
+        swap=swap,
+        **arguments,
     )
 
 
@@ -135,7 +143,7 @@ def test_a_weight_whose_first_gradient_comes_late_is_streamed_from_then_on():
             out.forward = partial(F.linear, weight=out.weight, bias=out.bias if step else None)
             batch = ToyBatch(["a", "b"], toy_items(2))
             training_step(
-                model, Engine(passage=swap), TOY, [batch], trained.optimizer,
+                model, Engine(passages=() if swap is None else (swap,)), TOY, [batch], trained.optimizer,
                 step=step, lr=0.01, seed=1, flow=FlowConfig(), clip_norm=0.0,
             )  # fmt: skip
         state = trained.state(3, None, {}).tensors
@@ -187,7 +195,7 @@ def test_what_is_brought_back_is_waited_for(one_of, monkeypatch):
     given = {"num_steps": 3, "ema": EMAConfig(decay=0.9)}
     numbers, values = train_streamed(TOY, model_of(), toy_items(2), "none", **given)
     monkeypatch.setattr("ditkit_core.block_swap._Lane", Lazy)
-    monkeypatch.setattr("ditkit_core.block_swap.page_lock", lambda *_: True)
+    monkeypatch.setattr("ditkit_core.swap_buffers.page_lock", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     model = model_of()
     swap = stream(model, one_of, trained=True)
@@ -235,7 +243,7 @@ def test_no_more_than_two_blocks_are_there(policy):
         with Live(swap, trained.optimizer) as live:
             batch = ToyBatch(["a", "b"], toy_items(2))
             training_step(
-                model, Engine(policy=policy, passage=swap), TOY, [batch], trained.optimizer,
+                model, Engine(policy=policy, passages=() if swap is None else (swap,)), TOY, [batch], trained.optimizer,
                 step=step, lr=0.01, seed=1, flow=FlowConfig(), clip_norm=0.0,
             )  # fmt: skip
         state = max(buffer.num_bytes for parts in swap._lanes[CPU].states.values() for buffer in parts)

@@ -14,7 +14,6 @@ two steps, and be out of date where weights are exchanged for their average.
 """
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -22,9 +21,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ditkit_core.devices import spread
 from ditkit_core.errors import UserError
 from ditkit_core.placement import Placement
-from ditkit_core.swap_buffers import HOST, Found, Streamed, page_lock, unlock
+from ditkit_core.swap_buffers import HOST, Found, Pages, Streamed
 
 
 class KeepsState(Protocol):
@@ -98,10 +98,8 @@ def choose_streamed(placement: Placement, counts: Sequence[int], has_weights: Se
         return frozenset()
     devices = list(dict.fromkeys(placement.blocks))
     where = f"train.swap_blocks = {list(counts)}"
-    if len(counts) not in (1, len(devices)):
-        raise UserError(f"{where}: give one number for each of {len(devices)} devices, or one for all")
     chosen: set[int] = set()
-    for device, count in zip(devices, list(counts) * (len(devices) if len(counts) == 1 else 1), strict=True):
+    for device, count in zip(devices, spread(counts, len(devices), "train.swap_blocks"), strict=True):
         own = [i for i, where_to in enumerate(placement.blocks) if where_to == device and has_weights[i]]
         if not 0 <= count <= len(own):
             raise UserError(f"{where}: {device} runs {len(own)} blocks; choose 0 to {len(own)} of them")
@@ -135,9 +133,7 @@ class BlockSwap:
             UserError: If a trained weight of a streamed block is used elsewhere, too.
         """
         self._lanes: dict[torch.device, _Lane] = {}
-        self._pages = _Pages()
-        # while this object is there so are its buffers
-        weakref.finalize(self, unlock, self._pages.locked).atexit = False
+        self._pages = Pages(self)
         if trained:
             _check_sharing(model, placement)
         for index, block in enumerate(model.blocks()):
@@ -185,7 +181,7 @@ class BlockSwap:
         if (lane := self._lane(index)) is not None:
             lane.enter(index)
 
-    def leave(self, index: int, block: nn.Module) -> None:
+    def leave(self, index: int, block: nn.Module, carry: Any) -> None:
         """Nothing: a backward may begin with this block."""
 
     def backward(self, index: int, block: nn.Module) -> None:
@@ -232,28 +228,10 @@ class BlockSwap:
                     part.put(on_host=on_host)
 
 
-class _Pages:
-    """Page-locked memory of the host."""
-
-    def __init__(self) -> None:
-        self.locked: dict[int, torch.device] = {}
-        """The device that copies it, by address."""
-        self.all_locked = True
-
-    def lock(self, tensor: Tensor, device: torch.device) -> None:
-        """Page-lock a tensor that a device copies, if the system allows it."""
-        self.all_locked &= page_lock(tensor, device, self.locked)
-
-    def unlock(self, tensor: Tensor) -> None:
-        """Undo it, before the tensor's memory is given back."""
-        if (device := self.locked.pop(address := tensor.data_ptr(), None)) is not None:
-            unlock({address: device})
-
-
 class _Lane:
     """The streamed blocks of one device, in their order, and which of them are there."""
 
-    def __init__(self, device: torch.device, pages: _Pages):
+    def __init__(self, device: torch.device, pages: Pages):
         self.device = device
         self.blocks: dict[int, Streamed] = {}
         self.states: dict[int, list[Streamed]] = {}
@@ -286,8 +264,7 @@ class _Lane:
 
     def attach(self, optimizer: KeepsState | None) -> None:
         """Stream the state of an optimizer, which is on the host."""
-        for part in itertools.chain.from_iterable(self.states.values()):
-            self._pages.unlock(part.host)
+        self._pages.unlock([part.host for part in itertools.chain.from_iterable(self.states.values())])
         self.states, self._names, self._optimizer = {}, {}, optimizer
         if optimizer is None:
             return

@@ -1,6 +1,7 @@
 """Tensors that lie in one buffer on the host, and from time to time in one on their device."""
 
 import math
+import weakref
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -141,3 +142,30 @@ def unlock(locked: Mapping[int, torch.device]) -> None:
         torch.cuda.synchronize(device)
     for address in locked:
         torch.cuda.cudart().cudaHostUnregister(address)
+
+
+class Pages:
+    """Page-locked memory of the host.
+
+    Attributes:
+        all_locked: Whether the system allowed it every time.
+    """
+
+    def __init__(self, owner: object):
+        """Hold nothing yet.
+
+        Args:
+            owner: While it is there so are its tensors; what is locked then, is unlocked with it.
+        """
+        self.all_locked = True
+        self._locked: dict[int, torch.device] = {}
+        weakref.finalize(owner, unlock, self._locked).atexit = False
+
+    def lock(self, tensor: Tensor, device: torch.device) -> None:
+        """Page-lock a tensor that a device copies, if the system allows it."""
+        self.all_locked &= page_lock(tensor, device, self._locked)
+
+    def unlock(self, tensors: Sequence[Tensor]) -> None:
+        """Undo it, before the tensors' memory is given back: their devices are waited for once."""
+        gone = [address for tensor in tensors if (address := tensor.data_ptr()) in self._locked]
+        unlock({address: self._locked.pop(address) for address in gone})

@@ -1,4 +1,4 @@
-"""The check that levers compose: checkpointing, division, streaming, a quantized base, adapters and pipelining at once. Part of `Conformance`.
+"""The check that levers compose: checkpointing, division, streaming, offloading, a quantized base, adapters and pipelining at once. Part of `Conformance`.
 
 All combinations would take hours. Every pair of values of two levers is in some case, so that no two of them can be at odds unnoticed.
 """
@@ -12,6 +12,7 @@ import torch
 
 from ditkit_core.activation_checkpoint import POLICIES, Engine
 from ditkit_core.model import ModelSpec
+from ditkit_core.offload import HostMemory
 from ditkit_core.quantized_linear import LAYOUTS
 from ditkit_core.testing.conformance_quantized import make_quantized
 from ditkit_core.testing.conformance_split import layouts
@@ -26,6 +27,7 @@ LEVERS: Mapping[str, Sequence[Any]] = {
     "layout": ("ends alone", "three", "uneven"),
     "one_of": (0, 1, 2),
     "pipelined": (False, True),
+    "offload": (False, True),
 }
 """Values by lever; `one_of`: of how many blocks one is streamed, 0 for none. A full fine-tune has tests of its own: its base is not frozen."""
 
@@ -62,7 +64,7 @@ class LeverChecks:
 
     @pytest.mark.parametrize(tuple(LEVERS), pairwise(LEVERS))
     def test_levers_together_change_no_number(
-        self, policy: str, quantize: str, adapter: str, layout: str, one_of: int, pipelined: bool
+        self, policy: str, quantize: str, adapter: str, layout: str, one_of: int, pipelined: bool, offload: bool
     ) -> None:
         """A measurement and an optimizer step, against the same base and adapter on one device, resident, nothing recomputed."""
         items = self.items(2, ragged=True)
@@ -73,7 +75,8 @@ class LeverChecks:
         divide(model, devices)
         with PretendDevices():
             swap = stream(model, one_of, devices[1:-1]) if one_of else None
-            engine = Engine(policy=policy, passage=swap)
+            chosen = f"{policy}+offload" if offload else policy
+            engine = Engine(policy=chosen, passages=() if swap is None else (swap,), host=HostMemory(smallest=0))
             if swap is None:
                 found, others = train_shortly(self.spec, model, items, engine, pipelined=pipelined)
             else:

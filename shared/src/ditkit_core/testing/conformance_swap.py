@@ -120,7 +120,7 @@ def train_streamed(
     reported = []
     for step in range(num_steps):
         result = training_step(
-            model, Engine(policy=policy, passage=swap), spec, [batch], trained.optimizer,
+            model, Engine(policy=policy, passages=() if swap is None else (swap,)), spec, [batch], trained.optimizer,
             step=step, lr=1e-2, seed=1, flow=FlowConfig(weighting="bell"), clip_norm=0.0,
         )  # fmt: skip
         trained.average.update(step + 1)
@@ -154,7 +154,7 @@ class SwapChecks:
         assert list(model.state_dict()) == names
         for _ in range(2):
             with Watched(swap) as watch:
-                under = outcome(self.spec, model, items, Engine(policy=policy, passage=swap))
+                under = outcome(self.spec, model, items, Engine(policy=policy, passages=(swap,)))
             assert under.differences(plain) == []
             assert under.num_attention == plain.num_attention
             assert torch.equal(under.generator_state, plain.generator_state)
@@ -174,7 +174,7 @@ class SwapChecks:
             existing = [*model.parameters(), *(swap.buffers if swap else [])]
             inputs = self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
             with LiveBytes(existing, inputs) as live:
-                outputs = model(inputs, run=Engine(policy=policy, passage=swap))
+                outputs = model(inputs, run=Engine(policy=policy, passages=() if swap is None else (swap,)))
                 kept.append(live.total())
                 del outputs
         assert kept[0] == kept[1]
@@ -195,7 +195,7 @@ class SwapChecks:
             swap = stream(divided, devices=[HOST if i < cut else _SECOND for i in range(len(blocks))])
             with Watched(swap) as watch:
                 other_numbers, other_parameters = train_shortly(
-                    self.spec, divided, items, Engine(policy=policy, passage=swap)
+                    self.spec, divided, items, Engine(policy=policy, passages=(swap,))
                 )
         assert other_numbers == numbers
         assert [name for name, value in parameters.items() if not torch.equal(other_parameters[name], value)] == []
@@ -209,7 +209,7 @@ class SwapChecks:
         plain = self._summed(model, Engine(policy=policy))
         swap = stream(model, _STREAMED[one_of])
         with Watched(swap) as watch:
-            under = self._summed(model, Engine(policy=policy, passage=swap))
+            under = self._summed(model, Engine(policy=policy, passages=(swap,)))
         assert [name for name, gradient in plain.items() if not torch.equal(gradient, under[name])] == []
         assert watch.most <= 2 and not watch.there()
 
@@ -244,7 +244,7 @@ class SwapChecks:
         assert watch.fetched.total() == num_steps * (2 * count - 2 if count > 1 else 1)
         with torch.no_grad(), Watched(swap) as watch:
             inputs = self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
-            model(inputs, run=Engine(policy=policy, passage=swap))
+            model(inputs, run=Engine(policy=policy, passages=(swap,)))
         assert watch.fetched.total() and not watch.returned
 
     def test_streamed_samples_are_the_same(self) -> None:
@@ -257,6 +257,6 @@ class SwapChecks:
             swap = stream(model)
             for _ in range(3):
                 with Watched(swap) as watch:
-                    (drawn,) = model(inputs, run=Engine(passage=swap))
+                    (drawn,) = model(inputs, run=Engine(passages=(swap,)))
                 assert torch.equal(drawn, expected)
                 assert watch.most <= 2 and watch.fetched.total() <= len(swap.buffers) + 1

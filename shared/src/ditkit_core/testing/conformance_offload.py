@@ -1,0 +1,95 @@
+"""Checks for every model that what blocks keep can wait on the host: no number changes, and what is sent is what it should be."""
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ditkit_core.activation_checkpoint import POLICIES, Engine
+from ditkit_core.adapters import AdapterConfig
+from ditkit_core.model import ModelSpec
+from ditkit_core.offload import HostMemory
+from ditkit_core.testing.conformance_split import ONE, layouts
+from ditkit_core.testing.pretend_devices import HOST, CountCrossings, PretendDevices, divide
+from ditkit_core.testing.world import ADAPTERS, Items, Outcome, make_model, outcome
+
+# Every policy and every adapter, on one device and on several: what offloading composes with is for `LeverChecks`.
+_CASES = [
+    ("lora with dropout", "full", "one"),
+    ("full", "attn_only", "one"),
+    ("dora", "none", "one"),
+    ("lora with dropout", "attn_only", "three"),
+    ("lora", "none", "by turns"),
+    ("full", "full", "uneven"),
+]
+
+
+class OffloadChecks:
+    """Inherit, set `spec` and `arch`, define `items`."""
+
+    spec: ClassVar[ModelSpec]
+    arch: ClassVar[Any]
+
+    def items(self, count: int, ragged: bool = False) -> Items:
+        """As `Conformance` has it."""
+        raise NotImplementedError
+
+    @pytest.mark.parametrize(("adapter", "policy", "layout"), _CASES)
+    def test_offloading_changes_no_bit(self, adapter: str, policy: str, layout: str) -> None:
+        """Nor what is recomputed, nor any generator; a second step needs no more of the host."""
+        expected = outcome(self.spec, self._made(adapter), self.items(2, ragged=True), Engine(policy=policy))
+        model = self._made(adapter)
+        num = len(model.blocks())
+        divide(model, [ONE] * (num + 2) if layout == "one" else layouts(num)[layout])
+        engine = Engine(policy=f"{policy}+offload", host=HostMemory(smallest=0))
+        held = []
+        for _ in range(2):
+            found, sent = self._offloaded(model, engine)
+            assert found.differences(expected) == []
+            assert found.num_attention == expected.num_attention
+            assert torch.equal(found.generator_state, expected.generator_state), "leaks random state"
+            held.append(engine.host.num_bytes)
+        assert sent == held[0] == held[1] > 0
+
+    def test_what_is_sent_is_what_a_policy_keeps(self) -> None:
+        """Under `full` what the blocks take and do not pass on: no table, text or mask; attention's share besides under `attn_only`."""
+        model = self._made("lora")
+        items = self.items(2, ragged=True)
+        taken, latents = 0, [item["latents"] for item in items]
+        carry = model.embed(self.spec.make_inputs(latents, torch.tensor([0.3, 0.8]), items, 1.0))
+        for block in model.blocks():
+            after = block(carry)
+            if next(block.parameters(), None) is not None:
+                passed_on = {leaf.untyped_storage()._cdata for leaf in _tensors(after)}
+                entering = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in _tensors(carry)}
+                taken += sum(size for storage, size in entering.items() if storage not in passed_on)
+            carry = after
+        divide(model, [ONE] * (len(model.blocks()) + 2))
+        sent = {
+            policy: self._offloaded(model, Engine(policy=f"{policy}+offload", host=HostMemory(smallest=0)))[1]
+            for policy in POLICIES
+        }
+        assert sent["full"] == taken
+        assert sent["none"] > sent["attn_only"] > sent["full"]
+
+    def _made(self, adapter: str) -> Any:
+        chosen: AdapterConfig | None = ADAPTERS[adapter]
+        return make_model(self.spec, self.arch, adapter=chosen)
+
+    def _offloaded(self, model: Any, engine: Engine) -> tuple[Outcome, int]:
+        """A step, and the bytes that its forward sent to the host."""
+        sent = 0
+        with PretendDevices(), CountCrossings() as crossings:
+
+            def backward(loss: Tensor) -> None:
+                nonlocal sent
+                sent = sum(size for way, size in crossings.num_bytes.items() if way[1] == HOST)
+                loss.backward()
+
+            return outcome(self.spec, model, self.items(2, ragged=True), engine, backward=backward), sent
+
+
+def _tensors(carry: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(carry) if isinstance(leaf, Tensor)]

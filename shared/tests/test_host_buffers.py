@@ -1,0 +1,66 @@
+"""Buffers of the host for one device's copies: used again, bounded, page-locked once."""
+
+import gc
+import mmap
+from types import SimpleNamespace
+
+import torch
+
+from ditkit_core import swap_buffers
+from ditkit_core.host_buffers import HostBuffers
+
+PAGE = mmap.PAGESIZE
+HOST, ONE = torch.device("cpu"), torch.device("cpu:1")
+
+
+def test_buffers_are_used_again_and_never_more_than_at_once():
+    buffers = HostBuffers(ONE)
+    small, large = buffers.take(100), buffers.take(300)
+    assert buffers.num_bytes == 400 and small.dtype == torch.uint8 and small.device == HOST
+    for buffer in (small, large):
+        buffers.give(buffer)
+    assert buffers.take(90) is small, "the smallest that is enough"
+    assert buffers.take(200) is large
+    for buffer in (small, large):
+        buffers.give(buffer)
+    taken = [buffers.take(350)]  # in place of both
+    assert buffers.num_bytes <= 450 and taken[0].nbytes == 350
+    taken.append(buffers.take(300))
+    assert buffers.num_bytes == 650, "needed at once"
+    for buffer in taken:
+        buffers.give(buffer)
+    for size in (10, 20, 340, 5, 300, 200):
+        buffers.give(buffers.take(size))
+        assert buffers.num_bytes == 650
+
+
+def test_memory_for_a_gpu_is_page_locked_once_and_by_whole_pages(monkeypatch, capsys):
+    locked, unlocked, waits, allowed = [], [], [], True
+
+    def lock(tensor, device, record):
+        if allowed:
+            locked.append((tensor.data_ptr(), tensor.nbytes))
+            record[tensor.data_ptr()] = device
+        return allowed
+
+    monkeypatch.setattr(swap_buffers, "page_lock", lock)
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostUnregister=unlocked.append))
+    buffers = HostBuffers(torch.device("cuda:0"))
+    for _ in range(3):
+        buffers.give(buffers.take(PAGE + 1))
+    assert locked == [(locked[0][0], 2 * PAGE)] and locked[0][0] % PAGE == 0 and not unlocked
+    buffers.give(buffers.take(2 * PAGE + 1))
+    assert unlocked == [locked[0][0]] and buffers.num_bytes == 3 * PAGE
+    for buffer in [buffers.take(PAGE), buffers.take(2 * PAGE)]:
+        buffers.give(buffer)
+    assert len(locked) == 3 and len(waits) == 1
+    buffers.give(buffers.take(5 * PAGE))
+    assert unlocked == [address for address, _ in locked[:3]] and len(waits) == 2, "one wait for all that make room"
+    allowed = False
+    held = [buffers.take(5 * PAGE), buffers.take(5 * PAGE), buffers.take(5 * PAGE)]
+    assert capsys.readouterr().err.count("could not be page-locked") == 1
+    assert len(locked) == 4 and len(held) == 3
+    del buffers, held
+    gc.collect()
+    assert unlocked == [address for address, _ in locked]
