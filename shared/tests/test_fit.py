@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ditkit_core.block_swap import choose_streamed
-from ditkit_core.fit import HARDLY_LONGER, POLICIES, PRICE, ROOM, Task, fit, least_missing, shortest_seconds
+from ditkit_core.fit import HARDLY_LONGER, POLICIES, PRICE, ROOM, SMALLEST, Task, fit, least_missing, shortest_seconds
 from ditkit_core.fit_search import budget_of
 from ditkit_core.hardware import GIB, of_size, parse_gpus
 from ditkit_core.placement import Placement
@@ -163,6 +163,21 @@ def test_least_memory_is_less_than_what_is_chosen():
     assert found.others["least memory"].fullness < found.chosen.fullness / 3
 
 
+def test_activations_wait_on_the_host_where_that_alone_makes_it_fit():
+    """Full checkpointing keeps 6 blocks of 600 MiB besides; sent to the host they do not make the cards fit a slower way otherwise."""
+    shape = {"num_blocks": 6, "work": 6.0, "quantizations": ("none",)}
+    first = fit(task_of("24GiB", **shape)).chosen
+    assert first.setting.policy in POLICIES
+    (card,) = parse_gpus("24GiB")
+    small = replace(card, total=13 * GIB)
+    chosen = fit(task_of((small,), **shape)).chosen
+    assert chosen.setting.policy == SMALLEST and all(plan.fits for plan in chosen.plan)
+    sent = sum(block.on_host for block in made_profile(SMALLEST, work=6.0, num_blocks=6).blocks)
+    assert chosen.host - chosen.weights_on_host == sent > 0
+    assert chosen.time.seconds >= first.time.seconds
+    assert fit(task_of((small,), host=chosen.weights_on_host + sent - 1, **shape)).chosen is None
+
+
 def test_what_does_not_fit_says_what_is_missing():
     task = task_of("4GiB", num_blocks=12, work=2.0)
     assert fit(task).chosen is None
@@ -184,7 +199,7 @@ def test_profiles_are_asked_for_only_where_they_can_matter():
     assert {quantize for _, quantize in asked} == {"none"}
     asked.clear()
     fit(Task(cards=parse_gpus("2GiB"), profile_of=profile_of))
-    assert {policy for policy, _ in asked} == {"full"}
+    assert {policy for policy, _ in asked} == {"full", SMALLEST}, "what holds more than full is not looked at"
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])

@@ -127,7 +127,7 @@ def test_what_is_chosen_is_set_and_nothing_else():
 
 def test_where_nothing_fits_the_single_change_that_helps_most_is_planned(made, capsys):
     config = config_of(**BIG, train={"batch_size": 4})
-    task = made_task(parse_gpus("9GiB"), config)
+    task = made_task(parse_gpus("7GiB"), config)
     assert least_missing(task) > 0
     planned = changes(TOY, config, task)
     assert planned[0].change.words.startswith("train.batch_size = 1 (now 4) with train.accumulation = 4")
@@ -153,7 +153,7 @@ def test_the_mildest_change_that_fits_is_offered():
 
 def test_nothing_fits_is_an_exit_status_and_says_what_would(made, monkeypatch, capsys):
     monkeypatch.setattr(Run, "check_training", lambda self, *, here: None)
-    assert fit_stage.fit_stage(TOY, config_of(**BIG, train={"batch_size": 4}), TrainOptions(fit=True, gpus="9GiB")) == 3
+    assert fit_stage.fit_stage(TOY, config_of(**BIG, train={"batch_size": 4}), TrainOptions(fit=True, gpus="7GiB")) == 3
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "nothing fits" in printed.err and "the single change that helps most: " in printed.err
@@ -181,6 +181,22 @@ def test_what_does_not_fit_beside_the_steps_is_said_with_the_status_of_a_plan(ma
     printed = capsys.readouterr()
     assert "sample: VAE decoder does not fit 10GiB; sample.vae_tiling = true" in printed.err
     assert "the steps fit, and what is said above does not" in printed.err and "[train]" in printed.out
+
+
+def test_activations_go_to_the_host_where_nothing_fits_without(made, monkeypatch, capsys):
+    monkeypatch.setattr(Run, "check_training", lambda self, *, here: None)
+    config = config_of(**BIG, train={"batch_size": 4})
+    assert fit_stage.fit_stage(TOY, config, TrainOptions(fit=True, gpus="9GiB")) == 0
+    printed = capsys.readouterr()
+    assert tomllib.loads(printed.out)["train"]["checkpointing"] == "full+offload"
+    assert "GiB of activations wait in host memory for their backward" in printed.err
+
+
+@pytest.mark.parametrize("policy", ["budget", "full, 0=none", "cuda:7=full", "every_n(2)"])
+def test_whatever_is_set_for_checkpointing_is_replaced(policy, run_file, capsys):
+    flags = ["--fit", "--gpus", "24GiB", "--train.checkpointing", policy]
+    assert cli.run(TOY, "train", [str(run_file), *flags]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["train"]["checkpointing"] == "none"
 
 
 @pytest.mark.parametrize("option", ["--plan", "--fit"])

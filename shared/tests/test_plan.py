@@ -1,6 +1,5 @@
 """A plan put together from a few blocks against the whole step run on fake tensors, and against real tensors."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,54 +9,16 @@ from ditkit_core.activation_checkpoint import POLICIES, Engine
 from ditkit_core.adapters import AdapterConfig
 from ditkit_core.data import Batch
 from ditkit_core.ema import EMAConfig
-from ditkit_core.flow_matching import FlowConfig
 from ditkit_core.ledger import Ledger
 from ditkit_core.optim import OptimConfig
-from ditkit_core.plan import Budget, DevicePlan, Division, compose
-from ditkit_core.precision import Precision
-from ditkit_core.profile import Job, Measured, Profile, StageCost, measure, profile
+from ditkit_core.plan import Budget, DevicePlan
+from ditkit_core.profile import Profile, StageCost, profile
 from ditkit_core.step import training_step
-from ditkit_core.testing.toy import TOY, ToyArch
+from ditkit_core.testing.plans import check_kept, check_plan, divided, planned
+from ditkit_core.testing.toy import TOY
 from ditkit_core.testing.world import make_model
-from ditkit_core.thinned import thinned
 from ditkit_core.trained import Trained
-
-ARCH = ToyArch(dim=128, depth=6)
-
-
-def job(method: str = "lora", *, arch: ToyArch = ARCH, **changed) -> Job:
-    with torch.device("meta"):
-        item = TOY.outline(arch, (5, 64, 64), [])
-    values = {
-        "spec": TOY,
-        "arch": arch,
-        "adapter": AdapterConfig(method=method, rank=4),
-        "precision": Precision(matmul=torch.float32 if method == "full" else torch.bfloat16),
-        "batch": [item],
-        "optim": OptimConfig(),
-        "ema": EMAConfig(),
-        "flow": FlowConfig(),
-    }
-    return Job(**(values | changed))
-
-
-def divided(num_blocks: int, cuts: Sequence[int]) -> Division:
-    bounds = [0, *cuts, num_blocks]
-    return Division(devices=tuple(d for d in range(len(cuts) + 1) for _ in range(bounds[d], bounds[d + 1])))
-
-
-def budgets(count: int) -> list[Budget]:
-    return [Budget(name=str(index), total=10**12, workspace=0) for index in range(count)]
-
-
-def whole(of: Job, cuts: Sequence[int]) -> Measured:
-    """All blocks of the model, divided as the plan has it."""
-    model = thinned(of.spec, of.arch, of.precision, of.adapter, quantize=of.quantize, of_each=None)
-    return measure(of, model, [0, *divided(len(model.indices), cuts).devices, len(cuts)])
-
-
-def planned(found: Profile, cuts: Sequence[int], **settings) -> tuple[DevicePlan, ...]:
-    return compose(found, divided(len(found.blocks), cuts), budgets(len(cuts) + 1), **settings)
+from toy_jobs import ARCH, toy_job
 
 
 @pytest.mark.parametrize(
@@ -69,13 +30,50 @@ def planned(found: Profile, cuts: Sequence[int], **settings) -> tuple[DevicePlan
     ],
 )
 def test_three_blocks_say_what_six_hold_on_any_number_of_devices(policy, method):
-    of = job(method, policy=policy, ema=EMAConfig(decay=0.9))
+    of = toy_job(method, policy=policy, ema=EMAConfig(decay=0.9))
     found = profile(of)
     for cuts in ((), (3,), (2, 4)):
-        plans, measured = planned(found, cuts), whole(of, cuts)
-        for device, plan in enumerate(plans):
-            # One device: to the byte. On several, the loss's few tensors lie partly on the first and partly on the last.
-            assert plan.peak == pytest.approx(measured.peaks[device], rel=0.01 if cuts else 0), (cuts, device)
+        # One device: to the byte. On several, the loss's few tensors lie partly on the first and partly on the last.
+        check_plan(found, of, cuts, rel=0.01 if cuts else 0.0)
+
+
+LARGE = {"size": (17, 128, 128)}
+"""Of which a carry is more than `offload.SMALLEST`."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "size"),
+    [
+        ("attn_only, 0-1=none, 4-=full", {}),
+        ("full+offload, 2-3=none", LARGE),
+        *(
+            pytest.param(policy, size, marks=pytest.mark.slow)
+            for policy, size in [
+                ("full, 0-2=none", {}),
+                ("full, 3-=none", {}),
+                ("full, 2-4=attn_only(self)", {}),
+                ("every_n(2)", {}),
+                ("every_n(3)", {}),
+                ("full+offload", LARGE),
+                ("attn_only+offload", LARGE),
+                ("none+offload", LARGE),
+                ("full, 0-2=full+offload", LARGE),
+                ("attn_only+offload, 2-3=full", LARGE),
+                ("full, 1=full+offload, 3=full+offload", LARGE),
+            ]
+        ),
+    ],
+)
+def test_blocks_of_different_policies_are_put_together_from_steps_of_one(policy, size):
+    of = toy_job(policy=policy, **size)
+    found = profile(of)
+    check_plan(found, of, (), rel=0.0)
+    check_plan(found, of, (3,), rel=0.005)
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "attn_only", "attn_only(self)", "full, 1-3=none"])
+def test_what_blocks_keep_is_what_real_tensors_leave_alive(policy):
+    check_kept(toy_job(policy=policy))
 
 
 @pytest.mark.slow
@@ -92,26 +90,24 @@ def test_three_blocks_say_what_six_hold_on_any_number_of_devices(policy, method)
     ids=["fused", "muon", "adafactor", "adamw8bit", "accumulation", "cpu"],
 )
 def test_so_they_do_with_other_optimizers_and_several_micro_batches(changed):
-    of = job("full", policy="full", **changed)
+    of = toy_job("full", policy="full", **changed)
     for cuts in ((), (2,)):
-        plans, measured = planned(profile(of), cuts, micro_batches=of.micro_batches), whole(of, cuts)
-        for device, plan in enumerate(plans):
-            assert plan.peak == pytest.approx(measured.peaks[device], rel=0.01), (cuts, device)
+        check_plan(profile(of), of, cuts, rel=0.01)
 
 
 def test_an_adapter_on_some_blocks_makes_kinds_of_its_own():
-    of = job(adapter=AdapterConfig(rank=4, targets=("layers.[2345].qkv",)), arch=replace(ARCH, depth=8))
+    of = toy_job(adapter=AdapterConfig(rank=4, targets=("layers.[2345].qkv",)), arch=replace(ARCH, depth=8))
     found = profile(of)
     assert [block.adapters > 0 for block in found.blocks] == [False, False, True, True, True, True, False, False]
     assert found.blocks[0].flops_backward == 0 < found.blocks[7].flops_backward
-    assert planned(found, ())[0].peak == pytest.approx(whole(of, ()).peaks[0], rel=1e-3)
+    check_plan(found, of, (), rel=1e-3)
 
 
 @pytest.mark.parametrize(
     "policy", ["attn_only", *(pytest.param(name, marks=pytest.mark.slow) for name in POLICIES if name != "attn_only")]
 )
 def test_the_plan_of_a_cpu_is_what_real_tensors_hold(policy):
-    of = job(policy=policy, kind="cpu")
+    of = toy_job(policy=policy, kind="cpu")
     model = make_model(TOY, ARCH, dtype=torch.bfloat16, adapter=of.adapter)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     trained = Trained(model, parameters, of.optim, of.ema)
@@ -129,7 +125,8 @@ def test_the_plan_of_a_cpu_is_what_real_tensors_hold(policy):
         ledger.track(model, "weights")
         ledger.track([state for part in trained.optimizer.parts for state in part.state.values()], "optimizer")
         step(1)
-    (plan,) = planned(profile(of), ())
+    found = profile(of)
+    (plan,) = planned(found, divided(len(found.blocks), ()))
     # the noise and the caption, which the host has before they are sent, are the host's where that is the device
     assert plan.peak == pytest.approx(ledger.peak[torch.device("cpu")], rel=0.02)
 
@@ -144,7 +141,7 @@ def test_streamed_weights_are_on_the_host_but_for_two_blocks():
         crossing_back=(0,) * 7,
     )
     for streamed, expected in (((), 603), ((5,), 603), ((1, 3), 603), ((0, 2, 4), 503), ((0, 1, 2, 3, 4, 5), 203)):
-        (plan,) = compose(found, Division(devices=(0,) * 6, streamed=frozenset(streamed)), budgets(1))
+        (plan,) = planned(found, divided(6, (), streamed))
         assert plan.purposes["weights"] == expected, streamed
 
 
@@ -153,7 +150,7 @@ def test_pipelined_micro_batches_keep_all_at_once():
     found = Profile(embed=StageCost(), blocks=(block,) * 4, head=StageCost(), crossing=(8,) * 5, crossing_back=(3,) * 5)
 
     def peaks(**settings) -> list[int]:
-        return [plan.peak for plan in planned(found, (2,), **settings)]
+        return [plan.peak for plan in planned(found, divided(4, (2,)), **settings)]
 
     assert peaks(micro_batches=4) == [
         28,

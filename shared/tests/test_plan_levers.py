@@ -12,58 +12,26 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.adapters import AdapterConfig, trainable_parameters
+from ditkit_core.adapters import trainable_parameters
 from ditkit_core.block_swap import BlockSwap
 from ditkit_core.data import Batch
 from ditkit_core.ema import EMAConfig
-from ditkit_core.flow_matching import FlowConfig
 from ditkit_core.fused_backward import Updates
 from ditkit_core.lora_linear import as_on
 from ditkit_core.optim import OptimConfig
 from ditkit_core.placement import Placement
-from ditkit_core.plan import Budget, Division, compose, on_host
-from ditkit_core.precision import Precision
+from ditkit_core.plan import Division, on_host
 from ditkit_core.profile import Job, Meter, Profile, StageCost, profile
 from ditkit_core.step import accumulate_gradients, total_norm, update
-from ditkit_core.testing.toy import TOY, ToyArch
+from ditkit_core.testing.plans import divided, planned
+from ditkit_core.testing.toy import ToyArch
 from ditkit_core.thinned import materialise, thinned
 from ditkit_core.trained import Trained
+from toy_jobs import ARCH, toy_job
 
 HOST = torch.device("cpu")
-DEPTH = 6
+DEPTH = ARCH.depth
 TOLERANCE = 0.02
-
-
-def job(method: str = "lora", *, dim: int = 128, size=(5, 64, 64), **changed) -> Job:
-    arch = ToyArch(dim=dim, depth=DEPTH)
-    with torch.device("meta"):
-        item = TOY.outline(arch, size, [])
-    values = {
-        "spec": TOY,
-        "arch": arch,
-        "adapter": AdapterConfig(method=method, rank=4),
-        "precision": Precision(matmul=torch.float32 if method == "full" else torch.bfloat16),
-        "batch": [item],
-        "optim": OptimConfig(),
-        "ema": EMAConfig(),
-        "flow": FlowConfig(),
-    }
-    return Job(**(values | changed))
-
-
-FUSED = {"optim": OptimConfig(fused_backward=True), "clip_norm": 0.0}
-
-
-def division(cuts: Sequence[int], streamed: Collection[int] = ()) -> Division:
-    bounds = [0, *cuts, DEPTH]
-    devices = tuple(device for device in range(len(cuts) + 1) for _ in range(bounds[device], bounds[device + 1]))
-    return Division(devices=devices, streamed=frozenset(streamed))
-
-
-def planned(of: Job, divided: Division, *, pipelined: bool = False) -> list[int]:
-    budgets = [Budget(name=str(index), total=10**12, workspace=0) for index in range(1 + max(divided.devices))]
-    plans = compose(profile(of), divided, budgets, micro_batches=of.micro_batches, pipelined=pipelined)
-    return [plan.peak for plan in plans]
 
 
 @contextmanager
@@ -86,21 +54,21 @@ def to_host(block: nn.Module, *, trained: bool) -> None:
                 module._parameters[name] = nn.Parameter(there, requires_grad=parameter.requires_grad)
 
 
-def held(of: Job, divided: Division, *, pipelined: bool = False) -> list[int]:
+def held(of: Job, division: Division, *, pipelined: bool = False) -> list[int]:
     """The highest of each device in the second step of a training: every block is there, and is streamed if it is to be."""
     full = of.adapter.method == "full"
     model = thinned(of.spec, of.arch, of.precision, of.adapter, quantize=of.quantize, of_each=None).whole
     names = {id(module): name for name, module in model.named_modules()}
-    devices = [torch.device("cpu", 1 + index) for index in range(1 + max(divided.devices))]
-    blocks = tuple(devices[index] for index in divided.devices)
+    devices = [torch.device("cpu", 1 + index) for index in range(1 + max(division.devices))]
+    blocks = tuple(devices[index] for index in division.devices)
     with fake(of.kind) as meter:
         for stage, device in zip((model.embed, *model.blocks(), model.head), (devices[0], *blocks, devices[-1])):
             materialise(stage, names[id(stage)], of.spec, dtype=of.precision.matmul, device=device)
-        for index in divided.streamed:
+        for index in division.streamed:
             to_host(model.blocks()[index], trained=full)
         swap = None
-        if divided.streamed:
-            placement = Placement(embed=devices[0], blocks=blocks, head=devices[-1], streamed=divided.streamed)
+        if division.streamed:
+            placement = Placement(embed=devices[0], blocks=blocks, head=devices[-1], streamed=division.streamed)
             swap = BlockSwap(model, placement, trained=full)
         trained = Trained(model, trainable_parameters(model), of.optim, of.ema, swap)
         items = [
@@ -119,7 +87,7 @@ def held(of: Job, divided: Division, *, pipelined: bool = False) -> list[int]:
             meter.is_updating = fused
             with Updates(trained.optimizer, of.optim.lr, readable=False) if fused else nullcontext():
                 accumulate_gradients(
-                    model, Engine(policy=of.policy, passage=swap), of.spec, batches,
+                    model, Engine(policy=of.policy, passages=() if swap is None else (swap,)), of.spec, batches,
                     step=step, seed=0, flow=of.flow, pipelined=pipelined,
                 )  # fmt: skip
             meter.is_updating = True
@@ -136,13 +104,15 @@ def held(of: Job, divided: Division, *, pipelined: bool = False) -> list[int]:
         return [meter.peak[device] for device in devices]
 
 
-def agree(of: Job, divided: Division, **settings) -> None:
-    plan, truth = planned(of, divided, **settings), held(of, divided, **settings)
+def agree(of: Job, cuts: Sequence[int], streamed: Collection[int] = (), *, pipelined: bool = False) -> None:
+    division = divided(DEPTH, cuts, streamed)
+    plans = planned(profile(of), division, micro_batches=of.micro_batches, pipelined=pipelined)
+    plan, truth = [each.peak for each in plans], held(of, division, pipelined=pipelined)
     for device, (one, other) in enumerate(zip(plan, truth, strict=True)):
         assert one == pytest.approx(other, rel=TOLERANCE), (device, plan, truth)
 
 
-SMALL = {"dim": 256, "size": (1, 32, 32)}
+SMALL = {"arch": ToyArch(dim=256, depth=DEPTH), "size": (1, 32, 32)}
 """Of which a block's weights are more than what it keeps."""
 
 
@@ -164,7 +134,7 @@ SMALL = {"dim": 256, "size": (1, 32, 32)}
     ],
 )
 def test_streamed_blocks_are_two_at_a_time(policy, cuts, streamed):
-    agree(job(policy=policy, **SMALL), division(cuts, streamed))
+    agree(toy_job(policy=policy, **SMALL), cuts, streamed)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +155,7 @@ def test_streamed_blocks_are_two_at_a_time(policy, cuts, streamed):
 )
 def test_trained_weights_are_streamed_with_what_the_optimizer_keeps(policy, optimizer, cuts, streamed):
     fused = {"optim": OptimConfig(name=optimizer, fused_backward=True), "clip_norm": 0.0}
-    agree(job("full", policy=policy, ema=EMAConfig(decay=0.9), **SMALL, **fused), division(cuts, streamed))
+    agree(toy_job("full", policy=policy, ema=EMAConfig(decay=0.9), **SMALL, **fused), cuts, streamed)
 
 
 @pytest.mark.slow
@@ -202,7 +172,7 @@ def test_trained_weights_are_streamed_with_what_the_optimizer_keeps(policy, opti
     ],
 )
 def test_micro_batches_one_by_one_and_at_once(method, cuts, pipelined, micro_batches):
-    agree(job(method, policy="full", micro_batches=micro_batches), division(cuts), pipelined=pipelined)
+    agree(toy_job(method, policy="full", micro_batches=micro_batches), cuts, pipelined=pipelined)
 
 
 @pytest.mark.slow
@@ -217,17 +187,17 @@ def test_micro_batches_one_by_one_and_at_once(method, cuts, pipelined, micro_bat
     ],
 )
 def test_a_quantized_weight_is_made_whole_while_it_is_multiplied(policy, kind, quantize):
-    of = job(policy=policy, quantize=quantize, kind=kind, **SMALL)
-    agree(of, division(()))
+    of = toy_job(policy=policy, quantize=quantize, kind=kind, **SMALL)
+    agree(of, ())
     if kind == "cuda":
-        agree(of, division((3,), (1, 3, 5)))
+        agree(of, (3,), (1, 3, 5))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cuts", "optimizer"), [((), "adamw"), ((3,), "adafactor"), ((3,), "muon")])
 def test_an_update_in_the_backward_leaves_no_full_set_of_gradients(cuts, optimizer):
     fused = {"optim": OptimConfig(name=optimizer, fused_backward=True), "clip_norm": 0.0}
-    agree(job("full", policy="full", **SMALL, **fused), division(cuts))
+    agree(toy_job("full", policy="full", **SMALL, **fused), cuts)
 
 
 def test_the_host_has_what_is_streamed():

@@ -21,6 +21,8 @@ from ditkit_core.timing import StepTime, Workload, step_seconds
 
 POLICIES = ("full", "attn_only", "none")
 """From the smallest to the fastest: where one does not fit, those behind it hold more yet."""
+SMALLEST = "full+offload"
+"""What is tried where none of them fits: host memory is dearer than time, and copies that are late are waited for."""
 PRICE = {"none": 1.0, "int8": 1.5, "fp8": 1.5, "nf4": 3.0}
 """What a step's time is multiplied with before settings are compared, by what the weights are held in."""
 HARDLY_LONGER = 0.03
@@ -68,6 +70,11 @@ class Candidate:
 
     @property
     def host(self) -> int:
+        """Bytes of the weights that stay on the host, and of activations that wait there."""
+        return self.weights_on_host + sum(plan.host for plan in self.plan)
+
+    @property
+    def weights_on_host(self) -> int:
         """Bytes of the weights that stay on the host."""
         return on_host(self.branch.task.profile_of(self.setting.policy, self.setting.quantize), self.division.streamed)
 
@@ -84,7 +91,7 @@ class Task:
     quantizations: tuple[str, ...] = ("none", "int8", "nf4")
     """From the exact one on; a full fine-tune has no other."""
     host: int | None = None
-    """Bytes that streamed weights may take on the host; None for any."""
+    """Bytes that streamed weights and offloaded activations may take on the host; None for any."""
     streams_trained: bool = False
     """Whether blocks whose weights are trained can be streamed."""
 
@@ -141,7 +148,7 @@ class Fit:
 def fit(task: Task) -> Fit:
     """Find the settings that fit and slow the run down least, prices of quantization included."""
     found: list[Candidate] = []
-    passed_over = []
+    passed_over: list[str] = []
     for quantize in task.quantizations:
         if found and min(each.score for each in found) <= shortest_seconds(task) * PRICE[quantize]:
             passed_over.append(quantize)  # and its profiles need not be made
@@ -150,6 +157,9 @@ def fit(task: Task) -> Fit:
             if not (fitting := list(candidates(task, policy, quantize))):
                 break
             found += fitting
+    if not found:
+        passed_over.clear()
+        found = next(filter(None, ([*candidates(task, SMALLEST, quantize)] for quantize in task.quantizations)), [])
     if not found:
         return Fit(chosen=None, others={})
     fastest = min(found, key=_rank)
@@ -193,14 +203,17 @@ def least_missing(task: Task) -> int:
 
 
 def least_host(task: Task) -> int | None:
-    """The fewest bytes of streamed weights on the host with which the smallest of all settings fit the cards; None if they do not."""
-    search = _smallest_search(task)
-    each = [search.least_host([task.cards[i] for i in chosen]) for chosen in _choices(task.cards)]
+    """The fewest bytes on the host with which the smallest of all settings fit the cards; None if they do not."""
+    searches = [
+        _smallest_search(task, policy) for policy in (POLICIES[0], SMALLEST)
+    ]  # the first has less on the host where it fits
+    cards = [[task.cards[i] for i in chosen] for chosen in _choices(task.cards)]
+    each = [search.least_host(chosen) for search in searches for chosen in cards]
     return min((needed for needed in each if needed is not None), default=None)
 
 
-def _smallest_search(task: Task) -> Search:
-    return Branch(task=task, policy=POLICIES[0], quantize=task.quantizations[-1], pipelined=False).search
+def _smallest_search(task: Task, policy: str = SMALLEST) -> Search:
+    return Branch(task=task, policy=policy, quantize=task.quantizations[-1], pipelined=False).search
 
 
 def shortest_seconds(task: Task) -> float:
@@ -229,7 +242,7 @@ def _evened_out(best: Candidate, limit: float) -> Candidate:
 
 def _smallest(found: Sequence[Candidate]) -> Candidate:
     """Settings under which the fullest card is as empty as can be, however slow, with no weights less exact than need be."""
-    policies = [each for each in found if each.setting.policy == POLICIES[0] and not each.setting.pipelined]
+    policies = [each for each in found if each.setting.policy in (POLICIES[0], SMALLEST) and not each.setting.pipelined]
     return _emptiest(
         min(policies, key=lambda each: (PRICE[each.setting.quantize], -len(each.setting.cards))), lambda each: True
     )

@@ -117,7 +117,7 @@ def apply(config: RunConfig, chosen: Candidate, names: Sequence[str]) -> RunConf
         device, devices = "auto", tuple(used)
     else:
         device, devices = train.device if len(names) == 1 and not train.devices else used[0], ()
-    reserve = spread(train.reserve, len(names)) if len(train.reserve) > 1 else train.reserve
+    reserve = spread(train.reserve, len(names), "train.reserve") if len(train.reserve) > 1 else train.reserve
     changed: dict[str, Any] = {
         "device": device, "devices": devices, "cuts": setting.cuts, "checkpointing": setting.policy, "pipelined": setting.pipelined,
         "swap_blocks": setting.swap if any(setting.swap) else (),
@@ -138,13 +138,14 @@ def explained(found: Fit, task: Task, names: Sequence[str]) -> Iterator[str]:
             f"{names[index]} ({budget.name}): {plan.peak / GIB:.1f} GiB at the peak and {budget.reserve / GIB:.1f} GiB in reserve, of "
             f"{budget.total / GIB:.1f} GiB"
         )
+    limit = (
+        "; --host says how much there is" if task.host is None else f", of {task.host / GIB:.1f} GiB that it can give"
+    )
     if any(chosen.setting.swap):
-        limit = (
-            "; --host says how much there is"
-            if task.host is None
-            else f", of {task.host / GIB:.1f} GiB that it can give"
-        )
-        yield f"{chosen.host / GIB:.1f} GiB of weights stay in host memory, page-locked{limit}; {BUFFERS} blocks lie on a card"
+        weights = chosen.weights_on_host
+        yield f"{weights / GIB:.1f} GiB of weights stay in host memory, page-locked{limit}; {BUFFERS} blocks lie on a card"
+    if sent := chosen.host - chosen.weights_on_host:
+        yield f"{sent / GIB:.1f} GiB of activations wait in host memory for their backward, page-locked{limit}"
     for name, other in found.others.items():
         yield f"{name}: {_chosen(other, names)}"
     prices = ", ".join(f"{PRICE[kind]:g} for {kind}" for kind in task.quantizations if kind != "none")
@@ -173,10 +174,10 @@ def _chosen(candidate: Candidate, names: Sequence[str]) -> str:
 
 
 def _nothing_fits(spec: ModelSpec, config: RunConfig, task: Task) -> Iterator[str]:
-    smallest = f"with everything recomputed and weights held in {task.quantizations[-1]}"
+    smallest = f"with everything recomputed, activations on the host and weights held in {task.quantizations[-1]}"
     if task.host is not None and (needed := least_host(task)) is not None:
         yield (
-            f"nothing fits: {smallest} the cards are enough, but {needed / GIB:.2f} GiB of weights are to be streamed from the host, "
+            f"nothing fits: {smallest} the cards are enough, but {needed / GIB:.2f} GiB of weights and activations are to be on the host, "
             f"which can give {task.host / GIB:.2f} GiB"
         )
     else:

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
-from typing import Literal
 
 import torch
 
+from ditkit_core.checkpoint_policies import Full, Policy
 from ditkit_core.config import RunConfig
 from ditkit_core.console import say, warn
 from ditkit_core.division import host_limit
@@ -22,6 +22,7 @@ from ditkit_core.model import ModelSpec
 from ditkit_core.plan import Budget, Division, compose
 from ditkit_core.plan_report import Report, show_measured
 from ditkit_core.plan_stage import job_for, make_report
+from ditkit_core.policy_schedule import parse_schedule
 from ditkit_core.profile import profile
 from ditkit_core.run import Run
 
@@ -32,7 +33,7 @@ _ADVICE = {
     "ditkit_core.encode": 'encoding: try encode.vae_tiling = true, encode.streaming = "always", or encode.device = "cpu"',
 }
 _GENERAL = (
-    "try train.checkpointing = full, a smaller data.frames, height or width, train.batch_size = 1, a lower adapter.rank, "
+    "try train.checkpointing = full, or full+offload where it is a GPU's memory that lacks, a smaller data.frames, height or width, train.batch_size = 1, a lower adapter.rank, "
     "optim.name = adamw8bit"
 )
 _SEARCHED = {"train": ("checkpointing", "device", "devices", "cuts", "swap_blocks", "pipelined"), "base": ("quantize",)}
@@ -113,7 +114,7 @@ def _on_gpus(run: Run, report: Report, *, on_host: bool) -> str:
         cards.append(replace(card, reserve=card.total - max(0, available)))
     host = host_limit("", here=True)
     if host is not None and on_host:
-        host = min(host, int(UNDER_THE_PLAN * report.host))
+        host = min(host, int(UNDER_THE_PLAN * (report.host + report.host_activations)))
     task = replace(task_for(run, tuple(cards)), host=host)
     names = [str(device) for device in run.devices]
     if (chosen := fit(task).chosen) is not None:
@@ -133,6 +134,9 @@ def _on_gpus(run: Run, report: Report, *, on_host: bool) -> str:
 
 def _on_the_host(run: Run, report: Report) -> str:
     """The first of single changes that fits a CPU, the mildest first; else the one after which least is held."""
+    # A budget would take what is free; what it came to is what failed.
+    train = replace(run.config.train, checkpointing=report.policy)
+    run = Run(run.spec, replace(run.config, train=train))
     (plan, *_) = report.devices
     limit = min(plan.budget.total, _allowed(plan.fits, plan.peak))
     tried: list[tuple[int, str]] = []
@@ -154,11 +158,11 @@ def _on_the_host(run: Run, report: Report) -> str:
 
 
 def _single(run: Run) -> Iterator[Change]:
-    """Changes of one setting, from those that cost only time."""
+    """Changes of one setting, from those that cost only time; on the host nothing is gained by offloading to it."""
     config = run.config
-    smaller: dict[str, tuple[Literal["attn_only", "full"], ...]]
-    smaller = {"none": ("attn_only", "full"), "attn_only": ("full",), "full": ()}
-    for policy in smaller[config.train.checkpointing]:
+    schedule = parse_schedule(config.train.checkpointing).on_the_host()
+    smaller = {Policy(): ("attn_only", "full"), Full(): ()}
+    for policy in ("full",) if schedule.uniform is None else smaller.get(schedule.uniform, ("full",)):
         changed = replace(config, train=replace(config.train, checkpointing=policy))
         yield Change(words=f'train.checkpointing = "{policy}"', gives_up=0.0, config=changed, cards=())
     for lever in levers(run.spec, config, ()):

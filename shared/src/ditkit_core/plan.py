@@ -3,8 +3,10 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from ditkit_core.profile import Profile
+from ditkit_core.stage_costs import behind
 
 CUBLAS_WORKSPACE = 64 * 2**20
 """PyTorch keeps a workspace for each cuBLAS handle and stream, and a handle for each thread that launches products: the program's and
@@ -44,6 +46,8 @@ class DevicePlan:
     """Bytes by purpose: weights, adapters, gradients, optimizer, average, activations, workspace."""
     crossing: int
     """Bytes of the carry that is sent to this device in each forward; 0 on the first."""
+    host: int = 0
+    """Bytes of activations that its blocks leave in the host's memory."""
 
     @property
     def peak(self) -> int:
@@ -108,19 +112,34 @@ def plan_device(
         streamed: Blocks whose weights stay on the host.
         micro_batches, pipelined: As for `compose`.
     """
-    last = len(profile.blocks)
-    span = _Span(profile, range(0 if start == 0 else start + 1, end + 1 + (end == last)), streamed)
-    return span.plan(budget, micro_batches=micro_batches, pipelined=pipelined)
+    return Span(profile, start, end, streamed).plan(budget, micro_batches=micro_batches, pipelined=pipelined)
 
 
-class _Span:
+class Moment(NamedTuple):
+    """What is alive on a device besides what it has all the time, when a stage holds most; bytes."""
+
+    activations: int
+    gradients: int
+    state: int
+    """Of the optimizer, passing through."""
+
+
+class Span:
     """The stages of one device, in a row."""
 
-    def __init__(self, profile: Profile, held: range, streamed: Collection[int]):
-        self.profile, self.held = profile, held
+    def __init__(self, profile: Profile, start: int, end: int, streamed: Collection[int] = ()):
+        """Look the stages up.
+
+        Args:
+            profile, start, end, streamed: As for `plan_device`.
+        """
         last = len(profile.blocks) + 1
+        held = range(0 if start == 0 else start + 1, end + 1 + (end == last - 1))
+        self.profile, self.held = profile, held
         ends = {0: profile.embed, last: profile.head}
         self.stages = [ends[stage] if stage in ends else profile.blocks[stage - 1] for stage in held]
+        if held.start > 1:  # the block before is on another device, and what it sends to the host is none of this one's
+            self.stages[0] = behind(self.stages[0], profile.blocks[held.start - 2].on_host)
         self.receives = profile.crossing[held.start - 1] if held.start > 0 else 0
         self.receives_back = profile.crossing_back[held.stop - 1] if held.stop <= last else 0
         # one of the two where the head is on another device than the embedding
@@ -131,6 +150,31 @@ class _Span:
         self.last_passing = max((stage - held.start for stage in held if stage - 1 in streamed), default=0)
 
     def plan(self, budget: Budget, *, micro_batches: int, pipelined: bool) -> DevicePlan:
+        """The peak, and what it is made of."""
+        static = self.static()
+        waiting = micro_batches - 1 if pipelined else 0
+        moments = self.moments(again=False, waiting=waiting)
+        if micro_batches > 1:
+            moments += self.moments(again=True, waiting=max(0, waiting - 1))
+        all_gradients = sum(cost.gradients for cost in self.stages)
+        whole = sum if self.profile.update_adds_up else max
+        moments.append(Moment(whole(cost.update_extra for cost in self.stages), all_gradients, 0))
+        highest = max(moments, key=sum)
+        held = {
+            **static,
+            "optimizer": static["optimizer"] + highest.state,
+            "gradients": highest.gradients,
+            "activations": highest.activations,
+        }
+        return DevicePlan(
+            budget=budget,
+            purposes={**held, "workspace": budget.workspace},
+            crossing=self.receives,
+            host=(1 + waiting) * sum(cost.on_host for cost in self.stages),
+        )
+
+    def static(self) -> dict[str, int]:
+        """Bytes by purpose that are there all the time."""
         trains_all = self.profile.trains_all
         on_device = self.resident if trains_all else self.stages
         static = {
@@ -140,37 +184,31 @@ class _Span:
         }
         if trains_all:
             static["adapters"] += _pair([cost.adapters for cost in self.passing])
-        waiting = micro_batches - 1 if pipelined else 0
-        moments = self._moments(again=False, waiting=waiting)
-        if micro_batches > 1:
-            moments += self._moments(again=True, waiting=max(0, waiting - 1))
-        all_gradients = sum(cost.gradients for cost in self.stages)
-        whole = sum if self.profile.update_adds_up else max
-        moments.append((whole(cost.update_extra for cost in self.stages), all_gradients, 0))
-        activations, gradients, passing_state = max(moments, key=sum)
-        optimizer = sum(cost.optimizer for cost in on_device) + passing_state
-        held = {**static, "optimizer": optimizer, "gradients": gradients, "activations": activations}
-        return DevicePlan(budget=budget, purposes={**held, "workspace": budget.workspace}, crossing=self.receives)
+        return {**static, "optimizer": sum(cost.optimizer for cost in on_device)}
 
-    def _moments(self, *, again: bool, waiting: int) -> list[tuple[int, int, int]]:
-        """(activations, gradients, optimizer's state that passes through) at the highest of each stage, forward and backward.
+    def moments(self, *, again: bool, waiting: int) -> list[Moment]:
+        """The highest of each stage: of the forwards in their order, then of the backwards in theirs.
 
         State comes with trained weights for their backward, and that of the last block at the end of the forward.
+
+        Args:
+            again: Whether gradients of another micro-batch are there.
+            waiting: Micro-batches whose forward has run, and whose backward has not.
         """
         gradients = sum(cost.gradients for cost in self.stages) if again else 0
         kept = self.receives + self.targets + sum(cost.kept for cost in self.stages) - self.freed
         live = waiting * kept + self.receives + self.targets
         states = [cost.optimizer for cost in self.passing] if self.profile.trains_all else []
-        moments = []
+        moments: list[Moment] = []
         for place, cost in enumerate(self.stages):
             state = states[-1] if states and place >= self.last_passing else 0
-            moments.append((live + cost.forward_extra, gradients, state))
+            moments.append(Moment(live + cost.forward_extra, gradients, state))
             live += cost.kept
         live += self.receives_back - self.freed
         for place, cost in reversed(list(enumerate(self.stages))):
             extra = cost.backward_extra_again if again else cost.backward_extra
             state = states[-1] if states and place > self.last_passing else _pair(states)
-            moments.append((live + extra, gradients, state))
+            moments.append(Moment(live + extra, gradients, state))
             live -= cost.released
             gradients += 0 if again else cost.gradients
         return moments
@@ -186,3 +224,8 @@ def on_host(profile: Profile, streamed: Collection[int]) -> int:
     blocks = [profile.blocks[index] for index in streamed]
     kept = sum(block.adapters + block.optimizer + block.average for block in blocks) if profile.trains_all else 0
     return sum(block.weights for block in blocks) + kept
+
+
+def sent_to_host(profile: Profile, blocks: Collection[int], *, micro_batches: int = 1, pipelined: bool = False) -> int:
+    """Bytes of activations that these blocks leave on the host, of all micro-batches that are there at once."""
+    return (micro_batches if pipelined else 1) * sum(profile.blocks[index].on_host for index in blocks)

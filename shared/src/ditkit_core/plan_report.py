@@ -7,11 +7,10 @@ from typing import Any
 from rich.table import Table
 
 from ditkit_core.console import CONSOLE, say
+from ditkit_core.hardware import GIB
 from ditkit_core.pipeline_schedule import Comparison
 from ditkit_core.plan import DevicePlan, Division
 from ditkit_core.plan_companions import CompanionRow
-
-GIB = 2**30
 
 _PURPOSES = ("weights", "adapters", "gradients", "optimizer", "average", "activations", "workspace")
 
@@ -22,6 +21,7 @@ class Report:
 
     model: str
     policy: str
+    """The schedule of checkpointing, a budget resolved."""
     quantize: str
     bucket: str
     """The micro-batch that it is for."""
@@ -50,6 +50,8 @@ class Report:
     """How much the devices work with train.pipelined and without; None where nothing could overlap, or no rate is known."""
     notes: tuple[str, ...] = ()
     """What was planned otherwise than it is configured, line by line."""
+    chosen: str = ""
+    """What a budget for checkpointing came to, in a line."""
 
     @property
     def fits(self) -> bool:
@@ -59,7 +61,12 @@ class Report:
     @property
     def host_missing(self) -> int:
         """Bytes of host memory that are lacking; 0 if it is enough or not known."""
-        return 0 if self.host_limit is None else max(0, self.host - self.host_limit)
+        return 0 if self.host_limit is None else max(0, self.host + self.host_activations - self.host_limit)
+
+    @property
+    def host_activations(self) -> int:
+        """Bytes of what blocks keep for their backward in page-locked host memory."""
+        return sum(device.host for device in self.devices)
 
     @property
     def lacking(self) -> list[CompanionRow]:
@@ -73,6 +80,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "model": report.model,
         "fits": report.fits,
         "checkpointing": report.policy,
+        "checkpointing_chosen": report.chosen or None,
         "quantize": report.quantize,
         "bucket": report.bucket,
         "tokens": report.tokens,
@@ -111,7 +119,12 @@ def as_json(report: Report) -> dict[str, Any]:
             for row in report.beside
         ],
         "previews": report.previews,
-        "host": {"streamed_weights": report.host, "available": report.host_limit, "missing": report.host_missing},
+        "host": {
+            "streamed_weights": report.host,
+            "offloaded_activations": report.host_activations,
+            "available": report.host_limit,
+            "missing": report.host_missing,
+        },
         "flops_per_step": report.flops,
         "seconds_per_step": report.seconds,
         "assumed_rates": list(report.rates),
@@ -241,9 +254,13 @@ def _lines(report: Report) -> list[str]:
     if len(report.devices) > 1:
         sent = ", ".join(f"{plan.crossing / 2**20:.0f} MiB" for plan in report.devices[1:])
         lines.append(f"sent to the next device in each forward: {sent}")
-    if report.host:
+    if report.chosen:
+        lines.append(report.chosen)
+    held = {"streamed weights": report.host, "offloaded activations": report.host_activations}
+    if any(held.values()):
         available = "" if report.host_limit is None else f", of {_gib(report.host_limit)} GiB that it can give"
-        lines.append(f"host memory for streamed weights: {_gib(report.host)} GiB, page-locked{available}")
+        parts = ", for ".join(f"{what}: {_gib(size)} GiB" for what, size in held.items() if size)
+        lines.append(f"host memory for {parts}, page-locked{available}")
     lines.append(f"arithmetic: {report.flops / 1e12:.1f} TFLOP per step")
     if report.seconds is not None:
         lines.append(f"time: about {report.seconds:.1f} s per step, assuming {'; '.join(report.rates)}")

@@ -1,9 +1,10 @@
 """`train --plan`: what a run will hold on each device, before anything is loaded or written."""
 
+import functools
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from ditkit_core import hardware
 from ditkit_core.adapter_files import config_from_file, open_adapter
 from ditkit_core.adapters import AdapterConfig
 from ditkit_core.buckets import bucket_sizes
+from ditkit_core.checkpoint_budget import Task, choose, limited
+from ditkit_core.checkpoint_policies import Full, Policy
 from ditkit_core.config import RunConfig
 from ditkit_core.console import say
 from ditkit_core.division import budgets_here, budgets_of, host_limit
@@ -27,6 +30,7 @@ from ditkit_core.plan import Budget, DevicePlan, Division, compose, on_host
 from ditkit_core.plan_beside import Shape, beside_training, has_data
 from ditkit_core.plan_companions import CompanionRow, Size
 from ditkit_core.plan_report import Report, as_json, show
+from ditkit_core.policy_schedule import parse_schedule, written
 from ditkit_core.precision import Precision
 from ditkit_core.prepare import build_on_meta, choose_arch
 from ditkit_core.profile import Job, Profile, profile
@@ -35,6 +39,7 @@ from ditkit_core.references import encoded_sizes
 from ditkit_core.run import Run
 from ditkit_core.safetensors_file import SafetensorsSource
 from ditkit_core.scaled_files import open_weights
+from ditkit_core.stage_costs import mixed
 from ditkit_core.thinned import thinned
 from ditkit_core.timing import Workload, both_orders, step_seconds
 
@@ -75,10 +80,10 @@ def make_report(run: Run, gpus: str = "", host: str = "") -> Report:
     preset, arch = _arch(run)
     adapter, bucket = _adapter(run, arch), largest_bucket(run, arch)
     config, micro_batches, pipelined = run.config, run.micro_batches, run.config.train.pipelined
-    found = profile(_job(run, arch, adapter, bucket, kind=targets.kind))
-    placement = _placement(run, arch, adapter, targets, found)
-    order = list(dict.fromkeys(placement.blocks))
-    division = Division(devices=tuple(map(order.index, placement.blocks)), streamed=placement.streamed)
+    limit = host_limit(host, here=not gpus) if targets.kind == "cuda" else None  # on a CPU the host is the device
+    model = _divisible(run, arch, adapter, targets)
+    divided, found = _divided(run, _job(run, arch, adapter, bucket, kind=targets.kind), targets, model, limit)
+    division = divided.division
     plans = compose(found, division, targets.budgets, micro_batches=micro_batches, pipelined=pipelined)
     estimate = orders = None
     if targets.cards:
@@ -92,7 +97,8 @@ def make_report(run: Run, gpus: str = "", host: str = "") -> Report:
     flops = micro_batches * sum(stage.flops_forward + stage.flops_backward for stage in stages)
     return Report(
         model=f"{run.spec.name} {preset}".strip(),
-        policy=config.train.checkpointing,
+        policy=divided.schedule,
+        chosen=divided.chosen,
         quantize=config.base.quantize,
         bucket=bucket.described(),
         tokens=sum(map(run.spec.num_tokens, bucket.items)),
@@ -103,9 +109,7 @@ def make_report(run: Run, gpus: str = "", host: str = "") -> Report:
         previews=bool(config.sample.every_steps),
         division=division,
         host=on_host(found, division.streamed),
-        host_limit=host_limit(host, here=not gpus)
-        if targets.kind == "cuda"
-        else None,  # on a CPU the host is the device
+        host_limit=limit,
         flops=flops,
         seconds=estimate.seconds if estimate else None,
         rates=tuple(
@@ -158,6 +162,8 @@ def _notes(run: Run) -> Iterator[str]:
     config = run.config
     if config.train.attention != "sdpa":
         yield f"train.attention = {config.train.attention}: planned is what sdpa's kernels hold, which others may not"
+    if config.train.compile:
+        yield f"train.compile = {config.train.compile}: planned is what eager blocks hold and take, of which compiled ones differ"
     if config.base.quantize == "none" and run.stored_as == "fp8":
         yield f"{config.model.here('transformer')} is in scaled 8 bits: planned as it is held, like base.quantize = fp8"
 
@@ -167,6 +173,7 @@ class _Targets:
     """What is planned for."""
 
     kind: str
+    devices: tuple[torch.device, ...]
     budgets: tuple[Budget, ...]
     cards: tuple[hardware.Card, ...] = ()
 
@@ -179,10 +186,19 @@ def _targets(run: Run, gpus: str, host: str) -> _Targets:
                 f"--host {host} is memory for weights that are streamed to GPUs, and this run is planned for the CPU; leave it out, "
                 "or say for which cards: --gpus 24GiB"
             )
-        return _Targets(kind="cpu", budgets=budgets_here(run.devices, reserve))
+        return _Targets(kind="cpu", devices=run.devices, budgets=budgets_here(run.devices, reserve))
     cards = hardware.parse_gpus(gpus) if gpus else hardware.cards_here(run.devices)
+    devices = _named(run, len(cards)) if gpus else run.devices
     cards = hardware.keeping_reserves(cards, reserve)
-    return _Targets(kind="cuda", budgets=budgets_of(cards), cards=cards)
+    return _Targets(kind="cuda", devices=devices, budgets=budgets_of(cards), cards=cards)
+
+
+def _named(run: Run, count: int) -> tuple[torch.device, ...]:
+    """Cards that need not be here, under the names that the configuration has for them, which policies may be given by."""
+    names = run.config.train.devices
+    if len(names) != count or not all(name.startswith("cuda:") for name in names):
+        names = tuple(f"cuda:{index}" for index in range(count))
+    return tuple(map(torch.device, names))
 
 
 def _arch(run: Run) -> tuple[str, Any]:
@@ -212,17 +228,71 @@ def _adapter(run: Run, arch: Any) -> AdapterConfig:
     return config_from_file(adapter, open_adapter(Path(adapter.init).expanduser(), run.spec.names, linears))[0]
 
 
-def _placement(run: Run, arch: Any, adapter: AdapterConfig, targets: _Targets, found: Profile) -> Placement:
-    """How the run would divide the model over these devices."""
-    devices = [torch.device(targets.kind, index) for index in range(len(targets.budgets))]
-    if targets.kind == "cuda" or len(devices) == 1:
-        return run.divided(build_on_meta(run.spec, arch, run.precision), devices, targets.budgets, found)
-    model = thinned(run.spec, arch, run.precision, adapter, quantize=run.config.base.quantize, of_each=None).whole
-    return run.divided(model, devices, targets.budgets)
+def _divisible(run: Run, arch: Any, adapter: AdapterConfig, targets: _Targets) -> Any:
+    """The model as it is divided: CPUs compare what is trained of it too."""
+    if targets.kind == "cuda" or len(targets.budgets) == 1:
+        return build_on_meta(run.spec, arch, run.precision)
+    return thinned(run.spec, arch, run.precision, adapter, quantize=run.config.base.quantize, of_each=None).whole
 
 
-def training_placement(run: Run, model: Any, arch: Any, adapter: AdapterConfig) -> Placement:
-    """Where a run trains each stage: over several GPUs without `train.cuts`, where its plan says.
+@dataclass(frozen=True, kw_only=True)
+class Divided:
+    """A step on its devices."""
+
+    schedule: str
+    """`train.checkpointing` as the engine takes it: of a plan, budgets and devices resolved to blocks."""
+    placement: Placement
+    chosen: str = ""
+    """One line on what a budget came to."""
+
+    @property
+    def division(self) -> Division:
+        """As a plan takes it."""
+        order = list(dict.fromkeys(self.placement.blocks))
+        return Division(devices=tuple(map(order.index, self.placement.blocks)), streamed=self.placement.streamed)
+
+
+def _divided(run: Run, job: Job, targets: _Targets, model: Any, host: int | None) -> tuple[Divided, Profile]:
+    """Which device runs what, and which block has which policy, with what the stages then hold: the same for the run and for its plan.
+
+    A budget fills devices that are divided as full checkpointing divides them, which is what is left where bytes are short.
+    """
+    schedule = parse_schedule(job.policy)
+
+    @functools.cache
+    def of(policy: Policy) -> Profile:
+        return profile(replace(job, policy=str(policy)))
+
+    def under(policies: Sequence[Policy]) -> Profile:
+        return mixed([of(policy) for policy in policies])
+
+    def placed(profiles: Callable[[], Profile | Sequence[Profile]]) -> Placement:
+        compared = targets.kind == "cuda" and len(targets.budgets) > 1 and not run.config.train.cuts
+        return run.divided(model, targets.devices, targets.budgets, profiles() if compared else None)
+
+    count = len(model.blocks())
+    if schedule.budget is not None:
+        limits = limited(targets.budgets, schedule.budget)
+        divided = Divided(schedule="", placement=placed(lambda: of(Full())))
+        if host is not None and (streamed := divided.placement.streamed):
+            host = max(0, host - on_host(of(Full()), streamed))
+        task = Task(
+            profile_of=of, division=divided.division, budgets=limits, micro_batches=run.micro_batches,
+            pipelined=run.config.train.pipelined, host=host, can_offload=targets.kind == "cuda",
+        )  # fmt: skip
+        choice = choose(task)
+        return replace(divided, schedule=choice.schedule, chosen=choice.described()), under(choice.policies)
+    if not schedule.devices:
+        found = under(schedule.policies([None] * count))
+        return Divided(schedule=job.policy, placement=placed(lambda: found)), found
+    alone = [schedule.alone_on(device) for device in targets.devices]
+    placement = placed(lambda: [under(each.policies([None] * count)) for each in alone])
+    policies = schedule.policies(placement.blocks)
+    return Divided(schedule=written(policies), placement=placement), under(policies)
+
+
+def divided_for_training(run: Run, model: Any, arch: Any, adapter: AdapterConfig) -> Divided:
+    """Where a run trains each stage, and under which policy: as its plan says, over several GPUs without `train.cuts` by what they hold.
 
     CPUs are divided by weights alone, as all devices are for commands that do not train and keep no activations.
 
@@ -233,15 +303,24 @@ def training_placement(run: Run, model: Any, arch: Any, adapter: AdapterConfig) 
         adapter: What is trained, with what an `adapter.init` file decided.
 
     Raises:
-        UserError: If `train.cuts` or `train.swap_blocks` do not divide the model, or the devices cannot be compared.
+        UserError: If `train.cuts` or `train.swap_blocks` do not divide the model, the devices cannot be compared, or a budget cannot be
+            kept.
     """
-    if len(run.devices) == 1 or run.config.train.cuts or any(device.type != "cuda" for device in run.devices):
-        return run.placement(model)
+    has_budget = parse_schedule(run.config.train.checkpointing).budget is not None
+    compared = len(run.devices) > 1 and not run.config.train.cuts and all(each.type == "cuda" for each in run.devices)
+    if not compared and not has_budget:
+        placement = run.placement(model)
+        return Divided(schedule=run.config.train.checkpointing, placement=placement)
     began = time.monotonic()
-    found = profile(_job(as_held(run), arch, adapter, largest_bucket(run, arch), kind="cuda"))
-    placed = run.placement(model, found)
-    say(f"cuts chosen by what a step holds on each device, planned in {time.monotonic() - began:.0f} s")
-    return placed
+    kind = run.device.type
+    targets = _Targets(kind=kind, devices=run.devices, budgets=budgets_here(run.devices, run.config.train.reserve))
+    job = _job(as_held(run), arch, adapter, largest_bucket(run, arch), kind=kind)
+    divided, _ = _divided(run, job, targets, model, host_limit("", here=True) if kind == "cuda" else None)
+    if divided.chosen:
+        say(divided.chosen)
+    if compared:
+        say(f"cuts chosen by what a step holds on each device, planned in {time.monotonic() - began:.0f} s")
+    return divided
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,12 +21,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from ditkit_core.activation_checkpoint import Engine
+from ditkit_core.attention import AttentionCalls, counted_calls
 from ditkit_core.data import Batch
 from ditkit_core.fused_backward import Updates
 from ditkit_core.ledger import Ledger
 from ditkit_core.lora_linear import as_on
 from ditkit_core.passage import marked
-from ditkit_core.stage_costs import Job, Profile, StageCost
+from ditkit_core.policy_schedule import parse_schedule
+from ditkit_core.stage_costs import Job, Profile, StageCost, behind, mixed
 from ditkit_core.step import accumulate_gradients, total_norm, update
 from ditkit_core.thinned import Thinned, materialise, thinned
 from ditkit_core.trained import Trained
@@ -36,16 +39,25 @@ __all__ = ["Job", "Measured", "Meter", "Moment", "Profile", "StageCost", "measur
 def profile(job: Job, *, of_each: int | None = 3) -> Profile:
     """Run the step of a thinned model on fake tensors, and read off what each stage holds.
 
-    Twice: all on one device, and each stage on one of its own, which says what a cut there costs and frees.
+    Twice: all on one device, and each stage on one of its own, which says what a cut there costs and frees. Where blocks have different
+    policies, so is a step for each of these, in which all blocks have it.
 
     Args:
-        job: The step.
+        job: The step; its policies name no devices.
         of_each: Blocks of a kind that are run, at least 3; None runs all of them.
 
     Raises:
         UserError: If the configuration fits no such model, as the run itself would say.
     """
+    schedule = parse_schedule(job.policy)
+    if job.kind == "cpu":
+        schedule = schedule.on_the_host()
+    if (uniform := schedule.uniform) is None:
+        found = {policy: profile(replace(job, policy=str(policy)), of_each=of_each) for policy in schedule.distinct}
+        num_blocks = len(next(iter(found.values())).blocks)
+        return mixed([found[policy] for policy in schedule.policies([None] * num_blocks)])
     model = thinned(job.spec, job.arch, job.precision, job.adapter, quantize=job.quantize, of_each=of_each)
+    job = replace(job, policy=str(uniform))
     together = measure(job, model, [0] * len(model.stages()))
     apart = measure(replace(job, micro_batches=1), model, _places(model))
     return replace(_profile(model, together, apart), trains_all=job.adapter.method == "full")
@@ -68,6 +80,8 @@ class Moment:
     total: Counter[int]
     peak: Counter[int] = field(default_factory=Counter)
     flops: int = 0
+    on_host: int = 0
+    """Bytes of activations on the host when it was entered."""
 
 
 @dataclass
@@ -88,6 +102,8 @@ class Measured:
     update: Moment | None = None
     peaks: Counter[int] = field(default_factory=Counter)
     """The highest of the step, by device."""
+    attention: tuple[str, ...] = ()
+    """Names of the attention calls in blocks that recompute."""
 
 
 def measure(job: Job, model: Thinned, places: Sequence[int]) -> Measured:
@@ -233,12 +249,13 @@ class _Measuring:
         self.gradients = trained.optimizer.parameters.values()
         with meter.purpose("optimizer"):
             for parameter in self.gradients:
-                parameter.grad = torch.empty_like(parameter)
+                parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
             self._update(trained)
         trained.optimizer.zero_grad()
         found.static = [self._static(stage, trained) for stage in stages]
         for number, backward in enumerate((found.backward, found.again)[: job.micro_batches]):
             forward: list[Moment] = []
+            calls = AttentionCalls()
             engine = _Watched(
                 policy=job.policy, backend=job.backend, model=self.model,
                 entered=partial(self._entered, forward), entered_backward=partial(self._entered_backward, backward),
@@ -246,12 +263,14 @@ class _Measuring:
             forward.append(self._boundary())
             meter.is_updating = job.optim.fused_backward
             with (
-                Updates(trained.optimizer, job.optim.lr, readable=False) if job.optim.fused_backward else nullcontext()
+                counted_calls(calls),
+                Updates(trained.optimizer, job.optim.lr, readable=False) if job.optim.fused_backward else nullcontext(),
             ):
                 accumulate_gradients(
                     self.model.whole, engine, job.spec, [Batch(ids=[str(i) for i in range(len(batch))], items=batch)],
                     step=1, seed=0, flow=job.flow,
                 )  # fmt: skip
+            found.attention = tuple(sorted(calls.made))
             end = self._boundary()
             if number == 0:
                 found.forward, found.end = forward, end
@@ -296,6 +315,7 @@ class _Measuring:
         self.open = Moment(
             activations=Counter({i: meter.live.get(d, Counter())["activations"] for i, d in enumerate(self.devices)}),
             total=Counter({i: meter.total(device) for i, device in enumerate(self.devices)}),
+            on_host=meter.live.get(_HOST, Counter())["activations"],
         )
         return self.open
 
@@ -305,11 +325,12 @@ class _Measuring:
         frozen = [p for p in stage.parameters() if not p.requires_grad] + list(stage.buffers())
         own = {id(parameter) for parameter in stage.parameters()}
         named = {name: p for name, p in trained.parameters.items() if id(p) in own}
-        states = [part.state[p] for part in trained.optimizer.parts for p in named.values() if p in part.state]
+        states = [trained.optimizer.state_of(name) for name in named]
+        gradients = size([torch.empty_like(p, dtype=p.grad_dtype) for p in named.values()])
         return StageCost(
             weights=size(frozen),
             adapters=size(list(named.values())),
-            gradients=0 if self.job.optim.fused_backward else size(list(named.values())),
+            gradients=0 if self.job.optim.fused_backward else gradients,
             optimizer=size(states),
             average=size([trained.average.values[name] for name in named if name in trained.average.values]),
         )
@@ -329,13 +350,20 @@ def _profile(model: Thinned, together: Measured, apart: Measured) -> Profile:
     head = len(costs) - 1
     return Profile(
         embed=costs[0],
-        blocks=tuple(costs[stage] for stage in blocks),
+        blocks=tuple(_following(costs, stage, before) for before, stage in pairwise((0, *blocks))),
         head=costs[head],
         crossing=tuple(sent[stage] for stage in (*blocks, head)),
         crossing_back=tuple(sent_back[stage] for stage in (*blocks, head)),
         targets=apart.forward[1].activations[apart.places[head]] if apart.places[head] else 0,
+        attention=together.attention,
         update_adds_up=2 * found > sum(update.values()) + max(update.values()),
     )
+
+
+def _following(costs: Sequence[StageCost], stage: int, before: int) -> StageCost:
+    """A block's costs behind another one than that which ran before it: that may send more to the host, or less."""
+    more = costs[before].on_host - costs[stage - 1].on_host
+    return behind(costs[stage], -more) if more else costs[stage]
 
 
 def _extra(moment: Moment | None) -> dict[int, int]:
@@ -358,6 +386,7 @@ def _stage_costs(measured: Measured) -> list[StageCost]:
             kept=following.activations[0] - entered.activations[0],
             forward_extra=highest - entered.total[0],
             flops_forward=entered.flops,
+            on_host=following.on_host - entered.on_host if 0 < stage < head else 0,
         )
         if stage in backward:
             place = order.index(stage)
@@ -384,7 +413,9 @@ def _cuts(costs: Sequence[StageCost], apart: Measured) -> tuple[list[int], list[
             continue
         sent[stage] = apart.forward[stage].activations[here]
         first = places.index(before)
-        kept = sent[first] + sum(cost.kept for cost in costs[first:stage])
+        # alone on its device nothing is let go of for the block before it
+        alone = costs[first - 1].on_host if first else 0
+        kept = sent[first] + alone + sum(cost.kept for cost in costs[first:stage])
         freed[stage - 1] = kept - after.activations[before]
         if stage - 1 in apart.backward:
             sent_back[stage] = apart.backward[stage - 1].activations[before] - after.activations[before]

@@ -134,12 +134,15 @@ def span_time(
     def timed(stage: StageCost, copied: int, flops: int, conversions: int) -> tuple[int, int]:
         return compute_time(stage, card, flops, conversions, work), int(copied / link * 1e9)
 
+    # What a block sends to the host takes the link behind its forward, and again before its backward: of one block at a time, too.
     forward = [
-        timed(stage, copied_forward(profile, stage) * through, stage.flops_forward, CONVERSIONS_FORWARD)
+        timed(stage, copied_forward(profile, stage) * through + stage.on_host, stage.flops_forward, CONVERSIONS_FORWARD)
         for stage, through in stages
     ]
     backward = [
-        timed(stage, copied_backward(profile, stage) * through, stage.flops_backward, CONVERSIONS_BACKWARD)
+        timed(
+            stage, copied_backward(profile, stage) * through + stage.on_host, stage.flops_backward, CONVERSIONS_BACKWARD
+        )
         for stage, through in stages[::-1]
     ]
     # A device that waits for the one before it has its first blocks there when its turn comes, and a backward those that the forward
