@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ditkit_core.elementwise import gated_sum, gated_unit, modulated_norm, normalised_heads
+from ditkit_core.precision import Precision
 from ditkit_core.rotary import axis_angles, rotate
 
 
@@ -26,7 +27,7 @@ def test_norm_and_rotation_equal_the_composition_in_fp64(rotated, width):
     torch.manual_seed(0)
     x = torch.randn(2, 5, 24, dtype=torch.float64, requires_grad=True)
     norm, rotary = norm_of(width), tables(5, 12) if rotated else None
-    ours = normalised_heads(x, norm, 2, torch.float64, rotary)
+    ours = normalised_heads(x, norm, 2, Precision(matmul=torch.float64), rotary)
     plain = F.rms_norm(x.unflatten(-1, (-1, width)), (width,), norm.weight, 1e-6).flatten(-2).unflatten(-1, (2, -1))
     plain = rotate(plain, *rotary) if rotary else plain
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
@@ -48,7 +49,7 @@ def test_gradients_of_norm_and_rotation_pass_gradcheck(rotated, width):
 
     def function(x, weight):
         norm.weight = nn.Parameter(weight) if not isinstance(weight, nn.Parameter) else weight
-        return normalised_heads(x, norm, 2, torch.float64, rotary)
+        return normalised_heads(x, norm, 2, Precision(matmul=torch.float64), rotary)
 
     assert torch.autograd.gradcheck(lambda x: function(x, norm.weight), (x,))
 
@@ -59,7 +60,7 @@ def test_norm_and_rotation_round_once_and_leave_their_inputs_alone(width):
     x = torch.randn(2, 5, 24).bfloat16().requires_grad_()
     norm, (cos, sin) = norm_of(width, torch.float32), tables(5, 12)
     before = x.detach().clone()
-    out = normalised_heads(x, norm, 2, torch.float32, (cos.float(), sin.float()))
+    out = normalised_heads(x, norm, 2, Precision(), (cos.float(), sin.float()))
     groups = x.double().unflatten(-1, (-1, width))
     exact = F.rms_norm(groups, (width,), norm.weight.double(), 1e-6).flatten(-2).unflatten(-1, (2, -1))
     exact = rotate(exact, cos, sin)
@@ -87,8 +88,8 @@ def test_the_modulated_norm_equals_the_composition(batch, times):
     x = torch.randn(batch, 5, 8, dtype=torch.float64, requires_grad=True)
     scale, shift = (torch.randn(batch, times, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
     expected = F.layer_norm(x, (8,), eps=1e-6) * (1 + scale) + shift
-    torch.testing.assert_close(modulated_norm(x, scale, shift, 1e-6), expected, rtol=1e-12, atol=1e-12)
-    assert torch.autograd.gradcheck(lambda *t: modulated_norm(*t, 1e-6), (x, scale, shift))
+    torch.testing.assert_close(modulated_norm(x, scale, shift, 1e-6, x.dtype), expected, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(lambda *t: modulated_norm(*t, 1e-6, x.dtype), (x, scale, shift))
 
 
 def test_a_slice_of_a_wider_matmul_is_normalised_as_a_tensor_of_its_own_is():
@@ -97,9 +98,10 @@ def test_a_slice_of_a_wider_matmul_is_normalised_as_a_tensor_of_its_own_is():
     norm, (cos, sin) = norm_of(12, torch.float32), tables(5, 12)
     rotary = cos.float(), sin.float()
     upstream = torch.randn(2, 5, 2, 12)
-    sliced = normalised_heads(wide[..., 24:48], norm, 2, torch.float32, rotary)
+    fp32 = Precision(matmul=torch.float32)
+    sliced = normalised_heads(wide[..., 24:48], norm, 2, fp32, rotary)
     own = wide.detach()[..., 24:48].contiguous().requires_grad_()
-    alone = normalised_heads(own, norm, 2, torch.float32, rotary)
+    alone = normalised_heads(own, norm, 2, fp32, rotary)
     assert torch.equal(sliced, alone)
     (d_wide,), (d_own,) = torch.autograd.grad(sliced, wide, upstream), torch.autograd.grad(alone, own, upstream)
     assert torch.equal(d_wide[..., 24:48], d_own)

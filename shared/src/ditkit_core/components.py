@@ -40,7 +40,7 @@ class Components:
     image_encoder: str = setting("", resume="free")
     """Folder or single .safetensors file of the image encoder."""
     dtype: Literal["bf16", "fp16", "fp32"] = setting("bf16", resume="refused")
-    """Dtype of the frozen base and the matmuls: bf16, fp16 or fp32."""
+    """Dtype of the frozen base and the matmuls: bf16, fp16 or fp32. All else has a dtype of its own: see [precision]."""
 
     def here(self, part: str) -> Path | None:
         """The local file or folder of a part; None if it has no path or would have to be fetched."""

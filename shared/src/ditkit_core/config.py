@@ -14,6 +14,7 @@ from ditkit_core.flow_matching import FlowConfig
 from ditkit_core.held_out import HeldOutConfig
 from ditkit_core.metrics import LogConfig
 from ditkit_core.optim import OptimConfig
+from ditkit_core.precision import PrecisionConfig
 from ditkit_core.prior import PriorConfig
 from ditkit_core.run_folder import RunFolderConfig
 from ditkit_core.sample_stage import SampleConfig
@@ -26,6 +27,7 @@ class RunConfig:
 
     run: RunFolderConfig = field(default_factory=RunFolderConfig)
     model: Components = field(default_factory=Components)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     base: BaseConfig = field(default_factory=BaseConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ditkit_core.precision import Precision
 from ditkit_core.rotary import rotate
 
 
@@ -20,24 +21,43 @@ def normalised_heads(
     x: Float[Tensor, "batch tokens dim"],
     norm: nn.RMSNorm,
     heads: int,
-    island: torch.dtype,
+    precision: Precision,
     rotary: tuple[Tensor, Tensor] | None = None,
 ) -> Float[Tensor, "batch tokens heads head_dim"]:
-    """RMS norm, then rotation of each head; computed in `island`, rounded once to the dtype of `x`.
+    """RMS norm, then rotation of each head; rounded once to attention's dtype where both run in one dtype, fp32 or fp64.
 
     Args:
         x: Output of the q or k projection.
         norm: As wide as `x`, or as one head, which it then normalises by itself.
-        rotary: Cosines and sines [tables, tokens, 1, pairs] in `island`; None leaves positions out (cross-attention).
+        heads: How many heads it has.
+        precision: The dtypes of norm (`qk_norms`), rotation (`rotary`) and result (`attention`).
+        rotary: Cosines and sines [tables, tokens, 1, pairs]; None leaves positions out (cross-attention).
     """
-    if torch.compiler.is_compiling():
-        groups = x.to(island).unflatten(-1, (-1, *norm.normalized_shape))
-        y = F.rms_norm(groups, norm.normalized_shape, norm.weight, norm.eps).flatten(-2).unflatten(-1, (heads, -1))
-        return (y if rotary is None else rotate(y, *rotary)).to(x.dtype)
-    out: Tensor = _NormRotate.apply(
-        x, norm.weight, None if rotary is None else torch.complex(*rotary), norm.eps, island, heads
-    )
+    dtype = precision.qk_norms
+    at_once = dtype in (torch.float32, torch.float64) and (rotary is None or precision.rotary == dtype)
+    if torch.compiler.is_compiling() or not at_once:
+        return _norm_rotate(x, norm, heads, precision, rotary)
+    turn = None if rotary is None else torch.complex(*(table.to(dtype) for table in rotary))
+    out: Tensor = _NormRotate.apply(x, norm.weight.to(dtype), turn, norm.eps, dtype, heads, precision.attention)
     return out
+
+
+def _norm_rotate(
+    x: Tensor, norm: nn.RMSNorm, heads: int, precision: Precision, rotary: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """The plain composition, which takes any dtypes."""
+    dtype = precision.qk_norms
+    wide = torch.promote_types(dtype, torch.float32)
+    groups = x.to(wide).unflatten(-1, (-1, *norm.normalized_shape))
+    if dtype == wide:
+        y = F.rms_norm(groups, norm.normalized_shape, norm.weight.to(wide), norm.eps)
+    else:  # the official models' order
+        y = F.rms_norm(groups, norm.normalized_shape, eps=norm.eps).to(dtype) * norm.weight
+    y = y.flatten(-2).unflatten(-1, (heads, -1))
+    if rotary is not None:
+        cos, sin = (table.to(precision.rotary) for table in rotary)
+        y = rotate(y.to(precision.rotary), cos, sin)
+    return y.to(precision.attention)
 
 
 class _NormRotate(torch.autograd.Function):
@@ -45,15 +65,22 @@ class _NormRotate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, turn: Tensor | None, eps: float, island: torch.dtype, heads: int
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        turn: Tensor | None,
+        eps: float,
+        dtype: torch.dtype,
+        heads: int,
+        result: torch.dtype,
     ) -> Tensor:
-        wide = x.to(island).unflatten(-1, (-1, len(weight)))  # one group, or a group per head
+        wide = x.to(dtype).unflatten(-1, (-1, len(weight)))  # one group, or a group per head
         inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(len(weight)).add_(eps).rsqrt_()
         y = torch.mul(wide, inverse).mul_(weight).flatten(-2).unflatten(-1, (heads, -1))
         if turn is not None:
             _as_pairs(y).mul_(turn)
         ctx.save_for_backward(x, weight, turn, inverse)
-        return y.to(x.dtype)
+        return y.to(result)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -68,7 +95,7 @@ class _NormRotate(torch.autograd.Function):
         g.mul_(weight)
         inner = torch.linalg.vecdot(g, normed).unsqueeze(-1).div_(len(weight))
         d_x = g.addcmul_(normed, inner, value=-1).mul_(inverse).to(x.dtype).flatten(-2)
-        return d_x, d_weight, None, None, None, None
+        return d_x, d_weight, None, None, None, None, None
 
 
 def _as_pairs(x: Float[Tensor, "*batch head_dim"]) -> Tensor:
@@ -81,8 +108,12 @@ def modulated_norm(
     scale: Float[Tensor, "batch times dim"],
     shift: Float[Tensor, "batch times dim"],
     eps: float,
+    norms: torch.dtype,
 ) -> Float[Tensor, "batch tokens dim"]:
-    """Layer norm without weights of its own, times (1 + scale), plus shift, in the dtype of the residual stream."""
+    """Layer norm without weights of its own in `norms`, times (1 + scale), plus shift, in the dtype of these two."""
+    x = x.to(norms)
+    if norms != scale.dtype:
+        return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=eps).to(scale.dtype), 1 + scale)
     if scale.shape[:2] == (1, 1):  # one sample, one timestep: the modulation is the norm's affine part, one pass less
         return F.layer_norm(x, x.shape[-1:], (1 + scale)[0, 0], shift[0, 0], eps)
     return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=eps), 1 + scale)
@@ -93,7 +124,7 @@ def gated_sum(
     x: Float[Tensor, "batch tokens dim"],
     gate: Float[Tensor, "batch times dim"],
 ) -> Float[Tensor, "batch tokens dim"]:
-    """x + y · gate in the residual's dtype.
+    """x + y · gate, rounded once to the residual's dtype.
 
     With one gate per sample the backward keeps the gate outside autograd's saved tensors. That is a row per block, and it
     lets a checkpoint that recomputes the block stop before the matmul that made `y`, a tenth to a seventh of its forward. A gate per
@@ -102,12 +133,23 @@ def gated_sum(
     Args:
         y: What a sub-layer adds, in the matmuls' dtype.
         x: The residual stream.
-        gate: One row per sample, or per token.
+        gate: One row per sample, or per token, in the modulation's dtype.
     """
     if gate.shape[1] != 1 or torch.compiler.is_compiling():
-        return torch.addcmul(x, y.to(x.dtype), gate)
+        return _sum(y, x, gate)
     out: Tensor = _GatedSum.apply(y, x, gate)
     return out
+
+
+def _sum(y: Tensor, x: Tensor, gate: Tensor) -> Tensor:
+    """In the wider dtype of stream and gate; torch's kernel for narrow dtypes computes in fp32 and rounds its result."""
+    wide = x.dtype if gate.dtype == x.dtype else torch.promote_types(x.dtype, gate.dtype)
+    return torch.addcmul(x.to(wide), y.to(wide), gate.to(wide)).to(x.dtype)
+
+
+def plain_sum(y: Float[Tensor, "batch tokens dim"], x: Float[Tensor, "batch tokens dim"]) -> Tensor:
+    """x + y, rounded once to the dtype of the residual stream x."""
+    return (x + y).to(x.dtype)
 
 
 class _GatedSum(torch.autograd.Function):
@@ -115,12 +157,12 @@ class _GatedSum(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, x: Tensor, gate: Tensor) -> Tensor:
         ctx.dtype, ctx.gate = y.dtype, gate
         ctx.save_for_backward(y if ctx.needs_input_grad[2] else None)
-        return torch.addcmul(x, y.to(x.dtype), gate)
+        return _sum(y, x, gate)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (y,) = ctx.saved_tensors
-        d_gate = (gradient * y).sum(1, keepdim=True) if y is not None else None
+        d_gate = (gradient * y).sum(1, keepdim=True).to(ctx.gate.dtype) if y is not None else None
         return (gradient * ctx.gate).to(ctx.dtype), gradient, d_gate
 
 

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -62,6 +63,11 @@ def low_rank_sum(
         scaling: alpha / rank.
         base: The frozen layer on its input.
     """
+    if torch.compiler.is_compiling():
+        # A compiler sees for itself what is wanted when. That of torch 2.11 keeps all that an autograd function makes, inside a checkpoint too.
+        low = F.linear(x.to(down.dtype), down) * scaling
+        result = base()
+        return (result + F.linear(low, up)).to(result.dtype)
     low, promise = _LowRank.apply(x, down, up, scaling)
     out: Tensor = _Sum.apply(base(), promise, low, up.detach())
     return out
@@ -72,7 +78,7 @@ class _LowRank(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        low = (x.flatten(0, -2).to(down.dtype) @ down.T).mul_(scaling)
+        low = x.flatten(0, -2).to(down.dtype) @ down.T * scaling  # not in place: a checkpoint may keep the product
         ctx.save_for_backward(x, down, up, low)
         ctx.scaling = scaling
         ctx.mark_non_differentiable(low)

@@ -92,7 +92,7 @@ class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """The product in the input's dtype."""
         values = self.values()
-        if torch.is_grad_enabled() and x.requires_grad:
+        if torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling():
             product: Tensor = _Product.apply(
                 x, self.bias, self.kind, self.out_features, tuple(values), *values.values()
             )

@@ -1,8 +1,8 @@
 """The FLUX.2 transformer as embed → double blocks → join → single blocks → head.
 
 Names follow black-forest-labs/flux2, src/flux2/model.py; `state_dict.py` has the few that differ. Single-device code: no device, no
-autocast, no checkpointing in here. What runs wider than the matmuls (timestep features, modulation, norms, rotary
-tables, both residual streams, head) is cast explicitly; `Precision.island` is fp32, or fp64 in an fp64 model.
+autocast, no checkpointing in here. Every place of `Precision` (timestep, modulation, norms, rotation, both residual streams, head, …) is cast
+to explicitly, and nothing takes its dtype from a neighbour.
 
 Modulation is computed once and shared by all blocks of a kind. It travels as one tensor per kind and is split inside the block: as a
 tuple it would pass a reentrant checkpoint unseen, whose recompute then runs backwards through the one graph of all blocks.
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ditkit_core.attention import attend
+from ditkit_core.cast_linear import CastLinear
 from ditkit_core.elementwise import gated_sum, gated_unit, modulated_norm, normalised_heads
 from ditkit_core.last_step import last_step
 from ditkit_core.model import Engine, run_plain
@@ -84,11 +85,12 @@ class Flux2MlpEmbedder(nn.Module):
     def __init__(self, arch: Flux2Arch):
         super().__init__()
         self.freq_dim = arch.freq_dim
-        self.in_layer = nn.Linear(arch.freq_dim, arch.dim, bias=False)
-        self.out_layer = nn.Linear(arch.dim, arch.dim, bias=False)
+        self.in_layer = CastLinear(arch.freq_dim, arch.dim, bias=False)
+        self.out_layer = CastLinear(arch.dim, arch.dim, bias=False)
 
-    def forward(self, x: Float[Tensor, "batch"], island: torch.dtype) -> Float[Tensor, "batch dim"]:
-        features = timestep_features(1000 * x.double(), self.freq_dim).to(island)
+    def forward(self, x: Float[Tensor, "batch"], precision: Precision) -> Float[Tensor, "batch dim"]:
+        dtype = precision.timestep
+        features = timestep_features(1000 * x.to(dtype), self.freq_dim, dtype).to(precision.time_mlp)
         return self.out_layer(F.silu(self.in_layer(features)))
 
 
@@ -98,9 +100,10 @@ class Flux2Modulation(nn.Module):
     def __init__(self, arch: Flux2Arch, rows: int):
         super().__init__()
         self.rows = rows
-        self.lin = nn.Linear(arch.dim, rows * arch.dim, bias=False)
+        self.lin = CastLinear(arch.dim, rows * arch.dim, bias=False)
 
     def forward(self, time: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch rows dim"]:
+        """In the dtype of `time`."""
         return self.lin(F.silu(time)).unflatten(-1, (self.rows, -1))
 
 
@@ -119,27 +122,28 @@ class Flux2Embed(nn.Module):
         self.single_stream_modulation = Flux2Modulation(arch, 3)
 
     def forward(self, inputs: Flux2Inputs) -> Flux2DoubleCarry:
-        island, matmul = self.precision.island, self.precision.matmul
+        precision = self.precision
         pictures = [(latent, *others) for latent, others in zip(inputs.latents, inputs.references, strict=True)]
         rows = [torch.cat([rearrange(picture, "c 1 h w -> (h w) c") for picture in group]) for group in pictures]
-        image = self.img_in(pad_sequence(rows, batch_first=True).to(matmul)).to(island)
+        image = self.img_in(pad_sequence(rows, batch_first=True).to(precision.matmul)).to(precision.entry)
         assert all(len(text) == self.arch.text_tokens for text in inputs.text)
-        text = self.txt_in(torch.stack(list(inputs.text)).to(matmul)).to(island)
+        text = self.txt_in(torch.stack(list(inputs.text)).to(precision.matmul)).to(precision.entry)
         layouts = [tuple((picture.shape[2], picture.shape[3]) for picture in group) for group in pictures]
         table = self._angles(layouts if len(set(layouts)) > 1 else layouts[:1], image.device)
-        time = self.time_in(inputs.sigma, island)
+        time = self.time_in(inputs.sigma, precision)
         if self.guidance_in is not None:
             assert inputs.guidance is not None, "this model takes the strength of guidance"
-            time = time + self.guidance_in(inputs.guidance, island)
+            time = time + self.guidance_in(inputs.guidance, precision)
+        modulating = time.to(precision.modulation)
         return Flux2DoubleCarry(
             image=image,
             text=text,
-            image_modulation=self.double_stream_modulation_img(time),
-            text_modulation=self.double_stream_modulation_txt(time),
-            single_modulation=self.single_stream_modulation(time),
+            image_modulation=self.double_stream_modulation_img(modulating),
+            text_modulation=self.double_stream_modulation_txt(modulating),
+            single_modulation=self.single_stream_modulation(modulating),
             time=time,
-            cos=table.cos().to(island),
-            sin=table.sin().to(island),
+            cos=table.cos().to(precision.rotary_tables),
+            sin=table.sin().to(precision.rotary_tables),
             key_mask=key_mask([self.arch.text_tokens + len(row) for row in rows], image.device),
             grids=tuple(layout[0] for layout in layouts),
         )
@@ -173,9 +177,9 @@ class Flux2StreamAttention(nn.Module):
 
     def forward(self, h: Float[Tensor, "batch rows dim"], rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         """q, k and v [batch, rows, heads, head_dim]."""
-        q = normalised_heads(self.q(h), self.norm.query_norm, self.heads, self.precision.island, rotary)
-        k = normalised_heads(self.k(h), self.norm.key_norm, self.heads, self.precision.island, rotary)
-        return q, k, self.v(h).unflatten(-1, (self.heads, -1))
+        q = normalised_heads(self.q(h), self.norm.query_norm, self.heads, self.precision, rotary)
+        k = normalised_heads(self.k(h), self.norm.key_norm, self.heads, self.precision, rotary)
+        return q, k, self.v(h).unflatten(-1, (self.heads, -1)).to(self.precision.attention)
 
 
 class Flux2GatedUnit(nn.Module):
@@ -202,17 +206,19 @@ class Flux2DoubleBlock(nn.Module):
         )
 
     def forward(self, carry: Flux2DoubleCarry) -> Flux2DoubleCarry:
-        matmul, image, text = self.precision.matmul, carry.image, carry.text
+        precision, image, text = self.precision, carry.image, carry.text
+        matmul, norms = precision.matmul, precision.norms_of(image.dtype)
         shift_i, scale_i, gate_i, *mlp_i = carry.image_modulation[:, None].unbind(2)
         shift_t, scale_t, gate_t, *mlp_t = carry.text_modulation[:, None].unbind(2)
         sizes = [text.shape[1], image.shape[1]]
         rotary_t, rotary_i = zip(carry.cos.split(sizes, 1), carry.sin.split(sizes, 1), strict=True)
-        of_text = self.txt_attn(modulated_norm(text, scale_t, shift_t, self.eps).to(matmul), rotary_t)
-        of_image = self.img_attn(modulated_norm(image, scale_i, shift_i, self.eps).to(matmul), rotary_i)
+        of_text = self.txt_attn(modulated_norm(text, scale_t, shift_t, self.eps, norms).to(matmul), rotary_t)
+        of_image = self.img_attn(modulated_norm(image, scale_i, shift_i, self.eps, norms).to(matmul), rotary_i)
         q, k, v = (torch.cat(pair, 1) for pair in zip(of_text, of_image, strict=True))
-        out_t, out_i = attend(q, k, v, name="self", key_mask=carry.key_mask).flatten(2).split(sizes, 1)
-        text = gated_sum(self.txt_attn.proj(out_t), text, gate_t)
-        image = gated_sum(self.img_attn.proj(out_i), image, gate_i)
+        out = attend(q, k, v, name="self", key_mask=carry.key_mask).flatten(2).to(matmul)
+        out_t, out_i = out.split(sizes, 1)
+        text = gated_sum(self.txt_attn.proj(out_t), text.to(precision.residual), gate_t)
+        image = gated_sum(self.img_attn.proj(out_i), image.to(precision.residual), gate_i)
         h_t, h_i = self._hidden(self.txt_mlp, text, *mlp_t), self._hidden(self.img_mlp, image, *mlp_i)
         return carry._replace(
             text=last_step(self.txt_mlp[2], h_t, gated_sum, text, mlp_t[2], name="last step of text"),
@@ -220,7 +226,7 @@ class Flux2DoubleBlock(nn.Module):
         )
 
     def _hidden(self, mlp: nn.Sequential, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
-        h = modulated_norm(x, scale, shift, self.eps).to(self.precision.matmul)
+        h = modulated_norm(x, scale, shift, self.eps, self.precision.norms).to(self.precision.matmul)
         return mlp[1](mlp[0](h))
 
 
@@ -251,33 +257,35 @@ class Flux2SingleBlock(nn.Module):
         self.norm = Flux2QKNorm(arch)
 
     def forward(self, carry: Flux2SingleCarry) -> Flux2SingleCarry:
-        arch, island, x = self.arch, self.precision.island, carry.tokens
+        arch, precision, x = self.arch, self.precision, carry.tokens
         shift, scale, gate = carry.modulation[:, None].unbind(2)
-        h = self.linear1(modulated_norm(x, scale, shift, arch.eps).to(self.precision.matmul))
+        norms = precision.norms_of(x.dtype)
+        h = self.linear1(modulated_norm(x, scale, shift, arch.eps, norms).to(precision.matmul))
         q, k, v, both = h.split([arch.dim, arch.dim, arch.dim, 2 * arch.mlp_dim], -1)
         rotary = carry.cos, carry.sin
-        q = normalised_heads(q, self.norm.query_norm, arch.heads, island, rotary)
-        k = normalised_heads(k, self.norm.key_norm, arch.heads, island, rotary)
-        v = v.unflatten(-1, (arch.heads, -1))
-        out = attend(q, k, v, name="self", key_mask=carry.key_mask).flatten(2)
+        q = normalised_heads(q, self.norm.query_norm, arch.heads, precision, rotary)
+        k = normalised_heads(k, self.norm.key_norm, arch.heads, precision, rotary)
+        v = v.unflatten(-1, (arch.heads, -1)).to(precision.attention)
+        out = attend(q, k, v, name="self", key_mask=carry.key_mask).flatten(2).to(precision.matmul)
         h = torch.cat([out, gated_unit(both)], -1)
-        return carry._replace(tokens=last_step(self.linear2, h, gated_sum, x, gate))
+        return carry._replace(tokens=last_step(self.linear2, h, gated_sum, x.to(precision.residual), gate))
 
 
 class Flux2Head(nn.Module):
-    """The last carry to one velocity per sample, in fp32; text and references are dropped first."""
+    """The last carry to one velocity per sample; text and references are dropped first."""
 
     def __init__(self, arch: Flux2Arch, precision: Precision):
         super().__init__()
         self.arch, self.precision = arch, precision
-        self.linear = nn.Linear(arch.dim, arch.out_channels, bias=False)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(arch.dim, 2 * arch.dim, bias=False))
+        self.linear = CastLinear(arch.dim, arch.out_channels, bias=False)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), CastLinear(arch.dim, 2 * arch.dim, bias=False))
 
     def forward(self, carry: Flux2SingleCarry) -> list[Tensor]:
-        shift, scale = self.adaLN_modulation(carry.time)[:, None].chunk(2, -1)
+        dtype = self.precision.head
+        shift, scale = self.adaLN_modulation(carry.time.to(dtype))[:, None].chunk(2, -1)
         longest = max(height * width for height, width in carry.grids)
         target = carry.tokens[:, carry.num_text : carry.num_text + longest]
-        rows = self.linear(modulated_norm(target, scale, shift, self.arch.eps))
+        rows = self.linear(modulated_norm(target, scale, shift, self.arch.eps, dtype))
         return [
             rearrange(row[: height * width], "(h w) c -> c 1 h w", h=height, w=width)
             for row, (height, width) in zip(rows, carry.grids, strict=True)

@@ -18,15 +18,18 @@ from ditkit_flux2.references import reference_size
 from ditkit_flux2.schedule import sample_defaults, training_shift
 from ditkit_flux2.state_dict import NAMES
 
-# What runs in fp32 stays fp32 whatever the base is stored in: the paths of noise level and guidance, modulation, norms and head.
-_FP32_PARTS = (
-    "embed.time_in.",
-    "embed.guidance_in.",
-    "embed.double_stream_modulation_",
-    "embed.single_stream_modulation.",
-    "head.",
-)
-_FP32_LEAVES = (".query_norm.weight", ".key_norm.weight")
+# The place that a parameter computes in, by how its name begins, then by how it ends; the rest are the matmuls'.
+_PARTS = {
+    "embed.time_in.": "time_mlp",
+    "embed.guidance_in.": "time_mlp",
+    "embed.double_stream_modulation_": "modulation",
+    "embed.single_stream_modulation.": "modulation",
+    "head.": "head",
+}
+_LEAVES = {".query_norm.weight": "qk_norms", ".key_norm.weight": "qk_norms"}
+
+# As src/flux2/model.py of black-forest-labs/flux2 runs in bf16: all of it, the timestep too, but tables and rotation.
+_REFERENCE = dict.fromkeys(("timestep", "qk_norms", "norms", "modulation", "residual", "time_mlp", "head"), "matmul")
 
 _STREAMS = ("img", "txt")
 _ATTENTION = tuple(f"{stream}_attn.{part}" for stream in _STREAMS for part in ("q", "k", "v", "proj"))
@@ -39,8 +42,10 @@ _MODULATION = (
 )
 
 
-def _keep_fp32(name: str) -> bool:
-    return name.startswith(_FP32_PARTS) or name.endswith(_FP32_LEAVES)
+def _place_of(name: str) -> str:
+    found = [place for part, place in _PARTS.items() if name.startswith(part)]
+    found += [place for leaf, place in _LEAVES.items() if name.endswith(leaf)]
+    return found[0] if found else "matmul"
 
 
 def _references(item: Mapping[str, Tensor]) -> Iterator[Tensor]:
@@ -129,7 +134,8 @@ FLUX2 = ModelSpec(
     name="flux2",
     presets=PRESETS,
     build=Flux2Transformer,
-    keep_fp32=_keep_fp32,
+    place_of=_place_of,
+    reference_precision=_REFERENCE,
     names=NAMES,
     adapter_targets={
         "blocks": (*_ATTENTION, *_MLP, *_SINGLE),

@@ -1,8 +1,8 @@
 """The Wan 2.x transformer as embed → blocks → head.
 
 Names follow Wan-Video/Wan2.1, wan/modules/model.py; `state_dict.py` has the few that differ. Single-device code: no device, no
-autocast, no checkpointing in here. What runs wider than the matmuls (timestep features, modulation, norms, rotary
-tables, residual stream, head) is cast explicitly; `Precision.island` is fp32, or fp64 in an fp64 model.
+autocast, no checkpointing in here. Every place of `Precision` (timestep, modulation, norms, rotation, residual stream, head, …) is cast to
+explicitly, and nothing takes its dtype from a neighbour.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ditkit_core.attention import attend
-from ditkit_core.elementwise import gated_sum, modulated_norm, normalised_heads
+from ditkit_core.cast_linear import CastLinear
+from ditkit_core.elementwise import gated_sum, modulated_norm, normalised_heads, plain_sum
 from ditkit_core.last_step import last_step
 from ditkit_core.model import Engine, run_plain
 from ditkit_core.precision import Precision
@@ -77,26 +78,27 @@ class WanEmbed(nn.Module):
         self.text_embedding = nn.Sequential(
             nn.Linear(arch.text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim)
         )
-        self.time_embedding = nn.Sequential(nn.Linear(arch.freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim))
-        self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+        self.time_embedding = nn.Sequential(CastLinear(arch.freq_dim, dim), nn.SiLU(), CastLinear(dim, dim))
+        self.time_projection = nn.Sequential(nn.SiLU(), CastLinear(dim, 6 * dim))
 
     def forward(self, inputs: WanInputs) -> WanCarry:
-        island, matmul = self.precision.island, self.precision.matmul
+        precision = self.precision
         grids = tuple(self._grid(latent) for latent in inputs.latents)
         patches = [self._patches(latent) for latent in inputs.latents]
-        tokens = self.patch_embedding(pad_sequence(patches, batch_first=True).to(matmul)).to(island)
+        tokens = self.patch_embedding(pad_sequence(patches, batch_first=True).to(precision.matmul))
         uniform = len(set(grids)) == 1
         angles = [rotary_angles(grid, self.arch.head_dim, tokens.device) for grid in grids[: 1 if uniform else None]]
         table = pad_sequence(angles, batch_first=True)[:, :, None]  # angle 0 on padding: unrotated
         timestep = inputs.timestep if inputs.timestep.ndim == 2 else inputs.timestep[:, None]
-        time = self.time_embedding(timestep_features(timestep, self.arch.freq_dim).to(island))
+        features = timestep_features(timestep, self.arch.freq_dim, precision.timestep)
+        time = self.time_embedding(features.to(precision.time_mlp))
         return WanCarry(
-            tokens=tokens,
-            modulation=self.time_projection(time).unflatten(-1, (6, -1)),
+            tokens=tokens.to(precision.entry),
+            modulation=self.time_projection(time).unflatten(-1, (6, -1)).to(precision.modulation),
             time=time,
-            cos=table.cos().to(island),
-            sin=table.sin().to(island),
-            text=self.text_embedding(self._padded_text(inputs.text).to(matmul)),
+            cos=table.cos().to(precision.rotary_tables),
+            sin=table.sin().to(precision.rotary_tables),
+            text=self.text_embedding(self._padded_text(inputs.text).to(precision.matmul)),
             key_mask=key_mask([len(rows) for rows in patches], tokens.device),
             grids=grids,
         )
@@ -123,11 +125,11 @@ class WanSelfAttention(nn.Module):
         self.norm_q, self.norm_k = (nn.RMSNorm(arch.dim, eps=arch.eps) for _ in range(2))
 
     def forward(self, h: Tensor, carry: WanCarry) -> Tensor:
-        island, rotary = self.precision.island, (carry.cos, carry.sin)
-        q = normalised_heads(self.q(h), self.norm_q, self.heads, island, rotary)
-        k = normalised_heads(self.k(h), self.norm_k, self.heads, island, rotary)
-        v = self.v(h).unflatten(-1, (self.heads, -1))
-        return self.o(attend(q, k, v, name="self", key_mask=carry.key_mask).flatten(2))
+        precision, rotary = self.precision, (carry.cos, carry.sin)
+        q = normalised_heads(self.q(h), self.norm_q, self.heads, precision, rotary)
+        k = normalised_heads(self.k(h), self.norm_k, self.heads, precision, rotary)
+        v = self.v(h).unflatten(-1, (self.heads, -1)).to(precision.attention)
+        return self.o(attend(q, k, v, name="self", key_mask=carry.key_mask).flatten(2).to(precision.matmul))
 
 
 class WanCrossAttention(nn.Module):
@@ -140,14 +142,14 @@ class WanCrossAttention(nn.Module):
         self.norm_q, self.norm_k = (nn.RMSNorm(arch.dim, eps=arch.eps) for _ in range(2))
 
     def forward(self, h: Tensor, text: Float[Tensor, "batch text dim"]) -> Tensor:
-        q = normalised_heads(self.q(h), self.norm_q, self.heads, self.precision.island)
-        k = normalised_heads(self.k(text), self.norm_k, self.heads, self.precision.island)
-        v = self.v(text).unflatten(-1, (self.heads, -1))
-        return self.o(attend(q, k, v, name="cross").flatten(2))
+        q = normalised_heads(self.q(h), self.norm_q, self.heads, self.precision)
+        k = normalised_heads(self.k(text), self.norm_k, self.heads, self.precision)
+        v = self.v(text).unflatten(-1, (self.heads, -1)).to(self.precision.attention)
+        return self.o(attend(q, k, v, name="cross").flatten(2).to(self.precision.matmul))
 
 
 class WanBlock(nn.Module):
-    """Self-attention, cross-attention and feed-forward on a residual stream kept in fp32."""
+    """Self-attention, cross-attention and feed-forward on a residual stream."""
 
     def __init__(self, arch: WanArch, precision: Precision):
         super().__init__()
@@ -161,30 +163,35 @@ class WanBlock(nn.Module):
         )
 
     def forward(self, carry: WanCarry) -> WanCarry:
-        matmul = self.precision.matmul
-        shift_sa, scale_sa, gate_sa, shift_ffn, scale_ffn, gate_ffn = (self.modulation + carry.modulation).unbind(2)
+        precision = self.precision
+        matmul, norms = precision.matmul, precision.norms
+        modulation = self.modulation.to(precision.modulation) + carry.modulation
+        shift_sa, scale_sa, gate_sa, shift_ffn, scale_ffn, gate_ffn = modulation.unbind(2)
         x = carry.tokens
-        h = modulated_norm(x, scale_sa, shift_sa, self.eps).to(matmul)
-        x = gated_sum(self.self_attn(h, carry), x, gate_sa)
-        x = x + self.cross_attn(self.norm3(x).to(matmul), carry.text)
-        h = modulated_norm(x, scale_ffn, shift_ffn, self.eps).to(matmul)
+        h = modulated_norm(x, scale_sa, shift_sa, self.eps, precision.norms_of(x.dtype)).to(matmul)
+        x = gated_sum(self.self_attn(h, carry), x.to(precision.residual), gate_sa)
+        weight, bias = self.norm3.weight.to(norms), self.norm3.bias.to(norms)
+        h = F.layer_norm(x.to(norms), self.norm3.normalized_shape, weight, bias, self.eps).to(matmul)
+        x = plain_sum(self.cross_attn(h, carry.text), x)
+        h = modulated_norm(x, scale_ffn, shift_ffn, self.eps, norms).to(matmul)
         h = self.ffn[1](self.ffn[0](h))
         return carry._replace(tokens=last_step(self.ffn[2], h, gated_sum, x, gate_ffn))
 
 
 class WanHead(nn.Module):
-    """The last carry to one velocity per sample, in fp32."""
+    """The last carry to one velocity per sample."""
 
     def __init__(self, arch: WanArch, precision: Precision):
         super().__init__()
         self.arch, self.precision = arch, precision
         pf, ph, pw = arch.patch
         self.modulation = nn.Parameter(torch.randn(1, 2, arch.dim) / arch.dim**0.5)
-        self.head = nn.Linear(arch.dim, arch.out_channels * pf * ph * pw)
+        self.head = CastLinear(arch.dim, arch.out_channels * pf * ph * pw)
 
     def forward(self, carry: WanCarry) -> list[Tensor]:
-        shift, scale = (self.modulation[:, None] + carry.time[:, :, None]).unbind(2)
-        rows = self.head(modulated_norm(carry.tokens, scale, shift, self.arch.eps))
+        dtype = self.precision.head
+        shift, scale = (self.modulation[:, None].to(dtype) + carry.time[:, :, None].to(dtype)).unbind(2)
+        rows = self.head(modulated_norm(carry.tokens, scale, shift, self.arch.eps, dtype))
         return [self._unpatch(row, grid) for row, grid in zip(rows, carry.grids, strict=True)]
 
     def _unpatch(self, row: Float[Tensor, "tokens features"], grid: tuple[int, int, int]) -> Tensor:

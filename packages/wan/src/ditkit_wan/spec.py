@@ -14,15 +14,24 @@ from ditkit_wan.model import WanInputs, WanTransformer
 from ditkit_wan.presets import PRESETS, WanArch, arch_from_config
 from ditkit_wan.state_dict import NAMES
 
-# Timestep path, head, modulation and norms stay fp32 whatever the base is stored in (facts: §2 of the official numerics).
-_FP32_PARTS = ("embed.time_embedding.", "embed.time_projection.", "head.")
-_FP32_LEAVES = (".modulation", ".norm3.weight", ".norm3.bias", ".norm_q.weight", ".norm_k.weight", ".norm_k_img.weight")
+# The place that a parameter computes in, by how its name begins, then by how it ends; the rest are the matmuls'.
+_PARTS = {"embed.time_embedding.": "time_mlp", "embed.time_projection.": "time_mlp", "head.": "head"}
+_LEAVES = {
+    ".modulation": "modulation", ".norm3.weight": "norms", ".norm3.bias": "norms", ".norm_q.weight": "qk_norms",
+    ".norm_k.weight": "qk_norms", ".norm_k_img.weight": "qk_norms",
+}  # fmt: skip
+
+# As wan/modules/model.py of Wan-Video/Wan2.1 runs under its bf16 autocast: rotation in complex128, q and k rounded between norm and
+# weight, the stream in bf16 until the first sum makes it fp32; what else is fp32 there is so by default.
+_REFERENCE = {"rotary_tables": "fp64", "rotary": "fp64", "qk_norms": "matmul", "entry": "matmul"}
 
 _ATTENTION = tuple(f"{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo")
 
 
-def _keep_fp32(name: str) -> bool:
-    return name.startswith(_FP32_PARTS) or name.endswith(_FP32_LEAVES)
+def _place_of(name: str) -> str:
+    found = [place for part, place in _PARTS.items() if name.startswith(part)]
+    found += [place for leaf, place in _LEAVES.items() if name.endswith(leaf)]
+    return found[0] if found else "matmul"
 
 
 def _make_inputs(
@@ -81,7 +90,8 @@ WAN = ModelSpec(
     name="wan",
     presets=PRESETS,
     build=WanTransformer,
-    keep_fp32=_keep_fp32,
+    place_of=_place_of,
+    reference_precision=_REFERENCE,
     names=NAMES,
     adapter_targets={
         "q,k,v,o,ffn.0,ffn.2": (*_ATTENTION, "ffn.0", "ffn.2"),

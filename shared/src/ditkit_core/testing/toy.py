@@ -17,6 +17,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from ditkit_core.attention import attend
+from ditkit_core.cast_linear import CastLinear
+from ditkit_core.elementwise import plain_sum
 from ditkit_core.model import (
     Engine,
     ModelSpec,
@@ -70,19 +72,21 @@ class ToyEmbed(nn.Module):
         self.precision = precision
         self.patch = nn.Linear(arch.channels, arch.dim)
         self.text = nn.Linear(arch.text_dim, arch.dim)
-        self.time = nn.Linear(16, 3 * arch.dim)
+        self.time = CastLinear(16, 3 * arch.dim)
 
     def forward(self, inputs: ToyInputs) -> ToyCarry:
-        island, matmul = self.precision.island, self.precision.matmul
+        precision = self.precision
         sizes = tuple(tuple(latent.shape) for latent in inputs.latents)
         rows = [latent.flatten(1).T for latent in inputs.latents]
-        tokens = self.patch(nn.utils.rnn.pad_sequence(rows, batch_first=True).to(matmul)).to(island)
+        tokens = self.patch(nn.utils.rnn.pad_sequence(rows, batch_first=True).to(precision.matmul))
         frequencies = torch.logspace(0, 2, 8, dtype=torch.float64, device=tokens.device)
-        angles = inputs.sigma.double()[:, None] * frequencies
-        time = self.time(torch.cat([angles.cos(), angles.sin()], -1).to(island))
-        text = self.text(nn.utils.rnn.pad_sequence(list(inputs.text), batch_first=True).to(matmul))
+        wide = torch.promote_types(precision.timestep, torch.float32)
+        angles = inputs.sigma.to(precision.timestep).to(wide)[:, None] * frequencies.to(wide)
+        time = self.time(torch.cat([angles.cos(), angles.sin()], -1).to(precision.time_mlp))
+        text = self.text(nn.utils.rnn.pad_sequence(list(inputs.text), batch_first=True).to(precision.matmul))
         mask = key_mask([len(row) for row in rows], tokens.device)
-        return ToyCarry(tokens, time.unflatten(-1, (3, -1)), text, mask, sizes)
+        modulation = time.unflatten(-1, (3, -1)).to(precision.modulation)
+        return ToyCarry(tokens.to(precision.entry), modulation, text, mask, sizes)
 
 
 class ToyBlock(nn.Module):
@@ -98,18 +102,20 @@ class ToyBlock(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(arch.dim, 2 * arch.dim), nn.GELU(), nn.Linear(2 * arch.dim, arch.dim))
 
     def forward(self, carry: ToyCarry) -> ToyCarry:
-        matmul = self.precision.matmul
+        precision = self.precision
+        matmul, attention = precision.matmul, precision.attention
         shift, scale, gate = carry.modulation[:, :, None].unbind(1)
         rate = self.dropout if self.training else 0.0
         x = carry.tokens
-        h = (F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift).to(matmul)
-        q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in self.qkv(h).chunk(3, -1))
-        y = attend(q, k, v, name="self", key_mask=carry.key_mask, dropout=rate).flatten(2)
-        x = x + gate * F.dropout(self.out(y), rate, self.training)
-        q = self.query(x.to(matmul)).unflatten(-1, (self.heads, -1))
-        k, v = (t.unflatten(-1, (self.heads, -1)) for t in self.key_value(carry.text).chunk(2, -1))
-        x = x + attend(q, k, v, name="cross").flatten(2)
-        return carry._replace(tokens=x + F.dropout(self.mlp(x.to(matmul)), rate, self.training))
+        normed = F.layer_norm(x.to(precision.norms_of(x.dtype)), x.shape[-1:]).to(precision.modulation)
+        h = (normed * (1 + scale) + shift).to(matmul)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).to(attention) for t in self.qkv(h).chunk(3, -1))
+        y = attend(q, k, v, name="self", key_mask=carry.key_mask, dropout=rate).flatten(2).to(matmul)
+        x = plain_sum(gate * F.dropout(self.out(y), rate, self.training), x.to(precision.residual))
+        q = self.query(x.to(matmul)).unflatten(-1, (self.heads, -1)).to(attention)
+        k, v = (t.unflatten(-1, (self.heads, -1)).to(attention) for t in self.key_value(carry.text).chunk(2, -1))
+        x = plain_sum(attend(q, k, v, name="cross").flatten(2), x)
+        return carry._replace(tokens=plain_sum(F.dropout(self.mlp(x.to(matmul)), rate, self.training), x))
 
 
 class ToyHead(nn.Module):
@@ -117,10 +123,11 @@ class ToyHead(nn.Module):
 
     def __init__(self, arch: ToyArch, precision: Precision):
         super().__init__()
-        self.out = nn.Linear(arch.dim, arch.channels)
+        self.precision = precision
+        self.out = CastLinear(arch.dim, arch.channels)
 
     def forward(self, carry: ToyCarry) -> list[Tensor]:
-        rows = self.out(carry.tokens)
+        rows = self.out(carry.tokens.to(self.precision.head))
         sized = zip(rows, carry.sizes, strict=True)
         return [row[: math.prod(size[1:])].T.reshape(size) for row, size in sized]
 
@@ -271,11 +278,15 @@ def _to_native(name: str) -> tuple[Part, ...] | None:
     return None if native is None else (Part(native),)
 
 
+def _place_of(name: str) -> str:
+    return "time_mlp" if name.startswith("embed.time.") else "head" if name.startswith("head.") else "matmul"
+
+
 TOY = ModelSpec(
     name="toy",
     presets={"tiny": ToyArch(), "dropout": ToyArch(dropout=0.2)},
     build=ToyModel,
-    keep_fp32=lambda name: name.startswith(("embed.time", "head.")),
+    place_of=_place_of,
     names=StateDictNames(
         prefixes=("model.",),
         to_native=_to_native,

@@ -1,0 +1,200 @@
+"""Checks of precision that every model passes: each place runs in the dtype that it is given, whatever the others have."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ditkit_core.activation_checkpoint import POLICIES, Engine
+from ditkit_core.model import ModelSpec, run_plain
+from ditkit_core.precision import FAST, PLACES, Precision, autocast_disabled, set_precision
+from ditkit_core.testing.world import ADAPTERS, Items, make_model, outcome
+
+MODEL_PLACES = tuple(place for place in PLACES if place not in ("accumulation", "optimizer", "reduction"))
+"""What a model's forward has; the others are the training step's."""
+
+_MATMULS = ("mm", "addmm", "bmm")
+# Operations of which one at least gives its result in the dtype of a place when that place alone has it. Where neighbours are wider,
+# a sum is theirs, and the place is where it is rounded.
+_OPERATIONS = {
+    "matmul": _MATMULS,
+    "timestep": ("mul", "_to_copy"),
+    "rotary_tables": ("_to_copy",),
+    "rotary": ("mul",),
+    "qk_norms": ("mul", "_to_copy"),
+    "norms": ("native_layer_norm",),
+    "modulation": ("addcmul", "mul"),
+    "residual": ("addcmul", "add", "_to_copy"),
+    "entry": ("native_layer_norm", "_to_copy"),
+    "time_mlp": _MATMULS,
+    "head": _MATMULS,
+    "attention": ("_scaled_dot_product_flash_attention_for_cpu", "_safe_softmax", "_softmax"),
+}
+
+
+class _Dtypes(TorchDispatchMode):
+    """Counts operations by name and dtype of their result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[tuple[str, torch.dtype]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        first = out[0] if isinstance(out, tuple | list) and out else out
+        if isinstance(first, Tensor):
+            self.seen[func.__name__.split(".")[0], first.dtype] += 1
+        return out
+
+    def names(self, dtype: torch.dtype) -> set[str]:
+        """Of what was computed in a dtype."""
+        return {name for name, found in self.seen if found == dtype}
+
+
+@dataclass(frozen=True)
+class _Result:
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor]
+    forward: _Dtypes
+
+
+class PrecisionChecks:
+    """One place narrower or wider than all others, outer autocast, presets under every policy."""
+
+    spec: ClassVar[ModelSpec]
+    arch: ClassVar[Any]
+    places_without: ClassVar[tuple[str, ...]] = ()
+    """Places that this family has no operation for."""
+
+    def items(self, count: int, ragged: bool = False) -> Items:
+        """As `CoreChecks` has it."""
+        raise NotImplementedError
+
+    def _result(self, precision: Precision, items: Items | None = None, policy: str = "none") -> _Result:
+        """A forward and backward with the weights of each place in its dtype, rounded from the same values."""
+        model: Any = make_model(self.spec, self.arch, dtype=torch.float64)
+        set_precision(model, precision)
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.bfloat16().to(getattr(precision, self.spec.place_of(name)))
+        items = items or self.items(2)
+        latents = [item["latents"].double().requires_grad_() for item in items]
+        wide = [{name: tensor.double() for name, tensor in item.items()} for item in items]
+        sigma = torch.tensor([0.7313, 0.2517], dtype=torch.float64)[: len(items)]
+        torch.manual_seed(3)
+        with _Dtypes() as forward:
+            outputs = model(self.spec.make_inputs(latents, sigma, wide, 3.3), run=Engine(policy=policy))
+        sum((output.double().square().mean() for output in outputs), torch.zeros(())).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        gradients |= {f"input {i}": latent.grad for i, latent in enumerate(latents) if latent.grad is not None}
+        return _Result([output.detach() for output in outputs], gradients, forward)
+
+    @pytest.mark.parametrize("place", MODEL_PLACES)
+    def test_a_place_that_is_lowered_from_fp64_alone_runs_lower_alone(self, place: str) -> None:
+        all_fp64 = dict.fromkeys(MODEL_PLACES, torch.float64)
+        exact = self._result(Precision(**all_fp64))
+        assert not exact.forward.names(torch.bfloat16) and not exact.forward.names(torch.float32)
+        lowered = self._result(Precision(**{**all_fp64, place: torch.bfloat16}))
+        names = lowered.forward.names(torch.bfloat16)
+        if place in self.places_without:
+            assert names <= {"_to_copy"} and relative_error(lowered.outputs, exact.outputs) == 0
+            return
+        assert names.intersection(_OPERATIONS[place]), names
+        left = lowered.forward.seen["native_layer_norm", torch.float64]
+        assert place != "norms" or left <= 1, "only the head's norm is not one of `norms`"
+        assert all(value.isfinite().all() for value in (*lowered.outputs, *lowered.gradients.values()))
+        assert exact.gradients.keys() == lowered.gradients.keys()
+        assert 1e-6 < relative_error(lowered.outputs, exact.outputs) < 1
+        head = torch.bfloat16 if place == "head" else torch.float64
+        assert {output.dtype for output in lowered.outputs} == {head}
+
+    @pytest.mark.parametrize("place", MODEL_PLACES)
+    def test_a_place_that_is_raised_alone_runs_wider_alone(self, place: str) -> None:
+        plain = dict.fromkeys(MODEL_PLACES, torch.float32) | {"matmul": torch.bfloat16, "attention": torch.bfloat16}
+        before, raised = self._result(Precision(**plain)), self._result(Precision(**{**plain, place: torch.float64}))
+        assert all(value.isfinite().all() for value in (*raised.outputs, *raised.gradients.values()))
+        # tables are made of fp64 angles: wider ones are not cast, but what takes them casts
+        wide = torch.float32 if place == "rotary_tables" else torch.float64
+        more = {name for name, dtype in raised.forward.seen - before.forward.seen if dtype == wide}
+        assert more.intersection(_OPERATIONS[place]) or place in self.places_without, more
+
+    def test_errors_come_in_the_right_order(self) -> None:
+        """The timestep is the place that hurts most in bf16, in the output and in the gradient; fp32 hurts less everywhere."""
+        all_fp64 = dict.fromkeys(MODEL_PLACES, torch.float64)
+        exact = self._result(Precision(**all_fp64))
+        inputs = [name for name in exact.gradients if name.startswith("input")]
+
+        def errors(place: str, dtype: torch.dtype) -> tuple[float, float]:
+            found = self._result(Precision(**{**all_fp64, place: dtype}))
+            gradients = [[each.gradients[name] for name in inputs] for each in (found, exact)]
+            return relative_error(found.outputs, exact.outputs), relative_error(gradients[0], gradients[1])
+
+        narrow = {place: errors(place, torch.bfloat16) for place in MODEL_PLACES}
+        for kind in range(2):
+            assert max(narrow, key=lambda place: narrow[place][kind]) == "timestep", narrow
+        for place in MODEL_PLACES:
+            wide = errors(place, torch.float32)[0]
+            assert wide < 0.05 * narrow[place][0] or place in self.places_without, (place, narrow[place], wide)
+
+    @pytest.mark.parametrize("outer", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+    @pytest.mark.parametrize("preset", ["fast", "reference", "default"])
+    def test_an_outer_autocast_changes_no_preset(self, preset: str, outer: torch.dtype) -> None:
+        model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=ADAPTERS["lora"])
+        set_precision(model, self._preset(preset))
+
+        def backward(loss: Tensor) -> None:
+            with autocast_disabled(loss.device.type):
+                loss.backward()
+
+        plain = outcome(self.spec, model, self.items(2), Engine())
+        with torch.autocast("cpu", outer):
+            under = outcome(self.spec, model, self.items(2), Engine(), backward=backward)
+        assert under.differences(plain) == []
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    @pytest.mark.parametrize("preset", ["fast", "reference"])
+    @pytest.mark.parametrize("adapter", ["full", "lora"])
+    def test_a_policy_changes_no_number_of_a_preset(self, adapter: str, preset: str, policy: str) -> None:
+        model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=ADAPTERS[adapter])
+        set_precision(model, self._preset(preset))
+        plain, under = (outcome(self.spec, model, self.items(2, True), run) for run in (None, Engine(policy=policy)))
+        assert under.differences(plain) == []
+
+    def test_the_stream_has_the_dtype_of_its_place(self) -> None:
+        """Carries between blocks: what `full` keeps of a block is the stream."""
+        model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16)
+        items = self.items(1)
+        inputs = self.spec.make_inputs([item["latents"] for item in items], torch.tensor([0.7]), items, 1.0)
+
+        def carried(precision: Precision) -> int:
+            set_precision(model, precision)
+            carry = model.embed(inputs)
+            for block in model.blocks():
+                carry = block(carry)
+            run_plain(model, inputs)
+            return sum(
+                tensor.nbytes for tensor in carry if isinstance(tensor, Tensor) and tensor.dtype.is_floating_point
+            )
+
+        wide, narrow = (
+            carried(Precision()),
+            carried(replace(Precision(), residual=torch.bfloat16, entry=torch.bfloat16)),
+        )
+        tokens = 2 * self.spec.num_tokens(items[0]) * self.arch.dim
+        assert wide - narrow == tokens
+
+    def _preset(self, name: str) -> Precision:
+        chosen = {"fast": FAST, "reference": self.spec.reference_precision, "default": {}}[name]
+        dtypes = {"matmul": torch.bfloat16, "fp64": torch.float64, "fp32": torch.float32}
+        return Precision(**{place: dtypes[dtype] for place, dtype in chosen.items()})
+
+
+def relative_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Norm of the difference by the norm of what is exact."""
+    pairs = [(one.double().flatten(), other.double().flatten()) for one, other in zip(found, exact, strict=True)]
+    mine, theirs = (torch.cat(each) for each in zip(*pairs, strict=True))
+    return float((mine - theirs).norm() / theirs.norm())
