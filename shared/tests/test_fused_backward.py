@@ -110,7 +110,7 @@ class Watch:
     def enter(self, index, block):
         pass
 
-    def leave(self, index, block):
+    def leave(self, index, block, carry):
         pass
 
     def backward(self, index, block):
@@ -123,7 +123,7 @@ def test_each_parameter_is_updated_once_and_before_the_block_in_front_begins(pol
     """Whoever streams a block's weights may take them away when the passage tells of the block before it."""
     model, optimizer = trained(fused=True, method=method)
     watch = Watch(optimizer)
-    step(model, optimizer, run=Engine(policy=policy, passage=watch))
+    step(model, optimizer, run=Engine(policy=policy, passages=(watch,)))
     updated = [name for name in watch.seen if isinstance(name, str)]
     assert sorted(updated) == sorted(optimizer.parameters)
     assert [entry for entry in watch.seen if isinstance(entry, int)] == [1, 0]
@@ -195,7 +195,7 @@ def test_a_loss_that_is_not_finite_is_found_before_anything_is_updated(tmp_path)
     before, watch = {name: p.detach().clone() for name, p in optimizer.parameters.items()}, Watch(optimizer)
     with pytest.raises(NonFiniteLoss) as error:
         training_step(
-            model, Engine(passage=watch), TOY, [data.micro_batch(4)], optimizer,
+            model, Engine(passages=(watch,)), TOY, [data.micro_batch(4)], optimizer,
             step=4, lr=0.01, seed=1, flow=FLOW, clip_norm=0.0,
         )  # fmt: skip
     assert all(torch.equal(p, before[name]) for name, p in optimizer.parameters.items())
@@ -221,6 +221,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied_nor_any_after_it():
     assert not any(name.startswith(("layers.0.", "embed.", "layers.1.qkv", "layers.1.out.weight")) for name in changed)
     assert evidence["num_parameters_updated_before"] == len(changed)
     assert f"{len(changed)} parameters were updated" in str(error.value) and "only the last save" in str(error.value)
+    assert evidence["weights_were_updated"] is True and "before its origin was looked for" in str(error.value)
     assert not optimizer.gradients()
 
 

@@ -10,6 +10,7 @@ exists only while a step runs. In a recompute it is not called again: the graph 
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -30,15 +31,20 @@ class Updates:
         updated: Names of the parameters that were updated, in that order.
     """
 
-    def __init__(self, optimizer: NamedOptimizer, lr: float, *, readable: bool = True):
+    def __init__(
+        self, optimizer: NamedOptimizer, lr: float, *, readable: bool = True,
+        watch: Callable[[str, Tensor], None] | None = None,
+    ):  # fmt: skip
         """Prepare the updates of a step.
 
         Args:
             optimizer: Updates the parameters; made for `optim.fused_backward`.
             lr: Learning rate of this step.
             readable: Whether the gradients' values can be looked at; those of fake tensors cannot.
+            watch: Called with each parameter's name and gradient, before the update.
         """
         self._optimizer, self._lr, self._readable = optimizer, lr, readable
+        self._watch = watch
         self._norms: dict[str, Tensor] = {}
         self._broken: set[str] = set()
         self._sound = True
@@ -64,7 +70,10 @@ class Updates:
         gradient = parameter.grad
         assert gradient is not None and name not in self._norms, name
         # what `total_norm` takes of it; some optimizers write into the gradient, so before the update
-        norm = self._norms[name] = torch._foreach_norm([gradient])[0]
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        norm = self._norms[name] = torch._foreach_norm([gradient], dtype=wide)[0]
+        if self._watch is not None:
+            self._watch(name, gradient)
         # Waits for the device once for each parameter: an update that is done cannot be taken back.
         if self._readable and not math.isfinite(float(norm)):
             self._sound = False

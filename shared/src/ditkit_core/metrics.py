@@ -77,8 +77,8 @@ class MetricsLog:
         lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
         return [line for line in lines if 0 <= _step_of(line) <= self._start_step]
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one line of finite numbers, and a TensorBoard scalar for each.
+    def write(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Write one line of finite numbers and of names, and a TensorBoard scalar for each number.
 
         Raises:
             UserError: If the disk is full.
@@ -90,7 +90,8 @@ class MetricsLog:
             raise UserError(f"cannot write {self.path}: {error.strerror or error}; free some space") from error
         if self._board is not None:
             for name, value in values.items():
-                self._board.add_scalar(name, value, step)
+                if not isinstance(value, str):
+                    self._board.add_scalar(name, value, step)
 
     def due(self, step: int) -> bool:
         """Whether a step has a line of its own."""

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from ditkit_core.ema import swapped
 from ditkit_core.errors import UserError
 from ditkit_core.optim_state import export_state, import_state
+from ditkit_core.randomness import seed_of
+from ditkit_core.rounding import Rounding, joined, write_split, write_stochastic
 from ditkit_core.settings import setting
 
 
@@ -44,6 +46,9 @@ class OptimConfig:
     fused_backward: bool = setting(False, resume="stated")
     """Update each parameter in the backward, as soon as its gradient is there, so that no full set of gradients exists. Needs
     train.clip_norm = 0 and train.accumulation = 1."""
+    rounding: Rounding = setting("nearest", resume="stated")
+    """How updates of bf16 weights, those of a full fine-tune with model.dtype = bf16, are written: `stochastic`, or `split`, which keeps
+    the bits that bf16 drops in 2 more bytes per weight; `nearest` loses most updates and is for fp32. The optimizer computes in fp32."""
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.eps <= 0 or self.weight_decay < 0 or self.warmup_steps < 0:
@@ -54,11 +59,23 @@ class OptimConfig:
             raise UserError(f"optim.lr = {self.lr:g} is a factor of the rate that prodigy estimates; set optim.lr = 1")
         if self.name == "schedulefree_adamw" and self.schedule != "constant":
             raise UserError(f"optim.schedule = {self.schedule} does not go with schedulefree_adamw; use constant")
+        if self.rounding != "nearest" and self.name not in _ONE_BY_ONE:
+            raise UserError(
+                f"optim.rounding = {self.rounding} does not go with optim.name = {self.name}, which updates all weights together or "
+                f"computes those to be used from those trained; use {', '.join(_ONE_BY_ONE)}"
+            )
         if self.name == "prodigy" and self.fused_backward:
             raise UserError(
                 "optim.fused_backward does not go with prodigy, which estimates one rate from all gradients together; "
                 "use adamw, adamw8bit, adafactor, muon or schedulefree_adamw"
             )
+
+
+_ONE_BY_ONE = ("adamw", "adamw8bit", "adafactor", "muon")
+"""Optimizers that can update one weight at a time, with nothing of it in fp32 before or after."""
+
+_REST = "rounding_rest"
+"""Entry of a parameter's state: what `split` keeps."""
 
 
 def learning_rate(step: int, config: OptimConfig, total_steps: int) -> float:
@@ -164,19 +181,34 @@ def _set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 class NamedOptimizer:
     """The optimizer of a run: one torch optimizer, or Muon and AdamW side by side, over parameters known by name."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimConfig, *, matrices: Collection[str] = ()):
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimConfig,
+        *,
+        matrices: Collection[str] = (),
+        accumulation: torch.dtype | None = None,
+    ):
         """Build it.
 
         Args:
             parameters: What is trained, by name; the names are those of the saved state.
             config: The optimizer and its settings.
             matrices: Names of the weight matrices in the blocks, for Muon.
+            accumulation: What gradients are summed in over micro-batches; None: in the parameters' dtype, or fp32 if that is wider.
 
         Raises:
             UserError: If the optimizer's package is missing, or Muon has no matrices to train.
         """
         self.parameters = dict(parameters)
         self.fused_backward = config.fused_backward
+        self._rounding = config.rounding
+        self._draw: tuple[int, int] = (0, 0)
+        self._held = {name: self._stand_in(parameter, config) for name, parameter in self.parameters.items()}
+        # with `fused_backward` there is one micro-batch, and nothing is summed
+        self._accumulation = None if config.fused_backward else accumulation
+        self._expect_gradients()
+        self._rounds = any(self._held[name] is not parameter for name, parameter in self.parameters.items())
         self._kinds: list[_Kind] = []
         self.parts: list[torch.optim.Optimizer] = []
         self._singles: dict[str, _Single] = {}
@@ -190,7 +222,20 @@ class NamedOptimizer:
         if rest:
             self._add("adamw" if config.name == "muon" else config.name, rest, config)
 
+    @staticmethod
+    def _stand_in(parameter: nn.Parameter, config: OptimConfig) -> nn.Parameter:
+        """What torch's optimizers hold of a parameter: itself, or of a bf16 one a parameter that has its values in fp32 during its update.
+
+        Where gradients of several micro-batches are added up, and clipped, that is done in fp32, too.
+        """
+        if parameter.dtype != torch.bfloat16 or config.name not in _ONE_BY_ONE:
+            return parameter
+        if not config.fused_backward:
+            parameter.grad_dtype = torch.float32
+        return nn.Parameter(torch.empty((0,) * parameter.ndim, dtype=torch.float32, device=parameter.device))
+
     def _add(self, name: str, parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> None:
+        parameters = {one: self._held[one] for one in parameters}
         wide = [parameter for parameter in parameters.values() if parameter.ndim > 1]
         flat = [parameter for parameter in parameters.values() if parameter.ndim <= 1]
         groups = [
@@ -207,7 +252,7 @@ class NamedOptimizer:
         for group in self.parts[-1].param_groups:
             if not (group.get("fused") or group.get("capturable")):  # torch's rule, when it loads a state too
                 self._counted_on_host |= {names[parameter] for parameter in group["params"]}
-        if config.fused_backward:
+        if config.fused_backward or self._rounds:
             guard: AbstractContextManager[Any] = threading.Lock() if kind.compiles else nullcontext()
             for place, group in enumerate(self.parts[-1].param_groups):
                 for parameter in group["params"]:
@@ -229,8 +274,24 @@ class NamedOptimizer:
         """Whether the parameters to be used are others than those trained."""
         return any(kind.averages for kind in self._kinds)
 
+    def begin(self, seed: int, step: int) -> None:
+        """Say which step of which run comes next: what stochastic rounding draws is a function of these and the parameter's name."""
+        self._draw = seed, step
+
     def step(self, lr: float) -> None:
         """Update the parameters from their gradients, at this learning rate."""
+        for name, parameter in self.parameters.items():
+            own = self._held[name] is parameter  # what stands in for one takes its gradient in fp32
+            if own and (gradient := parameter.grad) is not None and gradient.dtype != parameter.dtype:
+                parameter.grad = None
+                parameter.grad_dtype = parameter.dtype  # torch refuses a gradient of any other
+                parameter.grad = gradient.to(parameter.dtype)
+        if self._rounds:  # one by one, so that one at a time is there in fp32
+            names = list(self.gradients())
+            for name in names:
+                self.step_one(name, lr)
+            self.end_step(lr, names)
+            return
         for part in self.parts:
             _set_rate(part, lr)
             part.step()
@@ -242,9 +303,33 @@ class NamedOptimizer:
         shares nothing with the others but the dictionary in which each has an entry.
         """
         single = self._singles[name]
-        with single.guard:
+        with single.guard, self._in_fp32(name):
             _set_rate(single.optimizer, lr)
             single.optimizer.step()
+
+    @contextmanager
+    def _in_fp32(self, name: str) -> Iterator[None]:
+        """Inside the block what stands in for a bf16 parameter has its values and its gradient; then they are rounded."""
+        parameter, wide = self.parameters[name], self._held[name]
+        if wide is parameter or parameter.grad is None:
+            yield
+            return
+        with torch.no_grad():
+            wide.data = joined(parameter.detach(), rest := self.state_of(name).get(_REST))
+            wide.grad = parameter.grad.float()
+            yield
+            wide.grad = None
+            if self._rounding == "stochastic":
+                seed, step = self._draw
+                write_stochastic(parameter, wide.data, seed_of(seed, "rounding", step, name))
+            elif self._rounding == "split":
+                state = self.state_of(name)
+                if rest is None:  # only now: an optimizer takes a state that has anything for its own
+                    rest = state[_REST] = torch.empty(parameter.shape, dtype=torch.int16, device=parameter.device)
+                write_split(parameter, wide.data, rest)
+            else:
+                parameter.copy_(wide)
+            wide.data = torch.empty((0,) * parameter.ndim, dtype=torch.float32, device=parameter.device)
 
     def end_step(self, lr: float, updated: Collection[str]) -> None:
         """After `step_one` of these parameters: what a step changes for all, those without a gradient included."""
@@ -262,7 +347,7 @@ class NamedOptimizer:
         long as it is back on the parameter's for the update.
         """
         for part in self.parts:
-            if (state := part.state.get(self.parameters[name])) is not None:
+            if (state := part.state.get(self._held[name])) is not None:
                 found: MutableMapping[str, Any] = state
                 return found
         return {}
@@ -279,6 +364,13 @@ class NamedOptimizer:
         """Free all gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
+        self._expect_gradients()
+
+    def _expect_gradients(self) -> None:
+        """Have torch sum gradients in their dtype."""
+        for parameter in self.parameters.values():
+            if self._accumulation is not None and parameter.grad_dtype != self._accumulation:
+                parameter.grad_dtype = self._accumulation
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -298,7 +390,7 @@ class NamedOptimizer:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything that `load_state` needs to go on to the bit: tensors by name, and values for JSON."""
-        return export_state(self.parts, self._progress(), self.parameters)
+        return export_state(self.parts, self._progress(), self._held)
 
     def load_state(
         self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], *, on_host: Collection[str] = ()
@@ -312,7 +404,13 @@ class NamedOptimizer:
         Raises:
             UserError: If it is the state of other parameters or another optimizer.
         """
-        import_state(self.parts, self._progress(), self.parameters, tensors, values, untouched=on_host)
+        import_state(self.parts, self._progress(), self._held, tensors, values, untouched=on_host)
+        for name, parameter in self.parameters.items():
+            state = self.state_of(name)
+            if _REST in state:  # torch gave it the dtype of what it holds
+                rest = state.pop(_REST)
+                if self._rounding == "split" and self._held[name] is not parameter:
+                    state[_REST] = rest.to(torch.int16)
         self._share_state()  # loading gave the parts new dictionaries
 
     def _progress(self) -> list[tuple[str, ...]]:

@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from ditkit_core.activation_checkpoint import Engine as BlockEngine
+from ditkit_core.diagnosis import described, first_not_finite
+from ditkit_core.errors import UserError
 from ditkit_core.flow_matching import (
     FlowConfig,
     draw_noise,
@@ -18,10 +21,12 @@ from ditkit_core.flow_matching import (
     velocity_target,
 )
 from ditkit_core.fused_backward import Updates
+from ditkit_core.memory import is_out_of_memory
 from ditkit_core.model import Engine, ModelSpec
 from ditkit_core.optim import NamedOptimizer
 from ditkit_core.precision import autocast_disabled
 from ditkit_core.randomness import seed_of
+from ditkit_core.sentinels import Watch, with_passage
 
 
 @runtime_checkable
@@ -81,8 +86,13 @@ class NonFiniteLoss(Exception):
 
     def __init__(self, evidence: dict[str, Any]):
         message = f"the loss or gradient of step {evidence['step']} is not finite"
+        if where := evidence.get("where"):
+            message += f" ({described(where)}; samples {', '.join(where['ids'])})"
+        elif reason := evidence.get("where_not_found"):
+            message += f" (where it came from was not found: {reason})"
         if updated := evidence.get("num_parameters_updated_before"):
-            message += f" and {updated} parameters were updated before it was found, so that only the last save counts"
+            message += f" and {updated} parameters were updated before it was found"
+            message += ", and before its origin was looked for, so that only the last save counts"
         super().__init__(message)
         self.evidence = evidence
 
@@ -100,6 +110,7 @@ def training_step(
     flow: FlowConfig,
     clip_norm: float,
     pipelined: bool = False,
+    watch: Watch | None = None,
 ) -> StepResult:
     """Update the trained parameters once.
 
@@ -116,21 +127,47 @@ def training_step(
         flow: Noise levels and weights.
         clip_norm: Longest gradient that is applied as it is; 0 applies any.
         pipelined: Run the forwards of all micro-batches, then one backward.
+        watch: Looks at activations and gradients of this step, and has its reading afterwards.
 
     Raises:
         NonFiniteLoss: If a loss or gradient is not finite; nothing is updated, unless the optimizer updates in the backward.
     """
     optimizer.zero_grad()
-    accumulate = partial(accumulate_gradients, model, run, spec, micro_batches, step=step, seed=seed, flow=flow)
-    if optimizer.fused_backward:
-        assert len(micro_batches) == 1 and not clip_norm, "refused with the remedies before anything was loaded"
-        return _fused_step(accumulate, optimizer, step=step, lr=lr)
-    losses = accumulate(pipelined=pipelined)
+    optimizer.begin(seed, step)
+    watched = run if watch is None else with_passage(run, watch)
+    accumulate = partial(accumulate_gradients, model, watched, spec, micro_batches, step=step, seed=seed, flow=flow)
+    try:
+        if optimizer.fused_backward:
+            assert len(micro_batches) == 1 and not clip_norm, "refused with the remedies before anything was loaded"
+            return _fused_step(accumulate, optimizer, step=step, lr=lr, watch=watch)
+        num_samples = sum(len(batch.ids) for batch in micro_batches if batch.counted != 0)
+        losses = accumulate(pipelined=pipelined)
+        return _finish_step(losses, optimizer, num_samples, step=step, lr=lr, clip_norm=clip_norm, watch=watch)
+    except NonFiniteLoss as error:
+        evidence = error.evidence
+    # the step's graph, which the error held, is freed by now
+    try:
+        evidence["where"] = _first_not_finite(
+            model, run, spec, micro_batches, evidence, step=step, seed=seed, flow=flow
+        )
+    except (RuntimeError, MemoryError, UserError) as error:
+        # no room for a second look, or nothing that can be looked into; the failure itself is what has to be said
+        if not (is_out_of_memory(error) or isinstance(error, (NotImplementedError, UserError))):
+            raise
+        evidence |= {"where": None, "where_not_found": str(error).partition("\n")[0] or type(error).__name__}
+    raise NonFiniteLoss(evidence)
+
+
+def _finish_step(
+    losses: Losses, optimizer: NamedOptimizer, num_samples: int, *, step: int, lr: float, clip_norm: float, watch: Watch | None
+) -> StepResult:  # fmt: skip
+    """Look at the gradients that were added up, and apply them."""
     gradients = optimizer.gradients()
+    if watch is not None:
+        for name, gradient in gradients.items():
+            watch.gradient(name, gradient)
     norm = total_norm(list(gradients.values()))
-    # one transfer from the accelerator a step: reading every micro-batch's loss at once would wait for each
-    num_samples = sum(len(batch.ids) for batch in micro_batches if batch.counted != 0)
-    result = StepResult(float(torch.cat(losses.weighted).double().sum() / num_samples), float(norm))
+    result = StepResult(*_to_host(torch.cat(losses.weighted).double().sum() / num_samples, norm, watch))
     if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
         broken = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
         evidence = _evidence(step, losses, broken, result)
@@ -140,7 +177,20 @@ def training_step(
     return result
 
 
-def _fused_step(accumulate: Callable[..., Losses], optimizer: NamedOptimizer, *, step: int, lr: float) -> StepResult:
+def _to_host(loss: Tensor, norm: Tensor, watch: Watch | None) -> tuple[float, float]:
+    """Loss, norm and what was watched, in the one transfer from the accelerator that a step has: each would wait for all work before it."""
+    pieces = [norm.reshape(1), *(watch.packed() if watch is not None else ())]
+    total, *others = torch.cat(
+        [loss.reshape(1), *(piece.double().to(loss.device, non_blocking=True) for piece in pieces)]
+    ).cpu().tolist()  # fmt: skip
+    if watch is not None:
+        watch.read(others[1:])
+    return total, others[0]
+
+
+def _fused_step(
+    accumulate: Callable[..., Losses], optimizer: NamedOptimizer, *, step: int, lr: float, watch: Watch | None = None
+) -> StepResult:
     """The same of one micro-batch, each parameter updated in the backward as soon as its gradient is there."""
     loss = math.nan
 
@@ -150,11 +200,13 @@ def _fused_step(accumulate: Callable[..., Losses], optimizer: NamedOptimizer, *,
         if not math.isfinite(loss):  # before the backward, which would update
             raise NonFiniteLoss(_evidence(step, losses, [], StepResult(loss, math.nan)))
 
-    with Updates(optimizer, lr) as updates:
+    with Updates(optimizer, lr, watch=None if watch is None else watch.gradient) as updates:
         losses = accumulate(before_backward=check)
-    result = StepResult(loss, float(joined_norm(updates.norms())))
+    norm = joined_norm(updates.norms())
+    result = StepResult(loss, _to_host(norm.new_zeros((), dtype=torch.float64), norm, watch)[1])
     if not math.isfinite(result.grad_norm):
-        updated = {"num_parameters_updated_before": len(updates.updated)}
+        before = len(updates.updated)
+        updated = {"num_parameters_updated_before": before, "weights_were_updated": before > 0}
         raise NonFiniteLoss({**_evidence(step, losses, updates.broken(), result), **updated})
     return result
 
@@ -294,6 +346,39 @@ def _sent(
             targets=[target.to(last, non_blocking=True) for target in targets],
             weights=torch.stack(weights).to(last, non_blocking=True),
         )
+
+
+def _first_not_finite(
+    model: Any, run: Engine, spec: ModelSpec, micro_batches: Sequence[MicroBatch], evidence: Mapping[str, Any], *, step: int,
+    seed: int, flow: FlowConfig,
+) -> dict[str, Any] | None:  # fmt: skip
+    """Run the micro-batches that failed once more and look at each number; all of them if it was a gradient.
+
+    Returns:
+        What `first_not_finite` found, with the micro-batch and the ids of its samples, or of those whose loss is not finite. None if
+        nothing was found: a norm of finite gradients was too large, or the machine does not compute the same twice.
+    """
+    if isinstance(run, BlockEngine) and run.backend == "flex":
+        run = replace(run, backend="sdpa")  # not compiled, flex would hold every score
+    failed = [sample for sample in evidence["samples"] if not isinstance(sample["loss"], float)]
+    suspects = {sample["micro_batch"] for sample in failed} or set(range(len(micro_batches)))
+    for micro, batch in enumerate(_sent(model, spec, micro_batches, step=step, seed=seed, flow=flow)):
+        if micro not in suspects:
+            continue
+
+        def loss_of(micro: int = micro, batch: _Sent = batch) -> Tensor:
+            torch.manual_seed(seed_of(seed, "dropout", step, micro))
+            errors = velocity_errors(
+                model, run, spec.make_inputs, batch.items, batch.levels, batch.noise, flow.guidance, batch.targets
+            )
+            return (errors * batch.weights).sum()
+
+        with autocast_disabled(batch.weights.device.type):
+            found = first_not_finite(model, loss_of)
+        if found is not None:
+            ids = [sample["id"] for sample in failed if sample["micro_batch"] == micro]
+            return {**found, "micro_batch": micro, "ids": ids or list(micro_batches[micro].ids)}
+    return None
 
 
 def _evidence(step: int, losses: Losses, broken: Sequence[str], result: StepResult) -> dict[str, Any]:

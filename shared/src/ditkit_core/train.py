@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
+from ditkit_core.attention import AttentionCalls, counted_calls
 from ditkit_core.block_swap import BlockSwap
 from ditkit_core.checkpoint import SaveConfig, latest, load_state, save_state
 from ditkit_core.ema import EMAConfig
@@ -24,6 +25,8 @@ from ditkit_core.memory import peak_memory_bytes, restart_peak
 from ditkit_core.metrics import LogConfig, MetricsLog, Progress, SilentProgress
 from ditkit_core.model import Engine, ModelSpec
 from ditkit_core.optim import OptimConfig, learning_rate
+from ditkit_core.policy_schedule import parse_schedule
+from ditkit_core.sentinels import Watch, resumed
 from ditkit_core.settings import setting
 from ditkit_core.step import MicroBatch, NonFiniteLoss, StepResult, training_step
 from ditkit_core.trained import Trained
@@ -67,12 +70,21 @@ class TrainConfig:
     accumulation of at least 2, and the memory of all micro-batches."""
     threads: int = setting(0, resume="stated")
     """CPU threads of torch; 0 leaves that to torch. On a CPU, sums depend on it in their last bits."""
-    checkpointing: Literal["none", "full", "attn_only"] = setting("none", resume="free")
-    """Activation checkpointing: what is recomputed in backward instead of kept. Changes no number."""
+    checkpointing: str = setting("none", resume="free")
+    """Activation checkpointing: what is recomputed in backward instead of kept. One policy for all blocks, or by blocks or devices:
+    `full, 0-9=none`. Changes no number."""
     attention: str = setting("sdpa", resume="stated")
     """Attention backend."""
+    compile: bool | str = setting(False, resume="stated")
+    """Compile the blocks with torch.compile: faster steps after a first one of minutes. A string names a backend of its own in place of
+    `inductor`. Changes numbers in their last bits, and with inductor what dropout draws, then under each train.checkpointing in another way."""
+    sentinels: int = setting(50, resume="free")
+    """Optimizer steps between two looks at the activations and gradients of a step, the first step included, for metrics.jsonl: the
+    largest activation of each block and how far it drifted, values that are not finite, gradients that underflow. 0 looks at none."""
 
     def __post_init__(self) -> None:
+        if self.sentinels < 0:
+            raise UserError(f"train.sentinels = {self.sentinels} must be steps between two looks, or 0 for none")
         if min(self.steps, self.clip_norm, self.threads) < 0 or min(self.batch_size, self.accumulation) < 1:
             raise UserError(
                 "train.batch_size and accumulation must be at least 1, steps, clip_norm and threads at least 0"
@@ -89,6 +101,7 @@ class TrainConfig:
             raise UserError(
                 f"train.threads = {self.threads}: torch would start as many; give the number of cores, or 0"
             )
+        parse_schedule(self.checkpointing)
         if not all(0 <= reserve < math.inf for reserve in self.reserve):
             raise UserError(f"train.reserve = {list(self.reserve)} must be GiB of at least 0")
         if not 0 <= self.caption_dropout <= 1:
@@ -165,6 +178,7 @@ def train(
     on_preview: Callable[[int], None] = lambda step: None,
     preview_steps: int = 0,
     swap: BlockSwap | None = None,
+    matmul: torch.dtype = torch.float32,
     progress: Progress | None = None,
     warn: Callable[[str], None] = _LOGGER.warning,
 ) -> TrainResult:
@@ -185,8 +199,9 @@ def train(
             those to look at. It may take no random number that training takes.
         preview_steps: Optimizer steps between two previews; 0 for none.
         swap: What streams weights of the model, as the engine has it.
+        matmul: What the blocks multiply in: activations near its largest number are warned of.
         progress: Display to advance by steps.
-        warn: Called with one line for a save that is passed over.
+        warn: Called with one line for a save that is passed over, and where activations drift.
 
     Returns:
         How the run stands. SIGINT and SIGTERM end it after the current step, with a save.
@@ -200,10 +215,13 @@ def train(
     trained = Trained(model, trainable, optim, ema, swap)
     path = latest(folder / "state", warn)
     start, before, measured = 0, None, None
+    seen: Mapping[str, float] = {}
     if path is not None:
         state = load_state(path)
         trained.restore(state, path)
         start, before, measured = state.step, state.values["held_out_before"], state.values["held_out_last"]
+        seen = state.values.get("sentinels", {})
+    drift = resumed(torch.finfo(matmul).max, warn, seen)
     devices = {parameter.device for parameter in model.parameters()}
     restart_peak(devices)
     model.train()
@@ -226,7 +244,7 @@ def train(
             return measured
 
         def save_all(step: int, loss: float | None) -> Path:
-            values = {"held_out_before": before, "held_out_last": measured}
+            values = {"held_out_before": before, "held_out_last": measured, "sentinels": drift.first}
             written = save_state(folder / "state", trained.state(step, loss, values), save)
             with trained.used():
                 on_save(step)
@@ -246,15 +264,21 @@ def train(
             first = step * config.accumulation
             batches = [batch for micro in range(config.accumulation) for batch in data.micro_batches(first + micro)]
             lr = learning_rate(step, optim, config.steps)
+            looks = config.sentinels and (step == 0 or (step + 1) % config.sentinels == 0)
+            watch = Watch() if looks else None
             try:
-                result = training_step(
-                    model, run, spec, batches, trained.optimizer,
-                    step=step, lr=lr, seed=config.seed, flow=flow, clip_norm=config.clip_norm, pipelined=config.pipelined,
-                )  # fmt: skip
+                with counted_calls(AttentionCalls() if step == start else None):
+                    result = training_step(
+                        model, run, spec, batches, trained.optimizer,
+                        step=step, lr=lr, seed=config.seed, flow=flow, clip_norm=config.clip_norm, pipelined=config.pipelined,
+                        watch=watch,
+                    )  # fmt: skip
             except NonFiniteLoss as error:
                 raise _failure(error, folder, lr, path) from error
             trained.optimizer.zero_grad()  # measuring, saving and sampling need the memory, not the gradients
             done = step + 1
+            if watch is not None and watch.reading is not None:
+                metrics.write(done, drift.take(done, watch.reading))
             trained.average.update(done)
             tokens = sum(spec.num_tokens(item) for batch in batches for item in batch.items)
             numbers = _numbers(result, lr, time.perf_counter() - began, tokens, devices)

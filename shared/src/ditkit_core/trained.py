@@ -12,6 +12,7 @@ from ditkit_core.checkpoint import State
 from ditkit_core.ema import EMA, EMAConfig, copy_values
 from ditkit_core.errors import UserError
 from ditkit_core.optim import NamedOptimizer, OptimConfig
+from ditkit_core.precision import precision_of
 
 
 class Trained:
@@ -41,7 +42,9 @@ class Trained:
         self.parameters = dict(parameters)
         self.values = {name: swap.host_of(p) if swap else p for name, p in self.parameters.items()}
         self._swap = swap
-        self.optimizer = NamedOptimizer(parameters, optim, matrices=_block_matrices(model, parameters))
+        accumulation = precision_of(model.embed).accumulation
+        matrices = _block_matrices(model, parameters)
+        self.optimizer = NamedOptimizer(parameters, optim, matrices=matrices, accumulation=accumulation)
         if self.optimizer.averages and ema.decay:
             raise UserError(f"optim.name = {optim.name} averages weights itself; set ema.decay = 0")
         self._ema_config = ema
