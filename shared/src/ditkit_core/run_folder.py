@@ -79,6 +79,11 @@ class RunFolder:
         return self.path / "prior"
 
     @property
+    def audit(self) -> Path:
+        """Folder of what an audit of precision found."""
+        return self.path / "audit"
+
+    @property
     def data_file(self) -> Path:
         """What the run trains on: the cache keys of its samples."""
         return self.path / "data.json"
@@ -112,8 +117,8 @@ class RunFolder:
             self.config_file.unlink()
 
     def _others(self) -> list[str]:
-        """What is here beside what there is without a run: the demo's inputs, samples of a file, pictures of a class."""
-        without = {self.inputs.name, self.samples.name, self.prior.name}
+        """What is here beside what there is without a run: the demo's inputs, samples of a file, pictures of a class, an audit."""
+        without = {self.inputs.name, self.samples.name, self.prior.name, self.audit.name}
         names = sorted(entry.name for entry in self.path.iterdir())
         return [name for name in names if not name.startswith(".") and name not in without]
 

@@ -1,0 +1,45 @@
+"""A precision audit of FLUX.2, on the tiny model and as the demo's command."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+from ditkit_core.audit_findings import from_json
+from ditkit_core.testing.conformance_audit import AuditChecks
+from ditkit_core.testing.demo import Demo
+from ditkit_flux2.presets import Flux2Arch
+from ditkit_flux2.spec import FLUX2
+
+
+class TestFlux2(AuditChecks):
+    spec = FLUX2
+    arch = Flux2Arch(
+        dim=32, heads=2, double_layers=1, single_layers=2, text_dim=12, text_tokens=5, guidance=True, in_channels=6,
+        out_channels=6, freq_dim=16, axes=(4, 4, 4, 4),
+    )  # fmt: skip
+
+    def items(self, count, ragged=False):
+        random = torch.Generator().manual_seed(0)
+        grids = ([(2, 3), (2, 2)], [(2, 5), (3, 3)])
+        return [
+            {
+                name: torch.randn(6, 1, *grid, generator=random)
+                for name, grid in zip(("latents", "reference.0"), grids[i % 2 if ragged else 0], strict=True)
+            }
+            | {"text": torch.randn(5, 12, generator=random)}
+            for i in range(count)
+        ]
+
+
+@pytest.mark.slow
+def test_the_demo_is_audited(tmp_path, capsys):
+    demo = Demo.write(FLUX2, tmp_path / "inputs")
+    assert demo.train(tmp_path / "run", "--audit-precision") == 0
+    assert "what matters most: timestep, which this run has in fp64" in capsys.readouterr().out
+    audit = tmp_path / "run" / "audit"
+    found = from_json(json.loads((audit / "precision.json").read_text()))
+    assert found.own.overall.gradient < 1e-5 < found.places[-1].alone.overall.gradient
+    with Image.open(audit / "precision.png") as picture:
+        assert picture.width > picture.height > 400

@@ -1,0 +1,110 @@
+"""What a precision audit found, as plain values that go to JSON and back."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """How far a computation is from the same one in fp64, relative to that."""
+
+    velocity: float
+    """Root mean square of the prediction's difference, by that of the prediction."""
+    loss: float
+    """Of the mean squared error."""
+    gradient: float
+    """Norm of the difference of all trained parameters' gradients, by the norm of the gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """The errors of one choice of dtypes."""
+
+    overall: Errors
+    """Over all noise levels: squares are added up before the ratio is made."""
+    bins: tuple[Errors, ...]
+    """For each range of noise levels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a place in another dtype costs, everything else as the run has it."""
+
+    dtype: str
+    """What it was tried in."""
+    time_ratio: float
+    """Seconds of forward and backward, by those of the run as it is; below 1 is faster."""
+    num_bytes: int
+    """Highest memory of the fullest device, less that of the run as it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceFindings:
+    """One place of `Precision`."""
+
+    place: str
+    dtype: str
+    """What the run has it in."""
+    alone: Case
+    """Lowered, with all others in fp64."""
+    all_but: Case
+    """In fp64, with all others lowered."""
+    cost: Cost | None
+    """None where one batch does not show it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """Everything that an audit found."""
+
+    lowered: str
+    """The dtype that places were lowered to."""
+    edges: tuple[float, ...]
+    """Bounds of the ranges of noise levels."""
+    samples: tuple[str, ...]
+    own: Case
+    """The run as it is configured."""
+    all_lowered: Case
+    places: tuple[PlaceFindings, ...]
+    """By the error of the gradient when lowered alone, the largest first."""
+    seconds: float
+    """Median of the run's own forward and backward."""
+    peak_bytes: int
+    """Highest memory of the fullest device in it, weights included."""
+    not_measured: Mapping[str, str]
+    """Places that do nothing in one batch, and why."""
+    notes: tuple[str, ...] = ()
+    """What was measured on, line by line."""
+
+    @property
+    def bin_names(self) -> list[str]:
+        """`0.05-0.25`, …"""
+        return [f"{low:g}-{high:g}" for low, high in zip(self.edges, self.edges[1:], strict=False)]
+
+
+def to_json(findings: Findings) -> dict[str, Any]:
+    """The findings as plain values."""
+    return {**asdict(findings), "not_measured": dict(findings.not_measured)}
+
+
+def from_json(values: Mapping[str, Any]) -> Findings:
+    """Findings that were written as JSON."""
+    given = dict(values)
+    for name in ("own", "all_lowered"):
+        given[name] = _case(given[name])
+    for name in ("edges", "samples", "notes"):
+        given[name] = tuple(given[name])
+    given["places"] = tuple(_place(each) for each in given["places"])
+    return Findings(**given)
+
+
+def _place(values: Mapping[str, Any]) -> PlaceFindings:
+    cost = values["cost"]
+    cases = {name: _case(values[name]) for name in ("alone", "all_but")}
+    return PlaceFindings(**{**values, **cases, "cost": None if cost is None else Cost(**cost)})
+
+
+def _case(values: Mapping[str, Any]) -> Case:
+    bins: Sequence[Mapping[str, float]] = values["bins"]
+    return Case(overall=Errors(**values["overall"]), bins=tuple(Errors(**each) for each in bins))

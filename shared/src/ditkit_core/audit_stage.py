@@ -1,0 +1,108 @@
+"""`train --audit-precision`: which operation's precision matters in this run, in numbers."""
+
+import json
+import sys
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+
+from ditkit_core.audit import Subject, audit, estimated_seconds, num_passes, with_adapters_at_work
+from ditkit_core.audit_findings import Findings, to_json
+from ditkit_core.audit_report import show, write
+from ditkit_core.checkpoint import latest
+from ditkit_core.config import RunConfig
+from ditkit_core.console import progress, say, warn
+from ditkit_core.data import split_held_out
+from ditkit_core.errors import UserError
+from ditkit_core.memory import is_out_of_memory
+from ditkit_core.model import ModelSpec
+from ditkit_core.options import TrainOptions
+from ditkit_core.plan_stage import divided_for_training
+from ditkit_core.prepare import Prepared, check_item
+from ditkit_core.run import Run
+from ditkit_core.run_folder import RunFolder
+from ditkit_core.stages import start_from, take_trained, training_data
+
+SAMPLES = 2
+"""Samples of the run's first micro-batch that are audited, each at a noise level of every range."""
+
+_LONG_SECONDS = 300
+"""An audit that may take longer says so first."""
+
+
+def audit_precision(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
+    """Audit a run and write what was found into its folder.
+
+    Raises:
+        UserError: If the run could not start as it is configured, or memory does not suffice.
+    """
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        folder = RunFolder(Path(config.run.folder))
+        findings = _find(Run(spec, config), folder, options)
+        files = write(findings, folder.audit)
+        show(findings)
+        for file in files:
+            say(f"written:  {file}")
+    if options.json:
+        print(json.dumps(to_json(findings), indent=1), flush=True)
+
+
+def _find(run: Run, folder: RunFolder, options: TrainOptions) -> Findings:
+    run.check()
+    run.check_training()
+    if options.demo:
+        run.spec.write_demo(folder.inputs)
+    assert run.dataset.samples  # what is wrong with the data is said before weights are fetched
+    unloaded = run.build()
+    divided = divided_for_training(run, unloaded.model, unloaded.arch, unloaded.adapter)
+    run.check_parts()
+    encoded, _ = run.encode()
+    check_item(run.spec, unloaded.model, encoded[0].outline())
+    prepared = run.load(unloaded, divided.placement)
+    weights = _weights(prepared, folder, options.init_from)
+    kept, _ = split_held_out([sample.id for sample in encoded], run.config.held_out.clips)
+    by_id = {sample.id: sample for sample in encoded}
+    batch = training_data(run, [by_id[id] for id in kept], []).micro_batches(0)[0]
+    # places are eager code's: a compiler keeps a chain of operations wider than it is written
+    engine = replace(run.engine(prepared, divided.schedule), compile=False)
+    subject = Subject(
+        model=prepared.model, spec=run.spec, precision=run.precision, run=engine,
+        ids=batch.ids[:SAMPLES], items=batch.items[:SAMPLES], guidance=run.config.flow.guidance,
+        seed=run.config.train.seed,
+    )  # fmt: skip
+    try:
+        return _audit(subject, weights, prepared, run.config.train.seed)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(
+            "memory ran out in the audit, which computes in fp64 what the run does in less; for the audit alone, take smaller samples: "
+            "--data.frames, --data.height and --data.width, --train.batch_size 1, or stream more blocks with --train.swap_blocks"
+        ) from error
+
+
+def _weights(prepared: Prepared, folder: RunFolder, init_from: str) -> str:
+    """Give the model the weights of the run's latest save, if there is one; says which they are."""
+    if latest(folder.state, warn) is not None:
+        return f"the run's save of step {take_trained(prepared, folder)}"
+    start_from(init_from, prepared, folder)
+    return "the run's first weights: nothing was saved yet"
+
+
+def _audit(subject: Subject, weights: str, prepared: Prepared, seed: int) -> Findings:
+    with with_adapters_at_work(prepared.model, seed) as changed:
+        if changed:
+            weights += "; B of the adapters, which is zero, is drawn small so that gradients reach A"
+        tokens = sum(map(subject.spec.num_tokens, subject.items))
+        notes = (
+            f"weights: {weights}",
+            f"samples: {', '.join(subject.ids)}: {tokens} tokens, each sample at a noise level in every range of σ",
+        )
+        seconds = estimated_seconds(subject)
+        if seconds > _LONG_SECONDS:
+            say(
+                f"about {seconds / 3600:.1f} h at most: {num_passes()} forwards and backwards of {tokens} tokens, most of them in fp64, by "
+                "this device's own rate in fp64; smaller samples (--data.frames, --data.height, --data.width) take less"
+            )
+        with progress("audit", num_passes()) as bar:
+            return audit(subject, advance=bar.advance, notes=notes)

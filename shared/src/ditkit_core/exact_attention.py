@@ -1,0 +1,80 @@
+"""Attention in plain products over a few queries at a time: any dtype on any device, and no more memory than a part of the scores.
+
+A GPU's fast kernels take no fp64, and torch's own for it holds every score at once, the square of the tokens. Here scores are made for
+some queries, used and dropped; the backward makes them again. It is slow, and there to compare others with.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+SCORES_AT_ONCE = 2**26
+"""Scores that are held at once: half a GiB of fp64 each for them, their exponentials and their gradients."""
+
+
+def exact_attention(
+    q: Float[Tensor, "batch queries heads head_dim"],
+    k: Float[Tensor, "batch keys heads head_dim"],
+    v: Float[Tensor, "batch keys heads head_dim"],
+    key_mask: Bool[Tensor, "batch keys"] | None,
+    dropout: float,
+) -> Float[Tensor, "batch queries heads head_dim"]:
+    """softmax(q kᵀ / √head_dim) v, in the dtype of q.
+
+    Args:
+        q, k, v: Of one dtype.
+        key_mask: True where a key may be seen; None when all may.
+        dropout: 0; there is none.
+    """
+    out: Tensor = _Exact.apply(q, k, v, key_mask)
+    return out
+
+
+class _Exact(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        ctx.save_for_backward(q, k, v, key_mask)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        keys, values = k.transpose(1, 2), v.transpose(1, 2)
+        for span in _spans(q, k):
+            part = _weights(q[:, span], keys, key_mask) @ values
+            out[:, span] = part.transpose(1, 2)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, key_mask = ctx.saved_tensors
+        keys, values = k.transpose(1, 2), v.transpose(1, 2)
+        d_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+        d_k, d_v = torch.zeros_like(keys), torch.zeros_like(values)
+        for span in _spans(q, k):
+            weights, d_out = _weights(q[:, span], keys, key_mask), gradient[:, span].transpose(1, 2)
+            d_v += weights.transpose(-2, -1) @ d_out
+            d_weights = d_out @ values.transpose(-2, -1)
+            inner = (d_weights * weights).sum(-1, keepdim=True)
+            d_scores = (d_weights - inner).mul_(weights).mul_(_scale(q))
+            d_q[:, span] = (d_scores @ keys).transpose(1, 2)
+            d_k += d_scores.transpose(-2, -1) @ q[:, span].transpose(1, 2)
+        return d_q, d_k.transpose(1, 2), d_v.transpose(1, 2), None
+
+
+def _weights(q: Tensor, keys: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Attention weights [batch, heads, queries, keys] of some queries."""
+    scores = q.transpose(1, 2) @ keys.transpose(-2, -1) * _scale(q)
+    if key_mask is not None:
+        scores = scores.masked_fill(~key_mask[:, None, None, :], -float("inf"))
+    return scores.softmax(-1)
+
+
+def _scale(q: Tensor) -> float:
+    return float(q.shape[-1] ** -0.5)
+
+
+def _spans(q: Tensor, k: Tensor) -> Iterator[slice]:
+    batch, num_queries, heads, _ = q.shape
+    at_once = max(1, SCORES_AT_ONCE // (batch * heads * k.shape[1]))
+    for start in range(0, num_queries, at_once):
+        yield slice(start, start + at_once)

@@ -1,0 +1,138 @@
+"""Checks for every model that a precision audit is exact where nothing is lowered, finds the timestep, and sees no lever."""
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from ditkit_core import audit as audit_module
+from ditkit_core.activation_checkpoint import Engine
+from ditkit_core.adapters import AdapterConfig
+from ditkit_core.audit import ACTING, Subject, audit
+from ditkit_core.audit_findings import Errors, Findings
+from ditkit_core.model import ModelSpec
+from ditkit_core.precision import Precision, precision_of
+from ditkit_core.testing.conformance_quantized import make_quantized
+from ditkit_core.testing.conformance_split import layouts
+from ditkit_core.testing.conformance_swap import stream
+from ditkit_core.testing.pretend_devices import PretendDevices, divide
+from ditkit_core.testing.world import Items, make_model, outcome
+
+_LORA = AdapterConfig(rank=4, dropout=0.2)
+
+
+def subject_of(spec: ModelSpec, model: Any, items: Items, run: Engine | None = None) -> Subject:
+    """A model with the precision that it has, and items under the names 0, 1, …"""
+    return Subject(
+        model=model, spec=spec, precision=precision_of(model), run=run or Engine(), ids=[str(i) for i in range(len(items))],
+        items=items, guidance=1.0, seed=7,
+    )  # fmt: skip
+
+
+def found(subject: Subject) -> Findings:
+    """An audit's findings."""
+    return audit(subject, advance=lambda: None)
+
+
+def errors(findings: Findings) -> dict[str, list[Errors]]:
+    """Every number that does not depend on the machine's speed or memory."""
+    cases = {"own": findings.own, "all lowered": findings.all_lowered}
+    for each in findings.places:
+        cases |= {f"alone {each.place}": each.alone, f"all but {each.place}": each.all_but}
+    return {name: [case.overall, *case.bins] for name, case in cases.items()}
+
+
+class AuditChecks:
+    """Inherit, set `spec` and `arch`, define `items`."""
+
+    spec: ClassVar[ModelSpec]
+    arch: ClassVar[Any]
+    places_without: ClassVar[tuple[str, ...]] = ()
+    """Places that this family has no operation for."""
+
+    def items(self, count: int, ragged: bool = False) -> Items:
+        """As `Conformance` has it."""
+        raise NotImplementedError
+
+    @pytest.fixture(autouse=True)
+    def _shortened(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(audit_module, "ROUNDS", 1)
+        monkeypatch.setattr(audit_module, "EDGES", (0.05, 0.5, 0.95))
+
+    @pytest.fixture
+    def few_places(self, _shortened: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where it is not the places that matter."""
+        monkeypatch.setattr(audit_module, "ACTING", ("matmul", "modulation"))
+        monkeypatch.setattr(audit_module, "EDGES", (0.3, 0.7))
+
+    @pytest.mark.usefixtures("few_places")
+    def test_what_is_not_lowered_has_no_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Everything lowered to fp64 is the truth, to the bit."""
+        monkeypatch.setattr(Subject, "lowered", torch.float64)
+        findings = found(subject_of(self.spec, make_model(self.spec, self.arch, adapter=_LORA), self.items(2)))
+        assert 0 < findings.own.overall.gradient < 1e-4
+        all_errors = errors(findings)
+        del all_errors["own"]
+        assert {value for each in all_errors.values() for value in each} == {
+            Errors(velocity=0.0, loss=0.0, gradient=0.0)
+        }
+
+    def test_every_place_shows_and_the_timestep_most(self) -> None:
+        """In bf16; what the family has no operation for makes no error at all."""
+        findings = found(subject_of(self.spec, make_model(self.spec, self.arch, adapter=_LORA), self.items(2)))
+        assert findings.places[0].place == "timestep"
+        gradients = {each.place: each.alone.overall.gradient for each in findings.places}
+        assert {place for place, error in gradients.items() if not error} == set(self.places_without)
+        assert set(gradients) == set(ACTING)
+        all_but = {each.place: each.all_but.overall.gradient for each in findings.places}
+        assert min(all_but, key=lambda place: all_but[place]) == "timestep"
+        costs = {each.place: each.cost for each in findings.places}
+        assert costs.pop("matmul") is None
+        assert all(cost is not None and cost.time_ratio > 0 for cost in costs.values())
+        assert findings.seconds > 0 and findings.peak_bytes > 0
+
+    @pytest.mark.usefixtures("few_places")
+    @pytest.mark.parametrize("quantize", ["none", "nf4"])
+    def test_division_and_streaming_change_no_number(self, quantize: str) -> None:
+        """Over a base in bf16 or in 4 bits, samples of several sizes in the batch."""
+
+        def model() -> Any:
+            if quantize == "none":
+                return make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=_LORA)
+            return make_quantized(self.spec, self.arch, quantize, dtype=torch.bfloat16, adapter=_LORA)
+
+        items = self.items(2, ragged=True)
+        plain = errors(found(subject_of(self.spec, _frozen(model()), items)))
+        assert 0 < plain["own"][0].gradient < 0.2
+        divided = _frozen(model())
+        devices = layouts(len(divided.blocks()))["three"]
+        divide(divided, devices)
+        with PretendDevices():
+            swap = stream(divided, 1, devices[1:-1])
+            there = found(subject_of(self.spec, divided, items, Engine(policy="attn_only", passages=(swap,))))
+        assert errors(there) == plain
+
+    @pytest.mark.usefixtures("few_places")
+    @pytest.mark.parametrize("adapter", ["lora", "full"])
+    def test_the_model_is_as_before(self, adapter: str) -> None:
+        """A step after an audit is the step before it, to the bit; the audit again finds the same."""
+        items = self.items(2)
+        model = make_model(self.spec, self.arch, adapter=_LORA if adapter == "lora" else None)
+        before = outcome(self.spec, model, items, Engine())
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        subject = subject_of(self.spec, model, items)
+        first = errors(found(subject))
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, values[name]) and parameter.grad is gradients[name], name
+        assert model.training and precision_of(model) == Precision(matmul=torch.float32)
+        assert outcome(self.spec, model, items, Engine()).equals(before)
+        assert errors(found(replace(subject))) == first
+
+
+def _frozen(model: Any) -> Any:
+    """Nothing but the adapters is trained."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    return model
