@@ -1,0 +1,128 @@
+"""Several ranks for tests: a script started once in each of a few processes, that talk over gloo.
+
+    # my_ranks.py
+    if __name__ == "__main__":
+        as_rank(lambda: {"sum": ...})
+
+    # test_my_ranks.py
+    tables = run_ranks(Path(__file__).with_name("my_ranks.py"), folder=tmp_path)
+
+Starting costs seconds, most of them imports, so a script runs many cases and returns one table, and tests assert on its entries.
+"""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RanksFailed(AssertionError):
+    """Ranks that did not end well, with what each of them had to say."""
+
+
+def run_ranks(
+    script: Path, *arguments: str, folder: Path, num: int = 2, seconds: float = 280.0, grace: float = 5.0
+) -> list[Any]:
+    """Run a script that calls `as_rank` in `num` processes.
+
+    Args:
+        script: A Python file.
+        arguments: Its command line.
+        folder: Empty or new; where the ranks meet, and where they write.
+        num: How many.
+        seconds: How long they may take.
+        grace: Seconds that the others have to end by themselves once one has failed; they may be waiting for it.
+
+    Returns:
+        What the work of each rank returned.
+
+    Raises:
+        RanksFailed: If one fails or takes too long; none is left running.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(num):
+            environment = os.environ | {
+                "RANK": str(rank), "WORLD_SIZE": str(num), "RANKS_FOLDER": str(folder), "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+            }  # fmt: skip
+            with _log(folder, rank).open("wb") as log:
+                command = [sys.executable, str(script), *arguments]
+                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        late = _wait(processes, seconds, grace)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    codes = [process.returncode for process in processes]
+    if late or any(codes):
+        what = f"not done after {seconds:g} s" if late else f"ended with {codes}"
+        said = (f"rank {rank}: {_log(folder, rank).read_text(errors='replace')[-4000:]}" for rank in range(num))
+        raise RanksFailed("\n".join([f"{script.name}: {what}", *said]))
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(num)]
+
+
+def _wait(processes: Sequence["subprocess.Popen[bytes]"], seconds: float, grace: float) -> bool:
+    """Wait until all have ended, or one has failed and the others had their grace; whether time ran out."""
+    end = time.monotonic() + seconds
+    failed = False
+    while any(process.poll() is None for process in processes):
+        if time.monotonic() > end:
+            return not failed
+        if not failed and any(process.poll() for process in processes):
+            failed, end = True, min(end, time.monotonic() + grace)
+        time.sleep(0.02)
+    return False
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}.log"
+
+
+def run_ranks_once(script: Path, *arguments: str, base: Path) -> list[Any]:
+    """The same, once in a run of tests, whichever of its processes asks first.
+
+    Args:
+        base: pytest's folder for this run (`tmp_path_factory.getbasetemp()`); that of pytest-xdist's workers lies in the run's.
+    """
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / script.stem
+    folder.mkdir(exist_ok=True)
+    table = folder / "tables.json"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not table.exists():
+            try:
+                found: Any = run_ranks(script, *arguments, folder=folder / "ranks")
+            except RanksFailed as error:
+                found = str(error)
+            table.write_text(json.dumps(found))
+        tables: list[Any] | str = json.loads(table.read_text())
+    if isinstance(tables, str):
+        raise RanksFailed(tables)
+    return tables
+
+
+def as_rank(work: Callable[[], Any]) -> None:
+    """In a script: join the other ranks, do the work with one thread, and hand what it returns to `run_ranks`.
+
+    Args:
+        work: Returns what JSON can hold.
+    """
+    torch.set_num_threads(1)
+    rank, num, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(os.environ["RANKS_FOLDER"])
+    meeting = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num, timeout=timedelta(seconds=100))
+    (folder / f"rank_{rank}.json").write_text(json.dumps(work()))
+    dist.barrier()  # the others may still be reading from this one
+    dist.destroy_process_group()
