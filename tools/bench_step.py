@@ -3,6 +3,7 @@
     uv run tools/bench_step.py                                   # the grid that the project holds itself to, on this CPU
     uv run tools/bench_step.py --model flux2                     # the same for FLUX.2
     uv run tools/bench_step.py --tokens 1024 --dtype bf16 --repeats 15
+    uv run tools/bench_step.py --tokens 1024 --compile           # both compiled, too, each as its users would: block by block
 
 A step is forward, loss, backward of a LoRA (Wan: q, k, v, o; FLUX.2: those of both streams, and both layers of a single block); no
 optimizer, which is the same for both. Prints both medians, the ratio, both peaks, and the floor: the time our step spends inside matmuls
@@ -163,9 +164,11 @@ def share_adapters(
             theirs.get_submodule(f"{mirror}.{half}.default").weight.data = weight.data.clone()
 
 
-def steps(args: argparse.Namespace, pair: Pair) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """Our step and diffusers' step as closures that return the loss."""
-    engine = Engine(policy=args.checkpointing)
+def steps(
+    args: argparse.Namespace, pair: Pair, *, compile: bool = False
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """Our step, compiled or not, and diffusers' step as closures that return the loss."""
+    engine = Engine(policy=args.checkpointing, compile=compile)
     if args.checkpointing != "none":
         pair.theirs.enable_gradient_checkpointing()
 
@@ -223,6 +226,37 @@ def measure(args: argparse.Namespace, dtype_name: str) -> None:
         f"diffusers {live_peak(their_step) / 2**20:.0f} MiB; losses {losses[0]:.5f} / {losses[1]:.5f}",
         flush=True,
     )
+    if args.compile:
+        measure_compiled(args, pair, (our_step, their_step))
+
+
+def measure_compiled(args: argparse.Namespace, pair: Pair, eager: tuple[Callable[[], Tensor], ...]) -> None:
+    """Both compiled, beside both eager. diffusers' blocks stay compiled afterwards, so the eager steps are timed with the compiler told to
+    stand aside."""
+    our_compiled, their_compiled = steps(args, pair, compile=True)
+    pair.theirs.compile_repeated_blocks()
+
+    def aside(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            with torch.compiler.set_stance("force_eager"):
+                return step()
+
+        return run
+
+    every = (our_compiled, their_compiled, *map(aside, eager))
+    losses = [float(step()) for step in every]
+    for step in every[:2]:
+        step()  # a second look at sizes and gradients may compile again
+    times: tuple[list[float], ...] = tuple([] for _ in every)
+    for _ in range(args.repeats):
+        for step, taken in zip(every, times, strict=True):
+            taken.append(seconds(step))
+    ours, theirs, ours_eager, theirs_eager = (statistics.median(taken) for taken in times)
+    print(
+        f"  compiled: ours {ours * 1e3:.0f} ms, diffusers {theirs * 1e3:.0f} ms; ratios eager/eager {ours_eager / theirs_eager:.3f}, "
+        f"compiled/eager {ours / theirs_eager:.3f}, compiled/compiled {ours / theirs:.3f}; losses {losses[0]:.5f} / {losses[1]:.5f}",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -237,6 +271,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--checkpointing", default="full", choices=("none", "full"))
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--compile", action="store_true", help="time both compiled, too")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

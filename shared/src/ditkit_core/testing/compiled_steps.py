@@ -1,0 +1,113 @@
+"""Steps of compiled blocks for tests, which run them in processes of their own: the type checks of tests cannot be traced."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from ditkit_core.activation_checkpoint import Engine
+from ditkit_core.model import ModelSpec
+from ditkit_core.testing.world import Items
+
+_FORWARDS = ("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_safe_softmax")
+
+
+class Emptying:
+    """The passage that empties a block's frozen weights between their uses, as `swap_blocks` does it: the storage stays and its memory goes."""
+
+    def __init__(self) -> None:
+        self._there: list[tuple[Tensor, Tensor]] = []
+        self._gone: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self.refilled = 0
+
+    def enter(self, index: int, block: nn.Module) -> None:
+        """The weights are there, and those of the block before are not."""
+        self._empty()
+        frozen = (parameter for parameter in block.parameters() if not parameter.requires_grad)
+        self._there = self._gone.pop(index, []) or [(parameter, parameter.detach().clone()) for parameter in frozen]
+        self._fill(self._there)
+        self._index = index
+
+    def leave(self, index: int, block: nn.Module, carry: Any) -> None:
+        """Nothing: the next block empties it."""
+
+    def backward(self, index: int, block: nn.Module) -> None:
+        """As `enter`."""
+        self.enter(index, block)
+
+    def restore(self) -> None:
+        """All weights are there."""
+        self._empty()
+        for held in list(self._gone):
+            self._fill(self._gone.pop(held))
+
+    def _fill(self, weights: list[tuple[Tensor, Tensor]]) -> None:
+        for tensor, host in weights:
+            if not tensor.untyped_storage().nbytes():
+                with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
+                    tensor.untyped_storage().resize_(host.nbytes)
+                    tensor.copy_(host)
+                self.refilled += 1
+
+    def _empty(self) -> None:
+        if self._there:
+            self._gone[self._index], self._there = self._there, []
+            for tensor, _ in self._gone[self._index]:
+                with _unsafe_preserve_version_counter(tensor):
+                    tensor.untyped_storage().resize_(0)
+
+
+def numbers(spec: ModelSpec, model: Any, items: Items, run: Engine) -> list[Tensor]:
+    """Outputs, and gradients of inputs and parameters, from the same random state every time."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(11)
+    latents = [item["latents"].clone().requires_grad_() for item in items]
+    outputs = list(model(spec.make_inputs(latents, torch.linspace(0.3, 0.8, len(items)), items, 1.0), run=run))
+    sum((output.float().square().mean() for output in outputs), torch.zeros(())).backward()
+    gradients = [tensor.grad for tensor in (*latents, *model.parameters())]
+    return [*(output.detach() for output in outputs), *(gradient for gradient in gradients if gradient is not None)]
+
+
+def attention_forwards(work: Callable[[], object]) -> int:
+    """How often attention ran forwards in some work; by the profiler, because no dispatch mode sees into compiled code."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        work()
+    ran = Counter(event.name for event in profile.events())
+    return sum(ran[name] for name in _FORWARDS)
+
+
+def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest, relative to the largest value of its tensor."""
+    return max(
+        float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp_min(1e-12))
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def compare(
+    spec: ModelSpec, model: Any, items: Items, policies: Sequence[str], *, backend: str, attention: str = "sdpa"
+) -> dict[str, dict[str, Any]]:
+    """What compiled steps come to under each policy, the first of which the others are compared with.
+
+    Returns:
+        By policy: `equal` to the first, to the bit; the largest difference `from_eager`, relative; `forwards` of attention; `graphs`.
+    """
+    eager, first, found = numbers(spec, model, items, Engine(backend=attention)), None, {}
+    for policy in policies:
+        counters.clear()
+        run = Engine(policy=policy, compile=backend, backend=attention)
+        under = numbers(spec, model, items, run)
+        graphs = counters["stats"]["unique_graphs"]
+        first = first or under
+        found[policy] = {
+            "equal": all(map(torch.equal, under, first)),
+            "from_first": difference(under, first),
+            "from_eager": difference(under, eager),
+            "forwards": attention_forwards(lambda run=run: numbers(spec, model, items, run)),  # type: ignore[misc]
+            "graphs": graphs,
+        }
+    return found

@@ -1,0 +1,130 @@
+"""Steps of a compiled toy, printed as JSON: run in a process of its own, because the type checks of tests cannot be traced."""
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+
+from ditkit_core import activation_checkpoint, offload
+from ditkit_core.activation_checkpoint import Engine
+from ditkit_core.attention import AttentionCalls, counted_calls
+from ditkit_core.errors import UserError
+from ditkit_core.offload import HostMemory
+from ditkit_core.testing.compiled_steps import Emptying, attention_forwards, compare, numbers
+from ditkit_core.testing.conformance_quantized import make_quantized
+from ditkit_core.testing.toy import TOY, ToyArch, toy_items
+from ditkit_core.testing.world import ADAPTERS, make_model
+
+POLICIES = ("none", "full", "attn_only", "attn_only(self)", "ops(matmul)")
+
+
+def policies() -> Any:
+    """Every policy, with dropout in attention and block."""
+    return compare(TOY, make_model(TOY, ToyArch(depth=3, dropout=0.2)), toy_items(2), POLICIES, backend="aot_eager")
+
+
+def adapters() -> Any:
+    """The same with dropout in adapters, too, in bf16 and with samples of two sizes."""
+    model = make_model(TOY, ToyArch(depth=3, dropout=0.2), dtype=torch.bfloat16, adapter=ADAPTERS["lora with dropout"])
+    return compare(TOY, model, toy_items(2, ragged=True), POLICIES, backend="aot_eager")
+
+
+def levers() -> Any:
+    """Weights that come and go, what blocks keep on the host, a schedule of several policies, and sizes that change."""
+    model = make_model(TOY, ToyArch(depth=3))
+    for block in model.blocks():
+        block.qkv.requires_grad_(False)
+        block.mlp.requires_grad_(False)
+    items = toy_items(2)
+    expected = numbers(TOY, model, items, Engine(compile="aot_eager"))
+
+    def equal(run: Engine) -> bool:
+        return all(map(torch.equal, numbers(TOY, model, items, run), expected))
+
+    found: dict[str, Any] = {}
+    for policy in ("none", "full", "attn_only"):
+        passage = Emptying()
+        found[f"swap {policy}"] = equal(Engine(policy=policy, compile="aot_eager", passages=(passage,)))
+        found[f"refilled {policy}"] = passage.refilled
+        passage.restore()
+    mixed = Engine(policy="full, 1=none, 2=attn_only", compile="aot_eager")
+    found["schedule"] = equal(mixed)
+    found["schedule forwards"] = attention_forwards(lambda: numbers(TOY, model, items, mixed))
+    # pretend that the host is a device to move from
+    offload.can_offload = activation_checkpoint.can_offload = lambda device: device is not None  # type: ignore[attr-defined]
+    for policy in ("none", "full", "attn_only"):
+        host = HostMemory(smallest=0)
+        found[f"offload {policy}"] = equal(Engine(policy=f"{policy}+offload", compile="aot_eager", host=host))
+        found[f"moved {policy}"] = host.num_bytes
+    counters.clear()
+    for width in (6, 8, 10):
+        wider = [{**item, "latents": torch.randn(4, 2, 4, width)} for item in items]
+        numbers(TOY, model, wider, Engine(policy="full", compile="aot_eager"))
+    found["graphs of new sizes"] = counters["stats"]["unique_graphs"]
+    with torch.compiler.set_stance("force_eager"):
+        found["forwards of force_eager"] = attention_forwards(
+            lambda: numbers(TOY, model, items, Engine(policy="attn_only", compile="aot_eager"))
+        )
+    with torch.no_grad():
+        counters.clear()
+        inputs = TOY.make_inputs([item["latents"] for item in items], torch.tensor([0.3, 0.8]), items, 1.0)
+        model(inputs, run=Engine(compile="aot_eager"))
+        found["graphs without a backward"] = counters["stats"]["unique_graphs"]
+    try:
+        with counted_calls(AttentionCalls()):
+            numbers(TOY, model, items, Engine(policy="attn_only(slef)", compile="aot_eager"))
+    except UserError as error:
+        found["unknown region"] = str(error)
+    return found
+
+
+def quantized() -> Any:
+    """Of each kind of quantized base, under policies that compute blocks again."""
+    found = {}
+    for kind in ("int8", "fp8", "nf4"):
+        model = make_quantized(TOY, ToyArch(depth=2, dim=64), kind, dtype=torch.bfloat16, adapter=ADAPTERS["lora"])
+        found[kind] = compare(TOY, model, toy_items(2), ("full", "attn_only", "ops(matmul)"), backend="aot_eager")
+    return found
+
+
+def slopes(policy: str) -> tuple[float, float]:
+    """Of the loss along a random direction under dropout, in fp64: by its gradient, and by a difference."""
+    model = make_model(TOY, ToyArch(depth=1, dropout=0.2), dtype=torch.float64)
+    items = [{name: tensor.double() for name, tensor in item.items()} for item in toy_items(2)]
+    run = Engine(policy=policy, compile="inductor")
+    directions = [torch.randn_like(parameter) for parameter in model.parameters()]
+
+    def loss(shift: float) -> torch.Tensor:
+        with torch.no_grad():
+            for parameter, direction in zip(model.parameters(), directions, strict=True):
+                parameter.add_(shift * direction)
+        torch.manual_seed(11)
+        sigma = torch.tensor([0.3, 0.8], dtype=torch.float64)
+        outputs = model(TOY.make_inputs([item["latents"] for item in items], sigma, items, 1.0), run=run)
+        return sum((output.square().mean() for output in outputs), torch.zeros(()))
+
+    loss(0.0).backward()
+    pairs = zip(model.parameters(), directions, strict=True)
+    slope = sum(float((parameter.grad * along).sum()) for parameter, along in pairs if parameter.grad is not None)
+    after, before = float(loss(1e-6)), float(loss(-2e-6))
+    return slope, (after - before) / 2e-6
+
+
+def inductor() -> Any:
+    """The compiler that runs use."""
+    without = make_model(TOY, ToyArch(depth=2))
+    items = toy_items(2)
+    return {
+        "slopes": {policy: slopes(policy) for policy in ("full", "attn_only")},
+        "plain": compare(TOY, without, items, ("none", "full", "attn_only"), backend="inductor"),
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(
+        json.dumps({work.__name__: work for work in (policies, adapters, levers, quantized, inductor)}[sys.argv[1]]())
+    )

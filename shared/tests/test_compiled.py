@@ -1,0 +1,143 @@
+"""Compiled blocks: every policy is in force, numbers are those of compiled blocks that keep everything, and what cannot work is refused."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ditkit_core import compiled
+from ditkit_core.activation_checkpoint import Engine
+from ditkit_core.compiled import backend_of, check_compiled, check_compiler
+from ditkit_core.config import RunConfig
+from ditkit_core.config_layers import resolve
+from ditkit_core.errors import UserError
+from ditkit_core.policy_schedule import parse_policy
+from ditkit_core.run import Run
+from ditkit_core.testing.toy import TOY
+
+
+def refused(use: Callable[[], object], *words: str) -> None:
+    """Refused in one line, which has these words."""
+    with pytest.raises(UserError) as caught:
+        use()
+    message = str(caught.value)
+    assert "\n" not in message and all(word in message for word in words), message
+
+
+def printed(work: str) -> Any:
+    """What the toy's script prints; a process of its own, because the type checks of tests cannot be traced."""
+    script = Path(__file__).parent / "compiled_toy.py"
+    ran = subprocess.run([sys.executable, str(script), work], check=False, capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def check_in_force(found: Any, *, graphs: int, tolerance: float) -> None:
+    """Three blocks, each with two attentions: N forwards of attention where it is kept, 2 N where it is not."""
+    assert all(under["equal"] for under in found.values()), found
+    assert {policy: under["forwards"] for policy, under in found.items()} == {
+        "none": 6, "full": 12, "attn_only": 6, "attn_only(self)": 9, "ops(matmul)": 12,
+    }  # fmt: skip
+    assert all(under["graphs"] == graphs for under in found.values()), found
+    assert max(under["from_eager"] for under in found.values()) <= tolerance, found
+
+
+def test_policies_are_in_force_in_compiled_blocks_and_exact_with_dropout():
+    check_in_force(printed("policies"), graphs=1, tolerance=2e-6)
+
+
+@pytest.mark.slow
+def test_they_are_with_adapters_that_drop_in_bf16_and_samples_of_two_sizes():
+    """LoRA over a frozen base takes two graphs for all blocks: the first carry needs no gradient."""
+    check_in_force(printed("adapters"), graphs=2, tolerance=0.02)
+
+
+def test_compiled_blocks_go_with_weights_that_come_and_go_offloading_schedules_and_new_sizes():
+    found = printed("levers")
+    for policy in ("none", "full", "attn_only"):
+        assert found[f"swap {policy}"] and found[f"refilled {policy}"] > 0
+        assert found[f"offload {policy}"] and found[f"moved {policy}"] > 0
+    assert found["moved full"] < found["moved attn_only"] < found["moved none"]
+    assert found["schedule"] and found["schedule forwards"] == 4 + 2 + 2
+    assert found["graphs of new sizes"] == 1  # the second size makes a symbol of it
+    assert found["forwards of force_eager"] == 6
+    assert found["graphs without a backward"] == 0
+    assert "slef" in found["unknown region"] and "the blocks call cross, self" in found["unknown region"]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_go_with_a_quantized_base():
+    for kind, found in printed("quantized").items():
+        assert all(under["equal"] for under in found.values()), (kind, found)
+        assert [under["forwards"] for under in found.values()] == [8, 4, 8], (kind, found)
+        assert max(under["from_eager"] for under in found.values()) <= 0.02, (kind, found)
+
+
+@pytest.mark.slow
+def test_inductor_is_near_eager_and_keeps_the_same():
+    """Fused loops of fp32 sum in another order. Dropout draws masks of its own, under each policy: gradients are held to be those of the loss
+    that came out, by its slope."""
+    found = printed("inductor")
+    for policy, (slope, by_difference) in found["slopes"].items():
+        assert slope == pytest.approx(by_difference, rel=1e-7), policy
+    assert max(under["from_first"] for under in found["plain"].values()) <= 2e-5, found["plain"]
+    assert max(under["from_eager"] for under in found["plain"].values()) <= 2e-5, found["plain"]
+    assert [under["forwards"] for under in found["plain"].values()] == [4, 8, 4]
+
+
+def test_a_setting_is_a_switch_or_the_name_of_a_backend():
+    assert (backend_of(False), backend_of(True), backend_of("aot_eager"), backend_of("")) == (
+        "",
+        "inductor",
+        "aot_eager",
+        "",
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"), [("inducter", "no backend"), ("eager", "no backward"), ("cudagraphs", "overwrite")]
+)
+def test_backends_that_cannot_train_are_refused(backend, reason):
+    refused(lambda: check_compiler(backend), backend, reason, "aot_eager")
+
+
+def test_a_missing_compiler_is_said_in_one_line(monkeypatch):
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    refused(lambda: check_compiler("inductor", ["cpu"]), "g++", "train.compile")
+    check_compiler("aot_eager", ["cpu"])
+    check_compiler("", ["cpu"])
+    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    refused(lambda: check_compiler("inductor", ["cuda"]), "triton", "train.compile")
+
+
+def test_policies_that_would_not_be_exact_are_refused_before_a_forward():
+    draws = "ops(matmul, aten.bernoulli.p)"
+    refused(lambda: Engine(policy=draws, compile=True), "random numbers", "train.compile")
+    Engine(policy=draws)
+    Engine(policy="ops(matmul)", compile=True)
+
+
+def test_a_quantized_base_that_would_be_kept_dense_is_refused():
+    for policy, is_refused in (("none", True), ("none+offload", True), ("full", False), ("attn_only", False)):
+        if is_refused:
+            refused(lambda p=policy: check_compiled("inductor", [parse_policy(p)], quantized=True), "second time")
+        else:
+            check_compiled("inductor", [parse_policy(policy)], quantized=True)
+        check_compiled("", [parse_policy(policy)], quantized=True)
+
+
+@pytest.mark.parametrize(
+    ("texts", "names"),
+    [
+        ({"train.compile": "inducter"}, ["inducter"]),
+        ({"train.compile": True, "base.quantize": "int8"}, ["train.checkpointing", "full"]),
+        ({"train.compile": "aot_eager", "base.quantize": "int8", "train.checkpointing": "budget"}, ["second time"]),
+    ],
+)
+def test_a_run_refuses_before_anything_is_loaded(texts, names):
+    config = resolve(RunConfig, flags={"train.device": "cpu", **texts})
+    refused(Run(TOY, config).check_training, *names)
