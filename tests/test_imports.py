@@ -11,8 +11,8 @@ import pytest
 
 from workspace import CORE, MEMBERS, MODELS, ROOT, Member, read_toml
 
-NOT_ON_AN_INDEX = {"flash_attn_interface"}
-"""Imported where somebody built it, never required: FlashAttention 3 is published as source only."""
+NOT_ON_AN_INDEX = {"flash_attn_interface", "sageattention"}
+"""Imported where somebody built it, never required: FlashAttention 3 and SageAttention 2 are published as source only."""
 
 
 def imported_packages(file: Path) -> set[str]:

@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ditkit_core.activation_checkpoint import POLICIES, Engine, run_block
 from ditkit_core.adapters import AdapterConfig, inject, trainable_parameters
-from ditkit_core.attention import AttentionSettings
 from ditkit_core.data import Batch
 from ditkit_core.flow_matching import FlowConfig
 from ditkit_core.optim import NamedOptimizer, OptimConfig
+from ditkit_core.policy_schedule import parse_policy
 from ditkit_core.precision import Precision
 from ditkit_core.prepare import build_on_meta
 from ditkit_core.step import accumulate_gradients
@@ -100,10 +100,9 @@ def held(model: torch.nn.Module, sample: dict[str, Tensor], policy: str) -> int:
     moved = {name: tensor.to(DEVICE) for name, tensor in sample.items()}
     sigma = torch.full((1,), 0.5, device=DEVICE)
     carry = model.embed(FLUX2.make_inputs([moved["latents"]], sigma, [moved], 1.0))
-    settings = AttentionSettings(keep=policy == "attn_only")
     with LiveBytes(carry, *model.parameters()) as live:
         for index, block in enumerate(model.blocks()):
-            carry = run_block(block, carry, policy=policy, settings=settings, name=f"block {index}")
+            carry = run_block(block, carry, policy=parse_policy(policy), name=f"block {index}")
         return live.total()
 
 

@@ -12,6 +12,7 @@ class TestWan(Conformance):
     arch = WanArch(
         dim=48, ffn_dim=64, heads=2, layers=2, in_channels=4, out_channels=4, text_dim=20, text_tokens=6, freq_dim=16
     )
+    last_layers = ("ffn.2",)
 
     def items(self, count, ragged=False):
         random = torch.Generator().manual_seed(0)

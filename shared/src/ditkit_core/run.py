@@ -14,16 +14,18 @@ from torch import Tensor
 
 import ditkit_core
 from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.attention import check_backend
+from ditkit_core.attention_backends import check_backend
 from ditkit_core.block_swap import check_swap, choose_streamed
 from ditkit_core.buckets import describe_sizes
 from ditkit_core.cache import Cache
+from ditkit_core.checkpoint_budget import check_sizes
+from ditkit_core.compiled import backend_of, check_compiled, check_compiler
 from ditkit_core.config import RunConfig
 from ditkit_core.config_file import to_toml
 from ditkit_core.console import progress, say, warn
 from ditkit_core.data import split_held_out
 from ditkit_core.dataset import DataConfig, Dataset, Sample, scan
-from ditkit_core.devices import ALL, check_reserve, choose_device, choose_devices
+from ditkit_core.devices import ALL, choose_device, choose_devices, spread
 from ditkit_core.division import budgets_here, choose_cuts, weights_profile
 from ditkit_core.encode import encode as encode_samples
 from ditkit_core.encode import encode_references, text_key
@@ -31,8 +33,10 @@ from ditkit_core.encoded import EncodedSample
 from ditkit_core.errors import UserError
 from ditkit_core.export import check_adapted, check_export
 from ditkit_core.model import Encoder, ModelSpec, Sampler
+from ditkit_core.offload import can_offload
 from ditkit_core.placement import Placement, place
 from ditkit_core.plan import Budget
+from ditkit_core.policy_schedule import parse_schedule
 from ditkit_core.precision import Precision, parse_dtype
 from ditkit_core.prepare import Prepared, Unloaded, build, load
 from ditkit_core.prior import count_media, prior_data_config
@@ -71,12 +75,14 @@ class Run:
 
     def check(self) -> None:
         """Refuse what cannot work in any command, before anything is written or loaded."""
-        check_reserve(self.config.train.reserve, len(self.devices))
+        spread(self.config.train.reserve, len(self.devices), "train.reserve")
         choose_device(self.config.encode.device, "encode.device")
+        check_backend(self.config.train.attention, training=False, devices=[device.type for device in self.devices])
         self.check_settings()
 
     def check_settings(self) -> None:
         """The same as far as no device of this machine matters."""
+        assert self.precision
         check_quantize(self.config.base.quantize, self.config.adapter.method)
         check_export(self.spec, self.config.export, self.config.adapter)
         check_backend(self.config.train.attention, training=False)
@@ -103,31 +109,49 @@ class Run:
                 "train.pipelined overlaps the micro-batches of a step, and train.accumulation = 1 makes one; set "
                 "train.accumulation to 2 or more, or leave train.pipelined out"
             )
-        check_backend(self.config.train.attention, training=True)
+        kinds = dict.fromkeys(device.type for device in self.devices) if here else ()
+        check_backend(self.config.train.attention, training=True, devices=tuple(kinds))
         optim = self.config.optim
         check_swap(
             train.swap_blocks, self.config.adapter.method, fused_backward=optim.fused_backward, optimizer=optim.name
         )
         check_fused_backward(train, optim, prior=self.config.prior.wanted)
+        check_sizes(parse_schedule(train.checkpointing).budget or (), len(self.devices) if here else None)
+        check_compiler(backend_of(train.compile), kinds)
+        quantized = base.quantize != "none" or self.stored_as != "none"
+        check_compiled(backend_of(train.compile), parse_schedule(train.checkpointing).distinct, quantized=quantized)
         if self.precision.matmul == torch.float16:
             raise UserError(
                 "model.dtype = fp16 cannot train: gradients underflow without a loss scaler; choose bf16 or fp32"
             )
-        if self.config.adapter.method == "full" and self.precision.matmul != torch.float32:
+        if self.config.adapter.method == "full" and self.precision.matmul == torch.float64:
+            raise UserError("adapter.method = full in fp64 is for comparisons alone; set model.dtype = fp32")
+        if self._trains_bf16 and optim.rounding == "nearest":
             raise UserError(
-                "adapter.method = full in bf16 rounds most updates away, and there are no fp32 master weights yet; "
-                "set model.dtype = fp32"
+                "adapter.method = full with model.dtype = bf16 and optim.rounding = nearest rounds most updates away; set "
+                "optim.rounding to stochastic, or to split (2 bytes more per weight), or model.dtype = fp32"
             )
+        self.config.precision.check_training(optimizer=optim.name, fused_backward=optim.fused_backward)
         for unused in self._unused() if here else ():
             warn(unused)
 
+    @property
+    def _trains_bf16(self) -> bool:
+        """Whether trained weights are kept in bf16; those of adapters never are."""
+        return self.config.adapter.method == "full" and self.precision.matmul == torch.bfloat16
+
     def _unused(self) -> Iterator[str]:
-        """Settings of devices that do nothing here."""
+        """Settings that do nothing here."""
         train, count = self.config.train, len(self.devices)
+        if self.config.optim.rounding != "nearest" and not self._trains_bf16:
+            yield f"optim.rounding = {self.config.optim.rounding} is of bf16 weights that are trained, and this run has none"
         if train.pipelined and count == 1:
             yield "train.pipelined lets several devices work at once, and this run has one: it needs more memory and is no faster"
         if any(train.reserve) and all(device.type == "cpu" for device in self.devices):
             yield f"train.reserve = {list(train.reserve)} is of GPUs and is not used: this run is on the CPU"
+        offloads = any(entry.policy.offload for entry in parse_schedule(train.checkpointing).entries)
+        if offloads and not any(map(can_offload, self.devices)):
+            yield f"train.checkpointing = {train.checkpointing} moves what blocks keep to the host, and this run is on the host: nothing is moved"
         if train.devices == (ALL,) and count == 1:
             yield 'train.devices = ["all"] is one GPU here: the model is not divided'
 
@@ -172,12 +196,12 @@ class Run:
             say(prepared.passage.describe())
         return prepared
 
-    def placement(self, model: Any, profile: Profile | None = None) -> Placement:
+    def placement(self, model: Any, profile: Profile | Sequence[Profile] | None = None) -> Placement:
         """Which of the devices runs what.
 
         Args:
             model: With its adapters; `meta` will do.
-            profile: What a step of it holds; None divides by weights and what training keeps for them alone.
+            profile: What a step of it holds, or would on each of the devices; None divides by weights and what training keeps for them alone.
 
         Raises:
             UserError: If `train.cuts` or `train.swap_blocks` do not divide the model, or the devices cannot be compared.
@@ -187,7 +211,11 @@ class Run:
         return self.divided(model, self.devices, budgets, profile)
 
     def divided(
-        self, model: Any, devices: Sequence[torch.device], budgets: Sequence[Budget], profile: Profile | None = None
+        self,
+        model: Any,
+        devices: Sequence[torch.device],
+        budgets: Sequence[Budget],
+        profile: Profile | Sequence[Profile] | None = None,
     ) -> Placement:
         """The same for any devices, with what each can hold, of which cuts given by hand need nothing."""
         config, cuts = self.config.train, self.config.train.cuts
@@ -210,12 +238,21 @@ class Run:
     @cached_property
     def precision(self) -> Precision:
         """The dtypes of the model."""
-        return Precision(matmul=parse_dtype(self.config.model.dtype))
+        matmul = parse_dtype(self.config.model.dtype)
+        return self.config.precision.precision(matmul, self.spec.reference_precision)
 
-    def engine(self, prepared: Prepared) -> Engine:
-        """Runs the model as configured."""
+    def engine(self, prepared: Prepared, schedule: str = "") -> Engine:
+        """Runs the model as configured.
+
+        Args:
+            prepared: The model.
+            schedule: What `train.checkpointing` came to; empty where nothing has a backward, and a budget need not be resolved.
+        """
         config = self.config.train
-        return Engine(policy=config.checkpointing, backend=config.attention, passage=prepared.passage)
+        streaming = () if prepared.passage is None else (prepared.passage,)
+        resolved = parse_schedule(config.checkpointing).budget is None
+        policy = schedule or (config.checkpointing if resolved else "none")
+        return Engine(policy=policy, backend=config.attention, compile=config.compile, passages=streaming)
 
     @cached_property
     def cache(self) -> Cache:

@@ -26,7 +26,7 @@ from ditkit_core.export import check_export, export_adapter, export_merged
 from ditkit_core.files import write_text
 from ditkit_core.model import ModelSpec
 from ditkit_core.options import EncodeOptions, ExportOptions, SampleOptions, TrainOptions
-from ditkit_core.plan_stage import training_placement
+from ditkit_core.plan_stage import divided_for_training
 from ditkit_core.prepare import Prepared, check_item
 from ditkit_core.prior import WithPrior
 from ditkit_core.prior_stage import draw_class_pictures, num_to_draw
@@ -55,6 +55,9 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         for change in stated:
             say(f"changed since the last part of this run: {change}")
         folder.store(config)
+        optim = config.optim
+        places = run.precision.described(optimizer=optim.name, fused_backward=optim.fused_backward)
+        say(f"precision {config.precision.preset}: {places}")
         if options.demo:
             say(f"writing the demo's checkpoint and media into {folder.inputs}")
             spec.write_demo(folder.inputs)
@@ -62,7 +65,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         num_class_pictures = num_to_draw(run, started=any(folder.state.glob("step-*")))
         unloaded = run.build()
         # before hours of encoding: what is wrong with it is said now
-        placement = training_placement(run, unloaded.model, unloaded.arch, unloaded.adapter)
+        divided = divided_for_training(run, unloaded.model, unloaded.arch, unloaded.adapter)
         if advice := spec.training_advice(unloaded.arch):
             warn(advice)
         if config.flow.guidance != 1 and spec.sample_defaults(unloaded.arch).guided_by != "embedding":
@@ -70,11 +73,11 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         run.check_parts(drawing=num_class_pictures > 0)
         encoded, prior = run.encode(config.prior.prompt if num_class_pictures else "")
         check_item(spec, unloaded.model, encoded[0].outline())
-        prepared = run.load(unloaded, placement)
+        prepared = run.load(unloaded, divided.placement)
         if num_class_pictures:
             draw_class_pictures(run, prepared, num_class_pictures)
             prior = run.encode_prior()
-        _start_from(options.init_from, prepared, folder)
+        start_from(options.init_from, prepared, folder)
         kept, held_out = split_held_out([sample.id for sample in encoded], config.held_out.clips)
         by_id = {sample.id: sample for sample in encoded}
         _check_data(folder, [*encoded, *prior], prepared)
@@ -82,9 +85,9 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         with progress("train", config.train.steps) as bar:
             result = train_loop(
                 prepared.model,
-                run.engine(prepared),
+                run.engine(prepared, divided.schedule),
                 spec,
-                _training_data(run, [by_id[id] for id in kept], prior),
+                training_data(run, [by_id[id] for id in kept], prior),
                 prepared.trainable,
                 config=config.train,
                 flow=config.flow,
@@ -100,6 +103,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
                 on_preview=exporter.draw,
                 preview_steps=config.sample.every_steps,
                 swap=prepared.passage,
+                matmul=run.precision.matmul,
                 progress=bar,
                 warn=warn,
             )
@@ -112,7 +116,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         _say_results(run, folder)
 
 
-def _training_data(
+def training_data(
     run: Run, samples: Sequence[EncodedSample], prior: Sequence[EncodedSample]
 ) -> TrainingData | WithPrior:
     """What a run trains on, in its order."""
@@ -155,7 +159,7 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     run.encode_scenes(scenes)  # before the transformer is there: a card need not hold both
     unloaded = run.build()
     prepared = run.load(unloaded)
-    stem = Path(options.adapter).stem if options.adapter else f"step-{_take_trained(prepared, folder):06d}"
+    stem = Path(options.adapter).stem if options.adapter else f"step-{take_trained(prepared, folder):06d}"
     files = run.draw(prepared, scenes, Path(options.out) if options.out else folder.samples, stem)
     say("\n".join(str(file) for file in files))
 
@@ -174,7 +178,7 @@ def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     run.check()
     unloaded = run.build()
     prepared = run.load(unloaded)
-    step = _take_trained(prepared, folder, options.step)
+    step = take_trained(prepared, folder, options.step)
     out = Path(options.out or folder.exports / f"adapter-export-step-{step:06d}.safetensors")
     metadata = run.metadata(prepared, step, data="")
     if wanted.merged or config.adapter.method == "full":
@@ -283,16 +287,16 @@ def _check_data(folder: RunFolder, encoded: Sequence[EncodedSample], prepared: P
         write_text(folder.data_file, json.dumps(now, indent=0, sort_keys=True))
 
 
-def _start_from(run: str, prepared: Prepared, folder: RunFolder) -> None:
+def start_from(run: str, prepared: Prepared, folder: RunFolder) -> None:
     """Take the trained weights of another run as the first ones, unless this run has a state of its own already."""
     if run and Path(run).resolve() == folder.path.resolve():
         raise UserError(f"--init-from {run} is this run itself; set run.folder to a new folder")
     if run and latest(folder.state, warn) is None:
-        step = _take_trained(prepared, RunFolder(Path(run)))
+        step = take_trained(prepared, RunFolder(Path(run)))
         say(f"starting from the weights of {run} at step {step}")
 
 
-def _take_trained(prepared: Prepared, folder: RunFolder, step: int | None = None) -> int:
+def take_trained(prepared: Prepared, folder: RunFolder, step: int | None = None) -> int:
     """Put the weights of a run's save (averaged ones, if it averaged) into the model.
 
     Returns:

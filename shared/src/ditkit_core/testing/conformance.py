@@ -13,8 +13,9 @@ What must not change numbers is compared to the bit, on the CPU in one thread.
 import itertools
 import threading
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from types import NoneType, UnionType
 from typing import Any, ClassVar
 
@@ -25,26 +26,35 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from ditkit_core import activation_checkpoint, attention
+from ditkit_core import attention, policy_schedule
 from ditkit_core.activation_checkpoint import POLICIES, Engine, run_block
 from ditkit_core.adapters import AdapterConfig
+from ditkit_core.attention_backends import BACKENDS
+from ditkit_core.checkpoint_policies import Body, Full
 from ditkit_core.errors import UserError
+from ditkit_core.kept_ops import SETS
 from ditkit_core.model import ModelSpec, StagedModel, run_plain
+from ditkit_core.policy_schedule import parse_policy
 from ditkit_core.precision import Precision, autocast_disabled, compute_fp32_in_fp32
 from ditkit_core.prepare import check_item
 from ditkit_core.stacking import Assembly
 from ditkit_core.testing.conformance_fused import FusedChecks
 from ditkit_core.testing.conformance_levers import LeverChecks
+from ditkit_core.testing.conformance_offload import OffloadChecks
+from ditkit_core.testing.conformance_policies import PolicyChecks
+from ditkit_core.testing.conformance_precision import PrecisionChecks
 from ditkit_core.testing.conformance_quantized import QuantizedChecks
 from ditkit_core.testing.conformance_split import SplitChecks
 from ditkit_core.testing.conformance_swap import SwapChecks
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to
-from ditkit_core.testing.world import ADAPTERS, Items, make_model, outcome, train_shortly
+from ditkit_core.testing.world import ADAPTERS, Items, counted, make_model, outcome, train_shortly
 
 # Beside the blocks, what is computed once and handed to all of them is trained: modulation, time and text embedding.
 EVERYWHERE = {"lora everywhere": AdapterConfig(rank=4, targets=("*",))}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# What `ops(...)` keeps, by what stands in parentheses.
+KEPT_OPERATIONS = {names: frozenset().union(*(SETS[name] for name in names.split(", "))) for names in ("matmul, attention", "attention")}  # fmt: skip
 # Recomputing runs attention twice, unless it is kept.
 ATTENTION_FORWARDS = {"none": 1, "full": 2, "attn_only": 1}
 
@@ -124,7 +134,7 @@ class CoreChecks:
             carry = model.embed(self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.5]), items, 1.0))
             for block in model.blocks():
                 names.clear()
-                with attention.attention_settings(attention.AttentionSettings(keep=True)):
+                with attention.attention_settings(attention.AttentionSettings(keep=())):
                     carry = block(carry)
                 assert len(names) == len(set(names)), names
 
@@ -156,6 +166,18 @@ class CoreChecks:
             assert torch.equal(under.generator_state, plain.generator_state), f"{policy} leaks random state"
         assert list(model.state_dict()) == names
 
+    @pytest.mark.parametrize(
+        ("adapter", "dtype"), list(itertools.product(("full", "lora", "lora with dropout"), DTYPES))
+    )
+    def test_operations_kept_by_name_do_not_run_again(self, adapter: str, dtype: str) -> None:
+        model: Any = make_model(self.spec, self.arch, dtype=DTYPES[dtype], adapter=ADAPTERS[adapter])
+        plain, ran = counted(partial(self._outcome, model, None, ragged=True))
+        for names, kept in KEPT_OPERATIONS.items():
+            under, ran_under = counted(partial(self._outcome, model, Engine(policy=f"ops({names})"), ragged=True))
+            assert under.differences(plain) == [], names
+            assert torch.equal(under.generator_state, plain.generator_state), f"ops({names}) leaks random state"
+            assert {op: ran_under[op] for op in kept} == {op: ran[op] for op in kept}, names
+
     @pytest.mark.parametrize("adapter", [*ADAPTERS, *EVERYWHERE])
     def test_reentrant_checkpoints_change_no_gradient(self, adapter: str) -> None:
         """A recompute that runs backwards by itself frees what a block reaches outside of its arguments: the carry has to be all.
@@ -166,8 +188,7 @@ class CoreChecks:
         model: Any = make_model(self.spec, self.arch, dtype=torch.float64, adapter=(ADAPTERS | EVERYWHERE)[adapter])
         plain = self._outcome(model, None, ragged=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(activation_checkpoint._CHECKPOINTS, "reentrant", _reentrant)
-            patch.setattr(activation_checkpoint, "POLICIES", (*POLICIES, "reentrant"))
+            patch.setitem(policy_schedule.MAKERS, "reentrant", lambda arguments: _Reentrant())
             under = self._outcome(model, Engine(policy="reentrant"), ragged=True)
         assert under.num_attention == 2 * plain.num_attention
         assert all(map(torch.equal, under.outputs, plain.outputs))
@@ -198,7 +219,7 @@ class CoreChecks:
         """Bytes alive after the forward of all blocks under a policy, the part that was added by calls of attention, and what blocks
         without parameters took and did not pass on."""
         carry = model.embed(self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0))
-        backend, by_attention, joined = attention.BACKENDS["sdpa"], 0, 0
+        backend, by_attention, joined = BACKENDS["sdpa"], 0, 0
         with pytest.MonkeyPatch.context() as patch, LiveBytes(carry, *model.parameters()) as live:
 
             def kernel(*given: Any) -> Tensor:
@@ -208,11 +229,10 @@ class CoreChecks:
                 by_attention += live.total() - before
                 return out
 
-            patch.setitem(attention.BACKENDS, "sdpa", replace(backend, kernel=kernel))
-            settings = attention.AttentionSettings(keep=policy == "attn_only")
+            patch.setitem(BACKENDS, "sdpa", replace(backend, kernel=kernel))
             for index, block in enumerate(model.blocks()):
                 before = carry
-                carry = run_block(block, carry, policy=policy, settings=settings, name=f"block {index}")
+                carry = run_block(block, carry, policy=parse_policy(policy), name=f"block {index}")
                 if next(block.parameters(), None) is None:
                     joined += _bytes_taken(before, carry)
                 del before
@@ -341,7 +361,17 @@ class CoreChecks:
         assert losses[-1] < 0.9 * losses[0], losses
 
 
-class Conformance(FusedChecks, LeverChecks, SplitChecks, SwapChecks, QuantizedChecks, CoreChecks):
+class Conformance(
+    FusedChecks,
+    LeverChecks,
+    OffloadChecks,
+    PolicyChecks,
+    PrecisionChecks,
+    SplitChecks,
+    SwapChecks,
+    QuantizedChecks,
+    CoreChecks,
+):
     """All checks: inherit, set `spec` and `arch`, define `items`."""
 
     def items(self, count: int, ragged: bool = False) -> Items:
@@ -355,9 +385,12 @@ def _bytes_taken(before: Any, after: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(before) if isinstance(leaf, Tensor) and id(leaf) not in passed_on)
 
 
-def _reentrant(body: Callable[..., tuple[Tensor, ...]], tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
-    made: tuple[Tensor, ...] = checkpoint(body, *tensors, use_reentrant=True)
-    return made
+class _Reentrant(Full):
+    """A recompute that runs backwards by itself."""
+
+    def checkpoint(self, body: Body, tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
+        made: tuple[Tensor, ...] = checkpoint(body, *tensors, use_reentrant=True)
+        return made
 
 
 def backward_without_autocast(loss: Tensor) -> None:

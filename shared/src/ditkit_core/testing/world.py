@@ -1,6 +1,7 @@
 """Small worlds for the conformance checks: a model with seeded weights, one training step, and what it did."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from ditkit_core.adapters import AdapterConfig, initialise, inject, trainable_pa
 from ditkit_core.data import Batch
 from ditkit_core.flow_matching import FlowConfig, to_device
 from ditkit_core.held_out import held_out_loss
+from ditkit_core.kept_ops import SEEN_BY_HOOKS
 from ditkit_core.model import Engine, ModelSpec
 from ditkit_core.optim import NamedOptimizer, OptimConfig
 from ditkit_core.precision import Precision
@@ -27,6 +29,11 @@ ADAPTERS = {
     "dora": AdapterConfig(rank=4, use_dora=True),
 }
 """What is trained, by the names that the checks go by."""
+
+
+def offloadable(policies: Sequence[str]) -> tuple[str, ...]:
+    """Those of these policies that this torch can offload: up to 2.11 it hands nobody what it keeps for named operations."""
+    return tuple(policy for policy in policies if SEEN_BY_HOOKS or not policy.startswith("ops("))
 
 
 def make_model(
@@ -84,14 +91,19 @@ class Outcome:
         return found
 
 
-def outcome(spec: ModelSpec, model: Any, items: Items, run: Engine | None, *, backward: Any = None) -> Outcome:
+def outcome(
+    spec: ModelSpec, model: Any, items: Items, run: Engine | None, *, backward: Any = None, conditions: bool = False
+) -> Outcome:
     """One training step without an optimizer, from the same random state every time.
 
     Args:
         model: On whatever devices; the items lie on the host.
         run: The engine; None is the model's plain forward.
         backward: Starts the backward of a loss; by default in this thread.
+        conditions: Whether what an item has beside latents (text, references) gets a gradient, too.
     """
+    if conditions:
+        items = [{name: x if name == "latents" else _leaf(x) for name, x in item.items()} for item in items]
     latents = [item["latents"].clone().requires_grad_() for item in items]
     sigma = torch.linspace(0.3, 0.8, len(items))
     model.zero_grad(set_to_none=True)
@@ -105,8 +117,16 @@ def outcome(spec: ModelSpec, model: Any, items: Items, run: Engine | None, *, ba
         (backward or torch.Tensor.backward)(loss)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     gradients |= {f"input {i}": latent.grad for i, latent in enumerate(latents)}
+    if conditions:
+        gradients |= {
+            f"{name} {i}": x.grad for i, item in enumerate(items) for name, x in item.items() if name != "latents"
+        }
     values = {name: None if gradient is None else on_host(gradient) for name, gradient in gradients.items()}
     return Outcome(on_host(loss), [on_host(o) for o in outputs], values, count.forwards, torch.get_rng_state())
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.clone().requires_grad_() if tensor.is_floating_point() else tensor
 
 
 def train_shortly(
@@ -139,6 +159,24 @@ def micro_batches(items: Items, num: int = 2) -> list[Batch]:
     whole = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
     first = Batch(ids=whole.ids[:1], items=whole.items[:1])
     return [whole if i % 2 else first for i in range(num)]
+
+
+def counted(work: Callable[[], Outcome]) -> tuple[Outcome, Counter[str]]:
+    """What some work did, and how often each operation below autograd ran in it, by its full name."""
+    with _CountAll() as count:
+        return work(), count.ran
+
+
+class _CountAll(TorchDispatchMode):
+    """Counts operations that run: what a checkpoint hands out does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran[str(func)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 class _CountAttention(TorchDispatchMode):

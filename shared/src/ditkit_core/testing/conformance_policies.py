@@ -1,0 +1,275 @@
+"""The proof of every checkpointing policy, for every model: nothing changes to the bit, and exactly what is to run again runs again. Part of `Conformance`.
+
+What has to run again is worked out from each block by itself, without a checkpoint around it: its floating point operations as a whole,
+up to the last tensor that it saves, in its attention calls, and in the layers that the model says end a block.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ditkit_core import attention
+from ditkit_core.activation_checkpoint import Engine
+from ditkit_core.attention import AttentionSettings, attention_settings
+from ditkit_core.kept_ops import SETS
+from ditkit_core.model import ModelSpec
+from ditkit_core.offload import HostMemory
+from ditkit_core.precision import autocast_disabled
+from ditkit_core.testing.conformance_levers import pairwise
+from ditkit_core.testing.pretend_devices import HOST, CountCrossings, PretendDevices, divide
+from ditkit_core.testing.world import ADAPTERS, Items, Outcome, make_model, offloadable, outcome
+
+MATMUL_AND_ATTENTION = SETS["matmul"] | SETS["attention"]
+
+# What each block has, by its place: said here once more, and not asked of what reads schedules.
+_BY_BLOCK = {
+    "every_n(2)": lambda i: ("full", "none")[i % 2],
+    "attn_only, 0=none": lambda i: "attn_only" if i else "none",
+}
+_OFFLOAD = "+offload"
+
+LEVERS: Mapping[str, Sequence[Any]] = {
+    "policy": (
+        "full", "attn_only", "attn_only(self)", "ops(matmul, attention)", "ops(attention)", *_BY_BLOCK,
+        *(f"{kind}{_OFFLOAD}" for kind in offloadable(("none", "full", "attn_only", "ops(matmul, attention)"))),
+    ),
+    "backend": ("sdpa", "sdpa_math"),
+    "adapter": ("full", "lora"),
+    "dtype": (torch.float32, torch.bfloat16),
+    "autocast": (False, True),
+}  # fmt: skip
+"""Values by lever; `autocast`: whether somebody has one around the step."""
+
+
+def _cases() -> list[Any]:
+    """Every pair of values in one that is run always. In a slow one, of policies that all blocks have and that do not offload, each with
+    every backend, adapter and dtype under an autocast, and each with a dropout."""
+    soon = pairwise(LEVERS)
+    alike = [policy for policy in LEVERS["policy"] if not policy.endswith(_OFFLOAD) and policy not in _BY_BLOCK]
+    rest = itertools.product(*{**LEVERS, "policy": alike, "autocast": (True,)}.values())
+    drawing = itertools.product(alike, ("sdpa",), ("lora with dropout",), (torch.float32,), (False,))
+    return [*soon, *(pytest.param(*case, marks=pytest.mark.slow) for case in (*rest, *drawing) if case not in soon)]
+
+
+class Arithmetic(TorchDispatchMode):
+    """Counts runs and floating point operations, by the full name of the operation below autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: Counter[str] = Counter()
+        self.flops: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.runs[str(func)] += 1
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops[str(func)] += count(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def num_attention(runs: Mapping[str, int]) -> int:
+    """Attention forwards among operations; one that is composed of several is counted by its softmax."""
+    names = (name for name in runs if "backward" not in name and ("_scaled_dot_product" in name or "softmax" in name))
+    return sum(runs[name] for name in names)
+
+
+@dataclass
+class Work:
+    """The arithmetic of a block's forward."""
+
+    flops: int = 0
+    saved: Arithmetic = field(default_factory=Arithmetic)
+    """Up to the last tensor that is saved for the backward, where a recompute that saves may stop."""
+    attention: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By name of the call: floating point operations, and attention forwards, which one may be."""
+    last: int = 0
+    """Floating point operations of the last layers."""
+
+    def again(self, policy: str) -> tuple[int, int]:
+        """Floating point operations and attention forwards that the backward repeats."""
+        every = sum(num for _, num in self.attention.values())
+        match policy:
+            case "none":
+                return 0, 0
+            case "full":
+                return self.saved.flops.total(), every
+            case "attn_only":
+                return self.flops - sum(flops for flops, _ in self.attention.values()) - self.last, 0
+            case "attn_only(self)":
+                of_self, num = self.attention["self"]
+                return self.flops - of_self - self.last, every - num
+            case "ops(matmul, attention)":
+                return self._not_named(MATMUL_AND_ATTENTION)
+            case "ops(attention)":
+                return self._not_named(SETS["attention"])
+        raise AssertionError(policy)
+
+    def _not_named(self, kept: Collection[str]) -> tuple[int, int]:
+        repeated = {name: num for name, num in self.saved.runs.items() if name not in kept}
+        return sum(self.saved.flops[name] for name in repeated), num_attention(repeated)
+
+
+@dataclass
+class Step:
+    """What a step did beside its outcome."""
+
+    outcome: Outcome
+    backward_flops: int
+    sent: int
+    """Bytes that went to the host before the backward."""
+
+
+class PolicyChecks:
+    """Inherit, set `spec` and `arch`, define `items`."""
+
+    spec: ClassVar[ModelSpec]
+    arch: ClassVar[Any]
+    last_layers: ClassVar[tuple[str, ...]] = ()
+    """Names, inside of a block, of the layers that end it: under an adapter nothing keeps what they return, and `attn_only` never
+    repeats them; nor does `full` the last of a block, but for its adapter's product with A."""
+
+    def items(self, count: int, ragged: bool = False) -> Items:
+        """As `Conformance` has it."""
+        raise NotImplementedError
+
+    @pytest.mark.parametrize(tuple(LEVERS), _cases())
+    def test_a_policy_is_exact_and_repeats_what_it_says(
+        self, policy: str, backend: str, adapter: str, dtype: torch.dtype, autocast: bool
+    ) -> None:
+        """Loss, outputs, gradients of parameters, latents and conditions; the generator; arithmetic and attention in the backward."""
+        model: Any = make_model(self.spec, self.arch, dtype=dtype, adapter=ADAPTERS[adapter])
+        num = len(model.blocks())
+        plain = self._step(model, Engine(backend=backend), autocast=False)
+        if offload := policy.endswith(_OFFLOAD):
+            divide(model, [torch.device("cpu", 1)] * (num + 2))
+        with PretendDevices() if offload else nullcontext():
+            engine = Engine(policy=policy, backend=backend, host=HostMemory(smallest=0))
+            under = self._step(model, engine, autocast=autocast)
+        assert under.outcome.differences(plain.outcome) == []
+        assert torch.equal(under.outcome.generator_state, plain.outcome.generator_state), "leaks random state"
+        whole: Any = make_model(self.spec, self.arch, dtype=dtype, adapter=ADAPTERS[adapter])
+        kind = policy.removesuffix(_OFFLOAD)
+        expected = [
+            work.again(_BY_BLOCK.get(kind, lambda i: kind)(i))
+            for i, work in enumerate(self._work(whole, backend, adapter))
+            if work is not None
+        ]
+        assert under.backward_flops - plain.backward_flops == sum(flops for flops, _ in expected)
+        assert under.outcome.num_attention - plain.outcome.num_attention == sum(again for _, again in expected)
+        assert (under.sent > 0) == offload
+
+    @pytest.mark.parametrize("adapter", ["full", "lora"])
+    def test_what_a_full_recompute_leaves_out(self, adapter: str) -> None:
+        """With an adapter the last layer of a block, but for its adapter's product with A; where all is trained, nothing."""
+        model: Any = make_model(self.spec, self.arch, adapter=ADAPTERS[adapter])
+        for block, work in zip(model.blocks(), self._work(model, "sdpa", adapter), strict=True):
+            if work is None:
+                continue
+            left_out = work.flops - work.saved.flops.total()
+            assert left_out <= work.last
+            assert (left_out > 0) == bool(self.last_layers and adapter == "lora"), type(block).__name__
+
+    def _step(self, model: Any, engine: Engine, *, autocast: bool) -> Step:
+        flops, sent = 0, 0
+
+        def backward(loss: Tensor) -> None:
+            nonlocal flops, sent
+            flops = -count.flops.total()
+            sent = sum(size for way, size in crossings.num_bytes.items() if way[1] == HOST)
+            with autocast_disabled("cpu"):
+                loss.backward()
+            flops += count.flops.total()
+
+        outer = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+        with outer, Arithmetic() as count, CountCrossings() as crossings:
+            items = self.items(2, ragged=True)
+            found = outcome(self.spec, model, items, engine, backward=backward, conditions=True)
+        return Step(found, flops, sent)
+
+    def _work(self, model: Any, backend: str, adapter: str) -> list[Work | None]:
+        """Each block's; None for one without parameters, which is never repeated."""
+        items = [{name: x.clone().requires_grad_() for name, x in item.items()} for item in self.items(2, ragged=True)]
+        carry = model.embed(self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0))
+        found: list[Work | None] = []
+        for block in model.blocks():
+            if next(block.parameters(), None) is None:
+                carry = block(carry)
+                found.append(None)
+            else:
+                last_layers = self.last_layers if adapter == "lora" else ()
+                work, carry = _work_of(block, carry, backend, last_layers)
+                found.append(work)
+        return found
+
+    def test_policies_leave_nothing_in_a_model(self) -> None:
+        """One engine after the other, and each twice: no wrapper, hook or name stays, and nothing is repeated twice."""
+        model: Any = make_model(self.spec, self.arch, adapter=ADAPTERS["lora"])
+        before, state = _structure(model), list(model.state_dict())
+        plain = self._step(model, Engine(), autocast=False)
+        for policy in (policy for policy in LEVERS["policy"] if not policy.endswith(_OFFLOAD)):
+            once, again = (self._step(model, Engine(policy=policy), autocast=False) for _ in range(2))
+            assert once.backward_flops == again.backward_flops > plain.backward_flops, policy
+            assert _structure(model) == before and list(model.state_dict()) == state, policy
+        assert self._step(model, Engine(), autocast=False).backward_flops == plain.backward_flops
+
+
+def _structure(model: nn.Module) -> list[tuple[Any, ...]]:
+    """Modules by name and identity, with the number of their hooks."""
+    return [
+        (name, id(module), len(module._forward_hooks), len(module._forward_pre_hooks), len(module._backward_hooks))
+        for name, module in model.named_modules()
+    ]
+
+
+def _work_of(block: nn.Module, carry: Any, backend: str, last_layers: Collection[str]) -> tuple[Work, Any]:
+    """A block's work, and the carry that it makes."""
+    work, before = Work(), list[int]()
+
+    def note(tensor: Tensor) -> Tensor:
+        work.saved.runs, work.saved.flops = count.runs.copy(), count.flops.copy()
+        return tensor
+
+    class Regions:
+        """Stands in for torch_remat where attention marks what is kept."""
+
+        @staticmethod
+        def region(function: Any, name: str, *, recompute: bool) -> Any:
+            def called(*given: Any) -> Any:
+                flops, runs = count.flops.total(), num_attention(count.runs)
+                out = function(*given)
+                work.attention[name] = count.flops.total() - flops, num_attention(count.runs) - runs
+                return out
+
+            return called
+
+        @staticmethod
+        def recompute_needs_tensor(tensor: Tensor) -> None:
+            pass
+
+    def entered(layer: nn.Module, given: Any) -> None:
+        before.append(count.flops.total())
+
+    def left(layer: nn.Module, given: Any, out: Any) -> None:
+        work.last += count.flops.total() - before.pop()
+
+    ends = [layer for name, layer in block.named_modules() if name in last_layers]
+    hooks = [hook for x in ends for hook in (x.register_forward_pre_hook(entered), x.register_forward_hook(left))]
+    settings = AttentionSettings(backend=backend, keep=())
+    with pytest.MonkeyPatch.context() as patch, Arithmetic() as count, attention_settings(settings):
+        patch.setattr(attention, "remat", Regions)
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            carry = block(carry)
+    for hook in hooks:
+        hook.remove()
+    work.flops = count.flops.total()
+    return work, carry
