@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from ditkit_core.errors import UserError
-from plan_tables import EXAMPLE, README, ROWS, TABLE, between, line, notes, replaced
+from marked import between, replaced
+from plan_tables import EXAMPLE, README, ROWS, TABLE, line, notes
 
 CHEAP = next(row for row in ROWS if row.file == "klein_base_4b_lora")
 made_with_another_torch = pytest.mark.skipif(
@@ -20,11 +21,11 @@ def written():
 
 @made_with_another_torch
 def test_a_row_of_the_readme_is_what_the_planner_says_today(written):
-    assert line(CHEAP) in between(written, TABLE).splitlines()
+    assert line(CHEAP) in between(written, TABLE, README.name).splitlines()
 
 
 def test_the_readme_has_all_rows_and_todays_assumptions(written):
-    lines = between(written, TABLE).splitlines()
+    lines = between(written, TABLE, README.name).splitlines()
     assert [each.split(" | ")[0].removeprefix("| ") for each in lines if each.startswith("| ")][1:] == [
         row.name for row in ROWS
     ]
@@ -41,8 +42,8 @@ def test_rows_name_presets_and_sizes_that_the_run_files_have_not_fixed():
 def test_only_what_is_between_the_markers_is_replaced():
     begin, end = TABLE
     text = f"before\n{begin}\nold\n{end}\nafter\n"
-    assert replaced(text, TABLE, "new") == f"before\n{begin}\nnew\n{end}\nafter\n"
+    assert replaced(text, TABLE, "new", "page") == f"before\n{begin}\nnew\n{end}\nafter\n"
     with pytest.raises(UserError, match="has it 0 times"):
-        replaced(text, EXAMPLE, "new")
+        replaced(text, EXAMPLE, "new", "page")
     with pytest.raises(UserError, match="has it 2 times"):
-        replaced(text + begin, TABLE, "new")
+        replaced(text + begin, TABLE, "new", "page")

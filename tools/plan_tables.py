@@ -19,7 +19,6 @@ import torch
 
 from ditkit_core.config import RunConfig
 from ditkit_core.config_layers import resolve
-from ditkit_core.errors import UserError
 from ditkit_core.fit import Candidate, Task, fit, least_missing
 from ditkit_core.fit_changes import levers
 from ditkit_core.fit_stage import task_for
@@ -29,6 +28,7 @@ from ditkit_core.run import Run
 from ditkit_core.timing import UTILISATION
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.spec import WAN
+from marked import replaced
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -186,26 +186,6 @@ def example() -> str:
     return f"\n```\n$ uv run {COMMAND}\n{printed.strip()}\n```\n"
 
 
-def between(text: str, markers: tuple[str, str]) -> str:
-    """What stands between two markers.
-
-    Raises:
-        UserError: If a marker is not there once.
-    """
-    for marker in markers:
-        if text.count(marker) != 1:
-            raise UserError(
-                f"{README.name} has to have the marker {marker!r} once, and has it {text.count(marker)} times"
-            )
-    return text.split(markers[0])[1].split(markers[1])[0]
-
-
-def replaced(text: str, markers: tuple[str, str], new: str) -> str:
-    """The text with something else between two markers."""
-    begin, end = markers
-    return text.replace(f"{begin}{between(text, markers)}{end}", f"{begin}\n{new}\n{end}")
-
-
 def main() -> int:
     """Print or write the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -221,8 +201,8 @@ def main() -> int:
         print(each, flush=True)
         lines.append(each)
     if args.write:
-        text = replaced(README.read_text(encoding="utf-8"), TABLE, section(lines))
-        README.write_text(replaced(text, EXAMPLE, example()), encoding="utf-8")
+        text = replaced(README.read_text(encoding="utf-8"), TABLE, section(lines), README.name)
+        README.write_text(replaced(text, EXAMPLE, example(), README.name), encoding="utf-8")
         print(f"written to {README}", file=sys.stderr)
     else:
         print(f"\n{notes()}")

@@ -1,0 +1,95 @@
+"""The pages of docs/ have what the code says today, and every schedule that they show is one."""
+
+import re
+
+import pytest
+import torch
+
+from ditkit_core.attention_backends import BACKENDS
+from ditkit_core.audit import ACTING
+from ditkit_core.errors import UserError
+from ditkit_core.policy_schedule import parse_schedule, words
+from doc_planned import POLICIES, row
+from doc_precision import CASES, precision_of
+from doc_tables import CHECKPOINTING, PRECISION, TABLES, Table, section, stale, stamp
+from marked import between
+
+BY_NAME = {table.name: table for table in TABLES}
+
+
+def written(table: Table) -> list[str]:
+    """The lines of a table's rows, as the page has them."""
+    text = between(table.page.read_text(encoding="utf-8"), table.markers, table.page.name)
+    return [line for line in text.splitlines() if line.startswith("| ")]
+
+
+@pytest.mark.parametrize("table", [table for table in TABLES if table.is_cheap], ids=lambda table: table.name)
+def test_a_table_that_is_read_off_the_code_is_that_of_today(table):
+    assert not stale(table), f"uv run tools/doc_tables.py --write --only {table.name}"
+
+
+@pytest.mark.parametrize("table", [table for table in TABLES if not table.is_cheap], ids=lambda table: table.name)
+def test_a_table_that_is_made_says_how(table):
+    text = between(table.page.read_text(encoding="utf-8"), table.markers, table.page.name)
+    said = [line for line in text.splitlines() if line.startswith(("Planned, not measured: ", "Measured: "))]
+    assert len(said) == 1 and f"--only {table.name}`, torch " in said[0]
+    assert said[0].startswith("Planned") == (table.kind == "planned")
+
+
+@pytest.mark.slow
+def test_the_first_row_of_a_plan_is_what_the_planner_says_today():
+    table = BY_NAME["kept-wan"]
+    text = table.page.read_text(encoding="utf-8")
+    if f"--only {table.name}`, torch {torch.__version__.partition('+')[0]}," not in text:
+        pytest.skip("written with another torch, whose operations may hold other amounts")
+    assert row("wan", "none") in written(table)
+
+
+def test_tables_have_every_policy_backend_place_and_case():
+    first = {name: [line.split(" | ")[0].strip("| `") for line in written(BY_NAME[name])][1:] for name in BY_NAME}
+    assert first["kept-wan"] == first["kept-flux2"] == list(POLICIES)
+    assert first["backends"] == list(BACKENDS)
+    assert first["presets"] == [case.strip("`") for case in CASES]
+    for name in ("audit-wan", "audit-flux2"):
+        assert set(ACTING) == set(first[name][:-2])
+
+
+def test_every_schedule_of_the_page_is_understood():
+    page = CHECKPOINTING.read_text(encoding="utf-8")
+    grammar = page.partition("## How to write a schedule")[2].partition("Blocks are counted")[0]
+    texts = [line.split("`")[1] for line in grammar.splitlines() if line.startswith("| `")]
+    assert len(texts) >= 8
+    for text in [*texts, *(line.split("`")[1] for line in written(BY_NAME["budgets"])[1:] if "`" in line)]:
+        parse_schedule(text)
+    policies = page.partition("## Policies")[2].partition("What they hold")[0]
+    named = {
+        re.split(r"[^a-z_]", line.split("`")[1].lstrip("+"))[0]
+        for line in policies.splitlines()
+        if line.startswith("| ") and "`" in line
+    }
+    assert named == set(words())
+
+
+def test_every_case_of_the_presets_is_one_that_a_run_may_have():
+    assert {precision_of("wan", **fields).residual for fields in CASES.values()} == {torch.float32, torch.bfloat16}
+
+
+def test_every_marker_of_a_page_is_a_table():
+    for page in (CHECKPOINTING, PRECISION):
+        found = re.findall(r"<!-- (\S+): written by tools/doc_tables.py -->", page.read_text(encoding="utf-8"))
+        assert sorted(found) == sorted(table.name for table in TABLES if table.page == page)
+
+
+def test_a_busy_machine_is_said_to_be_one():
+    timed = BY_NAME["overhead"]
+    assert "kept the machine busy" in stamp(timed, 1000.0) and "busy" not in stamp(timed, 0.0)
+    assert "busy" not in stamp(BY_NAME["rounding"], 1000.0)
+
+
+def test_a_table_that_cannot_be_made_leaves_no_half():
+    def broken():
+        yield "| head |"
+        raise UserError("no such tool")
+
+    with pytest.raises(UserError, match="no such tool"):
+        section(Table(name="made up", page=CHECKPOINTING, kind="measured", make=broken), 0.0)

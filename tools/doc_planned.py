@@ -1,0 +1,104 @@
+"""Tables of docs/ that the planner makes: what each checkpointing policy holds and computes again, and what a budget chooses."""
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+
+from ditkit_core.adapters import AdapterConfig
+from ditkit_core.checkpoint_budget import Task, choose
+from ditkit_core.checkpoint_policies import Policy
+from ditkit_core.ema import EMAConfig
+from ditkit_core.errors import UserError
+from ditkit_core.flow_matching import FlowConfig
+from ditkit_core.hardware import GIB, parse_gpus
+from ditkit_core.optim import OptimConfig
+from ditkit_core.plan import Budget, Division, compose
+from ditkit_core.precision import Precision
+from ditkit_core.profile import Job, Profile, profile
+from ditkit_flux2.presets import PRESETS as FLUX2_PRESETS
+from ditkit_flux2.spec import FLUX2
+from ditkit_wan.presets import PRESETS as WAN_PRESETS
+from ditkit_wan.spec import WAN
+
+SUBJECTS = {
+    "wan": (WAN, WAN_PRESETS["t2v-1.3b"], (77, 720, 1280), "q,k,v,o"),
+    "flux2": (FLUX2, FLUX2_PRESETS["dev"], (1, 1024, 1024), "blocks"),
+}
+"""Spec, sizes, frames with height and width, and what the LoRA of rank 32 is on."""
+POLICIES = (
+    "none", "ops(matmul, attention)", "every_n(2)", "attn_only", "attn_only(self)", "full", "attn_only+offload", "full+offload",
+)  # fmt: skip
+CARDS = {"wan": ("24GiB", "32GiB", "48GiB", "80GiB"), "flux2": ("80GiB", "96GiB")}
+TERA = 10**12
+
+
+@cache
+def planned(family: str, policy: str, precision: Precision = Precision()) -> Profile:  # noqa: B008
+    """A step of a LoRA with one sample, the base in bf16."""
+    spec, arch, size, targets = SUBJECTS[family]
+    with torch.device("meta"):
+        item = spec.outline(arch, size, [])
+    return profile(
+        Job(
+            spec=spec, arch=arch, adapter=AdapterConfig(rank=32, targets=(targets,)), precision=precision, batch=[item],
+            policy=policy, optim=OptimConfig(), ema=EMAConfig(), flow=FlowConfig(),
+        )
+    )  # fmt: skip
+
+
+def kept(family: str) -> Iterator[str]:
+    """A row for each policy."""
+    yield f"| policy of all {len(planned(family, 'full').blocks)} blocks | blocks keep | peak of the card | on the host | computed again |"
+    yield "|---|---:|---:|---:|---:|"
+    yield from (row(family, policy) for policy in POLICIES)
+
+
+def row(family: str, policy: str) -> str:
+    """What a policy holds, in GiB, and computes again, beside the forward of the blocks."""
+    made = planned(family, policy)
+    forward = sum(cost.flops_forward for cost in made.blocks)
+    again = sum(
+        a.flops_backward - b.flops_backward for a, b in zip(made.blocks, planned(family, "none").blocks, strict=True)
+    )
+    held, host = (sum(sizes) for sizes in zip(*((cost.kept, cost.on_host) for cost in made.blocks), strict=True))
+    (plan,) = compose(made, _whole(made), [Budget(name="", total=2**60, workspace=0)])
+    return (
+        f"| `{policy}` | {held / GIB:.1f} GiB | {plan.peak / GIB:.1f} GiB | {f'{host / GIB:.1f} GiB' if host else '–'} | "
+        f"{again / TERA:,.0f} TFLOP, {again / forward:.0%} of a forward |"
+    )
+
+
+def _whole(made: Profile) -> Division:
+    return Division(devices=(0,) * len(made.blocks))
+
+
+def budgets() -> Iterator[str]:
+    """What `budget` writes for cards of several sizes."""
+    yield '| run | card | `train.checkpointing = "budget"` chooses | peak | computed again |'
+    yield "|---|---|---|---:|---:|"
+    for family, cards in CARDS.items():
+        spec, _, (frames, height, width), _ = SUBJECTS[family]
+        run = f"{'Wan 2.1 1.3B' if spec is WAN else 'FLUX.2 dev'}, {height}×{width}{f'×{frames}' if frames > 1 else ''}"
+        yield from (f"| {run} | {card} | {_chosen(family, card)} |" for card in cards)
+
+
+def _chosen(family: str, name: str) -> str:
+    plain = planned(family, "none")
+    (card,) = parse_gpus(name)
+    budget = Budget(name=card.name, total=card.total, reserve=card.reserve)
+
+    def profile_of(policy: Policy) -> Profile:
+        return planned(family, str(policy))
+
+    try:
+        choice = choose(Task(profile_of=profile_of, division=_whole(plain), budgets=(budget,)))
+    except UserError:
+        return "nothing fits | |"
+    again, forward = 0, 0
+    for index, policy in enumerate(choice.policies):
+        block = planned(family, str(policy)).blocks[index]
+        again += block.flops_backward - plain.blocks[index].flops_backward
+        forward += block.flops_forward
+    (plan,) = choice.plans
+    return f"`{choice.schedule}` | {plan.peak / GIB:.1f} GiB | {again / forward:.0%} of a forward"

@@ -1,0 +1,152 @@
+"""Tables of docs/ about dtypes: the places and presets, errors against fp64, the audit of the demos; and the attention backends."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ditkit_core.activation_checkpoint import Engine
+from ditkit_core.adapters import AdapterConfig, trainable_parameters
+from ditkit_core.attention_backends import BACKENDS
+from ditkit_core.audit import ACTING
+from ditkit_core.audit_findings import Case, from_json
+from ditkit_core.audit_report import number
+from ditkit_core.config_fields import field_docs
+from ditkit_core.model import ModelSpec
+from ditkit_core.precision import PLACES, Precision, PrecisionConfig, dtype_name, set_precision
+from ditkit_core.testing.world import make_model
+from ditkit_flux2.presets import Flux2Arch
+from ditkit_flux2.spec import FLUX2
+from ditkit_wan.presets import WanArch
+from ditkit_wan.spec import WAN
+from doc_planned import planned
+
+SPECS: Mapping[str, ModelSpec] = {"wan": WAN, "flux2": FLUX2}
+NAMES = {"wan": "Wan", "flux2": "FLUX.2"}
+SMALL: Mapping[str, Any] = {
+    "wan": WanArch(dim=256, ffn_dim=512, heads=2, layers=30, text_dim=64, text_tokens=32),
+    "flux2": Flux2Arch(
+        dim=256, heads=2, double_layers=5, single_layers=20, text_dim=64, text_tokens=32, guidance=False
+    ),
+}
+"""As deep as Wan 1.3B and FLUX.2 klein 4B, with heads of their width, and narrow."""
+SIGMAS = (0.137, 0.391, 0.618, 0.873)
+"""Noise levels of the samples whose errors are measured."""
+
+CASES: Mapping[str, Mapping[str, Any]] = {
+    "`default`": {},
+    "`fast`": {"preset": "fast"},
+    "`reference`": {"preset": "reference"},
+    "`default`, residual bf16": {"residual": "bf16"},
+    "`default`, timestep bf16": {"timestep": "bf16"},
+    "every place bf16": dict.fromkeys((place for place in ACTING if place != "matmul"), "bf16"),
+}
+
+
+def backends() -> Iterator[str]:
+    """What each attention backend can do, from the table that checks it."""
+    yield "| `train.attention` | backward | key mask | dropout | dtype | device | needs | kept by `attn_only` |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name, backend in BACKENDS.items():
+        can = ["yes" if each else "no" for each in (backend.has_backward, backend.takes_mask, backend.takes_dropout)]
+        dtype, kept = (
+            "bf16, fp16" if backend.half_only else "any",
+            "yes" if backend.has_backward else "refused for training",
+        )
+        yield f"| `{name}` | {' | '.join(can)} | {dtype} | {' '.join(backend.devices) or 'any'} | {backend.module or 'torch'} | {kept} |"
+
+
+def precision_of(family: str, **fields: Any) -> Precision:
+    """The dtypes of a run with `model.dtype = "bf16"` and these keys of `[precision]`."""
+    return PrecisionConfig(**fields).precision(torch.bfloat16, SPECS[family].reference_precision)
+
+
+def places() -> Iterator[str]:
+    """Every place, and the dtype that the presets give it where matmuls are bf16."""
+    kinds = [
+        precision_of("wan"),
+        precision_of("wan", preset="fast"),
+        *(precision_of(family, preset="reference") for family in SPECS),
+    ]
+    yield (
+        "| place | what runs in it | `default` | `fast` | "
+        + " | ".join(f"`reference`, {name}" for name in NAMES.values())
+        + " |"
+    )
+    yield "|---|---|" + "---|" * len(kinds)
+    for place in (*PLACES[1:], PLACES[0]):
+        words = " ".join(field_docs(Precision)[place].split()).rstrip(".")
+        yield f"| `{place}` | {words} | " + " | ".join(dtype_name(getattr(kind, place)) for kind in kinds) + " |"
+
+
+def presets() -> Iterator[str]:
+    """Errors against fp64 on small deep models with random weights, and what blocks keep under `full` at full size."""
+    heads = (f"{name}: {what}" for name in NAMES.values() for what in ("velocity", "gradient", "kept under `full`"))
+    yield f"| precision | {' | '.join(heads)} |"
+    yield "|---|" + "---:|" * 3 * len(NAMES)
+    columns = {family: _errors(family) for family in SPECS}
+    for name, fields in CASES.items():
+        cells = []
+        for family, errors in columns.items():
+            cells += [f"{error:.1e}" for error in errors[name]]
+            held = sum(cost.kept for cost in planned(family, "full", precision_of(family, **fields)).blocks)
+            cells.append(f"{held / 2**30:.1f} GiB")
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
+def _errors(family: str) -> dict[str, tuple[float, float]]:
+    """Relative errors of velocity and of the gradient of a LoRA, by case."""
+    torch.set_num_threads(1)
+    spec, arch, adapter = SPECS[family], SMALL[family], AdapterConfig(rank=8)
+    model: Any = make_model(spec, arch, dtype=torch.bfloat16, adapter=adapter)
+    exact: Any = make_model(spec, arch, dtype=torch.float64, adapter=adapter)
+    exact.load_state_dict(model.state_dict())
+    exact.double()
+    truth = _step(spec, exact, arch)
+    found = {}
+    for name, fields in CASES.items():
+        set_precision(model, precision_of(family, **fields))
+        made = _step(spec, model, arch)
+        velocity, gradient = (float((a - b).norm() / b.norm()) for a, b in zip(made, truth, strict=True))
+        found[name] = velocity, gradient
+    return found
+
+
+def _step(spec: ModelSpec, model: Any, arch: Any) -> tuple[Tensor, Tensor]:
+    """The velocity and all gradients, in one row each, in fp64."""
+    random = torch.Generator().manual_seed(5)
+    with torch.device("meta"):
+        outline = spec.outline(arch, (9 if spec.frame_step else 1, 128, 128), [])
+    items = [
+        {key: torch.randn(value.shape, generator=random) if value.is_floating_point() else torch.zeros_like(value, device="cpu")
+         for key, value in outline.items()}
+        for _ in SIGMAS
+    ]  # fmt: skip
+    model.zero_grad(set_to_none=True)
+    inputs = spec.make_inputs([item["latents"] for item in items], torch.tensor(SIGMAS), items, 1.0)
+    velocity = torch.cat([each.double().flatten() for each in model(inputs, run=Engine())])
+    target = torch.randn(velocity.shape, generator=random, dtype=torch.float64)
+    (velocity - target).square().mean().backward()
+    gradients = [parameter.grad.double().flatten() for parameter in trainable_parameters(model).values()]
+    return velocity.detach(), torch.cat(gradients)
+
+
+def audited(text: str) -> Iterator[str]:
+    """What `--audit-precision --json` printed, without times, which mean nothing for a model this small."""
+    findings = from_json(json.loads(text))
+    yield ". ".join(each[0].upper() + each[1:] for each in findings.notes) + "."
+    yield ""
+    yield f"| place | velocity | loss | gradient | {' | '.join(f'σ {name}' for name in findings.bin_names)} | others low |"
+    yield "|---|" + "---:|" * (4 + len(findings.bin_names))
+    rows = [(f"`{each.place}`", each.alone, number(each.all_but.overall.gradient)) for each in findings.places]
+    rows += [("all of them", findings.all_lowered, ""), ("the demo itself, fp32", findings.own, "")]
+    for name, case, others in rows:
+        yield f"| {name} | {' | '.join(_cells(case))} | {others} |"
+
+
+def _cells(case: Case) -> list[str]:
+    overall = case.overall
+    errors = [overall.velocity, overall.loss, overall.gradient, *(each.gradient for each in case.bins)]
+    return [number(error) for error in errors]

@@ -1,0 +1,29 @@
+"""Text of a page that a program writes: what stands between two markers."""
+
+from ditkit_core.errors import UserError
+
+Markers = tuple[str, str]
+"""The line before, and the line behind."""
+
+
+def between(text: str, markers: Markers, page: str) -> str:
+    """What stands between two markers.
+
+    Args:
+        text: Of the page.
+        markers: Each is there once.
+        page: Its name, for an error.
+
+    Raises:
+        UserError: If a marker is not there once.
+    """
+    for marker in markers:
+        if text.count(marker) != 1:
+            raise UserError(f"{page} has to have the marker {marker!r} once, and has it {text.count(marker)} times")
+    return text.split(markers[0])[1].split(markers[1])[0]
+
+
+def replaced(text: str, markers: Markers, new: str, page: str) -> str:
+    """The text with something else between two markers."""
+    begin, end = markers
+    return text.replace(f"{begin}{between(text, markers, page)}{end}", f"{begin}\n{new}\n{end}")
