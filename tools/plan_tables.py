@@ -155,8 +155,8 @@ def notes() -> str:
     return (
         "Each cell is what `--fit` chooses: checkpointing, what the frozen weights are held in where that is not bf16, blocks whose weights "
         "are streamed from the host (`swap`), and the block before which the second card begins (`cut`); then the planned peak of each card, "
-        "page-locked host memory for streamed weights, and an **estimate** of the seconds per step. One sample in a micro-batch, AdamW, the "
-        f"other keys as in the run files. Left free of a card: {reserves} GiB. –: nothing fits, and the mildest single change with which "
+        "page-locked host memory for streamed weights and offloaded activations, and an **estimate** of the seconds per step. One sample in a micro-batch, "
+        f"AdamW, the other keys as in the run files. Left free of a card: {reserves} GiB. –: nothing fits, and the mildest single change with which "
         f"something does. The rates assumed are {UTILISATION:.0%} of published ones, for each size those of the slowest known card "
         f"that has as much memory: {'; '.join(rates.values())}. Training alone: encoders and samples are in the table of `--plan`. Planned, not measured: fake tensors, torch {_torch()}."
     )

@@ -86,7 +86,7 @@ def quantized() -> Any:
     found = {}
     for kind in ("int8", "fp8", "nf4"):
         model = make_quantized(TOY, ToyArch(depth=2, dim=64), kind, dtype=torch.bfloat16, adapter=ADAPTERS["lora"])
-        found[kind] = compare(TOY, model, toy_items(2), ("full", "attn_only", "ops(matmul)"), backend="aot_eager")
+        found[kind] = compare(TOY, model, toy_items(2), ("full", "attn_only"), backend="aot_eager")
     return found
 
 
@@ -118,8 +118,8 @@ def inductor() -> Any:
     without = make_model(TOY, ToyArch(depth=2))
     items = toy_items(2)
     return {
-        "slopes": {policy: slopes(policy) for policy in ("full", "attn_only")},
-        "plain": compare(TOY, without, items, ("none", "full", "attn_only"), backend="inductor"),
+        "slopes": {policy: slopes(policy) for policy in ("full",)},
+        "plain": compare(TOY, without, items, ("none", "attn_only"), backend="inductor"),
     }
 
 
