@@ -89,13 +89,14 @@ def test_a_weight_is_blamed_whatever_it_is(value: float) -> None:
     assert (where["stage"], where["module"], where["weights"]) == ("head", "head.out", ["head.out.bias"])
 
 
+# torch says it once in a process, which may have been in another test
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_attention_that_is_a_higher_order_operator_can_be_looked_at() -> None:
     def compute(x: Tensor) -> Tensor:
         q = x.detach()[:, None]
         return x + flex_attention(q, q, q).sum() * NAN
 
-    with pytest.warns(UserWarning, match="flex_attention called without torch.compile"):
-        found = looked_at(make_model(TOY, ARCH), compute)
+    found = looked_at(make_model(TOY, ARCH), compute)
     assert found is not None and (found["stage"], found["operation"]) == ("block 1", "aten.mul")
 
     def broken(x: Tensor) -> Tensor:
