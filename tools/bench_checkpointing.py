@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench_step import live_peak
 from ditkit_core.activation_checkpoint import Engine
 from ditkit_core.adapters import AdapterConfig, initialise, inject, trainable_parameters
 from ditkit_core.policy_schedule import parse_schedule
@@ -97,18 +98,6 @@ def is_inside(event: Any) -> bool:
 def is_view(name: str) -> bool:
     """Whether an operation only looks at memory differently, or asks for it."""
     return name.removeprefix("aten::").startswith(VIEWS) or name in VIEWS
-
-
-def live_peak(step: Callable[[], object]) -> int:
-    """Most bytes that tensors of one step on a CPU held at once, from the profiler's allocation events."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-    live = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
 
 
 def build(args: argparse.Namespace, device: torch.device) -> tuple[WanTransformer, Callable[[str], Tensor]]:

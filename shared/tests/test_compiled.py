@@ -1,8 +1,5 @@
 """Compiled blocks: every policy is in force, numbers are those of compiled blocks that keep everything, and what cannot work is refused."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,10 @@ from ditkit_core.config_layers import resolve
 from ditkit_core.errors import UserError
 from ditkit_core.policy_schedule import parse_policy
 from ditkit_core.run import Run
+from ditkit_core.testing.compiled_runs import printed
 from ditkit_core.testing.toy import TOY
+
+SCRIPT = Path(__file__).parent / "compiled_toy.py"
 
 
 def refused(use: Callable[[], object], *words: str) -> None:
@@ -26,14 +26,6 @@ def refused(use: Callable[[], object], *words: str) -> None:
         use()
     message = str(caught.value)
     assert "\n" not in message and all(word in message for word in words), message
-
-
-def printed(work: str) -> Any:
-    """What the toy's script prints; a process of its own, because the type checks of tests cannot be traced."""
-    script = Path(__file__).parent / "compiled_toy.py"
-    ran = subprocess.run([sys.executable, str(script), work], check=False, capture_output=True, text=True, timeout=280)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    return json.loads(ran.stdout.splitlines()[-1])
 
 
 def check_in_force(found: Any, *, graphs: int, tolerance: float) -> None:
@@ -47,17 +39,17 @@ def check_in_force(found: Any, *, graphs: int, tolerance: float) -> None:
 
 
 def test_policies_are_in_force_in_compiled_blocks_and_exact_with_dropout():
-    check_in_force(printed("policies"), graphs=1, tolerance=2e-6)
+    check_in_force(printed(SCRIPT, "policies"), graphs=1, tolerance=2e-6)
 
 
 @pytest.mark.slow
 def test_they_are_with_adapters_that_drop_in_bf16_and_samples_of_two_sizes():
     """LoRA over a frozen base takes at most two graphs for all blocks: the first carry may need no gradient."""
-    check_in_force(printed("adapters"), graphs=2, tolerance=0.02)
+    check_in_force(printed(SCRIPT, "adapters"), graphs=2, tolerance=0.02)
 
 
 def test_compiled_blocks_go_with_weights_that_come_and_go_offloading_schedules_and_new_sizes():
-    found = printed("levers")
+    found = printed(SCRIPT, "levers")
     for policy in ("none", "full", "attn_only"):
         assert found[f"swap {policy}"] and found[f"refilled {policy}"] > 0
         assert found[f"offload {policy}"] and found[f"moved {policy}"] > 0
@@ -71,7 +63,7 @@ def test_compiled_blocks_go_with_weights_that_come_and_go_offloading_schedules_a
 
 @pytest.mark.slow
 def test_compiled_blocks_go_with_a_quantized_base():
-    for kind, found in printed("quantized").items():
+    for kind, found in printed(SCRIPT, "quantized").items():
         assert all(under["equal"] for under in found.values()), (kind, found)
         assert [under["forwards"] for under in found.values()] == [8, 4], (kind, found)
         assert max(under["from_eager"] for under in found.values()) <= 0.02, (kind, found)
@@ -81,7 +73,7 @@ def test_compiled_blocks_go_with_a_quantized_base():
 def test_inductor_is_near_eager_and_keeps_the_same():
     """Fused loops of fp32 sum in another order. Dropout draws masks of its own, under each policy: gradients are held to be those of the loss
     that came out, by its slope."""
-    found = printed("inductor")
+    found = printed(SCRIPT, "inductor")
     for policy, (slope, by_difference) in found["slopes"].items():
         assert slope == pytest.approx(by_difference, rel=1e-7), policy
     assert max(under["from_first"] for under in found["plain"].values()) <= 2e-5, found["plain"]
