@@ -34,7 +34,16 @@ def test_two_cards_of_24_gib_take_49_frames_with_exact_weights(run):
             assert each.score * (1 + HARDLY_LONGER) >= found.chosen.score
 
 
-def test_one_card_of_24_gib_takes_fewer_frames(run):
+def test_one_card_of_24_gib_takes_them_with_what_blocks_keep_on_the_host(run):
+    task = task_for(run, parse_gpus("24GiB"))
+    chosen = fit(task).chosen
+    assert (chosen.setting.policy, chosen.setting.quantize) == ("full+offload", "none")
+    assert all(plan.fits for plan in chosen.plan)
+    assert not list(candidates(task, "full", "nf4")), "nothing smaller fits where all stays on the card"
+
+
+def test_larger_clips_take_fewer_frames_there():
+    run = Run(WAN, resolve(RunConfig, flags=CLIP | {"data.frames": 81, "data.height": 720, "data.width": 1280}))
     task = task_for(run, parse_gpus("24GiB"))
     assert fit(task).chosen is None and least_missing(task) > 0
     best, *_ = changes(WAN, run.config, task)
