@@ -1,13 +1,9 @@
 """A precision audit of Wan, on the tiny model and as the demo's command."""
 
-import json
-
 import pytest
 import torch
-from PIL import Image
 
-from ditkit_core.audit_findings import from_json
-from ditkit_core.testing.conformance_audit import AuditChecks
+from ditkit_core.testing.conformance_audit import AuditChecks, check_demo
 from ditkit_core.testing.demo import Demo
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN
@@ -31,11 +27,5 @@ class TestWan(AuditChecks):
 
 @pytest.mark.slow
 def test_the_demo_is_audited(tmp_path, capsys):
-    demo = Demo.write(WAN, tmp_path / "inputs")
-    assert demo.train(tmp_path / "run", "--audit-precision") == 0
+    check_demo(Demo.write(WAN, tmp_path / "inputs"), tmp_path / "run")
     assert "what matters most: timestep, which this run has in fp64" in capsys.readouterr().out
-    audit = tmp_path / "run" / "audit"
-    found = from_json(json.loads((audit / "precision.json").read_text()))
-    assert found.own.overall.gradient < 1e-5 < found.places[-1].alone.overall.gradient
-    with Image.open(audit / "precision.png") as picture:
-        assert picture.width > picture.height > 400

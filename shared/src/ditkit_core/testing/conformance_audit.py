@@ -1,21 +1,25 @@
 """Checks for every model that a precision audit is exact where nothing is lowered, finds the timestep, and sees no lever."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from PIL import Image
 
 from ditkit_core import audit as audit_module
 from ditkit_core.activation_checkpoint import Engine
 from ditkit_core.adapters import AdapterConfig
 from ditkit_core.audit import ACTING, Subject, audit
-from ditkit_core.audit_findings import Errors, Findings
+from ditkit_core.audit_findings import Errors, Findings, from_json
 from ditkit_core.model import ModelSpec
 from ditkit_core.precision import Precision, precision_of
 from ditkit_core.testing.conformance_quantized import make_quantized
 from ditkit_core.testing.conformance_split import layouts
 from ditkit_core.testing.conformance_swap import stream
+from ditkit_core.testing.demo import Demo
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
 from ditkit_core.testing.world import Items, make_model, outcome
 
@@ -136,3 +140,17 @@ def _frozen(model: Any) -> Any:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
     return model
+
+
+def check_demo(demo: Demo, folder: Path) -> None:
+    """Audit a demo by its command, and read what it wrote.
+
+    Args:
+        demo: Its inputs, written.
+        folder: Of the run.
+    """
+    assert demo.train(folder, "--audit-precision") == 0
+    found = from_json(json.loads((folder / "audit" / "precision.json").read_text(encoding="utf-8")))
+    assert found.own.overall.gradient < 1e-5 < found.places[-1].alone.overall.gradient
+    with Image.open(folder / "audit" / "precision.png") as picture:
+        assert picture.width > picture.height > 400
