@@ -76,8 +76,9 @@ class TrainConfig:
     attention: str = setting("sdpa", resume="stated")
     """Attention backend."""
     compile: bool | str = setting(False, resume="stated")
-    """Compile the blocks with torch.compile: faster steps after a first one of minutes. A string names a backend of its own in place of
-    `inductor`. Changes numbers in their last bits, and with inductor what dropout draws, then under each train.checkpointing in another way."""
+    """Compile the blocks with torch.compile, which takes minutes in the first step; what it gains is not measured yet. A string names a backend
+    in place of `inductor`. Changes numbers in their last bits, and with inductor what dropout draws, differently under each
+    train.checkpointing."""
     sentinels: int = setting(50, resume="free")
     """Optimizer steps between two looks at the activations and gradients of a step, the first step included, for metrics.jsonl: the
     largest activation of each block and how far it drifted, values that are not finite, gradients that underflow. 0 looks at none."""
