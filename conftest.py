@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,19 @@ def _torch_as_it_was() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[1])
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs a GPU where there is none."""
+    """Marks exhaustive what a variant's conformance checks leave out, and skips what needs a GPU where there is none."""
+    counted: Counter[tuple[Any, str]] = Counter()
+    for item in items:
+        kind, every = getattr(item, "cls", None), getattr(getattr(item, "cls", None), "one_in", 1)
+        if every > 1:
+            check = (kind, item.name.partition("[")[0])
+            shift = sum(kind.__name__.encode())  # variants differ in what they leave out
+            if counted[check] and (counted[check] + shift) % every:
+                item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]
+                item.add_marker(pytest.mark.exhaustive)
+            counted[check] += 1
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

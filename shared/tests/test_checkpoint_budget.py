@@ -22,6 +22,7 @@ from ditkit_core.policy_schedule import parse_schedule
 from ditkit_core.prepare import build_on_meta
 from ditkit_core.profile import Profile, StageCost
 from ditkit_core.run import Run
+from ditkit_core.run_checks import check_training
 from ditkit_core.testing.plans import divided, whole
 from ditkit_core.testing.toy import TOY, ToyArch
 from toy_world import World, equal
@@ -213,7 +214,7 @@ def test_nothing_that_fits_is_refused_in_a_line(monkeypatch):
         with pytest.raises(UserError, match="budget: nothing fits; with full for all blocks cpu lacks"):
             decide(run_of("budget"))
     with pytest.raises(UserError, match="2 numbers for 1 devices"):
-        run_of("budget(1GiB, 2GiB)").check_training()
+        check_training(run_of("budget(1GiB, 2GiB)"))
 
 
 def test_cards_with_names_have_policies_of_their_own():

@@ -14,6 +14,7 @@ from ditkit_core.config_layers import resolve
 from ditkit_core.errors import UserError
 from ditkit_core.policy_schedule import parse_policy
 from ditkit_core.run import Run
+from ditkit_core.run_checks import check_training
 from ditkit_core.testing.compiled_runs import printed
 from ditkit_core.testing.toy import TOY
 
@@ -132,4 +133,4 @@ def test_a_quantized_base_that_would_be_kept_dense_is_refused():
 )
 def test_a_run_refuses_before_anything_is_loaded(texts, names):
     config = resolve(RunConfig, flags={"train.device": "cpu", **texts})
-    refused(Run(TOY, config).check_training, *names)
+    refused(lambda: check_training(Run(TOY, config)), *names)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ditkit_core.elementwise import gated_sum, gated_unit, modulated_norm, normalised_heads
+from ditkit_core.elementwise import gated_sum, gated_unit, modulated_norm, normalised_heads, per_token
 from ditkit_core.precision import Precision
 from ditkit_core.rotary import axis_angles, rotate
 
@@ -80,6 +80,26 @@ def test_the_gated_sum_equals_the_composition(times, trained):
     gate = torch.randn(2, times, 8, dtype=torch.float64, requires_grad=trained)
     assert torch.equal(gated_sum(y, x, gate), torch.addcmul(x, y, gate))
     assert torch.autograd.gradcheck(gated_sum, (y, x, gate))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_gated_sum_with_two_gates_equals_that_with_one_for_each_token(trained):
+    torch.manual_seed(0)
+    x, y = (torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    gate = torch.randn(2, 2, 8, dtype=torch.float64, requires_grad=trained)
+    late = torch.tensor([[False, False, True, True, True], [True] * 5])
+    each = torch.stack([gate[0, [0, 0, 1, 1, 1]], gate[1, [1] * 5]])
+    assert torch.equal(per_token(gate, late), each)
+    assert torch.equal(gated_sum(y, x, gate, late), torch.addcmul(x, y, each))
+    assert torch.autograd.gradcheck(lambda *t: gated_sum(*t, late), (y, x, gate))
+
+
+def test_two_gates_leave_nothing_but_themselves_to_be_saved():
+    x, y = (torch.randn(2, 5, 8, requires_grad=True) for _ in range(2))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor), lambda none: none):
+        gated_sum(y, x, torch.randn(2, 2, 8), torch.ones(2, 5, dtype=torch.bool))
+    assert saved == []
 
 
 @pytest.mark.parametrize(("batch", "times"), [(1, 1), (2, 1), (2, 5)])

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from ditkit_core.cache import Cache
-from ditkit_core.dataset import DataConfig, Dataset, Sample, scan
+from ditkit_core.data_config import DataConfig
+from ditkit_core.dataset import Dataset, Sample, scan
 from ditkit_core.encode import encode, text_key
+from ditkit_core.encode_jobs import _check_finite
 from ditkit_core.encoded import EncodedSample
 from ditkit_core.errors import UserError
 from media_files import numbered_video, picture
@@ -187,6 +189,15 @@ def test_latents_that_are_not_finite_name_the_clip_and_are_not_kept(world: World
     assert world.log[-1] == "unload media"
 
 
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [("text", "encode.text_dtype"), ("media", "fetch the VAE's"), ("music", "correct what its music is made from")],
+)
+def test_what_is_not_finite_is_worded_by_its_kind(kind: str, remedy: str) -> None:
+    with pytest.raises(UserError, match=remedy):
+        _check_finite({"part": torch.tensor([float("nan")])}, "a.npy", kind)
+
+
 def damage(path: Path) -> None:
     """Break the pixels of a video but not its timestamps, so that only decoding finds out."""
     data = bytearray(path.read_bytes())
@@ -237,7 +248,7 @@ def test_a_cache_that_grows_large_is_told_of_and_one_that_cannot_fit_is_warned_o
 ) -> None:
     world.start()
     assert "the cache" not in capsys.readouterr().out, "a small one is not"
-    monkeypatch.setattr("ditkit_core.encode._WORTH_TELLING_BYTES", 0)
+    monkeypatch.setattr("ditkit_core.encode_jobs._WORTH_TELLING_BYTES", 0)
     shutil.rmtree(world.cache.folder)
     world.start()
     told = capsys.readouterr()
@@ -246,8 +257,28 @@ def test_a_cache_that_grows_large_is_told_of_and_one_that_cannot_fit_is_warned_o
         f"the cache {world.cache.folder} takes about 0.0 GB more for 3 more of text",
     ]
     assert told.err == ""
-    monkeypatch.setattr("ditkit_core.encode.shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(9, 9, 0))
+    monkeypatch.setattr("ditkit_core.encode_jobs.shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(9, 9, 0))
     shutil.rmtree(world.cache.folder)
     world.start()
     warned = capsys.readouterr().err.splitlines()
     assert len(warned) == 2 and all("0.0 GB are free there; make room, or set encode.cache" in line for line in warned)
+
+
+def test_windows_of_a_file_are_encoded_each_and_the_first_is_that_of_a_whole_file(world: World) -> None:
+    whole = {sample.id: sample.media_key for sample in world.start()}
+    samples = world.dataset(windows="uniform", clips_per_file=2).samples
+    media, text = CountingEncoder("media"), CountingEncoder("text")
+    encoded = encode(samples, cache=world.cache, media_encoder=media, text_encoder=text, fps=16.0)
+    keys = {sample.id: sample.media_key for sample in encoded}
+    assert keys["b#0"] == whole["b"] != keys["b#1"]
+    assert len(media.items) == sum(id.endswith("#1") for id in keys) == 3 and text.items == []
+    assert encoded[0].repeats == 1.0
+
+
+def test_a_trigger_word_encodes_captions_and_no_clip(world: World) -> None:
+    world.start()
+    samples = world.dataset(trigger="ohwx").samples
+    media, text = CountingEncoder("media"), CountingEncoder("text")
+    encode(samples, cache=world.cache, media_encoder=media, text_encoder=text, fps=16.0)
+    assert (media.items, len(text.items)) == ([], 4)
+    assert all(caption.startswith("ohwx caption ") for caption in text.items)

@@ -27,6 +27,7 @@ from ditkit_core.precision import (
 from ditkit_core.profile import profile
 from ditkit_core.resume_rules import compare
 from ditkit_core.run import Run
+from ditkit_core.run_checks import check_settings, check_training
 from ditkit_core.step import accumulate_gradients, training_step
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, toy_items
 from ditkit_core.trained import Trained
@@ -128,13 +129,13 @@ def test_a_place_that_the_run_would_not_honour_is_refused(
     run = run_with(optim=optim, **fields)
     run = Run(TOY, replace(run.config, train=replace(run.config.train, clip_norm=0.0)))
     with pytest.raises(UserError, match=message):
-        run.check_training(here=False)
-    run_with(optimizer="fp32", reduction="fp32", accumulation="fp32").check_training(here=False)
+        check_training(run, here=False)
+    check_training(run_with(optimizer="fp32", reduction="fp32", accumulation="fp32"), here=False)
 
 
 def test_a_command_refuses_an_impossible_dtype_before_anything() -> None:
     with pytest.raises(UserError, match="65504"):
-        run_with(residual="fp16").check_settings()
+        check_settings(run_with(residual="fp16"))
 
 
 def test_dtypes_may_change_between_parts_of_a_run_but_for_what_a_save_holds() -> None:

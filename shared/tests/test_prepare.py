@@ -199,6 +199,12 @@ def test_a_config_json_of_something_else_is_an_error(base, content):
         prepared(base)
 
 
+def test_a_config_json_in_its_authors_own_form_leaves_the_choice_to_the_shapes(base):
+    (base / "transformer" / "config.json").write_text('{"num_layers": 2}')
+    spec = replace(SPEC, presets={"deep": ToyArch(depth=3), "fits": ToyArch()}, infer_arch=lambda config, index: None)
+    assert prepared(base, spec=spec).preset == "fits"
+
+
 def test_a_config_json_of_other_weights_is_blamed_itself(base):
     (base / "transformer" / "config.json").write_text(json.dumps(asdict(ToyArch(depth=3))))
     with pytest.raises(

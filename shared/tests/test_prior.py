@@ -1,6 +1,7 @@
 """Prior preservation: which class pictures go with which samples, what they weigh, and where missing ones come from."""
 
 import json
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ditkit_core.data import BatchSize, TrainingData
 from ditkit_core.encoded import EncodedSample
 from ditkit_core.errors import UserError
 from ditkit_core.flow_matching import FlowConfig, draw_noise
-from ditkit_core.model import SampleDefaults, SampleJob
+from ditkit_core.model import Denoiser, SampleDefaults, SampleJob
 from ditkit_core.optim import NamedOptimizer, OptimConfig
 from ditkit_core.prior import PriorConfig, WithPrior
 from ditkit_core.step import training_step
@@ -146,13 +147,20 @@ class Recording(ToySampler):
         self.stop_after: int | None = None
         self.loaded = False
 
-    def denoise(self, model: Any, run: Any, job: SampleJob, on_step: Any) -> Tensor:
+    def denoise(self, job: SampleJob) -> Generator[float, Denoiser, Tensor]:
         if self.stop_after is not None and len(self.jobs) >= self.stop_after:
             raise KeyboardInterrupt
         self.jobs.append(job)
+        steps = super().denoise(job)
+        denoiser = yield next(steps)
+        model: Any = denoiser.model
         up = [p for name, p in model.named_parameters() if "lora_B" in name]
         self.base.append(all(not p.any() for p in up) and not model.training)
-        return super().denoise(model, run, job, on_step)
+        for _ in range(job.steps - 1):
+            denoiser = yield steps.send(denoiser)
+        with pytest.raises(StopIteration) as done:
+            steps.send(denoiser)
+        return done.value.value
 
     def decode(self, latents: Tensor) -> Tensor:
         self.loaded = True

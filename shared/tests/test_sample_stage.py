@@ -1,6 +1,7 @@
 """What is drawn: prompts and captions, sizes, seeds, references, guidance; and which files come of it."""
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from ditkit_core import cli, still
 from ditkit_core.dataset import Sample
+from ditkit_core.drawing import only
 from ditkit_core.errors import UserError
-from ditkit_core.grid import GAP, grid
-from ditkit_core.model import ModelSpec, SampleDefaults, SampleJob, run_plain
+from ditkit_core.grid import GAP, SHEET_FRAMES, contact_sheet, grid
+from ditkit_core.media import probe
+from ditkit_core.model import Denoiser, ModelSpec, SampleDefaults, SampleJob, run_plain
 from ditkit_core.sample_stage import SampleConfig, Scene, draw_samples
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel
 from ditkit_core.testing.world import make_model
@@ -34,11 +37,12 @@ class RecordingSampler:
         self.value: float | None = None
         self.loaded = False
 
-    def denoise(self, model: Any, run: Any, job: SampleJob, on_step: Callable[[], None]) -> Tensor:
+    def denoise(self, job: SampleJob) -> Generator[float, Denoiser, Tensor]:
         self.jobs.append(job)
-        self.training.append(model.training)
-        for _ in range(job.steps):
-            on_step()
+        for step in range(job.steps):
+            denoiser = yield 1 - step / job.steps
+            assert denoiser.guidance == job.guidance
+            self.training.append(denoiser.model.training)  # type: ignore[attr-defined]
         return torch.full((3, job.frames, job.height, job.width), 0.1 * job.seed if self.value is None else self.value)
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -151,7 +155,7 @@ def draw(folder: Path, scenes: Sequence[Scene], sampler: RecordingSampler, **set
         return {"text": torch.tensor([float(len(text))])}
 
     files = draw_samples(
-        model, run_plain, sampler, scenes, config, conditions=conditions,
+        only(model, run_plain), sampler, scenes, config, conditions=conditions,
         references=lambda paths: [torch.tensor(float(len(path.name))) for path in paths],
         negative=conditions("unwanted"), fps=8.0, folder=folder, stem="step-000002", on_step=lambda: steps.append(None),
     )  # fmt: skip
@@ -179,11 +183,54 @@ def test_each_prompt_is_drawn_with_as_many_seeds_as_asked_and_all_of_it_in_a_gri
     assert (whole[0] == whole[8 + GAP]).all() and (whole[8 : 8 + GAP] == 255).all()
 
 
-def test_one_picture_and_videos_have_no_grid(tmp_path: Path) -> None:
+def test_one_picture_has_no_grid(tmp_path: Path) -> None:
     assert [file.name for file in draw(tmp_path, [scene("a cat")], RecordingSampler())] == ["step-000002-0-a-cat.png"]
-    files = draw(tmp_path, [scene("a cat", 5), scene("", 5)], RecordingSampler())
-    assert [file.name for file in files] == ["step-000002-0-a-cat.mp4", "step-000002-1-sample.mp4"]
+    assert json.loads((tmp_path / "step-000002.json").read_text())["shown"] == "step-000002-0-a-cat.png"
+
+
+def test_a_model_that_draws_every_fourth_frame_draws_as_many_seconds(tmp_path: Path) -> None:
+    class Keyframes(RecordingSampler):
+        def decode(self, latents: Tensor) -> Tensor:
+            return super().decode(latents)[:, ::4]
+
+    for kind, frames in ((Keyframes, 6), (RecordingSampler, 21)):
+        file, _ = draw(tmp_path / kind.__name__, [scene("a dance", 21)], kind())
+        info = probe(file)
+        assert round(info.seconds * info.fps) == frames and info.seconds == pytest.approx(21 / 8, abs=2e-3)
+
+
+def test_videos_have_a_contact_sheet_with_a_row_for_each(tmp_path: Path) -> None:
+    class Brightening(RecordingSampler):
+        """Frame i of n as bright as i / n."""
+
+        def denoise(self, job: SampleJob) -> Generator[float, Denoiser, Tensor]:
+            pixels = yield from super().denoise(job)
+            return pixels * 0 + torch.arange(job.frames).view(1, -1, 1, 1) / max(job.frames, 1)
+
+    scenes = [scene("a cat", 21), scene("", 5), scene("still")]
+    files = draw(tmp_path, scenes, Brightening(), seed=3)
+    assert [file.name for file in files] == [
+        "step-000002-0-a-cat.mp4", "step-000002-1-sample.mp4", "step-000002-2-still.png", "step-000002-sheet.png",
+    ]  # fmt: skip
     assert all(file.stat().st_size for file in files)
+    whole = still.read(files[-1])
+    assert whole.shape == (3 * 8 + 2 * GAP, SHEET_FRAMES * 8 + (SHEET_FRAMES - 1) * GAP, 3)
+    rows = [[int(value) for value in whole[y, :: 8 + GAP, 0]] for y in (0, 8 + GAP, 2 * (8 + GAP))]
+    assert rows[0] == [round(255 * i / 21) for i in (0, 4, 8, 12, 16, 20)], "the first, the last, and four between"
+    assert rows[1] == [*(round(255 * i / 5) for i in range(5)), 255] and rows[2] == [0, *[255] * 5]
+    listed = json.loads((tmp_path / "step-000002.json").read_text())
+    assert listed["shown"] == "step-000002-sheet.png"
+    assert listed["samples"] == [
+        {"file": file.name, "prompt": asked.prompt, "seed": 3} for file, asked in zip(files[:3], scenes, strict=True)
+    ]
+
+
+def test_frames_of_a_contact_sheet_are_small() -> None:
+    clips = [torch.full((3, 2, 640, 1280), 0.5), torch.zeros(3, 1, 64, 32)]
+    whole = contact_sheet(clips)
+    assert whole.shape == (3, 2 * 160 + GAP, 2 * 320 + GAP)
+    assert torch.allclose(whole[:, :160, :320], torch.tensor(0.5))
+    assert whole[0, 164 + 48 : 164 + 112, 144:176].sum() == 0
 
 
 def test_a_job_says_all_that_the_section_and_the_scene_say(tmp_path: Path) -> None:
@@ -252,7 +299,7 @@ def test_a_finished_run_draws_captions_with_the_models_own_settings(
     assert all(job.negative is not None for job in world.sampler.jobs)
     names = sorted(path.name for path in Path("run/samples").iterdir())
     assert names == [
-        "step-000001-0-picture-number-0.png", "step-000001-1-picture-number-1.png", "step-000001-grid.png",
+        "step-000001-0-picture-number-0.png", "step-000001-1-picture-number-1.png", "step-000001-grid.png", "step-000001.json",
     ]  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from ditkit_core.attention_backends import BACKENDS
 from ditkit_core.audit_findings import Case, Cost, Errors, Findings, PlaceFindings
 from ditkit_core.block_swap import BlockSwap
 from ditkit_core.errors import UserError
-from ditkit_core.flow_matching import to_device, velocity_target
+from ditkit_core.flow_matching import learnt_mean, to_device, velocity_target
 from ditkit_core.ledger import Ledger
 from ditkit_core.model import ModelSpec
 from ditkit_core.precision import PLACES, Precision, autocast_disabled, dtype_name, set_precision
@@ -164,6 +164,8 @@ class _Batch:
 
     inputs: Any
     targets: list[Tensor]
+    masks: list[Tensor | None]
+    """What of each is learnt."""
 
     @classmethod
     def drawn(cls, subject: Subject, index: int) -> "_Batch":
@@ -185,7 +187,8 @@ class _Batch:
         there = [tensor.to(first) for tensor in noised]
         targets = [velocity_target(item, eps) for item, eps in zip(subject.items, noise, strict=True)]
         inputs = subject.spec.make_inputs(there, sigma.to(first), items, subject.guidance)
-        return cls(inputs=inputs, targets=[target.to(last) for target in targets])
+        masks = [subject.spec.loss_mask(item) for item in subject.items]
+        return cls(inputs=inputs, targets=[target.to(last) for target in targets], masks=masks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,8 +268,8 @@ def _forward(
     """Velocities, and the mean of the samples' squared errors in fp64."""
     set_precision(subject.model, precision)
     velocities = Recast(subject.model, dtype_of, take)(batch.inputs, run=run)
-    pairs = zip(velocities, batch.targets, strict=True)
-    return velocities, torch.stack([(v.to(_TRUTH) - target).square().mean() for v, target in pairs]).mean()
+    triples = zip(velocities, batch.targets, batch.masks, strict=True)
+    return velocities, torch.stack([learnt_mean((v.to(_TRUTH) - t).square(), mask) for v, t, mask in triples]).mean()
 
 
 def _backend(subject: Subject, precision: Precision) -> str:

@@ -12,16 +12,19 @@ from ditkit_core.audit_report import show, write
 from ditkit_core.checkpoint import latest
 from ditkit_core.config import RunConfig
 from ditkit_core.console import progress, say, warn
-from ditkit_core.data import split_held_out
+from ditkit_core.data import files_of, split_held_out
 from ditkit_core.errors import UserError
+from ditkit_core.expert_runs import resident
 from ditkit_core.memory import is_out_of_memory
 from ditkit_core.model import ModelSpec
 from ditkit_core.options import TrainOptions
 from ditkit_core.plan_stage import divided_for_training
-from ditkit_core.prepare import Prepared, check_item
+from ditkit_core.prepare import Prepared, check_items
 from ditkit_core.run import Run
+from ditkit_core.run_checks import check, check_parts, check_training
 from ditkit_core.run_folder import RunFolder
-from ditkit_core.stages import start_from, take_trained, training_data
+from ditkit_core.saved_weights import take_trained
+from ditkit_core.stages import start_from, training_data
 
 SAMPLES = 2
 """Samples of the run's first micro-batch that are audited, each at a noise level of every range."""
@@ -37,9 +40,12 @@ def audit_precision(spec: ModelSpec, config: RunConfig, options: TrainOptions) -
         UserError: If the run could not start as it is configured, or memory does not suffice.
     """
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
-        folder = RunFolder(Path(config.run.folder))
-        findings = _find(Run(spec, config), folder, options)
-        files = write(findings, folder.audit)
+        run = resident(Run(spec, config))
+        if run.expert is not None:
+            say(f"audited is the {run.expert.name} expert")
+        own = RunFolder(Path(run.config.run.folder))  # where its saves are
+        findings = _find(spec, run.given_config, own, options)
+        files = write(findings, RunFolder(Path(config.run.folder)).audit)
         show(findings)
         for file in files:
             say(f"written:  {file}")
@@ -47,20 +53,25 @@ def audit_precision(spec: ModelSpec, config: RunConfig, options: TrainOptions) -
         print(json.dumps(to_json(findings), indent=1), flush=True)
 
 
-def _find(run: Run, folder: RunFolder, options: TrainOptions) -> Findings:
-    run.check()
-    run.check_training()
+def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainOptions) -> Findings:
+    run = Run(spec, config)
+    check(run)
+    check_training(run)
     if options.demo:
-        run.spec.write_demo(folder.inputs)
+        spec.write_demo(folder.inputs)
+        run = Run(spec, config)  # of an architecture that was not there before
     assert run.dataset.samples  # what is wrong with the data is said before weights are fetched
     unloaded = run.build()
+    run = run.known_as(unloaded.arch)
     divided = divided_for_training(run, unloaded.model, unloaded.arch, unloaded.adapter)
-    run.check_parts()
+    check_parts(run, run.dataset.samples)
     encoded, _ = run.encode()
-    check_item(run.spec, unloaded.model, encoded[0].outline())
+    check_items(run.spec, unloaded.model, encoded)
     prepared = run.load(unloaded, divided.placement)
     weights = _weights(prepared, folder, options.init_from)
-    kept, _ = split_held_out([sample.id for sample in encoded], run.config.held_out.clips)
+    kept, _ = split_held_out(
+        [sample.id for sample in encoded], run.config.held_out.clips, files_of(run.dataset.samples)
+    )
     by_id = {sample.id: sample for sample in encoded}
     batch = training_data(run, [by_id[id] for id in kept], []).micro_batches(0)[0]
     # places are eager code's: a compiler keeps a chain of operations wider than it is written

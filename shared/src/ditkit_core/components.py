@@ -1,8 +1,12 @@
 """Where a model's parts lie: one base folder or hub id, and a path of its own for each part that needs one."""
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -21,6 +25,19 @@ _PIPELINE_INDEX = "model_index.json"
 _HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(/(?P<inner>\w[\w.-]*(/\w[\w.-]*)*))?")
 
 
+_MAY_FETCH = ContextVar("may fetch", default=True)
+
+
+@contextmanager
+def nothing_fetched() -> Iterator[None]:
+    """Parts named by the id of a hub are found in the local cache alone."""
+    token = _MAY_FETCH.set(False)
+    try:
+        yield
+    finally:
+        _MAY_FETCH.reset(token)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Components:
     """The `[model]` section: which model, and where its files are."""
@@ -31,6 +48,8 @@ class Components:
     """A folder in diffusers layout, or a hub id, that holds every part not named below."""
     transformer: str = setting("", resume="refused")
     """Folder, single .safetensors file, sharded index, or hub id of the transformer."""
+    transformer_2: str = setting("", resume="refused")
+    """The same of the second expert (low noise), where a model has two."""
     vae: str = setting("", resume="free")
     """Folder or single .safetensors file of the VAE."""
     text_encoder: str = setting("", resume="free")
@@ -50,16 +69,52 @@ class Components:
         path = Path(own).expanduser() if own else Path(self.base).expanduser() / part
         return path if path.exists() else None
 
+    def is_elsewhere(self, part: str) -> bool:
+        """Whether a part has the id of a hub for a path, so that it may have to be fetched."""
+        value = self._own.get(part, "") or self.base
+        return bool(value) and not Path(value).expanduser().exists() and _HUB_ID.fullmatch(value) is not None
+
+    def is_to_be_fetched(self, part: str) -> bool:
+        """Whether a part is neither here nor, whole, in the local cache of the hub."""
+        if not self.is_elsewhere(part):
+            return False
+        try:
+            with nothing_fetched():
+                path = self.locate(part)
+        except UserError:
+            return True
+        return not all(
+            (index.parent / name).exists()
+            for index in path.glob("*.safetensors.index.json")
+            for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        )
+
     @property
     def _own(self) -> dict[str, str]:
         """The paths of parts that may have one of their own."""
         return {
             "transformer": self.transformer,
+            "transformer_2": self.transformer_2,
             "vae": self.vae,
             "text_encoder": self.text_encoder,
             "tokenizer": self.tokenizer,
             "image_encoder": self.image_encoder,
         }
+
+    def fetched_description(self, part: str) -> Path | None:
+        """The folder with the `config.json` of a part whose path is a hub id, fetched without its weights; None if it has none there.
+
+        Raises:
+            UserError: If the hub does not give it.
+        """
+        own = self._own.get(part, "")
+        match = _HUB_ID.fullmatch(own or self.base)
+        if match is None or (match["inner"] or "").endswith(".safetensors"):
+            return None
+        inner = (match["inner"] or "") if own else f"{match['inner'] or ''}/{part}".lstrip("/")
+        wanted = [f"{inner}/config.json".lstrip("/"), _PIPELINE_INDEX]
+        folder = _snapshot(match["repository"], wanted, [], f"model.{part}" if own else "model.base") / inner
+        return folder if (folder / "config.json").is_file() else None
 
     def locate(self, part: str, *, safe_names: Mapping[str, str] = MappingProxyType({})) -> Path:
         """The local file or folder of a part, fetched from the hub if its path is a hub id.
@@ -151,7 +206,8 @@ def _snapshot(repository: str, allow: list[str], ignore: list[str], key: str) ->
 
     where, page = f"{key} = {repository!r}", f"https://huggingface.co/{repository}"
     try:
-        return Path(snapshot_download(repository, allow_patterns=allow, ignore_patterns=ignore))
+        fetched = snapshot_download if _MAY_FETCH.get() else partial(snapshot_download, local_files_only=True)
+        return Path(fetched(repository, allow_patterns=allow, ignore_patterns=ignore))
     except GatedRepoError as error:
         raise UserError(f"{where} is gated: accept its licence on {page}, then log in with `hf auth login`") from error
     except (RepositoryNotFoundError, HFValidationError) as error:

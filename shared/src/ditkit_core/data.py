@@ -1,12 +1,15 @@
 """The micro-batches of a run: which samples and captions, a function of the seed and the micro-batch's index, never of history."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from ditkit_core.batches import EndlessOrder, GroupedOrder, Order
+from ditkit_core.dataset import Sample
 from ditkit_core.encoded import EncodedSample
 from ditkit_core.errors import UserError
 from ditkit_core.randomness import generator, seed_of
@@ -28,12 +31,25 @@ class Batch:
     """How many samples it counts for in the step's mean; None: as many as it has."""
 
 
-def split_held_out(ids: Sequence[str], count: int) -> tuple[list[str], list[str]]:
-    """Set samples aside that are never trained on, chosen by a hash of their ids: adding clips moves at most as many.
+def files_of(samples: Iterable[Sample]) -> dict[str, str]:
+    """By id the name that the windows of one file have in common, of samples that are such windows."""
+    samples = list(samples)
+    count = Counter(sample.media for sample in samples)
+    windows = [sample for sample in samples if count[sample.media] > 1 and "#" in sample.id]
+    return {sample.id: sample.id.rpartition("#")[0] for sample in windows}
+
+
+def split_held_out(
+    ids: Sequence[str], count: int, files: Mapping[str, str] = MappingProxyType({})
+) -> tuple[list[str], list[str]]:
+    """Set samples aside that are never trained on, chosen by a hash of their files' names: adding clips moves at most as many.
+
+    All windows of a file go together, because one that was trained on says much about the next; so there may be more than were asked for.
 
     Args:
         ids: Sample ids.
-        count: How many to set aside.
+        count: How many to set aside at least.
+        files: As `files_of`; a sample that is not there is a file of its own.
 
     Returns:
         Ids to train on and ids held out, each in the order given.
@@ -41,11 +57,18 @@ def split_held_out(ids: Sequence[str], count: int) -> tuple[list[str], list[str]
     Raises:
         UserError: If nothing would be left to train on.
     """
-    if count >= len(ids):
+    held_out: set[str] = set()
+    windows: dict[str, list[str]] = defaultdict(list)
+    for id in ids:
+        windows[files.get(id, id)].append(id)
+    for file in sorted(windows, key=lambda file: seed_of("held out", file)):
+        if len(held_out) < count:
+            held_out.update(windows[file])
+    if len(held_out) >= len(ids):
+        together = f" of {len(windows)} files, whose windows go together," if len(windows) < len(ids) else ""
         raise UserError(
-            f"holding out {count} of {len(ids)} clips leaves none to train on; lower held_out.clips or add clips"
+            f"holding out {count} of {len(ids)} clips{together} leaves none to train on; lower held_out.clips or add clips"
         )
-    held_out = set(sorted(ids, key=lambda id: seed_of("held out", id))[:count])
     return [id for id in ids if id not in held_out], [id for id in ids if id in held_out]
 
 
@@ -66,23 +89,32 @@ class BatchSize:
 
 
 class Captions:
-    """Which caption a sample is given at each of its uses."""
+    """Which caption a sample is given at each of its uses, and whether with its conditions."""
 
-    def __init__(self, seed: int, dropout: float) -> None:
+    def __init__(self, seed: int, dropout: float, control_dropout: float = 0.0) -> None:
         """Describe the choice.
 
         Args:
             seed: The run's seed.
             dropout: Probability in [0, 1] of the empty caption.
+            control_dropout: Probability in [0, 1] that conditions which are optional are left out.
         """
-        assert 0 <= dropout <= 1
-        self._seed, self._dropout = seed, dropout
+        assert 0 <= dropout <= 1 and 0 <= control_dropout <= 1
+        self._seed, self._dropout, self._control_dropout = seed, dropout, control_dropout
 
-    def item(self, sample: EncodedSample, index: int) -> dict[str, Tensor]:
-        """Read a sample for the micro-batch of this index."""
-        drawn = torch.rand((), generator=generator(self._seed, "caption", index, sample.id))
-        chosen = seed_of(self._seed, "which caption", index, sample.id) % len(sample.text_keys)
-        return sample.load(caption=chosen, drop_caption=bool(drawn < self._dropout))
+    def item(self, sample: EncodedSample, index: int, copy: int = 0) -> dict[str, Tensor]:
+        """Read a sample for the micro-batch of this index, which may have it several times.
+
+        Args:
+            sample: The sample.
+            index: The micro-batch's.
+            copy: How many of it go before in the micro-batch.
+        """
+        names = (sample.id, copy) if copy else (sample.id,)
+        drawn = torch.rand((), generator=generator(self._seed, "caption", index, *names))
+        chosen = seed_of(self._seed, "which caption", index, *names) % len(sample.text_keys)
+        without = torch.rand((), generator=generator(self._seed, "control", index, *names)) < self._control_dropout
+        return sample.load(caption=chosen, drop_caption=bool(drawn < self._dropout), drop_controls=bool(without))
 
 
 class TrainingData:
@@ -94,7 +126,13 @@ class TrainingData:
     """
 
     def __init__(
-        self, samples: Sequence[EncodedSample], *, seed: int, batch_size: BatchSize, caption_dropout: float = 0.0
+        self,
+        samples: Sequence[EncodedSample],
+        *,
+        seed: int,
+        batch_size: BatchSize,
+        caption_dropout: float = 0.0,
+        control_dropout: float = 0.0,
     ) -> None:
         """Describe the data; of the cache only headers are read yet.
 
@@ -103,18 +141,22 @@ class TrainingData:
             seed: The run's seed.
             batch_size: Samples per micro-batch.
             caption_dropout: Probability in [0, 1] that a sample is given with the empty caption.
+            control_dropout: Probability in [0, 1] that it is given without the conditions that are optional.
         """
         assert samples
         self._samples = samples
-        self._captions = Captions(seed, caption_dropout)
+        self._captions = Captions(seed, caption_dropout, control_dropout)
         ids = [sample.id for sample in samples]
         groups = [shapes_of(sample) for sample in samples]
         sizes = {group: batch_size.of(samples[groups.index(group)]) for group in dict.fromkeys(groups)}
         self.num_shapes = len(sizes)
         """How many shapes the samples have."""
         self._grouped = self.num_shapes > 1
+        repeats = [sample.repeats for sample in samples]
         self._order: Order = (
-            GroupedOrder(ids, seed, groups, sizes) if self._grouped else EndlessOrder(ids, seed, sizes[groups[0]])
+            GroupedOrder(ids, seed, groups, sizes, repeats)
+            if self._grouped
+            else EndlessOrder(ids, seed, sizes[groups[0]], repeats)
         )
 
     @property
@@ -127,7 +169,10 @@ class TrainingData:
         samples = [self._samples[place] for place in self._order.places(index).samples]
         return Batch(
             ids=[sample.id for sample in samples],
-            items=[self._captions.item(sample, index) for sample in samples],
+            items=[
+                self._captions.item(sample, index, sum(other is sample for other in samples[:place]))
+                for place, sample in enumerate(samples)
+            ],
             counted=self.mean_size if self._grouped else None,
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from ditkit_core.precision import Precision
@@ -119,25 +119,34 @@ def modulated_norm(
     return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=eps), 1 + scale)
 
 
+def per_token(
+    rows: Float[Tensor, "batch times dim"], late: Bool[Tensor, "batch tokens"] | None
+) -> Float[Tensor, "batch tokens_or_times dim"]:
+    """Of a sample's two rows the one for each of its tokens, the second where it is late; the rows themselves where nothing says."""
+    return rows if late is None else torch.where(late[..., None], rows[:, 1:], rows[:, :1])
+
+
 def gated_sum(
     y: Float[Tensor, "batch tokens dim"],
     x: Float[Tensor, "batch tokens dim"],
     gate: Float[Tensor, "batch times dim"],
+    late: Bool[Tensor, "batch tokens"] | None = None,
 ) -> Float[Tensor, "batch tokens dim"]:
     """x + y · gate, rounded once to the residual's dtype.
 
-    With one gate per sample the backward keeps the gate outside autograd's saved tensors. That is a row per block, and it
+    With one gate or two per sample the backward keeps them outside autograd's saved tensors. That is a row or two per block, and it
     lets a checkpoint that recomputes the block stop before the matmul that made `y`, a tenth to a seventh of its forward. A gate per
     token is as large as the tokens and is saved as usual.
 
     Args:
         y: What a sub-layer adds, in the matmuls' dtype.
         x: The residual stream.
-        gate: One row per sample, or per token, in the modulation's dtype.
+        gate: One row per sample, or per token, in the modulation's dtype; or two per sample.
+        late: With two, which tokens take the second.
     """
-    if gate.shape[1] != 1 or torch.compiler.is_compiling():
-        return _sum(y, x, gate)
-    out: Tensor = _GatedSum.apply(y, x, gate)
+    if (late is None and gate.shape[1] != 1) or torch.compiler.is_compiling():
+        return _sum(y, x, per_token(gate, late))
+    out: Tensor = _GatedSum.apply(y, x, gate, late)
     return out
 
 
@@ -154,16 +163,24 @@ def plain_sum(y: Float[Tensor, "batch tokens dim"], x: Float[Tensor, "batch toke
 
 class _GatedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-        ctx.dtype, ctx.gate = y.dtype, gate
+    def forward(ctx: Any, y: Tensor, x: Tensor, gate: Tensor, late: Tensor | None) -> Tensor:
+        ctx.dtype, ctx.gate, ctx.late = y.dtype, gate, late
         ctx.save_for_backward(y if ctx.needs_input_grad[2] else None)
-        return _sum(y, x, gate)
+        return _sum(y, x, per_token(gate, late))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (y,) = ctx.saved_tensors
-        d_gate = (gradient * y).sum(1, keepdim=True).to(ctx.gate.dtype) if y is not None else None
-        return (gradient * ctx.gate).to(ctx.dtype), gradient, d_gate
+        d_gate = None if y is None else _summed(gradient * y, ctx.late).to(ctx.gate.dtype)
+        return (gradient * per_token(ctx.gate, ctx.late)).to(ctx.dtype), gradient, d_gate, None
+
+
+def _summed(gradient: Tensor, late: Tensor | None) -> Tensor:
+    """Gradients of all tokens, summed to those of a sample's rows."""
+    if late is None:
+        return gradient.sum(1, keepdim=True)
+    late = late[..., None]
+    return torch.cat([gradient.masked_fill(mask, 0).sum(1, keepdim=True) for mask in (late, ~late)], 1)
 
 
 def gated_unit(x: Float[Tensor, "*batch both"]) -> Float[Tensor, "*batch half"]:

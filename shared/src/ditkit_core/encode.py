@@ -5,35 +5,26 @@ stored as soon as it is there, so a stage that was killed continues where it sto
 """
 
 import json
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ditkit_core.cache import Cache, MediaHashes, key
-from ditkit_core.console import say, warn
+from ditkit_core.conditions import Conditioner, Controls
 from ditkit_core.dataset import Sample
-from ditkit_core.encoded import EncodedSample
+from ditkit_core.encode_jobs import Jobs, Progress, fill, goes_on, no_progress
+from ditkit_core.encoded import Condition, EncodedSample
 from ditkit_core.errors import UserError
 from ditkit_core.media import TRANSFORM_VERSION, kind_of, read_clip
-from ditkit_core.memory import release_memory
-from ditkit_core.model import Encoder, ignored
+from ditkit_core.model import Encoder, no_change
 from ditkit_core.references import ReferenceSize, encoded_sizes
 from ditkit_core.settings import setting
 
-_JUDGED_BY = 2
-"""Entries of a kind by which the size of the rest is judged; the first caption is the empty one, which some models keep short."""
-_WORTH_TELLING_BYTES = 10**9
 _LONG_HASH_BYTES = 2**28
 """So many take seconds to read; less is over before a progress bar says anything."""
-
-Progress = Callable[[str, int], AbstractContextManager[Callable[[float], None]]]
-"""(what is done, how many) to a context in which the yielded function is told how much of that is done since."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +47,6 @@ class EncodeConfig:
     where it would not fit as a whole."""
 
 
-@contextmanager
-def no_progress(stage: str, total: int) -> Iterator[Callable[[float], None]]:
-    """Progress that nobody watches."""
-    yield ignored
-
-
 def text_key(caption: str, encoder: Encoder) -> str:
     """Where the cache keeps a caption as encoded by an encoder (kind `text`)."""
     return key("text", caption, encoder.identity)
@@ -75,6 +60,8 @@ def encode(
     text_encoder: Encoder,
     fps: float,
     reference_size: ReferenceSize | None = None,
+    conditioning: "Conditioning | None" = None,
+    assemble: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = no_change,
     extra_captions: Sequence[str] = (),
     progress: Progress = no_progress,
     on_bad: Callable[[Sample, UserError], None] | None = None,
@@ -88,8 +75,10 @@ def encode(
         text_encoder: Caption to tensors; loaded only if a caption is missing.
         fps: Frames per second of the clips.
         reference_size: As in `ModelSpec`; needed where samples have references.
+        conditioning: What encodes conditions beside clip and caption.
+        assemble: As in `ModelSpec`.
         extra_captions: Captions needed besides (of samples to be drawn); found again by `text_key`.
-        progress: Watches stages `hash`, `media` and `text`, each only if there is something to do; `hash` if it takes seconds.
+        progress: Watches stages `hash`, `media`, the kinds of conditions and `text`, each only if there is something to do; `hash` if it takes seconds.
         on_bad: Told of each clip that cannot be decoded, which is then left out; by default the first one is an error.
 
     Returns:
@@ -98,12 +87,19 @@ def encode(
     Raises:
         UserError: If a clip cannot be read, or an encoder gives numbers that are not finite.
     """
+    if conditioning is not None:  # what has no condition is said before hours go into clips
+        conditioning.used({sample.id: controls_of(sample, fps) for sample in samples}, keep_going=on_bad is not None)
     cuts = {sample.id: _cuts_of(sample, fps, reference_size) for sample in samples}
     keys = _media_keys([cut for each in cuts.values() for cut in each], cache, media_encoder, progress)
     failures = _fill_media(cache, keys, media_encoder, progress, keep_going=on_bad is not None)
+    conditions: dict[str, tuple[Condition, ...]] = {}
+    if conditioning is not None:
+        given = {sample.id: controls_of(sample, fps) for sample in samples if keys[cuts[sample.id][0]] not in failures}
+        conditions = conditioning.fill(given, cache, failures, progress, keep_going=on_bad is not None)
     good = []
     for sample in samples:
         failed = [failures[keys[cut]] for cut in cuts[sample.id] if keys[cut] in failures]
+        failed += [failures[each.key] for each in conditions.get(sample.id, ()) if each.key in failures]
         if on_bad is not None and failed:
             on_bad(sample, failed[0])
         else:
@@ -111,7 +107,7 @@ def encode(
 
     captions = ["", *(caption for sample in good for caption in sample.captions), *extra_captions]
     texts = {text_key(caption, text_encoder): caption for caption in captions}
-    _fill(cache, _Jobs(kind="text", wanted=texts, encoder=text_encoder, read=str, name=repr), progress)
+    fill(cache, Jobs(kind="text", wanted=texts, encoder=text_encoder, read=str, name=repr), progress)
     return [
         EncodedSample(
             id=sample.id,
@@ -120,6 +116,9 @@ def encode(
             text_keys=tuple(text_key(caption, text_encoder) for caption in sample.captions),
             empty_text_key=text_key("", text_encoder),
             reference_keys=tuple(keys[cut] for cut in cuts[sample.id][1:]),
+            conditions=conditions.get(sample.id, ()),
+            assemble=assemble,
+            repeats=sample.repeats,
         )
         for sample in good
     ]
@@ -157,6 +156,131 @@ def encode_references(
     return latents
 
 
+@dataclass(frozen=True, kw_only=True)
+class Conditioning:
+    """The conditioners of a model, and which of its columns are texts and no files."""
+
+    conditioners: Sequence[Conditioner]
+    texts: Collection[str] = ()
+
+    def fill(
+        self,
+        given: Mapping[str, Controls],
+        cache: Cache,
+        failures: dict[str, UserError],
+        progress: Progress = no_progress,
+        *,
+        keep_going: bool = False,
+    ) -> dict[str, tuple[Condition, ...]]:
+        """Encode what the cache lacks.
+
+        Args:
+            given: What to encode, by any name.
+            cache: Where results are kept.
+            failures: Takes, by key, why something could not be encoded; stays empty unless `keep_going`.
+            progress: Watches the kinds of conditions.
+            keep_going: Whether the first failure is no error.
+
+        Returns:
+            By name, where the cache keeps its conditions, those that failed included.
+        """
+        found: dict[str, list[Condition]] = {name: [] for name in given}
+        all_used = self.used(given, keep_going=keep_going)
+        with MediaHashes(cache.folder) as hashes:
+            for conditioner, of_kind in zip(self.conditioners, all_used, strict=True):
+                wanted = {}
+                for name, used in of_kind.items():
+                    if isinstance(used, UserError):
+                        address = key("no condition", conditioner.kind, name)
+                        failures[address] = used
+                        found[name].append(Condition(conditioner.kind, address, conditioner.optional))
+                    elif used:
+                        address = self._key(conditioner, given[name], used, hashes)
+                        found[name].append(Condition(conditioner.kind, address, conditioner.optional))
+                        wanted[address] = given[name]
+                jobs = Jobs(
+                    kind=conditioner.kind, wanted=wanted, encoder=conditioner, read=lambda item: item, name=_named
+                )
+                failures |= fill(cache, jobs, progress, keep_going=keep_going)
+        return {name: tuple(conditions) for name, conditions in found.items()}
+
+    def used(
+        self, given: Mapping[str, Controls], *, keep_going: bool = False
+    ) -> list[dict[str, tuple[str, ...] | UserError]]:
+        """What each conditioner reads of each, by name; with `keep_going` why it cannot in its place.
+
+        Raises:
+            UserError: The first failure; with `keep_going` only what no other sample would mend.
+        """
+        found: list[dict[str, tuple[str, ...] | UserError]] = []
+        for conditioner in self.conditioners:
+            of_kind: dict[str, tuple[str, ...] | UserError] = {}
+            for name, controls in given.items():
+                try:
+                    of_kind[name] = conditioner.uses(controls)
+                except UserError as error:
+                    if not goes_on(error, keep_going=keep_going):
+                        raise
+                    of_kind[name] = error
+            found.append(of_kind)
+        return found
+
+    def check(self, controls: Controls) -> None:
+        """Read everything that would be encoded of a clip or a drawing, without weights.
+
+        Raises:
+            UserError: If it cannot be encoded.
+        """
+        for conditioner in self.conditioners:
+            conditioner.check(controls)
+
+    def reads(self, controls: Controls) -> bool:
+        """Whether all of it can be encoded."""
+        try:
+            self.check(controls)
+        except UserError as error:
+            if not goes_on(error, keep_going=True):
+                raise
+            return False
+        return True
+
+    def tensors(self, controls: Controls, cache: Cache, progress: Progress = no_progress) -> dict[str, Tensor]:
+        """The conditions of one clip or drawing, encoded if the cache lacks them."""
+        item: dict[str, Tensor] = {}
+        for kind, address, _ in self.fill({"": controls}, cache, {}, progress)[""]:
+            tensors = cache.get(kind, address)
+            if tensors is None:
+                raise UserError(f"the cache {cache.folder} has lost {_named(controls)}; start again to encode it")
+            item |= tensors
+        return item
+
+    def _key(self, conditioner: Conditioner, controls: Controls, used: Sequence[str], hashes: MediaHashes) -> str:
+        cut = {
+            "version": TRANSFORM_VERSION, "frames": controls.frames, "fps": controls.fps, "height": controls.height,
+            "width": controls.width, "start": controls.start_seconds,
+        }  # fmt: skip
+        contents = []
+        for column in sorted(used):
+            if column in self.texts:
+                contents.append(f"{column}: {controls.files[column]}")
+            else:
+                path = Path(controls.files[column]) if column else controls.clip
+                contents.append(f"{column}= {hashes.of(path) if path else 'nothing'}")
+        return key(conditioner.kind, conditioner.identity, json.dumps(cut, sort_keys=True), *contents)
+
+
+def _named(controls: Controls) -> str:
+    return str(controls.clip or next(iter(controls.files.values()), "a prompt"))
+
+
+def controls_of(sample: Sample, fps: float) -> Controls:
+    """What a conditioner is given of a sample."""
+    return Controls(
+        clip=sample.media, start_seconds=sample.start_seconds, files=sample.controls, frames=sample.frames,
+        height=sample.height, width=sample.width, fps=fps if kind_of(sample.media) == "video" else 0.0,
+    )  # fmt: skip
+
+
 class _Cut(NamedTuple):
     """A media file as the encoder is given it."""
 
@@ -166,9 +290,13 @@ class _Cut(NamedTuple):
     """0 for a still image."""
     height: int
     width: int
+    start_seconds: float = 0.0
 
     def read(self) -> Tensor:
-        return read_clip(self.path, frames=self.frames, fps=self.fps, height=self.height, width=self.width)
+        return read_clip(
+            self.path, frames=self.frames, fps=self.fps, height=self.height, width=self.width,
+            start_seconds=self.start_seconds,
+        )  # fmt: skip
 
     def key(self, content: str, encoder: Encoder) -> str:
         transform = {
@@ -179,13 +307,15 @@ class _Cut(NamedTuple):
             "height": self.height,
             "width": self.width,
         }
+        if self.start_seconds:  # not at 0: the key of earlier versions
+            transform["start"] = self.start_seconds
         return key("media", content, json.dumps(transform, sort_keys=True), encoder.identity)
 
 
 def _cuts_of(sample: Sample, fps: float, reference_size: ReferenceSize | None) -> list[_Cut]:
     """The sample's own clip, then its references."""
     rate = fps if kind_of(sample.media) == "video" else 0.0
-    own = _Cut(sample.media, sample.frames, rate, sample.height, sample.width)
+    own = _Cut(sample.media, sample.frames, rate, sample.height, sample.width, sample.start_seconds)
     if not sample.references:
         return [own]
     assert reference_size is not None
@@ -213,81 +343,5 @@ def _fill_media(
     cache: Cache, keys: Mapping[_Cut, str], encoder: Encoder, progress: Progress, *, keep_going: bool
 ) -> dict[str, UserError]:
     wanted = {key: cut for cut, key in keys.items()}
-    jobs = _Jobs(kind="media", wanted=wanted, encoder=encoder, read=_Cut.read, name=lambda cut: str(cut.path))
-    return _fill(cache, jobs, progress, keep_going=keep_going)
-
-
-Item = TypeVar("Item")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Jobs(Generic[Item]):
-    """Everything that one encoder has to have encoded."""
-
-    kind: str
-    wanted: Mapping[str, Item]
-    """By cache key."""
-    encoder: Encoder
-    read: Callable[[Item], Any]
-    """An item to what the encoder takes."""
-    name: Callable[[Item], str]
-    """What a person calls the item."""
-
-
-def _fill(cache: Cache, jobs: _Jobs[Item], progress: Progress, *, keep_going: bool = False) -> dict[str, UserError]:
-    """Encode what the cache lacks, loading the encoder for the first item that can be read.
-
-    Returns:
-        By key, why items could not be read; empty unless `keep_going`.
-    """
-    missing = {key: item for key, item in jobs.wanted.items() if not cache.has(jobs.kind, key)}
-    failures: dict[str, UserError] = {}
-    if not missing:
-        return failures
-    with ExitStack() as stack:
-        advance = stack.enter_context(progress(jobs.kind, len(missing)))
-        loaded = False
-        sizes: list[int] = []
-        keys = list(missing)
-        for first in range(0, len(keys), jobs.encoder.items_at_once):
-            given: dict[str, Any] = {}
-            for key in keys[first : first + jobs.encoder.items_at_once]:
-                try:
-                    given[key] = jobs.read(missing[key])
-                except UserError as error:
-                    if not keep_going:
-                        raise
-                    failures[key] = error
-                    advance(1.0)
-            if given and not loaded:
-                jobs.encoder.load()
-                stack.callback(release_memory)
-                stack.callback(jobs.encoder.unload)
-                loaded = True
-            with torch.no_grad():
-                encoded = jobs.encoder.encode(list(given.values()), advance) if given else []
-            for key, tensors in zip(given, encoded, strict=True):
-                name = jobs.name(missing[key])
-                _check_finite(tensors, name, jobs.kind)
-                cache.put(jobs.kind, key, tensors, {"source": name, "encoder": jobs.encoder.identity})
-                sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
-                if len(sizes) == _JUDGED_BY:
-                    _tell_room(cache, jobs.kind, sizes, len(missing) - len(failures) - len(sizes))
-    return failures
-
-
-def _tell_room(cache: Cache, kind: str, sizes: Sequence[int], count: int) -> None:
-    """Say how large the cache grows, and warn hours before the disk is full, given the bytes of the first entries and how many follow."""
-    needed, free = count * sum(sizes) // len(sizes), shutil.disk_usage(cache.folder).free
-    line = f"the cache {cache.folder} takes about {needed / 1e9:.1f} GB more for {count} more of {kind}"
-    if needed > free:
-        warn(f"{line}, and {free / 1e9:.1f} GB are free there; make room, or set encode.cache to a folder elsewhere")
-    elif needed > _WORTH_TELLING_BYTES:
-        say(line)
-
-
-def _check_finite(tensors: Mapping[str, Tensor], name: str, kind: str) -> None:
-    remedy = "set encode.text_dtype to fp32" if kind == "text" else "fetch the VAE's weights again"
-    for part, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise UserError(f"{part} of {name} are not finite numbers; {remedy}, or remove it")
+    jobs = Jobs(kind="media", wanted=wanted, encoder=encoder, read=_Cut.read, name=lambda cut: str(cut.path))
+    return fill(cache, jobs, progress, keep_going=keep_going)

@@ -143,6 +143,8 @@ def velocity_errors(
     noise: Sequence[Float[Tensor, "..."]],
     guidance: float,
     targets: Sequence[Float[Tensor, "..."]] | None = None,
+    loss_mask: Callable[[Mapping[str, Tensor]], Tensor | None] = lambda item: None,
+    masks: Sequence[Tensor | None] | None = None,
 ) -> Float[Tensor, " batch"]:
     """Mean squared error of the predicted velocity, sample by sample.
 
@@ -155,6 +157,8 @@ def velocity_errors(
         noise: float32 noise of each sample, shaped like its latents.
         guidance: `FlowConfig.guidance`.
         targets: What is to be predicted, on the prediction's device, if it was sent there ahead; `velocity_target` of each sample.
+        loss_mask: The model's own, from its `ModelSpec`.
+        masks: What that gives of each sample, if it was sent there ahead.
 
     Returns:
         float32 errors on the prediction's device; each is a mean over its sample's elements, so samples of different size
@@ -165,8 +169,18 @@ def velocity_errors(
     if targets is None:
         made = [velocity_target(item, eps) for item, eps in zip(items, noise, strict=True)]
         targets = [target.to(velocity.device) for target, velocity in zip(made, prediction, strict=True)]
-    pairs = zip(prediction, targets, strict=True)
-    return torch.stack([(velocity.float() - target).square().mean() for velocity, target in pairs])
+    if masks is None:
+        masks = [loss_mask(item) for item in items]
+    triples = zip(prediction, targets, masks, strict=True)
+    return torch.stack([learnt_mean((v.float() - t).square(), mask) for v, t, mask in triples])
+
+
+def learnt_mean(squares: Float[Tensor, "..."], mask: Tensor | None) -> Float[Tensor, ""]:
+    """The mean of a sample's squared errors over what is learnt of it: where the mask is 1, or everywhere."""
+    if mask is None:
+        return squares.mean()
+    mask = mask.to(squares, non_blocking=True).expand_as(squares)
+    return (squares * mask).sum() / mask.sum()
 
 
 def velocity_target(item: Mapping[str, Tensor], noise: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

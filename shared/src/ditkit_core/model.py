@@ -5,7 +5,7 @@ everything one block hands to the next. What is not in the carry does not cross 
 nothing else. The model says where it may be cut; the core decides how each block is run.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ditkit_core.adapter_layout import AdapterRules
 from ditkit_core.components import Components
+from ditkit_core.conditions import Column, Conditioner
 from ditkit_core.precision import Precision
 from ditkit_core.tiles import Tiles
 
@@ -104,16 +106,56 @@ class SampleJob:
     width: int
     steps: int
     guidance: float
+    """Strength, for a transformer that has none of its own."""
     shift: float
     seed: int
 
 
+class Denoiser:
+    """A transformer at work on one sample, until another takes over: then it is let go of, whoever still has this object."""
+
+    def __init__(self, model: StagedModel, run: Engine, guidance: float):
+        """Take a model to work.
+
+        Args:
+            model: The transformer, in eval mode.
+            run: The engine that runs it.
+            guidance: Strength that it is guided with.
+        """
+        self._at_work: tuple[StagedModel, Engine] | None = (model, run)
+        self.guidance = guidance
+
+    @property
+    def model(self) -> StagedModel:
+        """The transformer; to be asked for in each step, and not to be kept over a `yield`."""
+        assert self._at_work is not None, "another transformer took over"
+        return self._at_work[0]
+
+    def __call__(self, inputs: Any) -> Any:
+        """Its prediction."""
+        assert self._at_work is not None, "another transformer took over"
+        model, run = self._at_work
+        return run(model, inputs)
+
+    def let_go(self) -> None:
+        """Forget the model."""
+        self._at_work = None
+
+
 @runtime_checkable
 class Sampler(Protocol):
-    """Draws samples with our transformer under the family's scheduler and VAE."""
+    """Draws samples with our transformers under the family's scheduler and VAE."""
 
-    def denoise(self, model: StagedModel, run: Engine, job: SampleJob, on_step: Callable[[], None]) -> Tensor:
-        """Latents of one sample, without a batch dimension; `on_step` is called once a step."""
+    def denoise(self, job: SampleJob) -> Generator[float, Denoiser, Tensor]:
+        """Draw one sample step by step; who asks for the steps turns gradients off.
+
+        Yields:
+            The noise level of each step, in [0, 1], before the step; what is sent back takes it. The scheduler's state lives on
+            where another transformer takes over.
+
+        Returns:
+            Latents, without a batch dimension.
+        """
         ...
 
     def decode(self, latents: Tensor) -> Float[Tensor, "3 frames height width"]:
@@ -152,6 +194,9 @@ class StateDictNames:
     from_native: Mapping[str, Callable[[str], tuple[Part, ...]]]
     """By form (`official`, `diffusers`): our parameter name to the parts of that form's tensors that its rows are."""
 
+    bare: str = "official"
+    """The form whose names an adapter file without prefixes has, as DiffSynth writes it for this family."""
+
     @classmethod
     def renaming(
         cls,
@@ -187,6 +232,27 @@ class SampleDefaults:
     guided_by: Literal["negative", "embedding", "nothing"] = "negative"
     """What guidance does: with a strength above 1 the `negative` prompt is drawn too, by a second call of the model in each step; an
     `embedding` tells the model, called once; or a distilled model draws without, and `nothing` follows from it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expert:
+    """One of several transformers that share the noise levels among them; each is trained by itself."""
+
+    name: str
+    """`high_noise`, `low_noise`: part of names of folders and files."""
+    part: str
+    """Which component it is: `transformer` or `transformer_2`."""
+    min_sigma: float
+    """Lowest noise level that it sees, in [0, 1)."""
+    max_sigma: float
+    """Its levels are below this one, and 1 itself for the noisiest expert."""
+    guidance: float
+    """Strength of guidance that its authors draw with."""
+
+
+def no_change(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A training item as the cache holds it."""
+    return dict(item)
 
 
 Holding = Callable[[str], AbstractContextManager[nn.Module]]
@@ -285,19 +351,50 @@ class ModelSpec:
     """The preset `reference` of `precision`: the places that the official code runs in other dtypes than `default`, each to the name of a
     dtype, or to `matmul`."""
 
-    infer_arch: Callable[[Mapping[str, Any], Mapping[str, Any]], Any] | None = None
+    infer_arch: Callable[[Mapping[str, Any], Mapping[str, Any]], Any | None] | None = None
     """A diffusers `transformer/config.json`, and the pipeline's `model_index.json` (empty if there is none), to the
-    architecture; raises KeyError where it is another model's."""
+    architecture; None where it is in a form that is not read, so that the weights' shapes decide; raises KeyError where it is another model's."""
 
     reference_size: Callable[[int, int, int], tuple[int, int]] | None = None
     """(height, width, how many references the sample has) of a reference picture to the size it is encoded at, in pixels; raises
     UserError for one that cannot be used. None: the model takes no references."""
+
+    variant: Callable[[Any], Mapping[str, Any]] = lambda arch: {}
+    """Architecture to the fields of this spec that it has otherwise: `fps`, `size`, `size_step`, …"""
+
+    columns: Callable[[Any], Sequence[Column]] = lambda arch: ()
+    """Architecture to the columns of a dataset that it is conditioned by."""
+
+    conditioners: Callable[[Any, Components | None, torch.device, bool], Sequence[Conditioner]] = (
+        lambda arch, components, device, tiled: ()
+    )
+    """(architecture, files, device, whether the VAE works in tiles) to what encodes conditions beside clip and caption. Without files they
+    are asked for `uses` and `check` alone."""
+
+    companion_parts: Callable[[Any], Sequence[str]] = lambda arch: ()
+    """Architecture to the components that it trains with beside transformers, VAE, text encoder and tokenizer: `image_encoder`."""
+
+    control_dropout: float = 0.0
+    """Share of samples that are trained without the conditions that are optional, unless `train.control_dropout` says otherwise."""
+
+    experts: Callable[[Any], Sequence[Expert]] = lambda arch: ()
+    """Architecture to its experts, the noisiest first; none where one transformer sees all noise levels."""
+
+    assemble: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = no_change
+    """What the cache holds of a sample to its training item: where a condition is part of the latents, this puts it there."""
+
+    loss_mask: Callable[[Mapping[str, Tensor]], Tensor | None] = lambda item: None
+    """A training item to what of its latents is learnt: 1 where the velocity is, 0 where the model is given the data; broadcast to the
+    latents. None: everywhere."""
 
     training_advice: Callable[[Any], str] = lambda arch: ""
     """One line to warn with when this architecture is trained; empty if there is nothing to say."""
 
     check_adapter: Callable[[str, Collection[str]], None] = lambda form, modules: None
     """(form of a file, adapted modules by our names): raises UserError if readers of that form would ignore or misread one."""
+
+    adapter_rules: AdapterRules = field(default_factory=AdapterRules)
+    """What readers of adapter files want and leave out."""
 
     verify_export: Callable[[Path, Components, Any, Engine], str] | None = None
     """(adapter file, components, model with that adapter, engine): load the file as a user would (a diffusers pipeline)

@@ -136,12 +136,12 @@ def _on_the_host(run: Run, report: Report) -> str:
     """The first of single changes that fits a CPU, the mildest first; else the one after which least is held."""
     # A budget would take what is free; what it came to is what failed.
     train = replace(run.config.train, checkpointing=report.policy)
-    run = Run(run.spec, replace(run.config, train=train))
+    run = run.having(replace(run.config, train=train))
     (plan, *_) = report.devices
     limit = min(plan.budget.total, _allowed(plan.fits, plan.peak))
     tried: list[tuple[int, str]] = []
     for change in _single(run):
-        changed = Run(run.spec, change.config)
+        changed = run.having(change.config)
         found = profile(job_for(changed, kind="cpu"))
         budget = Budget(name="cpu", total=limit, workspace=0)
         (planned,) = compose(

@@ -8,15 +8,12 @@ from ditkit_core import hardware
 from ditkit_core.adapters import AdapterConfig
 from ditkit_core.devices import choose_device
 from ditkit_core.plan import Budget, DevicePlan
-from ditkit_core.plan_companions import CompanionRow, Room, Size, companion_rows, denoising_bytes, held_while_drawing
+from ditkit_core.plan_companions import CompanionRow, Room, companion_rows, denoising_bytes, held_while_drawing
 from ditkit_core.precision import parse_dtype
 from ditkit_core.prior import count_media
-from ditkit_core.references import encoded_sizes
 from ditkit_core.run import Run
+from ditkit_core.sample_stage import Shape, shape_of
 from ditkit_core.streamed import free_memory_bytes
-
-Shape = tuple[Size, tuple[tuple[int, int], ...]]
-"""Frames, height and width of a clip, and height and width of each of its references."""
 
 
 class Drawn(NamedTuple):
@@ -77,8 +74,8 @@ def beside_training(
 
 def has_data(run: Run) -> bool:
     """Whether the dataset is here."""
-    folder = run.config.data.folder
-    return bool(folder) and Path(folder).expanduser().is_dir()
+    folders = run.config.data.folders or (run.config.data.folder,)
+    return all(folder and Path(folder).expanduser().is_dir() for folder in folders)
 
 
 def to_be_drawn(run: Run, shapes: Sequence[Shape]) -> Drawn:
@@ -101,18 +98,14 @@ def _class_pictures(run: Run) -> Drawn:
 
 
 def _samples(run: Run, shapes: Sequence[Shape]) -> Drawn:
-    config, spec = run.config.sample, run.spec
+    config = run.config.sample
     if not config.prompts and not config.captions:
         return Drawn((), 0)
     if config.prompts or has_data(run):
         scenes = run.scenes([] if config.prompts else run.dataset.samples)
         found: list[Shape] = []
         for scene in scenes:
-            sizes: Sequence[tuple[int, int]] = ()
-            if scene.references:
-                assert spec.reference_size is not None, "checked"
-                sizes = encoded_sizes(scene.references, spec.reference_size)
-            found.append(((scene.frames, scene.height, scene.width), tuple(sizes)))
+            found.append(shape_of(scene, scene.files, run.columns, run.spec.reference_size))
         return Drawn(tuple(found), len(scenes) * config.images)
     sizes_drawn = {
         ((config.frames or frames, config.height or height, config.width or width), references)

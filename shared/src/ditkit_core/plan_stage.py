@@ -23,22 +23,23 @@ from ditkit_core.config import RunConfig
 from ditkit_core.console import say
 from ditkit_core.division import budgets_here, budgets_of, host_limit
 from ditkit_core.errors import UserError
+from ditkit_core.expert_runs import notes_on, resident
 from ditkit_core.model import ModelSpec
 from ditkit_core.options import TrainOptions
 from ditkit_core.placement import Placement
 from ditkit_core.plan import Budget, DevicePlan, Division, compose, on_host
-from ditkit_core.plan_beside import Shape, beside_training, has_data
+from ditkit_core.plan_beside import beside_training, has_data
 from ditkit_core.plan_companions import CompanionRow, Size
 from ditkit_core.plan_report import Report, as_json, show
 from ditkit_core.policy_schedule import parse_schedule, written
 from ditkit_core.precision import Precision
-from ditkit_core.prepare import build_on_meta, choose_arch
+from ditkit_core.prepare import arch_here, build_on_meta
 from ditkit_core.profile import Job, Profile, profile
 from ditkit_core.quantization import check_scaled
-from ditkit_core.references import encoded_sizes
 from ditkit_core.run import Run
-from ditkit_core.safetensors_file import SafetensorsSource
-from ditkit_core.scaled_files import open_weights
+from ditkit_core.run_checks import check as check_run
+from ditkit_core.run_checks import check_settings, check_training
+from ditkit_core.sample_stage import Shape, shape_of
 from ditkit_core.stage_costs import mixed
 from ditkit_core.thinned import thinned
 from ditkit_core.timing import Workload, both_orders, step_seconds
@@ -74,10 +75,10 @@ def make_report(run: Run, gpus: str = "", host: str = "") -> Report:
         host: What streamed weights may take on the host; empty for what is free here, or any amount with `gpus`.
     """
     check(run, here=not gpus)
-    notes = tuple(_notes(run))
-    run = as_held(run)
+    notes = (*notes_on(run), *_notes(run))
+    run = as_held(resident(run))
     targets = _targets(run, gpus, host)
-    preset, arch = _arch(run)
+    preset, arch = arch_here(run.spec, run.config.model)
     adapter, bucket = _adapter(run, arch), largest_bucket(run, arch)
     config, micro_batches, pipelined = run.config, run.micro_batches, run.config.train.pipelined
     limit = host_limit(host, here=not gpus) if targets.kind == "cuda" else None  # on a CPU the host is the device
@@ -131,16 +132,16 @@ def check(run: Run, *, here: bool) -> None:
         here: Whether it is planned for the devices of this machine.
     """
     if here:
-        run.check()
+        check_run(run)
     else:
-        run.check_settings()
-    run.check_training(here=here)
+        check_settings(run)
+    check_training(run, here=here)
 
 
 def beside_of(run: Run, devices: Sequence[DevicePlan], *, gpus: bool) -> tuple[CompanionRow, ...]:
     """What encoding and drawing hold beside these steps, of a run that is configured as they are."""
-    run = as_held(run)
-    arch = _arch(run)[1]
+    run = as_held(resident(run))
+    arch = arch_here(run.spec, run.config.model)[1]
     adapter = _adapter(run, arch)
     return beside_training(run, arch, adapter, largest_bucket(run, arch).shapes, devices, gpus=gpus)
 
@@ -154,8 +155,8 @@ def as_held(run: Run) -> Run:
     config = run.config
     if config.base.quantize != "none" or run.stored_as == "none":
         return run
-    check_scaled(str(config.model.here("transformer")), config.adapter.method)
-    return Run(run.spec, replace(config, base=replace(config.base, quantize="fp8")))
+    check_scaled(str(config.model.here(run.part)), config.adapter.method)
+    return run.having(replace(config, base=replace(config.base, quantize="fp8")))
 
 
 def _notes(run: Run) -> Iterator[str]:
@@ -165,7 +166,7 @@ def _notes(run: Run) -> Iterator[str]:
     if config.train.compile:
         yield f"train.compile = {config.train.compile}: planned is what eager blocks hold and take, of which compiled ones differ"
     if config.base.quantize == "none" and run.stored_as == "fp8":
-        yield f"{config.model.here('transformer')} is in scaled 8 bits: planned as it is held, like base.quantize = fp8"
+        yield f"{config.model.here(run.part)} is in scaled 8 bits: planned as it is held, like base.quantize = fp8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,23 +200,6 @@ def _named(run: Run, count: int) -> tuple[torch.device, ...]:
     if len(names) != count or not all(name.startswith("cuda:") for name in names):
         names = tuple(f"cuda:{index}" for index in range(count))
     return tuple(map(torch.device, names))
-
-
-def _arch(run: Run) -> tuple[str, Any]:
-    """The architecture, by its name or from what lies here; nothing is fetched."""
-    model = run.config.model
-    if model.preset:
-        return choose_arch(run.spec, model.preset, SafetensorsSource(Path(), {}, {}))
-    path = model.here("transformer")
-    if path is None:
-        raise UserError(
-            f"a plan fetches nothing, and model.base = {model.base!r} is not here to say which architecture it is; "
-            f"set model.preset to one of {', '.join(run.spec.presets)}"
-        )
-    folder = path if path.is_dir() else path.parent
-    described = (folder / "config.json").is_file() and run.spec.infer_arch is not None
-    source = SafetensorsSource(path, {}, {}) if described else open_weights(path)
-    return choose_arch(run.spec, "", source)
 
 
 def _adapter(run: Run, arch: Any) -> AdapterConfig:
@@ -347,15 +331,10 @@ def largest_bucket(run: Run, arch: Any) -> Bucket:
     """The micro-batch with the most tokens that the data can give: of the dataset if it is here, else of the configured size."""
     data, train = run.config.data, run.config.train
     shapes: set[Shape] = set()
-    folder = Path(data.folder).expanduser()
     if has_data(run):
         for sample in run.dataset.samples:
-            sizes: tuple[tuple[int, int], ...] = ()
-            if sample.references:
-                assert run.spec.reference_size is not None, "checked"
-                sizes = tuple(encoded_sizes(sample.references, run.spec.reference_size))
-            shapes.add(((sample.frames, sample.height, sample.width), sizes))
-        source = f"the largest in {folder}"
+            shapes.add(shape_of(sample, sample.controls, run.columns, run.spec.reference_size))
+        source = f"the largest in {', '.join(data.folders or (data.folder,))}"
     elif data.buckets:
         step = data.bucket_step or 4 * run.spec.size_step
         buckets = bucket_sizes(data.height, data.width, step=step, max_aspect=data.max_aspect)
@@ -382,8 +361,8 @@ def largest_bucket(run: Run, arch: Any) -> Bucket:
 
 def job_for(run: Run, *, kind: str = "cuda") -> Job:
     """The step of a run's largest micro-batch, as configured, on a kind of device."""
-    run = as_held(run)
-    arch = _arch(run)[1]
+    run = as_held(resident(run))
+    arch = arch_here(run.spec, run.config.model)[1]
     return _job(run, arch, _adapter(run, arch), largest_bucket(run, arch), kind=kind)
 
 

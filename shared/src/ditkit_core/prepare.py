@@ -5,7 +5,7 @@ its devices and dtypes; initialise the adapters. Nothing is allocated twice, and
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,8 @@ from ditkit_core.adapter_files import (
 from ditkit_core.adapters import AdapterConfig, initialise, inject, trainable_parameters
 from ditkit_core.block_swap import BlockSwap, homes
 from ditkit_core.components import Components
+from ditkit_core.data import shapes_of
+from ditkit_core.encoded import EncodedSample
 from ditkit_core.errors import UserError
 from ditkit_core.model import ModelSpec, Part
 from ditkit_core.placement import Placement
@@ -100,6 +102,7 @@ def build(
     base: BaseConfig,
     *,
     precision: Precision,
+    part: str = "transformer",
     say: Callable[[str], None] = lambda line: None,
 ) -> Unloaded:
     """Build the model on `meta` and check it against its files: seconds, before the hours that encoding may take.
@@ -110,13 +113,14 @@ def build(
         adapter: What to train.
         base: What to merge into the base.
         precision: The dtypes.
+        part: The component that the transformer is, where a model has several.
         say: Told, in one line, whatever was decided by a file.
 
     Raises:
         UserError: If a file is missing, damaged, or does not fit the model or the configuration.
     """
     check_quantize(base.quantize, adapter.method)
-    source = open_weights(components.locate("transformer"))
+    source = open_weights(components.locate(part))
     if num_scaled(source):
         check_scaled(str(source.path), adapter.method)
     preset, arch = choose_arch(spec, components.preset, source)
@@ -180,6 +184,24 @@ def check_item(spec: ModelSpec, model: Any, item: Mapping[str, Tensor]) -> None:
             f"the encoded samples do not fit the transformer ({found}: {str(error).splitlines()[0]}); "
             "set model.vae and model.text_encoder to those that belong to it"
         ) from error
+
+
+def check_items(spec: ModelSpec, model: Any, samples: Sequence[EncodedSample]) -> None:
+    """The same for one sample of each shape: one that the model cannot take would be met in the middle of an epoch.
+
+    Args:
+        spec: The model's family.
+        model: The model on `meta`.
+        samples: Everything that is trained on.
+
+    Raises:
+        UserError: If the model cannot take one of them, which is named.
+    """
+    for sample in {shapes_of(sample): sample for sample in reversed(samples)}.values():
+        try:
+            check_item(spec, model, sample.outline())
+        except UserError as error:
+            raise UserError(f"{sample.id}: {error}") from error
 
 
 def load(
@@ -271,6 +293,8 @@ def build_on_meta(spec: ModelSpec, arch: Any, precision: Precision) -> Any:
 def choose_arch(spec: ModelSpec, preset: str, source: SafetensorsSource) -> tuple[str, Any]:
     """The architecture by its name, by the config.json beside the weights, or by the preset whose shapes they have.
 
+    A config.json of another form than diffusers' (authors have their own) leaves it to the shapes.
+
     Returns:
         The preset's name, empty if the architecture is none, and the architecture.
 
@@ -285,19 +309,53 @@ def choose_arch(spec: ModelSpec, preset: str, source: SafetensorsSource) -> tupl
     if path is not None and spec.infer_arch is not None:
         try:
             arch = spec.infer_arch(json.loads(path.read_text(encoding="utf-8")), _pipeline_index(source.path))
-            build_on_meta(spec, arch, Precision())  # where a value of another kind shows
+            if arch is not None:
+                build_on_meta(spec, arch, Precision())  # where a value of another kind shows
         except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise UserError(
                 f"{path} does not describe this model ({error!r}); set model.preset to one of {', '.join(spec.presets)}"
             ) from error
-        return next((name for name, known in spec.presets.items() if known == arch), ""), arch
-    fitting = [name for name, arch in spec.presets.items() if fits_shapes(source, spec.names, _shapes(spec, arch))]
+        if arch is not None:
+            return next((name for name, known in spec.presets.items() if known == arch), ""), arch
+    fitting = _fitting(spec, source)
     if len(fitting) != 1:
         what = f"{' and '.join(fitting)} fit" if fitting else "no preset fits"
         raise UserError(
             f"{what} the weights in {source.path}; set model.preset to one of {', '.join(fitting or spec.presets)}"
         )
     return fitting[0], spec.presets[fitting[0]]
+
+
+def _fitting(spec: ModelSpec, source: SafetensorsSource) -> list[str]:
+    """The presets that have the shapes of these weights."""
+    presets = spec.presets.items() if source.tensors else ()
+    return [name for name, arch in presets if fits_shapes(source, spec.names, _shapes(spec, arch))]
+
+
+def arch_here(spec: ModelSpec, components: Components, *, fetch: bool = False) -> tuple[str, Any]:
+    """The preset's name and the architecture, by its name or from what describes it.
+
+    Args:
+        spec: The model's family.
+        components: Where the transformer lies.
+        fetch: Whether a description that is not here is fetched from the hub; weights never are.
+
+    Raises:
+        UserError: If nothing says it.
+    """
+    if components.preset:
+        return choose_arch(spec, components.preset, SafetensorsSource(Path(), {}, {}))
+    path = components.here("transformer") or (components.fetched_description("transformer") if fetch else None)
+    path = path or components.here("transformer_2")  # all that there need be to train the second expert alone
+    if path is None:
+        raise UserError(
+            f"model.base = {components.base!r} is not here to say which architecture it is; "
+            f"set model.preset to one of {', '.join(spec.presets)}"
+        )
+    folder = path if path.is_dir() else path.parent
+    described = (folder / "config.json").is_file() and spec.infer_arch is not None
+    source = SafetensorsSource(path, {}, {}) if described else open_weights(path)
+    return choose_arch(spec, "", source)
 
 
 def _advice(source: SafetensorsSource) -> Advice:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ditkit_core.batches import EndlessOrder
 from ditkit_core.data import Batch, BatchSize, Captions, Shapes, TrainingData, shapes_of
-from ditkit_core.dataset import DataConfig
+from ditkit_core.data_config import DataConfig
 from ditkit_core.encoded import EncodedSample
 from ditkit_core.errors import UserError
 from ditkit_core.listing import media_files
@@ -54,8 +54,10 @@ class PriorConfig:
 
 
 def prior_data_config(data: DataConfig, folder: str) -> DataConfig:
-    """The `[data]` section of the class pictures: read like the instance's, from another folder."""
-    return replace(data, folder=folder, metadata="", references="")
+    """The `[data]` section of the class pictures: read like the instance's, from another folder and without its trigger word."""
+    return replace(
+        data, folder=folder, folders=(), repeats=(), metadata="", references="", controls=(), trigger="",
+    )  # fmt: skip
 
 
 def count_media(folder: Path) -> int:
@@ -75,6 +77,7 @@ class WithPrior:
         batch_size: BatchSize,
         weight: float,
         caption_dropout: float = 0.0,
+        control_dropout: float = 0.0,
     ) -> None:
         """Describe the data.
 
@@ -85,11 +88,12 @@ class WithPrior:
             batch_size: A limit on the prior's samples of one shape that go through the model together.
             weight: Of the prior in the loss.
             caption_dropout: Probability in [0, 1] that a sample is given with the empty caption.
+            control_dropout: Probability in [0, 1] that it is given without the conditions that are optional.
         """
         own_seed = seed_of(seed, "prior")
         self._data, self._samples, self._weight = data, samples, weight
         self._order = EndlessOrder([sample.id for sample in samples], own_seed, 1)
-        self._captions = Captions(own_seed, caption_dropout)
+        self._captions = Captions(own_seed, caption_dropout, control_dropout)
         self._groups = [shapes_of(sample) for sample in samples]
         self._sizes = {
             group: batch_size.of(samples[self._groups.index(group)]) for group in dict.fromkeys(self._groups)

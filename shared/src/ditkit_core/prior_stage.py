@@ -1,19 +1,22 @@
 """Drawing the class pictures of prior preservation with the model as it is before training."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
-import torch
 from torch import Tensor
 
+from ditkit_core.conditions import Controls
 from ditkit_core.console import progress, say, warn
+from ditkit_core.drawing import Turn, draw
 from ditkit_core.encode import text_key
 from ditkit_core.errors import UserError
 from ditkit_core.files import write_text
 from ditkit_core.listing import METADATA_NAMES
 from ditkit_core.media import write_image
 from ditkit_core.model import SampleJob
-from ditkit_core.prepare import Prepared
 from ditkit_core.prior import count_media
 from ditkit_core.run import Run
 
@@ -47,34 +50,66 @@ def num_to_draw(run: Run, *, started: bool) -> int:
     return missing
 
 
-def draw_class_pictures(run: Run, prepared: Prepared, count: int) -> list[Path]:
+def check_drawable(run: Run) -> None:
+    """Refuse class pictures of a model that draws nothing from text alone, while nothing is loaded.
+
+    Raises:
+        UserError: Naming what else it is told.
+    """
+    needed = [f"has no {column.name}" for column in run.columns if column.required]
+    try:
+        for conditioner in run.conditioning.conditioners if run.conditioning else ():
+            conditioner.uses(_class_picture(run))
+    except UserError as error:
+        needed.append(str(error))
+    if needed:
+        raise UserError(
+            f"prior.prompt: class pictures are drawn from text alone, which this model cannot do ({needed[0]}); put pictures of the class into "
+            "prior.folder, with a metadata.jsonl that names what goes with them if anything must, and leave prior.prompt empty"
+        )
+
+
+def class_conditions(run: Run) -> Mapping[str, Tensor]:
+    """What the model is told of a class picture beside its text, encoded if the cache lacks it."""
+    return {} if run.conditioning is None else run.conditioning.tensors(_class_picture(run), run.cache)
+
+
+def _class_picture(run: Run) -> Controls:
+    return Controls(clip=None, frames=1, height=run.config.data.height, width=run.config.data.width, fps=0.0)
+
+
+def draw_class_pictures(
+    run: Run, turns: Sequence[Turn], count: int, told: Mapping[str, Tensor] = MappingProxyType({})
+) -> list[Path]:
     """Draw class pictures of the prompt, each with its caption beside it, the seeds being 0, 1, …; those there are kept.
 
     Args:
         run: The run; the prompt and the negative one are in its cache.
-        prepared: The model, whose adapters are at zero.
+        turns: The transformers that take the steps, whose adapters are at zero.
         count: How many more.
+        told: As `class_conditions` has it.
 
     Raises:
         UserError: If one cannot be written, or is not finite.
     """
     config, folder = run.config, run.prior_folder
-    defaults = run.spec.sample_defaults(prepared.arch)
+    defaults = run.spec.sample_defaults(run.arch)
     drawing = config.sample.resolved(defaults, warn)
-    wanted = _conditions(run, config.prior.prompt)
-    negative = _conditions(run, drawing.negative) if drawing.uses_negative(defaults) else None
+    wanted = {**_conditions(run, config.prior.prompt), **told}
+    guided = replace(drawing, guidance=max(turn.guidance or drawing.guidance for turn in turns))
+    negative = {**_conditions(run, drawing.negative), **told} if guided.uses_negative(defaults) else None
     seeds = [seed for seed in range(config.prior.images) if not _picture(folder, seed).exists()][:count]
     say(f"drawing {len(seeds)} pictures of {config.prior.prompt!r} into {folder}")
-    model, training = prepared.model, prepared.model.training
-    model.eval()
+    jobs = (
+        SampleJob(
+            conditions=wanted, negative=negative, frames=1, height=config.data.height, width=config.data.width,
+            steps=drawing.steps, guidance=drawing.guidance, shift=drawing.shift, seed=seed,
+        )
+        for seed in seeds
+    )  # fmt: skip
     try:
-        with torch.no_grad(), progress("class pictures", len(seeds)) as bar:
-            for seed in seeds:
-                job = SampleJob(
-                    conditions=wanted, negative=negative, frames=1, height=config.data.height, width=config.data.width,
-                    steps=drawing.steps, guidance=drawing.guidance, shift=drawing.shift, seed=seed,
-                )  # fmt: skip
-                pixels = run.sampler.decode(run.sampler.denoise(model, run.engine(prepared), job, lambda: None))
+        with progress("class pictures", len(seeds)) as bar, closing(draw(run.sampler, jobs, turns)) as results:
+            for seed, pixels in zip(seeds, results, strict=True):
                 if not pixels.isfinite().all():
                     raise UserError(
                         f"a picture of {config.prior.prompt!r} is not finite: the base's weights are broken"
@@ -84,7 +119,6 @@ def draw_class_pictures(run: Run, prepared: Prepared, count: int) -> list[Path]:
                 write_image(path, pixels[:, 0])
                 bar.advance()
     finally:
-        model.train(training)
         run.sampler.release()
     return [_picture(folder, seed) for seed in seeds]
 

@@ -2,10 +2,11 @@
 
 import json
 import platform
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,38 +15,36 @@ from torch import Tensor
 
 import ditkit_core
 from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.attention_backends import check_backend
-from ditkit_core.block_swap import check_swap, choose_streamed
-from ditkit_core.buckets import describe_sizes
+from ditkit_core.block_swap import choose_streamed
+from ditkit_core.buckets import describe_lengths, describe_sizes
 from ditkit_core.cache import Cache
-from ditkit_core.checkpoint_budget import check_sizes
-from ditkit_core.compiled import backend_of, check_compiled, check_compiler
+from ditkit_core.components import Components
+from ditkit_core.conditions import Column
 from ditkit_core.config import RunConfig
 from ditkit_core.config_file import to_toml
 from ditkit_core.console import progress, say, warn
-from ditkit_core.data import split_held_out
-from ditkit_core.dataset import DataConfig, Dataset, Sample, scan
-from ditkit_core.devices import ALL, choose_device, choose_devices, spread
+from ditkit_core.data import files_of, split_held_out
+from ditkit_core.data_config import DataConfig
+from ditkit_core.dataset import Dataset, NothingToTrain, Sample, scan
+from ditkit_core.devices import choose_device, choose_devices
 from ditkit_core.division import budgets_here, choose_cuts, weights_profile
+from ditkit_core.encode import Conditioning, encode_references
 from ditkit_core.encode import encode as encode_samples
-from ditkit_core.encode import encode_references, text_key
 from ditkit_core.encoded import EncodedSample
 from ditkit_core.errors import UserError
-from ditkit_core.export import check_adapted, check_export
-from ditkit_core.model import Encoder, ModelSpec, Sampler
-from ditkit_core.offload import can_offload
+from ditkit_core.experts import as_trained
+from ditkit_core.export import check_adapted
+from ditkit_core.model import Encoder, Expert, ModelSpec, Sampler
 from ditkit_core.placement import Placement, place
 from ditkit_core.plan import Budget
 from ditkit_core.policy_schedule import parse_schedule
 from ditkit_core.precision import Precision, parse_dtype
-from ditkit_core.prepare import Prepared, Unloaded, build, load
+from ditkit_core.prepare import Prepared, Unloaded, arch_here, build, load
 from ditkit_core.prior import count_media, prior_data_config
 from ditkit_core.profile import Profile
-from ditkit_core.quantization import check_quantize
 from ditkit_core.run_folder import RunFolder
-from ditkit_core.sample_stage import Scene, draw_samples
+from ditkit_core.sample_stage import Scene
 from ditkit_core.scaled_files import num_scaled, open_weights
-from ditkit_core.train import check_fused_backward
 
 
 class Encoded(NamedTuple):
@@ -61,104 +60,66 @@ class Run:
     """A run's configuration with its model family."""
 
     spec: ModelSpec
+    """Once made: with what this architecture has otherwise than its family."""
     config: RunConfig
+    """Once made: with the model's own values where [data] leaves them open."""
+    arch: Any = None
+    """The architecture; None if it is not known and nothing here says it."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_given", (self.spec, self.config))
+        if self.arch is None:
+            with suppress(UserError):  # said where the model is built
+                object.__setattr__(self, "arch", arch_here(self.spec, self.config.model)[1])
+        if self.arch is not None:
+            object.__setattr__(self, "spec", replace(self.spec, **self.spec.variant(self.arch)))
         data = self.config.data
         frames, height, width = self.spec.size
         data = replace(
-            data, frames=data.frames or frames, height=data.height or height, width=data.width or width
+            data, frames=max(data.frame_buckets, default=data.frames) or frames, height=data.height or height,
+            width=data.width or width,
         )  # fmt: skip
-        object.__setattr__(self, "config", replace(self.config, data=data))  # what the model decides, decided once
+        train = self.config.train
+        if train.control_dropout < 0:
+            train = replace(train, control_dropout=self.spec.control_dropout)
+        config = replace(self.config, data=data, train=train)  # what the model decides, decided once
+        object.__setattr__(self, "config", config if self.arch is None else as_trained(config, self.spec, self.arch))
         if self.config.train.threads:
             torch.set_num_threads(self.config.train.threads)
 
-    def check(self) -> None:
-        """Refuse what cannot work in any command, before anything is written or loaded."""
-        spread(self.config.train.reserve, len(self.devices), "train.reserve")
-        choose_device(self.config.encode.device, "encode.device")
-        check_backend(self.config.train.attention, training=False, devices=[device.type for device in self.devices])
-        self.check_settings()
-
-    def check_settings(self) -> None:
-        """The same as far as no device of this machine matters."""
-        assert self.precision
-        check_quantize(self.config.base.quantize, self.config.adapter.method)
-        check_export(self.spec, self.config.export, self.config.adapter)
-        check_backend(self.config.train.attention, training=False)
-        self.config.sample.check(
-            frame_step=self.spec.frame_step,
-            size_step=self.spec.size_step,
-            takes_references=self.spec.reference_size is not None,
-        )
-
-    def check_training(self, *, here: bool = True) -> None:
-        """Refuse what cannot be trained, and warn of what does nothing.
-
-        Args:
-            here: Whether it is the devices of this machine that are to train.
-        """
-        train, base = self.config.train, self.config.base
-        if base.quantized_cache and base.quantize == "none" and self.stored_as == "none":
-            raise UserError(
-                f"base.quantized_cache = {base.quantized_cache!r} keeps a quantized base, and base.quantize = none makes none; set "
-                "base.quantize to int8, fp8 or nf4, or leave base.quantized_cache out"
-            )
-        if train.pipelined and train.accumulation == 1 and not self.config.prior.wanted:
-            raise UserError(
-                "train.pipelined overlaps the micro-batches of a step, and train.accumulation = 1 makes one; set "
-                "train.accumulation to 2 or more, or leave train.pipelined out"
-            )
-        kinds = dict.fromkeys(device.type for device in self.devices) if here else ()
-        check_backend(self.config.train.attention, training=True, devices=tuple(kinds))
-        optim = self.config.optim
-        check_swap(
-            train.swap_blocks, self.config.adapter.method, fused_backward=optim.fused_backward, optimizer=optim.name
-        )
-        check_fused_backward(train, optim, prior=self.config.prior.wanted)
-        check_sizes(parse_schedule(train.checkpointing).budget or (), len(self.devices) if here else None)
-        check_compiler(backend_of(train.compile), kinds)
-        quantized = base.quantize != "none" or self.stored_as != "none"
-        check_compiled(backend_of(train.compile), parse_schedule(train.checkpointing).distinct, quantized=quantized)
-        if self.precision.matmul == torch.float16:
-            raise UserError(
-                "model.dtype = fp16 cannot train: gradients underflow without a loss scaler; choose bf16 or fp32"
-            )
-        if self.config.adapter.method == "full" and self.precision.matmul == torch.float64:
-            raise UserError("adapter.method = full in fp64 is for comparisons alone; set model.dtype = fp32")
-        if self._trains_bf16 and optim.rounding == "nearest":
-            raise UserError(
-                "adapter.method = full with model.dtype = bf16 and optim.rounding = nearest rounds most updates away; set "
-                "optim.rounding to stochastic, or to split (2 bytes more per weight), or model.dtype = fp32"
-            )
-        self.config.precision.check_training(optimizer=optim.name, fused_backward=optim.fused_backward)
-        for unused in self._unused() if here else ():
-            warn(unused)
+    @property
+    def given_config(self) -> RunConfig:
+        """The configuration as it was given."""
+        return self._given[1]  # type: ignore[attr-defined]  # of a frozen instance
 
     @property
-    def _trains_bf16(self) -> bool:
-        """Whether trained weights are kept in bf16; those of adapters never are."""
-        return self.config.adapter.method == "full" and self.precision.matmul == torch.bfloat16
+    def experts(self) -> Sequence[Expert]:
+        """The architecture's; none where one transformer sees all noise levels."""
+        return () if self.arch is None else self.spec.experts(self.arch)
 
-    def _unused(self) -> Iterator[str]:
-        """Settings that do nothing here."""
-        train, count = self.config.train, len(self.devices)
-        if self.config.optim.rounding != "nearest" and not self._trains_bf16:
-            yield f"optim.rounding = {self.config.optim.rounding} is of bf16 weights that are trained, and this run has none"
-        if train.pipelined and count == 1:
-            yield "train.pipelined lets several devices work at once, and this run has one: it needs more memory and is no faster"
-        if any(train.reserve) and all(device.type == "cpu" for device in self.devices):
-            yield f"train.reserve = {list(train.reserve)} is of GPUs and is not used: this run is on the CPU"
-        offloads = any(entry.policy.offload for entry in parse_schedule(train.checkpointing).entries)
-        if offloads and not any(map(can_offload, self.devices)):
-            yield f"train.checkpointing = {train.checkpointing} moves what blocks keep to the host, and this run is on the host: nothing is moved"
-        if train.devices == (ALL,) and count == 1:
-            yield 'train.devices = ["all"] is one GPU here: the model is not divided'
+    @property
+    def expert(self) -> Expert | None:
+        """The one that the run trains; None if the model has one transformer, or several are to be trained."""
+        return next((expert for expert in self.experts if expert.name == self.config.experts.train), None)
+
+    @property
+    def part(self) -> str:
+        """The component that the run trains."""
+        return "transformer" if self.expert is None else self.expert.part
+
+    def having(self, config: RunConfig) -> "Run":
+        """The same model with another configuration."""
+        return Run(self.spec, config, self.arch)
+
+    def known_as(self, arch: Any) -> "Run":
+        """The run of an architecture that its files told once they were fetched."""
+        spec, config = self._given  # type: ignore[attr-defined]  # of a frozen instance
+        return self if arch == self.arch else Run(spec, config, arch)
 
     @cached_property
     def stored_as(self) -> str:
         """What the blocks' matrices are in a file that lies here: `fp8` for scaled 8 bits, else `none`; `none` of a file elsewhere."""
-        path = self.config.model.here("transformer")
+        path = self.config.model.here(self.part)
         if path is None or (path.is_dir() and not any(path.glob("*.safetensors"))):
             return "none"
         try:
@@ -270,16 +231,16 @@ class Run:
         """Where the class pictures of prior preservation lie."""
         return Path(self.config.prior.folder or RunFolder(Path(self.config.run.folder)).prior)
 
-    def _scan(self, config: DataConfig, key: str) -> Dataset:
+    def scanned(self, config: DataConfig, key: str = "data.folder") -> Dataset:
+        """A dataset as this model reads it, without a word about what it holds."""
         spec = self.spec
-        found = scan(
-            config,
-            frame_step=spec.frame_step,
-            size_step=spec.size_step,
-            fps=spec.fps,
-            reference_size=spec.reference_size,
-            key=key,
-        )
+        return scan(
+            config, frame_step=spec.frame_step, size_step=spec.size_step, fps=spec.fps,
+            reference_size=spec.reference_size, columns=self.columns, key=key,
+        )  # fmt: skip
+
+    def _scan(self, config: DataConfig, key: str) -> Dataset:
+        found = self.scanned(config, key)
         for name, reason in found.excluded:
             warn(f"left out: {name}: {reason}")
         edits = sum(bool(sample.references) for sample in found.samples)
@@ -287,7 +248,34 @@ class Run:
             say(f"{key}: {edits} of {len(found.samples)} samples have references")
         if config.buckets:
             say(f"{key}: buckets {describe_sizes((sample.height, sample.width) for sample in found.samples)} samples")
+        if config.frame_buckets or config.windows != "first":
+            files = len({sample.media for sample in found.samples})
+            lengths = describe_lengths(sample.frames for sample in found.samples)
+            say(f"{key}: {len(found.samples)} windows of {files} files; frames {lengths}")
         return found
+
+    @property
+    def columns(self) -> Sequence[Column]:
+        """What the model is conditioned by beside text."""
+        return () if self.arch is None else self.spec.columns(self.arch)
+
+    @cached_property
+    def conditioning(self) -> Conditioning | None:
+        """What encodes it, not loaded; None if there is nothing."""
+        return self._conditioning(self.config.model)
+
+    @cached_property
+    def readers(self) -> Conditioning | None:
+        """The same without the model's files, which it takes none of to say whether there is what is to be encoded."""
+        return self._conditioning(None)
+
+    def _conditioning(self, components: Components | None) -> Conditioning | None:
+        if self.arch is None:
+            return None
+        config, device = self.config.encode, choose_device(self.config.encode.device, "encode.device")
+        conditioners = self.spec.conditioners(self.arch, components, device, config.vae_tiling)
+        texts = [column.name for column in self.columns if column.kind == "text"]
+        return Conditioning(conditioners=conditioners, texts=texts) if conditioners else None
 
     @cached_property
     def encoders(self) -> tuple[Encoder, Encoder]:
@@ -298,16 +286,6 @@ class Run:
             self.config.model, device, parse_dtype(config.text_dtype), config.streaming
         )
 
-    def check_parts(self, *, drawing: bool = False) -> None:
-        """Find every part that the run will need and read what describes it, before hours go into the first of them.
-
-        Args:
-            drawing: Whether pictures are drawn even if [sample] asks for none.
-        """
-        assert self.encoders
-        if drawing or self.config.sample.prompts or self.config.sample.captions:
-            assert self.sampler
-
     @cached_property
     def sampler(self) -> Sampler:
         """The family's sampler, not loaded."""
@@ -317,7 +295,9 @@ class Run:
     def build(self) -> Unloaded:
         """The model on `meta`, its files matched and its adapters in place: what is wrong with either shows here."""
         config = self.config
-        unloaded = build(self.spec, config.model, config.adapter, config.base, precision=self.precision, say=say)
+        unloaded = build(
+            self.spec, config.model, config.adapter, config.base, precision=self.precision, part=self.part, say=say
+        )  # fmt: skip
         check_adapted(self.spec, config.export, unloaded.model)
         return unloaded
 
@@ -328,23 +308,23 @@ class Run:
             class_prompt: The prompt of class pictures that are still to be drawn, if any are.
         """
         data = self.dataset
-        held_out = self.config.held_out.clips
-        split_held_out(
-            [sample.id for sample in data.samples], held_out
-        )  # says now if nothing would be left to train on
-        scenes = self.scenes(data.samples)
+        # says now if nothing would be left to train on
+        split_held_out([sample.id for sample in data.samples], self.config.held_out.clips, files_of(data.samples))
+        scenes = self.scenes(data.samples, warn=warn)
         texts = [*self._texts(scenes), *filter(None, [class_prompt])]
-        encoded = self._encode([*data.samples, *self._prior_samples()], data.fps, texts)
-        for scene in scenes:
-            self._encode_references(scene.references)
+        failed: list[tuple[str, str]] = []
+        encoded = self.encode_samples([*data.samples, *self._prior_samples()], data.fps, texts, failed)
         own = {sample.id for sample in data.samples}
+        if not any(sample.id in own for sample in encoded):
+            raise NothingToTrain.after([each for each in failed if each[0] in own])
+        self._encode_controls(scenes)
         return Encoded(
             [sample for sample in encoded if sample.id in own], [sample for sample in encoded if sample.id not in own]
         )
 
     def encode_prior(self) -> list[EncodedSample]:
         """The class pictures of prior preservation alone."""
-        return self._encode(self._prior_samples(), self.dataset.fps, [])
+        return self.encode_samples(self._prior_samples(), self.dataset.fps, [])
 
     def _prior_samples(self) -> list[Sample]:
         """The class pictures; none if none are wanted or all are still to be drawn."""
@@ -354,8 +334,21 @@ class Run:
         found = self._scan(prior_data_config(self.config.data, str(self.prior_folder)), "prior.folder")
         return [replace(sample, id=f"prior: {sample.id}") for sample in found.samples]
 
-    def _encode(self, samples: Sequence[Sample], fps: float, texts: Sequence[str]) -> list[EncodedSample]:
+    def encode_samples(
+        self,
+        samples: Sequence[Sample],
+        fps: float,
+        texts: Sequence[str] = (),
+        failed: list[tuple[str, str]] | None = None,
+    ) -> list[EncodedSample]:
+        """Some samples and texts through the encoders into the cache; `failed` takes which were left out, and why."""
         media, text = self.encoders
+
+        def left_out(sample: Sample, error: UserError) -> None:
+            warn(f"left out: {error}")
+            if failed is not None:
+                failed.append((sample.id, str(error)))
+
         return encode_samples(
             samples,
             cache=self.cache,
@@ -363,28 +356,57 @@ class Run:
             text_encoder=text,
             fps=fps,
             reference_size=self.spec.reference_size,
+            conditioning=self.conditioning,
+            assemble=self.spec.assemble,
             extra_captions=texts,
             progress=_encode_progress,
-            on_bad=self._left_out if self.config.data.on_bad == "skip" else None,
+            on_bad=left_out if self.config.data.on_bad == "skip" else None,
         )
 
-    def scenes(self, samples: Sequence[Sample]) -> list[Scene]:
-        """What is to be drawn: the prompts, or the first of the samples' captions."""
-        data = self.config.data
-        return self.config.sample.scenes(
-            samples, size=(data.frames, data.height, data.width), size_step=self.spec.size_step
+    def scenes(self, samples: Sequence[Sample], warn: Callable[[str], None] | None = None) -> list[Scene]:
+        """What is to be drawn: the prompts, or the first of the samples' captions, no longer than what they are drawn from.
+
+        Where samples may be bad, no caption is drawn whose clip has no condition that can be read: encoding leaves it out.
+        """
+        data, config = self.config.data, self.config.sample
+        readers = self.readers if data.on_bad == "skip" and not config.prompts else None
+        if readers is not None:
+            config = replace(config, captions=len(samples) if config.captions else 0)
+        found = config.scenes(
+            samples, size=(data.frames, data.height, data.width), size_step=self.spec.size_step, columns=self.columns
         )
+        fitted = (scene.fitted(self.columns, self.fps, warn) for scene in found)
+        if readers is None:
+            return list(fitted)
+        usable = (scene for scene in fitted if readers.reads(scene.controls(self.fps)))
+        return list(islice(usable, self.config.sample.captions))
+
+    @property
+    def fps(self) -> float:
+        """Frames per second of what is drawn, and of clips unless the dataset says otherwise."""
+        return self.config.data.fps or self.spec.fps
 
     def encode_scenes(self, scenes: Sequence[Scene]) -> None:
         """The texts and references of the samples to be drawn into the cache."""
-        self._encode([], self.spec.fps, self._texts(scenes))
+        self.encode_samples([], self.spec.fps, self._texts(scenes))
+        self._encode_controls(scenes)
+
+    def _encode_controls(self, scenes: Sequence[Scene]) -> None:
         for scene in scenes:
-            self._encode_references(scene.references)
+            self.reference_latents(scene.references)
+            self.conditions_of(scene)
+
+    def conditions_of(self, scene: Scene) -> Mapping[str, Tensor]:
+        """What the model is told of a scene beside its text, encoded if the cache lacks it."""
+        if self.conditioning is None:
+            return {}
+        return self.conditioning.tensors(scene.controls(self.fps), self.cache, _encode_progress)
 
     def _texts(self, scenes: Sequence[Scene]) -> list[str]:
         return [*(scene.prompt for scene in scenes), self.config.sample.negative]
 
-    def _encode_references(self, pictures: Sequence[Path]) -> list[Tensor]:
+    def reference_latents(self, pictures: Sequence[Path]) -> list[Tensor]:
+        """The latents of the pictures that a sample is drawn from, encoded if the cache lacks them."""
         if not pictures:
             return []
         assert self.spec.reference_size is not None, "checked"
@@ -396,46 +418,14 @@ class Run:
             progress=_encode_progress,
         )
 
-    def _left_out(self, sample: Sample, error: UserError) -> None:
-        warn(f"left out: {error}")
-
-    def draw(self, prepared: Prepared, scenes: Sequence[Scene], folder: Path, stem: str) -> list[Path]:
-        """Draw what the section asks for, with the model as it is."""
-        if not scenes:
-            return []
-        defaults = self.spec.sample_defaults(prepared.arch)
-        config = self.config.sample.resolved(defaults, warn)
-        self.encode_scenes(scenes)
-        text_encoder = self.encoders[1]
-
-        def conditions(text: str) -> Mapping[str, Tensor]:
-            tensors = self.cache.get("text", text_key(text, text_encoder))
-            assert tensors is not None, text
-            return tensors
-
-        with progress("sample", len(scenes) * config.images * config.steps) as bar:
-            return draw_samples(
-                prepared.model,
-                self.engine(prepared),
-                self.sampler,
-                scenes,
-                config,
-                conditions=conditions,
-                references=self._encode_references,
-                negative=conditions(config.negative) if config.uses_negative(defaults) else None,
-                fps=self.config.data.fps or self.spec.fps,
-                folder=folder,
-                stem=stem,
-                on_step=bar.advance,
-            )
-
     def metadata(self, prepared: Prepared, step: int, *, data: str) -> dict[str, str]:
         """What a file's header says about where it came from."""
         versions = {"ditkit": ditkit_core.__version__, "torch": torch.__version__, "python": platform.python_version()}
-        model = self.config.model
+        model, expert = self.config.model, self.expert
         return {
             "ditkit.model": self.spec.name,
-            "ditkit.base": model.transformer or model.base,
+            "ditkit.base": getattr(model, self.part) or model.base,
+            **({} if expert is None else {"ditkit.expert": expert.name}),
             "ditkit.preset": prepared.preset,
             "ditkit.step": str(step),
             "ditkit.data": data,

@@ -1,20 +1,26 @@
 """Drawing samples: prompts through the trained model under the family's scheduler and VAE, to mp4 or png."""
 
+import difflib
+import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ditkit_core.buckets import bucket_sizes, nearest_size
+from ditkit_core.conditions import Column, Controls
 from ditkit_core.dataset import Sample
+from ditkit_core.drawing import Turn, draw
 from ditkit_core.errors import UserError
-from ditkit_core.grid import grid
-from ditkit_core.media import probe, write_image, write_video
-from ditkit_core.model import Engine, SampleDefaults, SampleJob, Sampler
+from ditkit_core.files import write_text
+from ditkit_core.grid import contact_sheet, evenly_spaced, grid
+from ditkit_core.media import available, kind_of, probe, status, write_image, write_video
+from ditkit_core.model import SampleDefaults, SampleJob, Sampler
+from ditkit_core.references import ReferenceSize, encoded_sizes
 from ditkit_core.settings import setting
 
 _MAX_ASPECT = 8.0
@@ -31,6 +37,44 @@ class Scene:
     frames: int
     height: int
     width: int
+    files: Mapping[str, str] = field(default_factory=dict)
+    """What the model is conditioned by: by column a path, or a text."""
+    clip: Path | None = None
+    """The clip whose caption it is, from which a model may take its first frame; None for a prompt."""
+    start_seconds: float = 0.0
+    """Where the clip begins."""
+    own_frames: int = 0
+    """Frames of the clip as it is trained; 0 where there is none."""
+
+    def fitted(self, columns: Sequence[Column], fps: float, warn: Callable[[str], None] | None) -> "Scene":
+        """The scene, as long as the clip is trained if the file or a video that goes with it has fewer frames than are to be drawn.
+
+        Args:
+            columns: What the model is conditioned by.
+            fps: Frames per second of clips.
+            warn: Told so in one line.
+        """
+        if self.clip is None or self.frames <= self.own_frames:
+            return self
+        last = round(self.start_seconds * fps) + self.frames
+        videos = [self.files[each.name] for each in columns if each.kind == "video" and each.name in self.files]
+        for path in (self.clip, *map(Path, videos)):
+            there = last if kind_of(path) == "image" else available(path, fps, at_most=last).frames
+            if there < last:
+                if warn is not None:
+                    warn(
+                        f"sample.frames = {self.frames}: {path} has {there} frames at {fps:g} fps, and {last} would be needed; drawn "
+                        f"are the {self.own_frames} that the clip is trained with"
+                    )
+                return replace(self, frames=self.own_frames)
+        return self
+
+    def controls(self, fps: float) -> Controls:
+        """What conditioners are given, at so many frames per second."""
+        return Controls(
+            clip=self.clip, start_seconds=self.start_seconds, files=self.files, frames=self.frames, height=self.height,
+            width=self.width, fps=fps if self.frames > 1 else 0.0,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +87,9 @@ class SampleConfig:
     """How many of the dataset's captions to draw when there are no prompts; 0 draws nothing."""
     references: tuple[str, ...] = setting((), resume="free")
     """Pictures to edit: every prompt is drawn from all of them."""
+    controls: tuple[str, ...] = setting((), resume="free")
+    """What every prompt is drawn with, as column=path: `input_image=cat.png` for a model that starts from a picture. Without prompts,
+    what goes with the clips whose captions are drawn is used."""
     images: int = setting(1, resume="free")
     """How many to draw of each prompt, with the seeds `seed`, `seed` + 1, …; of more than one picture a grid is written too."""
     negative: str = setting("", resume="free")
@@ -54,7 +101,7 @@ class SampleConfig:
     shift: float = setting(0.0, resume="free")
     """Noise-level shift of the scheduler; 0 means the checkpoint's own."""
     frames: int = setting(0, resume="free")
-    """Frames to draw; 0 means as many as in training, 1 draws a png."""
+    """Frames to draw; 0 means as many as in training, 1 draws a png. What goes with a clip must be as long."""
     height: int = setting(0, resume="free")
     """Height in pixels; 0 means that of training, and beside a width of 0 the shape of the first reference."""
     width: int = setting(0, resume="free")
@@ -117,16 +164,50 @@ class SampleConfig:
         """Whether guidance, resolved, calls the model with the negative prompt too."""
         return defaults.guided_by == "negative" and self.guidance > 1
 
-    def scenes(self, samples: Iterable[Sample], *, size: tuple[int, int, int], size_step: int) -> list[Scene]:
+    def files(self, columns: Sequence[Column]) -> dict[str, str]:
+        """`controls`, checked against what the model is conditioned by.
+
+        Raises:
+            UserError: If one is no column=path of this model, or its file is not there.
+        """
+        known = {name: column for column in columns for name in (column.name, *column.aliases)}
+        files: dict[str, str] = {}
+        for given in self.controls:
+            name, equals, value = given.partition("=")
+            if not equals or not value:
+                raise UserError(f"sample.controls: {given!r} is not column=path; write {name or 'input_image'}=FILE")
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]!r}" if close else f"it has {', '.join(known) or 'none'}"
+                raise UserError(f"sample.controls: {name!r} is no column of this model; {hint}")
+            if known[name].name in files:
+                raise UserError(f"sample.controls: {name!r} is given twice; leave one of them out")
+            if known[name].kind != "text":
+                value = str(Path(value).expanduser())
+                if status(Path(value)) is None:
+                    raise UserError(f"sample.controls: {name} = {value} does not exist; correct the path")
+            files[known[name].name] = value
+        return files
+
+    def scenes(
+        self,
+        samples: Iterable[Sample],
+        *,
+        size: tuple[int, int, int],
+        size_step: int,
+        columns: Sequence[Column] = (),
+    ) -> list[Scene]:
         """What to draw: the prompts, or in their place the first samples that differ in caption or references.
 
         Args:
             samples: The dataset's; only looked at if there are no prompts.
             size: Frames, height and width of training, where the section leaves them open.
             size_step: The model's.
+            columns: What the model is conditioned by; samples that differ in it are different, and each is drawn as long as it is
+                unless `frames` says otherwise.
 
         Raises:
-            UserError: If a reference whose shape is wanted cannot be read.
+            UserError: If `controls` are not the model's, or a reference whose shape is wanted cannot be read.
         """
         frames, height, width = size
         references = tuple(Path(reference).expanduser() for reference in self.references)
@@ -135,91 +216,138 @@ class SampleConfig:
             sizes = bucket_sizes(height, width, step=size_step, max_aspect=_MAX_ASPECT)
             height, width = nearest_size(info.height, info.width, sizes)
 
-        def scene(prompt: str, pictures: tuple[Path, ...], own_height: int, own_width: int) -> Scene:
+        files = self.files(columns)
+
+        def scene(prompt: str, pictures: tuple[Path, ...], own_height: int, own_width: int, **of_clip: Any) -> Scene:
             return Scene(
+                **{"files": files, "frames": self.frames or frames, **of_clip},
                 prompt=prompt,
                 references=pictures,
-                frames=self.frames or frames,
                 height=self.height or own_height,
                 width=self.width or own_width,
             )
 
         if self.prompts:
             return [scene(prompt, references, height, width) for prompt in self.prompts]
-        found: dict[tuple[str, tuple[Path, ...]], Scene] = {}
+        found: dict[tuple[str, tuple[Path, ...], str], Scene] = {}
         for sample in samples:
             pictures = references or sample.references
             size_of = (height, width) if references else (sample.height, sample.width)
-            found.setdefault((sample.captions[0], pictures), scene(sample.captions[0], pictures, *size_of))
+            which = (sample.captions[0], pictures, sample.id if columns else "")
+            of_clip: dict[str, Any] = {}
+            if columns:
+                of_clip = {
+                    "clip": sample.media, "start_seconds": sample.start_seconds, "files": {**sample.controls, **files},
+                    "frames": self.frames or sample.frames, "own_frames": sample.frames,
+                }  # fmt: skip
+            found.setdefault(which, scene(sample.captions[0], pictures, *size_of, **of_clip))
         return list(found.values())[: self.captions]
 
 
+Shape = tuple[tuple[int, int, int], tuple[tuple[int, int], ...]]
+"""Frames, height and width of a clip, and height and width of each of its references."""
+
+
+def shape_of(
+    clip: Sample | Scene, files: Mapping[str, str], columns: Sequence[Column], reference_size: ReferenceSize | None
+) -> Shape:
+    """The shape of a clip that is trained or drawn. What is a latent frame in front of it counts as a reference of its size.
+
+    Args:
+        clip: The clip.
+        files: What goes with it.
+        columns: What the model is conditioned by.
+        reference_size: As in `ModelSpec`.
+    """
+    sizes: list[tuple[int, int]] = []
+    if clip.references:
+        assert reference_size is not None, "checked"
+        sizes += encoded_sizes(clip.references, reference_size)
+    in_front = sum(column.in_front and column.name in files for column in columns)
+    return (clip.frames, clip.height, clip.width), (*sizes, *[(clip.height, clip.width)] * in_front)
+
+
 def draw_samples(
-    model: Any,
-    run: Engine,
+    turns: Sequence[Turn],
     sampler: Sampler,
     scenes: Sequence[Scene],
     config: SampleConfig,
     *,
     conditions: Callable[[str], Mapping[str, Tensor]],
     references: Callable[[Sequence[Path]], Sequence[Tensor]],
+    controls: Callable[[Scene], Mapping[str, Tensor]] = lambda scene: {},
     negative: Mapping[str, Tensor] | None,
     fps: float,
     folder: Path,
     stem: str,
     on_step: Callable[[], None],
 ) -> list[Path]:
-    """Draw each scene as often as the section says, one file each, and a grid of all pictures if there are several.
+    """Draw each scene as often as the section says, one file each, and all of it in one picture.
+
+    That is a contact sheet of videos, a row for each; of several still pictures a grid. What was drawn is listed in STEM.json beside
+    them: for each file its prompt and seed, and which picture shows all.
 
     Args:
-        model: The model, with the weights to draw with; put into eval mode and back.
-        run: The engine for its forward.
+        turns: The transformers that take the steps, with the weights to draw with.
         sampler: The family's.
         scenes: What to draw.
         config: The `[sample]` section, resolved.
         conditions: A text to its encoded tensors.
         references: Pictures to their latents.
+        controls: A scene to the encoded tensors of what else it is conditioned by.
         negative: The negative prompt's encoded tensors; None if guidance does without.
-        fps: Frames per second of the files.
+        fps: Frames per second of clips.
         folder: Where to.
         stem: First part of the files' names.
         on_step: Called after each step of each sample.
 
     Returns:
-        The files, in the order of the scenes; the grid last.
+        The files, in the order of the scenes; the contact sheet or the grid last.
     """
     files: list[Path] = []
-    pictures: list[Tensor] = []
-    training = model.training
-    model.eval()
-    try:
-        for number, scene in enumerate(scenes):
-            wanted, latents = conditions(scene.prompt), references(scene.references)
-            for seed in range(config.seed, config.seed + config.images):
-                job = SampleJob(
-                    conditions=wanted, negative=negative, references=latents, frames=scene.frames, height=scene.height,
-                    width=scene.width, steps=config.steps, guidance=config.guidance, shift=config.shift, seed=seed,
+    drawn: list[dict[str, Any]] = []
+    clips: list[Tensor] = []
+    seeds = range(config.seed, config.seed + config.images)
+    wanted = [(number, scene, seed) for number, scene in enumerate(scenes) for seed in seeds]
+
+    def jobs() -> Iterator[SampleJob]:
+        for scene in scenes:
+            told, latents = controls(scene), references(scene.references)
+            for seed in seeds:
+                yield SampleJob(
+                    conditions={**conditions(scene.prompt), **told}, negative=negative and {**negative, **told},
+                    references=latents, frames=scene.frames, height=scene.height, width=scene.width, steps=config.steps,
+                    guidance=config.guidance, shift=config.shift, seed=seed,
                 )  # fmt: skip
-                with torch.no_grad():
-                    pixels = sampler.decode(sampler.denoise(model, run, job, on_step))
+
+    try:
+        with closing(draw(sampler, jobs(), turns, on_step)) as results:
+            for (number, scene, seed), pixels in zip(wanted, results, strict=True):
                 if not pixels.isfinite().all():
                     raise UserError(
                         f"the sample of {scene.prompt!r} is not finite: the weights are broken, or the adapter is"
                     )
                 name = f"{stem}-{number}-{_slug(scene.prompt)}" + (f"-seed-{seed}" if config.images > 1 else "")
+                clips.append(evenly_spaced(pixels).cpu())
                 if pixels.shape[1] == 1:
-                    pictures.append(pixels[:, 0])
                     files.append(folder / f"{name}.png")
                     write_image(files[-1], pixels[:, 0])
                 else:
                     files.append(folder / f"{name}.mp4")
-                    write_video(files[-1], pixels, fps)
+                    # a model may draw some of a clip's frames alone: they last as long as the clip
+                    write_video(files[-1], pixels, fps * pixels.shape[1] / scene.frames)
+                drawn.append({"file": files[-1].name, "prompt": scene.prompt, "seed": seed})
     finally:
-        model.train(training)
         sampler.release()
-    if len(pictures) > 1:
+    if any(clip.shape[1] > 1 for clip in clips):
+        files.append(folder / f"{stem}-sheet.png")
+        write_image(files[-1], contact_sheet(clips))
+    elif len(clips) > 1:
         files.append(folder / f"{stem}-grid.png")
-        write_image(files[-1], grid(pictures, columns=config.images if config.images > 1 else 0))
+        write_image(files[-1], grid([clip[:, 0] for clip in clips], columns=config.images if config.images > 1 else 0))
+    if files:
+        listed = {"samples": drawn, "shown": files[-1].name}
+        write_text(folder / f"{stem}.json", json.dumps(listed, indent=1) + "\n")
     return files
 
 

@@ -284,8 +284,9 @@ def accumulate_gradients(
     for micro, batch in enumerate(list(sent) if pipelined else sent):
         torch.manual_seed(seed_of(seed, "dropout", step, micro))  # all devices' generators
         errors = velocity_errors(
-            model, run, spec.make_inputs, batch.items, batch.levels, batch.noise, flow.guidance, batch.targets
-        )
+            model, run, spec.make_inputs, batch.items, batch.levels, batch.noise, flow.guidance, batch.targets,
+            masks=batch.masks,
+        )  # fmt: skip
         weighted = errors * batch.weights
         losses.sigmas.append(batch.sigma)
         losses.weighted.append(weighted.detach())
@@ -314,6 +315,8 @@ class _Sent(NamedTuple):
     noise: list[Tensor]
     targets: list[Tensor]
     """What is to be predicted: where predictions are made."""
+    masks: list[Tensor | None]
+    """What of each sample is learnt, there too."""
     weights: Tensor
     """Of the samples' losses, there too."""
 
@@ -338,12 +341,14 @@ def _sent(
             for factor, (level, _), shift in zip(factors, drawn, shifts, strict=True)
         ]
         targets = [velocity_target(item, eps) for item, eps in zip(batch.items, noise, strict=True)]
+        masks = [spec.loss_mask(item) for item in batch.items]
         yield _Sent(
             sigma=sigma,
             items=[to_device(item, first) for item in batch.items],
             levels=sigma.to(first, non_blocking=True),
             noise=[eps.to(first, non_blocking=True) for eps in noise],
             targets=[target.to(last, non_blocking=True) for target in targets],
+            masks=[None if mask is None else mask.to(last, non_blocking=True) for mask in masks],
             weights=torch.stack(weights).to(last, non_blocking=True),
         )
 
@@ -369,8 +374,9 @@ def _first_not_finite(
         def loss_of(micro: int = micro, batch: _Sent = batch) -> Tensor:
             torch.manual_seed(seed_of(seed, "dropout", step, micro))
             errors = velocity_errors(
-                model, run, spec.make_inputs, batch.items, batch.levels, batch.noise, flow.guidance, batch.targets
-            )
+                model, run, spec.make_inputs, batch.items, batch.levels, batch.noise, flow.guidance, batch.targets,
+                masks=batch.masks,
+            )  # fmt: skip
             return (errors * batch.weights).sum()
 
         with autocast_disabled(batch.weights.device.type):

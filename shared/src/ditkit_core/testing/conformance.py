@@ -64,6 +64,11 @@ class CoreChecks:
 
     spec: ClassVar[ModelSpec]
     arch: ClassVar[Any]
+    one_in: ClassVar[int] = 1
+    """For variants of a model that passes: of a check's combinations one in so many is run, others for each variant, and the rest are marked
+    `exhaustive`. It should have no factor in common with the sizes of what is combined, so that all of each are met."""
+    idle: ClassVar[tuple[str, ...]] = ()
+    """How names of parameters begin that not every item uses."""
 
     def items(self, count: int, ragged: bool = False) -> Items:
         """Training items, deterministic; of different sizes if `ragged`.
@@ -306,7 +311,12 @@ class CoreChecks:
             loss = sum(((weight[i] - o).square().sum() for i, o in zip(chosen, outputs, strict=True)), torch.zeros(()))
             leaves = {f"{key} {i}": tensor for i in chosen for key, tensor in items[i].items() if tensor.requires_grad}
             leaves |= dict(model.named_parameters())
-            return outputs, dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+            gradients = dict(
+                zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True), strict=True)
+            )
+            unused = [name for name, gradient in gradients.items() if gradient is None]
+            assert [name for name in unused if not name.startswith(self.idle)] == []
+            return outputs, {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
         alone = [run([i]) for i in range(3)]
         for chosen in ([0, 1, 2], [0, 2]):

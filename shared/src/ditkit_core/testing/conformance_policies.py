@@ -137,6 +137,8 @@ class PolicyChecks:
     last_layers: ClassVar[tuple[str, ...]] = ()
     """Names, inside of a block, of the layers that end it: under an adapter nothing keeps what they return, and `attn_only` never
     repeats them; nor does `full` the last of a block, but for its adapter's product with A."""
+    added_as_they_are: ClassVar[tuple[str, ...]] = ()
+    """Those of them whose result is added without a gate: where they are trained themselves, nothing keeps it either."""
 
     def items(self, count: int, ragged: bool = False) -> Items:
         """As `Conformance` has it."""
@@ -161,7 +163,7 @@ class PolicyChecks:
         kind = policy.removesuffix(_OFFLOAD)
         expected = [
             work.again(_BY_BLOCK.get(kind, lambda i: kind)(i))
-            for i, work in enumerate(self._work(whole, backend, adapter))
+            for i, work in enumerate(self._work(whole, backend, self.last_layers if adapter == "lora" else ()))
             if work is not None
         ]
         assert under.backward_flops - plain.backward_flops == sum(flops for flops, _ in expected)
@@ -170,14 +172,15 @@ class PolicyChecks:
 
     @pytest.mark.parametrize("adapter", ["full", "lora"])
     def test_what_a_full_recompute_leaves_out(self, adapter: str) -> None:
-        """With an adapter the last layer of a block, but for its adapter's product with A; where all is trained, nothing."""
+        """With an adapter the last layer of a block, but for its adapter's product with A; where all is trained, what is added as it is."""
         model: Any = make_model(self.spec, self.arch, adapter=ADAPTERS[adapter])
-        for block, work in zip(model.blocks(), self._work(model, "sdpa", adapter), strict=True):
+        ends = self.last_layers if adapter == "lora" else self.added_as_they_are
+        for block, work in zip(model.blocks(), self._work(model, "sdpa", ends), strict=True):
             if work is None:
                 continue
             left_out = work.flops - work.saved.flops.total()
             assert left_out <= work.last
-            assert (left_out > 0) == bool(self.last_layers and adapter == "lora"), type(block).__name__
+            assert (left_out > 0) == (work.last > 0), type(block).__name__
 
     def _step(self, model: Any, engine: Engine, *, autocast: bool) -> Step:
         flops, sent = 0, 0
@@ -196,7 +199,7 @@ class PolicyChecks:
             found = outcome(self.spec, model, items, engine, backward=backward, conditions=True)
         return Step(found, flops, sent)
 
-    def _work(self, model: Any, backend: str, adapter: str) -> list[Work | None]:
+    def _work(self, model: Any, backend: str, last_layers: Collection[str]) -> list[Work | None]:
         """Each block's; None for one without parameters, which is never repeated."""
         items = [{name: x.clone().requires_grad_() for name, x in item.items()} for item in self.items(2, ragged=True)]
         carry = model.embed(self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0))
@@ -206,7 +209,6 @@ class PolicyChecks:
                 carry = block(carry)
                 found.append(None)
             else:
-                last_layers = self.last_layers if adapter == "lora" else ()
                 work, carry = _work_of(block, carry, backend, last_layers)
                 found.append(work)
         return found

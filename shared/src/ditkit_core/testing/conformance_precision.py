@@ -70,6 +70,10 @@ class PrecisionChecks:
     arch: ClassVar[Any]
     places_without: ClassVar[tuple[str, ...]] = ()
     """Places that this family has no operation for."""
+    head_norms: ClassVar[int] = 1
+    """Norms of the head in a forward of the items."""
+    num_streams: ClassVar[int] = 1
+    """Residual streams in the last carry."""
 
     def items(self, count: int, ragged: bool = False) -> Items:
         """As `CoreChecks` has it."""
@@ -105,7 +109,7 @@ class PrecisionChecks:
             return
         assert names.intersection(_OPERATIONS[place]), names
         left = lowered.forward.seen["native_layer_norm", torch.float64]
-        assert place != "norms" or left <= 1, "only the head's norm is not one of `norms`"
+        assert place != "norms" or left <= self.head_norms, "only the head's norm is not one of `norms`"
         assert all(value.isfinite().all() for value in (*lowered.outputs, *lowered.gradients.values()))
         assert exact.gradients.keys() == lowered.gradients.keys()
         assert 1e-6 < relative_error(lowered.outputs, exact.outputs) < 1
@@ -184,8 +188,8 @@ class PrecisionChecks:
             carried(Precision()),
             carried(replace(Precision(), residual=torch.bfloat16, entry=torch.bfloat16)),
         )
-        tokens = 2 * self.spec.num_tokens(items[0]) * self.arch.dim
-        assert wide - narrow == tokens
+        stream = 2 * self.spec.num_tokens(items[0]) * self.arch.dim
+        assert wide - narrow == self.num_streams * stream
 
     def _preset(self, name: str) -> Precision:
         chosen = {"fast": FAST, "reference": self.spec.reference_precision, "default": {}}[name]

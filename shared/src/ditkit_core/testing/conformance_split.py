@@ -142,7 +142,7 @@ class SplitChecks:
         for chosen in range(len(batches)):
             model.zero_grad(set_to_none=True)
             one_backward(self.spec, model, batches, chosen)
-            sizes = {name: gradient.abs() + sizes.get(name, 0) for name, gradient in _gradients(model).items()}
+            sizes |= {name: gradient.abs() + sizes.get(name, 0) for name, gradient in _gradients(model).items()}
         for name, gradient in together.items():
             bound = len(batches) * torch.finfo(torch.float32).eps * sizes[name]
             assert bool(((gradient - one_by_one[name]).abs() <= bound).all()), name
@@ -209,7 +209,9 @@ def one_backward(spec: ModelSpec, model: Any, batches: Sequence[Batch], chosen: 
             continue
         torch.manual_seed(seed_of(1, "dropout", 3, micro))
         sigma, noise = torch.stack([level for level, _ in drawn]), [eps for _, eps in drawn]
-        errors = velocity_errors(model, Engine(), spec.make_inputs, batch.items, sigma, noise, FLOW.guidance)
+        errors = velocity_errors(
+            model, Engine(), spec.make_inputs, batch.items, sigma, noise, FLOW.guidance, loss_mask=spec.loss_mask
+        )
         factors = zip(batch.weights or [1.0] * len(drawn), sigma, shifts, strict=True)
         weights = torch.stack([factor * loss_weight(level, FLOW, shift) for factor, level, shift in factors])
         total = total + (errors * weights).sum() / counted

@@ -6,7 +6,7 @@ One block mixes the tokens, attends to the text and applies an MLP, all under a 
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,12 +20,12 @@ from ditkit_core.attention import attend
 from ditkit_core.cast_linear import CastLinear
 from ditkit_core.elementwise import plain_sum
 from ditkit_core.model import (
+    Denoiser,
     Engine,
     ModelSpec,
     Part,
     SampleDefaults,
     SampleJob,
-    StagedModel,
     StateDictNames,
     ignored,
     run_plain,
@@ -200,14 +200,15 @@ class ToySampler:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def denoise(self, model: StagedModel, run: Engine, job: SampleJob, on_step: Callable[[], None]) -> Tensor:
+    def denoise(self, job: SampleJob) -> Generator[float, Denoiser, Tensor]:
         size = (4, (job.frames - 1) // 4 + 1, job.height // 4, job.width // 4)
         latents = torch.randn(size, generator=torch.Generator().manual_seed(job.seed)).to(self.device)
         text = [job.conditions["text"].to(self.device)]
         for step in range(job.steps):
-            sigma = torch.full((1,), 1 - step / job.steps, device=self.device)
-            latents = latents - model(ToyInputs([latents], sigma, text), run)[0].to(self.device) / job.steps
-            on_step()
+            level = 1 - step / job.steps
+            denoiser = yield level
+            sigma = torch.full((1,), level, device=self.device)
+            latents = latents - denoiser(ToyInputs([latents], sigma, text))[0].to(self.device) / job.steps
         return latents
 
     def decode(self, latents: Tensor) -> Tensor:

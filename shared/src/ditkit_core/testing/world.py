@@ -1,7 +1,8 @@
 """Small worlds for the conformance checks: a model with seeded weights, one training step, and what it did."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +71,7 @@ class Outcome:
     gradients: dict[str, Tensor | None]
     """By parameter name; inputs as `input 0`, `input 1`, …"""
     num_attention: int
-    """Forwards of attention, those of recompute included."""
+    """Forwards of attention in blocks, those of recompute included."""
     generator_state: Tensor
     """torch's generator after the backward."""
 
@@ -108,7 +109,7 @@ def outcome(
     sigma = torch.linspace(0.3, 0.8, len(items))
     model.zero_grad(set_to_none=True)
     torch.manual_seed(11)
-    with _CountAttention() as count:
+    with _CountAttention() as count, count.without(model.embed):
         first = next(model.embed.parameters()).device
         there = [to_device(item, first) for item in items]
         inputs = spec.make_inputs([latent.to(first) for latent in latents], sigma.to(first), there, 1.0)
@@ -185,8 +186,24 @@ class _CountAttention(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.forwards = 0
+        self._paused = False
+
+    @contextmanager
+    def without(self, module: nn.Module) -> Iterator[None]:
+        """Leave out the forwards of a module: no policy is about an embedding that attends."""
+
+        def pause(*_: Any) -> None:
+            self._paused = not self._paused
+
+        hooks = [module.register_forward_pre_hook(pause), module.register_forward_hook(pause)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
-        self.forwards += "backward" not in name and ("_scaled_dot_product" in name or "softmax" in name)
+        is_forward = "backward" not in name and ("_scaled_dot_product" in name or "softmax" in name)
+        self.forwards += is_forward and not self._paused
         return func(*args, **(kwargs or {}))

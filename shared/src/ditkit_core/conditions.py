@@ -1,0 +1,88 @@
+"""What a model is told beside text: pictures, control clips, music. Which columns of a dataset they come from, and how they are encoded."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column of metadata whose value goes with each clip: a file, or a text."""
+
+    name: str
+    """What `Controls.files` has it under."""
+    kind: Literal["image", "video", "audio", "table", "text"]
+    """What it names; `table` is a file of numbers, `text` no file at all."""
+    aliases: tuple[str, ...] = ()
+    """What other trainers call it."""
+    required: bool = False
+    """Whether no clip can be trained without it."""
+    in_front: bool = False
+    """Whether it is one latent frame more in front of the clip's: `ModelSpec.outline` is given it as a reference of the clip's size."""
+    doc: str = ""
+    """One line that says what it is for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Controls:
+    """One clip, cut as it is trained or drawn, with the files that go with it."""
+
+    clip: Path | None
+    """The clip itself; None where a sample is drawn from a prompt."""
+    start_seconds: float = 0.0
+    """Where the clip's window begins; control videos begin there too."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """By column: a path, or a text."""
+    frames: int
+    height: int
+    """Pixels, as `width`."""
+    width: int
+    fps: float
+    """Frames per second; 0 for a still image."""
+
+
+@runtime_checkable
+class Conditioner(Protocol):
+    """Encodes one condition of a clip; loaded only between `load` and `unload`."""
+
+    kind: str
+    """Folder of the cache; different for each conditioner of a model."""
+    identity: str
+    """Digest of weights and settings, known without loading: part of the cache key."""
+    optional: bool
+    """Whether a model can be trained without it as well, so that `train.control_dropout` may leave it out."""
+    items_at_once: int
+    """How many items one call takes."""
+
+    def uses(self, controls: Controls) -> tuple[str, ...]:
+        """The columns that are read of this clip, and "" for the clip itself; () where there is nothing to add.
+
+        "" where there is no clip says that there is a condition which nothing is read for.
+
+        Raises:
+            UserError: If what is there does not make a condition.
+        """
+        ...
+
+    def check(self, controls: Controls) -> None:
+        """Read of a clip or a drawing what `encode` reads, as it does, without weights: whatever can be wrong with it shows here.
+
+        Raises:
+            UserError: Whenever `uses` or `encode` would.
+        """
+        ...
+
+    def load(self) -> None:
+        """Read the weights onto the device."""
+        ...
+
+    def encode(self, items: Sequence[Any], advance: Any = ...) -> list[dict[str, Tensor]]:
+        """CPU tensors by name for each `Controls`, without a batch dimension; they become part of the training item."""
+        ...
+
+    def unload(self) -> None:
+        """Free the weights."""
+        ...

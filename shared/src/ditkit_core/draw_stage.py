@@ -1,0 +1,64 @@
+"""The sample command: draw with a run's trained weights, or with an adapter file."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ditkit_core.config import RunConfig
+from ditkit_core.console import say, warn
+from ditkit_core.draw_scenes import draw
+from ditkit_core.drawing import Turn, only
+from ditkit_core.errors import UserError
+from ditkit_core.expert_runs import Trained, known, trained_in, turns_of
+from ditkit_core.experts import check_files
+from ditkit_core.model import ModelSpec
+from ditkit_core.options import SampleOptions
+from ditkit_core.run import Run
+from ditkit_core.run_checks import check
+from ditkit_core.run_folder import RunFolder
+from ditkit_core.saved_weights import take_trained
+
+
+def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
+    """Draw samples with a run's trained weights, or with an adapter file."""
+    given = {"prompts": options.prompt, "references": options.reference, "controls": options.control}
+    changed: dict[str, Any] = {name: value for name, value in given.items() if value}
+    changed |= {name: value for name in ("images", "seed") if (value := getattr(options, name)) is not None}
+    config = replace(config, sample=replace(config.sample, **changed))
+    run, folder = known(Run(spec, config)), RunFolder(Path(config.run.folder))
+    if options.adapter_low and not run.experts:
+        raise UserError(
+            "--adapter-low is for the second of two experts, and this model has one transformer; give --adapter"
+        )
+    if options.adapter and not run.experts:
+        run = run.having(replace(config, adapter=replace(config.adapter, init=options.adapter)))
+    check(run)
+    scenes = run.scenes([] if config.sample.prompts else run.dataset.samples, warn)
+    if not scenes:
+        raise UserError("there is nothing to draw: give a --prompt, or set sample.prompts or sample.captions")
+    run.encode_scenes(scenes)  # before the transformer is there: a card need not hold both
+    if run.experts:
+        turns, stem = _experts(run, options)
+    else:
+        prepared = run.load(run.build())
+        turns = only(prepared.model, run.engine(prepared))
+        stem = Path(options.adapter).stem if options.adapter else f"step-{take_trained(prepared, folder):06d}"
+    files = draw(run, turns, scenes, Path(options.out) if options.out else folder.samples, stem)
+    say("\n".join(str(file) for file in files))
+
+
+def _experts(run: Run, options: SampleOptions) -> tuple[Sequence[Turn], str]:
+    """The experts, with adapter files if one is given, and else with what the run trained; and the first part of the samples' names."""
+    given = dict(zip((expert.name for expert in run.experts), (options.adapter, options.adapter_low), strict=True))
+    files = {name: Trained(file=file) for name, file in given.items() if file}
+    for expert in run.experts:
+        check_files(expert, init=given[expert.name], merge=())
+    if files:
+        return turns_of(run, files), "-".join(Path(each.file).stem for each in files.values())
+    trained, step = trained_in(run)
+    if not trained:
+        raise UserError(
+            f"{run.config.run.folder} has no save of an expert; name a run that was trained, or give --adapter"
+        )
+    return turns_of(run, trained), f"step-{step:06d}"
