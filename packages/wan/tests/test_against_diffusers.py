@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import diffusers_pairs
+from diffusers_pairs import assert_close, compared, exact_diffusers
 from ditkit_core.precision import Precision
-from ditkit_core.rotary import timestep_features
 from ditkit_wan.model import WanInputs, WanTransformer
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN
@@ -13,28 +14,12 @@ from ditkit_wan.state_dict import to_native
 
 
 def pair(head_dim: int, *, dtype: torch.dtype, heads: int = 2) -> tuple[WanTransformer, torch.nn.Module]:
-    """Ours and diffusers' with equal random weights, nothing left at an initial zero or one."""
-    from diffusers import WanTransformer3DModel
-
-    torch.manual_seed(0)
+    """Ours and diffusers' of text to video, with equal random weights."""
     arch = WanArch(
         dim=heads * head_dim, ffn_dim=56, heads=heads, layers=2, in_channels=4, out_channels=4, text_dim=20, text_tokens=6,
         freq_dim=24,
     )  # fmt: skip
-    theirs = WanTransformer3DModel(
-        num_attention_heads=heads, attention_head_dim=head_dim, in_channels=4, out_channels=4, text_dim=20, freq_dim=24,
-        ffn_dim=56, num_layers=2,
-    )  # fmt: skip
-    for name, parameter in theirs.named_parameters():  # the official scales, but nothing is zero or one
-        fan_in = parameter[0].numel() if parameter.ndim > 1 else head_dim
-        parameter.data = torch.randn_like(parameter) / fan_in**0.5
-        if ".norm" in name and name.endswith("weight"):
-            parameter.data = 1 + 0.1 * parameter
-        if "time_embedder" in name:
-            parameter.data = 0.02 * torch.randn_like(parameter)
-    ours = WanTransformer(arch, Precision(matmul=dtype))
-    ours.load_state_dict({to_native(name): tensor.clone() for name, tensor in theirs.state_dict().items()})
-    return ours.to(dtype), theirs.to(dtype)
+    return diffusers_pairs.pair(arch, dtype=dtype)
 
 
 def inputs(dtype: torch.dtype, batch: int = 2) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -45,28 +30,6 @@ def inputs(dtype: torch.dtype, batch: int = 2) -> tuple[Tensor, Tensor, Tensor, 
     return latents, text, torch.tensor([731.25, 12.5][:batch], dtype=torch.float64), target
 
 
-def exact_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make diffusers run in fp64 where it writes fp32 by hand: `.float()`, its sinusoid and its rotary buffers."""
-    import diffusers.models.transformers.transformer_wan as module
-    from diffusers.models import embeddings
-
-    def sinusoid(timesteps: Tensor, dim: int, **_: object) -> Tensor:
-        return timestep_features(timesteps, dim)
-
-    monkeypatch.setattr(embeddings, "get_timestep_embedding", sinusoid)
-    monkeypatch.setattr(Tensor, "float", Tensor.double)
-
-    def tables(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        from ditkit_wan.rope import rotary_angles
-
-        _, _, frames, height, width = hidden_states.shape
-        angles = rotary_angles((frames, height // 2, width // 2), self.attention_head_dim, hidden_states.device)
-        both = angles.repeat_interleave(2, -1)[None, :, None]
-        return both.cos(), both.sin()
-
-    monkeypatch.setattr(module.WanRotaryPosEmbed, "forward", tables)
-
-
 def per_token(batch: int, tokens: int) -> Tensor:
     """A timestep for every token, no two alike, as image-to-video models give them."""
     return torch.linspace(3.5, 931.25, batch * tokens, dtype=torch.float64).reshape(batch, tokens).flip(0)
@@ -74,32 +37,8 @@ def per_token(batch: int, tokens: int) -> Tensor:
 
 def both(ours, theirs, dtype: torch.dtype, batch: int = 2, timestep: Tensor | None = None):
     """[(name, our tensor, their tensor)] of output, input gradients and every parameter gradient."""
-    latents, text, per_sample, target = inputs(dtype, batch)
-    timestep = per_sample if timestep is None else timestep
-    out = torch.stack(ours(WanInputs(list(latents), timestep, list(text))))
-    (out.double() - target).square().mean().backward()
-    mine = [("latents", latents.grad.clone()), ("text", text.grad.clone())]
-    latents.grad = text.grad = None
-    their_out = theirs(hidden_states=latents, timestep=timestep, encoder_hidden_states=text, return_dict=False)[0]
-    (their_out.double() - target).square().mean().backward()
-    pairs = [("output", out, their_out)]
-    pairs += [(name, grad, x.grad) for (name, grad), x in zip(mine, (latents, text), strict=True)]
-    named = dict(ours.named_parameters())
-    pairs += [(name, named[to_native(name)].grad, p.grad) for name, p in theirs.named_parameters()]
-    return pairs
-
-
-def assert_close(pairs, tolerance: float) -> None:
-    norm = max(float(their.double().norm()) for name, _, their in pairs if name != "output")
-    for name, mine, their in pairs:
-        mine, their = mine.detach().double(), their.detach().double()
-        error = float((mine - their).norm())
-        # The biases of k have no gradient in exact arithmetic; what rounding leaves there is measured against the largest.
-        assert error <= tolerance * float(their.norm()) or error <= 1e-2 * tolerance * norm, (
-            name,
-            error,
-            float(their.norm()),
-        )
+    latents, text, per_sample, _ = inputs(dtype, batch)
+    return compared(ours, theirs, {"latents": latents, "text": text}, per_sample if timestep is None else timestep)
 
 
 @pytest.mark.parametrize("head_dim", [12, 16, 24, 128])

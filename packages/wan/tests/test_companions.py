@@ -11,6 +11,7 @@ from ditkit_core.model import Companion
 from ditkit_core.plan_companions import measure
 from ditkit_core.testing.companions import check_tiles, live, num_parameters
 from ditkit_wan import vae
+from ditkit_wan.image_encoder import ImageEncoder
 from ditkit_wan.presets import PRESETS
 from ditkit_wan.spec import WAN
 from ditkit_wan.text import TextEncoder
@@ -19,8 +20,8 @@ from ditkit_wan.vae import VaeEncoder
 CPU = torch.device("cpu")
 
 
-def companions(**where: str) -> dict[str, Companion]:
-    return {each.name: each for each in WAN.companions(PRESETS["t2v-1.3b"], Components(**where))}
+def companions(preset: str = "t2v-1.3b", **where: str) -> dict[str, Companion]:
+    return {each.name: each for each in WAN.companions(PRESETS[preset], Components(**where))}
 
 
 def test_the_built_in_sizes_are_those_of_the_published_files() -> None:
@@ -29,6 +30,32 @@ def test_the_built_in_sizes_are_those_of_the_published_files() -> None:
     assert num_parameters(built["VAE encoder"]) == num_parameters(built["VAE decoder"]) == 126_892_531
     assert num_parameters(built["text encoder"]) == 5_680_910_336
     assert {parameter.dtype for parameter in built["text encoder"].parameters()} == {torch.bfloat16}
+
+
+def test_a_model_that_looks_at_pictures_has_clip_and_ti2v_the_larger_vae() -> None:
+    """Wan2.2_VAE.pth has 2.82 GB in fp32; clip_vision_h.safetensors 1.26 GB in fp16, a projection included that is not used."""
+    looking = companions("i2v-14b-480p")
+    assert list(looking) == ["VAE encoder", "text encoder", "image encoder", "VAE decoder"]
+    built = looking["image encoder"].build(torch.bfloat16)
+    assert num_parameters(built) == 630_766_080 and {each.dtype for each in built.parameters()} == {torch.float32}
+    larger = companions("ti2v-5b")
+    assert list(larger) == ["VAE encoder", "text encoder", "VAE decoder"]
+    assert num_parameters(larger["VAE decoder"].build(torch.bfloat16)) == 704_688_668
+
+
+def test_what_clip_holds_is_what_was_planned(clip_folder: Path) -> None:
+    encoder = ImageEncoder(Components(image_encoder=str(clip_folder)), CPU, torch.float32)
+    encoder.load()
+    found = companions("i2v-14b-480p", image_encoder=str(clip_folder))["image encoder"]
+    planned = measure(found, (9, 480, 832), text_dtype=torch.float32, kind="cpu")
+    held = live(encoder._model, lambda: encoder.encode([torch.zeros(3, 1, 480, 832)]))
+    on_the_host = (
+        4 * 3 * (480 * 832 + 3 * 224 * 224)
+    )  # the picture, and its square on the way to the device: the CPU here
+    assert (
+        planned.weights >= 4 * num_parameters(encoder._model)
+        and planned.peak < held < 1.05 * planned.peak + on_the_host
+    )
 
 
 def test_the_text_encoder_takes_its_weights_and_little_more() -> None:

@@ -1,4 +1,4 @@
-"""Two blocks of Wan 14B at full size, without memory, on a device that is not the host: which matmul runs where and in what."""
+"""Some blocks of Wan at full size, without memory, on a device that is not the host: which matmul runs where and in what."""
 
 from dataclasses import replace
 
@@ -23,15 +23,25 @@ RANK = 32
 @pytest.mark.filterwarnings(
     "ignore:Accessing the data pointer of FakeTensor:UserWarning"
 )  # torch_remat looks for its own
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_step_of_14b_stays_on_its_device_in_its_dtypes(policy, monkeypatch):
+@pytest.mark.parametrize(
+    ("preset", "policy"),
+    [
+        *(("t2v-14b", policy) for policy in POLICIES),
+        ("flf2v-14b-720p", "attn_only"),
+        ("i2v-a14b", "full"),
+        ("vace-14b", "full"),
+        ("ti2v-5b", "attn_only"),
+    ],
+)
+def test_a_step_stays_on_its_device_in_its_dtypes(preset, policy, monkeypatch):
     as_on_a_gpu(monkeypatch)
-    model = build_on_meta(WAN, replace(WAN.presets["t2v-14b"], layers=2), Precision())
+    arch = WAN.presets[preset]
+    model = build_on_meta(WAN, replace(arch, layers=2, vace_layers=arch.vace_layers[:1]), Precision())
     inject(model, AdapterConfig(rank=RANK), WAN.adapter_targets)
     with FakeTensorMode():
         materialise(model, WAN)
         trained = trainable_parameters(model)
-        item = {"latents": torch.empty(16, 21, 60, 104), "text": torch.empty(300, 4096, dtype=torch.bfloat16)}
+        item = WAN.outline(arch, (81, 480, 832), ())
         optimizer = NamedOptimizer(trained, OptimConfig())
         with Arithmetic() as arithmetic:
             accumulate_gradients(
@@ -42,5 +52,5 @@ def test_a_step_of_14b_stays_on_its_device_in_its_dtypes(policy, monkeypatch):
     flops = arithmetic.flops
     assert {device for _, device in flops} == {DEVICE}
     assert arithmetic.waits == [], "the host waits for the device"
-    # Adapters of rank 32 and the head are all that runs in fp32: under 2 % of the arithmetic.
-    assert flops[torch.float32, DEVICE] < 0.02 * flops[torch.bfloat16, DEVICE]
+    # Adapters and the head are all that runs in fp32: 2 % of the arithmetic at rank 32 and a width of 5120.
+    assert flops[torch.float32, DEVICE] < 3.2 * RANK / arch.dim * flops[torch.bfloat16, DEVICE]

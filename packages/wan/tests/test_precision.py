@@ -1,5 +1,7 @@
 """Which dtypes the parts of Wan have; its presets are held against the official recordings in test_against_official.py."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -50,3 +52,18 @@ def test_parameters_compute_where_their_names_say():
     assert places["layers.1.modulation"] == "modulation" and places["head.modulation"] == "head"
     assert places["layers.0.norm3.weight"] == "norms" and places["layers.0.cross_attn.norm_k.weight"] == "qk_norms"
     assert places["layers.0.ffn.0.weight"] == places["embed.patch_embedding.weight"] == "matmul"
+
+
+def test_parameters_of_the_variants_compute_where_official_code_has_them():
+    """Norms of image tokens and their positions are fp32 under its autocast; every matmul is narrow."""
+    arch = replace(ARCH, in_channels=8, image_dim=14, image_positions=6, vace_layers=(0,), vace_channels=6)
+    names = [name for name, _ in WanTransformer(arch, Precision()).named_parameters()]
+    places = {name: WAN.place_of(name) for name in names}
+    assert {places[f"embed.img_emb.{name}"] for name in ("emb_pos", "proj.0.weight", "proj.4.bias")} == {"norms"}
+    assert (
+        places["layers.0.cross_attn.norm_k_img.weight"] == places["vace_blocks.0.self_attn.norm_q.weight"] == "qk_norms"
+    )
+    assert places["vace_blocks.0.modulation"] == "modulation" and places["vace_blocks.0.norm3.bias"] == "norms"
+    matmuls = ("embed.img_emb.proj.1.weight", "embed.vace_patch_embedding.weight", "embed.vace_before_proj.bias",
+               "vace_blocks.0.after_proj.weight", "layers.1.cross_attn.v_img.bias")  # fmt: skip
+    assert {places[name] for name in matmuls} == {"matmul"}

@@ -12,6 +12,7 @@ import torch
 from ditkit_core.adapter_files import BaseConfig
 from ditkit_core.adapters import AdapterConfig
 from ditkit_core.components import Components
+from ditkit_core.drawing import latents_of
 from ditkit_core.errors import UserError
 from ditkit_core.model import SampleJob, run_plain
 from ditkit_core.placement import place
@@ -55,7 +56,7 @@ def diffusers_pipeline(checkpoint: Path) -> Any:
 def test_three_guided_steps_are_those_of_diffusers(checkpoint: Path, model: Any, job: SampleJob) -> None:
     sampler = WanSampler(Components(base=str(checkpoint)), CPU)
     steps: list[None] = []
-    latents = sampler.denoise(model, run_plain, job, lambda: steps.append(None))
+    latents = latents_of(sampler, job, model, run_plain, lambda: steps.append(None))
     noise = torch.randn((1, 16, 2, 4, 6), generator=generator(7, "sample"))
     pipeline = diffusers_pipeline(checkpoint)
     arguments = {
@@ -76,28 +77,28 @@ def test_three_guided_steps_are_those_of_diffusers(checkpoint: Path, model: Any,
 
 def test_without_guidance_the_model_is_called_once_a_step(checkpoint: Path, model: Any, job: SampleJob) -> None:
     sampler = WanSampler(Components(base=str(checkpoint)), CPU)
-    dtypes: list[torch.dtype] = []
+    times: list[float] = []
 
     def run(model: Any, inputs: Any) -> Any:
-        dtypes.append(inputs.timestep.dtype)
+        times.append(inputs.timestep.item())
         return run_plain(model, inputs)
 
     def drawn(**changes: Any) -> torch.Tensor:
-        dtypes.clear()
-        return sampler.denoise(model, run, dataclasses.replace(job, **changes), lambda: None)
+        times.clear()
+        return latents_of(sampler, dataclasses.replace(job, **changes), model, run)
 
     plain = drawn(guidance=1.0)
-    assert dtypes == [torch.float32] * 3
-    assert torch.equal(plain, drawn(negative=None)) and len(dtypes) == 3
+    assert len(times) == 3 and all(time == round(time) for time in times) and times[0] == 999
+    assert torch.equal(plain, drawn(negative=None)) and len(times) == 3
     guided = drawn()
-    assert len(dtypes) == 6 and not torch.equal(plain, guided)
+    assert len(times) == 6 and not torch.equal(plain, guided)
 
 
 def test_a_seed_decides_the_sample_and_shift_the_noise_levels(checkpoint: Path, model: Any, job: SampleJob) -> None:
     sampler = WanSampler(Components(base=str(checkpoint)), CPU)
 
     def drawn(**changes: Any) -> torch.Tensor:
-        return sampler.denoise(model, run_plain, dataclasses.replace(job, guidance=1.0, **changes), lambda: None)
+        return latents_of(sampler, dataclasses.replace(job, guidance=1.0, **changes), model, run_plain)
 
     first = drawn()
     assert torch.equal(first, drawn()) and torch.equal(first, drawn(shift=3.0))  # 3 is the checkpoint's own
@@ -111,8 +112,8 @@ def test_a_checkpoints_scheduler_decides_the_shift(
     file = tmp_path / "base" / "scheduler" / "scheduler_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"flow_shift": 8.0}))
     theirs, ours = (WanSampler(Components(base=str(base)), CPU) for base in (tmp_path / "base", checkpoint))
-    explicit = ours.denoise(model, run_plain, dataclasses.replace(job, shift=8.0), lambda: None)
-    assert torch.equal(theirs.denoise(model, run_plain, job, lambda: None), explicit)
+    explicit = latents_of(ours, dataclasses.replace(job, shift=8.0), model, run_plain)
+    assert torch.equal(latents_of(theirs, job, model, run_plain), explicit)
     file.write_text("{")
     with pytest.raises(UserError, match="scheduler_config.json"):
         WanSampler(Components(base=str(tmp_path / "base")), CPU)
@@ -123,5 +124,5 @@ def test_a_single_file_vae_needs_no_scheduler_folder(checkpoint: Path, model: An
     with_base = WanSampler(Components(base=str(checkpoint)), CPU)
     job = dataclasses.replace(job, guidance=1.0)
     # without a checkpoint's configuration the shift is the official 5
-    expected = with_base.denoise(model, run_plain, dataclasses.replace(job, shift=5.0), lambda: None)
-    assert torch.equal(alone.denoise(model, run_plain, job, lambda: None), expected)
+    expected = latents_of(with_base, dataclasses.replace(job, shift=5.0), model, run_plain)
+    assert torch.equal(latents_of(alone, job, model, run_plain), expected)

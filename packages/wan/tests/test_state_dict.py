@@ -6,7 +6,7 @@ from torch import nn
 
 from ditkit_core.precision import Precision
 from ditkit_wan.model import WanTransformer
-from ditkit_wan.presets import PRESETS, WanArch
+from ditkit_wan.presets import WanArch
 from ditkit_wan.state_dict import NAMES, to_diffusers, to_native, to_official
 
 TINY = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4, "text_dim": 20,
@@ -85,15 +85,6 @@ def test_official_names_are_those_of_the_published_files():
     assert official == outside | {f"blocks.{number}.{name}" for number in range(3) for name in block}
 
 
-def test_the_t2v_presets_have_as_many_names_as_the_published_files():
-    counts = {}
-    for preset in ("t2v-1.3b", "t2v-14b"):
-        with torch.device("meta"):
-            model = WanTransformer(PRESETS[preset], Precision())
-        counts[preset] = len({to_official(name) for name in model.state_dict()})
-    assert counts == {"t2v-1.3b": 825, "t2v-14b": 1095}
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -102,6 +93,8 @@ def test_the_t2v_presets_have_as_many_names_as_the_published_files():
         "double_blocks.0.norm3.weight",
         "norm3.weight",
         "",
+        "vace_blocks.1.before_proj.weight",
+        "blocks.0.after_proj.weight",
         "first_stage_model.conv.weight",
     ],
 )

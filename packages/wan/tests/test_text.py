@@ -72,6 +72,14 @@ def test_a_long_caption_is_cut_and_said(checkpoint: Path, capsys: pytest.Capture
     assert len(encoder.truncated) == 1
 
 
+def test_where_a_caption_is_cut_is_known_without_weights(checkpoint: Path) -> None:
+    encoder = TextEncoder(Components(base=str(checkpoint)), CPU, torch.float32)
+    cut = encoder.cut_of("red " * 600)
+    assert cut is not None and cut[0] == 89 and cut[1].split() == ["red"] * 511
+    assert encoder.cut_of("red " * 511) is None, "with its end it has 512 tokens"
+    assert encoder._model is None
+
+
 def test_comfyui_and_official_files_give_what_the_folder_gives(checkpoint: Path, tmp_path: Path) -> None:
     expected = loaded(base=str(checkpoint)).encode([CAPTION])[0]["text"]
     state = hf_state(checkpoint)

@@ -6,24 +6,14 @@ the blocks: the frozen patch embedding must keep the whole picture, the gates mu
 the frozen head must be able to say it.
 """
 
-import math
-from collections import Counter
+import json
 from pathlib import Path
-from typing import Any
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-
-from ditkit_core.demo_inputs import drawn, isometry, write_index, write_inputs, write_text_encoder
-from ditkit_wan.demo_media import CLIPS, draw, write_clip
-
-HEADS, HEAD_DIM, LAYERS, FFN_DIM = 4, 24, 3, 192
-TEXT_DIM = 32
-LATENT_CHANNELS = 16
-VAE_DIMS = {"base_dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
-PIXELS, FRAMES = 64, 9
-"""The size that the VAE's statistics are measured at: the demo's training size."""
+from ditkit_core.demo_inputs import write_index, write_inputs, write_text_encoder
+from ditkit_core.files import write_text
+from ditkit_wan import demo_models
+from ditkit_wan.demo_media import CLIPS, write_clip
+from ditkit_wan.demo_models import VARIANTS
 
 
 def write_demo(folder: Path) -> None:
@@ -46,115 +36,69 @@ def _write_clips(folder: Path) -> None:
         write_clip(folder / f"clip{index:02d}.mp4", clip)
 
 
-def write_checkpoint(folder: Path, captions: list[str]) -> None:
-    """Write a complete tiny Wan text-to-video checkpoint in diffusers layout, with random weights.
+def write_checkpoint(folder: Path, captions: list[str], variant: str = "t2v") -> None:
+    """Write a complete tiny Wan checkpoint in diffusers layout, with random weights.
 
     Args:
         folder: The folder to write.
         captions: Sentences whose words become the tokenizer's vocabulary.
+        variant: One of `VARIANTS`.
     """
     import diffusers
     from diffusers import UniPCMultistepScheduler
+    from safetensors.torch import save_file
 
-    tokenizer = build_tokenizer(captions)
+    kind = VARIANTS[variant]
+    tokenizer = demo_models.build_tokenizer(captions)
     tokenizer.save_pretrained(folder / "tokenizer")
-    text_encoder = build_text_encoder(len(tokenizer))
+    text_encoder = demo_models.build_text_encoder(len(tokenizer))
     write_text_encoder(folder, text_encoder, tied="encoder.embed_tokens.weight")
-    build_vae().save_pretrained(folder / "vae")
-    build_transformer().save_pretrained(folder / "transformer")
+    demo_models.build_vae(kind).save_pretrained(folder / "vae")
+    if kind.ours is not None:
+        save_file(demo_models.build_official(kind.ours), folder / "transformer.safetensors")
+    for expert in range(0 if kind.ours is not None else kind.experts):
+        part = f"transformer_{expert + 1}" if expert else "transformer"
+        demo_models.build_transformer(kind, expert).save_pretrained(folder / part)
     UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
     ).save_pretrained(folder / "scheduler")
     index = {
-        "_class_name": "WanPipeline",
+        "_class_name": kind.pipeline,
         "_diffusers_version": diffusers.__version__,
         "boundary_ratio": None,
-        "expand_timesteps": False,
         "scheduler": ["diffusers", "UniPCMultistepScheduler"],
         "text_encoder": ["transformers", "UMT5EncoderModel"],
         "tokenizer": ["transformers", type(tokenizer).__name__],
-        "transformer": ["diffusers", "WanTransformer3DModel"],
-        "transformer_2": [None, None],
+        "transformer": [None, None] if kind.ours is not None else ["diffusers", kind.transformer],
+        "transformer_2": ["diffusers", kind.transformer] if kind.experts > 1 else [None, None],
         "vae": ["diffusers", "AutoencoderKLWan"],
     }
-    write_index(folder, index)
+    if kind.pipeline != "WanVACEPipeline":  # which knows no such setting
+        index["expand_timesteps"] = False
+    if kind.looks:
+        _write_image_encoder(folder)
+        index |= {
+            "image_encoder": ["transformers", "CLIPVisionModel"],
+            "image_processor": ["transformers", "CLIPImageProcessor"],
+        }
+    write_index(folder, index | dict(kind.index))
 
 
-def build_tokenizer(captions: list[str]) -> Any:
-    """A unigram tokenizer of the T5 kind over the captions' words and characters.
+def _write_image_encoder(folder: Path) -> None:
+    """CLIP, and how a pipeline prepares pictures for it; written here, because the library's class warns where torchvision is missing."""
+    from safetensors.torch import save_file
 
-    The vocabulary is counted, not fitted by `UnigramTrainer`, whose threads may order equal pieces differently.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
+    from ditkit_wan.image_encoder import MEAN, STD
 
-    words = Counter(f"▁{word}" for caption in captions for word in caption.split())
-    characters = Counter({character: 0.01 for word in sorted(words) for character in word})
-    total = sum(words.values()) + sum(characters.values())
-    pieces = sorted((words + characters).items(), key=lambda piece: (-piece[1], piece[0]))
-    special = ["<pad>", "</s>", "<unk>"]
-    vocabulary = [(piece, 0.0) for piece in special] + [(piece, math.log(n / total)) for piece, n in pieces]
-    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=2))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=512
-    )
-
-
-def build_text_encoder(vocabulary_size: int) -> Any:
-    """A two-layer UMT5 encoder."""
-    from transformers import UMT5Config, UMT5EncoderModel
-
-    config = UMT5Config(
-        vocab_size=vocabulary_size, d_model=TEXT_DIM, d_kv=16, d_ff=64, num_layers=2, num_heads=2,
-        feed_forward_proj="gated-gelu", tie_word_embeddings=False, pad_token_id=0, eos_token_id=1,
-        architectures=["UMT5EncoderModel"],
-    )  # fmt: skip
-    return drawn("text encoder", UMT5EncoderModel, config)
-
-
-def build_vae() -> Any:
-    """A Wan 2.1 VAE of few channels whose latents of the demo's clips have mean 0 and variance 1 in every channel."""
-    from diffusers import AutoencoderKLWan
-
-    vae = drawn("vae", AutoencoderKLWan, **VAE_DIMS, z_dim=LATENT_CHANNELS).requires_grad_(False)
-    latents = torch.cat([vae.encode(clip[None]).latent_dist.mean[0].flatten(1) for clip in _clip_pixels()], dim=1)
-    vae.register_to_config(latents_mean=_rounded(latents.mean(dim=1)), latents_std=_rounded(latents.std(dim=1)))
-    return vae
-
-
-def build_transformer() -> Any:
-    """A Wan text-to-video transformer of three narrow blocks."""
-    from diffusers import WanTransformer3DModel
-
-    model = drawn(
-        "transformer", WanTransformer3DModel,
-        num_attention_heads=HEADS, attention_head_dim=HEAD_DIM, num_layers=LAYERS, ffn_dim=FFN_DIM,
-        in_channels=LATENT_CHANNELS, out_channels=LATENT_CHANNELS, text_dim=TEXT_DIM, rope_max_seq_len=1024,
-    )  # fmt: skip
-    with torch.no_grad():
-        model.condition_embedder.time_embedder.linear_2.weight.mul_(0.5)
-        model.condition_embedder.time_proj.weight.mul_(0.3)
-        for block in model.blocks:
-            block.scale_shift_table[:, [2, 5]] += 1.0  # the two gates
-        # Without its blocks the model would predict the noised latents: near the truth where noise is strong.
-        columns = isometry(HEADS * HEAD_DIM, 4 * LATENT_CHANNELS, "patch").unflatten(1, (LATENT_CHANNELS, 1, 2, 2))
-        model.patch_embedding.weight.copy_(columns * math.sqrt(HEADS * HEAD_DIM / (4 * LATENT_CHANNELS)))
-        model.proj_out.weight.copy_(columns.permute(2, 3, 4, 1, 0).flatten(0, 3))
-    return model
-
-
-def _clip_pixels() -> list[Float[Tensor, "3 frames height width"]]:
-    """The demo's clips at the training size, in [-1, 1], before encoding to mp4."""
-    clips = []
-    for clip in CLIPS:
-        frames = torch.from_numpy(draw(clip)[:FRAMES]).permute(0, 3, 1, 2).float() / 127.5 - 1
-        resized = torch.nn.functional.interpolate(frames, size=(PIXELS, PIXELS), mode="bilinear", antialias=True)
-        clips.append(resized.transpose(0, 1))
-    return clips
-
-
-def _rounded(values: Tensor) -> list[float]:
-    return [round(float(value), 6) for value in values]
+    model = demo_models.build_image_encoder()
+    model.config.save_pretrained(folder / "image_encoder")
+    save_file(dict(model.state_dict()), folder / "image_encoder" / "model.safetensors", metadata={"format": "pt"})
+    side = model.config.image_size
+    prepared = {
+        "image_processor_type": "CLIPImageProcessor", "crop_size": {"height": side, "width": side},
+        "size": {"shortest_edge": side}, "do_center_crop": True, "do_convert_rgb": True, "do_normalize": True,
+        "do_rescale": True, "do_resize": True, "image_mean": MEAN, "image_std": STD, "resample": 3,
+        "rescale_factor": 1 / 255,
+    }  # fmt: skip
+    (folder / "image_processor").mkdir()
+    write_text(folder / "image_processor" / "preprocessor_config.json", json.dumps(prepared, indent=2) + "\n")

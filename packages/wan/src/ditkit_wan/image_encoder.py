@@ -1,6 +1,6 @@
 """The CLIP vision encoder of the image-to-video models, from a diffusers folder or ComfyUI's `clip_vision_h` file."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,8 +19,14 @@ from ditkit_wan.safe_names import SAFE_NAMES
 # transformers dropped the prefix from its own names in version 5; files have it or not
 IMAGE_NAMES = StateDictNames.renaming(prefixes=("vision_model.",), to_native=lambda name: name)
 _NOT_VISION = frozenset({"visual_projection.weight", "vision_model.embeddings.position_ids", "logit_scale"})
+PUBLISHED = {
+    "hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 16, "hidden_act": "gelu",
+    "num_hidden_layers": 32, "image_size": 224, "patch_size": 14,
+}  # fmt: skip
+"""CLIP ViT-H/14, which all models of Wan that look at pictures do it with."""
 _HEAD_DIM = 80  # of ViT-H/14, the one encoder that Wan uses
-_MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""What CLIP's pixels, in [0, 1], are made standard with."""
 
 
 class ImageEncoder:
@@ -34,9 +40,20 @@ class ImageEncoder:
         Raises:
             UserError: If there are none, or they are damaged or of another model.
         """
-        self._source, self._config = find_weights(components, "image_encoder", _config_of_file, safe_names=SAFE_NAMES)
+        self._source, self._config = config_of(components)
         self._device, self._dtype = device, dtype
         self._model: Any = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one picture: its patches, and one of all."""
+        config = _whole(self._config)
+        return int(config.image_size // config.patch_size) ** 2 + 1
+
+    @property
+    def dim(self) -> int:
+        """Width of a token."""
+        return int(_whole(self._config).hidden_size)
 
     @cached_property
     def identity(self) -> str:
@@ -49,11 +66,7 @@ class ImageEncoder:
         Raises:
             UserError: If the weights are incomplete.
         """
-        from transformers import CLIPVisionConfig, CLIPVisionModel
-
-        model = built_from(
-            lambda config: CLIPVisionModel(CLIPVisionConfig.from_dict(config)), self._config, self._source
-        )
+        model = built_from(build, self._config, self._source)
         fill(
             model, self._source, IMAGE_NAMES, device=self._device, dtype_of=lambda name: self._dtype,
             key="model.image_encoder", ignore=_NOT_VISION,
@@ -82,13 +95,43 @@ class ImageEncoder:
             `image` [tokens, dim], the class token first, in the encoder's dtype, on the CPU.
         """
         (item,) = items
-        size = self._model.config.image_size
-        pixels = F.interpolate(item.transpose(0, 1), size=(size, size), mode="bicubic", align_corners=False)
-        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _STD))
-        pixels = ((pixels * 0.5 + 0.5 - mean) / std).to(self._device, self._dtype)
-        tokens = self._model(pixels, output_hidden_states=True).hidden_states[-2][0].cpu()
+        tokens = read(self._model, item, self._device, self._dtype).cpu()
         advance(1.0)
         return [{"image": tokens}]
+
+
+def build(config: Mapping[str, Any]) -> Any:
+    """The encoder of a configuration, on the default device."""
+    from transformers import CLIPVisionModel
+
+    return CLIPVisionModel(_whole(config))
+
+
+def _whole(config: Mapping[str, Any]) -> Any:
+    """A configuration with the library's values where a file, as the library writes it, leaves them out."""
+    from transformers import CLIPVisionConfig
+
+    return CLIPVisionConfig.from_dict(dict(config))
+
+
+def read(
+    model: Any, pixels: Float[Tensor, "3 1 height width"], device: torch.device, dtype: torch.dtype
+) -> Float[Tensor, "tokens dim"]:
+    """Tokens of one picture, on the device of the encoder's weights."""
+    size = model.config.image_size
+    square = F.interpolate(pixels.transpose(0, 1), size=(size, size), mode="bicubic", align_corners=False)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
+    normal = ((square * 0.5 + 0.5 - mean) / std).to(device, dtype)
+    return model(normal, output_hidden_states=True).hidden_states[-2][0]
+
+
+def config_of(components: Components) -> tuple[SafetensorsSource, dict[str, Any]]:
+    """The weights' files, their headers read, and their configuration.
+
+    Raises:
+        UserError: If there are none, or they are damaged or of another model.
+    """
+    return find_weights(components, "image_encoder", _config_of_file, safe_names=SAFE_NAMES)
 
 
 def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:

@@ -18,11 +18,23 @@ def axis_pairs(head_dim: int) -> tuple[int, int, int]:
     return head_dim // 2 - 2 * side, side, side
 
 
-def rotary_angles(grid: tuple[int, int, int], head_dim: int, device: torch.device) -> Float[Tensor, "tokens pairs"]:
-    """fp64 angles of every token of a grid, tokens in (frame, height, width) order."""
+def rotary_angles(
+    grid: tuple[int, int, int], head_dim: int, device: torch.device, step: int = 1
+) -> Float[Tensor, "tokens pairs"]:
+    """fp64 angles of every token of a grid, tokens in (frame, height, width) order.
+
+    Args:
+        grid: Tokens along each axis.
+        head_dim: Width of an attention head.
+        device: Of the angles.
+        step: Positions that each frame lasts. The last frame is at the last of them, as WanToDance has it.
+    """
     parts = []
     for axis, (size, pairs) in enumerate(zip(grid, axis_pairs(head_dim), strict=True)):
-        angles = axis_angles(torch.arange(size, device=device), pairs, THETA)
+        each = 1 if axis else step
+        starts = torch.arange(0, each * (size - 1), each, device=device)
+        last = torch.arange(each * size - 1, each * size, device=device)
+        angles = axis_angles(torch.cat([starts, last]), pairs, THETA)
         shape = [1, 1, 1, pairs]
         shape[axis] = size
         parts.append(angles.reshape(shape).expand(*grid, pairs))

@@ -1,24 +1,32 @@
 """Wan as plain values and functions: everything the core needs to train it."""
 
-import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ditkit_core.components import Components
-from ditkit_core.model import Companion, Encoder, Engine, ModelSpec, SampleDefaults, Sampler, Streaming
-from ditkit_wan.model import WanInputs, WanTransformer
+from ditkit_core.model import Companion, Encoder, Engine, ModelSpec, Sampler, Streaming
+from ditkit_wan.adapter_rules import RULES, RULES_WITHOUT_DIFFUSERS
+from ditkit_wan.conditions import columns, conditioners
+from ditkit_wan.inputs import assemble, loss_mask, make_inputs, num_tokens, outline
+from ditkit_wan.model import WanTransformer
 from ditkit_wan.presets import PRESETS, WanArch, arch_from_config
 from ditkit_wan.state_dict import NAMES
+from ditkit_wan.variants import experts, sample_defaults, variant
 
 # The place that a parameter computes in, by how its name begins, then by how it ends; the rest are the matmuls'.
 _PARTS = {"embed.time_embedding.": "time_mlp", "embed.time_projection.": "time_mlp", "head.": "head"}
 _LEAVES = {
     ".modulation": "modulation", ".norm3.weight": "norms", ".norm3.bias": "norms", ".norm_q.weight": "qk_norms",
-    ".norm_k.weight": "qk_norms", ".norm_k_img.weight": "qk_norms",
+    ".norm_k.weight": "qk_norms", ".norm_k_img.weight": "qk_norms", ".img_emb.emb_pos": "norms",
+    **{
+        f".{module}.{leaf}": "norms"
+        for module in ("img_emb.proj.0", "img_emb.proj.4", "img_emb_refimage.proj.0", "img_emb_refimage.proj.4", "norm1", "norm2")
+        for leaf in ("weight", "bias")
+    },
 }  # fmt: skip
 
 # As wan/modules/model.py of Wan-Video/Wan2.1 runs under its bf16 autocast: rotation in complex128, q and k rounded between norm and
@@ -34,21 +42,6 @@ def _place_of(name: str) -> str:
     return found[0] if found else "matmul"
 
 
-def _make_inputs(
-    noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]], guidance: float
-) -> WanInputs:
-    device = noised[0].device
-    return WanInputs(noised, 1000 * sigma, [item["text"].to(device) for item in items])
-
-
-def _outline(arch: WanArch, size: tuple[int, int, int], references: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
-    frames, height, width = size
-    return {
-        "latents": torch.empty(arch.in_channels, 1 + (frames - 1) // 4, height // 8, width // 8),
-        "text": torch.empty(arch.text_tokens, arch.text_dim, dtype=torch.bfloat16),
-    }
-
-
 def _companions(arch: WanArch, components: Components) -> Sequence[Companion]:
     from ditkit_wan.companions import companions
 
@@ -56,10 +49,12 @@ def _companions(arch: WanArch, components: Components) -> Sequence[Companion]:
 
 
 # The encoders and the sampler pull in diffusers and transformers: only the stages that need them pay for the import.
-def _media_encoder(components: Components, device: torch.device, tiled: bool) -> Encoder:
-    from ditkit_wan.vae import VaeEncoder
+def _media_encoder(
+    components: Components, device: torch.device, tiled: bool, *, arch: WanArch | None = None
+) -> Encoder:
+    from ditkit_wan.keyframes import vae_class
 
-    return VaeEncoder(components, device, tiled=tiled)
+    return vae_class(arch)(components, device, tiled=tiled, channels=arch.out_channels if arch else None)
 
 
 def _text_encoder(components: Components, device: torch.device, dtype: torch.dtype, streaming: Streaming) -> Encoder:
@@ -68,10 +63,20 @@ def _text_encoder(components: Components, device: torch.device, dtype: torch.dty
     return TextEncoder(components, device, dtype)
 
 
-def _sampler(components: Components, device: torch.device, dtype: torch.dtype, tiled: bool) -> Sampler:
+def _sampler(
+    components: Components, device: torch.device, dtype: torch.dtype, tiled: bool, *, arch: WanArch | None = None
+) -> Sampler:
     from ditkit_wan.sample import WanSampler
 
-    return WanSampler(components, device, tiled=tiled)
+    return WanSampler(components, device, tiled=tiled, arch=arch)
+
+
+def _variant(arch: WanArch) -> Mapping[str, Any]:
+    encoder, sampler = partial(_media_encoder, arch=arch), partial(_sampler, arch=arch)
+    fields = {**variant(arch), "media_encoder": encoder, "sampler": sampler}
+    if arch.ref_conv or arch.camera_channels or arch.music:  # diffusers has no such model to compare with
+        fields |= {"verify_export": None, "adapter_rules": RULES_WITHOUT_DIFFUSERS}
+    return fields
 
 
 def _write_demo(folder: Path) -> None:
@@ -97,13 +102,18 @@ WAN = ModelSpec(
         "q,k,v,o,ffn.0,ffn.2": (*_ATTENTION, "ffn.0", "ffn.2"),
         "q,k,v,o": _ATTENTION,
         "self": tuple(name for name in _ATTENTION if name.startswith("self")),
+        "q,k,v,o,ffn.0,ffn.2,k_img,v_img": (*_ATTENTION, "ffn.0", "ffn.2", "cross_attn.k_img", "cross_attn.v_img"),
+        # WanToDance's blocks that end with music; DiffSynth's recipe has an adapter there as well.
+        "q,k,v,o,ffn.0,ffn.2,music": (*_ATTENTION, "ffn.0", "ffn.2", "music.v", "music.o"),
+        # VACE's default is all blocks of both kinds; these are the ones beside the main ones.
+        "vace": tuple(f"vace_blocks.*.{name}" for name in (*_ATTENTION, "ffn.0", "ffn.2")),
     },
-    make_inputs=_make_inputs,
-    outline=_outline,
+    make_inputs=make_inputs,
+    outline=outline,
     companions=_companions,
-    num_tokens=lambda item: math.prod(item["latents"].shape[1:]) // 4,  # patches of 1 × 2 × 2
+    num_tokens=num_tokens,
     training_shift=lambda latents: 5.0,
-    sample_defaults=lambda arch: SampleDefaults(steps=50, guidance=5.0),
+    sample_defaults=sample_defaults,
     infer_arch=arch_from_config,
     media_encoder=_media_encoder,
     text_encoder=_text_encoder,
@@ -112,7 +122,15 @@ WAN = ModelSpec(
     size_step=16,
     fps=16.0,
     size=(81, 480, 832),
+    variant=_variant,
+    columns=columns,
+    conditioners=conditioners,
+    companion_parts=lambda arch: ("image_encoder",) if arch.image_dim else (),
+    experts=experts,
+    assemble=assemble,
+    loss_mask=loss_mask,
     write_demo=_write_demo,
     demo_config=Path(__file__).parent / "demo.toml",
+    adapter_rules=RULES,
     verify_export=_verify_export,
 )

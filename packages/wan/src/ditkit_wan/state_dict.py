@@ -1,7 +1,8 @@
 """Wan's parameter names: ours, those of the official files (which ComfyUI keeps), and diffusers'.
 
 Source: `WanModel` in Wan-Video/Wan2.1, wan/modules/model.py and vace_model.py; the diffusers names are those of its
-`WanTransformer3DModel` and `WanVACETransformer3DModel`.
+`WanTransformer3DModel` and `WanVACETransformer3DModel`. What the Fun models and WanToDance have beside is named as in
+modelscope/DiffSynth-Studio, diffsynth/models/wan_video_dit.py, by everybody.
 
 Ours are the official names, put where the seam wants them: what runs before the blocks below `embed`, the blocks in
 `layers`. The forms differ only in module names, so one table says everything and is read in both directions.
@@ -11,6 +12,7 @@ import re
 from collections.abc import Mapping
 
 from ditkit_core.model import StateDictNames
+from ditkit_wan.presets import MUSIC_LAYERS
 
 # official -> diffusers, modules and free parameters of one block
 _IN_BLOCK = {
@@ -34,8 +36,6 @@ _IN_BLOCK = {
     "norm3": "norm2",
     "ffn.0": "ffn.net.0.proj",
     "ffn.2": "ffn.net.2",
-    "before_proj": "proj_in",  # VACE blocks only
-    "after_proj": "proj_out",  # VACE blocks only
 }
 
 # official -> diffusers, before the blocks
@@ -57,15 +57,42 @@ _EMBED = {
 # official -> diffusers, after the blocks
 _HEAD = {"head.modulation": "scale_shift_table", "head.head": "proj_out"}
 
+# ours -> official, of models that diffusers has not: there, the official names stand for its own
+_CONTROLS = {
+    **{f"embed.{module}": module for module in ("ref_conv", "patch_embedding_global", "control_adapter.conv")},
+    **{
+        f"embed.{module}": module
+        for module in (f"control_adapter.residual_blocks.0.conv{number}" for number in (1, 2))
+    },
+    **{f"embed.img_emb_refimage.proj.{number}": f"img_emb_refimage.proj.{number}" for number in (0, 1, 3, 4)},
+    "embed.music.projection": "music_projection",
+    **{
+        f"embed.music.encoder.{number}.{inner}": f"music_encoder.{number}.{inner}"
+        for number in (0, 1)
+        for inner in (
+            "self_attn.in_proj_weight", "self_attn.in_proj_bias", "self_attn.out_proj", "linear1", "linear2", "norm1", "norm2",
+        )
+    },
+    **{
+        f"layers.{layer}.music.{inner}": f"music_injector.injector.{number}.{inner}"
+        for number, layer in enumerate(MUSIC_LAYERS)
+        for inner in ("q", "k", "v", "o", "norm_q", "norm_k")
+    },
+    **{f"head.head_global.{inner}": f"head_global.{inner}" for inner in ("modulation", "head")},
+}  # fmt: skip
+
 # Ours, official, diffusers; `*` stands for the block's number.
 _FORMS = (
     [(f"layers.*.{official}", f"blocks.*.{official}", f"blocks.*.{theirs}") for official, theirs in _IN_BLOCK.items()]
     + [
         (f"vace_blocks.*.{name}", f"vace_blocks.*.{name}", f"vace_blocks.*.{theirs}")
-        for name, theirs in _IN_BLOCK.items()
+        for name, theirs in (_IN_BLOCK | {"after_proj": "proj_out"}).items()
     ]
+    # The first VACE block takes this once, of the stream that only `embed` has.
+    + [("embed.vace_before_proj", "vace_blocks.0.before_proj", "vace_blocks.0.proj_in")]
     + [(f"embed.{official}", official, theirs) for official, theirs in _EMBED.items()]
     + [(official, official, theirs) for official, theirs in _HEAD.items()]
+    + [(ours, official, official) for ours, official in _CONTROLS.items()]
 )
 _TO_OFFICIAL = {ours: official for ours, official, _ in _FORMS}
 _TO_DIFFUSERS = {ours: theirs for ours, _, theirs in _FORMS}
@@ -77,15 +104,16 @@ _BLOCK = re.compile(r"(layers|blocks|vace_blocks)\.(\d+)\.")
 def _translate(name: str, table: Mapping[str, str]) -> str | None:
     """Look a name up: it is a parameter of its own, or the weight or bias of a module."""
     block = _BLOCK.match(name)
-    pattern = _BLOCK.sub(r"\1.*.", name, count=1) if block else name
-    module, _, leaf = pattern.rpartition(".")
-    if pattern in table:
-        translated = table[pattern]
-    elif leaf in ("weight", "bias") and module in table:
-        translated = f"{table[module]}.{leaf}"
-    else:
-        return None
-    return translated.replace("*", block[2], 1) if block else translated
+    for pattern in (name, _BLOCK.sub(r"\1.*.", name, count=1)):
+        module, _, leaf = pattern.rpartition(".")
+        if pattern in table:
+            translated = table[pattern]
+        elif leaf in ("weight", "bias") and module in table:
+            translated = f"{table[module]}.{leaf}"
+        else:
+            continue
+        return translated.replace("*", block[2], 1) if block else translated
+    return None
 
 
 def to_native(name: str) -> str | None:

@@ -98,6 +98,20 @@ class TextEncoder:
         """
         if self._model is not None:
             return
+        self._load_tokenizer()
+        model = built_from(build, self._config, self._source)
+        fill(
+            model, self._source, TEXT_NAMES, device=self._device, dtype_of=self._dtype_of, key="model.text_encoder",
+            tied=_TIED, ignore=_NOT_WEIGHTS,
+        )  # fmt: skip
+        for name, layer in list(model.named_modules()):
+            if isinstance(layer, QuantizedLinear) and name.endswith(".wo"):
+                model.set_submodule(name, _LastProjection(layer, self._dtype_of(f"{name}.weight")))
+        self._model = model
+
+    def _load_tokenizer(self) -> None:
+        if self._tokenizer is not None:
+            return
         from transformers import AutoTokenizer
 
         try:
@@ -114,15 +128,19 @@ class TextEncoder:
                 f"{self._tokenizer_path} has no padding token: tokenizer_config.json is not the model's; fetch it "
                 "again, or set model.tokenizer"
             )
-        model = built_from(build, self._config, self._source)
-        fill(
-            model, self._source, TEXT_NAMES, device=self._device, dtype_of=self._dtype_of, key="model.text_encoder",
-            tied=_TIED, ignore=_NOT_WEIGHTS,
-        )  # fmt: skip
-        for name, layer in list(model.named_modules()):
-            if isinstance(layer, QuantizedLinear) and name.endswith(".wo"):
-                model.set_submodule(name, _LastProjection(layer, self._dtype_of(f"{name}.weight")))
-        self._model = model
+
+    def cut_of(self, caption: str) -> tuple[int, str] | None:
+        """How many tokens of a caption are cut, and what is read of it; None if all of it is. Needs no weights.
+
+        Raises:
+            UserError: If the tokenizer cannot be read.
+        """
+        self._load_tokenizer()
+        ids = self._tokenizer(clean(caption), verbose=False).input_ids
+        if len(ids) <= TEXT_TOKENS:
+            return None
+        # the last of the tokens that are read is the caption's end
+        return len(ids) - TEXT_TOKENS, self._tokenizer.decode(ids[: TEXT_TOKENS - 1])
 
     def _dtype_of(self, name: str) -> torch.dtype:
         # the last projection of T5 overflows fp16

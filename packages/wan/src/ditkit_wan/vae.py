@@ -1,10 +1,9 @@
-"""The Wan VAE: diffusers' `AutoencoderKLWan` from a diffusers folder or from the official single file.
+"""The Wan VAEs: diffusers' `AutoencoderKLWan` from a diffusers folder or from the official single file, of 2.1 or of 2.2.
 
 Latents are the posterior's mean, normalised per channel, in fp32: what the official code samples with. A drawn latent
 would put the encoder's noise into the training data.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
@@ -17,51 +16,19 @@ from torch import Tensor
 from ditkit_core.components import Components
 from ditkit_core.errors import UserError
 from ditkit_core.frozen import built_from, fill, find_weights, fingerprint
-from ditkit_core.model import StateDictNames, ignored
+from ditkit_core.model import ignored
 from ditkit_core.safetensors_file import SafetensorsSource
 from ditkit_core.tiles import Tiles, in_tiles
 from ditkit_wan.safe_names import SAFE_NAMES
+from ditkit_wan.vae_kinds import VAE_NAMES, config_of
 
-# Official names to diffusers', applied in order; diffusers' own names pass unchanged. Source: `WanVAE_` in
-# Wan-Video/Wan2.1, wan/modules/vae.py.
-_RENAMES = (
-    (r"^conv1\.", "quant_conv."),
-    (r"^conv2\.", "post_quant_conv."),
-    (r"^(encoder|decoder)\.conv1\.", r"\1.conv_in."),
-    (r"^(encoder|decoder)\.head\.0\.", r"\1.norm_out."),
-    (r"^(encoder|decoder)\.head\.2\.", r"\1.conv_out."),
-    (r"^(encoder|decoder)\.middle\.0\.", r"\1.mid_block.resnets.0."),
-    (r"^(encoder|decoder)\.middle\.1\.", r"\1.mid_block.attentions.0."),
-    (r"^(encoder|decoder)\.middle\.2\.", r"\1.mid_block.resnets.1."),
-    (r"^encoder\.downsamples\.", "encoder.down_blocks."),
-    (r"\.residual\.0\.", ".norm1."),
-    (r"\.residual\.2\.", ".conv1."),
-    (r"\.residual\.3\.", ".norm2."),
-    (r"\.residual\.6\.", ".conv2."),
-    (r"\.shortcut\.", ".conv_shortcut."),
-)
 TILES = Tiles(side=256, overlap=64)
 """As diffusers cuts clips for this VAE."""
-PUBLISHED = {"base_dim": 96, "z_dim": 16}
-"""The VAE of Wan 2.1."""
-_GET = "get wan_2.1_vae.safetensors, or name a diffusers vae folder"
-_UPSAMPLE = re.compile(r"^decoder\.upsamples\.(\d+)\.")
-
-
-def to_diffusers(name: str) -> str:
-    """The diffusers name of a parameter of the Wan 2.1 VAE, given in either form."""
-
-    def place(found: re.Match[str]) -> str:
-        stage, index = divmod(int(found[1]), 4)  # three residual blocks and an upsampler in each stage
-        return f"decoder.up_blocks.{stage}.{'upsamplers.0' if index == 3 else f'resnets.{index}'}."
-
-    name = _UPSAMPLE.sub(place, name)
-    for pattern, replacement in _RENAMES:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
-VAE_NAMES = StateDictNames.renaming(to_native=to_diffusers)
+_REMEDIES = {
+    16: "get wan_2.1_vae.safetensors, or name a diffusers vae folder",
+    48: "get wan2.2_vae.safetensors, or name the vae folder of Wan2.2-TI2V-5B-Diffusers",
+}
+"""By latent channels: where a person finds the VAE."""
 
 
 class VaeEncoder:
@@ -69,20 +36,29 @@ class VaeEncoder:
 
     items_at_once = 1
 
-    def __init__(self, components: Components, device: torch.device, *, tiled: bool = False):
+    def __init__(
+        self, components: Components, device: torch.device, *, tiled: bool = False, channels: int | None = None
+    ):
         """Find the weights and read their headers; nothing is loaded.
 
         Args:
             components: Where the model's files are.
             device: Where the VAE works.
             tiled: Whether it works in tiles, one after the other: less memory, and other results.
+            channels: Latent channels that the model was trained on; None takes either VAE.
 
         Raises:
             UserError: If there are none, a file is damaged, or they are those of another VAE.
         """
+        remedy = _REMEDIES.get(channels or 0, " or ".join(_REMEDIES.values()))
         self._source, self.config = find_weights(
-            components, "vae", _config_of_file, kind="AutoencoderKLWan", remedy=_GET, safe_names=SAFE_NAMES
+            components, "vae", _config_of_file, kind="AutoencoderKLWan", remedy=remedy, safe_names=SAFE_NAMES
         )
+        if channels not in (None, self.channels):
+            raise UserError(
+                f"{self._source.path} makes {self.channels} latent channels and the model takes {channels}; "
+                f"set model.vae to the model's own: {remedy}"
+            )
         self._device, self._tiled = device, tiled
         self._vae: Any = None
 
@@ -185,9 +161,7 @@ def _statistics(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:
-    """What diffusers needs to know of a single file: everything but the width is as in Wan 2.1."""
-    shapes = {to_diffusers(name): stored.shape for name, stored in source.tensors.items()}
-    first, last = shapes.get("encoder.conv_in.weight"), shapes.get("post_quant_conv.weight")
-    if first is None or last is None or last[0] != 16:
-        raise UserError(f"{source.path} is not a Wan 2.1 VAE; {_GET}")
-    return {"base_dim": first[0], "z_dim": 16}
+    config = config_of({name: stored.shape for name, stored in source.tensors.items()})
+    if config is None:
+        raise UserError(f"{source.path} is no VAE of Wan 2.1 or 2.2; {' or '.join(_REMEDIES.values())}")
+    return config

@@ -10,7 +10,7 @@ from ditkit_core.components import Components
 from ditkit_core.model import Engine
 from ditkit_core.randomness import generator
 from ditkit_core.verify import compare_with_pipeline, share_base
-from ditkit_wan.model import WanInputs
+from ditkit_wan.inputs import WanInputs, make_inputs, outline
 from ditkit_wan.presets import WanArch
 from ditkit_wan.state_dict import NAMES
 
@@ -48,14 +48,16 @@ def verify_export(adapter_file: Path, components: Components, model: Any, run: E
 
 
 def _inputs(model: Any) -> WanInputs:
-    """A tiny clip of noise at a middle noise level, with a short text; on the model's device."""
+    """A tiny clip of noise at a middle noise level, with a short text and noise for every other condition; on the model's device."""
     arch: WanArch = model.embed.arch
     device = model.embed.patch_embedding.weight.device
     random = generator("verify export")
-    latents = torch.randn(arch.in_channels, *(2 * step for step in arch.patch), generator=random)
-    text = torch.zeros(arch.text_tokens, arch.text_dim)
-    text[:8] = torch.randn(8, arch.text_dim, generator=random)
-    return WanInputs([latents.to(device)], torch.tensor([600.0], device=device), [text.to(device)])
+    side = 4 * arch.latent_stride
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in outline(arch, (5, side, side)).items()}
+    item = {name: torch.randn(shape, generator=random).to(device) for name, shape in shapes.items()}
+    item["text"][8:] = 0
+    return make_inputs([item["latents"]], torch.tensor([0.6], device=device), [item], 1.0)
 
 
 def _diffusers_transformer(model: Any) -> Any:
@@ -63,14 +65,24 @@ def _diffusers_transformer(model: Any) -> Any:
 
     What diffusers computes in the matmuls' dtype is cast; these are small. Blocks' matrices are shared.
     """
-    from diffusers import WanTransformer3DModel
+    from diffusers import WanTransformer3DModel, WanVACETransformer3DModel
 
     arch: WanArch = model.embed.arch
+    kind, more = WanTransformer3DModel, {}
+    if arch.vace_layers:
+        kind, more = (
+            WanVACETransformer3DModel,
+            {"vace_layers": arch.vace_layers, "vace_in_channels": arch.vace_channels},
+        )
+    if arch.image_dim:
+        more |= {"image_dim": arch.image_dim, "added_kv_proj_dim": arch.dim}
+    if arch.image_positions:
+        more["pos_embed_seq_len"] = arch.image_positions
     with torch.device("meta"):
-        transformer = WanTransformer3DModel(
+        transformer = kind(
             patch_size=arch.patch, num_attention_heads=arch.heads, attention_head_dim=arch.head_dim,
             in_channels=arch.in_channels, out_channels=arch.out_channels, text_dim=arch.text_dim,
-            freq_dim=arch.freq_dim, ffn_dim=arch.ffn_dim, num_layers=arch.layers, eps=arch.eps,
+            freq_dim=arch.freq_dim, ffn_dim=arch.ffn_dim, num_layers=arch.layers, eps=arch.eps, **more,
         )  # fmt: skip
     fp32 = tuple(transformer._keep_in_fp32_modules)
     dtype = model.embed.precision.matmul
@@ -87,5 +99,17 @@ def _diffusers_transformer(model: Any) -> Any:
 
 def _run_diffusers(transformer: Any, inputs: WanInputs) -> Tensor:
     dtype = transformer.patch_embedding.weight.dtype
-    latents, text = inputs.latents[0][None].to(dtype), inputs.text[0][None].to(dtype)
-    return transformer(latents, inputs.timestep, text, return_dict=False)[0][0].float()
+    hidden = [*inputs.latents, *(inputs.y or ())]
+    given = {"hidden_states": torch.cat(hidden), "encoder_hidden_states": inputs.text[0]}
+    if inputs.image is not None:
+        given["encoder_hidden_states_image"] = inputs.image[0]
+    if inputs.vace is not None:
+        given["control_hidden_states"] = inputs.vace[0]
+    batch = {name: tensor[None].to(dtype) for name, tensor in given.items()}
+    if transformer.config.pos_embed_seq_len:  # it takes the two pictures of a sample as two rows of the batch
+        batch["encoder_hidden_states_image"] = batch["encoder_hidden_states_image"][0].unflatten(0, (2, -1))
+    timestep = inputs.timestep
+    if inputs.late is not None:
+        timestep = torch.where(inputs.late, timestep[:, 1:], timestep[:, :1])
+    velocity: Tensor = transformer(timestep=timestep, return_dict=False, **batch)[0][0]
+    return velocity.float()

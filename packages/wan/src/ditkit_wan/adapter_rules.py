@@ -1,0 +1,117 @@
+"""What readers of adapter files make of Wan's, form by form.
+
+What diffusers does is tested with the installed one. ComfyUI: comfy/lora.py and lora_convert.py; DiffSynth:
+diffsynth/utils/lora/general.py; musubi-tuner: networks/lora.py; read in November 2026.
+"""
+
+import re
+from collections.abc import Collection
+from dataclasses import replace
+
+from ditkit_core.adapter_layout import AdapterLayout, AdapterRules
+
+_BLOCK = re.compile(r"layers\.(\d+)\.(.+)")
+_KINDS = (
+    *(f"{attention}.{matrix}" for attention in ("self_attn", "cross_attn") for matrix in "qkvo"),
+    "ffn.0",
+    "ffn.2",
+)
+_IMAGE_KINDS = ("cross_attn.k_img", "cross_attn.v_img")
+_BESIDE = re.compile(
+    r"\.music\.|^embed\.(ref_conv|control_adapter|img_emb_refimage|patch_embedding_global)|^head\.head_global"
+)
+"""Modules of models that diffusers has not."""
+_NO_MODEL = "has no such model; draw with the programs that have"
+_CONVERT = "convert it with --to official"
+
+
+def fillers(form: str, modules: Collection[str]) -> list[str]:
+    """The modules that diffusers wants of a musubi file beside those with an adapter: all of a block, and every block from the first on.
+
+    It looks each of them up without asking. Other readers of that form take what there is.
+    """
+    numbers = [int(found[1]) for name in modules if (found := _BLOCK.fullmatch(name))]
+    if form != "musubi" or not numbers:
+        return []
+    kinds = (*_KINDS, *(_IMAGE_KINDS if _image_kinds(modules) else ()))
+    wanted = [f"layers.{number}.{kind}" for number in range(max(numbers) + 1) for kind in kinds]
+    return [name for name in wanted if name not in modules]
+
+
+def _image_kinds(modules: Collection[str]) -> set[str]:
+    return {kind for kind in _IMAGE_KINDS if any(name.endswith(kind) for name in modules)}
+
+
+def readers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
+    """What programs make of a file: empty where one loads all of it."""
+    return {
+        "diffusers": _diffusers(layout, modules),
+        "ComfyUI": _comfyui(layout),
+        "DiffSynth": _diffsynth(layout),
+        "musubi-tuner": "" if layout.form == "musubi" and not layout.use_dora else "wants --to musubi",
+    }
+
+
+def readers_without_diffusers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
+    """The same of an architecture that diffusers has no model of."""
+    return readers(layout, modules) | {"diffusers": _NO_MODEL}
+
+
+def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
+    if any(_BESIDE.search(name) for name in modules):
+        return _NO_MODEL
+    outside = [name for name in modules if not _BLOCK.fullmatch(name)]
+    if layout.form == "diffusers":
+        return f"rejects keys of alpha; {_CONVERT}" if layout.alpha else ""
+    if layout.form == "videox":
+        return f"rejects lora_unet__ with two underscores; {_CONVERT}"
+    if layout.form == "musubi":
+        if outside:
+            return f"rejects {outside[0]} in these names; {_CONVERT}"
+        if not layout.alpha or fillers("musubi", modules):
+            return "rejects it: in these names it wants every layer of each block, and alpha; write it with --to musubi, or --to official"
+        return "drops DoRA magnitudes; write it with --to diffusers" if layout.use_dora else ""
+    if layout.form != "official":
+        return f"loads nothing of it, and only warns; {_CONVERT}"
+    if layout.naming != "official":
+        return f"rejects these names behind diffusion_model.; {_CONVERT}"
+    if rejected := [name for name in outside if name.startswith(("vace_blocks.", "embed.vace_"))]:
+        return f"rejects {rejected[0]} in these names; write it with --to diffusers"
+    if len(outside) == len(modules):
+        return "rejects a file without an adapter in the blocks; write it with --to diffusers"
+    if layout.alpha and outside:
+        return f"rejects alpha of {outside[0]}; {_CONVERT}"
+    if len(_image_kinds(modules)) == 1:
+        return "rejects k_img without v_img, and the other way round; write it with --to diffusers"
+    return "drops DoRA magnitudes; write it with --to diffusers" if layout.use_dora else ""
+
+
+def _comfyui(layout: AdapterLayout) -> str:
+    if layout.form == "official" and layout.naming != "official":
+        return f"does not know these names; {_CONVERT}"
+    if layout.form not in ("official", "musubi", "videox"):
+        return f"is not known to load these names; {_CONVERT}"
+    return "draws other pictures with DoRA magnitudes; merge it" if layout.use_dora else ""
+
+
+def _diffsynth(layout: AdapterLayout) -> str:
+    if layout.form not in ("official", "diffsynth", "bare") or layout.naming != "official":
+        return "loads nothing of it; write it with --to diffsynth"
+    return "leaves DoRA magnitudes out; merge it" if layout.use_dora else ""
+
+
+RULES = AdapterRules(
+    readers=readers,
+    fillers=fillers,
+    strangers={
+        r"(double|single)_(stream_modulation|blocks)|single_transformer_blocks": "FLUX's or HunyuanVideo's",
+        r"joint_(transformer_)?blocks": "Stable Diffusion 3's",
+        r"(down|up|mid|input|output|middle)_block": "those of a U-Net, as Stable Diffusion has one",
+        r"lora_te\d?_|text_model|text_encoder": "a text encoder's",
+        r"transformer_blocks": "another transformer's in diffusers",
+    },
+)
+"""What Wan's adapter files need said of them."""
+
+RULES_WITHOUT_DIFFUSERS = replace(RULES, readers=readers_without_diffusers)
+"""The same of an architecture that diffusers has no model of."""

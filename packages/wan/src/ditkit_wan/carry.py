@@ -1,0 +1,36 @@
+"""What one block of Wan hands to the next."""
+
+from typing import NamedTuple
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+class WanCarry(NamedTuple):
+    """Everything one block hands to the next; None is what a variant has not."""
+
+    tokens: Float[Tensor, "batch tokens dim"]
+    modulation: Float[Tensor, "batch times 6 dim"]
+    """`times` is 1; or 2, of which `late` says which a token has; or the number of tokens, when each has a time of its own."""
+    time: Float[Tensor, "batch times dim"]
+    cos: Float[Tensor, "tables tokens 1 pairs"]
+    sin: Float[Tensor, "tables tokens 1 pairs"]
+    text: Float[Tensor, "batch text dim"]
+    key_mask: Bool[Tensor, "batch tokens"] | None
+    """False on the padding of samples shorter than the longest; None when all are of one size."""
+    grids: tuple[tuple[int, int, int], ...]
+    """Tokens of each sample along frames, height, width."""
+    late: Bool[Tensor, "batch tokens"] | None = None
+    """Which tokens have the second of their sample's two times; None where there are not two."""
+    image: Float[Tensor, "batch image dim"] | None = None
+    """Image tokens, which cross-attention reads with keys and values of their own."""
+    vace: Float[Tensor, "batch tokens dim"] | None = None
+    """VACE's own stream, which its blocks advance."""
+    music: Float[Tensor, "batch music dim"] | None = None
+    """What WanToDance's tokens hear, a row for each group of them."""
+    fronts: tuple[int, ...] = ()
+    """Frames of each sample's grid that stand before the clip, which the head cuts off; () where no sample has any."""
+    steps: tuple[int, ...] = ()
+    """Rows of music that each frame of a sample lasts; none without music."""
+    skips: bool = False
+    """Whether the block is left out that guidance steers away by."""

@@ -1,0 +1,105 @@
+"""What conditions are made of, read from the files that go with a clip: pictures, the clip's own first and last frame, videos cut as it is."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from ditkit_core.conditions import Controls
+from ditkit_core.errors import UserError
+from ditkit_core.media import kind_of, read_clip
+
+_ANY_RATE = 1.0  # of a single frame: only where it begins matters
+
+
+def picture(controls: Controls, column: str) -> Float[Tensor, "3 1 height width"]:
+    """The picture of a column, or the first frame of a video that it names, cut to the clip's size; pixels in [-1, 1].
+
+    Raises:
+        UserError: If it cannot be read.
+    """
+    path = Path(controls.files[column])
+    return read_clip(path, frames=1, fps=_ANY_RATE, height=controls.height, width=controls.width)
+
+
+def own_frame(controls: Controls, *, last: bool = False) -> Float[Tensor, "3 1 height width"]:
+    """The first or the last frame of the clip as it is trained.
+
+    Raises:
+        UserError: If it cannot be read.
+    """
+    assert controls.clip is not None
+    after = (controls.frames - 1) / controls.fps if last and controls.frames > 1 else 0.0
+    return read_clip(
+        controls.clip, frames=1, fps=controls.fps or _ANY_RATE, height=controls.height, width=controls.width,
+        start_seconds=controls.start_seconds + after,
+    )  # fmt: skip
+
+
+def picture_or_own(controls: Controls, column: str, *, last: bool = False) -> Float[Tensor, "3 1 height width"]:
+    """The picture of a column if the clip has one, else its own first or last frame."""
+    return picture(controls, column) if column in controls.files else own_frame(controls, last=last)
+
+
+def column_or_own(controls: Controls, column: str, *, why: str) -> str:
+    """What `picture_or_own` reads: the column, or "" for the clip itself.
+
+    Args:
+        controls: The clip.
+        column: The column.
+        why: What it is needed for, for the message.
+
+    Raises:
+        UserError: If there is neither.
+    """
+    if column in controls.files:
+        return column
+    if controls.clip is None:
+        raise UserError(f'{why} needs a picture: give "{column}=path of it" in sample.controls')
+    return ""
+
+
+def video(controls: Controls, column: str, *, frames: int = 0) -> Float[Tensor, "3 frames height width"]:
+    """The video of a column at the clip's frame rate, from the clip's first frame on, cut to its size; pixels in [-1, 1].
+
+    A picture in its place stands for all frames.
+
+    Args:
+        controls: The clip.
+        column: Of the video.
+        frames: How many; 0 means as many as the clip has.
+
+    Raises:
+        UserError: If it cannot be read, or is shorter than the clip.
+    """
+    path, frames = Path(controls.files[column]), frames or controls.frames
+    if kind_of(path) == "image":
+        return picture(controls, column).expand(-1, frames, -1, -1)
+    return read_clip(
+        path, frames=frames, fps=controls.fps or _ANY_RATE, height=controls.height, width=controls.width,
+        start_seconds=controls.start_seconds,
+    )  # fmt: skip
+
+
+def on_white(path: Path, height: int, width: int) -> Float[Tensor, "3 1 height width"]:
+    """A whole picture, scaled to fit and centred on white, as VACE is given what it refers to; pixels in [-1, 1].
+
+    Raises:
+        UserError: If it cannot be read as a still image.
+    """
+    from ditkit_core import still
+
+    if kind_of(path) != "image":
+        raise UserError(f"{path} is a video; a reference is a still image: take a frame out of it")
+    pixels = torch.from_numpy(np.ascontiguousarray(still.read(path))).permute(2, 0, 1).float() / 127.5 - 1
+    scale = min(height / pixels.shape[1], width / pixels.shape[2])
+    size = tuple(max(1, int(length * scale)) for length in pixels.shape[1:])
+    if size != pixels.shape[1:]:
+        pixels = F.interpolate(pixels[None], size=size, mode="bilinear", align_corners=False)[0]
+    canvas = torch.ones(3, 1, height, width)
+    top, left = (height - size[0]) // 2, (width - size[1]) // 2
+    canvas[:, 0, top : top + size[0], left : left + size[1]] = pixels
+    return canvas

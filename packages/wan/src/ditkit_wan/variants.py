@@ -1,0 +1,66 @@
+"""What differs between the variants of Wan beside the transformer: sizes, frame rate, experts, how samples are drawn.
+
+Sources: the configurations in Wan-Video/Wan2.1 and Wan2.2, wan/configs, and the defaults of their generate.py; Wan-Video/Wan-Dancer,
+gen_video_global.sh and gen_video_local.sh; aigc-apps/VideoX-Fun, examples/wan2.1_fun.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ditkit_core.adapter_layout import AdapterLayout
+from ditkit_core.model import Expert, SampleDefaults
+from ditkit_wan.adapter_rules import RULES, readers
+from ditkit_wan.presets import WanArch
+
+_GUIDANCE = {"text": (4.0, 3.0), "image": (3.5, 3.5)}
+"""Strength that the high-noise and the low-noise expert are guided with, by what starts a video."""
+
+
+def _not_in_diffusers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
+    """What readers make of an adapter of a transformer that diffusers has not."""
+    return readers(layout, modules) | {"diffusers": "has no transformer for what this variant is conditioned on"}
+
+
+_OURS_ALONE = replace(RULES, readers=_not_in_diffusers)
+
+
+def variant(arch: WanArch) -> Mapping[str, Any]:
+    """Fields of the spec that this architecture has otherwise."""
+    if arch.token_times:
+        # one model draws from text and from a picture: as VideoX-Fun trains it, half of the time without the picture
+        return {"fps": 24.0, "size": (121, 704, 1280), "size_step": 32, "control_dropout": 0.5}
+    if arch.image_positions:
+        return {"size": (81, 720, 1280)}
+    if arch.music:
+        return {"fps": arch.music.fps, "size": (149, 1280, 720), "adapter_rules": _OURS_ALONE}
+    if arch.ref_conv or arch.camera_channels:
+        return {"adapter_rules": _OURS_ALONE}
+    return {}
+
+
+def experts(arch: WanArch) -> Sequence[Expert]:
+    """The two transformers of an architecture with a boundary between them; none otherwise."""
+    if not arch.boundary:
+        return ()
+    high, low = _guidance(arch)
+    return (
+        Expert(name="high_noise", part="transformer", min_sigma=arch.boundary, max_sigma=1.0, guidance=high),
+        Expert(name="low_noise", part="transformer_2", min_sigma=0.0, max_sigma=arch.boundary, guidance=low),
+    )
+
+
+def sample_defaults(arch: WanArch) -> SampleDefaults:
+    """Steps and guidance of the authors; with experts, the guidance of the first."""
+    if arch.boundary:
+        return SampleDefaults(steps=40, guidance=_guidance(arch)[0])
+    if arch.music:
+        return SampleDefaults(steps=48 if arch.music.keyframes else 24, guidance=5.0)
+    if arch.ref_conv or arch.camera_channels:
+        return SampleDefaults(steps=50, guidance=6.0)
+    starts_with_picture = arch.image_dim > 0 and not arch.image_positions
+    return SampleDefaults(steps=40 if starts_with_picture else 50, guidance=5.0)
+
+
+def _guidance(arch: WanArch) -> tuple[float, float]:
+    return _GUIDANCE["image" if arch.in_channels > arch.out_channels else "text"]

@@ -1,0 +1,34 @@
+"""The table of presets in the README says what the code says."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ditkit_core.precision import Precision
+from ditkit_wan.conditions import columns
+from ditkit_wan.model import WanTransformer
+from ditkit_wan.presets import PRESETS
+from ditkit_wan.spec import WAN
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_every_preset_is_in_the_readme_as_it_is() -> None:
+    rows = [line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    found = {}
+    for row in rows:
+        name, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+        found[name.strip("`")] = cells
+    assert list(found) == list(PRESETS)
+    for preset, (parameters, told, vae, transformers, size) in found.items():
+        arch = PRESETS[preset]
+        with torch.device("meta"):
+            count = sum(parameter.numel() for parameter in WanTransformer(arch, Precision()).parameters())
+        assert parameters == f"{count:,}", preset
+        named = [f"*`{column.name}`*" if column.required else f"`{column.name}`" for column in columns(arch)]
+        assert told == ", ".join(named), preset
+        assert vae == ("2.2" if arch.out_channels == 48 else "2.1")
+        assert int(transformers) == (len(WAN.experts(arch)) or 1)
+        spec = replace(WAN, **WAN.variant(arch))
+        assert size == f"{' × '.join(map(str, spec.size))}, {spec.fps:g}", preset
