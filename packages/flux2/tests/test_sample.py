@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.components import Components
+from ditkit_core.drawing import latents_of
 from ditkit_core.model import SampleJob, run_plain
 from ditkit_core.randomness import generator
 from ditkit_flux2.sample import Flux2Sampler
@@ -113,7 +114,7 @@ def test_every_step_is_that_of_diffusers(sampler: Flux2Sampler, vae_folder: Path
         return run_plain(model, inputs)
 
     steps: list[None] = []
-    latents = sampler.denoise(model, run, wanted, lambda: steps.append(None))
+    latents = latents_of(sampler, wanted, model, run, lambda: steps.append(None))
     expected, picture = pipeline_latents(kind, model, vae_folder, wanted)
     calls = 2 if kind == "klein base" else 1
     assert len(steps) == STEPS and len(seen) == STEPS * calls
@@ -130,10 +131,10 @@ def test_every_step_is_that_of_diffusers(sampler: Flux2Sampler, vae_folder: Path
 
 def test_a_constant_shift_is_that_of_diffusers(sampler: Flux2Sampler, vae_folder: Path) -> None:
     model, wanted = tiny_model("klein"), job(shift=2.0)
-    latents = sampler.denoise(model, run_plain, wanted, lambda: None)
+    latents = latents_of(sampler, wanted, model, run_plain)
     expected, _ = pipeline_latents("klein", model, vae_folder, wanted)
     assert (latents - expected[-1]).abs().max() / expected[-1].std() < 1e-4
-    assert not torch.equal(latents, sampler.denoise(model, run_plain, job(), lambda: None))
+    assert not torch.equal(latents, latents_of(sampler, job(), model, run_plain))
 
 
 @pytest.mark.parametrize(("kind", "calls"), [("dev", 1), ("klein base", 2), ("klein", 1)])
@@ -146,7 +147,7 @@ def test_guidance_is_what_the_architecture_makes_of_it(sampler: Flux2Sampler, ki
 
     def drawn(**changes: Any) -> Tensor:
         given.clear()
-        return sampler.denoise(model, run, job(**changes), lambda: None)
+        return latents_of(sampler, job(**changes), model, run)
 
     strong = drawn()
     assert given == [4.0] * STEPS * calls
@@ -161,10 +162,10 @@ def test_seed_and_references_decide_the_picture(sampler: Flux2Sampler) -> None:
     model = tiny_model("klein")
 
     def drawn(references: int = 0, **changes: Any) -> Tensor:
-        return sampler.denoise(model, run_plain, job(references, **changes), lambda: None)
+        return latents_of(sampler, job(references, **changes), model, run_plain)
 
     first = drawn()
     assert torch.equal(first, drawn()) and not torch.equal(first, drawn(seed=8))
     assert not torch.equal(first, drawn(1)) and not torch.equal(drawn(1), drawn(2))
     swapped = dataclasses.replace(job(2), references=job(2).references[::-1])
-    assert not torch.equal(drawn(2), sampler.denoise(model, run_plain, swapped, lambda: None))
+    assert not torch.equal(drawn(2), latents_of(sampler, swapped, model, run_plain))

@@ -6,9 +6,10 @@ from ditkit_core.adapter_files import BaseConfig
 from ditkit_core.adapters import AdapterConfig
 from ditkit_core.checkpoint import SaveConfig
 from ditkit_core.components import Components
-from ditkit_core.dataset import DataConfig
+from ditkit_core.data_config import DataConfig
 from ditkit_core.ema import EMAConfig
 from ditkit_core.encode import EncodeConfig
+from ditkit_core.experts import ExpertsConfig
 from ditkit_core.export import ExportConfig
 from ditkit_core.flow_matching import FlowConfig
 from ditkit_core.held_out import HeldOutConfig
@@ -30,6 +31,7 @@ class RunConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     base: BaseConfig = field(default_factory=BaseConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     data: DataConfig = field(default_factory=DataConfig)
     prior: PriorConfig = field(default_factory=PriorConfig)
     encode: EncodeConfig = field(default_factory=EncodeConfig)

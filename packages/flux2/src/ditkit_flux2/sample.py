@@ -1,6 +1,6 @@
 """Draw pictures with our transformer: Euler steps along its velocity, then the VAE."""
 
-from collections.abc import Callable
+from collections.abc import Generator
 from itertools import pairwise
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ditkit_core.components import Components
 from ditkit_core.memory import release_memory
-from ditkit_core.model import Engine, SampleJob, StagedModel
+from ditkit_core.model import Denoiser, SampleJob
 from ditkit_core.randomness import generator
 from ditkit_flux2.model import Flux2Inputs
 from ditkit_flux2.presets import Flux2Arch
@@ -29,47 +29,46 @@ class Flux2Sampler:
         self._vae = VaeEncoder(components, device, tiled=tiled)
         self._device = device
 
-    @torch.no_grad()
-    def denoise(self, model: StagedModel, run: Engine, job: SampleJob, on_step: Callable[[], None]) -> Tensor:
-        """Latents of one picture.
+    def denoise(self, job: SampleJob) -> Generator[float, Denoiser, Tensor]:
+        """Draw one picture.
 
         Noise levels are fp64, the picture is fp32 throughout, and noise is drawn on the CPU.
 
         Args:
-            model: The transformer.
-            run: The engine that runs it.
             job: What to draw; a shift of 0 takes the authors' own for this size and number of steps. Guidance goes into the
                 embedding of a model that has one; another is called with the negative too, unless it is distilled, the job has no
                 negative or its guidance is 1 or less.
-            on_step: Called after each step.
+
+        Yields:
+            The noise level of each step; what is sent back takes it.
 
         Returns:
             fp32 [channels, 1, height, width] on the sampler's device.
         """
-        arch: Flux2Arch = model.embed.arch
         height, width = job.height // self._vae.stride, job.width // self._vae.stride
         assert job.frames == 1, f"{job.frames} frames"
         noise = torch.randn((self._vae.channels, 1, height, width), generator=generator(job.seed, "sample"))
         latents = noise.to(self._device)
         references = [reference.to(self._device) for reference in job.references]
-        guidance = torch.tensor([job.guidance], device=self._device)
 
         wanted = job.conditions["text"].to(self._device)
         negative = None if job.negative is None else job.negative["text"].to(self._device)
 
-        def velocity(text: Tensor, sigma: Tensor) -> Tensor:
+        def velocity(denoiser: Denoiser, text: Tensor, sigma: Tensor) -> Tensor:
+            guidance = torch.tensor([denoiser.guidance], device=self._device)
             inputs = Flux2Inputs([latents], sigma[None], guidance, [text], [references])
-            return run(model, inputs)[0].to(self._device, torch.float32)
+            return denoiser(inputs)[0].to(self._device, torch.float32)
 
-        calls_twice = sample_defaults(arch).guided_by == "negative" and job.guidance > 1
         levels = sigmas(height * width, job.steps, job.shift).to(self._device)
         for sigma, following in pairwise(levels):
-            guided = velocity(wanted, sigma)
+            denoiser = yield float(sigma)
+            arch: Flux2Arch = denoiser.model.embed.arch
+            calls_twice = sample_defaults(arch).guided_by == "negative" and denoiser.guidance > 1
+            guided = velocity(denoiser, wanted, sigma)
             if calls_twice and negative is not None:
-                unconditional = velocity(negative, sigma)
-                guided = unconditional + job.guidance * (guided - unconditional)
+                unconditional = velocity(denoiser, negative, sigma)
+                guided = unconditional + denoiser.guidance * (guided - unconditional)
             latents = latents + (following - sigma).float() * guided
-            on_step()
         return latents
 
     def decode(self, latents: Float[Tensor, "channels 1 h w"]) -> Float[Tensor, "3 1 height width"]:

@@ -1,0 +1,161 @@
+"""The runs of single experts that a run of a model with several comes to, and drawing with the weights of all of them."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ditkit_core.activation_checkpoint import Engine
+from ditkit_core.checkpoint import latest
+from ditkit_core.console import say, warn
+from ditkit_core.draw_scenes import draw
+from ditkit_core.drawing import Turn
+from ditkit_core.errors import UserError
+from ditkit_core.experts import own_settings
+from ditkit_core.model import Expert
+from ditkit_core.prepare import arch_here
+from ditkit_core.run import Run
+from ditkit_core.run_folder import RunFolder
+from ditkit_core.saved_weights import take_trained
+
+
+def known(run: Run) -> Run:
+    """The run with its architecture known, for which what describes it is fetched if need be; weights never are."""
+    model = run.config.model
+    if run.arch is not None or not (model.base or model.transformer or model.transformer_2):
+        return run
+    return run.known_as(arch_here(run.spec, model, fetch=True)[1])
+
+
+def is_joint(run: Run) -> bool:
+    """Whether it trains several experts, each in a folder of its own."""
+    return bool(run.experts) and run.expert is None
+
+
+def runs_of(run: Run) -> list[Run]:
+    """What a run trains, one transformer each: itself, or the run of each expert."""
+    if not run.experts:
+        return [run]
+    return [run.having(config_of(run, expert)) for expert in run.experts if run.expert in (None, expert)]
+
+
+def config_of(run: Run, expert: Expert) -> Any:
+    """The configuration that trains one expert of a run, as its folder stores it.
+
+    Of a run of several: in a folder named after the expert, from the cache that all share, drawing nothing by itself.
+    """
+    config = own_settings(run.given_config, run.experts, expert)
+    if not is_joint(run):
+        return config
+    folder = Path(config.run.folder)
+    prior = config.prior
+    if prior.prompt and not prior.folder:
+        prior = replace(prior, folder=str(run.prior_folder))
+    return replace(
+        config,
+        run=replace(config.run, folder=str(folder / expert.name)),
+        encode=replace(config.encode, cache=str(run.cache.folder)),
+        prior=prior,
+        sample=replace(config.sample, prompts=(), captions=0, every_steps=0),
+    )
+
+
+def resident(run: Run) -> Run:
+    """Of the experts that a run trains the one that is largest to train: what is in memory at a time. It draws what the run draws."""
+    largest = max(runs_of(run), key=lambda each: (each.config.adapter.rank, each.stored_as == "none"))
+    if largest is run:
+        return run
+    return largest.having(replace(largest.given_config, sample=run.given_config.sample))
+
+
+def notes_on(run: Run) -> Iterator[str]:
+    """What a plan says of experts."""
+    if is_joint(run):
+        names = ", ".join(expert.name for expert in run.experts)
+        planned = resident(run).expert
+        assert planned is not None
+        yield f"experts {names} are trained one after the other, and one is in memory at a time: planned is {planned.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """Where the trained weights of an expert come from; neither is its base alone."""
+
+    folder: Path | None = None
+    """A run's folder, whose latest save is taken."""
+    file: str = ""
+    """An adapter file."""
+
+
+def turns_of(run: Run, trained: Mapping[str, Trained]) -> list[Turn]:
+    """All experts of a run's model, each loaded when its turn to take steps comes.
+
+    Args:
+        run: The run.
+        trained: By name of the expert what was trained of it; the others draw as they are.
+    """
+    chosen = run.config.sample.guidance
+    return [_turn(run, expert, trained.get(expert.name, Trained()), chosen) for expert in run.experts]
+
+
+def _turn(run: Run, expert: Expert, trained: Trained, guidance: float) -> Turn:
+    alone = _for_drawing(run, expert, trained)
+
+    @contextmanager
+    def opened() -> Iterator[tuple[Any, Engine]]:
+        prepared = alone.load(alone.build())
+        what = "as it is"
+        if trained.folder is not None:
+            what = f"at step {take_trained(prepared, RunFolder(trained.folder))}"
+        elif trained.file:
+            what = f"with {trained.file}"
+        say(f"drawing with the {expert.name} expert {what}")
+        yield prepared.model, alone.engine(prepared)
+
+    return Turn(opened=opened, guidance=guidance or expert.guidance, min_sigma=expert.min_sigma)
+
+
+def _for_drawing(run: Run, expert: Expert, trained: Trained) -> Run:
+    config = config_of(run, expert)
+    if trained.file:
+        config = replace(config, adapter=replace(config.adapter, method="lora", init=trained.file))
+    elif trained.folder is None:  # an adapter at zero
+        config = replace(config, adapter=replace(config.adapter, method="lora", init=""))
+    if not is_joint(run) and run.expert != expert:  # what is merged is the trained expert's
+        config = replace(config, base=replace(config.base, merge=()))
+    return run.having(config)
+
+
+def trained_in(run: Run) -> tuple[dict[str, Trained], int]:
+    """What a run has saved of its experts, by name, and the step of the latest save."""
+    folders = {each.expert.name: Path(each.config.run.folder) for each in runs_of(run) if each.expert is not None}
+    saves = {name: latest(RunFolder(folder).state, warn) for name, folder in folders.items()}
+    steps = [int(save.name.removeprefix("step-")) for save in saves.values() if save is not None]
+    return {name: Trained(folder=folders[name]) for name, save in saves.items() if save is not None}, max(
+        steps, default=0
+    )
+
+
+def draw_trained(run: Run, folder: RunFolder, step: int) -> None:
+    """Draw what a finished run is to draw, with all experts as they are trained, one loaded at a time."""
+    scenes = run.scenes(run.dataset.samples)
+    if not scenes:
+        return
+    if lacking := what_drawing_lacks(run):
+        say(f"no samples: {lacking}")
+    else:
+        draw(run, turns_of(run, trained_in(run)[0]), scenes, folder.samples, f"step-{step:06d}")
+
+
+def what_drawing_lacks(run: Run) -> str:
+    """Why a run of one expert cannot draw: another is not there; empty if all are, here or on the hub."""
+    model = run.config.model
+    for expert in run.experts:
+        try:
+            found = model.here(expert.part) or model.fetched_description(expert.part)
+        except UserError as error:
+            return str(error)
+        if found is None:
+            return f"drawing takes all experts, and model.{expert.part} ({expert.name}) is not there"
+    return ""

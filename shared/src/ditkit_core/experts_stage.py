@@ -1,0 +1,156 @@
+"""The train command: one transformer, or the experts of a model one after the other, each as a run of its own.
+
+Experts share no trained weight, so what comes of training both in one run is to the bit what comes of training each alone. Each has its
+folder with saves, metrics and exports; the run's own folder holds what is of all: the configuration, the adapters, the samples.
+"""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from ditkit_core.config import RunConfig
+from ditkit_core.console import say, warn
+from ditkit_core.errors import UserError
+from ditkit_core.expert_runs import draw_trained, is_joint, known, runs_of, turns_of
+from ditkit_core.experts import described
+from ditkit_core.files import atomic_write
+from ditkit_core.memory import release_memory
+from ditkit_core.model import Expert, ModelSpec
+from ditkit_core.options import TrainOptions
+from ditkit_core.prior_stage import draw_class_pictures, num_to_draw
+from ditkit_core.report_page import write_report
+from ditkit_core.run import Run
+from ditkit_core.run_checks import check, check_parts
+from ditkit_core.run_folder import RunFolder, open_run
+from ditkit_core.stages import train as train_one
+
+
+def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
+    """Do everything that is missing between clips and verified adapters.
+
+    Raises:
+        UserError: For whatever the person can mend, before anything slow where that is possible.
+        Stopped: If a signal ended it early.
+    """
+    run = Run(spec, config)
+    if not options.demo and any(map(spec.experts, spec.presets.values())):
+        run = known(run)
+    if run.experts and config.sample.every_steps:
+        warn(
+            "sample.every_steps: no previews while an expert trains, which would need the other beside it; samples are drawn at the end"
+        )
+    runs = runs_of(run)
+    if is_joint(run):
+        _train_all(run, runs, options)
+    else:
+        if run.expert is not None:
+            _check_alone(run)
+            say(described(run.expert, run.config.flow, run.config.held_out))
+        train_one(runs[0], options)
+
+
+def _check_alone(run: Run) -> None:
+    """Refuse the folder of a run of several experts for one of them: its own is inside."""
+    path = Path(run.config.run.folder)
+    inside = [path / expert.name for expert in run.experts if RunFolder(path / expert.name).config_file.exists()]
+    if inside:
+        raise UserError(
+            f"{path} is a run of several experts; go on with one of them by --run {inside[0]}, or name a new run.folder"
+        )
+
+
+def _train_all(run: Run, runs: list[Run], options: TrainOptions) -> None:
+    config = run.given_config
+    check(run)
+    if config.adapter.init:
+        raise UserError(
+            f"adapter.init = {config.adapter.init!r} is of one expert and would start both; train each in a run of its own, with "
+            "experts.train = high_noise and low_noise"
+        )
+    starts = {each.config.run.folder: _start(options.init_from, _expert(each)) for each in runs}
+    with open_run(Path(config.run.folder), config) as (folder, _):
+        left = [each for each in runs if not _is_complete(each)]
+        if not left and folder.completed_step() is not None:
+            say(f"{folder.path} is complete; nothing is left to do")
+            _say_results(run, folder)
+            return
+        for each in runs:
+            RunFolder(Path(each.config.run.folder)).check(each.given_config)
+        folder.store(config)
+        names = ", then ".join(_expert(each).name for each in left)
+        if left:
+            say(f"{len(runs)} experts, one in memory at a time: {names}")
+            _prepare(run, left)
+        for each in left:
+            say(described(_expert(each), each.config.flow, each.config.held_out))
+            train_one(each, replace(options, init_from=starts[each.config.run.folder]), in_turn=True)
+            write_report(folder.path)
+            release_memory()
+        for each in runs:
+            _hand_over(each, folder)
+        step = max(each.config.train.steps for each in runs)
+        draw_trained(run, folder, step)
+        folder.mark_complete(step)
+        write_report(folder.path)
+        _say_results(run, folder)
+
+
+def _prepare(run: Run, left: list[Run]) -> None:
+    """Find what is wrong with either expert, then encode for both, before the first is trained."""
+    assert run.dataset.samples
+    is_started = any(any(RunFolder(Path(each.config.run.folder)).state.glob("step-*")) for each in runs_of(run))
+    num_class_pictures = num_to_draw(run, started=is_started)
+    for each in left:
+        each.build()
+    check_parts(run, run.dataset.samples, drawing=num_class_pictures > 0)
+    run.encode(run.config.prior.prompt if num_class_pictures else "")
+    if num_class_pictures:
+        draw_class_pictures(run, turns_of(run, {}), num_class_pictures)
+
+
+def _expert(run: Run) -> Expert:
+    assert run.expert is not None
+    return run.expert
+
+
+def _is_complete(run: Run) -> bool:
+    done = RunFolder(Path(run.config.run.folder)).completed_step()
+    return done is not None and done >= run.config.train.steps
+
+
+def _start(init_from: str, expert: Expert) -> str:
+    """The run that an expert's run starts from, of what `--init-from` names."""
+    if not init_from:
+        return ""
+    inside = Path(init_from) / expert.name
+    if not RunFolder(inside).config_file.exists():
+        raise UserError(
+            f"--init-from {init_from} holds no run of the {expert.name} expert; name a run of both, or train one with experts.train"
+        )
+    return str(inside)
+
+
+def _hand_over(run: Run, folder: RunFolder) -> None:
+    """Put an expert's adapter among the exports of the whole run, under a name that tells which it is."""
+    for file in sorted(RunFolder(Path(run.config.run.folder)).exports.glob("adapter*.safetensors")):
+        if file.name.startswith("adapter-"):  # of a save
+            continue
+        with atomic_write(
+            folder.exports / f"adapter_{_expert(run).name}{file.name.removeprefix('adapter')}"
+        ) as temporary:
+            shutil.copyfile(file, temporary)
+
+
+def _say_results(run: Run, folder: RunFolder) -> None:
+    """The last lines: where everything is, and what to type next."""
+    for file in sorted(folder.exports.glob("adapter_*.safetensors")):
+        say(f"adapter:  {file}")
+    for each in runs_of(run):
+        own = RunFolder(Path(each.config.run.folder))
+        for model in sorted(own.exports.glob("transformer_*")):
+            say(f"model:    {model} ({_expert(each).name})")
+        say(f"metrics:  {own.metrics} ({_expert(each).name})")
+    if folder.samples.exists():
+        say(f"samples:  {folder.samples}")
+    say(f"report:   {folder.report}")
+    say(f'next:     {run.spec.name}-sample --run {folder.path} --prompt "..." draws another sample')
