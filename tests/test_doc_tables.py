@@ -11,7 +11,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.policy_schedule import parse_schedule, words
 from doc_planned import POLICIES, row
 from doc_precision import CASES, precision_of
-from doc_tables import CHECKPOINTING, PRECISION, TABLES, Table, section, stale, stamp
+from doc_tables import CHECKPOINTING, DATA, PRECISION, TABLES, Table, section, stale, stamp
 from marked import between
 
 BY_NAME = {table.name: table for table in TABLES}
@@ -75,7 +75,7 @@ def test_every_case_of_the_presets_is_one_that_a_run_may_have():
 
 
 def test_every_marker_of_a_page_is_a_table():
-    for page in (CHECKPOINTING, PRECISION):
+    for page in (CHECKPOINTING, PRECISION, DATA):
         found = re.findall(r"<!-- (\S+): written by tools/doc_tables.py -->", page.read_text(encoding="utf-8"))
         assert sorted(found) == sorted(table.name for table in TABLES if table.page == page)
 

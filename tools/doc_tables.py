@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from ditkit_core.errors import UserError
+from doc_data import control_columns, metadata_columns
 from doc_planned import budgets, kept
 from doc_precision import audited, backends, places, presets
 from marked import Markers, between, replaced
@@ -32,7 +33,7 @@ from marked import Markers, between, replaced
 ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / "tools"
 PROGRAMS = Path(sys.executable).parent
-CHECKPOINTING, PRECISION = (ROOT / "docs" / f"{name}.md" for name in ("checkpointing", "precision"))
+CHECKPOINTING, PRECISION, DATA = (ROOT / "docs" / f"{name}.md" for name in ("checkpointing", "precision", "data"))
 BUSY = 0.5
 """Share of the cores that others had work for, from which on times are said to be too long."""
 
@@ -94,6 +95,8 @@ def audit_of_the_demo(program: str) -> Iterator[str]:
 TABLES = (
     Table(name="backends", page=CHECKPOINTING, kind="read", make=backends),
     Table(name="places", page=PRECISION, kind="read", make=places),
+    Table(name="metadata-columns", page=DATA, kind="read", make=metadata_columns),
+    Table(name="control-columns", page=DATA, kind="read", make=control_columns),
     Table(name="kept-wan", page=CHECKPOINTING, kind="planned", make=lambda: kept("wan")),
     Table(name="kept-flux2", page=CHECKPOINTING, kind="planned", make=lambda: kept("flux2")),
     Table(name="budgets", page=CHECKPOINTING, kind="planned", make=budgets),

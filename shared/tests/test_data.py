@@ -7,7 +7,8 @@ import torch
 
 from ditkit_core.batches import epoch_order
 from ditkit_core.cache import Cache, key
-from ditkit_core.data import BatchSize, TrainingData, split_held_out
+from ditkit_core.data import BatchSize, TrainingData, files_of, split_held_out
+from ditkit_core.dataset import Sample
 from ditkit_core.encoded import EncodedSample
 from ditkit_core.errors import UserError
 
@@ -118,6 +119,36 @@ def test_held_out_samples_are_few_stable_and_apart() -> None:
         moved = set(split_held_out([*ids, f"new{i}"], 5)[1]) - set(held_out)
         assert moved <= {f"new{i}"}
     assert split_held_out(ids, 0) == (ids, [])
+
+
+def test_windows_of_a_file_are_held_out_together() -> None:
+    alone = [f"clip{i}" for i in range(10)]
+    windows = [f"clip{i}#{j}" for i in range(10) for j in range(3)]
+    file_of = {window: window.split("#")[0] for window in windows}
+    for count in range(1, 20):
+        train, held_out = split_held_out(windows, count, file_of)
+        assert sorted(train + held_out) == sorted(windows) and count <= len(held_out) < count + 3
+        files = {file_of[id] for id in held_out}
+        assert not files & {file_of[id] for id in train}
+        assert files == set(split_held_out(alone, len(files))[1]), (
+            "by the name of the file, however many windows it has"
+        )
+    with pytest.raises(UserError, match="holding out 2 of 3 clips of 1 files, whose windows go together, leaves none"):
+        split_held_out(windows[:3], 2, file_of)
+
+
+def test_the_file_of_a_window_is_told_by_what_it_reads() -> None:
+    def clip(id: str, media: str) -> Sample:
+        return Sample(id=id, media=Path(media), captions=("x",), frames=1, height=16, width=16)
+
+    samples = [
+        clip("a/x#0", "x.mp4"),
+        clip("a/x#1", "x.mp4"),
+        clip("y#0", "y#0.mp4"),
+        clip("y#1", "y#1.mp4"),
+        clip("z", "z.mp4"),
+    ]
+    assert files_of(samples) == {"a/x#0": "a/x", "a/x#1": "a/x"}
 
 
 def test_holding_out_everything_is_refused() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from ditkit_core.dataset import DataConfig, Dataset, scan
+from ditkit_core.data_config import DataConfig
+from ditkit_core.dataset import Dataset, scan
 from ditkit_core.errors import UserError
 from media_files import numbered_video, picture
 
@@ -67,7 +68,7 @@ def test_metadata_may_be_named_and_may_be_ambiguous(folder: Path) -> None:
     assert summary(look(folder, metadata="other.csv")) == [("b", "other.csv", 9)]
     with pytest.raises(UserError, match="both metadata.jsonl and metadata.csv; name the right one in data.metadata"):
         look(folder)
-    for name, said in (("gone.csv", "does not exist"), ("b.txt", "no known kind; accepted are .jsonl and .csv")):
+    for name, said in (("gone.csv", "does not exist"), ("b.txt", "no known kind; accepted are .jsonl, .csv, .json")):
         with pytest.raises(UserError, match=said):
             look(folder, metadata=name)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from ditkit_core import video
 from ditkit_core.errors import UserError
 from ditkit_core.media import available, probe, read_clip, write_image, write_video
 from ditkit_core.timeline import SLACK_SECONDS
@@ -189,3 +190,94 @@ def test_an_image_is_one_frame(tmp_path: Path) -> None:
     assert available(path, 16.0).frames == 1
     with pytest.raises(UserError, match="still image"):
         read_clip(path, frames=5, fps=16.0, height=16, width=16)
+
+
+def film(path: Path, codec: str, pix_fmt: str, frame: av.VideoFrame, **context: int) -> Path:
+    """Write three times the same frame."""
+    with av.open(str(path), "w") as container:
+        options = {"x265-params": "log-level=none:lossless=1"} if codec == "libx265" else {}
+        stream = container.add_stream(codec, rate=24, options=options)
+        stream.height, stream.width, stream.pix_fmt = frame.height, frame.width, pix_fmt
+        for name, value in context.items():
+            setattr(stream.codec_context, name, value)
+        for _ in range(3):
+            frame.pts = None
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+def colour(path: Path, frames: int = 1) -> list[int]:
+    """The colour of a clip's middle, 0…255."""
+    pixels = read_clip(path, frames=frames, fps=24.0, height=48, width=64)[:, -1, 20:28, 28:36].mean(dim=(1, 2))
+    return [round(value) for value in ((pixels + 1) * 127.5).tolist()]
+
+
+def test_transparency_of_a_video_lies_on_white(tmp_path: Path) -> None:
+    rgba = np.full((48, 64, 4), (200, 0, 0, 128), np.uint8)
+    path = film(
+        tmp_path / "a.mov", "qtrle", "argb", av.VideoFrame.from_ndarray(rgba, format="rgba").reformat(format="argb")
+    )
+    Image.fromarray(rgba).save(tmp_path / "a.png")
+    assert colour(path, 3) == pytest.approx([227, 127, 127], abs=1)
+    assert colour(path) == pytest.approx(colour(tmp_path / "a.png"), abs=1)
+
+
+def test_a_webm_with_transparency_is_refused(tmp_path: Path) -> None:
+    frame = av.VideoFrame.from_ndarray(np.full((48, 64, 4), 128, np.uint8), format="rgba").reformat(format="yuva420p")
+    path = film(tmp_path / "a.webm", "libvpx-vp9", "yuva420p", frame)
+    with pytest.raises(UserError, match="is a WebM with transparency, which cannot be read; convert it"):
+        read_clip(path, frames=1, fps=24.0, height=16, width=16)
+
+
+def of_planes(pix_fmt: str, luma: int, width: int = 64, height: int = 48, chroma: int = 512) -> av.VideoFrame:
+    """A 10-bit 4:2:0 frame of one colour."""
+    frame = av.VideoFrame(width, height, pix_fmt)
+    for plane, code in zip(frame.planes, (luma, chroma, chroma), strict=True):
+        plane.update(np.full(plane.buffer_size // 2, code, np.uint16).tobytes())
+    return frame
+
+
+@pytest.mark.parametrize(
+    ("transfer", "code", "level"), [(16, 572, 241), (16, 447, 140), (18, 721, 241), (16, 64, 0), (16, 940, 255)]
+)
+def test_hdr_is_shown_as_sdr(tmp_path: Path, transfer: int, code: int, level: int) -> None:
+    """PQ of 203 cd/m² is 58 % (code 572), HLG's white 75 % (721); PQ of 50 cd/m² is 44 % and 0.2463 of white, which BT.1886 has at 142."""
+    path = film(
+        tmp_path / "a.mp4", "libx265", "yuv420p10le", of_planes("yuv420p10le", code), color_trc=transfer,
+        color_primaries=9, colorspace=9, color_range=1,
+    )  # fmt: skip
+    assert video.is_hdr(path)
+    assert colour(path) == pytest.approx([level] * 3, abs=3)
+
+
+def test_ten_bits_and_grey_are_read(tmp_path: Path) -> None:
+    ten = film(tmp_path / "a.mp4", "libx265", "yuv420p10le", of_planes("yuv420p10le", 502))
+    assert colour(ten) == pytest.approx([128] * 3, abs=2) and not video.is_hdr(ten)
+    grey = av.VideoFrame.from_ndarray(np.full((48, 64), 90, np.uint8), format="gray")
+    assert colour(film(tmp_path / "b.mkv", "ffv1", "gray", grey)) == pytest.approx([90] * 3, abs=1)
+    Image.new("L", (64, 48), 90).save(tmp_path / "b.png")
+    Image.new("CMYK", (64, 48), (0, 0, 0, 165)).save(tmp_path / "c.jpg")
+    assert colour(tmp_path / "b.png") == [90] * 3
+    assert colour(tmp_path / "c.jpg") == pytest.approx([90] * 3, abs=2)
+
+
+def test_odd_sizes_are_read_whole(tmp_path: Path) -> None:
+    frame = av.VideoFrame.from_ndarray(np.full((47, 63, 3), 90, np.uint8), format="rgb24")
+    path = film(tmp_path / "a.mkv", "ffv1", "bgr0", frame.reformat(format="bgr0"))
+    assert available(path, 24.0)[1:] == (47, 63)
+    clip = read_clip(path, frames=3, fps=24.0, height=47, width=63)
+    assert clip.shape == (3, 3, 47, 63) and clip.min() == clip.max()
+
+
+@pytest.mark.parametrize("name", ["animated.png", "animated.webp", "pages.tif", "deep.png"])
+def test_pictures_that_are_not_one_of_8_bits_are_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if name == "deep.png":
+        Image.fromarray(np.full((48, 64), 1000, np.uint16)).save(path)
+    else:
+        one, other = (Image.new("RGB", (64, 48), shade) for shade in ("red", "blue"))
+        one.save(path, save_all=True, append_images=[other])
+    said = "more than 8 bits" if name == "deep.png" else "animated or has several pages"
+    with pytest.raises(UserError, match=said):
+        read_clip(path, frames=1, fps=24.0, height=16, width=16)

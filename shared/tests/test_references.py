@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 
 from ditkit_core.cache import Cache
-from ditkit_core.dataset import DataConfig, Dataset, Sample, scan
+from ditkit_core.data_config import DataConfig
+from ditkit_core.dataset import Dataset, Sample, scan
 from ditkit_core.encode import encode, encode_references
 from ditkit_core.encoded import EncodedSample
 from ditkit_core.errors import UserError

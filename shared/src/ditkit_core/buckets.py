@@ -46,3 +46,8 @@ def describe_sizes(sizes: Iterable[Size]) -> str:
     """How many samples have each size, on one line."""
     counts = sorted(Counter(sizes).items())
     return ", ".join(f"{height} x {width}: {count}" for (height, width), count in counts)
+
+
+def describe_lengths(lengths: Iterable[int]) -> str:
+    """How many samples have each number of frames, on one line."""
+    return ", ".join(f"{frames}: {count}" for frames, count in sorted(Counter(lengths).items()))

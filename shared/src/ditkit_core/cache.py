@@ -6,11 +6,14 @@ and what is there is right. Files are safetensors, written atomically.
 
 import hashlib
 import json
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,12 +24,25 @@ from ditkit_core.files import atomic_write, file_hash, write_text
 _SETTLED_NANOSECONDS = 2_000_000_000
 _SAVE_EVERY = 100
 
+DIGEST = "ditkit_digest"
+"""Under which a file's header says what `digest` made of its tensors."""
+
 Taken = TypeVar("Taken")
 
 
 def key(*parts: str) -> str:
     """Hex digest (blake2b, 128 bits) of an ordered list of texts."""
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Hex digest (blake2b, 128 bits) of named CPU tensors, their dtypes and shapes."""
+    found = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        found.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 class Cache:
@@ -37,8 +53,15 @@ class Cache:
         self.folder = Path(folder)
 
     def has(self, kind: str, key: str) -> bool:
-        """Whether an entry is there and whole; a torn or foreign file is removed and counts as absent."""
-        return self._read(kind, key, lambda file: {}) is not None
+        """Whether an entry is there and whole; a torn or foreign file is removed and counts as absent.
+
+        One that is there is marked as needed now, which pruning by age goes by.
+        """
+        there = self._read(kind, key, lambda file: {}) is not None
+        if there:
+            with suppress(OSError):  # a cache that may only be read
+                os.utime(self._path(kind, key))
+        return there
 
     def shapes(self, kind: str, key: str) -> dict[str, tuple[int, ...]] | None:
         """The shapes of an entry's tensors, from its header alone; None as for `get`."""
@@ -71,9 +94,15 @@ class Cache:
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         with atomic_write(self._path(kind, key)) as temporary:
             try:
-                save_file(contiguous, temporary, {**metadata, "ditkit_key": key})
+                save_file(contiguous, temporary, {**metadata, "ditkit_key": key, DIGEST: digest(contiguous)})
             except SafetensorError as error:  # how safetensors reports a full disk
                 raise OSError(str(error)) from error
+
+    def entries(self) -> Iterator[Path]:
+        """The files of all entries, in order of kind and key."""
+        for path in sorted(self.folder.glob("*/??/*.safetensors")):
+            if path.stem.startswith(path.parent.name):
+                yield path
 
     def _path(self, kind: str, key: str) -> Path:
         return self.folder / kind / key[:2] / f"{key}.safetensors"
@@ -111,11 +140,13 @@ class MediaHashes:
             pass
 
     def of(self, path: Path) -> str:
-        """The content hash of a file.
+        """The content hash of a file, or of a folder's files and their names.
 
         Raises:
             UserError: If the file cannot be read.
         """
+        if path.is_dir():
+            return key("folder", *(text for file in _files_in(path) for text in (file.name, self.of(file))))
         name = str(Path(path).resolve())
         try:
             stat = Path(path).stat()
@@ -136,6 +167,8 @@ class MediaHashes:
 
     def bytes_to_read(self, path: Path) -> int:
         """How much `of` would have to read of a file: nothing if it is remembered, or is not there."""
+        if path.is_dir():
+            return sum(map(self.bytes_to_read, _files_in(path)))
         try:
             stat = Path(path).stat()
         except OSError:
@@ -156,3 +189,7 @@ class MediaHashes:
 
     def __exit__(self, *exception: object) -> None:
         self.save()
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))

@@ -8,19 +8,29 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from ditkit_core.conditions import Column
+from ditkit_core.controls import control_headers, control_values
 from ditkit_core.errors import UserError
 from ditkit_core.files import inside
-from ditkit_core.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, kind_of, status
+from ditkit_core.image_folder import numbered
+from ditkit_core.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, kind_by_name, status
 
 MEDIA_COLUMNS = ("file_name", "video", "image", "file_path", "path")
 CAPTION_COLUMNS = ("text", "prompt", "caption")
 REFERENCE_COLUMNS = ("references", "reference", "control", "edit_image")
-METADATA_NAMES = ("metadata.jsonl", "metadata.csv")
+METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.json")
 
+MOST_CHARACTERS = 50_000
+"""Of a caption. Text encoders read a few hundred words; what is longer is another file."""
+
+_NO_REFERENCES = ("end_image",)
+"""Nearly spelt like a column of references, and in the metadata of image-to-video models."""
+
+_OTHER = (*CAPTION_COLUMNS, *REFERENCE_COLUMNS)
 
 Captions = Literal["whole", "lines"]
 """Whether a text is one caption, or each of its lines is one."""
@@ -35,6 +45,8 @@ class Entry:
     captions: tuple[str, ...] = ()
     references: tuple[str, ...] = ()
     """Paths of the pictures that an instruction starts from, as written, in order."""
+    controls: Mapping[str, str] = field(default_factory=dict)
+    """By column what goes with the clip: a path as written, or a text."""
     problem: UserError | None = None
 
 
@@ -45,8 +57,10 @@ class _Reader:
     folder: Path
     allow_outside: bool
     captions: Captions
-    skip: Path | None
-    """A folder inside the dataset's whose pictures are no samples."""
+    skip: Sequence[Path]
+    """Folders inside the dataset's whose media are no samples."""
+    columns: Sequence[Column]
+    image_folders: bool
 
     def split(self, where: str, texts: Sequence[str]) -> tuple[str, ...]:
         """The captions of texts, as the configuration reads them.
@@ -60,6 +74,12 @@ class _Reader:
             kept = [line.strip() for line in lines if line.strip()]
             if not kept:
                 raise UserError(f"{where} is empty; fill it in or remove the clip")
+            if len(text) > MOST_CHARACTERS:
+                raise UserError(
+                    f"{where} has {len(text)} characters, no caption is so long; shorten it, or name the right file"
+                )
+            if "\0" in text:
+                raise UserError(f"{where} has null bytes, as UTF-16 and binary files do; save it again as UTF-8")
             try:
                 text.encode()
             except UnicodeEncodeError as error:
@@ -74,25 +94,34 @@ def list_entries(
     *,
     allow_outside: bool,
     captions: Captions = "whole",
-    skip: Path | None = None,
+    skip: Sequence[Path] = (),
+    columns: Sequence[Column] = (),
+    image_folders: bool = False,
 ) -> list[Entry]:
     """Everything that a dataset folder names, in a fixed order; problems of single entries are part of the list.
 
     Args:
         folder: The dataset folder.
-        metadata: A .jsonl or .csv file, relative to the folder; empty: metadata.jsonl or metadata.csv if there is one,
+        metadata: A .jsonl, .csv or .json file, relative to the folder; empty: the one of `METADATA_NAMES` that is there,
             otherwise every media file with a caption of the same name beside it.
         allow_outside: Whether captions may lie outside the folder, behind links.
         captions: Whether a text is one caption, or each of its lines is one.
-        skip: A folder whose pictures are no samples, wherever it lies.
+        skip: Folders whose media are no samples, wherever they lie.
+        columns: What metadata may say of a clip beside its captions.
+        image_folders: Whether a folder of numbered images is a clip.
 
     Raises:
         UserError: If the metadata as a whole cannot be used.
     """
-    reader = _Reader(folder=folder, allow_outside=allow_outside, captions=captions, skip=skip)
+    reader = _Reader(
+        folder=folder, allow_outside=allow_outside, captions=captions, skip=skip, columns=columns,
+        image_folders=image_folders,
+    )  # fmt: skip
     found = [metadata] if metadata else [name for name in METADATA_NAMES if status(folder / name) is not None]
     if len(found) > 1:
-        raise UserError(f"{folder} has both {' and '.join(found)}; name the right one in data.metadata")
+        raise UserError(
+            f"{folder} has {'both ' * (len(found) == 2)}{' and '.join(found)}; name the right one in data.metadata"
+        )
     if not found:
         return list(_beside(reader))
     path = folder / found[0]
@@ -101,10 +130,13 @@ def list_entries(
         raise UserError(f"data.metadata {path} does not exist; correct the path or leave data.metadata empty")
     if not stat.S_ISREG(at_path.st_mode):
         raise UserError(f"metadata {path} is a folder or no plain file; rename it or remove it")
-    readers = {".jsonl": _json_lines, ".csv": _csv_rows}
+    readers = {".jsonl": _json_lines, ".csv": _csv_rows, ".json": _json_list}
     if path.suffix.lower() not in readers:
-        raise UserError(f"data.metadata {path} is of no known kind; accepted are {' and '.join(readers)}")
-    return list(readers[path.suffix.lower()](reader, path, _text(path)))
+        raise UserError(f"data.metadata {path} is of no known kind; accepted are {', '.join(readers)}")
+    entries = list(readers[path.suffix.lower()](reader, path, _text(path)))
+    if not entries:
+        raise UserError(f"{path} lists nothing; write a line for each clip, or remove it")
+    return entries
 
 
 def _text(path: Path) -> str:
@@ -118,11 +150,12 @@ def _text(path: Path) -> str:
 
 def _beside(reader: _Reader) -> Iterator[Entry]:
     folder = reader.folder
-    for media in media_files(folder, skip=reader.skip):
-        caption = str(Path(media).with_suffix(".txt"))
+    for media in media_files(folder, skip=reader.skip, image_folders=reader.image_folders):
+        named = Path(media).suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES
+        caption = str(Path(media).with_suffix(".txt")) if named else f"{media}.txt"
         try:
             at_media = status(folder / media)
-            if at_media is not None and stat.S_ISDIR(at_media.st_mode):
+            if named and at_media is not None and stat.S_ISDIR(at_media.st_mode):
                 raise UserError(f"{folder / media} is a folder, not a media file; rename it or remove it")
             at_caption = status(folder / caption)
             if at_caption is None or not stat.S_ISREG(at_caption.st_mode):
@@ -133,20 +166,24 @@ def _beside(reader: _Reader) -> Iterator[Entry]:
             yield Entry(media=media, problem=error)
 
 
-def media_files(folder: Path, *, skip: Path | None = None) -> Iterator[str]:
+def media_files(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool = False) -> Iterator[str]:
     """Relative paths of media files, and of folders called like one; hidden ones are ignored, links followed once.
 
     Args:
         folder: Where to look, subfolders included.
-        skip: A folder that is not looked into.
+        skip: Folders that are not looked into.
+        image_folders: Whether a subfolder of numbered images alone is named in place of its images.
     """
-    visited = set() if skip is None else {os.path.realpath(skip)}
+    visited = {os.path.realpath(each) for each in skip}
     for place, folders, names in os.walk(folder, onerror=_cannot_list, followlinks=True):
         real = os.path.realpath(place)
         if real in visited:
             folders.clear()
             continue
         visited.add(real)
+        if image_folders and Path(place) != Path(folder) and not folders and numbered(names):
+            yield Path(place).relative_to(folder).as_posix()
+            continue
         for name in sorted(folders + names):
             if _called_like_media(name):
                 yield Path(place, name).relative_to(folder).as_posix()
@@ -184,6 +221,25 @@ def _json_lines(reader: _Reader, path: Path, text: str) -> Iterator[Entry]:
             yield Entry(media=where, problem=error)
 
 
+def _json_list(reader: _Reader, path: Path, text: str) -> Iterator[Entry]:
+    try:
+        rows = json.loads(text, object_pairs_hook=functools.partial(_object, str(path)))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} line {error.lineno} is not valid JSON ({error.msg}); correct the file") from error
+    except (RecursionError, ValueError) as error:  # ValueError: Python's limit on the digits of an integer
+        raise UserError(f"{path} is nested too deeply, or has a number of too many digits; correct the file") from error
+    if not isinstance(rows, list):
+        raise UserError(f'{path} is no JSON list; write [{{"file_path": "clip.mp4", "text": "caption"}}, …]')
+    for number, row in enumerate(rows, start=1):
+        where = f"{path} entry {number}"
+        try:
+            if not isinstance(row, dict):
+                raise UserError(f'{where} is no JSON object; write {{"file_path": "clip.mp4", "text": "caption"}}')
+            yield _row(reader, where, row, _json_paths)
+        except UserError as error:
+            yield Entry(media=where, problem=error)
+
+
 def _object(where: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -197,9 +253,11 @@ def _csv_rows(reader: _Reader, path: Path, text: str) -> Iterator[Entry]:
     try:
         where = f"{path} line 1"
         names = rows.fieldnames or []
-        _only_column(where, names, MEDIA_COLUMNS, "media")
-        _only_column(where, names, CAPTION_COLUMNS, "caption")
-        _reference_column(where, names)
+        controls = control_headers(where, names, reader.columns, media=MEDIA_COLUMNS, other=_OTHER)
+        plain = [name for name in names if name not in controls.values()]
+        _only_column(where, plain, MEDIA_COLUMNS, "media")
+        _only_column(where, plain, CAPTION_COLUMNS, "caption")
+        _reference_column(where, plain)
         for row in rows:
             where = f"{path} line {rows.line_num}"
             try:
@@ -218,22 +276,27 @@ def _row(
     reader: _Reader, where: str, row: Mapping[str, object], paths: Callable[[str, object], tuple[str, ...]]
 ) -> Entry:
     """The entry of one row of metadata; `paths` reads its reference column."""
-    column = _only_column(where, row, MEDIA_COLUMNS, "media")
+    headers = control_headers(where, row, reader.columns, media=MEDIA_COLUMNS, other=_OTHER)
+    plain = {name: value for name, value in row.items() if name not in headers.values()}
+    column = _only_column(where, plain, MEDIA_COLUMNS, "media")
     (media,) = _texts(f"{where}: {column!r}", [row[column]])
-    column = _only_column(where, row, CAPTION_COLUMNS, "caption")
+    column = _only_column(where, plain, CAPTION_COLUMNS, "caption")
     given = row[column]
     named = f"{where}: {column!r}"
     captions = reader.split(named, _texts(named, given if isinstance(given, list) else [given]))
     references: tuple[str, ...] = ()
-    if found := _reference_column(where, row):
+    if found := _reference_column(where, plain):
         references = paths(f"{where}: {found!r}", row[found])
+    controls = control_values(where, row, reader.columns, headers)
     try:
         for path in (media, *references):
-            kind_of(Path(path))
-            status(reader.folder / path)
+            there = status(reader.folder / path)
+            is_folder = there is not None and stat.S_ISDIR(there.st_mode)
+            if not (is_folder and reader.image_folders):
+                kind_by_name(Path(path))
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    return Entry(media=media, captions=captions, references=references)
+    return Entry(media=media, captions=captions, references=references, controls=controls)
 
 
 def _json_paths(where: str, given: object) -> tuple[str, ...]:
@@ -278,6 +341,8 @@ def _reference_column(where: str, found: Iterable[str]) -> str:
     if any(name in REFERENCE_COLUMNS for name in found):
         return _only_column(where, found, REFERENCE_COLUMNS, "reference")
     for name in found:
+        if name in _NO_REFERENCES:
+            continue
         if close := difflib.get_close_matches(name.lower(), REFERENCE_COLUMNS, n=1, cutoff=0.8):
             raise UserError(
                 f"{where} has a column {name!r}; call it {close[0]!r} if it names references, or else rename it"

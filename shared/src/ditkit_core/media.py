@@ -1,7 +1,7 @@
 """Media files as clips: probing, reading what was on screen when, writing samples.
 
-Videos go through PyAV, still images through Pillow (libav ignores the orientation in a photograph). Either comes back
-as one tensor, an image being a clip of one frame.
+Videos go through PyAV, still images through Pillow (libav ignores the orientation in a photograph), folders of numbered images
+image by image. Each comes back as one tensor, an image being a clip of one frame.
 """
 
 import math
@@ -20,15 +20,16 @@ from torch.nn import functional
 
 from ditkit_core import still, video
 from ditkit_core.errors import UserError
+from ditkit_core.image_folder import open_folder
 from ditkit_core.timeline import SLACK_SECONDS
 
 Kind = Literal["video", "image"]
 
 _COMMON = {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".gif"}
 VIDEO_SUFFIXES = frozenset(_COMMON | {".mpg", ".mpeg", ".ts", ".mts", ".m2ts", ".flv", ".wmv", ".ogv", ".3gp"})
-IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"})
+IMAGE_SUFFIXES = still.SUFFIXES
 
-TRANSFORM_VERSION = 1
+TRANSFORM_VERSION = 2
 """Raised when the same file would give other pixels than before; part of the cache key."""
 
 
@@ -42,26 +43,40 @@ class MediaInfo:
     height: int
     """Pixels, after rotation."""
     seconds: float
-    """Time from the first frame shown to the end of the last; 0 for an image."""
+    """Time from the first frame shown to the end of the last; 0 for an image, and for images of a folder that does not say."""
     fps: float
-    """Frames per second on average; 0 for an image."""
+    """Frames per second on average; 0 as for `seconds`."""
     rotation: int
     """Anticlockwise degrees (0, 90, 180, 270) that the file asks a player to turn a video; 0 for an image."""
 
 
 def kind_of(path: Path) -> Kind:
-    """Video or image, by the file's extension.
+    """Video or image, by the file's extension; a folder that is not called like a file is a video of numbered images.
 
     Raises:
         UserError: If the extension is neither.
     """
-    suffix = Path(path).suffix.lower()
-    if suffix in VIDEO_SUFFIXES:
-        return "video"
-    if suffix in IMAGE_SUFFIXES:
-        return "image"
-    accepted = " ".join(sorted(VIDEO_SUFFIXES | IMAGE_SUFFIXES))
-    raise UserError(f"{path} is not a media file by its extension; convert it to one of {accepted}")
+    if not _called_like_media(path):
+        found = status(path)
+        if found is not None and stat.S_ISDIR(found.st_mode):
+            return "video"
+    return kind_by_name(path)
+
+
+def kind_by_name(path: Path) -> Kind:
+    """The same by the name alone, which need not be there.
+
+    Raises:
+        UserError: If the extension is neither.
+    """
+    if not _called_like_media(path):
+        accepted = " ".join(sorted(VIDEO_SUFFIXES | IMAGE_SUFFIXES))
+        raise UserError(f"{path} is not a media file by its extension; convert it to one of {accepted}")
+    return "video" if Path(path).suffix.lower() in VIDEO_SUFFIXES else "image"
+
+
+def _called_like_media(path: Path) -> bool:
+    return Path(path).suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES
 
 
 def status(path: Path) -> os.stat_result | None:
@@ -89,13 +104,18 @@ def probe(path: Path) -> MediaInfo:
     if _checked(path) == "image":
         height, width = still.size(path)
         return MediaInfo(kind="image", width=width, height=height, seconds=0.0, fps=0.0, rotation=0)
+    if path.is_dir():
+        images = open_folder(path)
+        height, width = images.size()
+        seconds = len(images.files) / images.fps if images.fps else 0.0
+        return MediaInfo(kind="video", width=width, height=height, seconds=seconds, fps=images.fps, rotation=0)
     found = video.survey(path)
     return MediaInfo(
         kind="video",
         width=found.width,
         height=found.height,
         seconds=found.timeline.seconds,
-        fps=found.timeline.count / found.timeline.seconds,
+        fps=found.timeline.count / max(found.timeline.seconds, SLACK_SECONDS),
         rotation=90 * found.quarter_turns,
     )
 
@@ -124,6 +144,10 @@ def available(path: Path, fps: float, *, at_most: int | None = None) -> Availabl
     """
     if _checked(path) == "image":
         return Available(1, *still.size(path))
+    if path.is_dir():
+        images = open_folder(path)
+        there = images.frames(fps)
+        return Available(there if at_most is None else min(there, at_most), *images.size())
     found = video.survey(path, until_seconds=math.inf if at_most is None else at_most / fps)
     frames = max(1, math.ceil((found.timeline.seconds - SLACK_SECONDS) * fps))
     return Available(frames if at_most is None else min(frames, at_most), found.height, found.width)
@@ -148,22 +172,32 @@ def read_clip(
     Raises:
         UserError: If the file cannot be read, or does not hold every one of the frames.
     """
+    clip = torch.empty(3, frames, height, width)
+    for i, picture in enumerate(pictures(path, frames=frames, fps=fps, start_seconds=start_seconds)):
+        clip[:, i] = _fit(picture, height, width)
+    return clip
+
+
+def pictures(path: Path, *, frames: int, fps: float, start_seconds: float = 0.0) -> Iterator[video.Picture]:
+    """The pictures that a clip is made of, as they are stored; where one stays on screen it is given again, the same object.
+
+    Args and errors as of `read_clip`.
+    """
     if _checked(path) == "image":
         if frames != 1:
             raise UserError(f"{path} is a still image, {frames} frames were asked for; ask for 1")
-        pictures: Iterator[video.Picture] = iter([still.read(path)])
-    else:
-        pictures = video.frames_at(path, [start_seconds + i / fps for i in range(frames)])
-    clip = torch.empty(3, frames, height, width)
-    for i, picture in enumerate(pictures):
-        clip[:, i] = _fit(picture, height, width)
-    return clip
+        yield still.read(path)
+        return
+    times = [start_seconds + i / fps for i in range(frames)]
+    yield from open_folder(path).at(times, fps) if path.is_dir() else video.frames_at(path, times)
 
 
 def _checked(path: Path) -> Kind:
     kind = kind_of(path)
     found = status(path)
     if found is not None and stat.S_ISDIR(found.st_mode):
+        if not _called_like_media(path):
+            return kind
         raise UserError(f"{path} is a folder, not a media file; rename it or remove it")
     if found is None or not stat.S_ISREG(found.st_mode):
         raise UserError(f"{path} does not exist or is no file; correct the path")

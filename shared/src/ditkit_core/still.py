@@ -1,5 +1,6 @@
 """Still images through Pillow: upright, in 8-bit RGB."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,15 @@ from ditkit_core.files import atomic_write
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+Picture = NDArray[np.uint8]
+"""One upright picture: height × width × RGB."""
+
+MOST_PIXELS = 2**27
+"""Of a picture or a frame, 11585 in the square. A file of a few bytes can say that it has any number, and would take gigabytes to open."""
+
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"})
+"""What files of still images are called."""
 
 # Pillow goes by content, and for some formats starts other programs (EPS): only these are opened.
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
@@ -28,7 +38,11 @@ def _opened(path: Path) -> Iterator["Image"]:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(path, formats=_FORMATS) as image:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is ours, below
+            opened = Image.open(path, formats=_FORMATS)
+        with opened as image:
+            check_pixels(path, *image.size)
             # Only formats that can hold several pictures have the attribute; a phone's MPO holds a gain map besides.
             if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
                 raise UserError(
@@ -44,6 +58,18 @@ def _opened(path: Path) -> Iterator["Image"]:
         raise UserError(f"{path} cannot be read as an image ({reason}); convert it again or remove it") from error
 
 
+def check_pixels(path: Path, width: int, height: int, *, most: int = MOST_PIXELS) -> None:
+    """Refuse more pixels than any picture that models are trained on has.
+
+    Raises:
+        UserError: Naming the file.
+    """
+    if width * height > most:
+        raise UserError(
+            f"{path} says that it has {width} x {height} pixels, more than {most} in all; make it smaller or remove it"
+        )
+
+
 def size(path: Path) -> tuple[int, int]:
     """Height and width of an upright image in pixels, from its header alone."""
     with _opened(path) as image:
@@ -52,7 +78,7 @@ def size(path: Path) -> tuple[int, int]:
     return (width, height) if lying else (height, width)
 
 
-def read(path: Path) -> NDArray[np.uint8]:
+def read(path: Path) -> Picture:
     """An upright image, height × width × RGB; a transparent one lies on white.
 
     Raises:
@@ -68,7 +94,7 @@ def read(path: Path) -> NDArray[np.uint8]:
         return np.array(upright.convert("RGB"))
 
 
-def write(path: Path, picture: NDArray[np.uint8]) -> None:
+def write(path: Path, picture: Picture) -> None:
     """Write a png atomically.
 
     Raises:

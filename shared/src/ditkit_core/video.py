@@ -14,15 +14,22 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ditkit_core import hdr, still
 from ditkit_core.errors import UserError
 from ditkit_core.files import atomic_write
 from ditkit_core.timeline import SLACK_SECONDS, Timeline
+from ditkit_core.video_entry import Entry, find_entry
 
 if TYPE_CHECKING:
     from av import Packet, VideoFrame, VideoStream
     from av.container import InputContainer
 
     VideoPacket = Packet[VideoStream]
+
+_MOST_PIXELS = 2**26
+"""Of a frame: twice 8K. It is opened several times over, in more than a byte a colour where it is transparent or HDR."""
+_LONGEST_SHOWN = 600.0
+"""Seconds that frames may be on screen on average: a damaged clock makes days of a clip, and millions of windows of a file."""
 
 Picture = NDArray[np.uint8]
 """One upright picture with square pixels: height × width × RGB."""
@@ -44,12 +51,18 @@ def _opened(path: Path) -> Iterator[tuple["InputContainer", "VideoStream"]]:
         # Tags may be in any encoding; nothing here reads them.
         with av.open(str(path), options=dict(_OPEN_OPTIONS), metadata_errors="replace") as container:
             if not container.streams.video:
-                raise UserError(f"{path} has no video stream (only sound?); replace it or remove it")
+                raise UserError(f"{path} has no video stream (only sound, or cut off); replace it or remove it")
             stream = container.streams.video[0]
             if stream.codec_context is None:
                 raise UserError(f"{path} has a codec that cannot be decoded here; re-encode it (ffmpeg -i IN OUT.mp4)")
-            # A decoder otherwise paints over what it cannot decode, or (HEVC) leaves out frames without a word.
-            stream.codec_context.options = {"err_detect": "explode"}
+            if {name.lower(): value for name, value in stream.metadata.items()}.get("alpha_mode") == "1":
+                raise UserError(
+                    f"{path} is a WebM with transparency, which cannot be read; convert it (ffmpeg -c:v libvpx-vp9 -i IN -c:v qtrle OUT.mov)"
+                )
+            still.check_pixels(path, stream.codec_context.width, stream.codec_context.height, most=_MOST_PIXELS)
+            # A decoder otherwise paints over what it cannot decode, or (HEVC) leaves out frames without a word; and a frame may be
+            # larger than the container says.
+            stream.codec_context.options = {"err_detect": "explode", "max_pixels": str(_MOST_PIXELS)}
             yield container, stream
     except (av.FFmpegError, OSError) as error:
         reason = f"cannot be read as a video ({error.strerror or 'damaged'})"
@@ -102,13 +115,29 @@ def survey(path: Path, *, until_seconds: float = float("inf")) -> Survey:
         if first is None:
             raise UserError(f"{path} has no frame that can be decoded; replace it or remove it")
         height, width, _ = _upright(first, stream).shape
+    if timeline.seconds > _LONGEST_SHOWN * timeline.count:
+        raise UserError(
+            f"{path} has timestamps that cannot be right ({timeline.count} frames in {timeline.seconds:.0f} s); "
+            "re-encode it (ffmpeg -i IN OUT.mp4) or remove it"
+        )
     return Survey(timeline, height, width, _quarter_turns(first))
 
 
-def frames_at(path: Path, times: Sequence[float]) -> Iterator[Picture]:
-    """The picture on screen at each time.
+def is_hdr(path: Path) -> bool:
+    """Whether a video says that it is HDR; its pictures are then brought to SDR (`hdr.to_sdr`).
 
-    The file is decoded from its start: where a seek lands depends on the container.
+    Raises:
+        UserError: If the file cannot be read.
+    """
+    with _opened(path) as (_, stream):
+        return stream.codec_context.color_trc in (hdr.PQ, hdr.HLG)
+
+
+def frames_at(path: Path, times: Sequence[float]) -> Iterator[Picture]:
+    """The picture on screen at each time, the same to the bit wherever the times begin.
+
+    Of MP4 and Matroska only what lies between the keyframe before the first time and the last time is decoded; elsewhere a
+    seek lands where the container likes, and the file is decoded from its start.
 
     Args:
         path: A video file.
@@ -117,46 +146,70 @@ def frames_at(path: Path, times: Sequence[float]) -> Iterator[Picture]:
     Raises:
         UserError: If a frame up to the last time cannot be decoded, or the video ends before it.
     """
+    if times and times[0] > SLACK_SECONDS:
+        with _opened(path) as (container, stream):
+            entry = find_entry(container, stream, times[0])
+            if entry is not None:
+                yield from _on_screen(path, container, stream, times, entry)
+                return
+    with _opened(path) as (container, stream):
+        yield from _on_screen(path, container, stream, times, None)
+
+
+def _on_screen(
+    path: Path, container: "InputContainer", stream: "VideoStream", times: Sequence[float], entry: Entry | None
+) -> Iterator[Picture]:
     pending = deque(times)
     stop = 0.0
-    with _opened(path) as (container, stream):
-        for frame, stop in _shown(path, container, stream):
-            picture: Picture | None = None
-            while pending and pending[0] + SLACK_SECONDS < stop:
-                if picture is None:
-                    picture = _upright(frame, stream)
-                pending.popleft()
-                yield picture
-            if not pending:
-                return
+    for frame, stop in _shown(path, container, stream, entry):
+        picture: Picture | None = None
+        while pending and pending[0] + SLACK_SECONDS < stop:
+            if picture is None:
+                picture = _upright(frame, stream)
+            pending.popleft()
+            yield picture
+        if not pending:
+            return
     raise UserError(f"{path} ends after {stop:.2f} s, a frame at {pending[0]:.2f} s was asked for; lower data.frames")
 
 
-def _shown(path: Path, container: "InputContainer", stream: "VideoStream") -> Iterator[tuple["VideoFrame", float]]:
-    """Every frame in the order of display, with the time at which the next one replaces it."""
+def _shown(
+    path: Path, container: "InputContainer", stream: "VideoStream", entry: Entry | None
+) -> Iterator[tuple["VideoFrame", float]]:
+    """Every frame in the order of display from an entry on, with the time at which the next one replaces it."""
     remedy = "re-encode it (ffmpeg -i IN OUT.mp4) or remove it"
     timeline = Timeline()
-    origin, shown = 0.0, None
+    origin, shown = (entry.origin if entry else None), None
     for packet in _packets(path, container, stream, timeline):
         for frame in packet.decode():
+            if entry is not None and frame.time is not None and frame.time < entry.time - SLACK_SECONDS / 2:
+                continue  # a leading picture: it is shown before the keyframe, and needs what lies before that
             if frame.is_corrupt:
                 raise UserError(f"{path} is damaged: a frame cannot be decoded; {remedy}")
             if frame.time is None or (shown is not None and frame.time < shown.time):
                 raise UserError(f"{path} has frames without a usable timestamp; {remedy}")
-            if shown is None:
+            if origin is None:
                 origin = frame.time
-            else:
+            if shown is not None:
                 yield shown, frame.time - origin
             shown = frame
-    if shown is None or shown.time < timeline.last - SLACK_SECONDS:
+    if shown is None or origin is None or shown.time < timeline.last - SLACK_SECONDS:
         raise UserError(f"{path} is damaged: its last frames cannot be decoded; {remedy}")
     yield shown, timeline.end - origin
 
 
 def _upright(frame: "VideoFrame", stream: "VideoStream") -> Picture:
-    """The frame as a player shows it: square pixels, the container's rotation applied."""
+    """The frame as a player shows it: square pixels, the container's rotation applied, transparency on white, HDR as SDR."""
     width = round(frame.width * (stream.sample_aspect_ratio or 1))
-    picture = frame.reformat(width=width, height=frame.height, format="rgb24").to_ndarray()
+    if any(part.is_alpha for part in frame.format.components):
+        rgba = frame.reformat(width=width, height=frame.height, format="rgba").to_ndarray().astype(np.uint16)
+        opacity = rgba[..., 3:]
+        picture = ((rgba[..., :3] * opacity + 255 * (255 - opacity) + 127) // 255).astype(np.uint8)
+    elif frame.color_trc in (hdr.PQ, hdr.HLG):
+        wide = np.asarray(frame.reformat(width=width, height=frame.height, format="rgb48le").to_ndarray(), np.uint16)
+        picture = hdr.to_sdr(wide, int(frame.color_trc))
+    else:
+        picture = np.asarray(frame.reformat(width=width, height=frame.height, format="rgb24").to_ndarray(), np.uint8)
     return np.rot90(picture, _quarter_turns(frame))
 
 

@@ -1,0 +1,67 @@
+"""HDR pictures as the SDR ones that a model knows: what PQ and HLG mean in light, and what a screen of SDR shows of it.
+
+Read as they are stored, HDR pictures look grey and flat, and a model would learn to draw them so. Refusing them would shut out what most phones
+record. So light up to three quarters of diffuse white (203 cd/m²) is kept as it is, and what is brighter is compressed into the quarter that
+is left: diffuse white becomes 241 of 255.
+Sources: ITU-R BT.2100 (transfer functions), BT.2408 (203 cd/m²), BT.2087 (BT.2020 to BT.709), BT.1886 (2.4).
+"""
+
+import functools
+
+import numpy as np
+from numpy.typing import NDArray
+
+PQ, HLG = 16, 18
+"""Transfer characteristics as ITU-T H.273 numbers them."""
+
+_WHITE = 203.0
+"""cd/m²."""
+_KNEE = 0.75
+_HLG_PEAK = 1000.0
+"""cd/m² of the screen that HLG is shown on; its system gamma is then 1.2."""
+_TO_BT709 = np.array(
+    [[1.660491, -0.587641, -0.072850], [-0.124550, 1.132900, -0.008349], [-0.018151, -0.100579, 1.118730]], np.float32
+)
+_LUMINANCE = np.array([0.2627, 0.6780, 0.0593], np.float32)
+"""Of BT.2020."""
+
+Light = NDArray[np.float32]
+
+
+def to_sdr(picture: NDArray[np.uint16], transfer: int) -> NDArray[np.uint8]:
+    """An HDR picture as SDR.
+
+    Args:
+        picture: [height, width, RGB] of BT.2020, 16 bits.
+        transfer: `PQ` or `HLG`.
+
+    Returns:
+        [height, width, RGB] of BT.709, 8 bits.
+    """
+    light: Light = _light(transfer)[picture]
+    if transfer == HLG:
+        light = (
+            light * np.maximum(light @ _LUMINANCE, 1e-6)[..., None] ** np.float32(0.2) * np.float32(_HLG_PEAK / _WHITE)
+        )
+    light = np.maximum(light @ _TO_BT709.T, 0)
+    brightest = np.maximum(light.max(-1, keepdims=True), np.float32(1e-6))
+    light = light * (_compressed(brightest) / brightest)
+    return np.asarray((light ** np.float32(1 / 2.4) * 255 + 0.5).clip(0, 255), np.uint8)
+
+
+def _compressed(light: Light) -> Light:
+    """Linear up to the knee, then towards 1 without a corner."""
+    above = np.maximum(light - _KNEE, 0) / (1 - _KNEE)
+    return np.asarray(np.where(light <= _KNEE, light, _KNEE + (1 - _KNEE) * above / (1 + above)), np.float32)
+
+
+@functools.cache
+def _light(transfer: int) -> Light:
+    """By 16-bit code: of PQ the light in units of white, of HLG that of the scene."""
+    code = np.arange(65536, dtype=np.float64) / 65535
+    if transfer == PQ:
+        m1, m2, c1, c2, c3 = 2610 / 16384, 2523 / 32, 3424 / 4096, 2413 / 128, 2392 / 128
+        root = code ** (1 / m2)
+        return (10000 / _WHITE * (np.maximum(root - c1, 0) / (c2 - c3 * root)) ** (1 / m1)).astype(np.float32)
+    a, b, c = 0.17883277, 0.28466892, 0.55991073
+    return np.where(code <= 0.5, code**2 / 3, (np.exp((code - c) / a) + b) / 12).astype(np.float32)

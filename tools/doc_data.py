@@ -1,0 +1,39 @@
+"""Tables of docs/data.md: names of columns that metadata may have."""
+
+from collections.abc import Iterator
+
+from ditkit_core.conditions import Column
+from ditkit_core.listing import CAPTION_COLUMNS, MEDIA_COLUMNS, REFERENCE_COLUMNS
+from ditkit_wan.spec import WAN
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def metadata_columns() -> Iterator[str]:
+    """The columns that every model knows."""
+    yield "| column | also called | |"
+    yield "|---|---|---|"
+    for names, doc in (
+        (MEDIA_COLUMNS, "the clip or picture, relative to the folder"),
+        (CAPTION_COLUMNS, "its caption, or a list of captions"),
+        (REFERENCE_COLUMNS, "pictures to edit, of models that do: one path, or a list of them in order"),
+    ):
+        yield f"| `{names[0]}` | {_names(names[1:])} | {doc} |"
+
+
+def control_columns() -> Iterator[str]:
+    """What goes with a clip, by the presets of Wan that take it."""
+    presets: dict[str, list[str]] = {}
+    columns: dict[str, Column] = {}
+    for preset, arch in WAN.presets.items():
+        for column in WAN.columns(arch):
+            presets.setdefault(column.name, []).append(preset)
+            columns[column.name] = column
+    yield "| column | also called | kind | | presets |"
+    yield "|---|---|---|---|---|"
+    for name in sorted(columns):
+        column = columns[name]
+        kind = f"{column.kind}, required" if column.required else column.kind
+        yield f"| `{name}` | {_names(column.aliases)} | {kind} | {column.doc} | {', '.join(presets[name])} |"
