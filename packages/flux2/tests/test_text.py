@@ -182,6 +182,22 @@ def test_a_long_caption_is_cut_and_said(tiny: Tiny, capsys: pytest.CaptureFixtur
     assert len(encoder.truncated) == 1
 
 
+def test_where_a_caption_is_cut_is_known_without_weights(tiny: Tiny) -> None:
+    encoder = made(base=str(tiny.base))
+    assert encoder.cut_of("red cat") is None
+    caption = "red cat " * 400
+    cut = encoder.cut_of(caption)
+    assert cut is not None and caption.startswith(cut[1]) and 0 < len(cut[1]) < len(caption)
+    assert not encoder._mapping, "no weights are read"
+    encoder.load()
+    assert f"{cut[0]} were cut" in cut_said(encoder, caption)
+
+
+def cut_said(encoder: TextEncoder, caption: str) -> str:
+    encoder.encode([caption])
+    return encoder.truncated[0]
+
+
 def test_progress_is_told_layer_by_layer_and_adds_up(tiny: Tiny) -> None:
     told: list[float] = []
     loaded(torch.float32, "always", base=str(tiny.base)).encode(["a", "b", "c"], told.append)

@@ -7,6 +7,7 @@ nothing to get wrong, but a file that means two things is not written.
 
 from collections.abc import Collection, Mapping
 
+from ditkit_core.adapter_layout import AdapterLayout, AdapterRules
 from ditkit_core.errors import UserError
 
 MISREAD: Mapping[str, Mapping[str, str]] = {
@@ -33,3 +34,62 @@ def check_adapter(form: str, modules: Collection[str]) -> None:
                 f"export.forms: the {form} form cannot hold an adapter on {module} ({reason}); "
                 'set export.forms = ["diffusers"], or leave the module out of adapter.targets'
             )
+
+
+_CONVERT = "write it with --to diffusers"
+_ADALN = "head.adaLN_modulation.1"
+_DROPPED = ("embed.guidance_in.", "embed.double_stream_modulation_", "embed.single_stream_modulation.", _ADALN)
+"""What diffusers leaves out of kohya's names, with a warning."""
+
+
+def readers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
+    """What programs make of a file: empty where one loads all of it."""
+    return {
+        "diffusers": _diffusers(layout, modules),
+        "ComfyUI": _comfyui(layout),
+        "DiffSynth": _diffsynth(layout),
+        "musubi-tuner": "" if layout.form == "musubi" and not layout.use_dora else "wants --to musubi",
+    }
+
+
+def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
+    if layout.form == "diffusers":
+        return f"rejects keys of alpha; {_CONVERT}" if layout.alpha else ""
+    if layout.form == "musubi":
+        if dropped := [name for name in modules if name.startswith(_DROPPED)]:
+            return f"leaves {dropped[0]} out of a file with these names, and only warns; {_CONVERT}"
+        return f"drops DoRA magnitudes; {_CONVERT}" if layout.use_dora else ""
+    if layout.form not in ("official", "peft"):
+        return f"loads nothing of it, and only warns; {_CONVERT}"
+    if layout.up_down:
+        return f"loads nothing of lora_up and lora_down behind diffusion_model., and only warns; {_CONVERT}"
+    if layout.alpha:
+        return f"rejects keys of alpha; {_CONVERT}"
+    if layout.naming == "official" and _ADALN in modules:
+        return f"misreads {_ADALN}: {MISREAD['official'][_ADALN]}; {_CONVERT}"
+    return f"drops DoRA magnitudes; {_CONVERT}" if layout.use_dora else ""
+
+
+def _comfyui(layout: AdapterLayout) -> str:
+    if layout.form in ("videox", "onetrainer", "peft", "prefixed"):
+        return "is not known to load these names; write it with --to official"
+    return "draws other pictures with DoRA magnitudes; merge it" if layout.use_dora else ""
+
+
+def _diffsynth(layout: AdapterLayout) -> str:
+    if layout.form not in ("diffsynth", "bare", "official") or layout.naming != "diffusers":
+        return "loads nothing of it; write it with --to diffsynth"
+    return "leaves DoRA magnitudes out; merge it" if layout.use_dora else ""
+
+
+RULES = AdapterRules(
+    readers=readers,
+    strangers={
+        r"(^|[._])(vace_)?blocks[._]\d+[._](self_attn|cross_attn|attn1|attn2|ffn)": "Wan's",
+        r"joint_(transformer_)?blocks": "Stable Diffusion 3's",
+        r"(down|up|mid|input|output|middle)_block": "those of a U-Net, as Stable Diffusion has one",
+        r"lora_te\d?_|text_model|text_encoder": "a text encoder's",
+        r"(img|txt)_mod[._]|norm1(_context)?[._]linear|single_blocks[._]\d+[._]modulation": "FLUX.1's",
+    },
+)
+"""What FLUX.2's adapter files need said of them."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ditkit_core.components import Components
 from ditkit_core.model import Companion, Encoder, Engine, ModelSpec, Sampler, Streaming
-from ditkit_flux2.adapter_rules import check_adapter
+from ditkit_flux2.adapter_rules import RULES, check_adapter
 from ditkit_flux2.model import Flux2Inputs, Flux2Transformer
 from ditkit_flux2.presets import PRESETS, Flux2Arch, arch_from_config
 from ditkit_flux2.references import reference_size
@@ -161,5 +161,6 @@ FLUX2 = ModelSpec(
     reference_size=reference_size,
     training_advice=_training_advice,
     check_adapter=check_adapter,
+    adapter_rules=RULES,
     verify_export=_verify_export,
 )

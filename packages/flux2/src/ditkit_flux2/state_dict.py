@@ -136,4 +136,5 @@ NAMES = StateDictNames(
     prefixes=("model.diffusion_model.", "diffusion_model."),
     to_native=to_native,
     from_native={"official": to_official, "diffusers": to_diffusers},
+    bare="diffusers",
 )

@@ -119,6 +119,16 @@ class TextEncoder:
             )  # fmt: skip
         self._mapping = mapping
 
+    def cut_of(self, caption: str) -> tuple[int, str] | None:
+        """How many tokens of a caption are cut, and what is read of it; None if all of it is. Needs no weights.
+
+        Raises:
+            UserError: If tokenizer and encoder do not belong together.
+        """
+        if not self._prompter.is_loaded:
+            self._prompter.load(self._model.config.vocab_size)
+        return self._prompter.cut_of(caption)
+
     def unload(self) -> None:
         """Free the weights, and say how much host memory it took."""
         if not self._mapping:

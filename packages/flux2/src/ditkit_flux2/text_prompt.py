@@ -114,9 +114,24 @@ class Prompter:
                 "together; set model.tokenizer to the one that came with the text encoder"
             )
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the tokenizer is there."""
+        return self._tokenizer is not None
+
     def unload(self) -> None:
         """Free the tokenizer."""
         self._tokenizer = None
+
+    def cut_of(self, caption: str) -> tuple[int, str] | None:
+        """How many tokens are cut of a caption in its template, and what of the caption is read; None if all of it is."""
+        rendered = self._family.render(caption)
+        found = self._tokenizer.encode(rendered, add_special_tokens=False)
+        cut = len(found.ids) - TEXT_TOKENS
+        if cut <= 0:
+            return None
+        end = min(found.offsets[TEXT_TOKENS - 1][1], len(rendered) - len(self._family.after))
+        return cut, rendered[len(self._family.before) : end]
 
     def tokens(self, caption: str) -> tuple[Tensor, Tensor, int]:
         """Ids [512] of a caption in its template, which of them are no padding [512], and how many tokens were cut."""
