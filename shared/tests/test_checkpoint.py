@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ditkit_core import checkpoint
-from ditkit_core.checkpoint import SaveConfig, State, latest, load_state, save_state
+from ditkit_core.checkpoint import SaveConfig, State, best, latest, load_state, save_state
 from ditkit_core.errors import UserError
 
 
@@ -106,6 +106,19 @@ def test_the_last_and_the_best_are_kept(tmp_path):
     assert names(tmp_path) == ["step-000002", "step-000005", "step-000006", "step-000007"]
     save_state(tmp_path, state(8), SaveConfig(keep_last=1, keep_best=0))
     assert names(tmp_path) == ["step-000008"]
+
+
+def test_the_best_save_is_the_earliest_with_the_lowest_loss(tmp_path):
+    assert best(tmp_path) is None and best(tmp_path / "nowhere") is None
+    save_state(tmp_path, state(1), SaveConfig())
+    assert best(tmp_path) is None, "it was not measured"
+    for step, loss in {2: 0.5, 3: 0.3, 4: 0.3, 1000000: 0.4}.items():
+        save_state(tmp_path, state(step, held_out=loss), SaveConfig(keep_last=9))
+    found = best(tmp_path)
+    assert (found.step, found.held_out, found.path) == (3, 0.3, tmp_path / "step-000003")
+    assert found.values["optimizer"] == {"lr": 0.1 + 0.2}
+    (tmp_path / "step-000003" / "state.json").write_text("{")
+    assert best(tmp_path).step == 4
 
 
 def test_saves_of_an_abandoned_future_do_not_crowd_out_the_present(tmp_path):

@@ -1,5 +1,6 @@
 """The held-out loss: a fixed grid, measured without touching anything."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from ditkit_core.activation_checkpoint import Engine
 from ditkit_core.errors import UserError
-from ditkit_core.held_out import HeldOutConfig, held_out_loss
+from ditkit_core.held_out import Course, HeldOutConfig, HeldOutLoss, held_out_loss, sigmas_between
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import make_model
 from toy_training import toy_model
@@ -85,3 +86,78 @@ def test_a_better_model_has_a_lower_loss():
 def test_settings_out_of_range_are_refused(fields):
     with pytest.raises(UserError, match=r"held_out\."):
         HeldOutConfig(**fields)
+
+
+# Intervals
+
+
+def grid_of(*clips, sigmas=(0.2, 0.8)):
+    """A measurement with these errors at each level: clip by clip, level by level."""
+    return HeldOutLoss.of({sigma: [clip[place] for clip in clips] for place, sigma in enumerate(sigmas)})
+
+
+def test_the_interval_is_of_each_clip_against_itself():
+    """Clips differ by far more than training changed them; paired, that drops out."""
+    before = grid_of((1.0, 2.0), (5.0, 9.0), (30.0, 40.0))
+    course = Course()
+    first = course.take(before, first=True)
+    assert first == {"held_out": before.mean, "held_out/sigma_0.2": 12.0, "held_out/sigma_0.8": 17.0}
+    assert course.interval is None
+    now = grid_of((0.8, 1.8), (4.7, 8.7), (29.9, 39.9))  # lower by 0.2, 0.3, 0.1
+    numbers = course.take(now, first=False)
+    half = 4.3027 * 0.1 / 3**0.5
+    for name, value in {"held_out": now.mean, "held_out/sigma_0.2": 11.8, "held_out/sigma_0.8": 16.8}.items():
+        assert numbers[name] == pytest.approx(value)
+        assert numbers[f"{name}_low"] == pytest.approx(value - half, abs=1e-4)
+        assert numbers[f"{name}_high"] == pytest.approx(value + half, abs=1e-4)
+    assert course.interval == (numbers["held_out_low"], numbers["held_out_high"])
+    assert numbers["held_out_high"] > before.mean, "three clips are not enough to tell"
+    numbers = course.take(grid_of((0.8, 1.8), (4.79, 8.79), (29.81, 39.81)), first=False)
+    assert numbers["held_out_high"] < before.mean
+
+
+def test_clips_are_the_units_not_noise_levels():
+    """Two clips have one degree of freedom, however many levels each is measured at."""
+    sigmas = tuple(i / 10 for i in range(10))
+    course = Course()
+    course.take(grid_of((1.0,) * 10, (2.0,) * 10, sigmas=sigmas), first=True)
+    numbers = course.take(grid_of((0.9,) * 10, (1.7,) * 10, sigmas=sigmas), first=False)
+    half = (numbers["held_out_high"] - numbers["held_out_low"]) / 2
+    assert half == pytest.approx(12.706 * 0.1, abs=1e-3)  # differences 0.1 and 0.3
+
+
+def test_one_clip_has_no_interval_and_neither_has_a_grid_that_changed():
+    course = Course()
+    course.take(grid_of((1.0, 2.0)), first=True)
+    assert course.take(grid_of((0.5, 1.0)), first=False).keys() == {
+        "held_out",
+        "held_out/sigma_0.2",
+        "held_out/sigma_0.8",
+    }
+    course = Course()
+    course.take(grid_of((1.0, 2.0), (3.0, 4.0)), first=True)
+    numbers = course.take(grid_of((0.5, 1.0), (2.0, 3.0), sigmas=(0.2, 0.7)), first=False)
+    assert "held_out/sigma_0.2_low" in numbers and "held_out/sigma_0.7_low" not in numbers
+    assert "held_out_low" not in numbers and course.interval is None
+
+
+def test_a_course_goes_on_from_what_a_save_holds():
+    course = Course()
+    course.take(grid_of((1.0, 2.0), (3.0, 4.0)), first=True)
+    course.take(grid_of((0.5, 1.0), (2.0, 3.5)), first=False)
+    again = Course(json.loads(json.dumps(course.state())))
+    assert (again.before, again.last, again.interval) == (course.before, course.last, course.interval)
+    assert again.state() == course.state()
+    later = grid_of((0.25, 0.5), (1.0, 1.5))
+    assert again.take(later, first=False) == course.take(later, first=False)
+    old = Course({"held_out_before": 2.5, "held_out_last": 2.0})  # of a version without intervals
+    assert (old.before, old.last) == (2.5, 2.0) and "held_out_low" not in old.take(later, first=False)
+
+
+def test_noise_levels_are_those_that_an_expert_sees():
+    levels = (0.1, 0.3, 0.5, 0.7, 0.9)
+    assert sigmas_between(levels, 0.0, 1.0) == levels and sigmas_between((0.0, 1.0), 0.0, 1.0) == (0.0, 1.0)
+    assert sigmas_between(levels, 0.0, 0.875) == (0.1, 0.3, 0.5, 0.7)
+    assert sigmas_between(levels, 0.875, 1.0) == (0.8875, 0.9125, 0.9375, 0.9625, 0.9875), "one level would say little"
+    assert sigmas_between((0.9,), 0.9, 1.0) == (0.9,), "a boundary belongs to the noisier expert"
+    assert sigmas_between((0.9,), 0.0, 0.9) == (0.81,)

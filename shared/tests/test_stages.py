@@ -104,7 +104,7 @@ def test_samples_and_exports_are_commands_of_their_own(world: World, capsys: pyt
     capsys.readouterr()
     out = world.folder / "drawn"
     assert world.run("sample", "--run", run, "--prompt", "a new thing", "--out", str(out)) == 0
-    assert [p.name for p in out.iterdir()] == ["step-000002-0-a-new-thing.png"]
+    assert sorted(p.name for p in out.iterdir()) == ["step-000002-0-a-new-thing.png", "step-000002.json"]
     file = world.folder / "mine.safetensors"
     assert world.run("export", "--run", run, "--out", str(file)) == 0
     assert equal(load_file(file), world.adapter("run"))
@@ -115,6 +115,32 @@ def test_samples_and_exports_are_commands_of_their_own(world: World, capsys: pyt
     merged = load_file(world.folder / "merged" / "transformer_official" / "diffusion_pytorch_model.safetensors")
     base = load_file(world.folder / "toy.safetensors")
     assert merged.keys() == base.keys() and not equal(merged, base)
+
+
+def test_the_best_save_is_kept_named_and_exported(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """A learning rate that ruins the model after a good start: the best save is not the last."""
+    flags = ("--held_out.clips", "2", "--save.every_steps", "1", "--save.keep_last", "1", "--sample.captions", "0")
+    assert world.train("run", 2, *flags, "--optim.lr", "1e-2", "--export.dtype", "fp32") == 0
+    assert "best save: step 2, the last one" in capsys.readouterr().out
+    assert world.train("run", 6, *flags, "--optim.lr", "0.2", "--export.dtype", "fp32") == 0
+    said, run = capsys.readouterr().out, world.folder / "run"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    _, best = min((line["held_out"], line["step"]) for line in lines if "held_out" in line)
+    assert 0 < best < 6
+    assert sorted(path.name for path in (run / "state").iterdir()) == [f"step-{best:06d}", "step-000006"]
+    assert f"best save: step {best} with" in said and "95 % interval" in said and "export it with --step best" in said
+    file = world.folder / "best.safetensors"
+    assert world.run("export", "--run", str(run), "--step", "best", "--out", str(file)) == 0
+    assert equal(load_file(file), load_file(run / "exports" / f"adapter-step-{best:06d}.safetensors"))
+    assert not equal(load_file(file), world.adapter("run"))
+    assert world.run("export", "--run", str(run), "--step", "worst", "--out", str(file)) == 2
+    assert "--step" in capsys.readouterr().err
+
+
+def test_without_a_measurement_there_is_no_best_save(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    assert world.train("run", 1, "--sample.captions", "0") == 0
+    assert world.run("export", "--run", str(world.folder / "run"), "--step", "best") == 1
+    assert "none of them was measured, set held_out.clips" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -125,6 +125,27 @@ def load_state(path: Path) -> State:
             keys = list(file.keys())
             tensors[name.removesuffix(".safetensors")] = {key: file.get_tensor(key).clone() for key in keys}
     return State(step=index["step"], tensors=tensors, values=index["values"], held_out=index["held_out"])
+
+
+class Best(NamedTuple):
+    """The save that was measured best."""
+
+    path: Path
+    step: int
+    held_out: float
+    """Held-out loss at its step."""
+    values: Mapping[str, Any]
+    """As in `State`."""
+
+
+def best(folder: Path) -> Best | None:
+    """The save with the lowest held-out loss, of equals the earliest; None if none was measured. Tensors are not looked at."""
+    saves = {path: index for path in Path(folder).glob("step-*") if (index := _index(path)) is not None}
+    measured = [path for path in sorted(saves, key=_order) if saves[path]["held_out"] is not None]
+    if not measured:
+        return None
+    path = min(measured, key=lambda path: saves[path]["held_out"])
+    return Best(path, saves[path]["step"], saves[path]["held_out"], saves[path]["values"])
 
 
 def latest(folder: Path, warn: Callable[[str], None]) -> Path | None:

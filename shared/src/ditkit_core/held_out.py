@@ -1,4 +1,11 @@
-"""The loss on a fixed grid of (clip, noise level, noise): the one number of a run that is comparable from step to step."""
+"""The loss on a fixed grid of (clip, noise level, noise): the one number of a run that is comparable from step to step.
+
+Its confidence interval is of the change since before training. Clips are the independent units (noise levels of one clip are not: a clip
+that is hard at one is hard at the next), and each is compared with itself, so that how much clips differ from each other drops out: Student's
+t over the clips' differences. It is written around the loss of now: where it does not hold the loss before training, the change is more than
+the choice of clips explains. One clip has no interval. Which of many measurements is lowest is chosen by these numbers themselves, so the
+interval of the best one is too hopeful.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +17,7 @@ from torch import Tensor, nn
 
 from ditkit_core.errors import UserError
 from ditkit_core.flow_matching import to_device, velocity_errors
+from ditkit_core.intervals import half_width
 from ditkit_core.model import Engine, ModelSpec
 from ditkit_core.randomness import generator
 from ditkit_core.settings import setting
@@ -23,7 +31,7 @@ class HeldOutConfig:
     """The `[held_out]` section."""
 
     clips: int = setting(0, resume="refused")
-    """Clips that are kept from training and measured instead; 0 measures nothing."""
+    """Clips that are kept from training and measured instead, or more: windows of one file go together. 0 measures nothing."""
     sigmas: tuple[float, ...] = setting((0.1, 0.3, 0.5, 0.7, 0.9), resume="stated")
     """Noise levels at which each clip is measured, in [0, 1]."""
     every_steps: int = setting(0, resume="free")
@@ -40,6 +48,23 @@ class HeldOutConfig:
         return step % self.every_steps == 0 if self.every_steps else saving
 
 
+def sigmas_between(sigmas: Sequence[float], low: float, high: float) -> tuple[float, ...]:
+    """The noise levels to measure a model at that sees only some of them.
+
+    Those of the list that it sees, where these are three or more (or as many as there are). Otherwise the whole list, mapped from [0, 1] to
+    the range: one level at its edge would say little.
+
+    Args:
+        sigmas: `HeldOutConfig.sigmas`.
+        low: Lowest level that it sees.
+        high: Its levels are below this one; 1 is its own.
+    """
+    seen = tuple(sigma for sigma in sigmas if low <= sigma < high or sigma == high == 1)
+    if len(seen) >= min(3, len(sigmas)):
+        return seen
+    return tuple(round(low + (high - low) * sigma, 6) for sigma in sigmas)
+
+
 class HeldOutLoss(NamedTuple):
     """Unweighted velocity error."""
 
@@ -47,6 +72,80 @@ class HeldOutLoss(NamedTuple):
     """Over clips and noise levels."""
     per_sigma: dict[float, float]
     """By noise level, over clips."""
+    per_clip: dict[float, list[float]]
+    """By noise level, clip by clip."""
+
+    @classmethod
+    def of(cls, per_clip: Mapping[float, Sequence[float]]) -> "HeldOutLoss":
+        """The means of errors by noise level, clip by clip."""
+        per_sigma = {sigma: sum(values) / len(values) for sigma, values in per_clip.items()}
+        mean = sum(per_sigma.values()) / len(per_sigma)
+        return cls(mean, per_sigma, {sigma: list(values) for sigma, values in per_clip.items()})
+
+    def half_widths(self, before: "HeldOutLoss") -> tuple[float | None, dict[float, float]]:
+        """Half the 95 % intervals of the changes since `before`: over all, and by noise level where both have it."""
+        shared = [sigma for sigma in self.per_clip if sigma in before.per_clip]
+        changes = {
+            sigma: [now - then for now, then in zip(self.per_clip[sigma], before.per_clip[sigma], strict=True)]
+            for sigma in shared
+        }
+        found = {sigma: half for sigma in shared if (half := half_width(changes[sigma])) is not None}
+        if before.per_clip.keys() != self.per_clip.keys():
+            return None, found
+        by_clip = [sum(clip) / len(clip) for clip in zip(*changes.values(), strict=True)]
+        return half_width(by_clip), found
+
+
+class Course:
+    """What a run's measurements came to: before training, and last. Kept in its saves."""
+
+    def __init__(self, values: Mapping[str, Any] | None = None):
+        """Begin anew, or go on from what a save holds.
+
+        Args:
+            values: `State.values` of the save.
+        """
+        stored = values or {}
+        self.before: float | None = stored.get("held_out_before")
+        self.last: float | None = stored.get("held_out_last")
+        self.interval: tuple[float, float] | None = tuple(found) if (found := stored.get("held_out_interval")) else None
+        clips = stored.get("held_out_before_clips")
+        self._first = HeldOutLoss.of({float(sigma): errors for sigma, errors in clips.items()}) if clips else None
+
+    def take(self, loss: HeldOutLoss, *, first: bool) -> dict[str, float]:
+        """Take a measurement.
+
+        Args:
+            loss: What was measured.
+            first: Whether nothing has been trained yet.
+
+        Returns:
+            Numbers by name: `held_out`, `held_out/sigma_0.3`, … and but for the first the ends of each one's interval, `held_out_low`,
+            `held_out/sigma_0.3_high`, ….
+        """
+        numbers = {"held_out": loss.mean} | {f"held_out/sigma_{sigma:g}": x for sigma, x in loss.per_sigma.items()}
+        self.last, self.interval = loss.mean, None
+        if first:
+            self.before, self._first = loss.mean, loss
+        elif self._first is not None:
+            half, by_sigma = loss.half_widths(self._first)
+            if half is not None:
+                self.interval = (loss.mean - half, loss.mean + half)
+            halves = {"held_out": half} | {f"held_out/sigma_{sigma:g}": x for sigma, x in by_sigma.items()}
+            for name, width in halves.items():
+                if width is not None:
+                    numbers |= {f"{name}_low": numbers[name] - width, f"{name}_high": numbers[name] + width}
+        return numbers
+
+    def state(self) -> dict[str, Any]:
+        """For JSON: what `Course(values)` goes on from."""
+        clips = self._first.per_clip if self._first else {}
+        return {
+            "held_out_before": self.before,
+            "held_out_last": self.last,
+            "held_out_interval": self.interval,
+            "held_out_before_clips": {repr(float(sigma)): errors for sigma, errors in clips.items()},
+        }
 
 
 def held_out_loss(
@@ -79,9 +178,11 @@ def held_out_loss(
                 noise = [torch.randn(item["latents"].shape, generator=random).to(device)]
                 level = torch.full((1,), sigma, dtype=torch.float32, device=device)
                 # one sample at a time: a clip's number does not depend on the others
-                values.append(float(velocity_errors(model, run, spec.make_inputs, moved, level, noise, guidance)[0]))
-    per_sigma = {sigma: sum(values) / len(values) for sigma, values in errors.items()}
-    return HeldOutLoss(sum(per_sigma.values()) / len(per_sigma), per_sigma)
+                found = velocity_errors(
+                    model, run, spec.make_inputs, moved, level, noise, guidance, loss_mask=spec.loss_mask
+                )
+                values.append(float(found[0]))
+    return HeldOutLoss.of(errors)
 
 
 @contextmanager

@@ -19,6 +19,9 @@ from ditkit_core.files import write_text
 from ditkit_core.resume_rules import Change, compare, refuse
 from ditkit_core.settings import setting
 
+CHECKS = ("check.json", "check.html")
+"""What a check of a run writes into its folder."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolderConfig:
@@ -62,6 +65,16 @@ class RunFolder:
     def metrics(self) -> Path:
         """One JSON line a record."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def report(self) -> Path:
+        """The page to watch it by."""
+        return self.path / "report.html"
+
+    @property
+    def about(self) -> Path:
+        """Where and on what it was trained, for the report."""
+        return self.path / "about.json"
 
     @property
     def tensorboard(self) -> Path:
@@ -117,8 +130,8 @@ class RunFolder:
             self.config_file.unlink()
 
     def _others(self) -> list[str]:
-        """What is here beside what there is without a run: the demo's inputs, samples of a file, pictures of a class, an audit."""
-        without = {self.inputs.name, self.samples.name, self.prior.name, self.audit.name}
+        """What is here beside what there is without a run: the demo's inputs, samples of a file, pictures of a class, an audit, a check."""
+        without = {self.inputs.name, self.samples.name, self.prior.name, self.audit.name, *CHECKS}
         names = sorted(entry.name for entry in self.path.iterdir())
         return [name for name in names if not name.startswith(".") and name not in without]
 

@@ -19,7 +19,7 @@ from ditkit_core.ema import EMAConfig
 from ditkit_core.errors import UserError
 from ditkit_core.files import write_text
 from ditkit_core.flow_matching import FlowConfig
-from ditkit_core.held_out import HeldOutConfig, held_out_loss
+from ditkit_core.held_out import Course, HeldOutConfig, held_out_loss
 from ditkit_core.interrupts import Interrupts
 from ditkit_core.memory import peak_memory_bytes, restart_peak
 from ditkit_core.metrics import LogConfig, MetricsLog, Progress, SilentProgress
@@ -52,6 +52,9 @@ class TrainConfig:
     """Decides initial adapters, data order, noise and dropout."""
     caption_dropout: float = setting(0.0, resume="stated")
     """Share of samples whose caption is replaced by the empty one, in [0, 1]."""
+    control_dropout: float = setting(-1.0, resume="stated")
+    """Share of samples that are given without what the model can be trained without (a first frame, where text alone is enough), in [0, 1].
+    -1 means the model's own: half of them where it is to draw from text alone as well as from a picture (TI2V), else none."""
     device: str = setting("auto", resume="free")
     """Where to train: `auto` (the first GPU, else the CPU), `cpu`, `cuda:1`."""
     devices: tuple[str, ...] = setting((), resume="free")
@@ -107,6 +110,10 @@ class TrainConfig:
             raise UserError(f"train.reserve = {list(self.reserve)} must be GiB of at least 0")
         if not 0 <= self.caption_dropout <= 1:
             raise UserError(f"train.caption_dropout = {self.caption_dropout} must be in [0, 1]")
+        if not 0 <= self.control_dropout <= 1 and self.control_dropout != -1:
+            raise UserError(
+                f"train.control_dropout = {self.control_dropout} must be in [0, 1], or -1 for the model's own"
+            )
 
 
 def check_fused_backward(config: TrainConfig, optim: OptimConfig, *, prior: bool = False) -> None:
@@ -154,6 +161,8 @@ class TrainResult:
     """Held-out loss before the first step of the run, however often it was resumed."""
     held_out: float | None
     """Held-out loss when last measured."""
+    held_out_interval: tuple[float, float] | None
+    """Its 95 % interval, as `held_out.py` defines it; None with fewer than two clips, or before the first step."""
     save: Path | None
     """The newest save."""
 
@@ -215,12 +224,12 @@ def train(
     progress = progress or SilentProgress()
     trained = Trained(model, trainable, optim, ema, swap)
     path = latest(folder / "state", warn)
-    start, before, measured = 0, None, None
+    start, course = 0, Course()
     seen: Mapping[str, float] = {}
     if path is not None:
         state = load_state(path)
         trained.restore(state, path)
-        start, before, measured = state.step, state.values["held_out_before"], state.values["held_out_last"]
+        start, course = state.step, Course(state.values)
         seen = state.values.get("sentinels", {})
     drift = resumed(torch.finfo(matmul).max, warn, seen)
     devices = {parameter.device for parameter in model.parameters()}
@@ -231,21 +240,18 @@ def train(
     with Interrupts() as interrupts, MetricsLog(folder, log, start_step=start) as metrics:
 
         def measure(step: int) -> float | None:
-            nonlocal measured
             if held_out_clips is None:
                 return None
             with trained.used():
                 loss = held_out_loss(
                     model, run, spec, held_out_clips.ids, held_out_clips.items, held_out.sigmas, flow.guidance
                 )
-            by_sigma = {f"held_out/sigma_{sigma:g}": value for sigma, value in loss.per_sigma.items()}
-            metrics.write(step, {"held_out": loss.mean, **by_sigma})
+            metrics.write(step, course.take(loss, first=step == 0))
             progress.update(held_out=loss.mean)
-            measured = loss.mean
-            return measured
+            return loss.mean
 
         def save_all(step: int, loss: float | None) -> Path:
-            values = {"held_out_before": before, "held_out_last": measured, "sentinels": drift.first}
+            values = {**course.state(), "sentinels": drift.first}
             written = save_state(folder / "state", trained.state(step, loss, values), save)
             with trained.used():
                 on_save(step)
@@ -258,7 +264,7 @@ def train(
 
         saved_at, done = time.monotonic(), start
         if start == 0 and config.steps:
-            before = measure(0)
+            measure(0)
             preview(0)
         for step in range(start, config.steps):
             began = time.perf_counter()
@@ -301,7 +307,10 @@ def train(
     if done >= config.steps:
         with trained.used():
             on_finish(done)
-    return TrainResult(step=done, finished=done >= config.steps, held_out_before=before, held_out=measured, save=path)
+    return TrainResult(
+        step=done, finished=done >= config.steps, held_out_before=course.before, held_out=course.last,
+        held_out_interval=course.interval, save=path,
+    )  # fmt: skip
 
 
 def _numbers(
