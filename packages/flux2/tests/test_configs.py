@@ -9,6 +9,7 @@ from ditkit_core.config import RunConfig
 from ditkit_core.config_layers import resolve
 from ditkit_core.export import check_export
 from ditkit_core.run import Run
+from ditkit_core.run_checks import check, check_training
 from ditkit_core.testing.run_files import check_planned
 from ditkit_flux2.spec import FLUX2
 
@@ -33,8 +34,8 @@ def test_a_run_file_is_accepted(file):
     assert config.data.height % FLUX2.size_step == config.data.width % FLUX2.size_step == 0
     check_export(FLUX2, config.export, config.adapter)
     run = Run(FLUX2, replace(config, train=replace(config.train, threads=0)))
-    run.check()
-    run.check_training()
+    check(run)
+    check_training(run)
     assert run.config.data.frames == 1
 
 

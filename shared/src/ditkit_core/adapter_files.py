@@ -1,8 +1,7 @@
 """Adapter files in every name form that we read.
 
 A file's modules are found by writing down what each Linear layer of the model is called in each form, and looking the
-file's names up in that. Nothing is guessed from a name: kohya's `blocks_0_self_attn_q` says not which of its
-underscores were dots, the model's own names do.
+file's names up in that (`adapter_names.py`).
 
 | form | key |
 |---|---|
@@ -29,6 +28,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ditkit_core.adapter_names import KnownNames
 from ditkit_core.adapters import AdapterConfig
 from ditkit_core.errors import UserError
 from ditkit_core.model import Part, StateDictNames
@@ -40,17 +40,6 @@ from ditkit_core.weights import first_ten
 # The header key and the naming are diffusers' (`LORA_ADAPTER_METADATA_KEY` in its loaders/lora_base.py).
 DIFFUSERS_METADATA = "lora_adapter_metadata"
 _PEFT_PREFIX, _PEFT_CONFIG = "base_model.model.", "adapter_config.json"
-# Beside the model's own prefixes.
-_PREFIXES = (
-    "transformer.", "diffusion_model.", _PEFT_PREFIX, "lora_unet__", "lora_unet_", "lora_transformer_", ""
-)  # fmt: skip
-
-_PARTS = {
-    "down": re.compile(r"\.(lora_A|lora_down)(\.[\w-]+)?\.weight$"),
-    "up": re.compile(r"\.(lora_B|lora_up)(\.[\w-]+)?\.weight$"),
-    "alpha": re.compile(r"\.alpha$"),
-    "magnitude": re.compile(r"\.(dora_scale|lora_magnitude_vector(\.[\w-]+)?(\.weight)?)$"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,18 +152,30 @@ def open_adapter(path: Path, names: StateDictNames, modules: Mapping[str, tuple[
     Raises:
         UserError: If the file is none, holds no adapter, or has a key that does not fit the model; the first ten.
     """
-    source = SafetensorsSource.open(path)
+    return understand_adapter(SafetensorsSource.open(path), KnownNames.of(names, modules), modules)
+
+
+def understand_adapter(
+    source: SafetensorsSource, known: KnownNames, modules: Mapping[str, tuple[int, ...]]
+) -> AdapterFile:
+    """As `open_adapter`, of a file that is open.
+
+    Args:
+        source: The file.
+        known: Names of these Linear layers, and perhaps of others.
+        modules: Weight shape [out, in] of layers, by our name: of all that the file speaks of.
+    """
+    path = source.path
     if not source.tensors:
         raise UserError(f"{path} is empty; name a LoRA file")
-    known = _KnownNames.of(names, modules)
     keys: dict[tuple[Part, ...], dict[str, str]] = {}
     unmatched = []
     for key in source.tensors:
-        parts, kind = known.parse(key)
-        if kind in keys.get(parts, {}) or not parts:
+        said = known.parse(key)
+        if said is None or said.kind in keys.get(said.parts, {}):
             unmatched.append(key)
         else:
-            keys.setdefault(parts, {})[kind] = key
+            keys.setdefault(said.parts, {})[said.kind] = key
     assembly = Assembly()
     stacked = {parts: known.forms[parts][0] for parts in keys}
     unmatched += [
@@ -201,49 +202,6 @@ def open_adapter(path: Path, names: StateDictNames, modules: Mapping[str, tuple[
         if any(pieces):
             found[module] = _put_together(source, module, pieces)
     return AdapterFile(source, found)
-
-
-@dataclass(frozen=True)
-class _KnownNames:
-    """What the model's Linear layers are called in every form, and which modules of ours each name is."""
-
-    parts: Mapping[str, tuple[Part, ...]]
-    """By name, dotted and with underscores."""
-    forms: Mapping[tuple[Part, ...], list[str]]
-    """The dotted names of these parts."""
-    prefixes: tuple[str, ...]
-
-    @classmethod
-    def of(cls, names: StateDictNames, modules: Collection[str]) -> "_KnownNames":
-        by_form: list[dict[str, tuple[Part, ...]]] = []
-        for form in names.from_native.values():
-            assembly = Assembly()
-            for module in modules:
-                assert assembly.add(module, _modules(form(f"{module}.weight"))), f"{module} shares rows with another"
-            by_form.append(dict(assembly.complete))
-        by_form.append({module: (Part(module),) for module in modules})
-        parts: dict[str, tuple[Part, ...]] = {}
-        forms: dict[tuple[Part, ...], list[str]] = {}
-        for name, meant in (item for form_names in by_form for item in form_names.items()):
-            for alias in {name, name.replace(".", "_")}:
-                assert parts.setdefault(alias, meant) == meant, f"{alias} is {parts[alias]} and {meant}"
-            forms.setdefault(meant, []).append(name)
-        return cls(parts, forms, (*names.prefixes, *_PREFIXES))
-
-    def parse(self, key: str) -> tuple[tuple[Part, ...], str]:
-        """The parts of our modules that a file's key speaks of, none if it is unknown, and which of the matrices it is."""
-        for kind, pattern in _PARTS.items():
-            if match := pattern.search(key):
-                name = key[: match.start()]
-                for prefix in self.prefixes:
-                    if name.startswith(prefix) and (parts := self.parts.get(name.removeprefix(prefix))):
-                        return parts, kind
-        return (), ""
-
-
-def _modules(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Parts of weights as parts of the modules that own them."""
-    return tuple(replace(part, name=part.name.removesuffix(".weight")) for part in parts)
 
 
 def _columns(source: SafetensorsSource, adapter: FileAdapter) -> dict[str, Tensor | None]:

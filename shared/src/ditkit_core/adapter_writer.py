@@ -1,22 +1,32 @@
 """Adapters to files that other programs load: written, read back, compared, and only then named."""
 
 import json
+import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from ditkit_core.adapter_files import DIFFUSERS_METADATA, open_adapter
+from ditkit_core.adapter_files import DIFFUSERS_METADATA, AdapterFile, open_adapter
+from ditkit_core.adapter_layout import ADAPTER_FORMS, nearest_form
+from ditkit_core.adapter_names import parts_of_modules
 from ditkit_core.errors import UserError
 from ditkit_core.model import Part, StateDictNames
 from ditkit_core.safetensors_file import write_safetensors
 from ditkit_core.stacking import Assembly, Matrices, join
 
-_PREFIX = {"official": "diffusion_model.", "diffusers": "transformer."}
+
+@dataclass(frozen=True)
+class Scaled:
+    """One module's adapter, and what its product is multiplied with."""
+
+    matrices: Matrices
+    scale: float = 1.0
 
 
 def write_adapter(
@@ -28,54 +38,105 @@ def write_adapter(
     form: str,
     dtype: torch.dtype,
     metadata: Mapping[str, str],
+    fillers: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> None:
-    """Write an adapter file, and read it back, name by name and value by value, before it gets its name.
-
-    The scale is folded into B, so that alpha = rank, which is what every reader assumes of a file without alpha.
+    """Write a model's adapter, and read it back, name by name and value by value, before it gets its name.
 
     Args:
         path: The file.
         state: The adapters by canonical name, from `adapters.adapter_state`.
         scaling: What B·A is multiplied with in the model.
         names: The model's names.
-        form: `official` or another form of the model's.
+        form: One of `ADAPTER_FORMS`.
         dtype: Of the tensors in the file.
         metadata: Strings for the header: base, data hash, config, versions.
+        fillers: Weight shapes of modules without an adapter that are written as zeros, by our name.
 
     Raises:
         UserError: If the form cannot say what the adapter is, or the file cannot be written or read back.
     """
-    adapters = _adapters(state, scaling, dtype)
-    use_dora = any(matrices.magnitude is not None for matrices in adapters.values())
+    adapters = {module: Scaled(matrices, scaling) for module, matrices in _adapters(state).items()}
+    adapters |= {module: nothing(shape) for module, shape in fillers.items()}
+    write_matrices(path, adapters, names, form=form, dtype=dtype, metadata=metadata)
+
+
+def nothing(shape: tuple[int, ...]) -> Scaled:
+    """An adapter of rank 1 that changes nothing, of a layer of this weight shape [out, in]."""
+    return Scaled(Matrices(torch.zeros(1, shape[1]), torch.zeros(shape[0], 1)))
+
+
+def write_matrices(
+    path: Path,
+    adapters: Mapping[str, Scaled],
+    names: StateDictNames,
+    *,
+    form: str,
+    dtype: torch.dtype,
+    metadata: Mapping[str, str],
+    check: Callable[[AdapterFile], None] = lambda file: None,
+) -> None:
+    """Write adapters, and read them back before the file gets its name.
+
+    Where the form has no place for it the scale is folded into B, so that alpha = rank, which is what every reader assumes of a file
+    without alpha. A form with a place keeps B as it is; if modules that it has in one tensor differ in scale, all are folded.
+
+    Args:
+        path: The file.
+        adapters: By our name of the module.
+        names: The model's names.
+        form: One of `ADAPTER_FORMS`.
+        dtype: Of the tensors in the file.
+        metadata: Strings for the header.
+        check: Looks at the written file before it gets its name; it may raise.
+
+    Raises:
+        UserError: If the form cannot say what the adapter is, or the file cannot be written or read back.
+    """
+    use_dora = any(adapter.matrices.magnitude is not None for adapter in adapters.values())
     check_form(form, names, use_dora=use_dora)
     check_stacks(form, names, adapters, use_dora=use_dora)
-    stacked = _in_form(adapters, names, form)
+    stacks = _assembly(adapters, names, form).found
+    kept = ADAPTER_FORMS[form].alpha and all(
+        len({adapters[part.name].scale for part in parts if part is not None}) == 1 for parts in stacks.values()
+    )
+    written = {module: _rounded(adapter, dtype, kept=kept) for module, adapter in adapters.items()}
+    stacked = {name: _put_together(parts, written) for name, parts in stacks.items()}
     tensors = _file_tensors(stacked, form, dtype)
     if form == "diffusers":
         metadata = {**metadata, DIFFUSERS_METADATA: _diffusers_metadata(stacked, use_dora=use_dora)}
 
-    def read_back(written: Path) -> None:
-        _compare(written, adapters, names, form)
+    def read_back(temporary: Path) -> None:
+        check(_compare(temporary, written, names, form))
 
-    shapes = {key: (tuple(tensor.shape), dtype) for key, tensor in tensors.items()}
+    shapes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
     write_safetensors(path, shapes, tensors.__getitem__, metadata, check=read_back)
+
+
+def forms_of(names: StateDictNames) -> list[str]:
+    """The forms that adapters of a model are written in."""
+    return [form for form in ADAPTER_FORMS if _naming(form, names) in names.from_native]
+
+
+def _naming(form: str, names: StateDictNames) -> str:
+    return ADAPTER_FORMS[form].naming or names.bare
 
 
 def check_form(form: str, names: StateDictNames, *, use_dora: bool) -> None:
     """Refuse a form that cannot say what the adapter is: before training, and again when it is written.
 
-    DoRA in the official form is refused: diffusers rejects its magnitudes, and ComfyUI divides them by the norm of the base
-    instead of the merged weight, so that it would draw other pictures without a word. In the diffusers form it is exact.
+    DoRA is written in the diffusers form alone, where it is exact. In the official form diffusers rejects its magnitudes, and ComfyUI
+    divides them by the norm of the base instead of the merged weight, so that it would draw other pictures without a word.
 
     Raises:
         UserError: If the model has no such form, or its readers would make another adapter of it.
     """
-    forms = [known for known in _PREFIX if known in names.from_native]
+    forms = forms_of(names)
     if form not in forms:
-        raise UserError(f"export.forms: {form!r} is not a form of this model; choose of {', '.join(forms)}")
-    if use_dora and form == "official":
+        hint = f"; did you mean {nearest_form(form)}?" if nearest_form(form) in forms else ""
+        raise UserError(f"export.forms: {form!r} is not a form of this model; choose of {', '.join(forms)}{hint}")
+    if use_dora and form != "diffusers":
         raise UserError(
-            "export.forms: programs that read the official form do not reproduce DoRA; "
+            f"export.forms: programs that read the {form} form do not reproduce DoRA; "
             "set export.forms = ['diffusers'], or adapter.use_dora = false"
         )
 
@@ -99,19 +160,19 @@ def check_stacks(form: str, names: StateDictNames, modules: Collection[str], *, 
 
 def _assembly(modules: Iterable[str], names: StateDictNames, form: str) -> Assembly:
     """The form's modules put together of ours."""
-    assembly = Assembly()
+    assembly, from_native = Assembly(), names.from_native[_naming(form, names)]
     for module in modules:
-        parts = names.from_native[form](f"{module}.weight")
-        theirs = [replace(part, name=part.name.removesuffix(".weight")) for part in parts]
-        assert assembly.add(module, theirs), f"{module} shares rows with another"
+        assert assembly.add(module, parts_of_modules(from_native(f"{module}.weight"))), (
+            f"{module} shares rows with another"
+        )
     return assembly
 
 
-def _adapters(state: Mapping[str, Tensor], scaling: float, dtype: torch.dtype) -> dict[str, Matrices]:
-    """The adapters by module as a file holds them: with the scale in B, rounded to the file's dtype."""
+def _adapters(state: Mapping[str, Tensor]) -> dict[str, Matrices]:
+    """The adapters of a model by module, in fp32 on the CPU."""
 
-    def rounded(name: str, scale: float = 1.0) -> Tensor:
-        return (state[name].detach().to("cpu", torch.float32) * scale).to(dtype).float()
+    def plain(name: str) -> Tensor:
+        return state[name].detach().to("cpu", torch.float32)
 
     adapters = {}
     for name in state:
@@ -119,40 +180,56 @@ def _adapters(state: Mapping[str, Tensor], scaling: float, dtype: torch.dtype) -
         if part == "lora_A.weight":
             magnitude = f"{module}.lora_magnitude_vector.weight"
             adapters[module] = Matrices(
-                rounded(name), rounded(f"{module}.lora_B.weight", scaling), rounded(magnitude) if magnitude in state else None
+                plain(name), plain(f"{module}.lora_B.weight"), plain(magnitude) if magnitude in state else None
             )  # fmt: skip
     assert len(state) == sum(2 + (adapter.magnitude is not None) for adapter in adapters.values()), "names are unknown"
     return adapters
 
 
-def _in_form(adapters: Mapping[str, Matrices], names: StateDictNames, form: str) -> dict[str, Matrices]:
-    """The adapters by the form's modules."""
+def _rounded(adapter: Scaled, dtype: torch.dtype, *, kept: bool) -> Scaled:
+    """An adapter as a file holds it: with the scale in B unless it is kept apart, rounded to the file's dtype."""
+
+    def rounded(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype).float()
+
+    matrices, magnitude = adapter.matrices, adapter.matrices.magnitude
+    up = matrices.up if kept else matrices.up * adapter.scale
+    return Scaled(
+        Matrices(rounded(matrices.down), rounded(up), None if magnitude is None else rounded(magnitude)),
+        adapter.scale if kept else 1.0,
+    )
+
+
+def _put_together(parts: Sequence[Part | None], adapters: Mapping[str, Scaled]) -> Scaled:
+    """The adapter of one of the form's modules; those of its parts have one scale."""
 
     def rows(part: Part | None) -> tuple[str, Matrices] | None:
-        return None if part is None else (part.name, adapters[part.name].rows(part.index, part.of))
+        return None if part is None else (part.name, adapters[part.name].matrices.rows(part.index, part.of))
 
-    return {
-        name: join([rows(part) for part in parts]) for name, parts in _assembly(adapters, names, form).found.items()
-    }
+    (scale,) = {adapters[part.name].scale for part in parts if part is not None}
+    return Scaled(join([rows(part) for part in parts]), scale)
 
 
-def _file_tensors(stacked: Mapping[str, Matrices], form: str, dtype: torch.dtype) -> dict[str, Tensor]:
+def _file_tensors(stacked: Mapping[str, Scaled], form: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Keys and values as they stand in the file."""
     tensors: dict[str, Tensor] = {}
-    for name, matrices in stacked.items():
-        tensors[f"{_PREFIX[form]}{name}.lora_A.weight"] = matrices.down.to(dtype)
-        tensors[f"{_PREFIX[form]}{name}.lora_B.weight"] = matrices.up.to(dtype)
+    for name, adapter in stacked.items():
+        keys, matrices = ADAPTER_FORMS[form].keys(name), adapter.matrices
+        tensors[keys["down"]] = matrices.down.to(dtype)
+        tensors[keys["up"]] = matrices.up.to(dtype)
         if matrices.magnitude is not None:  # named as peft does, without the last component
-            tensors[f"{_PREFIX[form]}{name}.lora_magnitude_vector"] = matrices.magnitude.to(dtype)
+            tensors[keys["magnitude"]] = matrices.magnitude.to(dtype)
+        if ADAPTER_FORMS[form].alpha:  # of one number more precision costs nothing
+            tensors[keys["alpha"]] = torch.tensor(adapter.scale * len(matrices.down), dtype=torch.float32)
     return tensors
 
 
-def _diffusers_metadata(stacked: Mapping[str, Matrices], *, use_dora: bool) -> str:
+def _diffusers_metadata(stacked: Mapping[str, Scaled], *, use_dora: bool) -> str:
     """What diffusers needs to know of peft's configuration; keys that another peft may not know are left out.
 
     diffusers asks the header alone, not the tensors, for ranks: those of modules that were stacked are told one by one.
     """
-    ranks = {name: len(matrices.down) for name, matrices in stacked.items()}
+    ranks = {name: len(adapter.matrices.down) for name, adapter in stacked.items()}
     rank = Counter(ranks.values()).most_common(1)[0][0]
     others = {f"^{re.escape(name)}": own for name, own in sorted(ranks.items()) if own != rank}
     config = {
@@ -166,8 +243,8 @@ def _diffusers_metadata(stacked: Mapping[str, Matrices], *, use_dora: bool) -> s
     return json.dumps({f"transformer.{key}": value for key, value in config.items()}, indent=2, sort_keys=True)
 
 
-def _compare(path: Path, adapters: Mapping[str, Matrices], names: StateDictNames, form: str) -> None:
-    """Check that a file says, to our own reader, what the adapters say.
+def _compare(path: Path, adapters: Mapping[str, Scaled], names: StateDictNames, form: str) -> AdapterFile:
+    """Check that a file says, to our own reader, what the adapters say, and return it.
 
     Columns of zeros in B, and A's rows for them, say nothing: where modules are stacked they are not always told from others'.
 
@@ -178,13 +255,17 @@ def _compare(path: Path, adapters: Mapping[str, Matrices], names: StateDictNames
     for module, expected in adapters.items():
         found = file.modules.get(module)
         read = None if found is None else file.read(module)
-        if (found is not None and found.scale != 1) or not _say_the_same(read, expected):
+        same_scale = found is None or math.isclose(found.scale, expected.scale, rel_tol=1e-6, abs_tol=1e-30)
+        if not same_scale or not _say_the_same(read, expected.matrices):
             raise UserError(f"{path} could not be read back as it was written ({module}); check the disk")
+    return file
 
 
-def _layer_shapes(adapters: Mapping[str, Matrices], names: StateDictNames, form: str) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(adapters: Mapping[str, Scaled], names: StateDictNames, form: str) -> dict[str, tuple[int, ...]]:
     """Shapes of the layers that the form's modules are: those with an adapter, and those stacked with them."""
-    shapes: dict[str, tuple[int, ...]] = {name: (len(one.up), one.down.shape[1]) for name, one in adapters.items()}
+    shapes: dict[str, tuple[int, ...]] = {
+        name: (len(one.matrices.up), one.matrices.down.shape[1]) for name, one in adapters.items()
+    }
     for name, parts in _assembly(adapters, names, form).found.items():
         if None in parts:
             adapted = next(part for part in parts if part is not None)

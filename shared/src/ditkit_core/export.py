@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ditkit_core.adapter_layout import ADAPTER_FORMS
 from ditkit_core.adapter_writer import check_form, check_stacks, write_adapter
 from ditkit_core.adapters import AdapterConfig, adapter_layers, adapter_state, canonical_name, is_adapter_name
 from ditkit_core.errors import UserError
@@ -36,7 +37,8 @@ class ExportConfig:
     """The `[export]` section: what is written beside each save and at the end."""
 
     forms: tuple[str, ...] = setting(("official",), resume="free")
-    """Names in the files: `official` (ComfyUI and diffusers load it), `diffusers`, or both."""
+    """Names in the files: `official` (ComfyUI and diffusers load it), `diffusers`, `diffsynth`, `musubi`, or several of them. A whole
+    transformer is written in those of the first two."""
     dtype: str = setting("bf16", resume="free")
     """Dtype of the files: bf16 or fp32; or fp8_scaled for a whole transformer as ComfyUI reads it, blocks' matrices in 8 bits with a
     scale and the rest in bf16 (adapters beside it are in bf16)."""
@@ -78,6 +80,23 @@ def check_export(spec: ModelSpec, config: ExportConfig, adapter: AdapterConfig) 
         )
     for form in config.forms:
         check_form(form, spec.names, use_dora=adapter.use_dora and adapter.method == "lora")
+    if config.merged or adapter.method == "full":
+        whole_forms(spec, config)
+
+
+def whole_forms(spec: ModelSpec, config: ExportConfig) -> list[str]:
+    """Those of the forms that whole transformers are written in.
+
+    Raises:
+        UserError: If there is none.
+    """
+    known = spec.names.from_native
+    forms = [form for form in config.forms if form in known]
+    if not forms:
+        raise UserError(
+            f"export.forms = {list(config.forms)}: a whole transformer has none of these forms; add one of {', '.join(known)}"
+        )
+    return forms
 
 
 def check_adapted(spec: ModelSpec, config: ExportConfig, model: Any) -> None:
@@ -96,6 +115,14 @@ def check_adapted(spec: ModelSpec, config: ExportConfig, model: Any) -> None:
     for form in config.forms if layers else ():
         check_stacks(form, spec.names, layers, use_dora=use_dora)
         spec.check_adapter(form, layers)
+
+
+def read_by(spec: ModelSpec, form: str, model: Any) -> Mapping[str, str]:
+    """Programs that read adapter files to what each makes of a model's adapter in a form: empty where one loads all of it."""
+    layers = adapter_layers(model)
+    about, use_dora = ADAPTER_FORMS[form], any(layer.lora_magnitude_vector for layer in layers.values())
+    layout = about.layout(form, spec.names.bare, use_dora=use_dora)
+    return spec.adapter_rules.readers(layout, [*layers, *spec.adapter_rules.fillers(form, list(layers))])
 
 
 def export_adapter(
@@ -130,9 +157,15 @@ def export_adapter(
     check_adapted(spec, config, model)
     (scaling,) = {layer.scaling["default"] for layer in layers.values()}
     state, files = adapter_state(model), []
+    base = _base_tensors(model)
     for form in config.forms:
         path = folder / (f"{stem}.safetensors" if exact or form == "official" else f"{stem}_{form}.safetensors")
-        write_adapter(path, state, scaling, spec.names, form=form, dtype=config.torch_dtype, metadata=metadata)
+        fillers = {
+            module: tuple(base[f"{module}.weight"].shape) for module in spec.adapter_rules.fillers(form, list(layers))
+        }
+        write_adapter(
+            path, state, scaling, spec.names, form=form, dtype=config.torch_dtype, metadata=metadata, fillers=fillers
+        )
         files.append(path)
     return files
 
@@ -160,7 +193,7 @@ def export_merged(
         config: Forms and dtype.
         metadata: Strings for the headers.
         original: Name and shape of a parameter of the base to what it was before it was quantized; by default the model's own
-            approximation is written.
+            approximation is written. Of a model on `meta` it gives every parameter, one after the other.
         config_json: The base's config.json, copied beside the diffusers form, whose readers want it.
         shard_bytes: Most bytes per file.
 
@@ -171,8 +204,7 @@ def export_merged(
         UserError: If a form is unknown, or a file cannot be written or read back with every name of the model in it.
     """
     folders = []
-    for form in config.forms:
-        check_form(form, spec.names, use_dora=False)
+    for form in whole_forms(spec, config):
         target = folder / f"transformer_{form}"
         _write_transformer(model, spec, target, form, config, metadata, shard_bytes, original)
         if form == "diffusers" and config_json is not None:
@@ -209,7 +241,7 @@ def _write_transformer(
 
     @lru_cache(maxsize=1)  # a form that has its parts in tensors of their own has them one after the other
     def base_of(name: str) -> Tensor:
-        if name not in coarse:
+        if name not in coarse and not tensors[name].is_meta:
             return tensors[name]
         return dense_weight(coarse[name]) if original is None else original(name, tuple(tensors[name].shape))
 

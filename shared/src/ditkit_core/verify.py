@@ -165,7 +165,7 @@ def _load(pipeline: Any, adapter_file: Path) -> None:
     """Load the file as a user does."""
     try:
         pipeline.load_lora_weights(str(adapter_file), local_files_only=True)
-    except (ValueError, KeyError, RuntimeError, OSError) as error:
+    except (ValueError, LookupError, RuntimeError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"{adapter_file}: diffusers does not load it ({reason}); export it again") from error
     for name, parameter in pipeline.transformer.named_parameters():
@@ -186,11 +186,13 @@ def _check_modules(transformer: Any, model: Any, names: StateDictNames, adapter_
 
 def rounded_adapter(model: Any, adapter_file: Path) -> AbstractContextManager[None]:
     """Inside it the model's adapter is rounded as the file's is, so that the comparison is exact for any file."""
-    dtypes = {stored.dtype for stored in SafetensorsSource.open(adapter_file).tensors.values()}
+    tensors = SafetensorsSource.open(adapter_file).tensors
+    dtypes = {stored.dtype for key, stored in tensors.items() if not key.endswith(".alpha")}
+    folded = not any(key.endswith(".alpha") for key in tensors)
     parameters, values = {}, {}
     for module, layer in adapter_layers(model).items():
-        parts = {"lora_A": 1.0, "lora_B": layer.scaling["default"], "lora_magnitude_vector": 1.0}
-        for part, scale in parts.items():  # the file has the scaling folded into B
+        parts = {"lora_A": 1.0, "lora_B": layer.scaling["default"] if folded else 1.0, "lora_magnitude_vector": 1.0}
+        for part, scale in parts.items():  # a file without alpha has the scaling folded into B
             if "default" not in getattr(layer, part):
                 continue
             name, parameter = f"{module}.{part}", getattr(layer, part)["default"].weight

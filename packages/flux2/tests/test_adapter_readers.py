@@ -1,0 +1,120 @@
+"""What is said of programs that read FLUX.2's adapter files, held against the diffusers that is installed."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from adapted_flux2 import ADALN, Adapted
+from ditkit_core import cli
+from ditkit_core.adapter_files import open_adapter
+from ditkit_core.adapter_found import find_adapter
+from ditkit_core.adapters import adapter_state
+from ditkit_core.errors import UserError
+from ditkit_flux2.adapter_rules import RULES
+from ditkit_flux2.spec import FLUX2
+from ditkit_flux2.state_dict import NAMES
+
+QKV = ("*.q", "*.k", "*.v")
+BLOCKS = (*QKV, "*.linear1", "*.linear2", "*.proj", "*_mlp.0")
+TARGETS = {
+    "q": ("*.q",),
+    "blocks": BLOCKS,
+    "in": (*BLOCKS, "embed.img_in", "embed.txt_in", "embed.time_in.in_layer", "head.linear"),
+    "guidance": (*BLOCKS, "embed.guidance_in.in_layer"),
+    "modulation": (*BLOCKS, "embed.double_stream_modulation_img.lin"),
+    "adaLN": (*BLOCKS, ADALN),
+}
+
+
+def layers_of(world: Adapted) -> dict[str, tuple[int, ...]]:
+    """The Linear layers of a model with an adapter."""
+    return {
+        name.removesuffix(".base_layer"): tuple(module.weight.shape)
+        for name, module in world.model.named_modules()
+        if isinstance(module, nn.Linear) and ".lora_" not in name
+    }
+
+
+def loads(world: Adapted, file: Path) -> bool:
+    """Whether diffusers loads all of a file, to the same outputs."""
+    try:
+        return "agrees with our model" in world.verify(file)
+    except UserError:
+        return False
+
+
+def said_of(world: Adapted, file: Path) -> tuple[str, str]:
+    """The file's form, and what is said of diffusers."""
+    found = find_adapter(file, FLUX2, layers=layers_of(world))
+    return found.layout.form, RULES.readers(found.layout, list(found.shapes))["diffusers"]
+
+
+@pytest.mark.parametrize("form", ["official", "diffusers", "diffsynth", "musubi"])
+@pytest.mark.parametrize("targets", TARGETS)
+def test_what_is_said_of_diffusers_is_what_it_does(tmp_path: Path, targets: str, form: str) -> None:
+    world = Adapted("dev", TARGETS[targets], alpha=6.0)
+    file = world.write(tmp_path, form)
+    found, said = said_of(world, file)
+    assert found == form
+    assert loads(world, file) == (said == ""), said
+
+
+OTHERS: dict[str, Callable[[str], str]] = {
+    "lora_up and lora_down": lambda name: name.replace("lora_A", "lora_down").replace("lora_B", "lora_up"),
+    "no prefix": lambda name: name.removeprefix("diffusion_model."),
+    "peft": lambda name: name.replace("diffusion_model.", "base_model.model."),
+    "a model's prefix": lambda name: f"model.{name}",
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_so_it_is_of_files_that_others_write(tmp_path: Path, other: str) -> None:
+    world = Adapted("klein base", ("*.proj", "*.linear2"))
+    file = world.write(tmp_path, "official")
+    save_file({OTHERS[other](name): tensor for name, tensor in load_file(file).items()}, file)
+    _, said = said_of(world, file)
+    assert loads(world, file) == (said == ""), said
+
+
+@pytest.mark.parametrize("form", ["official", "diffusers"])
+def test_keys_of_alpha_are_rejected_in_these_names(tmp_path: Path, form: str) -> None:
+    world = Adapted("klein base", ("*.proj",))
+    file = world.write(tmp_path, form)
+    tensors = load_file(file)
+    stems = {name.rpartition(".lora_")[0] for name in tensors}
+    save_file({**tensors, **{f"{stem}.alpha": torch.tensor(3.0) for stem in stems}}, file)
+    _, said = said_of(world, file)
+    assert said.startswith("rejects keys of alpha") and not loads(world, file)
+
+
+@pytest.mark.parametrize("first", ["official", "diffusers", "diffsynth", "musubi"])
+@pytest.mark.parametrize("second", ["official", "diffusers", "diffsynth", "musubi"])
+def test_forms_that_stack_otherwise_become_each_other_to_the_bit(tmp_path: Path, first: str, second: str) -> None:
+    """q, k and v apart in one form, one tensor in the other: A is three times as high there, or shared."""
+    world = Adapted("klein base", (*QKV, "*.linear1", "head.linear"), alpha=6.0)
+    shapes, state = layers_of(world), adapter_state(world.model)
+    source, out = world.write(tmp_path, first), tmp_path / "out.safetensors"
+    assert cli.run(FLUX2, "export", ["--adapter", str(source), "--to", second, "--out", str(out)]) == 0
+    file = open_adapter(out, NAMES, shapes)
+    assert {f"{name}.lora_A.weight" for name in file.modules} == {name for name in state if "lora_A" in name}
+    for name, module in file.modules.items():
+        read = file.read(name)
+        used = read.up.any(0)
+        assert torch.equal(read.down[used], state[f"{name}.lora_A.weight"])
+        assert torch.equal(read.up[:, used] * module.scale, state[f"{name}.lora_B.weight"] * 2)
+
+
+def test_diffsynths_names_are_diffusers_without_a_prefix(tmp_path: Path) -> None:
+    names = set(load_file(Adapted("klein base", ("*.q",)).write(tmp_path, "diffsynth")))
+    assert "transformer_blocks.0.attn.to_q.lora_A.default.weight" in names
+
+
+def test_a_lora_of_another_family_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"diffusion_model.blocks.0.self_attn.q.lora_A.weight": torch.ones(2, 2)}, path)
+    with pytest.raises(UserError, match=r"is a LoRA of another model \(its names look like Wan's\)"):
+        find_adapter(path, FLUX2)

@@ -1,0 +1,199 @@
+"""What is said of programs that read Wan's adapter files, held against the diffusers that is installed."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ditkit_core import cli
+from ditkit_core.adapter_files import BaseConfig, open_adapter
+from ditkit_core.adapter_found import find_adapter, layers_of
+from ditkit_core.adapter_layout import AdapterLayout
+from ditkit_core.adapters import AdapterConfig, adapter_layers
+from ditkit_core.components import Components
+from ditkit_core.errors import UserError
+from ditkit_core.export import ExportConfig, export_adapter, read_by
+from ditkit_core.model import run_plain
+from ditkit_core.placement import place
+from ditkit_core.precision import Precision
+from ditkit_core.prepare import build, load
+from ditkit_core.randomness import generator
+from ditkit_wan.adapter_rules import fillers, readers
+from ditkit_wan.presets import PRESETS
+from ditkit_wan.spec import WAN
+from ditkit_wan.verify import verify_export
+
+ATTENTION = ("self_attn.q", "cross_attn.v")
+BLOCKS = tuple(f"{part}.{matrix}" for part in ("self_attn", "cross_attn") for matrix in "qkvo") + ("ffn.0", "ffn.2")
+OUTSIDE = ("embed.time_embedding.0", "embed.text_embedding.2", "embed.time_projection.1", "head.head")
+
+
+class Trained:
+    """A tiny model with an adapter that does something."""
+
+    def __init__(self, checkpoint: Path, targets: tuple[str, ...], alpha: float = 6.0):
+        self.components = Components(base=str(checkpoint), dtype="fp32")
+        adapter = AdapterConfig(rank=4, alpha=alpha, targets=targets)
+        precision = Precision(matmul=torch.float32)
+        unloaded = build(WAN, self.components, adapter, BaseConfig(), precision=precision)
+        self.model = load(unloaded, placement=place(unloaded.model, [torch.device("cpu")]), seed=0).model
+        self.layers = layers_of(WAN.build, unloaded.arch)
+        for name, layer in adapter_layers(self.model).items():
+            up = layer.lora_B["default"].weight
+            up.data.copy_(0.2 * torch.randn(up.shape, generator=generator("up", name)))
+
+    def write(self, folder: Path, form: str) -> Path:
+        config = ExportConfig(forms=(form,), dtype="fp32")
+        (file,) = export_adapter(self.model, WAN, folder, "adapter", config, metadata={})
+        return file
+
+    def verify(self, file: Path) -> str:
+        return verify_export(file, self.components, self.model, run_plain)
+
+    def loads(self, file: Path) -> bool:
+        """Whether diffusers loads all of a file, to the same outputs."""
+        try:
+            return "agrees with our model" in self.verify(file)
+        except UserError:
+            return False
+
+
+@pytest.mark.parametrize("form", ["official", "diffusers", "diffsynth", "musubi"])
+@pytest.mark.parametrize("targets", [ATTENTION, BLOCKS, ("layers.1.ffn.0",), (*BLOCKS, *OUTSIDE), OUTSIDE], ids=lambda targets: str(len(targets)))  # fmt: skip
+def test_what_is_said_of_diffusers_is_what_it_does(checkpoint: Path, tmp_path: Path, form: str, targets: Any) -> None:
+    trained = Trained(checkpoint, targets)
+    file = trained.write(tmp_path, form)
+    said = read_by(WAN, form, trained.model)["diffusers"]
+    assert trained.loads(file) == (said == ""), said
+    found = find_adapter(file, WAN, layers=trained.layers)
+    assert found.layout.form == form
+    assert (WAN.adapter_rules.readers(found.layout, list(found.shapes))["diffusers"] == "") == (said == "")
+
+
+def rewritten(file: Path, rename: Callable[[str], str], *, alpha: bool = False) -> Path:
+    tensors = {rename(name): tensor for name, tensor in load_file(file).items()}
+    if alpha:
+        tensors |= {
+            f"{name.rpartition('.lora_')[0]}.alpha": torch.tensor(4.0) for name in list(tensors) if ".lora_" in name
+        }
+    save_file(tensors, file)
+    return file
+
+
+OTHERS: dict[str, tuple[Callable[[str], str], bool]] = {
+    "lora_up and lora_down": (lambda name: name.replace("lora_A", "lora_down").replace("lora_B", "lora_up"), False),
+    "alpha": (lambda name: name, True),
+    "no prefix": (lambda name: name.removeprefix("diffusion_model."), False),
+    "a model's prefix": (lambda name: f"model.{name}", False),
+    "peft": (lambda name: name.replace("diffusion_model.", "base_model.model."), False),
+    "their names": (lambda name: name.replace("self_attn", "attn1").replace("cross_attn", "attn2").replace(".q.", ".to_q.").replace(".v.", ".to_v."), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("targets", [ATTENTION, (*ATTENTION, "head.head")], ids=["blocks", "head"])
+@pytest.mark.parametrize("other", OTHERS)
+def test_so_it_is_of_files_that_others_write(checkpoint: Path, tmp_path: Path, other: str, targets: Any) -> None:
+    trained = Trained(checkpoint, targets)
+    rename, alpha = OTHERS[other]
+    file = rewritten(trained.write(tmp_path, "official"), rename, alpha=alpha)
+    found = find_adapter(file, WAN, layers=trained.layers)
+    said = WAN.adapter_rules.readers(found.layout, list(found.shapes))["diffusers"]
+    assert trained.loads(file) == (said == ""), said
+
+
+def test_musubis_names_without_all_of_a_block_or_alpha_or_with_two_underscores_are_rejected(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    trained = Trained(checkpoint, ATTENTION)
+    complete = load_file(trained.write(tmp_path, "musubi"))
+    parts = {
+        "some": {name: tensor for name, tensor in complete.items() if "ffn" not in name},
+        "no alpha": {name: tensor for name, tensor in complete.items() if not name.endswith("alpha")},
+        "videox": {name.replace("lora_unet_", "lora_unet__"): tensor for name, tensor in complete.items()},
+        "complete": complete,
+    }
+    for what, tensors in parts.items():
+        save_file(tensors, tmp_path / "x.safetensors")
+        found = find_adapter(tmp_path / "x.safetensors", WAN, layers=trained.layers)
+        said = WAN.adapter_rules.readers(found.layout, list(found.shapes))["diffusers"]
+        assert trained.loads(tmp_path / "x.safetensors") == (said == "") == (what == "complete"), what
+
+
+def test_zeros_fill_blocks_from_the_first_on() -> None:
+    assert fillers("official", ["layers.1.self_attn.q"]) == []
+    assert fillers("musubi", ["embed.time_embedding.0"]) == []
+    found = fillers("musubi", ["layers.1.self_attn.q", "layers.1.ffn.0"])
+    assert len(found) == 2 * 10 - 2 and "layers.0.ffn.2" in found and "layers.0.cross_attn.k_img" not in found
+    assert "layers.0.cross_attn.v_img" in fillers("musubi", ["layers.0.cross_attn.k_img"])
+
+
+def test_a_partial_adapter_is_converted_for_musubi_and_back_without_its_zeros(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = Trained(checkpoint, ATTENTION, alpha=4.0)
+    official, musubi = trained.write(tmp_path, "official"), tmp_path / "m.safetensors"
+    flags = ["--base", str(checkpoint), "--out"]
+    assert cli.run(WAN, "export", ["--adapter", str(official), "--to", "musubi", *flags, str(musubi)]) == 0
+    said = capsys.readouterr().out
+    assert "24 modules are written as zeros" in said and "to the bit" in said
+    assert "loaded whole by diffusers, ComfyUI, musubi-tuner (DiffSynth loads nothing of it" in said
+    assert trained.loads(musubi)
+    back = tmp_path / "back.safetensors"
+    assert cli.run(WAN, "export", ["--adapter", str(musubi), "--to", "official", *flags, str(back)]) == 0
+    ours, theirs = load_file(official), load_file(back)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert len(open_adapter(musubi, WAN.names, trained.layers).modules) == 30
+
+
+def test_an_adapter_of_a_published_size_is_known_by_its_shapes(tmp_path: Path) -> None:
+    dim = PRESETS["t2v-1.3b"].dim
+    tensors = {"diffusion_model.blocks.29.self_attn.q.lora_A.weight": torch.ones(2, dim)}
+    tensors["diffusion_model.blocks.29.self_attn.q.lora_B.weight"] = torch.ones(dim, 2)
+    save_file(tensors, tmp_path / "x.safetensors")
+    presets = find_adapter(tmp_path / "x.safetensors", WAN).presets
+    assert (
+        "t2v-1.3b" in presets and "vace-1.3b" in presets and not any("14b" in name or "5b" in name for name in presets)
+    )
+
+
+def test_a_lora_of_another_family_is_told(tmp_path: Path) -> None:
+    save_file({"lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": torch.ones(2, 2)}, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match=r"is a LoRA of another model \(its names look like FLUX's or HunyuanVideo's\)"):
+        find_adapter(tmp_path / "x.safetensors", WAN)
+
+
+def test_diffusers_loads_nothing_of_an_architecture_that_it_has_no_model_of() -> None:
+    """An adapter of the blocks alone says nothing of the model: the architecture does."""
+    official, blocks = AdapterLayout(form="official"), ["layers.0.ffn.0"]
+    for preset, arch in PRESETS.items():
+        rules = WAN.variant(arch).get("adapter_rules", WAN.adapter_rules)
+        has_none = preset.startswith(("fun-", "wantodance"))
+        assert ("has no such model" in rules.readers(official, blocks)["diffusers"]) == has_none, preset
+        assert not rules.readers(official, blocks)["ComfyUI"] and rules.strangers == WAN.adapter_rules.strangers
+    for name in ("layers.4.music.v", "embed.img_emb_refimage.proj.1", "head.head_global.head"):
+        assert "has no such model" in readers(official, [*blocks, name])["diffusers"]
+
+
+def test_a_file_is_said_to_be_for_the_preset_that_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It fits many presets: diffusers has models of some."""
+    file, dim = tmp_path / "x.safetensors", PRESETS["t2v-1.3b"].dim
+    key = "diffusion_model.blocks.29.self_attn.q.lora"
+    save_file({f"{key}_A.weight": torch.ones(2, dim), f"{key}_B.weight": torch.ones(dim, 2)}, file)
+    for preset, has_none in (("t2v-1.3b", False), ("fun-v1.1-control-1.3b", True)):
+        assert cli.run(WAN, "export", ["--inspect", str(file), "--json", "--model.preset", preset]) == 0
+        said = json.loads(capsys.readouterr().out)["readers"]["diffusers"]
+        assert ("has no such model" in said) == has_none, preset
+
+
+def test_other_readers() -> None:
+    official = AdapterLayout(form="official")
+    assert not any(said for reader, said in readers(official, ["layers.0.ffn.0"]).items() if reader != "musubi-tuner")
+    vace = readers(official, ["layers.0.ffn.0", "vace_blocks.0.ffn.0"])
+    assert "rejects vace_blocks.0.ffn.0" in vace["diffusers"] and not vace["ComfyUI"]
+    assert "k_img without v_img" in readers(official, ["layers.0.cross_attn.k_img"])["diffusers"]
+    assert not readers(AdapterLayout(form="videox"), ["layers.0.ffn.0"])["ComfyUI"]
+    assert readers(AdapterLayout(form="diffusers", naming="diffusers"), ["layers.0.ffn.0"])["DiffSynth"]
