@@ -44,7 +44,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> Stages:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, stages: Stages) -> Stages:
-    monkeypatch.setattr(ditkit_core, "stages", stages, raising=False)
+    monkeypatch.setattr(cli, "_stage", lambda command, options: getattr(stages, command))
     return stages
 
 

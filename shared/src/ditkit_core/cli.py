@@ -36,7 +36,7 @@ ABOUT = {
     "train": "Train an adapter or all weights from media files: encodes what is not encoded yet, trains, samples, exports.",
     "encode": "Encode media and captions into the cache that training reads.",
     "sample": "Draw samples with a trained adapter.",
-    "export": "Write a run's adapter for other programs.",
+    "export": "Write a run's adapter for other programs; or inspect, convert, reduce, merge or extract adapter files.",
 }
 
 
@@ -111,7 +111,8 @@ def _run(spec: ModelSpec, command: str, argv: Sequence[str]) -> int:
 
 def _resolve(prog: str, spec: ModelSpec, flags: Flags) -> RunConfig:
     common, demo = flags.common, flags.options.demo
-    if not (flags.values or common.config or common.run or common.print_config or demo):
+    on_files = isinstance(flags.options, ExportOptions) and flags.options.on_files
+    if not (flags.values or common.config or common.run or common.print_config or demo or on_files):
         raise UserError(f"nothing to work on: give a run file ({prog} run.toml), or see it work with {prog} --demo")
     return resolve(
         RunConfig,
@@ -129,6 +130,19 @@ def _misplaced(options: TrainOptions) -> UserError | None:
         return UserError(
             f"--audit-precision and --{other}: one computes, the other needs no weights; leave one of them out"
         )
+    if options.report and (options.plan or options.fit or options.audit_precision):
+        return UserError(
+            "--report writes the page of a run and stops; give it without --plan, --fit and --audit-precision"
+        )
+    others = {
+        "plan": options.plan,
+        "fit": options.fit,
+        "audit-precision": options.audit_precision,
+        "report": options.report,
+    }
+    if options.check and any(others.values()):
+        other = next(name for name, given in others.items() if given)
+        return UserError(f"--check and --{other}: each does its work and stops; leave one of them out")
     if options.plan and options.fit:
         return UserError("--plan and --fit: --fit says what its choice will hold as well; leave one of them out")
     if options.gpus and not (options.plan or options.fit):
@@ -137,8 +151,8 @@ def _misplaced(options: TrainOptions) -> UserError | None:
         return UserError("--host says what to plan with; give --plan or --fit with it")
     if options.write and not options.fit:
         return UserError("--write saves the configuration that --fit chose; give --fit with it")
-    if options.json and not (options.plan or options.audit_precision):
-        return UserError("--json prints a plan or an audit; give --plan with it, or --audit-precision")
+    if options.json and not (options.plan or options.audit_precision or options.check):
+        return UserError("--json prints a plan, an audit or a check; give --plan with it, --audit-precision or --check")
     return None
 
 
@@ -149,6 +163,10 @@ def _complain(error: UserError, status: int) -> int:
 
 def _stage(command: str, options: Any) -> Any:
     # late: what they import takes seconds, and a mistake above is said before
+    if command == "train" and options.report:
+        from ditkit_core.report_stage import report
+
+        return report
     if command == "train" and options.fit:
         from ditkit_core.fit_stage import fit_stage
 
@@ -157,10 +175,30 @@ def _stage(command: str, options: Any) -> Any:
         from ditkit_core.audit_stage import audit_precision
 
         return audit_precision
+    if command == "train" and options.check:
+        from ditkit_core.doctor_stage import check_run
+
+        return check_run
     if command == "train" and options.plan:
         from ditkit_core.plan_stage import plan
 
         return plan
-    from ditkit_core import stages
+    if command == "sample":
+        from ditkit_core.draw_stage import sample
 
-    return {"train": stages.train, "encode": stages.encode, "sample": stages.sample, "export": stages.export}[command]
+        return sample
+    if command == "export" and options.on_files:
+        from ditkit_core.adapter_stage import work_on_file
+
+        return work_on_file
+    if command == "export":
+        from ditkit_core.export_stage import export
+
+        return export
+    if command == "train":
+        from ditkit_core.experts_stage import train
+
+        return train
+    from ditkit_core.stages import encode
+
+    return encode
