@@ -4,16 +4,35 @@ from collections.abc import Callable
 
 import pytest
 
-from ditkit_core.errors import UserError
+from ditkit_core.errors import UserError, printable
 
 REMEDIES = ("re-encode", "remove", "replace", "copy it again", "convert", "correct", "write", "put", "save it again")
+REMEDIES = (
+    *REMEDIES,
+    "rename",
+    "set data.",
+    "ask for",
+    "accepted",
+    "make it",
+    "move",
+    "shorten",
+    "did you mean",
+    "name the right",
+    "name a",
+    "give ",
+)
+
+
+def check_line(message: str, *names: str) -> None:
+    """Hold a message to one line that names what it is about, and says how to mend it."""
+    assert printable(message) == message, repr(message)
+    assert all(name in message for name in names), message
+    assert any(remedy in message for remedy in REMEDIES), message
 
 
 def assert_one_line(use: Callable[[], object], *names: str) -> str:
     with pytest.raises(UserError) as caught:
         use()
     message = str(caught.value)
-    assert "\n" not in message
-    assert all(name in message for name in names), message
-    assert any(remedy in message for remedy in (*REMEDIES, "rename", "set data.", "ask for", "accepted")), message
+    check_line(message, *names)
     return message

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from ditkit_core import cli, fit_stage
+from ditkit_core import cli, fit_stage, plan_stage
 from ditkit_core.config import RunConfig
 from ditkit_core.config_file import read_config_file
 from ditkit_core.fit import Task, fit, least_missing
@@ -152,7 +152,7 @@ def test_the_mildest_change_that_fits_is_offered():
 
 
 def test_nothing_fits_is_an_exit_status_and_says_what_would(made, monkeypatch, capsys):
-    monkeypatch.setattr(Run, "check_training", lambda self, *, here: None)
+    monkeypatch.setattr(plan_stage, "check_training", lambda run, *, here: None)
     assert fit_stage.fit_stage(TOY, config_of(**BIG, train={"batch_size": 4}), TrainOptions(fit=True, gpus="7GiB")) == 3
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -160,7 +160,7 @@ def test_nothing_fits_is_an_exit_status_and_says_what_would(made, monkeypatch, c
 
 
 def test_the_host_is_a_limit_that_can_be_given(made, monkeypatch, capsys):
-    monkeypatch.setattr(Run, "check_training", lambda self, *, here: None)
+    monkeypatch.setattr(plan_stage, "check_training", lambda run, *, here: None)
     options = TrainOptions(fit=True, gpus="10GiB")
     assert fit_stage.fit_stage(TOY, config_of(**BIG), options) == 0
     assert "stay in host memory, page-locked; --host says how much there is" in capsys.readouterr().err
@@ -176,7 +176,7 @@ def test_what_does_not_fit_beside_the_steps_is_said_with_the_status_of_a_plan(ma
         peak=11 * GIB, available=10 * GIB, remedy="sample.vae_tiling = true would need 2.0 GiB",
     )  # fmt: skip
     monkeypatch.setattr(fit_stage, "beside_of", lambda *args, **kwargs: (row,))
-    monkeypatch.setattr(Run, "check_training", lambda self, *, here: None)
+    monkeypatch.setattr(plan_stage, "check_training", lambda run, *, here: None)
     assert fit_stage.fit_stage(TOY, config_of(**BIG), TrainOptions(fit=True, gpus="24GiB")) == 3
     printed = capsys.readouterr()
     assert "sample: VAE decoder does not fit 10GiB; sample.vae_tiling = true" in printed.err
@@ -184,7 +184,7 @@ def test_what_does_not_fit_beside_the_steps_is_said_with_the_status_of_a_plan(ma
 
 
 def test_activations_go_to_the_host_where_nothing_fits_without(made, monkeypatch, capsys):
-    monkeypatch.setattr(Run, "check_training", lambda self, *, here: None)
+    monkeypatch.setattr(plan_stage, "check_training", lambda run, *, here: None)
     config = config_of(**BIG, train={"batch_size": 4})
     assert fit_stage.fit_stage(TOY, config, TrainOptions(fit=True, gpus="9GiB")) == 0
     printed = capsys.readouterr()

@@ -9,6 +9,7 @@ import difflib
 import functools
 import json
 import math
+import os
 import tomllib
 from collections.abc import Iterable
 from types import NoneType, UnionType
@@ -18,6 +19,15 @@ from jsonargparse import ArgumentParser
 
 from ditkit_core.config_fields import plain
 from ditkit_core.errors import UserError
+
+_LONGEST_NAME, _LONGEST_PATH = 255, 4000
+"""Bytes that file systems allow for a file's name, and systems for a path with something to come behind it."""
+_PATHS = {
+    "run.folder", "data.folder", "data.folders", "data.metadata", "data.references", "prior.folder", "encode.cache",
+    "base.merge", "base.quantized_cache", "adapter.init", "sample.references", "model.base", "model.transformer",
+    "model.transformer_2", "model.vae", "model.text_encoder", "model.tokenizer", "model.image_encoder",
+}  # fmt: skip
+"""Keys of files and folders; sections look them up in many places, and each would have to say that there can be no such file."""
 
 
 def nearest_key(key: str, keys: Iterable[str]) -> str:
@@ -59,7 +69,7 @@ def value_from_file(key: str, hint: Any, raw: Any, where: str) -> Any:
             raise argparse.ArgumentError(None, "of another type")
     except argparse.ArgumentError as error:
         raise UserError(f"{key} {where} must be {expected(hint)}, not {_shown(raw)}") from error
-    return value
+    return _writable(key, value, where)
 
 
 def value_from_text(key: str, hint: Any, texts: list[str], where: str) -> Any:
@@ -73,14 +83,36 @@ def value_from_text(key: str, hint: Any, texts: list[str], where: str) -> Any:
     """
     try:
         if not is_list(hint):
-            return _convert(hint, texts[-1])
+            return _writable(key, _convert(hint, texts[-1]), where)
         item = get_args(hint)[0]
         if len(texts) == 1 and texts[0].lstrip().startswith("["):
-            return _convert(hint, tomllib.loads(f"list = {texts[0]}")["list"])
-        return _convert(hint, [text if item is str else _convert(item, text) for text in texts])
-    except (argparse.ArgumentError, tomllib.TOMLDecodeError) as error:
+            return _writable(key, _convert(hint, tomllib.loads(f"list = {texts[0]}")["list"]), where)
+        return _writable(key, _convert(hint, [text if item is str else _convert(item, text) for text in texts]), where)
+    except (argparse.ArgumentError, ValueError, RecursionError) as error:  # of TOML; long numbers, lists nested deeply
         given = texts[-1] if len(texts) == 1 else texts
         raise UserError(f"{key} {where} must be {expected(hint)}, not {_shown(given)}") from error
+
+
+def _writable(key: str, value: Any, where: str) -> Any:
+    """The value, known to be of characters that a run file can hold, and if it is a path to be one that a file can have.
+
+    Raises:
+        UserError: If it has.
+    """
+    for text in value if isinstance(value, list | tuple) else [value]:
+        if not isinstance(text, str):
+            continue
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise UserError(f"{key} {where} has half of a character (a lone surrogate); correct it")
+        if key not in _PATHS:
+            continue
+        if "\0" in text:
+            raise UserError(f"{key} {where} has a null byte, which no path can have; correct it")
+        if max(len(part.encode()) for part in text.split("/")) > _LONGEST_NAME or len(text.encode()) > _LONGEST_PATH:
+            raise UserError(f"{key} {where} is too long for a path ({len(text)} characters); correct it")
+        if text.startswith("~") and os.path.expanduser(text).startswith("~"):
+            raise UserError(f"{key} {where} = {text!r} begins with the home folder of nobody here; write the path out")
+    return value
 
 
 def is_list(hint: Any) -> bool:

@@ -29,6 +29,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not UTF-8 text; a run file is TOML, saved as UTF-8") from error
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is not TOML: {' '.join(str(error).split())}") from error
+    except (RecursionError, ValueError) as error:  # ValueError: Python's limit on the digits of an integer
+        raise UserError(
+            f"{path} is nested too deeply, or has a number of too many digits; correct the run file"
+        ) from error
 
 
 def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,8 @@ class PriorConfig:
     def __post_init__(self) -> None:
         if self.prompt and not self.prompt.strip():
             raise UserError("prior.prompt is blank; say what the class is called, such as 'a photo of a dog'")
+        if "\0" in self.prompt:  # it becomes the caption of each picture, and no caption has one
+            raise UserError("prior.prompt has a null byte; correct it")
         if not 1 <= self.images <= 100_000:
             raise UserError(f"prior.images = {self.images} is not between 1 and 100000; set 100")
         if not 0 < self.weight <= 1000:
