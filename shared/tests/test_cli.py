@@ -115,7 +115,7 @@ def test_a_mistake_that_a_stage_meets_is_one_line_and_exit_status_1(
 ) -> None:
     install(monkeypatch, Stages(UserError("clip a.mp4 is empty\nreplace it")))
     assert cli.run(TOY, "train", ["--train.steps", "1"]) == 1
-    assert capsys.readouterr().err == "error: clip a.mp4 is empty replace it\n"
+    assert capsys.readouterr().err == "error: clip a.mp4 is empty\\nreplace it\n"
 
 
 def test_an_interrupt_is_one_line_and_exit_status_130(

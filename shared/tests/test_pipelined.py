@@ -76,7 +76,7 @@ def test_there_is_one_backward(monkeypatch):
     """Two at once would draw each other's dropout."""
     order = []
     forward, backward = step_module.velocity_errors, step_module._backward
-    monkeypatch.setattr(step_module, "velocity_errors", lambda *a: order.append("forward") or forward(*a))
+    monkeypatch.setattr(step_module, "velocity_errors", lambda *a, **k: order.append("forward") or forward(*a, **k))
     monkeypatch.setattr(step_module, "_backward", lambda loss: order.append("backward") or backward(loss))
     losses(True, 3)
     losses(False, 2)

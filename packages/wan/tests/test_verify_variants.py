@@ -75,7 +75,7 @@ def test_what_diffusers_has_no_transformer_for_is_not_tried(more: dict[str, Any]
     arch = WanArch(**SIZES | IMAGE | more)
     spec = replace(WAN, **WAN.variant(arch))
     model = make_model(spec, arch, adapter=AdapterConfig(rank=4))
-    assert "has no transformer" in read_by(spec, "official", model)["diffusers"]
+    assert "has no such model" in read_by(spec, "official", model)["diffusers"]
     assert read_by(spec, "official", model)["ComfyUI"] == read_by(WAN, "official", model)["ComfyUI"]
 
 
