@@ -258,6 +258,16 @@ def test_one_expert_alone_draws_with_the_other_as_it_is(
     assert equal(load_file("alone/exports/adapter.safetensors"), world.adapter("alone"))
 
 
+def test_narrowed_levels_of_one_expert_are_no_matter_of_drawing_with_both(
+    world: TwoExperts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    narrow = ("--experts.train", "low_noise", "--flow.max_sigma", "0.5")
+    assert world.train("low", 1, *narrow) == 0
+    assert "drawing with the high_noise expert as it is" in capsys.readouterr().out
+    assert world.train("low", 1, *narrow) == 0
+    assert "is complete" in capsys.readouterr().out
+
+
 def test_class_pictures_are_drawn_once_with_both_before_either_is_trained(
     world: TwoExperts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

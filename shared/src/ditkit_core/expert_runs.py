@@ -13,6 +13,8 @@ from ditkit_core.draw_scenes import draw
 from ditkit_core.drawing import Turn
 from ditkit_core.errors import UserError
 from ditkit_core.experts import own_settings
+from ditkit_core.flow_matching import FlowConfig
+from ditkit_core.held_out import HeldOutConfig
 from ditkit_core.model import Expert
 from ditkit_core.prepare import arch_here
 from ditkit_core.run import Run
@@ -117,7 +119,8 @@ def _turn(run: Run, expert: Expert, trained: Trained, guidance: float) -> Turn:
 
 
 def _for_drawing(run: Run, expert: Expert, trained: Trained) -> Run:
-    config = config_of(run, expert)
+    # Which levels are trained and measured is no matter of drawing, and those of one expert may leave nothing to the other.
+    config = replace(config_of(run, expert), flow=FlowConfig(), held_out=HeldOutConfig())
     if trained.file:
         config = replace(config, adapter=replace(config.adapter, method="lora", init=trained.file))
     elif trained.folder is None:  # an adapter at zero
