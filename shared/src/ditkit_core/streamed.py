@@ -82,18 +82,19 @@ class PassingMemory:
 
 
 def give_back_large_blocks() -> None:
-    """From here on, have freed blocks of 1 MiB or more go back to the system at once, where the C library is glibc.
+    """From here on, have freed blocks of 128 KiB or more go back to the system at once, where the C library is glibc.
 
-    It keeps freed blocks of up to 32 MiB for later, and before version 2.38 does not find them again when aligned ones are asked
-    for, as torch does: a process grew by an activation for each layer and caption (measured). The price is that the system clears
-    the pages of every large activation, which is little beside the matmul that fills them.
+    That is where it starts; but it learns from what is freed and soon keeps blocks of up to 32 MiB for later, and before version
+    2.38 does not find them again when aligned ones are asked for, as torch does: a process grew by an activation for each layer and
+    caption (measured). The price is that the system clears the pages of every large activation, which is little beside the matmul
+    that fills them.
     """
     import ctypes
 
     if sys.platform != "linux":
         return
     try:
-        ctypes.CDLL("libc.so.6").mallopt(_MMAP_THRESHOLD, 2**20)
+        ctypes.CDLL("libc.so.6").mallopt(_MMAP_THRESHOLD, 2**17)
     except (OSError, AttributeError):  # another C library
         return
 
