@@ -8,14 +8,14 @@ import torch
 
 from annotation_checks import _checkable, checked
 from ditkit_core.flow_matching import shift_sigma
-from ditkit_core.randomness import seed_of
+from ditkit_core.lora_linear import low_rank_sum
 
 
-def test_annotations_of_library_code_are_checked():
-    with pytest.raises(jaxtyping.TypeCheckError, match="int | str"):
-        seed_of(1.5)  # type: ignore[arg-type]
-    with pytest.raises(jaxtyping.TypeCheckError):
+def test_annotations_of_modules_that_name_shapes_are_checked():
+    with pytest.raises(jaxtyping.TypeCheckError, match="sigma"):
         shift_sigma("0.5", 3.0)  # type: ignore[arg-type]
+    with pytest.raises(jaxtyping.TypeCheckError, match="down"):
+        low_rank_sum(torch.ones(2, 3), torch.ones(1, 4), torch.ones(5, 1), 1.0, lambda: torch.ones(2, 5))
 
 
 def test_a_protocol_counts_as_any_and_what_stands_beside_it_is_still_checked():

@@ -7,13 +7,12 @@ sees the call. Code that is to be tested uses `torch.full`.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 HOST = torch.device("cpu")
 
@@ -51,7 +50,7 @@ class PretendTensor(Tensor):
         kwargs = dict(kwargs or {})
         if func is _aten._conj.default:  # lazy conjugation is resolved above this place, where it cannot be seen
             func = _aten.conj_physical.default
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = [*_tensors(args), *_tensors(kwargs)]
         pretended = [leaf for leaf in leaves if isinstance(leaf, cls)]
         if func not in _COPIES:
             _refuse_mixed(func, args, leaves)
@@ -61,9 +60,34 @@ class PretendTensor(Tensor):
 
         # what an operation changed in place keeps its identity, on whatever device it is
         known = {id(leaf.data_) if isinstance(leaf, cls) else id(leaf): leaf for leaf in leaves}
-        args, kwargs = tree_map_only(PretendTensor, lambda leaf: leaf.data_, (args, kwargs))
-        out = func(*args, **kwargs)
-        return tree_map_only(Tensor, lambda leaf: known[id(leaf)] if id(leaf) in known else _on(leaf, target), out)
+        out = func(*_mapped(_data, args), **_mapped(_data, kwargs))
+        return _mapped(lambda leaf: known[id(leaf)] if id(leaf) in known else _on(leaf, target), out)
+
+
+def _data(tensor: Any) -> Tensor:
+    return tensor.data_ if isinstance(tensor, PretendTensor) else tensor
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Tensors of an operation's arguments, which are in lists at most; torch's general trees took most of a test's time."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [leaf for each in value for leaf in _tensors(each)]
+
+
+def _mapped(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """An operation's arguments or results, each tensor of them changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _mapped(change, each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(change, each) for each in value)
+    return value
 
 
 def _on(data: Tensor, device: torch.device) -> Tensor:
@@ -89,7 +113,7 @@ class PretendDevices(TorchDispatchMode):
         if device is None or torch.device(device).index is None or PretendTensor in types:
             return func(*args, **kwargs)
         out = func(*args, **{**kwargs, "device": HOST})
-        return tree_map_only(Tensor, lambda leaf: PretendTensor(leaf, torch.device(device)), out)
+        return _mapped(lambda leaf: PretendTensor(leaf, torch.device(device)), out)
 
 
 class CountCrossings(TorchDispatchMode):
