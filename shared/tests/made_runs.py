@@ -51,12 +51,13 @@ def write_run(folder: Path, steps: int = 40, *, captions: tuple[str, ...] = ("a 
     return folder
 
 
-def write_drawing(folder: Path, step: int, captions: tuple[str, ...]) -> None:
-    """What is drawn of a step."""
-    picture(folder / f"step-{step:06d}-sheet.png", (96, 32), "teal")
-    samples = [{"file": f"step-{step:06d}-{i}.mp4", "prompt": text, "seed": 0} for i, text in enumerate(captions)]
-    listed = {"samples": samples, "shown": f"step-{step:06d}-sheet.png"}
-    (folder / f"step-{step:06d}.json").write_text(json.dumps(listed))
+def write_drawing(folder: Path, step: int, captions: tuple[str, ...], *, name: str = "") -> None:
+    """What is drawn of a step, or under another name."""
+    name = name or f"step-{step:06d}"
+    picture(folder / f"{name}-sheet.png", (96, 32), "teal")
+    samples = [{"file": f"{name}-{i}.mp4", "prompt": text, "seed": 0} for i, text in enumerate(captions)]
+    listed = {"samples": samples, "shown": f"{name}-sheet.png"}
+    (folder / f"{name}.json").write_text(json.dumps(listed))
 
 
 def _trained(step: int, rng: random.Random) -> dict[str, float | str]:

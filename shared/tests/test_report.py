@@ -170,6 +170,11 @@ def test_a_damaged_picture_is_a_line_on_the_page(tmp_path: Path) -> None:
     (run / "samples" / "step-000000-sheet.png").write_bytes(b"no picture")
     page = read(run)
     assert len(page.all("img")) == 1 and "cannot be read as an image" in page.shown
+    assert "Drawn by hand" not in page.shown
+    write_drawing(run / "samples", 40, ("my prompt",), name="drawn-001-step-000040")
+    page = read(run)
+    assert page.shown.index("Step 40") < page.shown.index("Drawn by hand") < page.shown.index("drawn-001-step-000040")
+    assert page.all("img")[-1]["alt"] == "drawn-001-step-000040: my prompt"
 
 
 def test_the_verdict_says_what_the_interval_says(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.report_charts import HEIGHT, WIDTH, Chart, Line, figure
 from ditkit_core.report_data import MOST_DRAWINGS, MOST_POINTS, Series, read_metrics, read_sections
 from ditkit_core.report_html import Html, element, escaped, joined
+from ditkit_core.run_folder import next_drawing
 from made_runs import SIGMAS, write_drawing, write_run
 
 
@@ -68,8 +69,12 @@ def test_drawings_are_few_with_the_first_and_the_last(tmp_path: Path) -> None:
         write_drawing(run / "samples", step, ("a",))
     (run / "samples" / "step-000390.json").write_text("{")  # torn
     (run / "samples" / "step-000380.json").write_text('{"shown": "../../elsewhere.png"}')
+    for number in (1, 2, 999, 1000):
+        write_drawing(run / "samples", number, ("by hand",), name=f"drawn-{number:03d}-mine")
     (section,) = read_sections(run)
-    steps = [drawing.step for drawing in section.drawings]
+    assert [drawing.title for drawing in section.by_hand] == [f"drawn-{i}-mine" for i in ("001", "002", "999", "1000")]
+    assert next_drawing(run / "samples") == "drawn-1001" and next_drawing(run) == "drawn-001"
+    steps = [int(drawing.title.removeprefix("Step ")) for drawing in section.drawings]
     assert len(steps) == MOST_DRAWINGS and (steps[0], steps[-1]) == (0, 370) and steps == sorted(steps)
 
 

@@ -309,6 +309,8 @@ def test_the_sample_command_edits_references_and_draws_several(
     monkeypatch.chdir(tmp_path)
     world = World(tmp_path, DISTILLED)
     world.sampler.jobs.clear()
+    samples = Path("run/samples")
+    trained = {path: path.read_bytes() for path in samples.iterdir()}
     for name in ("one", "two"):
         picture(tmp_path / f"{name}.png", (32, 32), "gold")
     flags = [
@@ -332,6 +334,13 @@ def test_the_sample_command_edits_references_and_draws_several(
         assert [tuple(latents.shape) for latents in job.references] == [(4, 1, 2, 4)] * 2
     assert "make-it-blue-seed-6.png" in said.out and "grid.png" in said.out
     assert "sample.guidance = 3 is not used" in said.out + said.err
+    first = {path: path.read_bytes() for path in samples.iterdir()}
+    assert world.run("sample", "--prompt", "a dog", "--images", "2") == 0
+    now = {path: path.read_bytes() for path in samples.iterdir()}
+    assert {path: now[path] for path in first} == first and {path: now[path] for path in trained} == trained
+    shown = sorted(path.name for path in samples.glob("*-grid.png"))
+    assert shown == [f"{name}step-000001-grid.png" for name in ("drawn-001-", "drawn-002-", "")]
+    capsys.readouterr()
     assert world.run("sample", "--prompt", "a", "--reference", "nowhere.png") == 1
     error = capsys.readouterr().err
     assert "nowhere.png" in error and error.count("\n") == 1

@@ -104,7 +104,10 @@ def test_samples_and_exports_are_commands_of_their_own(world: World, capsys: pyt
     capsys.readouterr()
     out = world.folder / "drawn"
     assert world.run("sample", "--run", run, "--prompt", "a new thing", "--out", str(out)) == 0
-    assert sorted(p.name for p in out.iterdir()) == ["step-000002-0-a-new-thing.png", "step-000002.json"]
+    assert sorted(p.name for p in out.iterdir()) == [
+        "drawn-001-step-000002-0-a-new-thing.png",
+        "drawn-001-step-000002.json",
+    ]
     file = world.folder / "mine.safetensors"
     assert world.run("export", "--run", run, "--out", str(file)) == 0
     assert equal(load_file(file), world.adapter("run"))

@@ -16,7 +16,7 @@ from ditkit_core.model import ModelSpec
 from ditkit_core.options import SampleOptions
 from ditkit_core.run import Run
 from ditkit_core.run_checks import check
-from ditkit_core.run_folder import RunFolder
+from ditkit_core.run_folder import RunFolder, next_drawing
 from ditkit_core.saved_weights import take_trained
 
 
@@ -39,17 +39,18 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
         raise UserError("there is nothing to draw: give a --prompt, or set sample.prompts or sample.captions")
     run.encode_scenes(scenes)  # before the transformer is there: a card need not hold both
     if run.experts:
-        turns, stem = _experts(run, options)
+        turns, what = _experts(run, options)
     else:
         prepared = run.load(run.build())
         turns = only(prepared.model, run.engine(prepared))
-        stem = Path(options.adapter).stem if options.adapter else f"step-{take_trained(prepared, folder):06d}"
-    files = draw(run, turns, scenes, Path(options.out) if options.out else folder.samples, stem)
+        what = Path(options.adapter).stem if options.adapter else f"step-{take_trained(prepared, folder):06d}"
+    out = Path(options.out) if options.out else folder.samples
+    files = draw(run, turns, scenes, out, f"{next_drawing(out)}-{what}")
     say("\n".join(str(file) for file in files))
 
 
 def _experts(run: Run, options: SampleOptions) -> tuple[Sequence[Turn], str]:
-    """The experts, with adapter files if one is given, and else with what the run trained; and the first part of the samples' names."""
+    """The experts, with adapter files if one is given, and else with what the run trained; and what drew, for the samples' names."""
     given = dict(zip((expert.name for expert in run.experts), (options.adapter, options.adapter_low), strict=True))
     files = {name: Trained(file=file) for name, file in given.items() if file}
     for expert in run.experts:

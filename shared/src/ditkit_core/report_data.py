@@ -8,12 +8,12 @@ from typing import Any
 
 from ditkit_core.config_file import flatten, read_toml
 from ditkit_core.errors import UserError
-from ditkit_core.run_folder import RunFolder
+from ditkit_core.run_folder import DRAWN, RunFolder
 
 MOST_POINTS = 2000
 """Points of a curve that a page holds."""
 MOST_DRAWINGS = 12
-"""Steps whose samples a page shows."""
+"""Steps whose samples a page shows, and as many drawings by hand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +54,10 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """The samples of one step."""
+    """The samples of one step, or of one drawing by hand."""
 
-    step: int
+    title: str
+    """Which step, or the beginning of the files' names."""
     picture: Path
     """Shows all of them."""
     samples: Sequence[Mapping[str, Any]]
@@ -79,6 +80,8 @@ class Section:
     """As `report_facts.py` writes it."""
     drawings: Sequence[Drawing] = ()
     """By step."""
+    by_hand: Sequence[Drawing] = ()
+    """In the order in which they were drawn."""
     completed: int | None = None
     """The step at which the run was completed; None while it is not."""
 
@@ -130,6 +133,7 @@ def _read_section(path: Path, name: str) -> Section:
         config=flatten(read_toml(run.config_file)) if run.config_file.is_file() else {},
         about=_json(run.about) or {},
         drawings=_drawings(run.samples),
+        by_hand=_by_hand(run.samples),
         completed=run.completed_step(),
     )
 
@@ -156,17 +160,26 @@ def read_metrics(path: Path) -> tuple[dict[str, Series], dict[str, tuple[int, st
 
 def _drawings(folder: Path) -> list[Drawing]:
     """What was drawn while training went on and at its end: evenly spaced steps, the first and the last with them."""
-    found = []
-    for path in sorted(folder.glob("step-*.json")):
-        listed = _json(path)
-        step = path.stem.removeprefix("step-")
-        if listed is not None and step.isdecimal() and (folder / Path(str(listed.get("shown", ""))).name).is_file():
-            picture = folder / Path(str(listed["shown"])).name
-            found.append(Drawing(step=int(step), picture=picture, samples=listed.get("samples", [])))
-    found.sort(key=lambda drawing: drawing.step)
+    names = ((path.stem.removeprefix("step-"), path) for path in folder.glob("step-*.json"))
+    steps = sorted((int(step), path) for step, path in names if step.isdecimal())
+    found = [drawing for step, path in steps if (drawing := _drawing(path, f"Step {step}"))]
     if len(found) <= MOST_DRAWINGS:
         return found
     return [found[round(i * (len(found) - 1) / (MOST_DRAWINGS - 1))] for i in range(MOST_DRAWINGS)]
+
+
+def _by_hand(folder: Path) -> list[Drawing]:
+    """What the sample command drew: the newest."""
+    listed = sorted(folder.glob(f"{DRAWN}*.json"), key=lambda path: (len(path.name.split("-")[1]), path.name))
+    return [drawing for path in listed if (drawing := _drawing(path, path.stem))][-MOST_DRAWINGS:]
+
+
+def _drawing(path: Path, title: str) -> Drawing | None:
+    """What a list of samples names; None if it is torn, or its picture is gone."""
+    listed = _json(path)
+    if listed is None or not (picture := path.parent / Path(str(listed.get("shown", ""))).name).is_file():
+        return None
+    return Drawing(title=title, picture=picture, samples=listed.get("samples", []))
 
 
 def _json(path: Path) -> dict[str, Any] | None:

@@ -97,8 +97,9 @@ def _section(section: Section, number: int) -> Html:
     for title, drawn in charts(section):
         frames = [figure(chart, section=number) for chart in drawn]
         parts += [element("h3", title), element("div", *frames, class_="charts")]
-    if section.drawings:
-        parts += [element("h3", "Samples"), *(_drawing(drawing) for drawing in section.drawings)]
+    for title, drawings in (("Samples", section.drawings), ("Drawn by hand", section.by_hand)):
+        if drawings:
+            parts += [element("h3", title), *map(_drawing, drawings)]
     return element("section", *parts, *tables(section), data_name=section.name)
 
 
@@ -110,7 +111,7 @@ def _state(section: Section) -> str:
 
 
 def _drawing(drawing: Drawing) -> Html:
-    """The samples of a step: what shows all of them, and what was asked for."""
+    """Samples: what shows all of them, and what was asked for."""
     asked = [
         element(
             "li",
@@ -119,15 +120,13 @@ def _drawing(drawing: Drawing) -> Html:
         )
         for each in drawing.samples
     ]
-    title = f"Step {drawing.step}"
+    title = drawing.title
     prompts = element("details", element("summary", "Prompts, row by row"), element("ol", *asked))
     try:
         source = picture(drawing.picture)
     except UserError as error:
         return element("figure", element("figcaption", element("strong", title)), element("p", str(error)), prompts)
-    alternative = f"Samples at step {drawing.step}: " + "; ".join(
-        str(each.get("prompt", "")) for each in drawing.samples
-    )
+    alternative = f"{title}: " + "; ".join(str(each.get("prompt", "")) for each in drawing.samples)
     return element(
         "figure",
         element("figcaption", element("strong", title)),

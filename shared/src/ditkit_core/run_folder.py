@@ -21,6 +21,14 @@ from ditkit_core.settings import setting
 
 CHECKS = ("check.json", "check.html")
 """What a check of a run writes into its folder."""
+DRAWN = "drawn-"
+"""Before the number of a drawing by hand, at the beginning of its files' names: those that training draws begin with their step."""
+
+
+def next_drawing(folder: Path) -> str:
+    """What the names of the next drawing by hand begin with, such as `drawn-001`: no file in this folder of samples has it yet."""
+    numbers = (path.name.removeprefix(DRAWN).split("-")[0] for path in folder.glob(f"{DRAWN}*"))
+    return f"{DRAWN}{1 + max((int(number) for number in numbers if number.isdecimal()), default=0):03d}"
 
 
 @dataclass(frozen=True, kw_only=True)
