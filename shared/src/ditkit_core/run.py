@@ -4,7 +4,7 @@ import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -65,6 +65,8 @@ class Run:
     """Once made: with the model's own values where [data] leaves them open."""
     arch: Any = None
     """The architecture; None if it is not known and nothing here says it."""
+    _given: tuple[ModelSpec, RunConfig] = field(init=False, repr=False, compare=False)
+    """Specification and configuration before either was completed."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_given", (self.spec, self.config))
@@ -90,7 +92,7 @@ class Run:
     @property
     def given_config(self) -> RunConfig:
         """The configuration as it was given."""
-        return self._given[1]  # type: ignore[attr-defined]  # of a frozen instance
+        return self._given[1]
 
     @property
     def experts(self) -> Sequence[Expert]:
@@ -113,7 +115,7 @@ class Run:
 
     def known_as(self, arch: Any) -> "Run":
         """The run of an architecture that its files told once they were fetched."""
-        spec, config = self._given  # type: ignore[attr-defined]  # of a frozen instance
+        spec, config = self._given
         return self if arch == self.arch else Run(spec, config, arch)
 
     @cached_property
