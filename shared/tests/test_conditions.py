@@ -41,9 +41,10 @@ class StartPicture:
     kind, optional, items_at_once, identity = "start", False, 1, "v1"
 
     def __init__(self, log: list[str]) -> None:
-        self.log = log
+        self.log, self.num_asked = log, 0
 
     def uses(self, controls: Controls) -> tuple[str, ...]:
+        self.num_asked += 1
         own = () if controls.clip is None else ("",)
         named = tuple(column for column in ("start", "direction") if column in controls.files)
         if not own and "start" not in controls.files:
@@ -88,7 +89,8 @@ class World:
 
     def encode(self, *samples: Sample, **given: Any) -> list[EncodedSample]:
         self.log.clear()
-        conditioning = Conditioning(conditioners=[StartPicture(self.log)], texts=["direction"])
+        self.conditioner = StartPicture(self.log)
+        conditioning = Conditioning(conditioners=[self.conditioner], texts=["direction"])
         return encode(
             samples, cache=self.cache, media_encoder=CountingEncoder("media"), text_encoder=CountingEncoder("text"),
             fps=16.0, conditioning=conditioning, **given,
@@ -105,7 +107,7 @@ ENCODED_ONCE = ["load start", "start", "unload start"]
 
 def test_a_condition_is_encoded_once_and_becomes_part_of_the_item(world: World) -> None:
     (sample,) = world.encode(world.sample(0))
-    assert world.log == ENCODED_ONCE
+    assert world.log == ENCODED_ONCE and world.conditioner.num_asked == 1
     assert sample.load()["start"].shape == sample.outline()["start"].shape == (2,)
     world.encode(world.sample(0))
     assert world.log == []

@@ -87,15 +87,17 @@ def encode(
     Raises:
         UserError: If a clip cannot be read, or an encoder gives numbers that are not finite.
     """
-    if conditioning is not None:  # what has no condition is said before hours go into clips
-        conditioning.used({sample.id: controls_of(sample, fps) for sample in samples}, keep_going=on_bad is not None)
+    keep_going = on_bad is not None
+    given = {sample.id: controls_of(sample, fps) for sample in samples}
+    # what has no condition is said before hours go into clips
+    used = [] if conditioning is None else conditioning.used(given, keep_going=keep_going)
     cuts = {sample.id: _cuts_of(sample, fps, reference_size) for sample in samples}
     keys = _media_keys([cut for each in cuts.values() for cut in each], cache, media_encoder, progress)
-    failures = _fill_media(cache, keys, media_encoder, progress, keep_going=on_bad is not None)
+    failures = _fill_media(cache, keys, media_encoder, progress, keep_going=keep_going)
     conditions: dict[str, tuple[Condition, ...]] = {}
     if conditioning is not None:
-        given = {sample.id: controls_of(sample, fps) for sample in samples if keys[cuts[sample.id][0]] not in failures}
-        conditions = conditioning.fill(given, cache, failures, progress, keep_going=on_bad is not None)
+        left = {name: controls for name, controls in given.items() if keys[cuts[name][0]] not in failures}
+        conditions = conditioning.fill(left, used, cache, failures, progress, keep_going=keep_going)
     good = []
     for sample in samples:
         failed = [failures[keys[cut]] for cut in cuts[sample.id] if keys[cut] in failures]
@@ -156,6 +158,10 @@ def encode_references(
     return latents
 
 
+Used = tuple[str, ...] | UserError
+"""What a conditioner reads of a clip, or why it cannot."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conditioning:
     """The conditioners of a model, and which of its columns are texts and no files."""
@@ -166,6 +172,7 @@ class Conditioning:
     def fill(
         self,
         given: Mapping[str, Controls],
+        all_used: Sequence[Mapping[str, Used]],
         cache: Cache,
         failures: dict[str, UserError],
         progress: Progress = no_progress,
@@ -176,6 +183,7 @@ class Conditioning:
 
         Args:
             given: What to encode, by any name.
+            all_used: What `used` said of these, or of more.
             cache: Where results are kept.
             failures: Takes, by key, why something could not be encoded; stays empty unless `keep_going`.
             progress: Watches the kinds of conditions.
@@ -185,36 +193,34 @@ class Conditioning:
             By name, where the cache keeps its conditions, those that failed included.
         """
         found: dict[str, list[Condition]] = {name: [] for name in given}
-        all_used = self.used(given, keep_going=keep_going)
         with MediaHashes(cache.folder) as hashes:
             for conditioner, of_kind in zip(self.conditioners, all_used, strict=True):
                 wanted = {}
-                for name, used in of_kind.items():
+                for name, controls in given.items():
+                    used = of_kind[name]
                     if isinstance(used, UserError):
                         address = key("no condition", conditioner.kind, name)
                         failures[address] = used
                         found[name].append(Condition(conditioner.kind, address, conditioner.optional))
                     elif used:
-                        address = self._key(conditioner, given[name], used, hashes)
+                        address = self._key(conditioner, controls, used, hashes)
                         found[name].append(Condition(conditioner.kind, address, conditioner.optional))
-                        wanted[address] = given[name]
+                        wanted[address] = controls
                 jobs = Jobs(
                     kind=conditioner.kind, wanted=wanted, encoder=conditioner, read=lambda item: item, name=_named
                 )
                 failures |= fill(cache, jobs, progress, keep_going=keep_going)
         return {name: tuple(conditions) for name, conditions in found.items()}
 
-    def used(
-        self, given: Mapping[str, Controls], *, keep_going: bool = False
-    ) -> list[dict[str, tuple[str, ...] | UserError]]:
+    def used(self, given: Mapping[str, Controls], *, keep_going: bool = False) -> list[dict[str, Used]]:
         """What each conditioner reads of each, by name; with `keep_going` why it cannot in its place.
 
         Raises:
             UserError: The first failure; with `keep_going` only what no other sample would mend.
         """
-        found: list[dict[str, tuple[str, ...] | UserError]] = []
+        found: list[dict[str, Used]] = []
         for conditioner in self.conditioners:
-            of_kind: dict[str, tuple[str, ...] | UserError] = {}
+            of_kind: dict[str, Used] = {}
             for name, controls in given.items():
                 try:
                     of_kind[name] = conditioner.uses(controls)
@@ -247,7 +253,8 @@ class Conditioning:
     def tensors(self, controls: Controls, cache: Cache, progress: Progress = no_progress) -> dict[str, Tensor]:
         """The conditions of one clip or drawing, encoded if the cache lacks them."""
         item: dict[str, Tensor] = {}
-        for kind, address, _ in self.fill({"": controls}, cache, {}, progress)[""]:
+        given = {"": controls}
+        for kind, address, _ in self.fill(given, self.used(given), cache, {}, progress)[""]:
             tensors = cache.get(kind, address)
             if tensors is None:
                 raise UserError(f"the cache {cache.folder} has lost {_named(controls)}; start again to encode it")
