@@ -347,6 +347,10 @@ def test_a_run_exports_the_other_forms_and_asks_diffusers_of_those_it_reads(
     assert {folder.name for folder in exports.glob("transformer_*")} == {"transformer_official"}
     said = capsys.readouterr().out
     assert seen == files[:2] and "is not verified with diffusers: it loads nothing" in said
+    assert world.run("export", "--run", str(world.folder / "run"), "--to", "diffsynth") == 0
+    assert "step-000001_diffsynth.safetensors: loaded whole by no program that is known (diffusers loads nothing)" in (
+        capsys.readouterr().out
+    )
     assert run("--adapter", exports / files[1], "--to", "official", "--out", world.folder / "again.safetensors") == 0
     ours, again = load_file(exports / files[0]), load_file(world.folder / "again.safetensors")
     assert ours.keys() == again.keys() and all(torch.equal(ours[name], again[name]) for name in ours)

@@ -29,7 +29,7 @@ from ditkit_core.components import Components
 from ditkit_core.config import RunConfig
 from ditkit_core.console import progress, say, warn
 from ditkit_core.errors import UserError
-from ditkit_core.export import export_merged, whole_forms
+from ditkit_core.export import export_merged, loaded_by, whole_forms
 from ditkit_core.model import ModelSpec
 from ditkit_core.options import ExportOptions, parse_rank
 from ditkit_core.precision import Precision, parse_dtype
@@ -264,6 +264,5 @@ def _say_written(
     use_dora = any(adapter.matrices.magnitude is not None for adapter in adapters.values())
     layout = ADAPTER_FORMS[form].layout(form, spec.names.bare, use_dora=use_dora)
     read = spec.adapter_rules.readers(layout, list(adapters))
-    if loading := [reader for reader, said in read.items() if not said]:
-        others = "; ".join(f"{reader} {said}" for reader, said in read.items() if said)
-        say(f"loaded whole by {', '.join(loading)}" + f" ({others})" * bool(others))
+    if read:
+        say(loaded_by(read))

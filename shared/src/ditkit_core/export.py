@@ -125,6 +125,13 @@ def read_by(spec: ModelSpec, form: str, model: Any) -> Mapping[str, str]:
     return spec.adapter_rules.readers(layout, [*layers, *spec.adapter_rules.fillers(form, list(layers))])
 
 
+def loaded_by(read: Mapping[str, str]) -> str:
+    """One line on who loads a file, given what `readers` of `AdapterRules` said."""
+    loading = ", ".join(reader for reader, said in read.items() if not said) or "no program that is known"
+    others = "; ".join(f"{reader} {said}" for reader, said in read.items() if said)
+    return f"loaded whole by {loading}" + f" ({others})" * bool(others)
+
+
 def export_adapter(
     model: Any,
     spec: ModelSpec,

@@ -14,7 +14,7 @@ from ditkit_core.drawing import only
 from ditkit_core.encoded import EncodedSample
 from ditkit_core.errors import UserError
 from ditkit_core.expert_runs import is_joint, known, runs_of
-from ditkit_core.export import ExportConfig, check_export, export_adapter, export_merged, read_by
+from ditkit_core.export import ExportConfig, check_export, export_adapter, export_merged, loaded_by, read_by
 from ditkit_core.memory import release_memory
 from ditkit_core.model import ModelSpec
 from ditkit_core.options import ExportOptions
@@ -72,6 +72,9 @@ def _export(run: Run, wanted: ExportConfig, options: ExportOptions, folder: RunF
     else:
         stem, exact = out.stem, bool(options.out) and len(wanted.forms) == 1
         files = export_adapter(prepared.model, spec, out.parent, stem, wanted, metadata=metadata, exact=exact)
+        for form, file in zip(wanted.forms, files, strict=True):
+            if read := read_by(spec, form, prepared.model):
+                say(f"{file}: {loaded_by(read)}")
     say("\n".join(str(file) for file in files))
 
 
