@@ -95,7 +95,7 @@ def test_every_code_is_in_the_docs_with_its_meaning_and_no_other() -> None:
 def test_json_has_these_keys() -> None:
     found = json.loads(json.dumps(to_json(a_checkup()), allow_nan=False))
     assert set(found) == {
-        "schema", "trainable", "model", "samples", "fps", "buckets", "files", "excluded", "captions", "same", "alike", "steps", "findings",
+        "schema", "trainable", "model", "samples", "class_pictures", "fps", "buckets", "files", "excluded", "captions", "same", "alike", "steps", "findings",
         "seconds", "frames",
     }  # fmt: skip
     assert found["schema"] == 1 and found["trainable"] is False and found["frames"] == {"kept": 9, "dropped": 23}
@@ -153,8 +153,8 @@ def test_what_is_printed_lists_tables_and_findings(capsys: pytest.CaptureFixture
     assert (
         "toy: 3 samples of 1 files, 1 micro-batches in an epoch; 9 frames are kept, 23 of these files are not" in said
     )
-    row = next(line for line in said.splitlines() if line.lstrip().startswith("9  "))
-    assert row.split() == ["9", "64", "64", "0", "3", "1", "48", "2", "1"]
+    row = next(line for line in said.splitlines() if line.startswith("data  "))
+    assert row.split() == ["data", "9", "64", "64", "0", "3", "1", "48", "2", "1"]
     assert f"warning: D06 {HOSTILE}: a cut; cut it" in said and "not tried" in said
     assert "captions: 3, 2 different, 0 empty, 1 too long for the text encoder" in said
     assert said.splitlines()[-1] == "cannot be trained as it is (1 error, 1 warning, 1 note); checked in 2 s"

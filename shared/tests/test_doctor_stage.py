@@ -80,6 +80,41 @@ def test_json_is_all_that_stdout_has(world: World, capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out) == written
 
 
+def test_class_pictures_are_examined_like_the_data_and_told_from_it(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for i in range(3):
+        add_picture(world, f"../class/{i}.png", 50 + i, (32, 64), "a picture")
+    shutil.copy(world.folder / "clips" / "2.png", world.folder / "class" / "same.png")
+    (world.folder / "class" / "same.txt").write_text("a picture")
+    Image.new("RGB", (32, 64), "teal").save(world.folder / "class" / "blank.png")
+    (world.folder / "class" / "blank.txt").write_text("a picture")
+    torn = add_picture(world, "../class/torn.jpg", 60, (64, 64))
+    truncated(torn, torn, 0.7)
+    add_picture(world, "../class/nocaption.png", 61).with_suffix(".txt").unlink()
+    flags = ("--prior.folder", str(world.folder / "class"), "--data.buckets", "true", "--train.batch_size", "2")
+    status, found = check(world, *flags, "--data.on_bad", "skip")
+    assert status == 0 and (found["samples"], found["class_pictures"]) == (4, 5)
+    where = {each["code"]: each["where"] for each in found["findings"]}
+    assert where.keys() == {"D02", "D03", "D04", "D07"}, "that they share a caption is what they are for"
+    assert (where["D03"], where["D04"], where["D07"]) == ("prior: torn", "2, prior: same", "prior: blank")
+    rows = [(each["dataset"], each["samples"], each["micro_batches"]) for each in found["buckets"]]
+    assert rows[0] == ("data", 4, 2) and sum(each[1] for each in rows[1:]) == 5
+    assert {(each[0], each[2]) for each in rows[1:]} == {("prior", None)}
+    assert [each["dataset"] for each in found["files"]] == ["data"] * 4 + ["prior"] * 5
+    assert all(name.startswith("prior: ") for name in found["steps"][0]["samples"]), "theirs is the largest micro-batch"
+    assert "4 samples and 5 class pictures of 9 files" in capsys.readouterr().out
+    torn.rename(world.folder / "torn.jpg")
+    shutil.rmtree(torn.parent)
+    assert codes(check(world, *flags)[1], "error") == ["D01"]
+    torn.parent.mkdir()
+    (world.folder / "torn.jpg").rename(torn)
+    torn.with_suffix(".txt").write_text("a picture")
+    status, found = check(world, *flags, "--data.on_bad", "skip")
+    assert status == 0 and codes(found) == ["D03", "D01"]
+    assert "without prior preservation" in found["findings"][1]["what"]
+
+
 def spoil(world: World) -> list[str]:
     """Five things that are wrong, by name."""
     clips = world.folder / "clips"

@@ -10,6 +10,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 SCHEMA = 1
 """Version of the JSON: raised when a key goes or changes its meaning."""
 
+DatasetName = Literal["data", "prior"]
+"""The section of the configuration that names it: `prior` is of class pictures."""
+
 Severity = Literal["error", "warning", "note"]
 """An error keeps the run from being trained."""
 
@@ -65,6 +68,7 @@ class Finding:
 class BucketRow:
     """Samples of one shape."""
 
+    dataset: DatasetName = "data"
     frames: int
     height: int
     """Pixels, as `width`."""
@@ -79,13 +83,14 @@ class BucketRow:
     batch_size: int | None
     """Samples of a full micro-batch."""
     micro_batches: int | None
-    """In an epoch."""
+    """In an epoch; None for class pictures too, which go with the micro-batches of the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileRow:
     """One file and what is trained of it."""
 
+    dataset: DatasetName = "data"
     file: str
     samples: int
     """Windows of it."""
@@ -166,6 +171,8 @@ class Checkup:
 
     model: str
     samples: int
+    class_pictures: int = 0
+    """How many samples of prior preservation there are beside those."""
     fps: float
     buckets: tuple[BucketRow, ...] = ()
     files: tuple[FileRow, ...] = ()

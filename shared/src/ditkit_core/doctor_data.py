@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ from torch import Tensor
 from ditkit_core.cache import MediaHashes
 from ditkit_core.console import progress, say, warn
 from ditkit_core.data import files_of, split_held_out
+from ditkit_core.data_config import DataConfig
 from ditkit_core.dataset import Dataset, NothingToTrain, Sample
-from ditkit_core.doctor import BucketRow, Checkup, CutCaption, CutsCaptions, Excluded, FileRow, Finding
+from ditkit_core.doctor import BucketRow, Checkup, CutCaption, CutsCaptions, DatasetName, Excluded, FileRow, Finding
 from ditkit_core.doctor_findings import (
     captions_of,
     file_row,
@@ -35,6 +36,7 @@ from ditkit_core.encode import controls_of
 from ditkit_core.encoded import EncodedSample
 from ditkit_core.errors import NotEquipped, UserError
 from ditkit_core.media import available, kind_of, pictures, probe
+from ditkit_core.prior import PRIOR_MARK
 from ditkit_core.run import Run
 from ditkit_core.run_checks import check_scenes
 from ditkit_core.sample_stage import shape_of
@@ -54,8 +56,10 @@ class Examined:
     checkup: Checkup
     samples: list[Sample]
     """In order of id."""
+    class_pictures: list[Sample] = field(default_factory=list)
+    """The same of prior preservation."""
     largest: list[Sample] = field(default_factory=list)
-    """One micro-batch of the most tokens."""
+    """One micro-batch of the most tokens, of either."""
 
 
 def examine(run: Run) -> Examined:
@@ -64,51 +68,40 @@ def examine(run: Run) -> Examined:
     Args:
         run: The run. Whether its data section has bad files stop training decides if they are errors; they are all listed anyway.
     """
-    data = run.config.data
-    stopping = {"bad": data.on_bad == "error", "short": data.short_clips == "error", "unused": False}
-    lenient = replace(data, on_bad="skip", short_clips="skip" if stopping["short"] else data.short_clips)
-    try:
-        found: Dataset | NothingToTrain = run.scanned(lenient)
-    except NothingToTrain as error:
-        found = error
-    except UserError as error:
-        return _unusable(run, error, [])
-    excluded = [
-        Excluded(name=name, reason=reason, stops=stopping[kind])
-        for (name, reason), kind in zip(found.excluded, found.kinds, strict=True)
-    ]
-    if isinstance(found, NothingToTrain):
-        return _unusable(run, found, excluded)
-    looks = _Looks(run=run, fps=found.fps, stops=stopping["bad"])
-    with progress("look at clips", len(found.samples)) as bar:
-        for sample in found.samples:
-            looks.take(sample)
-            bar.advance()
-    samples = looks.good
-    captions = captions_of(samples, _cut_captions(run, samples))
-    buckets, largest = _buckets(run, samples)
-    same = same_content(_hashes(run, samples))
+    own, prior = _looked_at(run, run.config.data, "data"), _looked_at(run, run.prior_data, "prior")
+    if own.error is not None:
+        return _unusable(run, own.error, own.excluded)
+    samples, class_pictures, both = own.good, prior.good, (own, prior)
+    everything = [*samples, *class_pictures]
+    captions = captions_of(everything, _cut_captions(run, everything))
+    of_data, of_class = _buckets(run, samples), _buckets(run, class_pictures, "prior")
+    largest = max(of_data, of_class, key=lambda each: each.cost).largest
+    same = same_content(_hashes(run, everything))
     known = {id for group in same for id in group[1:]}
-    alike = near_duplicates({id: print for id, print in looks.prints.items() if id not in known})
-    files = list(looks.files())
+    prints = {**own.prints, **prior.prints}
+    alike = near_duplicates({id: print for id, print in prints.items() if id not in known})
+    files = [file for looks in both for file in looks.files()]
+    excluded = [each for looks in both for each in looks.excluded]
+    undecoded = [each for looks in both for each in looks.undecoded]
     findings = [
         *of_excluded(excluded),
-        *of_excluded(looks.excluded, "D03"),
+        *of_excluded(undecoded, "D03"),
         *_too_few(run, samples),
-        *of_buckets(buckets),
+        *_no_class_pictures(run, prior),
+        *of_buckets(of_data.rows),
         *(finding for row, hdr in files for finding in of_file(row, is_hdr=hdr)),
         *of_unused([row for row, _ in files]),
-        *looks.findings,
-        *map(refused, dict.fromkeys([*looks.lacking, *_wrong_with_scenes(run, samples)])),
+        *(finding for looks in both for finding in looks.findings),
+        *map(refused, dict.fromkeys([*own.lacking, *prior.lacking, *_wrong_with_scenes(run, samples)])),
         *of_duplicates(same, alike),
-        *of_captions(samples, captions),
+        *of_captions(samples, captions, class_pictures),
     ]
     checkup = Checkup(
-        model=run.spec.name, samples=len(samples), fps=found.fps, buckets=tuple(buckets),
-        files=tuple(row for row, _ in files), excluded=(*excluded, *looks.excluded), captions=captions, same=tuple(same),
-        alike=tuple(alike), findings=tuple(findings),
+        model=run.spec.name, samples=len(samples), class_pictures=len(class_pictures), fps=own.fps,
+        buckets=(*of_data.rows, *of_class.rows), files=tuple(row for row, _ in files), excluded=(*excluded, *undecoded),
+        captions=captions, same=tuple(same), alike=tuple(alike), findings=tuple(findings),
     )  # fmt: skip
-    return Examined(checkup=checkup, samples=samples, largest=largest)
+    return Examined(checkup=checkup, samples=samples, class_pictures=class_pictures, largest=largest)
 
 
 def say_in_brief(run: Run, encoded: Sequence[EncodedSample]) -> None:
@@ -153,18 +146,23 @@ def _unusable(run: Run, error: UserError, excluded: Sequence[Excluded]) -> Exami
 
 @dataclass(kw_only=True)
 class _Looks:
-    """What is seen sample by sample."""
+    """What is seen of a dataset, sample by sample."""
 
     run: Run
+    dataset: DatasetName
     fps: float
     stops: bool
     """Whether what cannot be decoded stops training."""
     good: list[Sample] = field(default_factory=list)
     excluded: list[Excluded] = field(default_factory=list)
+    """What was no sample."""
+    undecoded: list[Excluded] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     prints: dict[str, tuple[Path, Fingerprint]] = field(default_factory=dict)
     lacking: dict[str, None] = field(default_factory=dict)
     """What is not installed and no sample is to blame for, in order."""
+    error: UserError | None = None
+    """Why nothing of it can be trained on."""
 
     def take(self, sample: Sample) -> None:
         """Read what training would read of a sample: the clip decoded at low size, what it is conditioned by as it is encoded."""
@@ -179,7 +177,7 @@ class _Looks:
         except NotEquipped as error:
             self.lacking[str(error)] = None
         except UserError as error:
-            self.excluded.append(Excluded(name=sample.id, reason=str(error), stops=self.stops))
+            self.undecoded.append(Excluded(name=sample.id, reason=str(error), stops=self.stops))
             return
         self.good.append(sample)
         self.findings += of_look(sample.id, seen, fps) if seen else ()
@@ -196,7 +194,35 @@ class _Looks:
             if info.kind == "video" and not info.seconds:  # images of a folder that gives no rate
                 info = replace(info, seconds=available(path, self.fps).frames / self.fps, fps=self.fps)
             hdr = info.kind == "video" and path.is_file() and is_hdr(path)
-            yield file_row(str(path), info, samples, self.fps), hdr
+            yield file_row(str(path), info, samples, self.fps, self.dataset), hdr
+
+
+def _looked_at(run: Run, data: DataConfig | None, dataset: DatasetName) -> _Looks:
+    """Scan a dataset and look at each of its samples; nothing is seen of one that there is not."""
+    looks = _Looks(run=run, dataset=dataset, fps=run.fps, stops=run.config.data.on_bad == "error")
+    if data is None:
+        return looks
+    stopping = {"bad": looks.stops, "short": data.short_clips == "error", "unused": False}
+    lenient = replace(data, on_bad="skip", short_clips="skip" if stopping["short"] else data.short_clips)
+    try:
+        found: Dataset | NothingToTrain = run.scanned(lenient, f"{dataset}.folder")
+    except NothingToTrain as error:
+        found = looks.error = error
+    except UserError as error:
+        looks.error = error
+        return looks
+    looks.excluded += [
+        Excluded(name=name, reason=reason, stops=stopping[kind])
+        for (name, reason), kind in zip(found.excluded, found.kinds, strict=True)
+    ]
+    if isinstance(found, NothingToTrain):
+        return looks
+    looks.fps = found.fps
+    with progress("look at clips" if dataset == "data" else "look at class pictures", len(found.samples)) as bar:
+        for sample in found.samples:
+            looks.take(sample if dataset == "data" else replace(sample, id=PRIOR_MARK + sample.id))
+            bar.advance()
+    return looks
 
 
 def _decode(shown: Iterable[Any]) -> None:
@@ -233,13 +259,24 @@ def shape_for(run: Run, sample: Sample) -> Shape:
     return *size, references
 
 
-def _buckets(run: Run, samples: Sequence[Sample]) -> tuple[list[BucketRow], list[Sample]]:
+class _Batches(NamedTuple):
+    """What a dataset comes to in training."""
+
+    rows: list[BucketRow]
+    largest: list[Sample]
+    """One micro-batch."""
+    cost: int
+    """Of that one, to be compared."""
+
+
+def _buckets(run: Run, samples: Sequence[Sample], dataset: DatasetName = "data") -> _Batches:
     """The shapes that there are, and the samples of a largest micro-batch."""
     train = run.config.train
     ids = [sample.id for sample in samples]
     held_out: set[str] = set()
     with suppress(UserError):  # a finding says that nothing would be left
-        held_out = set(split_held_out(ids, run.config.held_out.clips, files_of(samples))[1])
+        count = run.config.held_out.clips if dataset == "data" else 0
+        held_out = set(split_held_out(ids, count, files_of(samples))[1])
     groups: dict[Shape, list[Sample]] = defaultdict(list)
     for sample in samples:
         groups[shape_for(run, sample)].append(sample)
@@ -253,6 +290,7 @@ def _buckets(run: Run, samples: Sequence[Sample]) -> tuple[list[BucketRow], list
         weight = sum(sample.repeats for sample in trained)
         rows.append(
             BucketRow(
+                dataset=dataset,
                 frames=shape[0],
                 height=shape[1],
                 width=shape[2],
@@ -261,14 +299,14 @@ def _buckets(run: Run, samples: Sequence[Sample]) -> tuple[list[BucketRow], list
                 held_out=len(members) - len(trained),
                 tokens=tokens,
                 batch_size=size,
-                micro_batches=-int(-weight // size) if size else None,
+                micro_batches=-int(-weight // size) if size and dataset == "data" else None,
             )
         )
         whole = trained[: size or 1]
         cost = len(whole) * (tokens or shape[0] * shape[1] * shape[2])
         if cost > most:
             largest, most = whole, cost
-    return rows, largest
+    return _Batches(rows, largest, most)
 
 
 def _tokens(run: Run, shape: Shape) -> int | None:
@@ -295,6 +333,17 @@ def _wrong_with_scenes(run: Run, samples: Sequence[Sample]) -> Iterator[str]:
 def refused(error: UserError | str) -> Finding:
     """What training itself would stop with."""
     return Finding(code="D21", severity="error", where="", what=str(error), remedy="")
+
+
+def _no_class_pictures(run: Run, prior: _Looks) -> Iterator[Finding]:
+    """Why nothing of the class pictures can be trained on, if they are there."""
+    if prior.error is not None:
+        yield Finding(code="D01", severity="error", where="", what=str(prior.error), remedy="")
+    elif run.prior_data is not None and not prior.good:
+        yield Finding(
+            code="D01", severity="warning", where="prior.folder", what="no class picture can be read: training would do without prior preservation",
+            remedy="mend them, or leave [prior] out",
+        )  # fmt: skip
 
 
 def _too_few(run: Run, samples: Sequence[Sample]) -> Iterator[Finding]:

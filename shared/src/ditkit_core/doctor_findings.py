@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ditkit_core.dataset import Sample
-from ditkit_core.doctor import BucketRow, CaptionRow, CutCaption, Excluded, FileRow, Finding
+from ditkit_core.doctor import BucketRow, CaptionRow, CutCaption, DatasetName, Excluded, FileRow, Finding
 from ditkit_core.doctor_media import Look
 from ditkit_core.media import MediaInfo
 from ditkit_core.timeline import SLACK_SECONDS
@@ -24,7 +24,9 @@ BLANK_SHARE = 0.1
 """Share of a clip's frames that may be blank: films begin and end with some."""
 
 
-def file_row(file: str, info: MediaInfo, samples: Sequence[Sample], fps: float) -> FileRow:
+def file_row(
+    file: str, info: MediaInfo, samples: Sequence[Sample], fps: float, dataset: DatasetName = "data"
+) -> FileRow:
     """What is trained of a file.
 
     Args:
@@ -32,13 +34,14 @@ def file_row(file: str, info: MediaInfo, samples: Sequence[Sample], fps: float) 
         info: What it holds.
         samples: Its windows, which may overlap.
         fps: Frames per second that videos are read at.
+        dataset: Which it is of.
     """
     is_video = info.kind == "video"
     there = max(1, math.ceil((info.seconds - SLACK_SECONDS) * fps)) if is_video else 1
     used = {round(sample.start_seconds * fps) + i for sample in samples for i in range(sample.frames)}
     kept = min(there, len(used)) if is_video else 1
     return FileRow(
-        file=file, samples=len(samples), seconds=info.seconds, fps=info.fps, trained_fps=fps if is_video else 0.0,
+        dataset=dataset, file=file, samples=len(samples), seconds=info.seconds, fps=info.fps, trained_fps=fps if is_video else 0.0,
         frames=there, kept=kept, dropped=there - kept, height=info.height, width=info.width,
         enlarged=max(1.0, *(max(each.height / info.height, each.width / info.width) for each in samples)),
     )  # fmt: skip
@@ -147,23 +150,23 @@ def captions_of(samples: Sequence[Sample], cut: Sequence[CutCaption] | None) -> 
     )
 
 
-def of_captions(samples: Sequence[Sample], row: CaptionRow) -> Iterator[Finding]:
-    """What is likely to be wrong with captions."""
+def of_captions(samples: Sequence[Sample], row: CaptionRow, class_pictures: Sequence[Sample] = ()) -> Iterator[Finding]:
+    """What is likely to be wrong with captions; class pictures may share one, which says what they are."""
     for cut in row.cut or ():
         yield Finding(
             code="D14", severity="warning", where=cut.sample,
             what=f"the text encoder does not read the last {cut.tokens} tokens of its caption, behind {_end(cut.kept)}",
             remedy="shorten the caption",
         )  # fmt: skip
-    using = defaultdict(list)
-    for sample in samples:
-        for caption in sample.captions:
-            using[caption.strip()].append(sample.id)
-    if empty := using.pop("", []):
+    if empty := [each.id for each in (*samples, *class_pictures) for text in each.captions if not text.strip()]:
         yield Finding(
             code="D16", severity="warning", where=_listed(empty), what="its caption is empty" if len(empty) == 1 else "their captions are empty",
             remedy="write one; for training without captions set train.caption_dropout",
         )  # fmt: skip
+    using = defaultdict(list)
+    for sample in samples:
+        for caption in filter(None, map(str.strip, sample.captions)):
+            using[caption].append(sample.id)
     for caption, ids in using.items():
         if len(ids) > max(1, SAME_CAPTION_SHARE * len(samples)):
             yield Finding(
@@ -175,7 +178,7 @@ def of_captions(samples: Sequence[Sample], row: CaptionRow) -> Iterator[Finding]
 def of_buckets(rows: Sequence[BucketRow]) -> Iterator[Finding]:
     """Shapes that are too few for a micro-batch."""
     for row in rows:
-        trained = row.samples - row.held_out
+        trained = row.samples - row.held_out if row.dataset == "data" else 0
         if row.batch_size and 0 < trained < row.batch_size and len(rows) > 1:
             yield Finding(
                 code="D17", severity="note", where=f"{row.frames} x {row.height} x {row.width}",

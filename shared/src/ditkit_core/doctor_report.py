@@ -110,8 +110,10 @@ def _buckets(checkup: Checkup) -> Titled:
     epoch = f", {total} micro-batches in an epoch" if total else ""
     kept, dropped = checkup.kept, checkup.dropped
     frames = f"; {kept} frames are kept, {dropped} of these files are not" if kept + dropped else ""
-    title = f"{checkup.model}: {checkup.samples} samples of {len(checkup.files)} files{epoch}{frames}"
+    classes = f" and {checkup.class_pictures} class pictures" if checkup.class_pictures else ""
+    title = f"{checkup.model}: {checkup.samples} samples{classes} of {len(checkup.files)} files{epoch}{frames}"
     head = [
+        "dataset",
         "frames",
         "height",
         "width",
@@ -123,7 +125,10 @@ def _buckets(checkup: Checkup) -> Titled:
         "micro-batches",
     ]
     rows = [
-        [*map(_number, (row.frames, row.height, row.width, row.references, row.samples, row.held_out, row.tokens, row.batch_size, row.micro_batches))]
+        [
+            row.dataset, *map(_number, (row.frames, row.height, row.width, row.references, row.samples, row.held_out, row.tokens, row.batch_size)),
+            _number(row.micro_batches) if row.dataset == "data" else "",
+        ]
         for row in checkup.buckets
     ]  # fmt: skip
     return title, head, rows
@@ -131,6 +136,7 @@ def _buckets(checkup: Checkup) -> Titled:
 
 def _files(checkup: Checkup) -> Titled:
     head = [
+        "dataset",
         "file",
         "samples",
         "seconds",
@@ -145,7 +151,7 @@ def _files(checkup: Checkup) -> Titled:
     ]
     rows = [
         [
-            row.file, str(row.samples), f"{row.seconds:.2f}", f"{row.fps:.3g}", f"{row.trained_fps:g}", str(row.frames), str(row.kept),
+            row.dataset, row.file, str(row.samples), f"{row.seconds:.2f}", f"{row.fps:.3g}", f"{row.trained_fps:g}", str(row.frames), str(row.kept),
             str(row.dropped), str(row.height), str(row.width), f"×{row.enlarged:.2f}" if row.enlarged > 1 else "",
         ]
         for row in checkup.files

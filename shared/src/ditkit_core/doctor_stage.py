@@ -61,7 +61,7 @@ def checked(run: Run) -> Checkup:
     examined = examine(run)
     checkup = examined.checkup
     for each in runs_of(run) if examined.largest else ():
-        step, found = try_step(each, examined.samples, examined.largest)
+        step, found = try_step(each, examined)
         findings = [finding for finding in found if finding not in checkup.findings]
         release_memory()
         steps = () if step is None else (step,)

@@ -6,7 +6,7 @@ second step, after an update of the second matrix. Nothing of it is kept: the mo
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +18,8 @@ from ditkit_core.checkpoint import SaveConfig, latest, load_state, save_state
 from ditkit_core.components import nothing_fetched
 from ditkit_core.console import warn
 from ditkit_core.data import BatchSize, TrainingData
-from ditkit_core.dataset import Sample
 from ditkit_core.doctor import Finding, StepRow
-from ditkit_core.doctor_data import outline_of, refused, shape_for
+from ditkit_core.doctor_data import Examined, outline_of, refused, shape_for
 from ditkit_core.errors import UserError
 from ditkit_core.expert_runs import is_joint
 from ditkit_core.memory import is_out_of_memory, peak_memory_bytes, restart_peak
@@ -37,13 +36,12 @@ LARGEST_SAVE_BYTES = 4 * 2**30
 """A trial saves no more than this: what a full fine-tune saves takes minutes, and room that may not be there."""
 
 
-def try_step(run: Run, samples: Sequence[Sample], largest: Sequence[Sample]) -> tuple[StepRow | None, list[Finding]]:
+def try_step(run: Run, examined: Examined) -> tuple[StepRow | None, list[Finding]]:
     """Train two steps on a micro-batch, which is encoded if it is not yet. Nothing is fetched.
 
     Args:
         run: The run of one transformer.
-        samples: All that it trains on; of each shape one is tried on the model without weights.
-        largest: One micro-batch of them.
+        examined: What it trains on: of each shape one sample is tried on the model without weights, then a largest micro-batch.
 
     Returns:
         What was measured, None if it did not come to that, and what is wrong.
@@ -61,7 +59,7 @@ def try_step(run: Run, samples: Sequence[Sample], largest: Sequence[Sample]) -> 
         ]  # fmt: skip
     try:
         with nothing_fetched():
-            return _try(run, samples, largest)
+            return _try(run, examined)
     except UserError as error:
         return None, [refused(error)]
     except NonFiniteLoss as error:
@@ -70,6 +68,7 @@ def try_step(run: Run, samples: Sequence[Sample], largest: Sequence[Sample]) -> 
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
+        largest = examined.largest
         tried = f"{len(largest)} x {largest[0].frames} frames of {largest[0].height} x {largest[0].width}"
         finding = Finding(
             code="D25", severity="error", where=tried, what="memory ran out in the largest micro-batch",
@@ -78,19 +77,20 @@ def try_step(run: Run, samples: Sequence[Sample], largest: Sequence[Sample]) -> 
         return None, [finding]
 
 
-def _try(run: Run, samples: Sequence[Sample], largest: Sequence[Sample]) -> tuple[StepRow, list[Finding]]:
-    began, config = time.monotonic(), run.config.train
+def _try(run: Run, examined: Examined) -> tuple[StepRow, list[Finding]]:
+    began, config, largest = time.monotonic(), run.config.train, examined.largest
     unloaded = run.build()
     run = run.known_as(unloaded.arch)
     if is_joint(run):
         raise UserError("this model has several experts, as only its weights tell; name it with model.preset")
     divided = divided_for_training(run, unloaded.model, unloaded.arch, unloaded.adapter)
-    for shape, sample in {shape_for(run, sample): sample for sample in reversed(samples)}.items():
+    everything = [*examined.samples, *examined.class_pictures]
+    for shape, sample in {shape_for(run, sample): sample for sample in reversed(everything)}.items():
         try:
             check_item(run.spec, unloaded.model, outline_of(run, shape))
         except UserError as error:
             raise UserError(f"{sample.id}: {error}") from error
-    check_parts(run, samples)
+    check_parts(run, examined.samples)
     encoded = run.encode_samples(largest, run.fps)
     if len(encoded) < len(largest):
         raise UserError(

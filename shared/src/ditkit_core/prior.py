@@ -18,6 +18,9 @@ from ditkit_core.listing import media_files
 from ditkit_core.randomness import seed_of
 from ditkit_core.settings import setting
 
+PRIOR_MARK = "prior: "
+"""Before the id of a class picture, which the data may have too."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PriorConfig:

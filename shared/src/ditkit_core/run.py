@@ -40,7 +40,7 @@ from ditkit_core.plan import Budget
 from ditkit_core.policy_schedule import parse_schedule
 from ditkit_core.precision import Precision, parse_dtype
 from ditkit_core.prepare import Prepared, Unloaded, arch_here, build, load
-from ditkit_core.prior import count_media, prior_data_config
+from ditkit_core.prior import PRIOR_MARK, count_media, prior_data_config
 from ditkit_core.profile import Profile
 from ditkit_core.run_folder import RunFolder
 from ditkit_core.sample_stage import Scene
@@ -328,13 +328,17 @@ class Run:
         """The class pictures of prior preservation alone."""
         return self.encode_samples(self._prior_samples(), self.dataset.fps, [])
 
-    def _prior_samples(self) -> list[Sample]:
-        """The class pictures; none if none are wanted or all are still to be drawn."""
+    @property
+    def prior_data(self) -> DataConfig | None:
+        """How the class pictures are read; None if none are wanted or all are still to be drawn."""
         prior = self.config.prior
         if not prior.wanted or (prior.prompt and not count_media(self.prior_folder)):
-            return []
-        found = self._scan(prior_data_config(self.config.data, str(self.prior_folder)), "prior.folder")
-        return [replace(sample, id=f"prior: {sample.id}") for sample in found.samples]
+            return None
+        return prior_data_config(self.config.data, str(self.prior_folder))
+
+    def _prior_samples(self) -> list[Sample]:
+        found = () if self.prior_data is None else self._scan(self.prior_data, "prior.folder").samples
+        return [replace(sample, id=PRIOR_MARK + sample.id) for sample in found]
 
     def encode_samples(
         self,
