@@ -14,9 +14,11 @@ from ditkit_core.doctor import (
     CaptionRow,
     Checkup,
     CutCaption,
+    DeviceRow,
     Excluded,
     FileRow,
     Finding,
+    MemoryPlan,
     StepRow,
     to_json,
 )
@@ -75,6 +77,10 @@ def a_checkup() -> Checkup:
         excluded=(Excluded(name=HOSTILE, reason=f"{HOSTILE} is empty; remove it", stops=True),),
         captions=CaptionRow(count=3, distinct=2, empty=0, cut=(CutCaption(sample=HOSTILE, tokens=7, kept=HOSTILE),)),
         same=(("a", HOSTILE),), alike=(("a", "c"),),
+        memory=MemoryPlan(
+            batch="2 x 64x64", fits=False,
+            devices=(DeviceRow(device=HOSTILE, peak=3 * 2**30, reserve=2**30, total=2**31, fits=False),),
+        ),
         steps=(StepRow(
             expert="", frames=9, height=64, width=64, samples=("a", HOSTILE), tokens=96, losses=(1.0, 0.5), grad_norms=(2.0, 3.0), parameters=4,
             without_gradient=("x",), reloaded=True, peak_bytes=2.0**30, seconds=1.0,
@@ -95,7 +101,7 @@ def test_every_code_is_in_the_docs_with_its_meaning_and_no_other() -> None:
 def test_json_has_these_keys() -> None:
     found = json.loads(json.dumps(to_json(a_checkup()), allow_nan=False))
     assert set(found) == {
-        "schema", "trainable", "model", "samples", "class_pictures", "fps", "buckets", "files", "excluded", "captions", "same", "alike", "steps", "findings",
+        "schema", "trainable", "model", "samples", "class_pictures", "fps", "buckets", "files", "excluded", "captions", "same", "alike", "memory", "steps", "findings",
         "seconds", "frames",
     }  # fmt: skip
     assert found["schema"] == 1 and found["trainable"] is False and found["frames"] == {"kept": 9, "dropped": 23}
@@ -156,6 +162,8 @@ def test_what_is_printed_lists_tables_and_findings(capsys: pytest.CaptureFixture
     row = next(line for line in said.splitlines() if line.startswith("data  "))
     assert row.split() == ["data", "9", "64", "64", "0", "3", "1", "48", "2", "1"]
     assert f"warning: D06 {HOSTILE}: a cut; cut it" in said and "not tried" in said
+    row = next(line for line in said.splitlines() if line.startswith(HOSTILE) and "lacks" in line)
+    assert row.removeprefix(HOSTILE).split() == ["3.00", "1.00", "2.00", "0.00", "lacks", "2.00"]
     assert "captions: 3, 2 different, 0 empty, 1 too long for the text encoder" in said
     assert said.splitlines()[-1] == "cannot be trained as it is (1 error, 1 warning, 1 note); checked in 2 s"
 

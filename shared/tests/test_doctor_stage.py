@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,6 +64,7 @@ def test_a_sound_run_can_be_trained_and_nothing_else_is_left(world: World, capsy
     assert step["without_gradient"] == [] and step["parameters"] > 0 and len(set(step["losses"])) == 2
     assert world.media.calls == 2, "what is not in the largest micro-batch is not encoded"
     said = capsys.readouterr().out
+    assert found["memory"]["fits"] is None and "fits: not planned: a run on the CPU" in said
     assert "4 samples of 4 files" in said and "can be trained; checked in" in said and "check.html" in said
 
 
@@ -300,6 +302,35 @@ def test_memory_that_runs_out_is_an_error_with_a_remedy(world: World) -> None:
     world.spec = replace(world.spec, make_inputs=full)
     status, found = check(world)
     assert status == 1 and codes(found) == ["D25"] and "--fit" in found["findings"][0]["remedy"]
+
+
+def test_memory_is_planned_for_accelerators(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = SimpleNamespace(name="a card", total_memory=2**30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    add_picture(world, "wide.png", 9, (16, 64))
+    add_picture(world, "torn.png", 9).write_bytes(b"")
+    flags = ("--model.transformer", "somebody/model", "--data.buckets", "true", "--data.on_bad", "skip")
+    two = (*flags, "--train.devices", '["cuda:0", "cuda:1"]')
+    status, found = check(world, *two)
+    assert status == 0 and codes(found) == ["D02", "D20"]
+    plan = found["memory"]
+    assert plan["fits"] is True and plan["batch"].startswith("1 x 16x32 "), "the largest of those that can be read"
+    assert [(row["device"], row["total"], row["fits"]) for row in plan["devices"]] == [
+        ("0: a card", 2**30, True),
+        ("1: a card", 2**30, True),
+    ]
+    status, found = check(world, *two, "--train.reserve", "[0.0, 0.34]")
+    assert status == 0 and codes(found) == ["D02", "D26", "D20"] and found["memory"]["fits"] is False
+    (lacking,) = [each for each in found["findings"] if each["code"] == "D26"]
+    assert lacking["where"] == "1: a card" and "--fit" in lacking["remedy"]
+    first, second = found["memory"]["devices"]
+    assert first["fits"] and not second["fits"] and second["peak"] + second["reserve"] > second["total"]
+    said = capsys.readouterr().out
+    assert "fits: yes, as planned for 1 x 16x32" in said and "fits: no, as planned for 1 x 16x32" in said
+    assert "lacks 0.0" in said
 
 
 def test_holding_everything_out_is_an_error(world: World) -> None:

@@ -40,6 +40,7 @@ CODES: Mapping[str, str] = {
     "D23": "parameters that get no gradient",
     "D24": "a save that does not come back as it was",
     "D25": "memory does not suffice for the largest micro-batch",
+    "D26": "more memory is planned for than there is",
 }
 """What each finding is about."""
 
@@ -142,6 +143,32 @@ class CaptionRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceRow:
+    """What an accelerator is planned to hold in a step; bytes."""
+
+    device: str
+    peak: int
+    """At most."""
+    reserve: int
+    """Left to others and to the driver."""
+    total: int
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Whether a run fits its accelerators."""
+
+    batch: str = ""
+    """The micro-batch that is planned for; empty if none is."""
+    devices: tuple[DeviceRow, ...] = ()
+    fits: bool | None = None
+    """All of it, with encoding and drawing; None if it was not planned."""
+    why_not: str = ""
+    """Why it was not planned."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepRow:
     """Two steps on the largest micro-batch, and a save of what they trained."""
 
@@ -182,6 +209,8 @@ class Checkup:
     """Samples whose files have the same content."""
     alike: tuple[tuple[str, ...], ...] = ()
     """Samples that look nearly alike."""
+    memory: MemoryPlan | None = None
+    """None if there is nothing to plan for."""
     steps: tuple[StepRow, ...] = ()
     """One for each transformer that is trained."""
     findings: tuple[Finding, ...] = ()

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ditkit_core.console import CONSOLE, say
-from ditkit_core.doctor import CODES, Checkup, Finding, StepRow, to_json
+from ditkit_core.doctor import CODES, Checkup, Finding, MemoryPlan, StepRow, to_json
 from ditkit_core.files import write_text
 from ditkit_core.run_folder import CHECKS
 
@@ -101,6 +101,8 @@ def _tables(checkup: Checkup, *, files: bool = False) -> list[Titled]:
         for title, groups in (("same content", checkup.same), ("nearly alike", checkup.alike)):
             if groups:
                 tables.append((title, ["samples"], [[", ".join(group)] for group in groups]))
+    if checkup.memory is not None:
+        tables.append(_memory(checkup.memory))
     tables += map(_step, checkup.steps)
     return tables
 
@@ -164,6 +166,19 @@ def _captions(checkup: Checkup) -> str:
     assert row is not None
     cut = "not looked at for length" if row.cut is None else f"{len(row.cut)} too long for the text encoder"
     return f"captions: {row.count}, {row.distinct} different, {row.empty} empty, {cut}"
+
+
+def _memory(plan: MemoryPlan) -> Titled:
+    if plan.fits is None:
+        return f"fits: not planned: {plan.why_not}", [], []
+    head = ["GiB", "planned peak", "reserve", "total", "free", ""]
+    rows = []
+    for row in plan.devices:
+        free = row.total - row.reserve - row.peak
+        sizes = [f"{size / 2**30:.2f}" for size in (row.peak, row.reserve, row.total, max(0, free))]
+        rows.append([row.device, *sizes, "fits" if row.fits else f"lacks {-free / 2**30:.2f}"])
+    verdict = "yes" if plan.fits else "no"
+    return f"fits: {verdict}, as planned for {plan.batch}", head, rows
 
 
 def _step(row: StepRow) -> Titled:

@@ -12,6 +12,7 @@ from ditkit_core.config import RunConfig
 from ditkit_core.console import say
 from ditkit_core.doctor import Checkup, to_json
 from ditkit_core.doctor_data import examine
+from ditkit_core.doctor_memory import plan_memory
 from ditkit_core.doctor_report import show, write
 from ditkit_core.doctor_step import try_step
 from ditkit_core.errors import UserError
@@ -60,6 +61,9 @@ def checked(run: Run) -> Checkup:
     began = time.monotonic()
     examined = examine(run)
     checkup = examined.checkup
+    if examined.largest:
+        memory, lacking = plan_memory(run, examined.samples)
+        checkup = replace(checkup, memory=memory, findings=(*checkup.findings, *lacking))
     for each in runs_of(run) if examined.largest else ():
         step, found = try_step(each, examined)
         findings = [finding for finding in found if finding not in checkup.findings]

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from ditkit_core import hardware
 from ditkit_core.adapters import AdapterConfig
+from ditkit_core.dataset import Sample
 from ditkit_core.devices import choose_device
 from ditkit_core.plan import Budget, DevicePlan
 from ditkit_core.plan_companions import CompanionRow, Room, companion_rows, denoising_bytes, held_while_drawing
@@ -24,7 +25,14 @@ class Drawn(NamedTuple):
 
 
 def beside_training(
-    run: Run, arch: Any, adapter: AdapterConfig, shapes: Sequence[Shape], devices: Sequence[DevicePlan], *, gpus: bool
+    run: Run,
+    arch: Any,
+    adapter: AdapterConfig,
+    shapes: Sequence[Shape],
+    devices: Sequence[DevicePlan],
+    *,
+    gpus: bool,
+    samples: Sequence[Sample] | None = None,
 ) -> tuple[CompanionRow, ...]:
     """Encoding and drawing, as configured.
 
@@ -35,6 +43,7 @@ def beside_training(
         shapes: All that the data consists of.
         devices: What the steps hold.
         gpus: Whether the plan is for cards that need not be here.
+        samples: What is trained on, if that is known already; None looks at the dataset.
 
     Raises:
         UserError: If files of an encoder that are here are damaged or of another model.
@@ -45,7 +54,7 @@ def beside_training(
     rooms = [_room(device.budget, kind) for device in devices]
     own, *others = rooms
     held, *held_elsewhere = (held_while_drawing(device.purposes, averages=averages) for device in devices)
-    drawn = to_be_drawn(run, shapes)
+    drawn = to_be_drawn(run, shapes, samples)
     denoising = 0
     if drawn.shapes:
         largest = max(drawn.shapes, key=_pixels)
@@ -78,7 +87,7 @@ def has_data(run: Run) -> bool:
     return all(folder and Path(folder).expanduser().is_dir() for folder in folders)
 
 
-def to_be_drawn(run: Run, shapes: Sequence[Shape]) -> Drawn:
+def to_be_drawn(run: Run, shapes: Sequence[Shape], samples: Sequence[Sample] | None = None) -> Drawn:
     """The samples that a run draws when it ends, and while it trains: the same ones; and class pictures that are missing.
 
     Those are drawn before the optimizer has anything, which is not told apart: only adapters can be trained with them.
@@ -86,8 +95,9 @@ def to_be_drawn(run: Run, shapes: Sequence[Shape]) -> Drawn:
     Args:
         run: The run.
         shapes: All that the data consists of, which captions are drawn in if the data is not here to say which.
+        samples: As for `beside_training`.
     """
-    asked, pictures = _samples(run, shapes), _class_pictures(run)
+    asked, pictures = _samples(run, shapes, samples), _class_pictures(run)
     return Drawn((*asked.shapes, *pictures.shapes), asked.num + pictures.num)
 
 
@@ -97,12 +107,14 @@ def _class_pictures(run: Run) -> Drawn:
     return Drawn((((1, data.height, data.width), ()),), missing) if missing > 0 else Drawn((), 0)
 
 
-def _samples(run: Run, shapes: Sequence[Shape]) -> Drawn:
+def _samples(run: Run, shapes: Sequence[Shape], samples: Sequence[Sample] | None) -> Drawn:
     config = run.config.sample
     if not config.prompts and not config.captions:
         return Drawn((), 0)
-    if config.prompts or has_data(run):
-        scenes = run.scenes([] if config.prompts else run.dataset.samples)
+    if samples is None and not config.prompts and has_data(run):
+        samples = run.dataset.samples
+    if config.prompts or samples is not None:
+        scenes = run.scenes([] if config.prompts or samples is None else samples)
         found: list[Shape] = []
         for scene in scenes:
             found.append(shape_of(scene, scene.files, run.columns, run.spec.reference_size))

@@ -21,6 +21,7 @@ from ditkit_core.checkpoint_budget import Task, choose, limited
 from ditkit_core.checkpoint_policies import Full, Policy
 from ditkit_core.config import RunConfig
 from ditkit_core.console import say
+from ditkit_core.dataset import Sample
 from ditkit_core.division import budgets_here, budgets_of, host_limit
 from ditkit_core.errors import UserError
 from ditkit_core.expert_runs import notes_on, resident
@@ -75,11 +76,21 @@ def make_report(run: Run, gpus: str = "", host: str = "") -> Report:
         host: What streamed weights may take on the host; empty for what is free here, or any amount with `gpus`.
     """
     check(run, here=not gpus)
+    return report_of(run, gpus, host)
+
+
+def report_of(run: Run, gpus: str = "", host: str = "", samples: Sequence[Sample] | None = None) -> Report:
+    """The same of a run that was checked.
+
+    Args:
+        run, gpus, host: As for `make_report`.
+        samples: What it trains on, if that is known already; None looks at the dataset.
+    """
     notes = (*notes_on(run), *_notes(run))
     run = as_held(resident(run))
     targets = _targets(run, gpus, host)
     preset, arch = arch_here(run.spec, run.config.model)
-    adapter, bucket = _adapter(run, arch), largest_bucket(run, arch)
+    adapter, bucket = _adapter(run, arch), largest_bucket(run, arch, samples)
     config, micro_batches, pipelined = run.config, run.micro_batches, run.config.train.pipelined
     limit = host_limit(host, here=not gpus) if targets.kind == "cuda" else None  # on a CPU the host is the device
     model = _divisible(run, arch, adapter, targets)
@@ -106,7 +117,7 @@ def make_report(run: Run, gpus: str = "", host: str = "") -> Report:
         micro_batches=micro_batches,
         pipelined=pipelined,
         devices=plans,
-        beside=beside_training(run, arch, adapter, bucket.shapes, plans, gpus=bool(gpus)),
+        beside=beside_training(run, arch, adapter, bucket.shapes, plans, gpus=bool(gpus), samples=samples),
         previews=bool(config.sample.every_steps),
         division=division,
         host=on_host(found, division.streamed),
@@ -327,12 +338,20 @@ class Bucket:
         return f"{len(self.items)} x {what}{edited} ({self.source})"
 
 
-def largest_bucket(run: Run, arch: Any) -> Bucket:
-    """The micro-batch with the most tokens that the data can give: of the dataset if it is here, else of the configured size."""
+def largest_bucket(run: Run, arch: Any, samples: Sequence[Sample] | None = None) -> Bucket:
+    """The micro-batch with the most tokens that the data can give: of the dataset if it is here, else of the configured size.
+
+    Args:
+        run: The run.
+        arch: Its architecture.
+        samples: The dataset's, if they are known already.
+    """
     data, train = run.config.data, run.config.train
     shapes: set[Shape] = set()
-    if has_data(run):
-        for sample in run.dataset.samples:
+    if samples is None and has_data(run):
+        samples = run.dataset.samples
+    if samples is not None:
+        for sample in samples:
             shapes.add(shape_of(sample, sample.controls, run.columns, run.spec.reference_size))
         source = f"the largest in {', '.join(data.folders or (data.folder,))}"
     elif data.buckets:
