@@ -79,6 +79,16 @@ def test_a_folder_of_pickles_alone_is_refused_and_one_with_safe_weights_is_not(t
     assert Components(text_encoder=str(tmp_path)).locate("text_encoder") == tmp_path
 
 
+def test_the_commands_that_fetch_are_named_repository_by_repository():
+    elsewhere = Components(base="owner/model/wan", vae="owner/vae/wan/vae.safetensors", text_encoder="other/texts/umt5")
+    assert elsewhere.fetch_commands(["transformer", "tokenizer", "vae", "text_encoder"]) == (
+        'hf download owner/model --include "wan/model_index.json" --include "wan/transformer/*" --include "wan/tokenizer/*" && '
+        'hf download owner/vae --include "wan/vae.safetensors" && hf download other/texts --include "umt5/*"'
+    )
+    alone = Components(base="owner/model", vae="owner/model")
+    assert alone.fetch_commands(["vae"]) == 'hf download owner/model --include "*"'
+
+
 class Hub:
     """A hub of some files: makes those that the patterns of a call allow."""
 

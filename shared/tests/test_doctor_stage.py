@@ -289,6 +289,7 @@ def test_a_save_that_comes_back_otherwise_is_an_error(world: World, monkeypatch:
 def test_a_model_that_is_not_here_is_not_fetched(world: World) -> None:
     status, found = check(world, "--model.transformer", "somebody/model")
     assert status == 0 and codes(found) == ["D20"] and found["steps"] == []
+    assert found["findings"][0]["remedy"].startswith('fetch them with hf download somebody/model --include "*" and ')
     status, found = check(world, "--model.transformer", "no such file")
     assert status == 1 and codes(found) == ["D21"] and "no such file" in found["findings"][0]["what"]
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -115,6 +115,25 @@ class Components:
         wanted = [f"{inner}/config.json".lstrip("/"), _PIPELINE_INDEX]
         folder = _snapshot(match["repository"], wanted, [], f"model.{part}" if own else "model.base") / inner
         return folder if (folder / "config.json").is_file() else None
+
+    def fetch_commands(self, parts: Sequence[str]) -> str:
+        """The commands that bring parts named by the id of a hub into its local cache, which a run looks into first."""
+        wanted: dict[str, list[str]] = {}
+        for part in parts:
+            own = self._own.get(part, "")
+            match = _HUB_ID.fullmatch(own or self.base)
+            assert match is not None, "is_elsewhere says so"
+            inner, patterns = match["inner"] or "", wanted.setdefault(match["repository"], [])
+            if not own:
+                patterns += [f"{inner}/{name}".lstrip("/") for name in (_PIPELINE_INDEX, f"{part}/*")]
+            elif inner:
+                patterns.append(inner if inner.endswith(".safetensors") else f"{inner}/*")
+            else:  # which of its folders, or none, is seen when it is there
+                patterns.append("*")
+        return " && ".join(
+            " ".join(["hf download", repository, *(f'--include "{name}"' for name in dict.fromkeys(patterns))])
+            for repository, patterns in wanted.items()
+        )
 
     def locate(self, part: str, *, safe_names: Mapping[str, str] = MappingProxyType({})) -> Path:
         """The local file or folder of a part, fetched from the hub if its path is a hub id.

@@ -54,7 +54,7 @@ def try_step(run: Run, examined: Examined) -> tuple[StepRow | None, list[Finding
             Finding(
                 code="D20", severity="note", where=f"model ({', '.join(elsewhere)})",
                 what="not tried: its files are named by the id of a hub and not all in the local cache, and a check fetches nothing",
-                remedy="fetch it once, or set model.base to the folder of a download",
+                remedy=f"fetch them with {model.fetch_commands(elsewhere)} and check again, or set model.base to the folder of a download",
             )
         ]  # fmt: skip
     try:
