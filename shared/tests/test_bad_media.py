@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 from PIL import Image
 
 from ditkit_core.media import available, probe, read_clip
+from malformed_media import clear_packet
 from media_files import noisy_video, numbered_video, sound_only, truncated
 from one_line import assert_one_line
 
@@ -116,16 +116,6 @@ def test_a_damaged_frame_is_an_error_and_only_where_it_is_wanted(
     assert available(path, 24.0).frames == 32
     assert read_clip(path, frames=5, fps=24.0, height=16, width=16).shape == (3, 5, 16, 16)
     assert_one_line(lambda: read_clip(path, frames=32, fps=24.0, height=16, width=16), str(path))
-
-
-def clear_packet(path: Path, index: int, *, keep: int) -> None:
-    """Put zeros in place of what one packet holds after its first bytes."""
-    with av.open(str(path)) as container:
-        packet = [packet for packet in container.demux(video=0) if packet.size][index]
-        assert packet.pos is not None and packet.size > 2 * keep
-        start, stop = packet.pos + keep, packet.pos + packet.size
-    data = path.read_bytes()
-    path.write_bytes(data[:start] + bytes(stop - start) + data[stop:])
 
 
 def test_timestamps_that_go_backwards_are_an_error(tmp_path: Path) -> None:

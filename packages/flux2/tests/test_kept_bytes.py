@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ditkit_core.adapters import AdapterConfig
-from ditkit_core.testing.plans import check_kept, check_sent, step_of
-from ditkit_core.testing.world import offloadable
+from ditkit_core.testing.plans import KEPT, SENT, check_kept, check_sent, step_of
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2
 
@@ -22,26 +21,13 @@ def test_blocks_keep_what_is_planned(policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("policy", "method"),
-    [
-        ("none", "full"),
-        ("full", "full"),
-        ("attn_only", "full"),
-        ("ops(matmul, attention)", "full"),
-        ("every_n(2)", "full"),
-        ("every_n(2)", "lora"),
-        ("ops(attention)", "lora"),
-    ],
-)
+@pytest.mark.parametrize(("policy", "method"), KEPT)
 def test_so_they_do_where_all_is_trained_and_under_other_policies(policy, method):
     check_kept(replace(step_of(FLUX2, ARCH, (1, 256, 256), AdapterConfig(method=method, rank=4)), policy=policy))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "policy", [f"{kind}+offload" for kind in offloadable(("none", "full", "attn_only", "ops(matmul, attention)"))]
-)
+@pytest.mark.parametrize("policy", SENT)
 def test_blocks_send_what_is_planned(policy):
     check_sent(
         replace(

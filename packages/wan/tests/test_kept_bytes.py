@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ditkit_core.adapters import AdapterConfig
-from ditkit_core.testing.plans import check_kept, check_sent, step_of
-from ditkit_core.testing.world import offloadable
+from ditkit_core.testing.plans import KEPT, SENT, check_kept, check_sent, step_of
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN
 
@@ -23,26 +22,13 @@ def test_blocks_keep_what_is_planned(policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("policy", "method"),
-    [
-        ("none", "full"),
-        ("full", "full"),
-        ("attn_only", "full"),
-        ("ops(matmul, attention)", "full"),
-        ("every_n(2)", "full"),
-        ("every_n(2)", "lora"),
-        ("ops(attention)", "lora"),
-    ],
-)
+@pytest.mark.parametrize(("policy", "method"), KEPT)
 def test_so_they_do_where_all_is_trained_and_under_other_policies(policy, method):
     check_kept(replace(step_of(WAN, ARCH, (5, 128, 128), AdapterConfig(method=method, rank=4)), policy=policy))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "policy", [f"{kind}+offload" for kind in offloadable(("none", "full", "attn_only", "ops(matmul, attention)"))]
-)
+@pytest.mark.parametrize("policy", SENT)
 def test_blocks_send_what_is_planned(policy):
     check_sent(
         replace(step_of(WAN, replace(ARCH, dim=576, ffn_dim=576), (13, 256, 256), AdapterConfig(rank=4)), policy=policy)

@@ -21,7 +21,7 @@ from ditkit_core.precision import Precision
 from ditkit_core.profile import Job, Measured, Profile, measure, profile
 from ditkit_core.step import accumulate_gradients
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
-from ditkit_core.testing.world import make_model
+from ditkit_core.testing.world import make_model, offloadable
 from ditkit_core.thinned import thinned
 
 
@@ -111,6 +111,15 @@ class _Watch:
 
     def _alive(self) -> int:
         return self.ledger.live[torch.device("cpu")]["activations"]
+
+
+KEPT = (
+    ("none", "full"), ("full", "full"), ("attn_only", "full"), ("ops(matmul, attention)", "full"), ("every_n(2)", "full"),
+    ("every_n(2)", "lora"), ("ops(attention)", "lora"),
+)  # fmt: skip
+"""Policies and methods that `check_kept` is to hold for beside those that a package names of its own."""
+SENT = tuple(f"{kind}+offload" for kind in offloadable(("none", "full", "attn_only", "ops(matmul, attention)")))
+"""Policies that `check_sent` is to hold for."""
 
 
 def check_kept(job: Job, *, rel: float = 0.02) -> None:

@@ -148,10 +148,9 @@ class ToyModel(nn.Module):
         return run(self, inputs)
 
 
-class ToyMediaEncoder:
-    """Averages 4×4 pixels; counts its calls so that a test can say what was encoded."""
+class _Counted:
+    """Counts its loads and calls, so that a test can say what was encoded."""
 
-    identity = "toy-media"
     items_at_once = 1
 
     def __init__(self) -> None:
@@ -162,6 +161,12 @@ class ToyMediaEncoder:
 
     def unload(self) -> None:
         pass
+
+
+class ToyMediaEncoder(_Counted):
+    """Averages 4×4 pixels."""
+
+    identity = "toy-media"
 
     def encode(self, items: Sequence[Tensor], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
         (item,) = items
@@ -171,20 +176,10 @@ class ToyMediaEncoder:
         return [{"latents": torch.cat([pooled, pooled.mean(0, keepdim=True)]).contiguous()}]
 
 
-class ToyTextEncoder:
+class ToyTextEncoder(_Counted):
     """One row of features per character."""
 
     identity = "toy-text"
-    items_at_once = 1
-
-    def __init__(self) -> None:
-        self.loads = self.calls = 0
-
-    def load(self) -> None:
-        self.loads += 1
-
-    def unload(self) -> None:
-        pass
 
     def encode(self, items: Sequence[str], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
         (item,) = items
