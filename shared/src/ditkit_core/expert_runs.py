@@ -19,7 +19,7 @@ from ditkit_core.model import Expert
 from ditkit_core.prepare import arch_here
 from ditkit_core.run import Run
 from ditkit_core.run_folder import RunFolder
-from ditkit_core.saved_weights import take_trained
+from ditkit_core.saved_weights import put_weights, take_trained
 
 
 def known(run: Run) -> Run:
@@ -59,7 +59,7 @@ def config_of(run: Run, expert: Expert) -> Any:
         run=replace(config.run, folder=str(folder / expert.name)),
         encode=replace(config.encode, cache=str(run.cache.folder)),
         prior=prior,
-        sample=replace(config.sample, prompts=(), captions=0, every_steps=0),
+        sample=replace(config.sample, prompts=(), captions=0, every_steps=0, device=""),
     )
 
 
@@ -85,9 +85,13 @@ class Trained:
     """Where the trained weights of an expert come from; neither is its base alone."""
 
     folder: Path | None = None
-    """A run's folder, whose latest save is taken."""
+    """A run's folder, whose save is taken."""
+    step: int | None = None
+    """Which save, if it is still there; None for the latest."""
     file: str = ""
     """An adapter file."""
+    preview: Path | None = None
+    """The weights of a preview that waits to be drawn."""
 
 
 def turns_of(run: Run, trained: Mapping[str, Trained]) -> list[Turn]:
@@ -109,7 +113,12 @@ def _turn(run: Run, expert: Expert, trained: Trained, guidance: float) -> Turn:
         prepared = alone.load(alone.build())
         what = "as it is"
         if trained.folder is not None:
-            what = f"at step {take_trained(prepared, RunFolder(trained.folder))}"
+            folder = RunFolder(trained.folder)
+            kept = trained.step is not None and folder.save(trained.step).is_dir()
+            what = f"at step {take_trained(prepared, folder, trained.step if kept else None)}"
+        elif trained.preview is not None:
+            put_weights(prepared, trained.preview)
+            what = f"with the weights of {trained.preview.name}"
         elif trained.file:
             what = f"with {trained.file}"
         say(f"drawing with the {expert.name} expert {what}")
@@ -123,7 +132,7 @@ def _for_drawing(run: Run, expert: Expert, trained: Trained) -> Run:
     config = replace(config_of(run, expert), flow=FlowConfig(), held_out=HeldOutConfig())
     if trained.file:
         config = replace(config, adapter=replace(config.adapter, method="lora", init=trained.file))
-    elif trained.folder is None:  # an adapter at zero
+    elif trained.folder is None and trained.preview is None:  # an adapter at zero
         config = replace(config, adapter=replace(config.adapter, method="lora", init=""))
     if not is_joint(run) and run.expert != expert:  # what is merged is the trained expert's
         config = replace(config, base=replace(config.base, merge=()))
@@ -134,10 +143,15 @@ def trained_in(run: Run) -> tuple[dict[str, Trained], int]:
     """What a run has saved of its experts, by name, and the step of the latest save."""
     folders = {each.expert.name: Path(each.config.run.folder) for each in runs_of(run) if each.expert is not None}
     saves = {name: latest(RunFolder(folder).state, warn) for name, folder in folders.items()}
-    steps = [int(save.name.removeprefix("step-")) for save in saves.values() if save is not None]
-    return {name: Trained(folder=folders[name]) for name, save in saves.items() if save is not None}, max(
-        steps, default=0
+    steps = {name: int(save.name.removeprefix("step-")) for name, save in saves.items() if save is not None}
+    return {name: Trained(folder=folders[name], step=step) for name, step in steps.items()}, max(
+        steps.values(), default=0
     )
+
+
+def folder_of(run: Run, expert: Expert | None) -> RunFolder:
+    """Where an expert of a run is trained; of a model with one transformer the run's folder."""
+    return RunFolder(Path((run.config if expert is None else config_of(run, expert)).run.folder))
 
 
 def draw_trained(run: Run, folder: RunFolder, step: int) -> None:

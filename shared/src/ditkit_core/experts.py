@@ -170,7 +170,7 @@ def restricted(expert: Expert, flow: FlowConfig, held_out: HeldOutConfig) -> tup
 
 def as_trained(config: Any, spec: ModelSpec, arch: Any) -> Any:
     """A `RunConfig`, checked against the experts that the architecture has, as a run of one of them has it: its noise levels, and no
-    previews, which would need the other beside it."""
+    previews on its own devices, which would need the other beside it."""
     experts = spec.experts(arch)
     having = [name for name, other in spec.presets.items() if spec.experts(other)]
     check_experts(config.experts, experts, config.model, having)
@@ -180,7 +180,8 @@ def as_trained(config: Any, spec: ModelSpec, arch: Any) -> Any:
     merged = [str(path) for path, _ in map(parse_merge, config.base.merge)]
     check_files(expert, init=config.adapter.init, merge=merged)
     flow, held_out = restricted(expert, config.flow, config.held_out)
-    return replace(config, flow=flow, held_out=held_out, sample=replace(config.sample, every_steps=0))
+    sample = config.sample if config.sample.device else replace(config.sample, every_steps=0)
+    return replace(config, flow=flow, held_out=held_out, sample=sample)
 
 
 def described(expert: Expert, flow: FlowConfig, held_out: HeldOutConfig) -> str:

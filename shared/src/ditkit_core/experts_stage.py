@@ -17,10 +17,11 @@ from ditkit_core.files import atomic_write
 from ditkit_core.memory import release_memory
 from ditkit_core.model import Expert, ModelSpec
 from ditkit_core.options import TrainOptions
+from ditkit_core.previews import draw_left, previews_of
 from ditkit_core.prior_stage import draw_class_pictures, num_to_draw
 from ditkit_core.report_page import write_report
 from ditkit_core.run import Run
-from ditkit_core.run_checks import check, check_parts
+from ditkit_core.run_checks import check, check_parts, check_preview_device
 from ditkit_core.run_folder import RunFolder, open_run
 from ditkit_core.stages import train as train_one
 
@@ -35,9 +36,10 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
     run = Run(spec, config)
     if not options.demo and any(map(spec.experts, spec.presets.values())):
         run = known(run)
-    if run.experts and config.sample.every_steps:
+    if run.experts and config.sample.every_steps and not config.sample.device:
         warn(
-            "sample.every_steps: no previews while an expert trains, which would need the other beside it; samples are drawn at the end"
+            "sample.every_steps: no previews while an expert trains, which would need the other beside it; samples are drawn at the end "
+            "(sample.device names a device to draw previews on meanwhile)"
         )
     runs = runs_of(run)
     if is_joint(run):
@@ -62,6 +64,7 @@ def _check_alone(run: Run) -> None:
 def _train_all(run: Run, runs: list[Run], options: TrainOptions) -> None:
     config = run.given_config
     check(run)
+    check_preview_device(run)
     if config.adapter.init:
         raise UserError(
             f"adapter.init = {config.adapter.init!r} is of one expert and would start both; train each in a run of its own, with "
@@ -72,6 +75,7 @@ def _train_all(run: Run, runs: list[Run], options: TrainOptions) -> None:
         left = [each for each in runs if not _is_complete(each)]
         if not left and folder.completed_step() is not None:
             say(f"{folder.path} is complete; nothing is left to do")
+            draw_left(run, folder)
             _say_results(run, folder)
             return
         for each in runs:
@@ -81,15 +85,19 @@ def _train_all(run: Run, runs: list[Run], options: TrainOptions) -> None:
         if left:
             say(f"{len(runs)} experts, one in memory at a time: {names}")
             _prepare(run, left)
-        for each in left:
-            say(described(_expert(each), each.config.flow, each.config.held_out))
-            train_one(each, replace(options, init_from=starts[each.config.run.folder]), in_turn=True)
-            write_report(folder.path)
-            release_memory()
-        for each in runs:
-            _hand_over(each, folder)
         step = max(each.config.train.steps for each in runs)
-        draw_trained(run, folder, step)
+        with previews_of(run, folder) as previews:
+            for each in left:
+                say(described(_expert(each), each.config.flow, each.config.held_out))
+                start = replace(options, init_from=starts[each.config.run.folder])
+                train_one(each, start, in_turn=True, shared_previews=previews)
+                write_report(folder.path)
+                release_memory()
+            for each in runs:
+                _hand_over(each, folder)
+            draw_trained(run, folder, step)
+            if previews is not None:
+                previews.wait()
         folder.mark_complete(step)
         write_report(folder.path)
         _say_results(run, folder)

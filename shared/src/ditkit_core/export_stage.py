@@ -1,11 +1,14 @@
 """What training hands over: exports beside saves and at the end, and the export command."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from torch import Tensor
+
+from ditkit_core.adapters import trainable_parameters
 from ditkit_core.cache import key
 from ditkit_core.config import RunConfig
 from ditkit_core.console import say
@@ -139,6 +142,11 @@ class Exporter:
         turns = only(self._prepared.model, run.engine(self._prepared))
         draw(run, turns, run.scenes(run.dataset.samples), self._folder.samples, f"step-{step:06d}")
         write_report(self._folder.path)
+
+    def put_aside(self, step: int, put: Callable[[int, Mapping[str, Tensor]], None]) -> None:
+        """Give the trained weights as they are, by canonical name, to what keeps them for a preview."""
+        with self._prepared.readable():
+            put(step, trainable_parameters(self._prepared.model))  # of streamed ones those on the host
 
     @property
     def _writes_transformer(self) -> bool:

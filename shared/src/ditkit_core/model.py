@@ -359,6 +359,9 @@ class ModelSpec:
     """(height, width, how many references the sample has) of a reference picture to the size it is encoded at, in pixels; raises
     UserError for one that cannot be used. None: the model takes no references."""
 
+    found_at: str = ""
+    """`module:name` of this spec, where a process of its own imports it (previews on another device); empty: none can."""
+
     variant: Callable[[Any], Mapping[str, Any]] = lambda arch: {}
     """Architecture to the fields of this spec that it has otherwise: `fps`, `size`, `size_step`, …"""
 

@@ -59,6 +59,8 @@ def check_training(run: Run, *, here: bool = True) -> None:
             "train.pipelined overlaps the micro-batches of a step, and train.accumulation = 1 makes one; set "
             "train.accumulation to 2 or more, or leave train.pipelined out"
         )
+    if here:
+        check_preview_device(run)
     kinds = dict.fromkeys(device.type for device in run.devices) if here else ()
     check_backend(run.config.train.attention, training=True, devices=tuple(kinds))
     optim = run.config.optim
@@ -82,6 +84,32 @@ def check_training(run: Run, *, here: bool = True) -> None:
     run.config.precision.check_training(optimizer=optim.name, fused_backward=optim.fused_backward)
     for unused in _unused(run) if here else ():
         warn(unused)
+
+
+def check_preview_device(run: Run) -> None:
+    """Refuse a `sample.device` that is not here, or that trains.
+
+    Raises:
+        UserError: With what to set.
+    """
+    name = run.config.sample.device
+    if not name:
+        return
+    device = choose_device(name, "sample.device")
+    if device.type != "cpu" and (device.type, device.index or 0) in {(d.type, d.index or 0) for d in run.devices}:
+        raise UserError(
+            f"sample.device = {name!r} is a device that trains; name another one or cpu, or leave it out: previews are then drawn where "
+            "the model is, and training waits for them"
+        )
+    if not run.spec.found_at:
+        raise UserError(
+            f"sample.device = {name!r}: another process cannot find the model {run.spec.name} (its ModelSpec.found_at is empty); "
+            "leave sample.device out"
+        )
+    try:
+        check_backend(run.config.train.attention, training=False, devices=[device.type])
+    except UserError as error:
+        raise UserError(f"sample.device = {name!r}: {error}") from error
 
 
 def check_parts(run: Run, samples: Sequence[Sample], *, drawing: bool = False) -> None:
@@ -129,6 +157,8 @@ def _trains_bf16(run: Run) -> bool:
 def _unused(run: Run) -> Iterator[str]:
     """Settings that do nothing here."""
     train, count = run.config.train, len(run.devices)
+    if run.config.sample.device and not run.config.sample.every_steps:
+        yield f"sample.device = {run.config.sample.device} is where previews are drawn, and sample.every_steps = 0 asks for none"
     if run.config.optim.rounding != "nearest" and not _trains_bf16(run):
         yield f"optim.rounding = {run.config.optim.rounding} is of bf16 weights that are trained, and this run has none"
     if train.pipelined and count == 1:

@@ -59,6 +59,10 @@ class RunFolder:
         """Folder of the saved training states, one folder for each."""
         return self.path / "state"
 
+    def save(self, step: int) -> Path:
+        """The folder of the save of an optimizer step, whether it is there or not."""
+        return self.state / f"step-{step:06d}"
+
     @property
     def exports(self) -> Path:
         """Folder of the exported adapters and models."""
@@ -68,6 +72,16 @@ class RunFolder:
     def samples(self) -> Path:
         """Folder of the samples."""
         return self.path / "samples"
+
+    @property
+    def pending(self) -> Path:
+        """Folder of the previews that are still to be drawn by another process."""
+        return self.samples / "pending"
+
+    @property
+    def previews_log(self) -> Path:
+        """What that process prints."""
+        return self.path / "previews.log"
 
     @property
     def metrics(self) -> Path:

@@ -113,6 +113,9 @@ class SampleConfig:
     every_steps: int = setting(0, resume="free")
     """Optimizer steps between two previews: the same pictures drawn while training goes on, the first before it. 0 draws at the end
     alone."""
+    device: str = setting("", resume="free")
+    """Where previews are drawn, in a process of their own, while training goes on: `cuda:1`, a device that does not train, or `cpu`.
+    Empty draws them on the devices that train, and training waits."""
 
     def __post_init__(self) -> None:
         least = {"images": 1} | dict.fromkeys(
@@ -121,6 +124,12 @@ class SampleConfig:
         for name, value in least.items():
             if not getattr(self, name) >= value:
                 raise UserError(f"sample.{name} = {getattr(self, name)} must be at least {value}")
+
+        if not re.fullmatch("|cpu|cuda(:[0-9]{1,3})?", self.device, re.ASCII):
+            raise UserError(
+                f"sample.device = {self.device!r} must be a device that does not train, as cuda:1, or cpu; empty draws previews where the "
+                "model is trained"
+            )
 
     def check(self, *, frame_step: int, size_step: int, takes_references: bool) -> None:
         """Refuse what the model cannot draw.

@@ -1,4 +1,4 @@
-"""The trained weights of a save, put into a model."""
+"""The trained weights of a save, or of a preview, put into a model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from ditkit_core.console import warn
 from ditkit_core.ema import copy_values
 from ditkit_core.errors import UserError
 from ditkit_core.prepare import Prepared
+from ditkit_core.preview_queue import read_weights
 from ditkit_core.run_folder import RunFolder
 from ditkit_core.trained import Trained
 
@@ -59,8 +60,24 @@ def take_trained(prepared: Prepared, folder: RunFolder, step: int | Literal["bes
     return state.step
 
 
+def put_weights(prepared: Prepared, path: Path) -> None:
+    """Put the weights of a preview that waits to be drawn into the model.
+
+    Raises:
+        UserError: If the file is damaged, or of another model or adapter.
+    """
+    weights = read_weights(path)
+    with prepared.readable():
+        parameters = trainable_parameters(prepared.model)
+        if {name: value.shape for name, value in weights.items()} != {n: p.shape for n, p in parameters.items()}:
+            raise UserError(f"{path} holds the weights of another model or adapter; remove it")
+        copy_values(parameters, weights)
+    if prepared.passage is not None:
+        prepared.passage.host_changed()
+
+
 def _save(folder: RunFolder, step: int | Literal["best"] | None) -> Path | None:
     if step == "best":
         found = best(folder.state)
         return None if found is None else found.path
-    return latest(folder.state, warn) if step is None else folder.state / f"step-{step:06d}"
+    return latest(folder.state, warn) if step is None else folder.save(step)

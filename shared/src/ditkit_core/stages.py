@@ -6,6 +6,8 @@ Each stage does what is missing and no more, so that the same command starts a r
 import json
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from ditkit_core.cache_stage import check_dump, dump_samples, prune_cache, verify_cache
@@ -26,6 +28,7 @@ from ditkit_core.model import ModelSpec
 from ditkit_core.options import EncodeOptions, TrainOptions
 from ditkit_core.plan_stage import divided_for_training
 from ditkit_core.prepare import Prepared, check_items
+from ditkit_core.previews import Previews, draw_left, previews_of
 from ditkit_core.prior import WithPrior
 from ditkit_core.prior_stage import check_drawable, class_conditions, draw_class_pictures, num_to_draw
 from ditkit_core.report_facts import data_summary, environment, write_about
@@ -39,13 +42,14 @@ from ditkit_core.train import TrainResult
 from ditkit_core.train import train as train_loop
 
 
-def train(run: Run, options: TrainOptions, *, in_turn: bool = False) -> None:
+def train(run: Run, options: TrainOptions, *, in_turn: bool = False, shared_previews: Previews | None = None) -> None:
     """Do everything that is missing between clips and a verified adapter of one transformer.
 
     Args:
         run: The run.
         options: The command's.
         in_turn: Whether it is one of several that a run trains one after the other, which says itself what comes next.
+        shared_previews: What takes the previews of all of these, if they are drawn on a device of their own.
 
     Raises:
         UserError: For whatever the person can mend, before anything slow where that is possible.
@@ -59,6 +63,7 @@ def train(run: Run, options: TrainOptions, *, in_turn: bool = False) -> None:
         if done is not None and done >= config.train.steps:
             say(f"{folder.path} is complete at step {done}; nothing is left to do")
             if not in_turn:
+                draw_left(run, folder)
                 _say_results(run, folder)
             return
         for change in stated:
@@ -71,12 +76,15 @@ def train(run: Run, options: TrainOptions, *, in_turn: bool = False) -> None:
             say(f"writing the demo's checkpoint and media into {folder.inputs}")
             spec.write_demo(folder.inputs)
             run = Run(spec, config)  # of an architecture that was not there before
-        result = _train(run, folder, options)
-        if not result.finished:
-            raise Stopped(f"stopped at step {result.step}, saved in {result.save}; the same command continues")
-        if run.expert is not None:  # its model is let go of: drawing takes the others too, one at a time
-            release_memory()
-            draw_trained(run, folder, result.step)
+        with nullcontext(shared_previews) if in_turn else previews_of(run, folder) as previews:
+            result = _train(run, folder, options, previews)
+            if not result.finished:
+                raise Stopped(f"stopped at step {result.step}, saved in {result.save}; the same command continues")
+            if run.expert is not None:  # its model is let go of: drawing takes the others too, one at a time
+                release_memory()
+                draw_trained(run, folder, result.step)
+            if previews is not None and not in_turn:
+                previews.wait()
         folder.mark_complete(result.step)
         write_report(folder.path)  # once more, now that it is complete
         for line in held_out_lines(result, folder):
@@ -85,7 +93,7 @@ def train(run: Run, options: TrainOptions, *, in_turn: bool = False) -> None:
             _say_results(run, folder)
 
 
-def _train(run: Run, folder: RunFolder, options: TrainOptions) -> TrainResult:
+def _train(run: Run, folder: RunFolder, options: TrainOptions, previews: Previews | None) -> TrainResult:
     """Encode, train, export and verify; of a model with one transformer draw too."""
     assert run.dataset.samples  # a caption that is missing is said before a model of many gigabytes is fetched
     num_class_pictures = num_to_draw(run, started=any(folder.state.glob("step-*")))
@@ -129,6 +137,13 @@ def _train(run: Run, folder: RunFolder, options: TrainOptions) -> TrainResult:
     summary = data_summary(run.dataset, by_id.keys(), held_out)
     write_about(folder, environment=environment(run.devices), data=summary)
     exporter = Exporter(run, folder, prepared, [*encoded, *prior])
+
+    def preview(step: int) -> None:
+        if previews is None:
+            exporter.draw(step)
+        else:
+            exporter.put_aside(step, partial(previews.put, expert=run.expert))
+
     with progress("train", config.train.steps) as bar:
         return train_loop(
             prepared.model,
@@ -147,8 +162,9 @@ def _train(run: Run, folder: RunFolder, options: TrainOptions) -> TrainResult:
             held_out_clips=Batch(ids=held_out, items=[by_id[id].load() for id in held_out]) if held_out else None,
             on_save=exporter.after_save,
             on_finish=exporter.finish,
-            on_preview=exporter.draw,
-            preview_steps=config.sample.every_steps,
+            on_preview=preview,
+            preview_steps=config.sample.every_steps if previews is None else previews.every_steps,
+            previews_wait=previews is not None,
             swap=prepared.passage,
             matmul=run.precision.matmul,
             progress=bar,

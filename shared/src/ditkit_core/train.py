@@ -187,6 +187,7 @@ def train(
     on_finish: Callable[[int], None] = lambda step: None,
     on_preview: Callable[[int], None] = lambda step: None,
     preview_steps: int = 0,
+    previews_wait: bool = False,
     swap: BlockSwap | None = None,
     matmul: torch.dtype = torch.float32,
     progress: Progress | None = None,
@@ -208,6 +209,7 @@ def train(
         on_preview: Called with the step before training and every `preview_steps` steps but the last, while the parameters are
             those to look at. It may take no random number that training takes.
         preview_steps: Optimizer steps between two previews; 0 for none.
+        previews_wait: Whether `on_preview` only keeps what is to be drawn, so that a signal need not come before it.
         swap: What streams weights of the model, as the engine has it.
         matmul: What the blocks multiply in: activations near its largest number are warned of.
         progress: Display to advance by steps.
@@ -301,6 +303,8 @@ def train(
                 path, saved_at = save_all(done, loss), time.monotonic()
             if interrupts.requested:
                 path = path if saving else save_all(done, loss)
+                if previews_wait:
+                    preview(done)
                 break
             preview(done)
 

@@ -158,6 +158,7 @@ FLUX2 = ModelSpec(
     size=(1, 1024, 1024),
     write_demo=_write_demo,
     demo_config=Path(__file__).parent / "demo.toml",
+    found_at=f"{__name__}:FLUX2",
     reference_size=reference_size,
     training_advice=_training_advice,
     check_adapter=check_adapter,

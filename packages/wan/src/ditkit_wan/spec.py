@@ -131,6 +131,7 @@ WAN = ModelSpec(
     loss_mask=loss_mask,
     write_demo=_write_demo,
     demo_config=Path(__file__).parent / "demo.toml",
+    found_at=f"{__name__}:WAN",
     adapter_rules=RULES,
     verify_export=_verify_export,
 )

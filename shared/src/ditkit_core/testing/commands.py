@@ -8,6 +8,7 @@ from pathlib import Path
 
 import ditkit_core
 from ditkit_core.cli import OPTIONS
+from ditkit_core.preview_process import spec_at
 
 SLOW = ("accelerate", "av", "diffusers", "huggingface_hub", "peft", "tensorboard", "torchao", "transformers")
 """Libraries that take seconds to import."""
@@ -45,6 +46,7 @@ def check_commands(name: str, package: str, folder: Path) -> None:
         (script,) = entry_points(group="console_scripts", name=f"{name}-{command}")
         assert script.attr == command, f"{script.name} calls {script.attr}"
 
+    assert spec_at(script.load().args[0].found_at) is script.load().args[0], "another process finds the same model"
     (folder / "wrong.toml").write_text("[train]\nsteps = -1\n")
     given = json.dumps([str(folder), commands, SLOW])
     done = subprocess.run([sys.executable, "-c", _PROGRAM, given], capture_output=True, text=True, check=True)

@@ -307,6 +307,7 @@ TOY = ModelSpec(
     size=(5, 16, 16),
     write_demo=lambda folder: None,
     demo_config=Path("demo.toml"),
+    found_at="ditkit_core.testing.toy:TOY",
 )
 
 
