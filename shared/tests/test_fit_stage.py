@@ -57,6 +57,19 @@ def test_fit_prints_a_run_file_that_keeps_what_was_set(run_file, tmp_path, capsy
     assert read_config_file(RunConfig, fitted)["train.steps"] == 7
 
 
+@pytest.mark.parametrize(
+    ("device", "names"),
+    [
+        ("", ("cuda:0", "cuda:1")),
+        ("cpu", ("cuda:0", "cuda:1")),
+        ("cuda", ("cuda:1", "cuda:2")),
+        ("cuda:1", ("cuda:0", "cuda:2")),
+    ],
+)
+def test_the_card_that_draws_previews_is_not_trained_on(device, names):
+    assert fit_stage.cards_of(config_of(sample={"device": device}), "2x24GiB")[1] == names
+
+
 def test_fit_writes_a_file_but_overwrites_none(run_file, tmp_path, capsys):
     out = tmp_path / "fitted.toml"
     argv = [str(run_file), "--fit", "--gpus", "24GiB", "--write", str(out)]

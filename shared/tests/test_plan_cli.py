@@ -114,6 +114,21 @@ def test_a_stage_beside_the_steps_that_does_not_fit_is_status_3_with_a_remedy(tm
     assert status == 0 and [row["stage"] for row in found["beside"]] == ["encode", "encode"], "nothing is drawn"
 
 
+def test_previews_on_a_device_of_their_own_are_planned_there(tmp_path, capsys):
+    flags = ("--gpus", "3GiB", "--sample.every_steps", "10", "--sample.vae_tiling", "true", "--train.swap_blocks", "1")
+    status, found = beside(tmp_path, capsys, *flags, "--sample.device", "cuda:1")
+    (device,), *samples = found["devices"], *found["beside"][-4:-2]
+    weights = device["weights"] + device["adapters"]
+    assert status == 0 and not found["previews"] and {row["stage"] for row in samples} == {"sample"}
+    for row, sample in zip(found["beside"][-2:], samples, strict=True):
+        assert (row["stage"], row["name"], row["device"]) == ("preview", sample["name"], "sample.device cuda:1")
+        assert row["available"] == sample["available"] and row["beside"] == weights < sample["beside"], "no optimizer"
+    _, found = beside(tmp_path, capsys, *flags, "--sample.device", "cpu")
+    assert (streamed := found["host"]["streamed_weights"]) > 0
+    previews = {(row["device"], row["beside"], row["fits"]) for row in found["beside"][-2:]}
+    assert previews == {("cpu", weights + streamed, None)}, "nothing is streamed there"
+
+
 def test_the_memory_of_another_machine_is_not_known(tmp_path, capsys):
     status, found = beside(tmp_path, capsys, "--gpus", "24GiB", "--encode.device", "cpu")
     encoder = found["beside"][0]

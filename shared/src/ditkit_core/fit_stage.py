@@ -54,11 +54,11 @@ def fit_stage(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     fitted = apply(run.config, found.chosen, names)
     for line in explained(found, task, names):
         warn(line)
-    lacking = [
-        row for row in beside_of(Run(spec, fitted), found.chosen.plan, gpus=bool(options.gpus)) if row.fits is False
-    ]
+    streamed = found.chosen.weights_on_host
+    beside = beside_of(Run(spec, fitted), found.chosen.plan, gpus=bool(options.gpus), streamed=streamed)
+    lacking = [row for row in beside if row.fits is False]
     for row in lacking:
-        warn(said_of(row, bool(fitted.sample.every_steps)))
+        warn(said_of(row, bool(fitted.sample.every_steps and not fitted.sample.device)))
     if lacking:
         warn("the steps fit, and what is said above does not: change it in these settings before they are used")
     text = f"# {_chosen(found.chosen, names)}\n# for {', '.join(card.name for card in cards)}\n\n{to_toml(fitted)}"
@@ -74,7 +74,8 @@ def cards_of(config: RunConfig, gpus: str) -> tuple[tuple[Card, ...], tuple[str,
     """The cards to fit to, less what train.reserve leaves to others, and what each is called in train.devices."""
     if gpus:
         cards = parse_gpus(gpus)
-        names = tuple(f"cuda:{i}" for i in range(len(cards)))
+        named = [f"cuda:{i}" for i in range(len(cards) + 1) if not _draws(config, i)]
+        names = tuple(named[: len(cards)])
     else:
         devices = _devices_here(config)
         cards, names = cards_here(devices), tuple(map(str, devices))
@@ -220,5 +221,14 @@ def _devices_here(config: RunConfig) -> tuple[torch.device, ...]:
     if config.train.devices:
         return choose_devices(config.train.devices)
     if config.train.device == "auto":
-        return choose_devices(("all",)) if torch.cuda.is_available() else (torch.device("cpu"),)
+        found = choose_devices(("all",)) if torch.cuda.is_available() else (torch.device("cpu"),)
+        return (
+            tuple(device for device in found if device.type == "cpu" or not _draws(config, device.index or 0)) or found
+        )
     return choose_devices((config.train.device,))
+
+
+def _draws(config: RunConfig, index: int) -> bool:
+    """Whether previews are drawn on this GPU, which is then not trained on."""
+    name = config.sample.device
+    return name.startswith("cuda") and int(name.removeprefix("cuda").removeprefix(":") or 0) == index

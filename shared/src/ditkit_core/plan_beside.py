@@ -1,6 +1,7 @@
 """What a run does beside its steps, for a plan: encoding its data, and drawing samples next to what training holds."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +34,9 @@ def beside_training(
     *,
     gpus: bool,
     samples: Sequence[Sample] | None = None,
+    streamed: int = 0,
 ) -> tuple[CompanionRow, ...]:
-    """Encoding and drawing, as configured.
+    """Encoding and drawing, as configured; last of all previews, if they have a device of their own.
 
     Args:
         run: The run.
@@ -44,6 +46,7 @@ def beside_training(
         devices: What the steps hold.
         gpus: Whether the plan is for cards that need not be here.
         samples: What is trained on, if that is known already; None looks at the dataset.
+        streamed: Bytes of weights that the steps have on the host.
 
     Raises:
         UserError: If files of an encoder that are here are damaged or of another model.
@@ -54,31 +57,44 @@ def beside_training(
     rooms = [_room(device.budget, kind) for device in devices]
     own, *others = rooms
     held, *held_elsewhere = (held_while_drawing(device.purposes, averages=averages) for device in devices)
-    drawn = to_be_drawn(run, shapes, samples)
-    denoising = 0
-    if drawn.shapes:
+
+    def denoising(drawn: Drawn, kind: str) -> int:
+        if not drawn.shapes:
+            return 0
         largest = max(drawn.shapes, key=_pixels)
-        denoising = denoising_bytes(
+        return denoising_bytes(
             run.spec, arch, run.precision, adapter, largest[0],
-            references=largest[1], kind=own.kind, quantize=config.base.quantize,
+            references=largest[1], kind=kind, quantize=config.base.quantize,
         )  # fmt: skip
-    return tuple(
-        companion_rows(
+
+    def rows(drawn: Drawn, room: Room, beside: int, **given: Any) -> list[CompanionRow]:
+        return companion_rows(
             run.spec.companions(arch, config.model),
-            encoded=[size for shape in shapes for size in (shape[0], *((1, *reference) for reference in shape[1]))],
             drawn=[shape[0] for shape in drawn.shapes],
             text_dtype=parse_dtype(config.encode.text_dtype),
             streaming=config.encode.streaming,
             encode_tiling=config.encode.vae_tiling,
             sample_tiling=config.sample.vae_tiling,
-            encode_room=_encode_room(run, own, gpus=gpus),
-            sample_room=own,
-            beside=held,
-            denoising=denoising,
+            encode_room=_room_of(config.encode.device, "encode.device", run, own, gpus=gpus),
+            sample_room=room,
+            beside=beside,
+            denoising=denoising(drawn, room.kind),
             num_samples=drawn.num,
-            further=list(zip(others, held_elsewhere, strict=True)),
+            **given,
         )
-    )
+
+    sizes = [size for shape in shapes for size in (shape[0], *((1, *reference) for reference in shape[1]))]
+    further = list(zip(others, held_elsewhere, strict=True))
+    found = rows(to_be_drawn(run, shapes, samples), own, held, encoded=sizes, further=further)
+    if config.sample.device and config.sample.every_steps:
+        room = _room_of(config.sample.device, "sample.device", run, own, gpus=gpus)
+        if gpus and room.kind == "cuda":
+            room = room._replace(device=f"sample.device {config.sample.device}")
+        weights = sum(device.purposes[name] for device in devices for name in ("weights", "adapters"))
+        weights += streamed if room.kind == "cpu" else 0  # where nothing is streamed
+        previews = rows(_samples(run, shapes, samples), room, weights, encoded=())
+        found += [replace(row, stage="preview") for row in previews]
+    return tuple(found)
 
 
 def has_data(run: Run) -> bool:
@@ -130,12 +146,11 @@ def _room(budget: Budget, kind: str) -> Room:
     return Room(budget.name, budget.total - budget.reserve - budget.workspace, kind)
 
 
-def _encode_room(run: Run, own: Room, *, gpus: bool) -> Room:
-    """Where the encoders run, which is empty but for them: they come before the model."""
-    name = run.config.encode.device
+def _room_of(name: str, key: str, run: Run, own: Room, *, gpus: bool) -> Room:
+    """The device of a setting, empty but for what runs there: encoders, which come before the model, or what draws previews."""
     if gpus and name != "cpu":  # the cards are not here, and which one does not matter while they are alike
         return own
-    device = choose_device(name, "encode.device")
+    device = choose_device(name, key)
     if device.type == "cpu":
         # of another machine's memory nothing is known
         return Room("cpu", None if gpus else free_memory_bytes(device), "cpu")

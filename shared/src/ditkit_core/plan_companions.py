@@ -51,7 +51,7 @@ class CompanionRow:
     """One line of a plan: what a stage beside the training itself holds on its device."""
 
     stage: str
-    """`encode` or `sample`."""
+    """`encode`, `sample`, or `preview` where these are drawn on a device of their own."""
     name: str
     device: str
     size: Size | None
@@ -60,7 +60,7 @@ class CompanionRow:
     weights: int
     """Bytes of its own weights."""
     beside: int
-    """Bytes of what lies there meanwhile: of the trained model while samples are drawn."""
+    """Bytes of what lies there meanwhile: of the trained model while samples are drawn, of its copy that previews are drawn with."""
     peak: int
     """Bytes of all of it."""
     available: int | None

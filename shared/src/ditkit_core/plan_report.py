@@ -43,7 +43,7 @@ class Report:
     beside: tuple[CompanionRow, ...] = ()
     """What encoding and drawing hold."""
     previews: bool = False
-    """Whether samples are drawn while training goes on, too."""
+    """Whether samples are drawn where the model is trained while training goes on, too."""
     host_limit: int | None = None
     """Bytes that the host can give for streamed weights; None if that is not known."""
     orders: Comparison | None = None

@@ -106,6 +106,7 @@ def report_of(run: Run, gpus: str = "", host: str = "", samples: Sequence[Sample
         estimate = step_seconds(found, division, targets.cards, work)
         orders = both_orders(found, division, targets.cards, work)
     stages = (found.embed, *found.blocks, found.head)
+    streamed = on_host(found, division.streamed)
     flops = micro_batches * sum(stage.flops_forward + stage.flops_backward for stage in stages)
     return Report(
         model=f"{run.spec.name} {preset}".strip(),
@@ -117,10 +118,12 @@ def report_of(run: Run, gpus: str = "", host: str = "", samples: Sequence[Sample
         micro_batches=micro_batches,
         pipelined=pipelined,
         devices=plans,
-        beside=beside_training(run, arch, adapter, bucket.shapes, plans, gpus=bool(gpus), samples=samples),
-        previews=bool(config.sample.every_steps),
+        beside=beside_training(
+            run, arch, adapter, bucket.shapes, plans, gpus=bool(gpus), samples=samples, streamed=streamed
+        ),
+        previews=bool(config.sample.every_steps and not config.sample.device),
         division=division,
-        host=on_host(found, division.streamed),
+        host=streamed,
         host_limit=limit,
         flops=flops,
         seconds=estimate.seconds if estimate else None,
@@ -149,12 +152,13 @@ def check(run: Run, *, here: bool) -> None:
     check_training(run, here=here)
 
 
-def beside_of(run: Run, devices: Sequence[DevicePlan], *, gpus: bool) -> tuple[CompanionRow, ...]:
+def beside_of(run: Run, devices: Sequence[DevicePlan], *, gpus: bool, streamed: int) -> tuple[CompanionRow, ...]:
     """What encoding and drawing hold beside these steps, of a run that is configured as they are."""
     run = as_held(resident(run))
     arch = arch_here(run.spec, run.config.model)[1]
     adapter = _adapter(run, arch)
-    return beside_training(run, arch, adapter, largest_bucket(run, arch).shapes, devices, gpus=gpus)
+    shapes = largest_bucket(run, arch).shapes
+    return beside_training(run, arch, adapter, shapes, devices, gpus=gpus, streamed=streamed)
 
 
 def as_held(run: Run) -> Run:
