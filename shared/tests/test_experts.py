@@ -130,6 +130,9 @@ def test_held_out_levels_are_the_experts_own() -> None:
     low_end = restricted(pair(0.875)[1], FlowConfig(), edges)[1].sigmas
     assert all(float(1000 * torch.tensor(sigma)) < 875 for sigma in low_end), "not even the end of its range is over it"
     assert restricted(pair(0.875)[0], FlowConfig(), edges)[1].sigmas == (1.0,)
+    for expert, (_, grid) in zip(pair(0.875), sections, strict=True):
+        narrow = FlowConfig(min_sigma=0.6, max_sigma=0.9)
+        assert restricted(expert, narrow, HeldOutConfig())[1] == grid, "[flow] may change while a run goes on"
 
 
 def test_restricting_twice_changes_nothing() -> None:

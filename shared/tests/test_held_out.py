@@ -82,7 +82,10 @@ def test_a_better_model_has_a_lower_loss():
     assert measure(model).mean > before
 
 
-@pytest.mark.parametrize("fields", [{"clips": -1}, {"every_steps": -1}, {"sigmas": ()}, {"sigmas": (0.5, 1.5)}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"clips": -1}, {"every_steps": -1}, {"sigmas": ()}, {"sigmas": (0.5, 1.5)}, {"sigmas": (0.3, 0.5, 0.3000001)}],
+)
 def test_settings_out_of_range_are_refused(fields):
     with pytest.raises(UserError, match=r"held_out\."):
         HeldOutConfig(**fields)
@@ -124,6 +127,18 @@ def test_clips_are_the_units_not_noise_levels():
     numbers = course.take(grid_of((0.9,) * 10, (1.7,) * 10, sigmas=sigmas), first=False)
     half = (numbers["held_out_high"] - numbers["held_out_low"]) / 2
     assert half == pytest.approx(12.706 * 0.1, abs=1e-3)  # differences 0.1 and 0.3
+
+
+def test_windows_of_one_file_are_one_unit():
+    """Four windows of two files change alike within a file: that is two observations, not four."""
+    before = grid_of((1.0, 1.0), (1.0, 1.0), (2.0, 2.0), (2.0, 2.0))
+    now = grid_of((0.9, 0.9), (0.9, 0.9), (1.7, 1.7), (1.7, 1.7))
+    for files, half in ((("a", "a", "b", "b"), 12.706 * 0.1), ((), 3.182 * (0.04 / 3) ** 0.5 / 2)):
+        course = Course(files=files)
+        course.take(before, first=True)
+        numbers = course.take(now, first=False)
+        for name in ("held_out", "held_out/sigma_0.2"):
+            assert (numbers[f"{name}_high"] - numbers[f"{name}_low"]) / 2 == pytest.approx(half, abs=1e-3)
 
 
 def test_one_clip_has_no_interval_and_neither_has_a_grid_that_changed():

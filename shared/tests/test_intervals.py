@@ -25,3 +25,13 @@ def test_the_interval_of_a_mean() -> None:
     assert half_width([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(1.9632, abs=1e-3)
     assert half_width([2.0, 2.0, 2.0]) == 0
     assert half_width([1.0]) is None and half_width([]) is None
+
+
+def test_values_of_one_unit_count_as_one() -> None:
+    """Means of two units, 1 and 3: 12.706 * sqrt(2) / sqrt(2), however often each is seen."""
+    assert half_width([1.0, 1.0, 3.0, 3.0], ["a", "a", "b", "b"]) == pytest.approx(12.706, abs=1e-3)
+    assert half_width([1.0, 3.0], "ab") == half_width([1.0, 3.0]) == pytest.approx(12.706, abs=1e-3)
+    assert half_width([1.0, 2.0, 3.0], "aaa") is None
+    # by hand, of sizes 3 and 1 about the mean 1.75: sums -2.25 and 2.25, squares 10.125, times 2 / 1, its root over 4 values
+    uneven = half_width([1.0, 1.0, 1.0, 4.0], "aaab")
+    assert uneven == pytest.approx(12.706 * (2 * 2 * 2.25**2) ** 0.5 / 4, abs=1e-3)

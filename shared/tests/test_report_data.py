@@ -23,7 +23,7 @@ def test_metrics_are_read_by_name_and_torn_lines_are_passed_over(tmp_path: Path)
     path = tmp_path / "metrics.jsonl"
     path.write_text(
         '{"step": 0, "held_out": 2.0}\n{"step": 1, "loss": 0.5, "worst": "a"}\n[3]\nnull\n{"loss": 1}\n\n'
-        '{"step": 2, "loss": 0.1, "worst": "b"}\n{"step": 3, "lo'
+        '{"step": 2, "loss": 0.1, "worst": "b"}\n{"step": 3, "loss": NaN, "held_out": null, "lr": [1]}\n{"step": 4, "lo'
     )
     found, texts = read_metrics(path)
     assert found == {"held_out": Series(steps=[0], values=[2.0]), "loss": Series(steps=[1, 2], values=[0.5, 0.1])}

@@ -94,6 +94,18 @@ def test_without_a_schedule_of_its_own_the_loss_is_measured_at_each_save(tmp_pat
     assert measured == [line["held_out"] for line in lines(tmp_path) if "held_out" in line][1:]
 
 
+def test_a_held_out_loss_that_is_not_finite_ends_the_run_in_words(tmp_path):
+    """The training loss of a step is from before its update: what an update broke is first seen here."""
+    with pytest.raises(UserError, match=r"^before training, the loss is not finite at held-out clip b, noise level "):
+        broken = [{**item} for item in CLIPS.items]
+        broken[1]["latents"] = torch.full_like(broken[1]["latents"], torch.inf)
+        toy_run(tmp_path / "clip", 2, held_out_clips=CLIPS._replace(ids=["a", "b"], items=broken))
+    toy_run(tmp_path / "run", 2, held_out_clips=CLIPS)
+    with pytest.raises(UserError, match=r"after step 3 .*; the last save is .*step-000002: lower optim\.lr"):
+        toy_run(tmp_path / "run", 3, held_out_clips=CLIPS, optim=OptimConfig(lr=1e37))
+    assert [path.name for path in (tmp_path / "run" / "state").iterdir()] == ["step-000002"]
+
+
 def test_saves_come_by_time(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(train_module.time, "monotonic", lambda: now.__setitem__(0, now[0] + 20.0) or now[0])

@@ -151,20 +151,20 @@ def _next(sigma: float, towards: float) -> float:
 
 
 def restricted(expert: Expert, flow: FlowConfig, held_out: HeldOutConfig) -> tuple[FlowConfig, HeldOutConfig]:
-    """What an expert is trained and measured on: the configured noise levels that are its own.
+    """What an expert is trained and measured on: the configured noise levels that are its own, and a grid over all of those.
 
     Raises:
         UserError: If none of them is.
     """
-    low, high = levels(expert)
-    low, high = max(low, flow.min_sigma), min(high, flow.max_sigma)
+    lowest, highest = levels(expert)
+    low, high = max(lowest, flow.min_sigma), min(highest, flow.max_sigma)
     if low >= high:
         raise UserError(
             f"flow.min_sigma = {flow.min_sigma:g} and flow.max_sigma = {flow.max_sigma:g} leave nothing to the {expert.name} expert, which "
             f"sees {expert.min_sigma:g} to {expert.max_sigma:g}; widen them, or choose another experts.train"
         )
-    end = 1.0 if high == 1 else high
-    sigmas = tuple(min(max(sigma, low), high) for sigma in sigmas_between(held_out.sigmas, low, end))
+    # Of the expert's whole range: what [flow] restricts may change while the run goes on, and the grid may not.
+    sigmas = tuple(min(max(sigma, lowest), highest) for sigma in sigmas_between(held_out.sigmas, lowest, highest))
     return replace(flow, min_sigma=low, max_sigma=high), replace(held_out, sigmas=sigmas)
 
 

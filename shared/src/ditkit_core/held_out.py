@@ -1,12 +1,13 @@
 """The loss on a fixed grid of (clip, noise level, noise): the one number of a run that is comparable from step to step.
 
 Its confidence interval is of the change since before training. Clips are the independent units (noise levels of one clip are not: a clip
-that is hard at one is hard at the next), and each is compared with itself, so that how much clips differ from each other drops out: Student's
-t over the clips' differences. It is written around the loss of now: where it does not hold the loss before training, the change is more than
-the choice of clips explains. One clip has no interval. Which of many measurements is lowest is chosen by these numbers themselves, so the
+that is hard at one is hard at the next; nor are windows of one file, which count as one), and each is compared with itself, so that how much
+clips differ from each other drops out: Student's t over the clips' differences. It is written around the loss of now: where it does not hold
+the loss before training, the change is more than the choice of clips explains. One clip has no interval. Which of many measurements is lowest is chosen by these numbers themselves, so the
 interval of the best one is too hopeful.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class HeldOutConfig:
 
     clips: int = setting(0, resume="refused")
     """Clips that are kept from training and measured instead, or more: windows of one file go together. 0 measures nothing."""
-    sigmas: tuple[float, ...] = setting((0.1, 0.3, 0.5, 0.7, 0.9), resume="stated")
+    sigmas: tuple[float, ...] = setting((0.1, 0.3, 0.5, 0.7, 0.9), resume="refused")
     """Noise levels at which each clip is measured, in [0, 1]."""
     every_steps: int = setting(0, resume="free")
     """Optimizer steps between two measurements; 0 measures at each scheduled save. Always before and after training."""
@@ -42,6 +43,10 @@ class HeldOutConfig:
             raise UserError("held_out.clips and held_out.every_steps must be at least 0")
         if not self.sigmas or not all(0 <= sigma <= 1 for sigma in self.sigmas):
             raise UserError(f"held_out.sigmas = {list(self.sigmas)} must be noise levels in [0, 1], at least one")
+        if len({f"{sigma:g}" for sigma in self.sigmas}) < len(self.sigmas):
+            raise UserError(
+                f"held_out.sigmas = {list(self.sigmas)} has a noise level twice, to six digits; leave one of them out"
+            )
 
     def due(self, step: int, *, saving: bool) -> bool:
         """Whether to measure after `step` optimizer steps, given whether the run saves there."""
@@ -82,29 +87,41 @@ class HeldOutLoss(NamedTuple):
         mean = sum(per_sigma.values()) / len(per_sigma)
         return cls(mean, per_sigma, {sigma: list(values) for sigma, values in per_clip.items()})
 
-    def half_widths(self, before: "HeldOutLoss") -> tuple[float | None, dict[float, float]]:
-        """Half the 95 % intervals of the changes since `before`: over all, and by noise level where both have it."""
+    def broken(self) -> tuple[float, int] | None:
+        """Noise level and place of the first clip whose error is not finite; None if all are."""
+        places = ((sigma, i) for sigma, values in self.per_clip.items() for i in range(len(values)))
+        return next(((sigma, i) for sigma, i in places if not math.isfinite(self.per_clip[sigma][i])), None)
+
+    def half_widths(self, before: "HeldOutLoss", files: Sequence[str] = ()) -> tuple[float | None, dict[float, float]]:
+        """Half the 95 % intervals of the changes since `before`: over all, and by noise level where both have it.
+
+        Args:
+            before: An earlier measurement of the same clips.
+            files: Of each clip; clips of one file are not independent. Empty: each is a file of its own.
+        """
         shared = [sigma for sigma in self.per_clip if sigma in before.per_clip]
         changes = {
             sigma: [now - then for now, then in zip(self.per_clip[sigma], before.per_clip[sigma], strict=True)]
             for sigma in shared
         }
-        found = {sigma: half for sigma in shared if (half := half_width(changes[sigma])) is not None}
+        found = {sigma: half for sigma in shared if (half := half_width(changes[sigma], files)) is not None}
         if before.per_clip.keys() != self.per_clip.keys():
             return None, found
         by_clip = [sum(clip) / len(clip) for clip in zip(*changes.values(), strict=True)]
-        return half_width(by_clip), found
+        return half_width(by_clip, files), found
 
 
 class Course:
     """What a run's measurements came to: before training, and last. Kept in its saves."""
 
-    def __init__(self, values: Mapping[str, Any] | None = None):
+    def __init__(self, values: Mapping[str, Any] | None = None, files: Sequence[str] = ()):
         """Begin anew, or go on from what a save holds.
 
         Args:
             values: `State.values` of the save.
+            files: Of each clip, as in `HeldOutLoss.half_widths`.
         """
+        self._files = files
         stored = values or {}
         self.before: float | None = stored.get("held_out_before")
         self.last: float | None = stored.get("held_out_last")
@@ -128,7 +145,7 @@ class Course:
         if first:
             self.before, self._first = loss.mean, loss
         elif self._first is not None:
-            half, by_sigma = loss.half_widths(self._first)
+            half, by_sigma = loss.half_widths(self._first, self._files)
             if half is not None:
                 self.interval = (loss.mean - half, loss.mean + half)
             halves = {"held_out": half} | {f"held_out/sigma_{sigma:g}": x for sigma, x in by_sigma.items()}

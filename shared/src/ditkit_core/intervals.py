@@ -1,24 +1,32 @@
 """Confidence intervals of a mean, by Student's t."""
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 
 CONFIDENCE = 0.95
 
 
-def half_width(values: Sequence[float], confidence: float = CONFIDENCE) -> float | None:
-    """Half the confidence interval of the mean of independent values, about normally distributed; None for fewer than two.
+def half_width(values: Sequence[float], units: Sequence[Hashable] = (), confidence: float = CONFIDENCE) -> float | None:
+    """Half the confidence interval of a mean, about normally distributed; None for fewer than two independent units.
+
+    Values of one unit may depend on each other in any way: what counts is by how much each unit as a whole is off the mean. Source: the
+    cluster-robust variance of a mean, with G / (G - 1) for few units and Student's t with G - 1 degrees of freedom.
 
     Args:
-        values: One for each independent unit.
+        values: What the mean is of.
+        units: For each value, which independent unit it is of; empty: each is one of its own.
         confidence: Share of such intervals that hold the true mean, in (0, 1).
     """
-    count = len(values)
+    mean = math.fsum(values) / max(len(values), 1)
+    parts: dict[Hashable, list[float]] = defaultdict(list)
+    for value, unit in zip(values, units or range(len(values)), strict=True):
+        parts[unit].append(value - mean)
+    count = len(parts)
     if count < 2:
         return None
-    mean = math.fsum(values) / count
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    return t_quantile(count - 1, confidence) * math.sqrt(variance / count)
+    squares = math.fsum(math.fsum(part) ** 2 for part in parts.values())
+    return t_quantile(count - 1, confidence) * math.sqrt(squares * count / (count - 1)) / len(values)
 
 
 def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:

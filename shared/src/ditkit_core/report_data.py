@@ -1,6 +1,7 @@
 """What a report is made of: the files of a run folder, or of several, as plain values."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,7 +140,8 @@ def _read_section(path: Path, name: str) -> Section:
 
 
 def read_metrics(path: Path) -> tuple[dict[str, Series], dict[str, tuple[int, str]]]:
-    """The numbers of a metrics file by name, and the newest of what is no number; a line that was torn by a crash is passed over."""
+    """The numbers of a metrics file by name, and the newest of what is text. What no run writes is passed over: a line that was torn by a
+    crash, and what is neither a finite number nor text."""
     points: dict[str, tuple[list[int], list[float]]] = {}
     texts: dict[str, tuple[int, str]] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
@@ -151,7 +153,7 @@ def read_metrics(path: Path) -> tuple[dict[str, Series], dict[str, tuple[int, st
         for name, value in row.items():
             if isinstance(value, str):
                 texts[name] = (step, value)
-            else:
+            elif isinstance(value, int | float) and math.isfinite(value):
                 steps, values = points.setdefault(name, ([], []))
                 steps.append(step)
                 values.append(float(value))

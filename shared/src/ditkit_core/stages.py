@@ -129,9 +129,8 @@ def _train(run: Run, folder: RunFolder, options: TrainOptions, previews: Preview
         draw_class_pictures(run, only(prepared.model, run.engine(prepared)), num_class_pictures, told)
         prior = run.encode_prior()
     start_from(options.init_from, prepared, folder)
-    kept, held_out = split_held_out(
-        [sample.id for sample in encoded], config.held_out.clips, files_of(run.dataset.samples)
-    )
+    files = files_of(run.dataset.samples)
+    kept, held_out = split_held_out([sample.id for sample in encoded], config.held_out.clips, files)
     by_id = {sample.id: sample for sample in encoded}
     _check_data(folder, [*encoded, *prior], prepared)
     summary = data_summary(run.dataset, by_id.keys(), held_out)
@@ -160,6 +159,7 @@ def _train(run: Run, folder: RunFolder, options: TrainOptions, previews: Preview
             log=config.log,
             folder=folder.path,
             held_out_clips=Batch(ids=held_out, items=[by_id[id].load() for id in held_out]) if held_out else None,
+            held_out_files=[files.get(id, id) for id in held_out],
             on_save=exporter.after_save,
             on_finish=exporter.finish,
             on_preview=preview,

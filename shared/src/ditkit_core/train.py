@@ -183,6 +183,7 @@ def train(
     log: LogConfig,
     folder: Path,
     held_out_clips: MicroBatch | None = None,
+    held_out_files: Sequence[str] = (),
     on_save: Callable[[int], None] = lambda step: None,
     on_finish: Callable[[int], None] = lambda step: None,
     on_preview: Callable[[int], None] = lambda step: None,
@@ -204,6 +205,7 @@ def train(
         config, flow, optim, ema, save, held_out, log: Sections of the configuration.
         folder: The run folder: state/, metrics.jsonl, tensorboard/, and failure-step-N.json if a loss is not finite.
         held_out_clips: What the held-out loss is measured on; None measures nothing.
+        held_out_files: The file that each of these is of; empty: each is of its own.
         on_save: Called with the step after each save, while the parameters are those to export.
         on_finish: Called with the step when all steps are done, now or before, while the parameters are those to export.
         on_preview: Called with the step before training and every `preview_steps` steps but the last, while the parameters are
@@ -219,19 +221,19 @@ def train(
         How the run stands. SIGINT and SIGTERM end it after the current step, with a save.
 
     Raises:
-        UserError: If a loss or gradient is not finite (the last save is untouched), or a save cannot be written or does
-            not fit.
+        UserError: If a loss, gradient or held-out loss is not finite (the last save is untouched), or a save cannot be
+            written or does not fit.
     """
     check_fused_backward(config, optim)
     progress = progress or SilentProgress()
     trained = Trained(model, trainable, optim, ema, swap)
     path = latest(folder / "state", warn)
-    start, course = 0, Course()
+    start, course = 0, Course(files=held_out_files)
     seen: Mapping[str, float] = {}
     if path is not None:
         state = load_state(path)
         trained.restore(state, path)
-        start, course = state.step, Course(state.values)
+        start, course = state.step, Course(state.values, held_out_files)
         seen = state.values.get("sentinels", {})
     drift = resumed(torch.finfo(matmul).max, warn, seen)
     devices = {parameter.device for parameter in model.parameters()}
@@ -248,6 +250,9 @@ def train(
                 loss = held_out_loss(
                     model, run, spec, held_out_clips.ids, held_out_clips.items, held_out.sigmas, flow.guidance
                 )
+            if (broken := loss.broken()) is not None:
+                sigma, place = broken
+                raise UserError(_cannot_measure(step, held_out_clips.ids[place], sigma, path))
             metrics.write(step, course.take(loss, first=step == 0))
             progress.update(held_out=loss.mean)
             return loss.mean
@@ -329,6 +334,18 @@ def _numbers(
         "tokens_per_second": tokens / seconds,
         "peak_memory_bytes": peak_memory_bytes(devices),
     }
+
+
+def _cannot_measure(step: int, clip: str, sigma: float, save: Path | None) -> str:
+    """The line for a held-out loss that is not finite."""
+    where = f"is not finite at held-out clip {clip}, noise level {sigma:g}"
+    if step == 0:
+        return (
+            f"before training, the loss {where}: the weights or that clip are damaged; replace them, or remove the clip"
+        )
+    return (
+        f"the loss after step {step} {where}; the last save is {save or 'none'}: lower optim.lr, and go on from there"
+    )
 
 
 def _failure(error: NonFiniteLoss, folder: Path, lr: float, save: Path | None) -> UserError:
