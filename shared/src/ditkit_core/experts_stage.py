@@ -72,14 +72,14 @@ def _train_all(run: Run, runs: list[Run], options: TrainOptions) -> None:
         )
     starts = {each.config.run.folder: _start(options.init_from, _expert(each)) for each in runs}
     with open_run(Path(config.run.folder), config) as (folder, _):
+        for each in runs:
+            RunFolder(Path(each.config.run.folder)).check(each.given_config)
         left = [each for each in runs if not _is_complete(each)]
         if not left and folder.completed_step() is not None:
             say(f"{folder.path} is complete; nothing is left to do")
             draw_left(run, folder)
             _say_results(run, folder)
             return
-        for each in runs:
-            RunFolder(Path(each.config.run.folder)).check(each.given_config)
         folder.store(config)
         names = ", then ".join(_expert(each).name for each in left)
         if left:
