@@ -98,6 +98,14 @@ def test_every_number_has_a_chart_and_noise_levels_have_their_intervals(tmp_path
     assert all(svg["role"] == "img" and svg["aria-labelledby"] for svg in page.all("svg"))
 
 
+def test_what_a_chart_shows_is_said_also_where_nothing_was_measured_before_training(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    later = [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"step": 0' not in line]
+    (run / "metrics.jsonl").write_text("\n".join(later) + "\n")
+    page = read(run)
+    assert "held-out loss – band: 95 % interval" in page.shown and "dashed" not in page.shown
+
+
 def test_the_page_loads_nothing_and_names_what_may_run(tmp_path: Path) -> None:
     page = read(write_run(tmp_path))
     (policy,) = [meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"]

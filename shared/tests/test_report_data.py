@@ -115,6 +115,21 @@ def test_every_curve_stays_inside_its_frame(values: list[float], logarithmic: bo
     assert "nan" not in svg and "inf" not in svg
 
 
+def test_the_axes_are_named_and_no_label_is_cut_off() -> None:
+    """Of 1000000 at the right edge 10000 was left to read."""
+    for values in ([12_000.0, 54_321.0], [1.0e-5, 1.25e-4], [1.001, 1.0025], [-1e30, 1e30]):
+        svg = figure(
+            Chart(name="x", title="X", lines=[Line(series=Series(steps=[0, 1_000_000], values=values))]), section=0
+        )
+        labels = re.findall(r'<text x="([^"]*)" y="[^"]*" text-anchor="(\w+)">([^<]*)</text>', svg)
+        assert {"step", "1000000"} <= {text for _, _, text in labels}
+        for x, anchor, text in labels:
+            width = 7 * len(text)
+            left = float(x) - (width if anchor == "end" else width / 2)
+            assert -5 <= left and left + width <= WIDTH, text
+    assert ">20000<" in figure(Chart(name="x", title="X", lines=[Line(series=series([12_000.0, 54_321.0]))]), section=0)
+
+
 def test_higher_values_and_later_steps_lie_higher_and_further_right() -> None:
     chart = Chart(name="x", title="X", lines=[Line(series=Series(steps=[10, 20, 40], values=[1.0, 3.0, 2.0]))])
     (x1, y1), (x2, y2), (x3, y3) = coordinates(figure(chart, section=0))

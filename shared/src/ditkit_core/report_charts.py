@@ -13,6 +13,8 @@ WIDTH, HEIGHT = 420, 230
 """Of a chart, in its own units: a telephone shows it at about this size."""
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 26
 _DRAWN_POINTS = 600
+_DIGIT = 8.0
+"""Width of a digit at the axes, at most."""
 _DOTS = 60
 """A curve of at most so many points has a dot at each."""
 
@@ -152,11 +154,21 @@ def _axes(scale: _Scale) -> list[Html]:
     for tick in scale.ticks():
         y = scale.y(tick)
         parts.append(element("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
-        parts.append(element("text", f"{tick / scale.unit:.4g}", x=LEFT - 6, y=y + 4, text_anchor="end"))
+        parts.append(element("text", _short(tick / scale.unit), x=LEFT - 6, y=y + 4, text_anchor="end"))
     for tick in _round_ticks(float(scale.first), float(scale.last)):
         if tick == round(tick):
-            parts.append(element("text", f"{round(tick)}", x=scale.x(tick), y=HEIGHT - 8, text_anchor="middle"))
+            text = f"{round(tick)}"
+            inside = min(scale.x(tick), WIDTH - len(text) * _DIGIT / 2)  # what is over the edge would be cut off
+            parts.append(element("text", text, x=inside, y=HEIGHT - 8, text_anchor="middle"))
+    parts.append(element("text", "step", x=LEFT - 18, y=HEIGHT - 8, text_anchor="end"))
     return parts
+
+
+def _short(value: float) -> str:
+    """A tick's value in at most eight characters, for which there is room."""
+    if 1e-3 <= abs(value) < 1e7 or not value:
+        return f"{value:.6g}" if abs(value) < 1e6 else f"{value:.0f}"
+    return f"{value:.2e}".replace(".00e", "e")
 
 
 def _points(scale: _Scale, series: Series) -> list[str]:

@@ -71,10 +71,11 @@ def _held_out(series: Mapping[str, Series], name: str, title: str) -> list[Chart
     measured = series[name]
     ends = (series[f"{name}_low"], series[f"{name}_high"]) if {f"{name}_low", f"{name}_high"} <= series.keys() else None
     level = measured.values[0] if measured.steps[0] == 0 else None
-    note = "dashed: before training" if level is not None else ""
+    notes = ["dashed: before training"] if level is not None else []
     if ends is not None:
-        note += "; band: 95 % interval of the change since then"
-    return [Chart(name=name, title=title, lines=[Line(series=measured)], band=ends, level=level, note=note)]
+        notes.append("band: 95 % interval of the change since before training")
+    lines = [Line(series=measured)]
+    return [Chart(name=name, title=title, lines=lines, band=ends, level=level, note="; ".join(notes))]
 
 
 def key_numbers(section: Section) -> Html:
