@@ -154,6 +154,10 @@ def test_noise_levels_are_shifted_as_each_variants_authors_do() -> None:
     for preset, shift in expected.items():
         assert default_shift(PRESETS[preset], 720, 1280) == shift, preset
     assert default_shift(PRESETS["i2v-14b-480p"], 480, 832) == default_shift(PRESETS["i2v-14b-480p"], 832, 480) == 3
+    assert default_shift(PRESETS["fun-v1.1-control-1.3b"], 480, 832) == 3
+    assert (
+        default_shift(PRESETS["wantodance-14b"], 480, 320) == default_shift(PRESETS["wantodance-14b"], 1280, 720) == 5
+    )
     assert default_shift(PRESETS["i2v-a14b"], 480, 832) == 5 and default_shift(PRESETS["t2v-14b"], 480, 832) == 5
 
 

@@ -25,9 +25,10 @@ _SMALL_PIXELS = 480 * 832
 
 
 def default_shift(arch: WanArch | None, height: int, width: int) -> float:
-    """How the authors shift noise levels: by variant, and of image to video by size.
+    """How the authors shift noise levels: by variant, and of image to video and Fun by size.
 
-    Source: generate.py of Wan-Video/Wan2.1, wan/configs of Wan-Video/Wan2.2.
+    Source: generate.py of Wan-Video/Wan2.1, wan/configs of Wan-Video/Wan2.2; examples/wan2.1_fun of aigc-apps/VideoX-Fun;
+    gen_video_global.py and gen_video_local.py of Wan-Video/Wan-Dancer, whose shift is 5 at any size.
     """
     if arch is None:
         return 5.0
@@ -36,7 +37,8 @@ def default_shift(arch: WanArch | None, height: int, width: int) -> float:
         return 5.0 if from_picture else 12.0
     if arch.vace_layers or arch.image_positions:
         return 16.0
-    return 3.0 if arch.image_dim and height * width <= _SMALL_PIXELS else 5.0
+    shifted_by_size = arch.image_dim and not arch.music
+    return 3.0 if shifted_by_size and height * width <= _SMALL_PIXELS else 5.0
 
 
 class WanSampler:
