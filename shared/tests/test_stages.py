@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from ditkit_core import still
 from ditkit_core.errors import UserError
 from ditkit_core.run import Run
 from ditkit_core.testing.toy import TOY, ToyArch
@@ -118,6 +119,46 @@ def test_samples_and_exports_are_commands_of_their_own(world: World, capsys: pyt
     merged = load_file(world.folder / "merged" / "transformer_official" / "diffusion_pytorch_model.safetensors")
     base = load_file(world.folder / "toy.safetensors")
     assert merged.keys() == base.keys() and not equal(merged, base)
+
+
+def test_any_adapter_file_that_fits_is_drawn_with(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the run itself would train: other layers, modules of several ranks as `--rank auto` writes them, a full fine-tune."""
+    assert world.train("run", 2, "--sample.captions", "0", "--optim.lr", "0.1", "--export.dtype", "fp32") == 0
+    tensors = world.adapter("run")
+    name = next(name for name in tensors if "lora_A" in name)
+    other = name.replace("lora_A", "lora_B")
+    tensors[name] = torch.cat([tensors[name], torch.ones_like(tensors[name][:1])])
+    tensors[other] = torch.cat([tensors[other], torch.zeros_like(tensors[other][:, :1])], 1)
+    save_file(tensors, world.folder / "mixed@2.safetensors")
+    module = name.removeprefix("diffusion_model.").removesuffix(".lora_A.weight").rpartition(".")[2]
+
+    def drawn(file: Path, *flags: str) -> torch.Tensor:
+        out = world.folder / "drawn" / file.stem / "-".join(flags).replace("*", "")
+        assert world.run("sample", "--adapter", str(file), "--prompt", "a", "--out", str(out), *flags) == 0
+        return torch.from_numpy(still.read(out / f"{file.stem}-0-a.png")).int()
+
+    alike = drawn(world.folder / "run" / "exports" / "adapter.safetensors")
+    for flags in ((), ("--adapter.method", "full"), ("--adapter.targets", f'["layers.0.*{module}"]')):
+        assert (drawn(world.folder / "mixed@2.safetensors", *flags) - alike).abs().max() <= 1, flags
+    assert torch.equal(drawn(world.folder / "run" / "exports" / "adapter.safetensors", *flags), alike)
+    save_file({key: 0 * tensor for key, tensor in tensors.items()}, world.folder / "zero.safetensors")
+    assert (drawn(world.folder / "zero.safetensors") - alike).abs().max() > 1
+
+
+def test_what_cannot_be_drawn_with_is_said_before_anything_is_encoded(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"blocks.0.nothing.lora_A.weight": torch.ones(2, 2)}, world.folder / "strange.safetensors")
+    cases = {
+        "no save to draw with; name a run that was trained": (),
+        "there is no adapter file": ("--adapter", str(world.folder / "nothing.safetensors")),
+        "fit no adapter of this model": ("--adapter", str(world.folder / "strange.safetensors")),
+    }
+    for words, flags in cases.items():
+        assert world.run("sample", "--prompt", "a", "--run.folder", str(world.folder / "none"), *flags) == 1
+        said = capsys.readouterr()
+        assert words in said.err and said.err.count("\n") == 1 and "encode" not in said.out
+    assert not world.text.calls
 
 
 def test_the_best_save_is_kept_named_and_exported(world: World, capsys: pytest.CaptureFixture[str]) -> None:

@@ -333,6 +333,10 @@ def merge_into(files: Sequence[tuple[AdapterFile, float]]) -> dict[str, Callable
     return {f"{module}.weight": edit(module) for module in modules}
 
 
+class MixedAdapter(UserError):
+    """A file whose modules differ in rank, in scale, or in whether they have a DoRA magnitude: it can be merged, not trained."""
+
+
 def config_from_file(config: AdapterConfig, file: AdapterFile) -> tuple[AdapterConfig, str]:
     """The configuration with rank, alpha, DoRA and (if none are named) targets of the file that it starts from.
 
@@ -340,14 +344,15 @@ def config_from_file(config: AdapterConfig, file: AdapterFile) -> tuple[AdapterC
         The configuration, and one line that says what the file decided.
 
     Raises:
-        UserError: If the file's modules differ in rank, in scale, or in whether they have a DoRA magnitude.
+        MixedAdapter: If the file's modules differ in rank, in scale, or in whether they have a DoRA magnitude.
+        UserError: If nothing could be trained.
     """
     shapes = {(found.rank, found.scale, found.use_dora) for found in file.modules.values()}
     if len(shapes) > 1:
         ranks = ", ".join(
             f"rank {rank} scale {scale:g}{' with DoRA' * dora}" for rank, scale, dora in sorted(shapes)[:10]
         )
-        raise UserError(
+        raise MixedAdapter(
             f"adapter.init = {file.source.path} mixes {ranks}; start from a file of one rank and alpha, "
             "or merge it with base.merge"
         )

@@ -10,10 +10,11 @@ from ditkit_core.console import say, warn
 from ditkit_core.draw_scenes import draw
 from ditkit_core.drawing import Turn, only
 from ditkit_core.errors import UserError
-from ditkit_core.expert_runs import Trained, known, trained_in, turns_of
-from ditkit_core.experts import check_files
+from ditkit_core.expert_runs import Trained, built_with, known, trained_in, turns_of
+from ditkit_core.experts import check_named
 from ditkit_core.model import ModelSpec
 from ditkit_core.options import SampleOptions
+from ditkit_core.prepare import Unloaded
 from ditkit_core.run import Run
 from ditkit_core.run_checks import check
 from ditkit_core.run_folder import RunFolder, next_drawing
@@ -31,30 +32,41 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
         raise UserError(
             "--adapter-low is for the second of two experts, and this model has one transformer; give --adapter"
         )
-    if options.adapter and not run.experts:
-        run = run.having(replace(config, adapter=replace(config.adapter, init=options.adapter)))
+    files = [file for file in (options.adapter, options.adapter_low) if file]
+    for file in files:
+        if not Path(file).expanduser().is_file():
+            raise UserError(f"there is no adapter file {file}; mend the path")
+    if not files and not run.experts and not any(folder.state.glob("step-*")):
+        raise UserError(
+            f"{folder.path} has no save to draw with; name a run that was trained (--run), or give --adapter"
+        )
     check(run)
     scenes = run.scenes([] if config.sample.prompts else run.dataset.samples, warn)
     if not scenes:
         raise UserError("there is nothing to draw: give a --prompt, or set sample.prompts or sample.captions")
+    drawing, unloaded = (run, None) if run.experts else _built(run, options.adapter)  # what does not fit is said now
     run.encode_scenes(scenes)  # before the transformer is there: a card need not hold both
-    if run.experts:
+    if unloaded is None:
         turns, what = _experts(run, options)
     else:
-        prepared = run.load(run.build())
-        turns = only(prepared.model, run.engine(prepared))
+        prepared = drawing.load(unloaded)
+        turns = only(prepared.model, drawing.engine(prepared))
         what = Path(options.adapter).stem if options.adapter else f"step-{take_trained(prepared, folder):06d}"
     out = Path(options.out) if options.out else folder.samples
     files = draw(run, turns, scenes, out, f"{next_drawing(out)}-{what}")
     say("\n".join(str(file) for file in files))
 
 
+def _built(run: Run, adapter: str) -> tuple[Run, Unloaded]:
+    return built_with(run, adapter) if adapter else (run, run.build())
+
+
 def _experts(run: Run, options: SampleOptions) -> tuple[Sequence[Turn], str]:
     """The experts, with adapter files if one is given, and else with what the run trained; and what drew, for the samples' names."""
     given = dict(zip((expert.name for expert in run.experts), (options.adapter, options.adapter_low), strict=True))
     files = {name: Trained(file=file) for name, file in given.items() if file}
-    for expert in run.experts:
-        check_files(expert, init=given[expert.name], merge=())
+    for expert, option in zip(run.experts, ("--adapter", "--adapter-low"), strict=True):
+        check_named(expert, {option: given[expert.name]})
     if files:
         return turns_of(run, files), "-".join(Path(each.file).stem for each in files.values())
     trained, step = trained_in(run)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ditkit_core.activation_checkpoint import Engine
+from ditkit_core.adapter_files import MixedAdapter
+from ditkit_core.adapters import AdapterConfig
 from ditkit_core.checkpoint import latest
 from ditkit_core.console import say, warn
 from ditkit_core.draw_scenes import draw
@@ -16,7 +18,7 @@ from ditkit_core.experts import own_settings
 from ditkit_core.flow_matching import FlowConfig
 from ditkit_core.held_out import HeldOutConfig
 from ditkit_core.model import Expert
-from ditkit_core.prepare import arch_here
+from ditkit_core.prepare import Unloaded, arch_here
 from ditkit_core.run import Run
 from ditkit_core.run_folder import RunFolder
 from ditkit_core.saved_weights import put_weights, take_trained
@@ -110,7 +112,8 @@ def _turn(run: Run, expert: Expert, trained: Trained, guidance: float) -> Turn:
 
     @contextmanager
     def opened() -> Iterator[tuple[Any, Engine]]:
-        prepared = alone.load(alone.build())
+        drawing, unloaded = built_with(alone, trained.file) if trained.file else (alone, alone.build())
+        prepared = drawing.load(unloaded)
         what = "as it is"
         if trained.folder is not None:
             folder = RunFolder(trained.folder)
@@ -122,17 +125,33 @@ def _turn(run: Run, expert: Expert, trained: Trained, guidance: float) -> Turn:
         elif trained.file:
             what = f"with {trained.file}"
         say(f"drawing with the {expert.name} expert {what}")
-        yield prepared.model, alone.engine(prepared)
+        yield prepared.model, drawing.engine(prepared)
 
     return Turn(opened=opened, guidance=guidance or expert.guidance, min_sigma=expert.min_sigma)
+
+
+def built_with(run: Run, file: str) -> tuple[Run, Unloaded]:
+    """A run that draws with an adapter file, and its model before weights are read.
+
+    What the run would train does not matter: rank, scale and layers are the file's. If its modules differ in rank or scale it is merged.
+
+    Raises:
+        UserError: If the file is not there, is no adapter, or does not fit the model.
+    """
+    config = run.config
+    drawing = run.having(replace(config, adapter=AdapterConfig(init=file)))
+    try:
+        return drawing, drawing.build()
+    except MixedAdapter:
+        merge = (*config.base.merge, f"{file}@1")  # else an @ in its name would be a strength
+        drawing = run.having(replace(config, adapter=AdapterConfig(), base=replace(config.base, merge=merge)))
+        return drawing, drawing.build()
 
 
 def _for_drawing(run: Run, expert: Expert, trained: Trained) -> Run:
     # Which levels are trained and measured is no matter of drawing, and those of one expert may leave nothing to the other.
     config = replace(config_of(run, expert), flow=FlowConfig(), held_out=HeldOutConfig())
-    if trained.file:
-        config = replace(config, adapter=replace(config.adapter, method="lora", init=trained.file))
-    elif trained.folder is None and trained.preview is None:  # an adapter at zero
+    if trained.folder is None and trained.preview is None:  # an adapter at zero, or a file's own
         config = replace(config, adapter=replace(config.adapter, method="lora", init=""))
     if not is_joint(run) and run.expert != expert:  # what is merged is the trained expert's
         config = replace(config, base=replace(config.base, merge=()))

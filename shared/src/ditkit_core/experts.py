@@ -5,7 +5,7 @@ reaches the model as the timestep 1000 · sigma in fp32, and that decides which 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -104,7 +104,19 @@ def check_files(expert: Expert, *, init: str, merge: Sequence[str]) -> None:
         init: `adapter.init`.
         merge: Paths of `base.merge`.
     """
-    for key, path in (("adapter.init", init), *(("base.merge", path) for path in merge)):
+    check_named(expert, {"adapter.init": init})
+    for path in merge:
+        check_named(expert, {"base.merge": path})
+
+
+def check_named(expert: Expert, files: Mapping[str, str]) -> None:
+    """Refuse files that are named after the other expert.
+
+    Args:
+        expert: The one that they are meant for.
+        files: By what they were given as.
+    """
+    for key, path in files.items():
         if (said := named_after(path)) not in ("", expert.name):
             raise UserError(
                 f"{key} = {path!r} is named after the {said} expert, and this is the {expert.name} one; give its own file"
