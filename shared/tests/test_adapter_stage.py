@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from ditkit_core import cli
 from ditkit_core.adapter_layout import AdapterRules
 from ditkit_core.errors import UserError
+from ditkit_core.model import Expert
 from ditkit_core.options import ExportOptions, parse_rank
 from ditkit_core.precision import Precision
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
@@ -238,7 +239,11 @@ def broken(path: Path, what: str) -> Path:
     elif what == "no matrices":
         save_file({f"lora_unet_blocks_0_out.lora_{part}.weight": torch.ones(()) for part in ("down", "up")}, path)
     elif what == "no vae":
-        save_file({"decoder.conv_in.weight": torch.ones(2, 2)}, path)
+        save_file(
+            {f"decoder.{name}.weight": torch.ones(2, 2) for name in ("conv_in", "up_blocks.0.resnets.0.conv1")}, path
+        )
+    elif what == "a text encoder":
+        save_file({"encoder.block.0.layer.0.SelfAttention.k.weight": torch.ones(2, 2)}, path)
     return path
 
 
@@ -257,7 +262,8 @@ BROKEN = {
     "another module": "1 of 7 keys fit no adapter of this model",
     "other ranks": "do not fit the layer's",
     "no matrices": "do not fit the layer's",
-    "no vae": "is no LoRA",
+    "no vae": "is no LoRA (its names look like a VAE's)",
+    "a text encoder": "is no LoRA (its names look like a text encoder's)",
 }
 
 
@@ -290,7 +296,8 @@ def test_nothing_is_written_over_and_a_rank_only_falls(tmp_path: Path, capsys: p
         (["--merge", "--base", tmp_path / "no.safetensors"], "there is no such file or folder"),
         (["--merge", "--base", path, "--strength", "1e9"], "--strength 1e+09 is not between"),
         (["--merge", "--base", path, "--to", "musubi"], "a whole transformer has none of these forms"),
-        (["--merge", "--base", path, "--out", path], "is a file, and a whole transformer is written into a folder"),
+        (["--merge", "--base", path, "--out", path], "names a file, and a whole transformer is written into a folder"),
+        (["--merge", "--base", path, "--out", tmp_path / "y.safetensors"], "names a file, and a whole transformer is"),
         (["--to", "official", "--model.preset", "tall"], "model.preset = 'tall' is unknown"),
     ):
         before = path.read_bytes()
@@ -308,6 +315,27 @@ def test_presets_that_differ_in_no_weight_need_not_be_told_apart(tmp_path: Path)
     merged, before = load_file(folder / "diffusion_pytorch_model.safetensors"), load_file(base)
     added = merged["blocks.1.out.weight"] - before["blocks.1.out.weight"]
     torch.testing.assert_close(added, torch.full((32, 32), 0.5 * 4 * 2))
+
+
+def test_an_adapter_of_one_expert_is_not_merged_into_the_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shapes do not tell them apart, and names do: the adapter's, and the folder's of a pair or the base's own."""
+    high = Expert(name="high_noise", part="transformer", min_sigma=0.5, max_sigma=1.0, guidance=1.0)
+    low = Expert(name="low_noise", part="transformer_2", min_sigma=0.0, max_sigma=0.5, guidance=1.0)
+    spec = replace(SPEC, experts=lambda arch: (high, low))
+    bases = ("pair/transformer", "pair/transformer_2", "alone/transformer", "x_high_noise_model")
+    for name in bases:
+        (tmp_path / name).mkdir(parents=True)
+        transformer(tmp_path / name / "model.safetensors", ToyArch())
+    path = adapter(tmp_path / "cat_low_noise.safetensors")
+    for name, is_right in zip(bases, (False, True, True, False), strict=True):
+        argv = ["--adapter", path, "--merge", "--base", tmp_path / name, "--out", tmp_path / "out" / name]
+        assert cli.run(spec, "export", list(map(str, argv))) == (0 if is_right else 1), name
+        error = capsys.readouterr().err
+        assert (
+            not error if is_right else "named after the low_noise expert" in error and "is the high_noise one" in error
+        )
 
 
 def test_an_adapter_of_another_size_is_told_from_its_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

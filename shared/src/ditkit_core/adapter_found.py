@@ -37,6 +37,14 @@ _OTHER_METHODS = {
 """What other keys beside low-rank matrices are of."""
 
 
+_OTHER_PARTS = {
+    r"^((encoder|decoder)\.(conv_in|conv1|conv_out|head|middle|mid_block|(down|up)(samples|_blocks))|(post_)?quant_conv)\.": "a VAE's",
+    r"\.SelfAttention\.|^token_embedding\.|^model\.(language_model\.)?(layers|embed_tokens)\.": "a text encoder's",
+    r"^(vision_model\.)?embeddings\.(class|patch|position)_embedding|^visual\.": "an image encoder's",
+}
+"""What names look like that are of a model's other files, whatever its family: they lie beside its transformer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FoundAdapter:
     """An adapter file, understood by its names."""
@@ -207,7 +215,7 @@ def _is_none(source: SafetensorsSource, spec: ModelSpec) -> UserError:
 
 def _likeness(names: Collection[str], spec: ModelSpec) -> str:
     """Which other model the names look like, in words that follow others; empty if like none that is known."""
-    for pattern, what in spec.adapter_rules.strangers.items():
+    for pattern, what in {**_OTHER_PARTS, **spec.adapter_rules.strangers}.items():
         if any(re.search(pattern, name) for name in names):
             return f" (its names look like {what})"
     return ""

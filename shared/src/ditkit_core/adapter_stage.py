@@ -1,6 +1,7 @@
 """The export command on files: inspect, convert, reduce, merge, extract. None of it needs a run."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from ditkit_core.components import Components
 from ditkit_core.config import RunConfig
 from ditkit_core.console import progress, say, warn
 from ditkit_core.errors import UserError
+from ditkit_core.experts import named_after
 from ditkit_core.export import export_merged, loaded_by, whole_forms
 from ditkit_core.model import ModelSpec
 from ditkit_core.options import ExportOptions, parse_rank
@@ -104,7 +106,7 @@ def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     say(f"the adapter leaves {found.residual:.2%} of the norm of what its modules differ by")
     if found.left:
         largest = sorted(found.left, key=lambda name: -found.sizes[name])
-        named = ", ".join(f"{name} ({found.left[name]:.1%} of its size)" for name in largest[:10])
+        named = ", ".join(f"{name} ({_share(found.left[name])})" for name in largest[:10])
         more = f" and {len(largest) - 10} more" if len(largest) > 10 else ""
         warn(
             f"{len(largest)} parameters differ that the adapter does not change, {found.share_left:.1%} of the whole difference's "
@@ -136,14 +138,15 @@ def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     )  # fmt: skip
     forms = whole_forms(spec, wanted)
     folder = Path(options.out).expanduser() if options.out else path.with_name(f"{path.stem}_merged")
-    if folder.is_file():
-        raise UserError(f"--out {folder} is a file, and a whole transformer is written into a folder; name one")
+    if folder.is_file() or folder.suffix == ".safetensors":
+        raise UserError(f"--out {folder} names a file, and a whole transformer is written into a folder; name one")
     for form in forms:
         if any((folder / f"transformer_{form}").glob("*")):
             raise UserError(
                 f"{folder / f'transformer_{form}'} is there already; name another folder with --out, or remove it"
             )
     source, arch, layers = _base(spec, config, options)
+    _check_expert(spec, path, source)
     found = find_adapter(path, spec, part=options.part, layers=layers)
     _check_fits(found, layers)
     read_adapter(found)  # a value that is not finite is said now
@@ -179,6 +182,23 @@ def _difference(source: SafetensorsSource, spec: ModelSpec, shapes: Shapes, name
             f"{source.path}: read again, merged weights differ by {worst:.1%}; check the disk, and write it anew"
         )
     return worst
+
+
+def _check_expert(spec: ModelSpec, adapter: Path, base: SafetensorsSource) -> None:
+    """Refuse to put an adapter that is named after one expert into the weights of the other: their shapes are equal."""
+    parts = {expert.part: expert.name for arch in spec.presets.values() for expert in spec.experts(arch)}
+    folder = base.path if base.path.is_dir() else base.path.parent
+    are_both_there = all((folder.parent / part).is_dir() for part in parts)
+    said = named_after(str(adapter))
+    there = named_after(str(base.path)) or (parts.get(folder.name, "") if are_both_there else "")
+    if said and there and said != there:
+        raise UserError(
+            f"{adapter} is named after the {said} expert, and {base.path} is the {there} one; name the other with --base, or rename the file"
+        )
+
+
+def _share(share: float) -> str:
+    return f"{share:.1%} of its size" if math.isfinite(share) else "was zero"
 
 
 def _check_fits(found: FoundAdapter, layers: Shapes) -> None:
