@@ -177,6 +177,24 @@ def test_a_change_that_makes_it_another_run_is_refused_in_the_expert_that_it_is_
     )
 
 
+def test_an_expert_that_was_gone_on_with_alone_is_handed_over(
+    world: TwoExperts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert world.train("both", 1) == 0
+    alone = ("--run", "both/low_noise", "--experts.train", "low_noise", "--train.steps", "2")
+    assert world.run("train", *alone) == 0
+    newest, whole = (
+        Path("both/low_noise/exports/adapter.safetensors"),
+        Path("both/exports/adapter_low_noise.safetensors"),
+    )
+    assert newest.read_bytes() != whole.read_bytes()
+    assert world.train("both", 1) == 0
+    assert newest.read_bytes() == whole.read_bytes() and list(Path("both/samples").glob("step-000002-*"))
+    capsys.readouterr()
+    assert world.train("both", 1) == 0
+    assert "is complete; nothing is left to do" in capsys.readouterr().out
+
+
 def test_each_step_of_a_drawing_goes_to_its_expert(world: TwoExperts) -> None:
     assert world.train("both", 1, "--sample.images", "2") == 0
     steps = world.sampler.steps

@@ -4,7 +4,9 @@ Experts share no trained weight, so what comes of training both in one run is to
 folder with saves, metrics and exports; the run's own folder holds what is of all: the configuration, the adapters, the samples.
 """
 
+import filecmp
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,7 +77,13 @@ def _train_all(run: Run, runs: list[Run], options: TrainOptions) -> None:
         for each in runs:
             RunFolder(Path(each.config.run.folder)).check(each.given_config)
         left = [each for each in runs if not _is_complete(each)]
-        if not left and folder.completed_step() is not None:
+        # One that was gone on with alone since has another adapter than was drawn with and stands among the exports.
+        is_handed_over = all(
+            copy.is_file() and filecmp.cmp(file, copy, shallow=False)
+            for each in runs
+            for file, copy in _to_hand_over(each, folder)
+        )
+        if not left and folder.completed_step() is not None and is_handed_over:
             say(f"{folder.path} is complete; nothing is left to do")
             draw_left(run, folder)
             _say_results(run, folder)
@@ -85,7 +93,6 @@ def _train_all(run: Run, runs: list[Run], options: TrainOptions) -> None:
         if left:
             say(f"{len(runs)} experts, one in memory at a time: {names}")
             _prepare(run, left)
-        step = max(each.config.train.steps for each in runs)
         with previews_of(run, folder) as previews:
             for each in left:
                 say(described(_expert(each), each.config.flow, each.config.held_out))
@@ -95,6 +102,7 @@ def _train_all(run: Run, runs: list[Run], options: TrainOptions) -> None:
                 release_memory()
             for each in runs:
                 _hand_over(each, folder)
+            step = max(RunFolder(Path(each.config.run.folder)).completed_step() or 0 for each in runs)
             draw_trained(run, folder, step)
             if previews is not None:
                 previews.wait()
@@ -140,13 +148,16 @@ def _start(init_from: str, expert: Expert) -> str:
 
 def _hand_over(run: Run, folder: RunFolder) -> None:
     """Put an expert's adapter among the exports of the whole run, under a name that tells which it is."""
-    for file in sorted(RunFolder(Path(run.config.run.folder)).exports.glob("adapter*.safetensors")):
-        if file.name.startswith("adapter-"):  # of a save
-            continue
-        with atomic_write(
-            folder.exports / f"adapter_{_expert(run).name}{file.name.removeprefix('adapter')}"
-        ) as temporary:
+    for file, copy in _to_hand_over(run, folder):
+        with atomic_write(copy) as temporary:
             shutil.copyfile(file, temporary)
+
+
+def _to_hand_over(run: Run, folder: RunFolder) -> Iterator[tuple[Path, Path]]:
+    """An expert's finished adapters, and where each belongs among the exports of the whole run."""
+    for file in sorted(RunFolder(Path(run.config.run.folder)).exports.glob("adapter*.safetensors")):
+        if not file.name.startswith("adapter-"):  # of a save
+            yield file, folder.exports / f"adapter_{_expert(run).name}{file.name.removeprefix('adapter')}"
 
 
 def _say_results(run: Run, folder: RunFolder) -> None:
