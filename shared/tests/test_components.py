@@ -7,6 +7,8 @@ from huggingface_hub import errors
 
 from ditkit_core.components import Components
 from ditkit_core.errors import UserError
+from ditkit_core.prepare import arch_here
+from ditkit_core.testing.toy import TOY
 
 HUB = "huggingface_hub.snapshot_download"
 PAGE = "https://huggingface.co/owner/model"
@@ -151,6 +153,18 @@ def test_a_base_inside_a_repository_brings_its_own_index(tmp_path, monkeypatch):
     monkeypatch.setattr(HUB, hub)
     assert Components(base="owner/model/inner").locate("transformer") == tmp_path / "inner" / "transformer"
     assert hub.fetched() == {"inner/model_index.json", "inner/transformer/config.json"}
+
+
+def test_a_folder_that_is_here_is_never_asked_for_on_the_hub(tmp_path, monkeypatch):
+    """Its path, two names with a slash, is one that a hub could have: a base with the parts of a model, whose transformer lies elsewhere."""
+    asked = []
+    monkeypatch.setattr(HUB, lambda *args, **kwargs: asked.append(args))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine" / "wan" / "vae").mkdir(parents=True)
+    assert Components(base="mine/wan").fetched_description("transformer") is None
+    with pytest.raises(UserError, match="'mine/wan' holds no transformer to say .*; set model.transformer to its file"):
+        arch_here(TOY, Components(base="mine/wan"), fetch=True)
+    assert not asked
 
 
 def test_a_part_that_the_hub_does_not_have_names_the_key(tmp_path, monkeypatch):

@@ -108,7 +108,9 @@ class Components:
             UserError: If the hub does not give it.
         """
         own = self._own.get(part, "")
-        match = _HUB_ID.fullmatch(own or self.base)
+        match = (
+            _HUB_ID.fullmatch(own or self.base) if self.is_elsewhere(part) else None
+        )  # a folder of that name is no hub's
         if match is None or (match["inner"] or "").endswith(".safetensors"):
             return None
         inner = (match["inner"] or "") if own else f"{match['inner'] or ''}/{part}".lstrip("/")

@@ -348,9 +348,12 @@ def arch_here(spec: ModelSpec, components: Components, *, fetch: bool = False) -
     path = components.here("transformer") or (components.fetched_description("transformer") if fetch else None)
     path = path or components.here("transformer_2")  # all that there need be to train the second expert alone
     if path is None:
+        is_here = bool(components.base) and Path(components.base).expanduser().exists()
+        lacks = "holds no transformer" if is_here else "is not here"
+        remedy = "set model.transformer to its file, and if need be " if is_here else "set "
         raise UserError(
-            f"model.base = {components.base!r} is not here to say which architecture it is; "
-            f"set model.preset to one of {', '.join(spec.presets)}"
+            f"model.base = {components.base!r} {lacks} to say which architecture it is; "
+            f"{remedy}model.preset to one of {', '.join(spec.presets)}"
         )
     folder = path if path.is_dir() else path.parent
     described = (folder / "config.json").is_file() and spec.infer_arch is not None

@@ -343,9 +343,10 @@ def _cannot_measure(step: int, clip: str, sigma: float, save: Path | None) -> st
         return (
             f"before training, the loss {where}: the weights or that clip are damaged; replace them, or remove the clip"
         )
-    return (
-        f"the loss after step {step} {where}; the last save is {save or 'none'}: lower optim.lr, and go on from there"
+    remedy = (
+        f"the last save is {save}: lower optim.lr, and go on from there" if save else "nothing is saved: lower optim.lr"
     )
+    return f"the loss after step {step} {where}; {remedy}"
 
 
 def _failure(error: NonFiniteLoss, folder: Path, lr: float, save: Path | None) -> UserError:
