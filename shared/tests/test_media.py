@@ -173,6 +173,8 @@ def test_a_written_video_is_read_back_in_colour_size_and_time(tmp_path: Path, he
     clip = read_clip(tmp_path / "new" / "out.mp4", frames=5, fps=info.fps, height=height, width=width)
     assert ((clip + 1) / 2 - pixels).abs().max() < 0.03  # two or three of 255 levels, and the codec
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["out.mp4"]
+    written = (tmp_path / "new" / "out.mp4").read_bytes()
+    assert 0 < written.find(b"moov") < written.find(b"mdat"), "a browser plays it while it loads"
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
