@@ -53,8 +53,8 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
         turns = only(prepared.model, drawing.engine(prepared))
         what = Path(options.adapter).stem if options.adapter else f"step-{take_trained(prepared, folder):06d}"
     out = Path(options.out) if options.out else folder.samples
-    files = draw(run, turns, scenes, out, f"{next_drawing(out)}-{what}")
-    say("\n".join(str(file) for file in files))
+    drawn = draw(run, turns, scenes, out, f"{next_drawing(out)}-{what}")
+    say("\n".join(str(file) for file in drawn))
 
 
 def _built(run: Run, adapter: str) -> tuple[Run, Unloaded]:
