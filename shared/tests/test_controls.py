@@ -150,6 +150,20 @@ def test_a_control_video_must_last_as_long_as_what_is_read_of_its_clip(folder: P
     assert len(look(folder, windows="uniform", clips_per_file=2).samples) == 2, "a still picture lasts"
 
 
+def test_a_picture_of_one_moment_is_not_shared_by_other_windows(folder: Path) -> None:
+    moment = (Column(name="start", kind="image", moment="begin"),)
+    rows(folder, {"video": "a.mp4", "text": "x", "start": "extra/face.png"}, {"video": "b.mp4", "text": "x"})
+    assert len(look(folder, columns=moment).samples) == 2
+    for windows in ("all", "uniform"):
+        with pytest.raises(
+            UserError, match="start .*face.png is how one clip begins, and data.windows cuts .* out of its file"
+        ):
+            look(folder, columns=moment, windows=windows)
+        left = look(folder, columns=moment, windows=windows, on_bad="skip")
+        assert {sample.media.name for sample in left.samples} == {"b.mp4"}
+    assert len(look(folder, columns=moment, windows="all", frames=21).samples) == 2, "one window, at the start"
+
+
 def test_a_required_column_that_is_missing_is_a_bad_entry(folder: Path) -> None:
     needed = (Column(name="control_video", kind="video", required=True),)
     rows(folder, {"video": "a.mp4", "text": "x", "control_video": "extra/depth.mp4"}, {"video": "b.mp4", "text": "x"})

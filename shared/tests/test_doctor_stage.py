@@ -18,7 +18,7 @@ from ditkit_core import doctor_step
 from ditkit_core.doctor import CutsCaptions
 from ditkit_core.testing.toy import TOY, ToyBlock, ToyModel, ToyTextEncoder
 from made_clips import pan, texture, written
-from media_files import numbered_video, truncated
+from media_files import noisy_video, numbered_video, truncated
 from toy_world import World, equal
 
 
@@ -195,6 +195,23 @@ def test_what_is_likely_a_mistake_is_warned_of(world: World) -> None:
     assert "1.25 s" in cut["what"]
     row = next(each for each in found["files"] if Path(each["file"]).stem == "cut")
     assert (row["frames"], row["kept"], row["dropped"], row["trained_fps"]) == (20, 17, 3, 8.0)
+
+
+def test_what_is_damaged_behind_its_window_is_told_and_trained(world: World) -> None:
+    clips = world.folder / "clips"
+    torn = truncated(noisy_video(world.folder / "whole.mp4"), clips / "torn.mp4")
+    torn.with_suffix(".txt").write_text("torn")
+    flags = ("--data.frames", "5", "--data.fps", "16")
+    status, found = check(world, *flags)
+    assert status == 0 and found["samples"] == 5 and codes(found, "warning") == ["D02"]
+    (finding,) = found["findings"]
+    assert (
+        "torn.mp4 is truncated or damaged after" in finding["what"] and "up to 0.31 s, can be read" in finding["what"]
+    )
+    row = next(each for each in found["files"] if Path(each["file"]).stem == "torn")
+    assert (row["frames"], row["kept"], row["dropped"]) == (5, 5, 0)
+    assert world.train("run", 1, *flags) == 0
+    assert check(world, *flags, "--data.windows", "all", name="all")[1]["excluded"][0]["stops"]
 
 
 class Cutting(ToyTextEncoder):

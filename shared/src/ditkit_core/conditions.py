@@ -20,6 +20,8 @@ class Column:
     """What other trainers call it."""
     required: bool = False
     """Whether no clip can be trained without it."""
+    moment: Literal["", "begin", "end"] = ""
+    """Which frame of the clip a picture shows, if it shows one: no other window of the file has it."""
     in_front: bool = False
     """Whether it is one latent frame more in front of the clip's: `ModelSpec.outline` is given it as a reference of the clip's size."""
     doc: str = ""

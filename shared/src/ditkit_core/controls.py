@@ -13,6 +13,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.files import inside
 from ditkit_core.image_folder import check_inside
 from ditkit_core.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, kind_of, status
+from ditkit_core.windows import Window
 
 AUDIO_SUFFIXES = frozenset({".wav", ".mp3", ".flac", ".m4a", ".aac", ".ogg", ".opus"})
 FEATURE_SUFFIXES = frozenset({".npy", ".safetensors"})
@@ -168,7 +169,9 @@ def _only(folder: Path, column: Column, id: str, names: Sequence[str]) -> str | 
     return UserError(f"{' and '.join(names)} in {folder} are both the {column.name} of {id!r}; remove all but one")
 
 
-def checked_control(folder: Path, name: str, column: Column, *, allow_outside: bool, fps: float, frames: int) -> str:
+def checked_control(
+    folder: Path, name: str, column: Column, *, allow_outside: bool, fps: float, windows: Sequence[Window]
+) -> str:
     """The path of a control, known to be there and to be of the right kind; of a text itself.
 
     Args:
@@ -177,7 +180,7 @@ def checked_control(folder: Path, name: str, column: Column, *, allow_outside: b
         column: What it is for.
         allow_outside: Whether it may lie outside the folder.
         fps: Frames per second that clips are read at.
-        frames: How many of a video are needed, from its first.
+        windows: Of the clip's file, which say how much of a video is needed, from its first frame on.
 
     Raises:
         UserError: If it cannot be used.
@@ -185,6 +188,7 @@ def checked_control(folder: Path, name: str, column: Column, *, allow_outside: b
     if column.kind == "text":
         return name
     path, what = folder / name, f"{column.name} {folder / name}"
+    frames = max(window.first + window.frames for window in windows)
     try:
         at = status(path)  # a name that no file can have is said here
     except UserError as error:
@@ -208,6 +212,12 @@ def checked_control(folder: Path, name: str, column: Column, *, allow_outside: b
         if not still and there < frames:
             raise UserError(
                 f"{what} has {there} frames at {fps:g} fps and its clip needs {frames}; make it as long as the clip"
+            )
+        if column.moment and any(window.first for window in windows):
+            clips = f"{len(windows)} clips" if len(windows) > 1 else "a clip"
+            raise UserError(
+                f"{what} is how one clip {column.moment}s, and data.windows cuts {clips} out of its file, not just its beginning; "
+                'set data.windows = "first", cut the file into clips, or leave the column empty for it'
             )
     elif not stat.S_ISREG(at.st_mode):
         raise UserError(f"{what} is a folder, not a file; correct the path")

@@ -400,9 +400,8 @@ class _Reader:
                 inside(folder, other, allow_outside=self.config.allow_outside)
                 name = text_of(folder / other)
             found[column.name] = checked_control(
-                folder, name, column, allow_outside=self.config.allow_outside, fps=self.fps,
-                frames=max(window.first + window.frames for window in windows),
-            )  # fmt: skip
+                folder, name, column, allow_outside=self.config.allow_outside, fps=self.fps, windows=windows
+            )
         return found
 
     def _references(self, media: Path, entry: Entry, named: tuple[str, ...] | UserError) -> tuple[Path, ...]:

@@ -34,6 +34,8 @@ CODES: Mapping[str, str] = {
     "D15": "many samples with one caption",
     "D16": "an empty caption",
     "D17": "fewer samples of a shape than a micro-batch has",
+    "D18": "a picture that is not how its clip begins or ends",
+    "D19": "a video that does not lie over the clip that it goes with",
     "D20": "the model was not tried",
     "D21": "the model, its files or its settings cannot be trained, or what is to be drawn cannot be",
     "D22": "a loss or gradient is not finite",

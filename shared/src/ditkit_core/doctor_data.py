@@ -19,6 +19,7 @@ from ditkit_core.data import files_of, split_held_out
 from ditkit_core.data_config import DataConfig
 from ditkit_core.dataset import Dataset, NothingToTrain, Sample
 from ditkit_core.doctor import BucketRow, Checkup, CutCaption, CutsCaptions, DatasetName, Excluded, FileRow, Finding
+from ditkit_core.doctor_controls import of_followed, of_pictures
 from ditkit_core.doctor_findings import (
     captions_of,
     file_row,
@@ -28,6 +29,7 @@ from ditkit_core.doctor_findings import (
     of_excluded,
     of_file,
     of_look,
+    of_rest,
     of_unused,
     same_content,
 )
@@ -35,7 +37,7 @@ from ditkit_core.doctor_media import Fingerprint, Look, look, near_duplicates
 from ditkit_core.encode import controls_of
 from ditkit_core.encoded import EncodedSample
 from ditkit_core.errors import NotEquipped, UserError
-from ditkit_core.media import available, kind_of, pictures, probe
+from ditkit_core.media import MediaInfo, available, kind_of, pictures, probe
 from ditkit_core.prior import PRIOR_MARK
 from ditkit_core.run import Run
 from ditkit_core.run_checks import check_scenes
@@ -167,6 +169,7 @@ class _Looks:
     def take(self, sample: Sample) -> None:
         """Read what training would read of a sample: the clip decoded at low size, what it is conditioned by as it is encoded."""
         seen: Look | None = None
+        beside: list[Finding] = []
         fps = self.fps if kind_of(sample.media) == "video" else 0.0
         try:
             seen = look(sample.media, frames=sample.frames, fps=fps, start_seconds=sample.start_seconds)
@@ -174,27 +177,42 @@ class _Looks:
                 _decode(pictures(reference, frames=1, fps=0.0))
             if self.run.readers is not None:
                 self.run.readers.check(controls_of(sample, self.fps))
+            beside = list(of_pictures(sample, self.run.columns, fps))
+            if all(sample.media != other.media for other in self.good[-1:]):  # windows of a file follow each other
+                beside += of_followed(sample, self.run.columns)
         except NotEquipped as error:
             self.lacking[str(error)] = None
         except UserError as error:
             self.undecoded.append(Excluded(name=sample.id, reason=str(error), stops=self.stops))
             return
         self.good.append(sample)
-        self.findings += of_look(sample.id, seen, fps) if seen else ()
+        self.findings += [*(of_look(sample.id, seen, fps) if seen else ()), *beside]
         if seen and seen.fingerprint is not None:
             self.prints[sample.id] = (sample.media, seen.fingerprint)
 
     def files(self) -> Iterator[tuple[FileRow, bool]]:
-        """Each file with what is trained of it, and whether it is HDR."""
+        """Each file with what is trained of it, and whether it is HDR; what is damaged behind that becomes a finding."""
         windows: dict[Path, list[Sample]] = defaultdict(list)
         for sample in self.good:
             windows[sample.media].append(sample)
         for path, samples in windows.items():
-            info = probe(path)
+            try:
+                info = probe(path)
+            except UserError as error:  # behind what is trained of it, which was read
+                info = self._read_of(path, samples)
+                self.findings += of_rest(str(path), info, error)
             if info.kind == "video" and not info.seconds:  # images of a folder that gives no rate
                 info = replace(info, seconds=available(path, self.fps).frames / self.fps, fps=self.fps)
             hdr = info.kind == "video" and path.is_file() and is_hdr(path)
             yield file_row(str(path), info, samples, self.fps, self.dataset), hdr
+
+    def _read_of(self, path: Path, samples: Sequence[Sample]) -> MediaInfo:
+        """What is known of a video that is damaged behind its windows."""
+        end = max(sample.start_seconds + sample.frames / self.fps for sample in samples)
+        there = available(path, self.fps, at_most=1)
+        return MediaInfo(
+            kind="video", width=there.width, height=there.height, seconds=end, fps=self.fps, rotation=0
+        )  # fmt: skip
 
 
 def _looked_at(run: Run, data: DataConfig | None, dataset: DatasetName) -> _Looks:

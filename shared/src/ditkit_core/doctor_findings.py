@@ -84,6 +84,15 @@ def of_file(row: FileRow, *, is_hdr: bool = False) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def of_rest(file: str, info: MediaInfo, error: Exception) -> Iterator[Finding]:
+    """A video that is damaged behind what is trained of it, of which no more is known."""
+    what, _, remedy = str(error).rpartition("; ")
+    yield Finding(
+        code="D02", severity="warning", where="" if file in what else file,
+        what=f"{what}; what is trained of it, up to {info.seconds:.2f} s, can be read", remedy=remedy,
+    )  # fmt: skip
+
+
 def of_unused(rows: Sequence[FileRow]) -> Iterator[Finding]:
     """Videos that are trained on in small part, in one note: their table has the numbers of each."""
     mostly = [row for row in rows if row.dropped > MOSTLY_UNUSED * row.frames]

@@ -10,11 +10,11 @@ from ditkit_wan.presets import WanArch
 
 _COLUMNS = {
     "input_image": Column(
-        name="input_image", kind="image", aliases=("first_image", "start_image"),
+        name="input_image", kind="image", aliases=("first_image", "start_image"), moment="begin",
         doc="The picture that the clip begins with; without it, the clip's own first frame where the model needs one.",
     ),
     "end_image": Column(
-        name="end_image", kind="image", aliases=("last_image",),
+        name="end_image", kind="image", aliases=("last_image",), moment="end",
         doc="The picture that the clip ends with; without it, the clip's own last frame where the model needs one.",
     ),
     "reference_image": Column(
