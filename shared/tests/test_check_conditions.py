@@ -60,7 +60,11 @@ def test_texts_and_tables_that_cannot_be_encoded_are_excluded_as_training_does(
     capsys.readouterr()
     assert world.train("skip", 1, *lenient) == 0
     assert trained(world, "skip") == {"0", "1", "2", "3"}
+    assert "left out: far: direction = 'Forward'" in capsys.readouterr().err
     assert world.train("strict", 1) == 1 and "has no direction and no poses" in error(capsys)
+    world.lines = world.lines[:4]
+    world.put("far.png", direction="Forward")
+    assert world.train("strict", 1) == 1 and "far.png: direction = 'Forward'" in error(capsys)
 
 
 def test_what_has_no_condition_is_said_before_any_clip_is_encoded(

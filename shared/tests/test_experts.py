@@ -210,6 +210,14 @@ def test_files_of_the_other_expert_are_refused() -> None:
         UserError, match="model.transformer = .* is named after the low_noise expert; model.transformer is"
     ):
         check_experts(ExpertsConfig(), pair(0.9), swapped, ["two"])
+    for path in ("base/transformer_2", "base/transformer_2/model.safetensors"):
+        swapped = Components(transformer=path, transformer_2="base/transformer")
+        with pytest.raises(
+            UserError, match="model.transformer = .* lies in 'transformer_2', which is the folder of the low"
+        ):
+            check_experts(ExpertsConfig(), pair(0.9), swapped, ["two"])
+    own = Components(transformer="high/transformer", transformer_2="low/transformer")
+    check_experts(ExpertsConfig(), pair(0.9), own, ["two"])
     right = Components(transformer="wan_high_noise.safetensors", transformer_2="wan_low_noise.safetensors")
     check_experts(ExpertsConfig(), pair(0.9), right, ["two"])
     high, low = pair(0.9)

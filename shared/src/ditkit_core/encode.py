@@ -15,9 +15,9 @@ from torch import Tensor
 from ditkit_core.cache import Cache, MediaHashes, key
 from ditkit_core.conditions import Conditioner, Controls
 from ditkit_core.dataset import Sample
-from ditkit_core.encode_jobs import Jobs, Progress, fill, goes_on, no_progress
+from ditkit_core.encode_jobs import Jobs, Progress, fill, goes_on, no_progress, of_whom
 from ditkit_core.encoded import Condition, EncodedSample
-from ditkit_core.errors import UserError
+from ditkit_core.errors import NotEquipped, UserError
 from ditkit_core.media import TRANSFORM_VERSION, kind_of, read_clip
 from ditkit_core.model import Encoder, no_change
 from ditkit_core.references import ReferenceSize, encoded_sizes
@@ -226,7 +226,9 @@ class Conditioning:
                     of_kind[name] = conditioner.uses(controls)
                 except UserError as error:
                     if not goes_on(error, keep_going=keep_going):
-                        raise
+                        if controls.clip is None or isinstance(error, NotEquipped):
+                            raise
+                        raise of_whom(_named(controls), error) from error
                     of_kind[name] = error
             found.append(of_kind)
         return found

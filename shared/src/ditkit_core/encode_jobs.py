@@ -35,6 +35,11 @@ def goes_on(error: UserError, *, keep_going: bool) -> bool:
     return keep_going and not isinstance(error, NotEquipped)
 
 
+def of_whom(name: str, error: UserError) -> UserError:
+    """An error with the name of what it is about: that a text is wrong does not say whose it is."""
+    return error if name in str(error) else UserError(f"{name}: {error}")
+
+
 Item = TypeVar("Item")
 
 
@@ -87,7 +92,9 @@ def fill(cache: Cache, jobs: Jobs[Item], progress: Progress, *, keep_going: bool
                     encoded = jobs.encoder.encode(list(given.values()), advance) if given else []
                 except UserError as error:  # conditioners read what they encode themselves
                     if not goes_on(error, keep_going=keep_going) or len(given) > 1:
-                        raise
+                        if isinstance(error, NotEquipped) or len(given) > 1:
+                            raise
+                        raise of_whom(jobs.name(missing[next(iter(given))]), error) from error
                     failures |= dict.fromkeys(given, error)
                     advance(1.0)
                     continue

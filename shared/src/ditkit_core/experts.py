@@ -94,6 +94,13 @@ def check_experts(config: ExpertsConfig, experts: Sequence[Expert], model: Compo
             raise UserError(
                 f"model.{expert.part} = {path!r} is named after the {said} expert; {others}: exchange them, or rename the file"
             )
+        # The other way round says nothing: every checkpoint of one transformer calls it as the first is called.
+        folders = {Path(path).name, Path(path).parent.name}
+        if other := next((each for each in experts[1:] if each != expert and each.part in folders), None):
+            raise UserError(
+                f"model.{expert.part} = {path!r} lies in {other.part!r}, which is the folder of the {other.name} expert: exchange them, or "
+                "rename it"
+            )
 
 
 def check_files(expert: Expert, *, init: str, merge: Sequence[str]) -> None:

@@ -74,7 +74,7 @@ def _train_all(run: Run, runs: list[Run], options: TrainOptions) -> None:
         )
     starts = {each.config.run.folder: _start(options.init_from, _expert(each)) for each in runs}
     with open_run(Path(config.run.folder), config) as (folder, _):
-        for each in runs:
+        for each in runs:  # of which the folder of both, without a save, knows nothing
             RunFolder(Path(each.config.run.folder)).check(each.given_config)
         left = [each for each in runs if not _is_complete(each)]
         # One that was gone on with alone since has another adapter than was drawn with and stands among the exports.

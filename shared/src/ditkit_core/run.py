@@ -351,7 +351,7 @@ class Run:
         media, text = self.encoders
 
         def left_out(sample: Sample, error: UserError) -> None:
-            warn(f"left out: {error}")
+            warn(f"left out: {sample.id}: {error}")
             if failed is not None:
                 failed.append((sample.id, str(error)))
 

@@ -128,12 +128,14 @@ class Camera:
         """The file of poses and the clip, which says how long it takes; or the direction and the speed.
 
         Raises:
-            UserError: If there is neither.
+            UserError: If there is neither, or what is there cannot be read: before any clip is encoded.
         """
         files = controls.files
         if PATH in files:
+            camera.read_poses(Path(files[PATH]))
             return (PATH,) if controls.clip is None else (PATH, "")
         if DIRECTION in files:
+            camera.moving(files[DIRECTION], files.get(SPEED, ""), 1)
             return tuple(column for column in (DIRECTION, SPEED) if column in files)
         whose = controls.clip or "a drawing"
         raise UserError(
