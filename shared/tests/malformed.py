@@ -258,7 +258,7 @@ def _metadata() -> Iterator[Malformed]:
         "media with half of a character": (row(file_name="\ud800.png"), "no file name can have"),
         "media with a line break": (row(file_name="a\nb.png"), "line breaks"),
         "media of a long name": (row(file_name="a" * 5000 + ".png"), "File name too long"),
-        "media named twice": (texts.named_twice, "have the same name"),
+        "media named twice": (texts.named_twice, "is listed 2 times"),
         "references misspelt": (row(referencs="good0.png"), "call it 'references'"),
     }
     for name, (write, says) in bad.items():

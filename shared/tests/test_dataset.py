@@ -238,3 +238,30 @@ def test_a_name_that_is_no_utf_8_is_one_line(folder: Path) -> None:
     with pytest.raises(UserError, match="is no name in UTF-8; rename the file"):
         look(folder)
     assert len(look(folder, on_bad="skip").samples) == 3
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        ("video;prompt", "fields are separated by commas and not by ';': save it again with commas"),
+        ("video\tprompt", "fields are separated by commas and not by '.t': save it again"),
+        ("video,Prompt", "has no caption column: found video, Prompt; write 'Prompt' as 'prompt'"),
+    ],
+)
+def test_a_table_that_another_program_saved_is_told_what_to_change(folder: Path, head: str, said: str) -> None:
+    (folder / "metadata.csv").write_text(f"{head}\nb.mp4,x\n")
+    with pytest.raises(UserError, match=said):
+        look(folder)
+    (folder / "metadata.csv").write_text('video, prompt\nb.mp4, "a cat, asleep"\n')
+    assert look(folder).captions == ["a cat, asleep"]
+
+
+def test_a_list_under_another_name_is_pointed_at_where_no_caption_is_there(folder: Path) -> None:
+    (folder / "my clips.json").write_text("[]")
+    (folder / "b.txt").unlink()
+    with pytest.raises(UserError, match=r"has no caption; write one to \S+b.txt \("):
+        look(folder)
+    for file in folder.glob("*.txt"):
+        file.unlink()
+    with pytest.raises(UserError, match='or set data.metadata = "my clips.json" if that lists'):
+        look(folder)

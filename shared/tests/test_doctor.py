@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -223,7 +224,9 @@ def test_captions_and_duplicates() -> None:
     found = list(of_captions(samples, row))
     assert codes(found) == ["D14", "D16", "D15"]
     assert "last 9 tokens" in found[0].what and "'what is read of it'" in found[0].what
-    assert found[1].where == "b" and "3 of 4 samples" in found[2].where
+    assert found[1].where == "b" and "3 of 4 files" in found[2].where
+    windows = [replace(sample("a", ("one",)), id=f"a#{i}") for i in range(3)]
+    assert codes(of_captions(windows, captions_of(windows, None))) == [], "windows of a file share its caption"
     same = same_content({"a": ("1", Path("a")), "b": ("1", Path("b")), "a #1": ("1", Path("a")), "c": ("2", Path("c"))})
     assert same == [("a", "b")]
     assert codes(of_duplicates(same, [("c", "d")])) == ["D04", "D05"]

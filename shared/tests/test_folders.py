@@ -1,5 +1,6 @@
 """Several folders in one dataset, and how often an epoch has the samples of each."""
 
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,9 @@ import pytest
 
 from ditkit_core.batches import EndlessOrder, Epochs, GroupedOrder
 from ditkit_core.data_config import DataConfig
-from ditkit_core.dataset import Dataset, names_of, scan
+from ditkit_core.dataset import Dataset, scan
 from ditkit_core.errors import UserError
+from ditkit_core.listing import names_of
 from ditkit_core.prior import prior_data_config
 from media_files import picture
 
@@ -43,6 +45,15 @@ def test_each_folder_has_its_repeats_and_its_metadata(tmp_path: Path) -> None:
     assert found == {"cats/a": (1.5, ("a",)), "dogs/a": (3, ("listed",))}
     assert look(folder=str(one), repeats=(0.5,)).samples[0].repeats == 0.5
     assert look(one, two).samples[0].repeats == 1.0
+
+
+def test_a_clip_is_not_read_from_a_folder_and_from_one_inside_it(tmp_path: Path) -> None:
+    inner = filled(tmp_path / "all" / "cats", "a")
+    with pytest.raises(UserError, match="a.png is read from .*all and again from .*cats; name folders apart"):
+        look(tmp_path / "all", inner)
+    (tmp_path / "all" / "metadata.csv").write_text("image,text\nb.png,listed\n")
+    shutil.copy(inner / "a.png", tmp_path / "all" / "b.png")
+    assert [sample.id for sample in look(tmp_path / "all", inner).samples] == ["all/b", "cats/a"]
 
 
 def test_what_is_left_out_is_named_with_its_folder(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ditkit_core.data_config import DataConfig
 from ditkit_core.errors import UserError, printable
 from ditkit_core.files import inside
 from ditkit_core.image_folder import check_inside
-from ditkit_core.listing import Entry, list_entries
+from ditkit_core.listing import Entry, list_entries, names_of
 from ditkit_core.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, kind_of, status
 from ditkit_core.references import ReferenceSize, checked_references, references_by_name
 from ditkit_core.windows import Window, longest_that_fits, windows_of
@@ -135,6 +135,7 @@ def scan(
     names = names_of(folders)
     samples: list[Sample] = []
     left_out: list[_LeftOut] = []
+    read_from: dict[str, str] = {}
     for number, folder in enumerate(folders):
         own = replace(config, folder=folder, folders=(), repeats=config.repeats[number : number + 1])
         reader = _Reader(
@@ -142,6 +143,12 @@ def scan(
             sizes=_sizes(config, size_step), prefix=names[number],
         )  # fmt: skip
         found, not_used = _scan_folder(reader, "data.folders" if config.folders else key)
+        for sample in found:
+            if (other := read_from.setdefault(os.path.abspath(sample.media), folder)) != folder:
+                raise UserError(
+                    f"{sample.media} is read from {other} and again from {folder}; name folders apart from each other in "
+                    "data.folders, and raise a number in data.repeats where clips are to count more"
+                )
         samples += found
         left_out += not_used
     return Dataset(
@@ -156,20 +163,6 @@ class _LeftOut(NamedTuple):
     name: str
     reason: str
     kind: Why
-
-
-def names_of(folders: Sequence[str]) -> list[str]:
-    """What the ids of each folder begin with: its name, with as much of its path as tells it from the others; "" for one alone."""
-    if len(folders) == 1:
-        return [""]
-    parts = [Path(os.path.abspath(folder)).parts for folder in folders]
-    return [
-        next(
-            "/".join(own[-count:]) + "/" for count in range(1, len(own) + 1)
-            if sum(other[-count:] == own[-count:] for other in parts) == 1 or count == len(own)
-        )
-        for own in parts
-    ]  # fmt: skip
 
 
 def _scan_folder(reader: "_Reader", key: str) -> tuple[list[Sample], list[_LeftOut]]:
@@ -322,7 +315,11 @@ class _Reader:
         """
         entry, folder = entries[0], Path(self.config.folder)
         if len(entries) > 1:
-            names = " and ".join(entry.media for entry in entries)
+            if len({os.path.normpath(each.media) for each in entries}) == 1:
+                raise UserError(
+                    f"{entry.media} is listed {len(entries)} times in {folder}; give it one line, with a list of its captions in .jsonl or .json"
+                )
+            names = " and ".join(each.media for each in entries)
             raise UserError(f"{names} in {folder} have the same name {id!r}; rename or remove all but one")
         if entry.problem is not None:
             raise entry.problem

@@ -31,7 +31,7 @@ CODES: Mapping[str, str] = {
     "D12": "a video with fewer frames per second than are trained",
     "D13": "most of a video is not trained on",
     "D14": "a caption that is too long for the text encoder",
-    "D15": "many samples with one caption",
+    "D15": "many files with one caption",
     "D16": "an empty caption",
     "D17": "fewer samples of a shape than a micro-batch has",
     "D18": "a picture that is not how its clip begins or ends",

@@ -369,6 +369,12 @@ def _too_few(run: Run, samples: Sequence[Sample]) -> Iterator[Finding]:
     try:
         split_held_out([sample.id for sample in samples], count, files_of(samples))
     except UserError:
+        if not samples:
+            yield Finding(
+                code="D01", severity="error", where="", what="nothing is left to train on: every sample is left out",
+                remedy="mend them as the table of what is left out says",
+            )  # fmt: skip
+            return
         yield Finding(
             code="D01", severity="error", where="held_out.clips",
             what=f"{len(samples)} samples can be trained on, and {count} are held out, windows of a file together: none is left",

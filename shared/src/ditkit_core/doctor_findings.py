@@ -172,14 +172,15 @@ def of_captions(samples: Sequence[Sample], row: CaptionRow, class_pictures: Sequ
             code="D16", severity="warning", where=_listed(empty), what="its caption is empty" if len(empty) == 1 else "their captions are empty",
             remedy="write one; for training without captions set train.caption_dropout",
         )  # fmt: skip
-    using = defaultdict(list)
+    using: dict[str, set[Path]] = defaultdict(set)  # files: windows of one cannot but share
     for sample in samples:
         for caption in filter(None, map(str.strip, sample.captions)):
-            using[caption].append(sample.id)
-    for caption, ids in using.items():
-        if len(ids) > max(1, SAME_CAPTION_SHARE * len(samples)):
+            using[caption].add(sample.media)
+    files = len({sample.media for sample in samples})
+    for caption, its in using.items():
+        if len(its) > max(1, SAME_CAPTION_SHARE * files):
             yield Finding(
-                code="D15", severity="note", where=f"{len(ids)} of {len(samples)} samples",
+                code="D15", severity="note", where=f"{len(its)} of {files} files",
                 what=f"they share the caption {_beginning(caption)}", remedy="describe what differs between them",
             )  # fmt: skip
 

@@ -150,6 +150,7 @@ def _text(path: Path) -> str:
 
 def _beside(reader: _Reader) -> Iterator[Entry]:
     folder = reader.folder
+    lists = _hint_at_lists(folder)
     for media in media_files(folder, skip=reader.skip, image_folders=reader.image_folders):
         named = Path(media).suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES
         caption = str(Path(media).with_suffix(".txt")) if named else f"{media}.txt"
@@ -159,11 +160,35 @@ def _beside(reader: _Reader) -> Iterator[Entry]:
                 raise UserError(f"{folder / media} is a folder, not a media file; rename it or remove it")
             at_caption = status(folder / caption)
             if at_caption is None or not stat.S_ISREG(at_caption.st_mode):
-                raise UserError(f"{folder / media} has no caption; write one to {folder / caption}")
+                raise UserError(f"{folder / media} has no caption; write one to {folder / caption}{lists}")
             text = _text(inside(folder, caption, allow_outside=reader.allow_outside))
             yield Entry(media=media, captions=reader.split(f"caption {folder / caption}", [text]))
         except UserError as error:
             yield Entry(media=media, problem=error)
+
+
+def _hint_at_lists(folder: Path) -> str:
+    """Where there is no caption at all, but a file that may list them under another name than is looked for: which setting names it."""
+    names = sorted(os.listdir(folder)) if os.access(folder, os.R_OK) else []
+    kinds = {Path(name).suffix for name in METADATA_NAMES}
+    found = [name for name in names if Path(name).suffix.lower() in kinds]
+    if not found or any(name.lower().endswith(".txt") for name in names):
+        return ""
+    return f", or set data.metadata = {json.dumps(found[0], ensure_ascii=False)} if that lists clips and captions"
+
+
+def names_of(folders: Sequence[str]) -> list[str]:
+    """What the ids of each folder begin with: its name, with as much of its path as tells it from the others; "" for one alone."""
+    if len(folders) == 1:
+        return [""]
+    parts = [Path(os.path.abspath(folder)).parts for folder in folders]
+    return [
+        next(
+            "/".join(own[-count:]) + "/" for count in range(1, len(own) + 1)
+            if sum(other[-count:] == own[-count:] for other in parts) == 1 or count == len(own)
+        )
+        for own in parts
+    ]  # fmt: skip
 
 
 def media_files(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool = False) -> Iterator[str]:
@@ -249,7 +274,7 @@ def _object(where: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _csv_rows(reader: _Reader, path: Path, text: str) -> Iterator[Entry]:
-    rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    rows = csv.DictReader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True)
     try:
         where = f"{path} line 1"
         names = rows.fieldnames or []
@@ -331,9 +356,13 @@ def _column(where: str, found: Iterable[str], accepted: tuple[str, ...], what: s
     for name in accepted:
         if name in found:
             return name
-    raise UserError(
-        f"{where} has no {what} column: found {', '.join(found) or 'none'}; accepted: {', '.join(accepted)}"
-    )
+    names = list(found)
+    remedy = f"accepted: {', '.join(accepted)}"
+    if len(names) == 1 and (apart := next((each for each in (";", "\t", "|") if each in names[0]), "")):
+        remedy = f"fields are separated by commas and not by {apart!r}: save it again with commas"
+    elif near := next((name for name in names if name.strip().lower() in accepted), ""):
+        remedy = f"write {near!r} as {near.strip().lower()!r}"
+    raise UserError(f"{where} has no {what} column: found {', '.join(names) or 'none'}; {remedy}")
 
 
 def _reference_column(where: str, found: Iterable[str]) -> str:
