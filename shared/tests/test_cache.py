@@ -93,6 +93,16 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+def test_a_memory_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    """A cache that may only be read has all that a run needs."""
+    (tmp_path / "cache" / "hashes.json").mkdir(parents=True)
+    (tmp_path / "a").write_bytes(b"x")
+    os.utime(tmp_path / "a", (1, 1))
+    with MediaHashes(tmp_path / "cache") as hashes:
+        assert hashes.of(tmp_path / "a")
+    assert list((tmp_path / "cache").iterdir()) == [tmp_path / "cache" / "hashes.json"]
+
+
 def test_a_second_start_hashes_nothing(tmp_path: Path, hashed: list[str]) -> None:
     paths = [old_file(tmp_path / name, name) for name in ("a", "b")]
     with MediaHashes(tmp_path / "cache") as hashes:

@@ -171,9 +171,11 @@ def test_what_is_printed_lists_tables_and_findings(capsys: pytest.CaptureFixture
 
 def test_many_findings_are_counted_and_not_all_printed(capsys: pytest.CaptureFixture[str]) -> None:
     found = [Finding(code="D07", severity="warning", where=f"clip {i}", what="black", remedy="") for i in range(50)]
-    show(Checkup(model="toy", samples=50, fps=8.0, findings=tuple(found)))
+    last = Finding(code="D14", severity="warning", where="z", what="too long", remedy="")
+    show(Checkup(model="toy", samples=50, fps=8.0, findings=(*found, last)))
     said = capsys.readouterr().out
-    assert said.count("D07") == 20 and "30 more of warning are in the files" in said
+    assert said.count("black") == 8 and "warning: D07 and 42 more, which are in the files" in said
+    assert "warning: D14 z: too long" in said, "one thing of every file does not hide another"
 
 
 def test_frames_of_windows_that_overlap_are_counted_once() -> None:

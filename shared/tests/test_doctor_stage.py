@@ -203,7 +203,7 @@ def test_what_is_damaged_behind_its_window_is_told_and_trained(world: World) -> 
     torn.with_suffix(".txt").write_text("torn")
     flags = ("--data.frames", "5", "--data.fps", "16")
     status, found = check(world, *flags)
-    assert status == 0 and found["samples"] == 5 and codes(found, "warning") == ["D02"]
+    assert status == 0 and found["samples"] == 5 and codes(found, "warning") == ["D27"]
     (finding,) = found["findings"]
     assert (
         "torn.mp4 is truncated or damaged after" in finding["what"] and "up to 0.31 s, can be read" in finding["what"]

@@ -80,6 +80,18 @@ def test_a_folder_of_images_is_one_sample_with_its_caption_beside_it(tmp_path: P
     assert [sample.id for sample in windows][:2] == ["a.v2#0", "a.v2#1"]
 
 
+def test_a_folder_that_is_no_clip_is_told_why(tmp_path: Path) -> None:
+    shot(tmp_path / "set" / "shot")
+    (tmp_path / "set" / "shot.txt").write_text("a shot")
+    with pytest.raises(UserError, match="or set data.image_folders = true if shot is one clip"):
+        look(tmp_path / "set", image_folders=False)
+    (tmp_path / "set" / "shot" / "Thumbs.db").write_text("x")
+    with pytest.raises(
+        UserError, match="or leave nothing but images that are numbered alike in shot, which is no clip"
+    ):
+        look(tmp_path / "set")
+
+
 def test_metadata_may_name_a_folder_where_that_is_allowed(tmp_path: Path) -> None:
     shot(tmp_path / "a")
     (tmp_path / "metadata.csv").write_text("video,text\na,one\n")

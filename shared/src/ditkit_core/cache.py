@@ -179,9 +179,10 @@ class MediaHashes:
         return stat.st_size
 
     def save(self) -> None:
-        """Write the memory, atomically, if there is anything new in it."""
+        """Write the memory, atomically, if there is anything new in it; in a cache that may only be read it is not kept."""
         if self._unsaved:
-            write_text(self._file, json.dumps(self._known, indent=0))
+            with suppress(UserError):
+                write_text(self._file, json.dumps(self._known, indent=0))
             self._unsaved = 0
 
     def __enter__(self) -> Self:

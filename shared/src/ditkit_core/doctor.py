@@ -43,6 +43,7 @@ CODES: Mapping[str, str] = {
     "D24": "a save that does not come back as it was",
     "D25": "memory does not suffice for the largest micro-batch",
     "D26": "more memory is planned for than there is",
+    "D27": "a video that is damaged behind what is trained of it",
 }
 """What each finding is about."""
 

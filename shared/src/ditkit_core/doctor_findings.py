@@ -88,7 +88,7 @@ def of_rest(file: str, info: MediaInfo, error: Exception) -> Iterator[Finding]:
     """A video that is damaged behind what is trained of it, of which no more is known."""
     what, _, remedy = str(error).rpartition("; ")
     yield Finding(
-        code="D02", severity="warning", where="" if file in what else file,
+        code="D27", severity="warning", where="" if file in what else file,
         what=f"{what}; what is trained of it, up to {info.seconds:.2f} s, can be read", remedy=remedy,
     )  # fmt: skip
 

@@ -14,7 +14,9 @@ from ditkit_core.files import write_text
 from ditkit_core.run_folder import CHECKS
 
 _MOST_LINES = 20
-"""Lines of a kind that are printed; the files have all of them."""
+"""Lines of a table that are printed; the files have all of them."""
+_MOST_OF_CODE = 8
+"""Findings of one code and severity that are printed."""
 _ORDER = ("error", "warning", "note")
 _IN_TABLE = ("D02", "D03")
 """Codes of what is left out, which has a table of its own."""
@@ -30,10 +32,12 @@ def show(checkup: Checkup) -> None:
         say("")
     for severity in _ORDER:
         found = [each for each in checkup.findings if each.severity == severity and each.code not in _IN_TABLE]
-        for finding in found[:_MOST_LINES]:
-            say(f"{severity}: {finding}")
-        if len(found) > _MOST_LINES:
-            say(f"{len(found) - _MOST_LINES} more of {severity} are in the files")
+        for code in dict.fromkeys(each.code for each in found):  # what is said of every file hides nothing else
+            its = [each for each in found if each.code == code]
+            for finding in its[:_MOST_OF_CODE]:
+                say(f"{severity}: {finding}")
+            if len(its) > _MOST_OF_CODE:
+                say(f"{severity}: {code} and {len(its) - _MOST_OF_CODE} more, which are in the files")
     say(verdict(checkup))
 
 

@@ -150,7 +150,7 @@ def _text(path: Path) -> str:
 
 def _beside(reader: _Reader) -> Iterator[Entry]:
     folder = reader.folder
-    lists = _hint_at_lists(folder)
+    lists, shots = _hint_at_lists(folder), functools.partial(_hint_at_shots, reader)
     for media in media_files(folder, skip=reader.skip, image_folders=reader.image_folders):
         named = Path(media).suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES
         caption = str(Path(media).with_suffix(".txt")) if named else f"{media}.txt"
@@ -160,7 +160,9 @@ def _beside(reader: _Reader) -> Iterator[Entry]:
                 raise UserError(f"{folder / media} is a folder, not a media file; rename it or remove it")
             at_caption = status(folder / caption)
             if at_caption is None or not stat.S_ISREG(at_caption.st_mode):
-                raise UserError(f"{folder / media} has no caption; write one to {folder / caption}{lists}")
+                raise UserError(
+                    f"{folder / media} has no caption; write one to {folder / caption}{lists or shots(media)}"
+                )
             text = _text(inside(folder, caption, allow_outside=reader.allow_outside))
             yield Entry(media=media, captions=reader.split(f"caption {folder / caption}", [text]))
         except UserError as error:
@@ -175,6 +177,16 @@ def _hint_at_lists(folder: Path) -> str:
     if not found or any(name.lower().endswith(".txt") for name in names):
         return ""
     return f", or set data.metadata = {json.dumps(found[0], ensure_ascii=False)} if that lists clips and captions"
+
+
+def _hint_at_shots(reader: _Reader, media: str) -> str:
+    """Where the folder of an image has a caption: that it may be a clip, or why it is none."""
+    shot = Path(media).parent.as_posix()
+    if Path(media).suffix.lower() not in IMAGE_SUFFIXES or not (reader.folder / f"{shot}.txt").is_file():
+        return ""
+    if not reader.image_folders:
+        return f", or set data.image_folders = true if {shot} is one clip"
+    return f", or leave nothing but images that are numbered alike in {shot}, which is no clip as it is"
 
 
 def names_of(folders: Sequence[str]) -> list[str]:

@@ -4,7 +4,7 @@ Source: aigc-apps/VideoX-Fun, scripts/wan2.1_fun/train_control.py and videox_fun
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from ditkit_core.cache import key
 from ditkit_core.conditions import Controls
 from ditkit_core.errors import UserError
-from ditkit_core.media import available, probe
+from ditkit_core.media import MediaInfo, available, probe
 from ditkit_core.model import ignored
 from ditkit_wan import camera
 from ditkit_wan.image_conditions import FIRST, ClipVision, VaeConditioner
@@ -169,9 +169,20 @@ class Camera:
             if len(poses) < frames:
                 raise UserError(f"{files[PATH]} has {len(poses)} poses for {frames} frames; give one for each frame")
             return poses[:frames]
-        info = probe(controls.clip)
+        info = _probed(controls.clip, controls.clip.stat().st_mtime_ns)
         rate = info.fps or controls.fps  # images of a folder that names no rate are frames of whatever clip is read
         there = round(info.seconds * info.fps) or available(controls.clip, controls.fps).frames
         times = controls.start_seconds + torch.arange(frames, dtype=torch.float64) / controls.fps
         shown = (times * rate + _ROUNDING).long()
         return camera.at(camera.read_poses(Path(files[PATH])), shown, of=there)
+
+
+@lru_cache(maxsize=16)
+def _probed(path: Path, modified: int) -> MediaInfo:
+    """What a clip's file holds, read once for all of its windows: it takes all packets of the file.
+
+    Args:
+        path: The file.
+        modified: When it was, so that another file under the name is read.
+    """
+    return probe(path)
