@@ -33,6 +33,8 @@ def test_a_cut_is_told_as_seconds_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("speed", [0, 1, 4, 12])
 def test_a_pan_of_any_speed_is_no_cut(tmp_path: Path, speed: int) -> None:
     assert seen(tmp_path / "a.mp4", pan(5, 24, speed=speed)).cuts == ()
+    slow = written(tmp_path / "slow.mp4", pan(5, 12, speed=speed), fps=8)
+    assert look(slow, frames=36, fps=24.0).cuts == (), "frames that are repeated make no cut of what is between"
 
 
 def test_flashes_and_fades_are_no_cuts(tmp_path: Path) -> None:

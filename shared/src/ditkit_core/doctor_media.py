@@ -145,6 +145,7 @@ def _cuts(thumbnails: Floats, steps: Floats) -> Iterator[int]:
     """Places of steps from one shot to another: large, much larger than those around, and no flash that is over at once."""
     for place, step in enumerate(steps):
         around = np.concatenate([steps[max(0, place - _AROUND) : place], steps[place + 1 : place + 1 + _AROUND]])
+        around = around[around >= FROZEN_LEVELS]  # between frames that are shown twice nothing happens
         usual = float(np.median(around)) if len(around) else 0.0
         if step < CUT_LEVELS or step < CUT_RATIO * usual:
             continue
