@@ -227,7 +227,9 @@ def write_h264(path: Path, pictures: Sequence[Picture], *, fps: float) -> None:
 
     options = {"movflags": "faststart"}
     with atomic_write(path) as temporary, av.open(str(temporary), "w", format="mp4", options=options) as container:
-        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options={"crf": "16"})
+        # x264's rate control by macroblock trees encodes the same pictures of a small video differently from one call to the next.
+        encoder = {"crf": "16", "x264-params": "mbtree=0"}
+        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options=encoder)
         stream.height, stream.width = pictures[0].shape[:2]
         stream.pix_fmt = "yuv420p"
         # Written and tagged as BT.709, so that no player has to guess which matrix was used.
