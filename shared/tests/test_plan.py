@@ -47,7 +47,7 @@ LARGE = {"size": (17, 128, 128)}
         ("attn_only, 0-1=none, 4-=full", {}),
         ("full+offload, 2-3=none", LARGE),
         *(
-            pytest.param(policy, size, marks=pytest.mark.slow)
+            pytest.param(policy, size, marks=pytest.mark.exhaustive)
             for policy, size in [
                 ("full, 0-2=none", {}),
                 ("full, 3-=none", {}),
@@ -76,7 +76,7 @@ def test_what_blocks_keep_is_what_real_tensors_leave_alive(policy):
     check_kept(toy_job(policy=policy))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "changed",
     [

@@ -122,7 +122,7 @@ SMALL = {"arch": ToyArch(dim=256, depth=DEPTH), "size": (1, 32, 32)}
     [
         ("full", (3,), (1, 3, 5)),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in [
                 ("none", (), (3,)),
                 ("none", (3,), range(DEPTH)),
@@ -142,7 +142,7 @@ def test_streamed_blocks_are_two_at_a_time(policy, cuts, streamed):
     [
         ("full", "adamw", (), (1, 3, 5)),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in [
                 ("none", "adamw", (3,), range(DEPTH)),
                 ("none", "adafactor", (), (1, 3, 5)),
@@ -158,7 +158,7 @@ def test_trained_weights_are_streamed_with_what_the_optimizer_keeps(policy, opti
     agree(toy_job("full", policy=policy, ema=EMAConfig(decay=0.9), **SMALL, **fused), cuts, streamed)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("method", "cuts", "pipelined", "micro_batches"),
     [
@@ -175,7 +175,7 @@ def test_micro_batches_one_by_one_and_at_once(method, cuts, pipelined, micro_bat
     agree(toy_job(method, policy="full", micro_batches=micro_batches), cuts, pipelined=pipelined)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("policy", "kind", "quantize"),
     [
@@ -193,7 +193,7 @@ def test_a_quantized_weight_is_made_whole_while_it_is_multiplied(policy, kind, q
         agree(of, (3,), (1, 3, 5))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("cuts", "optimizer"), [((), "adamw"), ((3,), "adafactor"), ((3,), "muon")])
 def test_an_update_in_the_backward_leaves_no_full_set_of_gradients(cuts, optimizer):
     fused = {"optim": OptimConfig(name=optimizer, fused_backward=True), "clip_norm": 0.0}

@@ -13,7 +13,7 @@ from ditkit_core.run import Run
 from ditkit_core.timing import Workload, step_seconds
 from ditkit_flux2.spec import FLUX2
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1800)]
 
 
 def run_of(side):

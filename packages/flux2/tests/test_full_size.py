@@ -82,7 +82,7 @@ def test_a_step_of_dev_stays_on_its_device_in_its_dtypes(policy):
         check_step(model, policy, [item(arch, 512), item(arch, 1024, references=2)])  # of which one is padded
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("preset", WIDTHS)
 def test_a_step_of_all_blocks_does_too(preset):

@@ -28,7 +28,7 @@ def items(arch):
 
 
 @pytest.mark.parametrize(
-    "policy", [pytest.param(policy, marks=[pytest.mark.slow] if policy != "full" else []) for policy in POLICIES]
+    "policy", [pytest.param(policy, marks=[pytest.mark.exhaustive] if policy != "full" else []) for policy in POLICIES]
 )
 def test_a_step_over_four_devices_sends_each_carry_once(policy, monkeypatch):
     arch = replace(ARCH, double_layers=2, single_layers=3)
@@ -41,7 +41,7 @@ def test_a_step_over_four_devices_sends_each_carry_once(policy, monkeypatch):
     assert len(set(expected)) == 2, "a cut before the join, and one after it"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("policy", "num_devices"), [("full", 3)])  # each takes minutes
 def test_all_57_blocks_do_too(policy, num_devices, monkeypatch):

@@ -10,7 +10,7 @@ from ditkit_core.testing.plans import check_plan, step_of
 from ditkit_flux2.spec import FLUX2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("policy", "cuts"), [("none", ()), ("full", (18,)), ("attn_only", ())])
 def test_the_plan_is_what_all_blocks_hold(policy, cuts):

@@ -25,7 +25,7 @@ class TestWan(AuditChecks):
         ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_demo_is_audited(tmp_path, capsys):
     check_demo(Demo.write(WAN, tmp_path / "inputs"), tmp_path / "run")
     assert "what matters most: timestep, which this run has in fp64" in capsys.readouterr().out

@@ -11,7 +11,7 @@ from ditkit_core.run import Run
 from ditkit_core.timing import Workload, step_seconds
 from ditkit_wan.spec import WAN
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1800)]
 
 CLIP = {"model.preset": "t2v-14b", "data.frames": 49, "data.height": 480, "data.width": 832, "adapter.rank": 32}
 

@@ -20,7 +20,7 @@ def items(arch):
 
 
 @pytest.mark.parametrize(
-    "policy", [pytest.param(policy, marks=[pytest.mark.slow] if policy != "full" else []) for policy in POLICIES]
+    "policy", [pytest.param(policy, marks=[pytest.mark.exhaustive] if policy != "full" else []) for policy in POLICIES]
 )
 def test_a_step_over_four_devices_sends_each_carry_once(policy, monkeypatch):
     arch = replace(ARCH, layers=4)
@@ -30,7 +30,7 @@ def test_a_step_over_four_devices_sends_each_carry_once(policy, monkeypatch):
     assert [(carry["tensors"], carry["gradients"]) for carry in divided.carried] == [(6, 1)] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("policy", "num_devices"), [("attn_only", 4)])  # each takes minutes
 def test_all_40_blocks_do_too(policy, num_devices, monkeypatch):
