@@ -2,8 +2,10 @@
 
 import tomllib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ditkit_core import cli, fit_stage, plan_stage
 from ditkit_core.config import RunConfig
@@ -67,7 +69,27 @@ def test_fit_prints_a_run_file_that_keeps_what_was_set(run_file, tmp_path, capsy
     ],
 )
 def test_the_card_that_draws_previews_is_not_trained_on(device, names):
-    assert fit_stage.cards_of(config_of(sample={"device": device}), "2x24GiB")[1] == names
+    config = config_of(sample={"device": device})
+    assert fit_stage.cards_of(config, "2x24GiB")[1] == names
+    cards, (left,) = fit_stage.cards_of(config, "24GiB")
+    chosen = fit(replace(made_task(cards, config), quantizations=("none",))).chosen
+    assert left == names[0]
+    for given, kept in (("auto", "cuda:0"), ("cuda", "cuda:0"), ("cpu", ""), (left, left)):
+        train = replace(config.train, device=given)
+        fitted = apply(replace(config, train=train), chosen, (left,)).train
+        assert (fitted.device, fitted.devices) == (given if kept == left else left, ())
+
+
+def test_a_card_that_is_named_and_draws_previews_is_not_handed_out(run_file, made, monkeypatch, capsys):
+    card = SimpleNamespace(name="a card", total_memory=24 * GIB)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    argv = [str(run_file), "--fit", "--sample.every_steps", "5", "--sample.device", "cuda:0"]
+    assert cli.run(TOY, "train", [*argv, "--train.device", "cuda:0"]) == 1
+    assert "sample.device = 'cuda:0' is a device that trains" in capsys.readouterr().err
+    assert cli.run(TOY, "train", argv) == 0
+    assert tomllib.loads(capsys.readouterr().out)["train"]["device"] == "cuda:1"
 
 
 def test_fit_writes_a_file_but_overwrites_none(run_file, tmp_path, capsys):

@@ -25,7 +25,11 @@ from ditkit_core.plan_report import said_of
 from ditkit_core.plan_stage import DOES_NOT_FIT, beside_of, check, job_for
 from ditkit_core.profile import Profile, profile
 from ditkit_core.run import Run
+from ditkit_core.run_checks import check_preview_device
 from ditkit_core.timing import BUFFERS, Workload, assumptions
+
+_FIRST = {"auto": "cuda:0", "cuda": "cuda:0"}
+"""What a name without a number means where there is a GPU."""
 
 
 def fit_stage(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
@@ -54,6 +58,8 @@ def fit_stage(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     fitted = apply(run.config, found.chosen, names)
     for line in explained(found, task, names):
         warn(line)
+    if not options.gpus:  # a card that train.device or devices names may be the one that draws
+        check_preview_device(Run(spec, fitted))
     streamed = found.chosen.weights_on_host
     beside = beside_of(Run(spec, fitted), found.chosen.plan, gpus=bool(options.gpus), streamed=streamed)
     lacking = [row for row in beside if row.fits is False]
@@ -117,7 +123,8 @@ def apply(config: RunConfig, chosen: Candidate, names: Sequence[str]) -> RunConf
     if len(used) > 1:
         device, devices = "auto", tuple(used)
     else:
-        device, devices = train.device if len(names) == 1 and not train.devices else used[0], ()
+        keeps = len(names) == 1 and not train.devices and _FIRST.get(train.device, train.device) == used[0]
+        device, devices = train.device if keeps else used[0], ()
     reserve = spread(train.reserve, len(names), "train.reserve") if len(train.reserve) > 1 else train.reserve
     changed: dict[str, Any] = {
         "device": device, "devices": devices, "cuts": setting.cuts, "checkpointing": setting.policy, "pipelined": setting.pipelined,
