@@ -349,6 +349,11 @@ def test_memory_is_planned_for_accelerators(
     said = capsys.readouterr().out
     assert "fits: yes, as planned for 1 x 16x32" in said and "fits: no, as planned for 1 x 16x32" in said
     assert "lacks 0.0" in said
+    shutil.rmtree(world.folder / "clips")
+    truncated(torn := add_picture(world, "torn.jpg", 12, (64, 64)), torn, 0.7)
+    add_picture(world, "../class/0.png", 50)
+    _, found = check(world, *flags, "--train.device", "cuda:0", "--prior.folder", str(world.folder / "class"))
+    assert (found["class_pictures"], codes(found), found["memory"]) == (1, ["D03", "D01"], None), "nothing is tried"
 
 
 def test_holding_everything_out_is_an_error(world: World) -> None:

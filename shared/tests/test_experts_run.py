@@ -352,6 +352,15 @@ def test_what_cannot_work_is_said_before_anything_is_encoded(
     assert (world.media.loads, world.text.loads) == (0, 0)
 
 
+def test_a_check_of_both_refuses_a_device_of_previews_as_training_does(
+    world: TwoExperts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--sample.every_steps", "1", "--sample.device", "cuda:7")
+    for more in ((), ("--check",)):
+        assert world.train("both", 1, *flags, *more) == 1
+        assert "sample.device = 'cuda:7': this machine has" in error(capsys)
+
+
 def test_swapped_files_are_refused(world: TwoExperts, capsys: pytest.CaptureFixture[str]) -> None:
     swapped = (
         "--model.transformer",

@@ -21,7 +21,7 @@ from ditkit_core.memory import release_memory
 from ditkit_core.model import ModelSpec
 from ditkit_core.options import TrainOptions
 from ditkit_core.run import Run
-from ditkit_core.run_checks import check, check_training
+from ditkit_core.run_checks import check, check_preview_device, check_training
 from ditkit_core.run_folder import RunFolder
 
 
@@ -38,6 +38,7 @@ def check_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
         folder = RunFolder(Path(config.run.folder))
         run = Run(spec, config)
         check(run)
+        check_preview_device(run)  # the run of each expert draws nothing by itself
         for each in runs_of(run):
             check_training(each)
         if options.demo:
@@ -61,10 +62,10 @@ def checked(run: Run) -> Checkup:
     began = time.monotonic()
     examined = examine(run)
     checkup = examined.checkup
-    if examined.largest:
+    if examined.samples:
         memory, lacking = plan_memory(run, examined.samples)
         checkup = replace(checkup, memory=memory, findings=(*checkup.findings, *lacking))
-    for each in runs_of(run) if examined.largest else ():
+    for each in runs_of(run) if examined.samples else ():  # of class pictures alone nothing is trained
         step, found = try_step(each, examined)
         findings = [finding for finding in found if finding not in checkup.findings]
         release_memory()
