@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from ditkit_core import plan_beside
 from ditkit_core.cli import run
 from ditkit_core.model import Companion
 from ditkit_core.testing.toy import TOY
@@ -114,7 +115,7 @@ def test_a_stage_beside_the_steps_that_does_not_fit_is_status_3_with_a_remedy(tm
     assert status == 0 and [row["stage"] for row in found["beside"]] == ["encode", "encode"], "nothing is drawn"
 
 
-def test_previews_on_a_device_of_their_own_are_planned_there(tmp_path, capsys):
+def test_previews_on_a_device_of_their_own_are_planned_there(tmp_path, capsys, monkeypatch):
     flags = ("--gpus", "3GiB", "--sample.every_steps", "10", "--sample.vae_tiling", "true", "--train.swap_blocks", "1")
     status, found = beside(tmp_path, capsys, *flags, "--sample.device", "cuda:1")
     (device,), *samples = found["devices"], *found["beside"][-4:-2]
@@ -127,6 +128,11 @@ def test_previews_on_a_device_of_their_own_are_planned_there(tmp_path, capsys):
     assert (streamed := found["host"]["streamed_weights"]) > 0
     previews = {(row["device"], row["beside"], row["fits"]) for row in found["beside"][-2:]}
     assert previews == {("cpu", weights + streamed, None)}, "nothing is streamed there"
+    monkeypatch.setattr(plan_beside, "free_memory_bytes", lambda device: 2**40)
+    _, found = beside(tmp_path, capsys, *flags[2:4], "--sample.device", "cpu", "--train.device", "cpu")
+    (device,), previews = found["devices"], found["beside"][-2:]
+    assert {row["available"] for row in previews} == {2**40 - device["peak"]}, "the steps hold the rest"
+    assert found["beside"][0]["available"] == 2**40, "what encodes comes before them"
 
 
 def test_the_memory_of_another_machine_is_not_known(tmp_path, capsys):

@@ -90,6 +90,9 @@ def beside_training(
         room = _room_of(config.sample.device, "sample.device", run, own, gpus=gpus)
         if gpus and room.kind == "cuda":
             room = room._replace(device=f"sample.device {config.sample.device}")
+        if room.kind == "cpu" and room.available is not None:  # what the steps hold of the same memory is not there yet
+            steps = sum(each.host + (each.peak if kind == "cpu" else 0) for each in devices)
+            room = room._replace(available=max(0, room.available - streamed - steps))
         weights = sum(device.purposes[name] for device in devices for name in ("weights", "adapters"))
         weights += streamed if room.kind == "cpu" else 0  # where nothing is streamed
         previews = rows(_samples(run, shapes, samples), room, weights, encoded=())
