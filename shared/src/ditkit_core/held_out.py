@@ -3,7 +3,7 @@
 Its confidence interval is of the change since before training. Clips are the independent units (noise levels of one clip are not: a clip
 that is hard at one is hard at the next; nor are windows of one file, which count as one), and each is compared with itself, so that how much
 clips differ from each other drops out: Student's t over the clips' differences. It is written around the loss of now: where it does not hold
-the loss before training, the change is more than the choice of clips explains. One clip has no interval. Which of many measurements is lowest is chosen by these numbers themselves, so the
+the loss before training, the change is more than the choice of clips explains. Clips of one file have no interval. Which of many measurements is lowest is chosen by these numbers themselves, so the
 interval of the best one is too hopeful.
 """
 

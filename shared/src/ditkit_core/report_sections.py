@@ -117,7 +117,7 @@ def verdict(section: Section) -> list[str]:
         high, low = section.series.get("held_out_high"), section.series.get("held_out_low")
         if high is None or low is None:
             lines.append(
-                "One clip is held out, or the grid was changed: there is no confidence interval; hold out several."
+                "Clips of one file are held out, or the grid was changed: there is no confidence interval; hold out several."
             )
         elif high.last < measured.values[0] or low.last > measured.values[0]:
             lines.append("The 95 % interval of that change does not hold 0.")

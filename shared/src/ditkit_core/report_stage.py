@@ -52,7 +52,7 @@ def _change(now: float, before: float) -> str:
 def _judged(interval: Sequence[float] | None, before: float) -> str:
     """Whether an interval holds the loss before training."""
     if interval is None:
-        return "no confidence interval, which needs two clips in held_out.clips"
+        return "no confidence interval, which needs clips of two files in held_out.clips"
     low, high = interval
     words = "holds that before, so it may be chance" if low <= before <= high else "does not hold that before"
     return f"95 % interval {low:.4f} to {high:.4f} {words}"

@@ -162,7 +162,7 @@ class TrainResult:
     held_out: float | None
     """Held-out loss when last measured."""
     held_out_interval: tuple[float, float] | None
-    """Its 95 % interval, as `held_out.py` defines it; None with fewer than two clips, or before the first step."""
+    """Its 95 % interval, as `held_out.py` defines it; None with clips of fewer than two files, or before the first step."""
     save: Path | None
     """The newest save."""
 
