@@ -336,6 +336,8 @@ def test_an_adapter_of_one_expert_is_not_merged_into_the_other(
         assert (
             not error if is_right else "named after the low_noise expert" in error and "is the high_noise one" in error
         )
+    argv = ["--adapter", path, "--merge", "--base", tmp_path / bases[-1], "--out", tmp_path / "out" / "one"]
+    assert run(*argv) == 0, "where there are no experts, none is meant"
 
 
 def test_an_adapter_of_another_size_is_told_from_its_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,6 +187,8 @@ def _difference(source: SafetensorsSource, spec: ModelSpec, shapes: Shapes, name
 def _check_expert(spec: ModelSpec, adapter: Path, base: SafetensorsSource) -> None:
     """Refuse to put an adapter that is named after one expert into the weights of the other: their shapes are equal."""
     parts = {expert.part: expert.name for arch in spec.presets.values() for expert in spec.experts(arch)}
+    if not parts:  # of another family such a name says nothing
+        return
     folder = base.path if base.path.is_dir() else base.path.parent
     are_both_there = all((folder.parent / part).is_dir() for part in parts)
     said = named_after(str(adapter))
