@@ -49,6 +49,21 @@ def test_a_shape_that_the_model_does_not_take_is_said_before_the_first_step(
     assert "z-wide: too wide for this model" in error(capsys)
 
 
+def test_clips_that_the_model_is_told_as_a_whole_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = World(tmp_path)
+    assert "D28" not in codes(check(world)[1], "warning")
+    world.spec = replace(world.spec, fewest_frames=5)
+    status, found = check(world)
+    (warned,) = [each for each in found["findings"] if each["code"] == "D28"]
+    assert status == 0 and warned["severity"] == "warning"
+    assert "clips of 5 frames" in warned["remedy"]
+    capsys.readouterr()
+    assert world.train("a", 1) == 0
+    assert f"D28 {warned['where']}: they have fewer than 5 frames" in capsys.readouterr().err
+
+
 class Hub:
     """A hub of which some repositories are in the local cache."""
 

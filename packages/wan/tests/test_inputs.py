@@ -192,6 +192,9 @@ def test_ti2v_has_its_own_sizes():
         "it draws from text alone as well as from a picture"
     )
     assert variant(PRESETS["t2v-14b"]) == {}
+    told = {name for name, arch in PRESETS.items() if variant(arch).get("fewest_frames") == 5}
+    cameras = {"fun-v1.1-control-camera-1.3b", "fun-v1.1-control-camera-14b"}
+    assert told == {"i2v-14b-480p", "i2v-14b-720p", "i2v-a14b", "flf2v-14b-720p", *cameras}
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ CODES: Mapping[str, str] = {
     "D25": "memory does not suffice for the largest micro-batch",
     "D26": "more memory is planned for than there is",
     "D27": "a video that is damaged behind what is trained of it",
+    "D28": "clips of so few frames that the model is told all of them",
 }
 """What each finding is about."""
 

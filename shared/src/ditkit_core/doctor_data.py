@@ -30,6 +30,7 @@ from ditkit_core.doctor_findings import (
     of_file,
     of_look,
     of_rest,
+    of_told,
     of_unused,
     same_content,
 )
@@ -90,6 +91,7 @@ def examine(run: Run) -> Examined:
         *of_excluded(undecoded, "D03"),
         *_too_few(run, samples),
         *_no_class_pictures(run, prior),
+        *of_told(everything, run.spec.fewest_frames),
         *of_buckets(of_data.rows),
         *(finding for row, hdr in files for finding in of_file(row, is_hdr=hdr)),
         *of_unused([row for row, _ in files]),
@@ -121,6 +123,7 @@ def say_in_brief(run: Run, encoded: Sequence[EncodedSample]) -> None:
         keys[each.media_key].append(each.id)
     findings = [*of_duplicates([group for group in keys.values() if len(group) > 1], [])]
     findings += of_captions(samples, captions_of(samples, None))
+    findings += of_told(samples, run.spec.fewest_frames)
     encoder = run.encoders[1]
     if isinstance(encoder, CutsCaptions) and (cut := len(encoder.truncated)):
         findings.append(

@@ -185,6 +185,22 @@ def of_captions(samples: Sequence[Sample], row: CaptionRow, class_pictures: Sequ
             )  # fmt: skip
 
 
+def of_told(samples: Sequence[Sample], fewest: int) -> Iterator[Finding]:
+    """Clips that a model is told as a whole.
+
+    Args:
+        samples: All that is trained on.
+        fewest: `ModelSpec.fewest_frames`.
+    """
+    count = sum(sample.frames < fewest for sample in samples)
+    if count:
+        yield Finding(
+            code="D28", severity="warning", where=f"{count} of {len(samples)} samples",
+            what=f"they have fewer than {fewest} frames, all of which this model is given as a condition: next to nothing is left to learn",
+            remedy=f"train it on clips of {fewest} frames or more, or train a text-to-video model",
+        )  # fmt: skip
+
+
 def of_buckets(rows: Sequence[BucketRow]) -> Iterator[Finding]:
     """Shapes that are too few for a micro-batch."""
     for row in rows:

@@ -377,6 +377,9 @@ class ModelSpec:
     companion_parts: Callable[[Any], Sequence[str]] = lambda arch: ()
     """Architecture to the components that it trains with beside transformers, VAE, text encoder and tokenizer: `image_encoder`."""
 
+    fewest_frames: int = 1
+    """Clips of fewer frames teach this model next to nothing, because it is told all of them as a condition; they are warned of."""
+
     control_dropout: float = 0.0
     """Share of samples that are trained without the conditions that are optional, unless `train.control_dropout` says otherwise."""
 

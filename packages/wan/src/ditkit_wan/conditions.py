@@ -143,6 +143,13 @@ def conditioners(
     return found
 
 
+def is_told_first_latent(arch: WanArch) -> bool:
+    """Whether every clip's first latent frame, which is all of a single picture, is given as `y`."""
+    beside = _channels_beside(arch)
+    follows = beside == 2 * arch.out_channels and not arch.camera_channels
+    return beside > 0 and not (arch.music or arch.vace_layers or follows)
+
+
 def _channels_beside(arch: WanArch) -> int:
     """Channels of `y`, which goes into the first layer beside the noised latents."""
     return arch.in_channels - arch.out_channels

@@ -11,6 +11,7 @@ from typing import Any
 from ditkit_core.adapter_layout import AdapterLayout
 from ditkit_core.model import Expert, SampleDefaults
 from ditkit_wan.adapter_rules import RULES, readers
+from ditkit_wan.conditions import is_told_first_latent
 from ditkit_wan.presets import WanArch
 
 _GUIDANCE = {"text": (4.0, 3.0), "image": (3.5, 3.5)}
@@ -30,13 +31,14 @@ def variant(arch: WanArch) -> Mapping[str, Any]:
     if arch.token_times:
         # one model draws from text and from a picture: as VideoX-Fun trains it, half of the time without the picture
         return {"fps": 24.0, "size": (121, 704, 1280), "size_step": 32, "control_dropout": 0.5}
+    told = {"fewest_frames": 5} if is_told_first_latent(arch) else {}
     if arch.image_positions:
-        return {"size": (81, 720, 1280)}
+        return {**told, "size": (81, 720, 1280)}
     if arch.music:
         return {"fps": arch.music.fps, "size": (149, 1280, 720), "adapter_rules": _OURS_ALONE}
     if arch.ref_conv or arch.camera_channels:
-        return {"adapter_rules": _OURS_ALONE}
-    return {}
+        return {**told, "adapter_rules": _OURS_ALONE}
+    return told
 
 
 def experts(arch: WanArch) -> Sequence[Expert]:
