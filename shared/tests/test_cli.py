@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -123,7 +124,19 @@ def test_an_interrupt_is_one_line_and_exit_status_130(
 ) -> None:
     install(monkeypatch, Stages(KeyboardInterrupt()))
     assert cli.run(TOY, "train", ["--train.steps", "1"]) == 130
+    kept = "interrupted: what was encoded and saved is kept, and the same command continues\n"
+    assert capsys.readouterr().err == kept
+    assert cli.run(TOY, "train", ["--train.steps", "1", "--plan"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+    def terminated(*given: object) -> None:
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(cli, "_stage", lambda *given: terminated)
+    assert cli.run(TOY, "encode", ["--train.steps", "1"]) == 130
+    assert capsys.readouterr().err == kept and signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from ditkit_core.config_file import to_toml
 from ditkit_core.config_layers import resolve
 from ditkit_core.console import hush_libraries, prepare_streams, say, warn
 from ditkit_core.errors import Stopped, UserError
+from ditkit_core.interrupts import terminated_like_interrupted
 from ditkit_core.memory import is_out_of_memory, let_go, release_memory
 from ditkit_core.model import ModelSpec
 from ditkit_core.options import EncodeOptions, ExportOptions, SampleOptions, TrainOptions
@@ -60,7 +61,8 @@ def run(spec: ModelSpec, command: str, argv: Sequence[str] | None = None) -> int
     prepare_streams()
     hush_libraries()
     try:
-        return _run(spec, command, sys.argv[1:] if argv is None else argv)
+        with terminated_like_interrupted():
+            return _run(spec, command, sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
         warn("interrupted")
         return 130
@@ -97,6 +99,11 @@ def _run(spec: ModelSpec, command: str, argv: Sequence[str]) -> int:
         failure, modules = (str(error) or type(error).__name__).splitlines()[0], let_go(error)
     except Stopped as stopped:
         warn(str(stopped))
+        return 130
+    except KeyboardInterrupt:
+        if not _goes_on(command, flags.options):
+            raise
+        warn("interrupted: what was encoded and saved is kept, and the same command continues")
         return 130
     else:
         return status or 0
@@ -154,6 +161,13 @@ def _misplaced(options: TrainOptions) -> UserError | None:
     if options.json and not (options.plan or options.audit_precision or options.check):
         return UserError("--json prints a plan, an audit or a check; give --plan with it, --audit-precision or --check")
     return None
+
+
+def _goes_on(command: str, options: Any) -> bool:
+    """Whether a command that was interrupted continues from what it kept when it is given again."""
+    if command == "train":
+        return not (options.plan or options.fit or options.check or options.report or options.audit_precision)
+    return command == "encode"
 
 
 def _complain(error: UserError, status: int) -> int:

@@ -1,9 +1,28 @@
-"""Ending a run on a signal: after the current optimizer step, with a save."""
+"""Ending on a signal: a run after the current optimizer step, with a save; a command at once, with a word."""
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+
+@contextmanager
+def terminated_like_interrupted() -> Iterator[None]:
+    """Inside the block, SIGTERM raises KeyboardInterrupt as Ctrl-C does, where it would have ended the process without a word."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 class Interrupts:
