@@ -26,6 +26,7 @@ from ditkit_core.previews import visible_devices
 from ditkit_core.report_data import read_sections
 from ditkit_core.run import Run
 from ditkit_core.run_checks import check_preview_device
+from ditkit_core.run_folder import RunFolder
 from drawing_child import Child, children
 from test_previews import FLAGS, check_equal
 from toy_world import World, equal
@@ -178,9 +179,11 @@ def test_a_signal_while_the_last_previews_are_drawn_loses_none(
     run = world.folder / "run"
     assert "stopped with 2 previews not drawn" in capsys.readouterr().err and started[0].returncode == 130
     assert pending(run) == ["step-000000.safetensors", "step-000002.safetensors"]
+    assert "Complete at step 4." in (run / "report.html").read_text()
     with children(world.spec, "draws"):
         assert world.train("run", 4, *ELSEWHERE) == 0
-    assert pending(run) == [] and (run / "complete.json").exists()
+    assert "is complete at step 4; nothing is left to do" in capsys.readouterr().out, "it was not ended once more"
+    assert pending(run) == [] and (run / "report.html").read_text().count("<img") == 3
 
 
 def test_one_that_fails_costs_a_warning_and_can_be_drawn_later(
@@ -282,6 +285,22 @@ def test_each_of_two_experts_is_drawn_while_it_trains(experts: TwoExperts, monke
     assert sections == drawn_in
     assert (tmp_path / "both" / names[0] / "report.html").read_text().count("<img") == 2
     assert pending(tmp_path / "both") == [] and {file[:11] for file in drawn(tmp_path / "both")} == {"step-000002"}
+
+
+def test_a_signal_in_the_last_wait_of_two_experts_leaves_a_complete_run(
+    experts: TwoExperts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--sample.device", "cpu", "--sample.captions", "1", "--sample.steps", "2")
+    with children(experts.spec, "is interrupted"):
+        assert experts.train("both", 1, *flags, "--sample.every_steps", "1") == 130
+    assert RunFolder(experts.folder / "both").completed_step() == 1
+    assert pending(experts.folder / "both") == [f"{expert.name}-step-000000.safetensors" for expert in EXPERTS]
+    capsys.readouterr()
+    with children(experts.spec, "draws"):
+        assert experts.train("both", 1, *flags, "--sample.every_steps", "0") == 0
+    said = capsys.readouterr()
+    assert "is complete; nothing is left to do" in said.out and pending(experts.folder / "both") == []
+    assert said.err.count("sample.device = cpu is where previews are drawn, and sample.every_steps = 0") == 1
 
 
 def test_a_run_of_one_expert_draws_with_the_other_as_it_is(

@@ -104,10 +104,10 @@ def _train_all(run: Run, runs: list[Run], options: TrainOptions) -> None:
                 _hand_over(each, folder)
             step = max(RunFolder(Path(each.config.run.folder)).completed_step() or 0 for each in runs)
             draw_trained(run, folder, step)
+            folder.mark_complete(step)
+            write_report(folder.path)
             if previews is not None:
-                previews.wait()
-        folder.mark_complete(step)
-        write_report(folder.path)
+                previews.wait()  # last: what a signal leaves of these the same command draws, and does nothing else again
         _say_results(run, folder)
 
 

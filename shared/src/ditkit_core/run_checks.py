@@ -87,7 +87,7 @@ def check_training(run: Run, *, here: bool = True) -> None:
 
 
 def check_preview_device(run: Run) -> None:
-    """Refuse a `sample.device` that is not here, or that trains.
+    """Refuse a `sample.device` that is not here, or that trains, and warn of one that does nothing.
 
     Raises:
         UserError: With what to set.
@@ -110,6 +110,8 @@ def check_preview_device(run: Run) -> None:
         check_backend(run.config.train.attention, training=False, devices=[device.type])
     except UserError as error:
         raise UserError(f"sample.device = {name!r}: {error}") from error
+    if not run.config.sample.every_steps:
+        warn(f"sample.device = {name} is where previews are drawn, and sample.every_steps = 0 asks for none")
 
 
 def check_parts(run: Run, samples: Sequence[Sample], *, drawing: bool = False) -> None:
@@ -157,8 +159,6 @@ def _trains_bf16(run: Run) -> bool:
 def _unused(run: Run) -> Iterator[str]:
     """Settings that do nothing here."""
     train, count = run.config.train, len(run.devices)
-    if run.config.sample.device and not run.config.sample.every_steps:
-        yield f"sample.device = {run.config.sample.device} is where previews are drawn, and sample.every_steps = 0 asks for none"
     if run.config.optim.rounding != "nearest" and not _trains_bf16(run):
         yield f"optim.rounding = {run.config.optim.rounding} is of bf16 weights that are trained, and this run has none"
     if train.pipelined and count == 1:

@@ -83,12 +83,12 @@ def train(run: Run, options: TrainOptions, *, in_turn: bool = False, shared_prev
             if run.expert is not None:  # its model is let go of: drawing takes the others too, one at a time
                 release_memory()
                 draw_trained(run, folder, result.step)
+            folder.mark_complete(result.step)
+            write_report(folder.path)  # once more, now that it is complete
+            for line in held_out_lines(result, folder):
+                say(line)
             if previews is not None and not in_turn:
-                previews.wait()
-        folder.mark_complete(result.step)
-        write_report(folder.path)  # once more, now that it is complete
-        for line in held_out_lines(result, folder):
-            say(line)
+                previews.wait()  # last: what a signal leaves of these the same command draws, and does nothing else again
         if not in_turn:
             _say_results(run, folder)
 
