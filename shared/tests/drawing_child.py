@@ -11,6 +11,8 @@ from unittest.mock import patch
 
 from ditkit_core.model import ModelSpec
 from ditkit_core.preview_process import draw_waiting
+from ditkit_core.preview_queue import waiting
+from ditkit_core.run_folder import RunFolder
 
 Behaviour = Literal["draws", "fails", "goes on", "is interrupted"]
 
@@ -30,15 +32,22 @@ class Child(subprocess.Popen):  # type: ignore[type-arg]  # generic for type che
         self.stdin: Any = io.BytesIO()
         self.returncode: Any = None
         if behaviour == "fails":
-            stdout.write(b"drawing\nerror: no room on this device\n\n")
+            folder, _, _, *left_out = self._arguments
+            first = next(file.name for file in waiting(RunFolder(Path(folder)).pending) if file.name not in left_out)
+            stdout.write(f"process 7 draws {first}\ndrawing\nerror: no room on this device\n\n".encode())
+            stdout.flush()
             self.returncode = 1
+
+    @property
+    def _arguments(self) -> list[str]:
+        return self.command[self.command.index(self.spec.found_at) + 1 :]
 
     def poll(self) -> int | None:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         if self.behaviour == "draws":
-            folder, device, streamed, *left_out = self.command[self.command.index(self.spec.found_at) + 1 :]
+            folder, device, streamed, *left_out = self._arguments
             draw_waiting(self.spec, Path(folder), device, self.streamed or int(streamed), left_out)
             self.returncode = 0
         elif self.stdin.closed:

@@ -14,15 +14,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ditkit_core import cli, expert_runs, train
+from ditkit_core import cli, expert_runs, preview_process, train
 from ditkit_core.config import RunConfig
 from ditkit_core.config_layers import resolve
 from ditkit_core.drawing import Turn
 from ditkit_core.errors import UserError
 from ditkit_core.expert_runs import Trained
 from ditkit_core.model import Expert
-from ditkit_core.preview_queue import Preview, put, read, read_weights, tidy, waiting
-from ditkit_core.previews import visible_devices
+from ditkit_core.preview_queue import Preview, drop_after, put, read, read_weights, tidy, waiting
+from ditkit_core.previews import Previews, visible_devices
 from ditkit_core.report_data import read_sections
 from ditkit_core.run import Run
 from ditkit_core.run_checks import check_preview_device
@@ -58,12 +58,14 @@ def pending(run: Path) -> list[str]:
     return [path.name for path in waiting(run / "samples" / "pending")]
 
 
-def stopping(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """Have SIGTERM come in optimizer step `at`."""
+def stopping(monkeypatch: pytest.MonkeyPatch, at: int, *, saves: bool = True) -> None:
+    """Have SIGTERM come in optimizer step `at`, or the second Ctrl-C, after which nothing is saved."""
     original = train.training_step
 
     def step(*arguments: Any, **settings: Any) -> Any:
         if settings["step"] == at:
+            if not saves:
+                raise KeyboardInterrupt
             signal.raise_signal(signal.SIGTERM)
         return original(*arguments, **settings)
 
@@ -171,6 +173,21 @@ def test_what_a_stopped_run_leaves_is_drawn_when_it_goes_on(
     assert "samples/pending: 1; set sample.device to draw them, or remove them" in said.err.replace("\\", "/")
 
 
+def test_what_waits_of_a_run_that_was_given_up_is_not_drawn_into_the_next(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not saved, so that another one may begin in its folder."""
+    assert world.train("whole", 3, *EVERY) == 0
+    run = world.folder / "run"
+    with monkeypatch.context() as patched, children(world.spec, "goes on"):
+        stopping(patched, at=5, saves=False)
+        assert world.train("run", 6, *ELSEWHERE, "--optim.lr", "0.5") == 130
+    assert pending(run) == [f"step-{step:06d}.safetensors" for step in (0, 2, 4)] and not any(run.glob("state/step-*"))
+    with children(world.spec, "draws"):
+        assert world.train("run", 3, *ELSEWHERE) == 0
+    assert drawn(run) == drawn(world.folder / "whole") and pending(run) == []
+
+
 def test_a_signal_while_the_last_previews_are_drawn_loses_none(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,6 +220,54 @@ def test_one_that_fails_costs_a_warning_and_can_be_drawn_later(
         assert world.train("run", 4, *ELSEWHERE) == 0, "which is complete"
     assert pending(run) == [] and {name[:11] for name in drawn(run)} == {f"step-{step:06d}" for step in (0, 2, 4)}
     assert [drawing.title for drawing in read_sections(run)[0].drawings] == [f"Step {step}" for step in (0, 2, 4)]
+
+
+def bare(world: World, **flags: Any) -> tuple[Run, RunFolder]:
+    """A run that draws elsewhere, of which there is the configuration alone."""
+    given = {"run.folder": "run", "sample.device": "cpu", "sample.every_steps": 2, "sample.prompts": ("a",)}
+    config = resolve(RunConfig, flags={"model.preset": next(iter(world.spec.presets)), **given, **flags})
+    folder = RunFolder(world.folder / "run")
+    folder.pending.mkdir(parents=True)
+    folder.store(config)
+    return Run(world.spec, config), folder
+
+
+def test_the_preview_that_failed_is_named_whatever_else_waits(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    run, folder = bare(world)
+    names = {step: f"step-{step:06d}.safetensors" for step in (3, 5, 7, 8)}
+    put(folder.pending, Preview(step=5), {})
+    with children(world.spec, "fails") as started, Previews(run, folder, 2) as previews:
+        put(folder.pending, Preview(step=3), {})
+        take = previews.taker()
+        take(7, {})
+        assert f"preview {names[5]} was not drawn (status 1): error: no room on this device" in capsys.readouterr().err
+        folder.previews_log.unlink()
+        take(8, {})
+        said = capsys.readouterr().err
+    assert "previews that were not drawn: 2 (status 1): its log cannot be read; they stay in" in said
+    left_out = [child.command[len(started[0].command) :] for child in started]
+    assert left_out == [[], [names[5]], [names[3], names[5], names[7]]]
+
+
+def test_a_preview_that_is_removed_while_it_is_drawn_is_not_missed(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, folder = bare(world)
+    came: list[str] = []
+
+    def drawing(run: Run, prepared: None, file: Path, scenes: Any) -> None:
+        came.append(file.name)
+        if file.name != "step-000006.safetensors":
+            file.unlink()
+        if file.name == "step-000002.safetensors":
+            read(file)
+
+    monkeypatch.setattr(preview_process, "_draw", drawing)
+    for step in (2, 4, 6):
+        put(folder.pending, Preview(step=step), {})
+    preview_process.draw_waiting(world.spec, folder.path, "cpu", 0)
+    assert came == [f"step-{step:06d}.safetensors" for step in (2, 4, 6)] and pending(folder.path) == []
+    assert "step-000002.safetensors was removed" in capsys.readouterr().out
 
 
 def test_a_disk_that_is_full_costs_previews_and_no_training(
@@ -263,11 +328,22 @@ def test_each_of_two_experts_is_drawn_while_it_trains(experts: TwoExperts, monke
         loaded.append((expert.name, trained.preview.name if trained.preview else str(trained.step)))
         return turn(run, expert, trained, guidance)
 
+    asked: list[str] = []
+    latest = expert_runs.latest
+
+    def counted(state: Path, warn: Callable[[str], None]) -> Path | None:
+        asked.append(state.parent.name)
+        return latest(state, warn)
+
     monkeypatch.setattr(expert_runs, "_turn", noted)
+    monkeypatch.setattr(expert_runs, "latest", counted)
     with children(world.spec, "draws") as started:
         every = ("--sample.every_steps", "1", "--sample.device", "cpu", "--sample.captions", "1")
         assert world.train("both", 2, *flags, *every) == 0
     assert len(started) == 1
+    assert asked == [names[1], names[0], *names], (
+        "saves are read whole: those of the others once, those of all at the end"
+    )
     previews = [f"{name}-step-{step:06d}.safetensors" for name in names for step in (0, 1)]
     at_the_end, drawn_late = loaded[:2], loaded[2:]
     assert at_the_end == [(name, "2") for name in names]
@@ -321,18 +397,23 @@ def test_a_run_of_one_expert_draws_with_the_other_as_it_is(
 def test_the_queue_holds_what_it_is_given(tmp_path: Path) -> None:
     weights = {"a": torch.randn(3, 2), "b": torch.randn(4).bfloat16()}
     asked = Preview(step=12, expert="low_noise", others={"high_noise": 40})
-    for preview in (asked, Preview(step=3, expert="high_noise"), Preview(step=100, expert="high_noise")):
-        put(tmp_path, preview, weights)
+    for step in (1000000, 3, 999999):
+        put(tmp_path, Preview(step=step, expert="high_noise"), weights)
+    put(tmp_path, asked, weights)
     (tmp_path / ".step-000001.safetensors.1.tmp").touch()
     tidy(tmp_path)
     files = waiting(tmp_path)
-    assert [file.name for file in files] == sorted(path.name for path in tmp_path.iterdir())
-    assert [read(file).step for file in files] == [3, 100, 12] and read(files[2]) == asked
-    found = read_weights(files[2])
+    assert set(files) == set(tmp_path.iterdir())
+    assert [read(file).step for file in files] == [3, 999999, 1000000, 12] and read(files[-1]) == asked
+    found = read_weights(files[-1])
     assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
     save_file(weights, tmp_path / "step-000007.safetensors")
     with pytest.raises(UserError, match="is no preview that waits to be drawn; remove it"):
         read(tmp_path / "step-000007.safetensors")
+    drop_after(tmp_path, {"high_noise": 999999, "low_noise": -1})
+    assert [file.name for file in waiting(tmp_path)] == [
+        "step-000007.safetensors", "high_noise-step-000003.safetensors", "high_noise-step-999999.safetensors",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

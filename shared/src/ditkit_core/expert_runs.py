@@ -1,6 +1,6 @@
 """The runs of single experts that a run of a model with several comes to, and drawing with the weights of all of them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -158,14 +158,38 @@ def _for_drawing(run: Run, expert: Expert, trained: Trained) -> Run:
     return run.having(config)
 
 
-def trained_in(run: Run) -> tuple[dict[str, Trained], int]:
-    """What a run has saved of its experts, by name, and the step of the latest save."""
-    folders = {each.expert.name: Path(each.config.run.folder) for each in runs_of(run) if each.expert is not None}
-    saves = {name: latest(RunFolder(folder).state, warn) for name, folder in folders.items()}
-    steps = {name: int(save.name.removeprefix("step-")) for name, save in saves.items() if save is not None}
-    return {name: Trained(folder=folders[name], step=step) for name, step in steps.items()}, max(
-        steps.values(), default=0
-    )
+def saved_step(run: Run, passed_over: Callable[[str], None] = warn) -> int | None:
+    """The step of the latest save of a run that trains one transformer, whose files are read whole; None without a save.
+
+    Args:
+        run: The run.
+        passed_over: Called with one line for each save that is damaged.
+
+    Raises:
+        UserError: If there are saves, and none can be used.
+    """
+    save = latest(RunFolder(Path(run.config.run.folder)).state, passed_over)
+    return None if save is None else int(save.name.removeprefix("step-"))
+
+
+def trained_in(run: Run, *, without: Expert | None = None) -> tuple[dict[str, Trained], int]:
+    """What a run has saved of its experts, by name, and the step of the latest save.
+
+    Args:
+        run: The run.
+        without: An expert that is not looked at.
+
+    Raises:
+        UserError: If there are saves of an expert, and none can be used.
+    """
+    trained: dict[str, Trained] = {}
+    newest = 0
+    for each in runs_of(run):
+        if each.expert in (None, without) or (step := saved_step(each)) is None:
+            continue
+        trained[each.expert.name] = Trained(folder=Path(each.config.run.folder), step=step)
+        newest = max(newest, step)
+    return trained, newest
 
 
 def folder_of(run: Run, expert: Expert | None) -> RunFolder:

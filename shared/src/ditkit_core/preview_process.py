@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,9 +25,10 @@ from ditkit_core.expert_runs import Trained, folder_of, known, turns_of
 from ditkit_core.model import Expert, ModelSpec
 from ditkit_core.precision import compute_fp32_in_fp32
 from ditkit_core.prepare import Prepared
-from ditkit_core.preview_queue import Preview, read, waiting
+from ditkit_core.preview_queue import DRAWS, Preview, read, waiting
 from ditkit_core.run import Run
 from ditkit_core.run_folder import RunFolder
+from ditkit_core.sample_stage import Scene
 from ditkit_core.saved_weights import put_weights
 
 _GRACE_SECONDS = 10.0
@@ -74,6 +76,8 @@ def spec_at(found_at: str) -> ModelSpec:
 def draw_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, left_out: Collection[str] = ()) -> None:
     """Draw the previews that wait in a run's folder, those too that come meanwhile; each file goes when it is drawn.
 
+    One that somebody removes meanwhile is not missed.
+
     Args:
         spec: The model family.
         path: The run's folder.
@@ -89,20 +93,45 @@ def draw_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, left_o
     prepared: Prepared | None = None
     while left := [file for file in waiting(RunFolder(path).pending) if file.name not in left_out]:
         file = left[0]
-        preview, written = read(file), file.stat().st_mtime_ns
-        say(f"process {os.getpid()} draws {file.name}")
-        expert: Expert | None = None
-        turns: Sequence[Turn]
-        if run.experts:
-            expert = _expert(run, file, preview)
-            turns = _turns(run, file, preview)
-        else:
-            prepared = prepared or run.load(run.build())
-            put_weights(prepared, file)
-            turns = only(prepared.model, run.engine(prepared))
-        draw(run, turns, scenes, folder_of(run, expert).samples, f"step-{preview.step:06d}")
-        if file.stat().st_mtime_ns == written:  # a run that was put back to a save may have asked for this step anew
-            file.unlink()
+        say(f"process {os.getpid()}{DRAWS}{file.name}")  # before anything of it can fail
+        try:
+            written = file.stat().st_mtime_ns
+            prepared = _draw(run, prepared, file, scenes)
+        except (UserError, FileNotFoundError):
+            if file.exists():
+                raise
+            say(f"{file.name} was removed")
+            continue
+        with suppress(FileNotFoundError):
+            # A run that was put back to a save may have asked for this step anew.
+            if file.stat().st_mtime_ns == written:
+                file.unlink()
+
+
+def _draw(run: Run, prepared: Prepared | None, file: Path, scenes: Sequence[Scene]) -> Prepared | None:
+    """Draw one file.
+
+    Args:
+        run: The run as it draws here.
+        prepared: The model, if it has one transformer and that was loaded.
+        file: Of the queue.
+        scenes: What to draw.
+
+    Returns:
+        The model for the next one; None if each expert is loaded when its turn comes.
+    """
+    preview = read(file)
+    expert: Expert | None = None
+    turns: Sequence[Turn]
+    if run.experts:
+        expert = _expert(run, file, preview)
+        turns = _turns(run, file, preview)
+    else:
+        prepared = prepared or run.load(run.build())
+        put_weights(prepared, file)
+        turns = only(prepared.model, run.engine(prepared))
+    draw(run, turns, scenes, folder_of(run, expert).samples, f"step-{preview.step:06d}")
+    return prepared
 
 
 def elsewhere(config: RunConfig, device: str, streamed: int) -> RunConfig:

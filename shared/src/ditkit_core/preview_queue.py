@@ -5,6 +5,7 @@ process that works in its folder knows what is left.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,10 @@ from torch import Tensor
 
 from ditkit_core.errors import UserError
 from ditkit_core.safetensors_file import SafetensorsSource, write_safetensors
+
+DRAWS = " draws "
+"""Between its number and the file, in the line that the process which draws begins each file with; who started it reads there what failed."""
+_NAME = re.compile(r"(?:([^.].*)-)?step-([0-9]+)\.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +38,31 @@ class Preview:
 
 
 def waiting(folder: Path) -> list[Path]:
-    """The files of a queue in the order in which they are drawn."""
-    return sorted(path for path in folder.glob("*step-*.safetensors") if not path.name.startswith("."))
+    """The files of a queue in the order in which they are drawn: by expert, then by step."""
+    return sorted((path for path in folder.glob("*.safetensors") if _NAME.fullmatch(path.name)), key=named)
+
+
+def named(path: Path) -> tuple[str, int]:
+    """The expert (empty where the model has one transformer) and the step that a file of a queue is named after."""
+    found = _NAME.fullmatch(path.name)
+    assert found is not None, path
+    return found[1] or "", int(found[2])
+
+
+def drop_after(folder: Path, saved: Mapping[str, int]) -> None:
+    """Remove the previews of steps that training is to take again: it asks for them again, maybe with other weights.
+
+    Args:
+        folder: The queue.
+        saved: The step of the latest save by name of the expert, -1 without a save; what is of no expert in it stays.
+
+    Raises:
+        OSError: If one cannot be removed.
+    """
+    for path in waiting(folder):
+        expert, step = named(path)
+        if step > saved.get(expert, step):
+            path.unlink(missing_ok=True)
 
 
 def tidy(folder: Path) -> None:

@@ -7,9 +7,10 @@ system closes.
 """
 
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -21,10 +22,10 @@ from torch import Tensor
 from ditkit_core.console import say, warn
 from ditkit_core.devices import choose_device, spread
 from ditkit_core.errors import Stopped, UserError, printable
-from ditkit_core.expert_runs import runs_of, trained_in, what_drawing_lacks
+from ditkit_core.expert_runs import runs_of, saved_step, trained_in, what_drawing_lacks
 from ditkit_core.interrupts import Interrupts
 from ditkit_core.model import Expert
-from ditkit_core.preview_queue import Preview, put, tidy, waiting
+from ditkit_core.preview_queue import DRAWS, Preview, drop_after, named, put, tidy, waiting
 from ditkit_core.report_page import write_report
 from ditkit_core.run import Run
 from ditkit_core.run_folder import RunFolder
@@ -32,20 +33,23 @@ from ditkit_core.run_folder import RunFolder
 GRACE_SECONDS = 20.0
 """What the drawing process is given to end by itself."""
 _LOOK_SECONDS = 0.2
-_TAIL_BYTES = 4096
+_TAIL_CHARACTERS = 4096
 
 
 @contextmanager
-def previews_of(run: Run, folder: RunFolder) -> Iterator["Previews | None"]:
+def previews_of(run: Run, folder: RunFolder, *, trains: bool = True) -> Iterator["Previews | None"]:
     """Draw a run's previews on `sample.device` for as long as the block lasts, beginning with those that were left from before.
 
     Args:
         run: The run; of several experts, that of all.
         folder: Its folder, which this process holds, with its configuration stored.
+        trains: Whether the run goes on from its latest save, so that what waits of later steps is not of its course; else all is drawn.
 
     Yields:
         What takes the previews; None if they are drawn where the model is trained.
     """
+    if trains:
+        _drop_abandoned(run, folder.pending)
     if not run.config.sample.device:
         if left := len(waiting(folder.pending)):
             warn(f"previews that wait in {folder.pending}: {left}; set sample.device to draw them, or remove them")
@@ -63,9 +67,24 @@ def draw_left(run: Run, folder: RunFolder) -> None:
     """Draw the previews of a complete run that are still to be drawn, and write its report anew."""
     if not waiting(folder.pending):
         return
-    with previews_of(run, folder) as previews:
+    with previews_of(run, folder, trains=False) as previews:
         if previews is not None:
             previews.wait()
+
+
+def _drop_abandoned(run: Run, pending: Path) -> None:
+    """Remove what waits of steps after the latest save, from which training goes on: it takes these steps again."""
+    experts = {named(path)[0] for path in waiting(pending)}
+    saved: dict[str, int] = {}
+    for each in runs_of(run):
+        name = "" if each.expert is None else each.expert.name
+        if name in experts:  # else no save is read for nothing
+            step = saved_step(each, lambda _: None)  # training says it
+            saved[name] = -1 if step is None else step
+    try:
+        drop_after(pending, saved)
+    except OSError as error:
+        warn(f"a preview of weights that are trained anew stays in {pending}: {error.strerror or error}")
 
 
 class Previews:
@@ -102,20 +121,36 @@ class Previews:
             child.kill()
             child.wait()
 
-    def put(self, step: int, weights: Mapping[str, Tensor], expert: Expert | None = None) -> None:
-        """Have a preview drawn. What hinders it costs a warning, never the run.
+    def taker(self, expert: Expert | None = None) -> Callable[[int, Mapping[str, Tensor]], None]:
+        """What has previews drawn while one transformer trains. What hinders it costs a warning, never the run.
+
+        The saves of the other experts are read here, once: they do not change meanwhile.
 
         Args:
-            step: The optimizer step.
-            weights: What is trained, by canonical name, as it is to be drawn with; written before this returns.
-            expert: Whose weights they are; None if the model has one transformer.
+            expert: Which one trains; None if the model has one transformer.
+
+        Returns:
+            A function of the optimizer step and what is trained, by canonical name, as it is to be drawn with; written before it returns.
         """
-        self._look()
-        try:
-            put(self._folder.pending, self._preview(step, expert), weights)
-        except UserError as error:
-            warn(f"no preview of step {step}: {error}")
-        self._start()
+        saved: dict[str, int] = {}
+        if expert is not None and self.every_steps:
+            try:
+                trained = trained_in(self._run, without=expert)[0]
+            except UserError as error:
+                warn(f"no previews of the {expert.name} expert: {error}")
+                return lambda step, weights: None
+            saved = {name: each.step for name, each in trained.items() if each.step is not None}
+
+        def take(step: int, weights: Mapping[str, Tensor]) -> None:
+            self._look()
+            try:
+                asked = Preview(step=step, expert="" if expert is None else expert.name, others=saved)
+                put(self._folder.pending, asked, weights)
+            except UserError as error:
+                warn(f"no preview of step {step}: {error}")
+            self._start()
+
+        return take
 
     def wait(self) -> None:
         """Wait until everything is drawn that can be, and write the reports of the run anew.
@@ -140,16 +175,8 @@ class Previews:
                 self._start()
         for path in {self._folder.path, *(Path(each.config.run.folder) for each in runs_of(self._run))}:
             write_report(path)
-        if self._failed:
-            warn(f"previews not drawn: {len(self._failed)}, in {self._folder.pending}; the same command tries again")
-
-    def _preview(self, step: int, expert: Expert | None) -> Preview:
-        if expert is None:
-            return Preview(step=step)
-        saved = {name: each.step for name, each in trained_in(self._run)[0].items() if name != expert.name}
-        return Preview(
-            step=step, expert=expert.name, others={name: save for name, save in saved.items() if save is not None}
-        )
+        if left := len(waiting(self._folder.pending)):
+            warn(f"previews not drawn: {left}, in {self._folder.pending}; the same command tries again")
 
     def _left(self) -> list[Path]:
         """What waits and was not tried in vain."""
@@ -183,18 +210,37 @@ class Previews:
         _close(child)
         self._child = None
         if child.returncode:
-            name = next((path.name for path in self._left()), "")
-            self._failed.add(name)
-            warn(
-                f"preview {name} was not drawn (status {child.returncode}): {self._last_line()}; it stays in {self._folder.pending}, "
-                f"and all that the process said is in {self._folder.previews_log}"
-            )
+            self._note_failure(child.returncode)
 
-    def _last_line(self) -> str:
-        with open(self._folder.previews_log, "rb") as log:
-            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = log.read().decode("utf-8", "replace").split("\n")
-        return printable(next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing"))
+    def _note_failure(self, status: int) -> None:
+        """Leave out what a process failed at, so that the next one does not fail at it again: all that waits, if it came to no file."""
+        begun, words = self._said()
+        left = [path.name for path in self._left()]
+        if begun in left:
+            self._failed.add(begun)
+            what, stays = f"preview {begun} was not drawn", "it stays"
+        else:
+            self._failed.update(left)
+            what, stays = f"previews that were not drawn: {len(left)}", "they stay"
+        warn(
+            f"{what} (status {status}): {words}; {stays} in {self._folder.pending}, and all that the process said is in "
+            f"{self._folder.previews_log}"
+        )
+
+    def _said(self) -> tuple[str, str]:
+        """Which file the process began last, empty if none, and its last words."""
+        begun, words = "", "it said nothing"
+        try:
+            with open(self._folder.previews_log, "rb") as log:
+                log.seek(self._log_start)
+                for line in log:
+                    text = line.decode("utf-8", "replace").strip()
+                    if found := re.fullmatch(f"process [0-9]+{DRAWS}(.+)", text):
+                        begun = found[1]
+                    words = text[-_TAIL_CHARACTERS:] or words
+        except OSError:
+            return begun, "its log cannot be read"
+        return begun, printable(words)
 
 
 def visible_devices(device: torch.device, environment: Mapping[str, str]) -> str:

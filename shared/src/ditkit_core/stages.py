@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 from ditkit_core.cache_stage import check_dump, dump_samples, prune_cache, verify_cache
@@ -137,11 +136,13 @@ def _train(run: Run, folder: RunFolder, options: TrainOptions, previews: Preview
     write_about(folder, environment=environment(run.devices), data=summary)
     exporter = Exporter(run, folder, prepared, [*encoded, *prior])
 
+    take = None if previews is None else previews.taker(run.expert)
+
     def preview(step: int) -> None:
-        if previews is None:
+        if take is None:
             exporter.draw(step)
         else:
-            exporter.put_aside(step, partial(previews.put, expert=run.expert))
+            exporter.put_aside(step, take)
 
     with progress("train", config.train.steps) as bar:
         return train_loop(
