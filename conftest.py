@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import socket
 import sys
 from collections import Counter
@@ -16,6 +17,9 @@ from jaxtyping import install_import_hook
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"  # a subprocess that a test starts inherits it, as it does the threads
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job, in which tests send it all the same
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent
 HELPERS = [ROOT / "tools", ROOT / "tests", ROOT / "shared" / "tests", *sorted(ROOT.glob("packages/*/tests"))]

@@ -135,7 +135,8 @@ def test_any_adapter_file_that_fits_is_drawn_with(world: World, capsys: pytest.C
     def drawn(file: Path, *flags: str) -> torch.Tensor:
         out = world.folder / "drawn" / file.stem / "-".join(flags).replace("*", "")
         assert world.run("sample", "--adapter", str(file), "--prompt", "a", "--out", str(out), *flags) == 0
-        return torch.from_numpy(still.read(out / f"{file.stem}-0-a.png")).int()
+        (picture,) = out.glob(f"drawn-*-{file.stem}-0-a.png")
+        return torch.from_numpy(still.read(picture)).int()
 
     alike = drawn(world.folder / "run" / "exports" / "adapter.safetensors")
     for flags in ((), ("--adapter.method", "full"), ("--adapter.targets", f'["layers.0.*{module}"]')):

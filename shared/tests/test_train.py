@@ -174,6 +174,19 @@ def test_a_second_ctrl_c_interrupts_at_once_and_handlers_are_put_back():
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
+def test_a_run_that_nohup_started_outlives_its_terminal():
+    number = signal.SIGHUP
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with Interrupts() as interrupts:
+            signal.raise_signal(number)
+            assert not interrupts.requested
+        assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
 def test_outside_the_main_thread_no_handler_is_set():
     before, seen = signal.getsignal(signal.SIGINT), []
 

@@ -28,8 +28,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 class Interrupts:
     """Inside the block, SIGINT, SIGTERM, SIGHUP (a closed terminal) and (Windows) SIGBREAK only set `requested`; a second Ctrl-C interrupts at once.
 
-    Outside the main thread Python allows no handlers, so there the block does nothing. The handlers found on entry are
-    put back on exit.
+    An ignored SIGHUP stays so: `nohup` has a run outlive its terminal. Outside the main thread Python allows no handlers, so there
+    the block does nothing. The handlers found on entry are put back on exit.
     """
 
     def __init__(self) -> None:
@@ -40,8 +40,9 @@ class Interrupts:
         if threading.current_thread() is threading.main_thread():
             for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK"):
                 number = getattr(signal, name, None)  # which exist depends on the platform
-                if number is not None:
-                    self._before[number] = signal.signal(number, self._on_signal)
+                if number is None or (name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN):
+                    continue
+                self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
