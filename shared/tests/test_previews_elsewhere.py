@@ -303,7 +303,7 @@ def test_what_cannot_draw_is_refused_before_anything_is_encoded(
 
 
 def test_a_device_that_trains_and_a_model_that_is_not_found_are_refused(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -314,6 +314,16 @@ def test_a_device_that_trains_and_a_model_that_is_not_found_are_refused(
     check_preview_device(Run(world.spec, config))
     with pytest.raises(UserError, match="another process cannot find the model toy"):
         check_preview_device(Run(replace(world.spec, found_at=""), config))
+    for devices, every_steps, told in [
+        (("cuda:1",), 5, True),
+        (("cuda:1",), 0, False),
+        (("cuda:0", "cuda:1"), 5, False),
+    ]:
+        capsys.readouterr()
+        here = replace(config, sample=replace(config.sample, device="", every_steps=every_steps, captions=1))
+        check_preview_device(Run(world.spec, replace(here, train=replace(here.train, devices=devices))))
+        said = "".join(capsys.readouterr())
+        assert ("sample.device = cuda:0, which does not train, draws them meanwhile" in said) is told
 
 
 def test_each_of_two_experts_is_drawn_while_it_trains(experts: TwoExperts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from ditkit_core.attention_backends import check_backend
 from ditkit_core.block_swap import check_swap
 from ditkit_core.checkpoint_budget import check_sizes
 from ditkit_core.compiled import backend_of, check_compiled, check_compiler
-from ditkit_core.console import warn
+from ditkit_core.console import say, warn
 from ditkit_core.dataset import Sample
 from ditkit_core.devices import ALL, choose_device, spread
 from ditkit_core.encode import controls_of
@@ -87,16 +87,22 @@ def check_training(run: Run, *, here: bool = True) -> None:
 
 
 def check_preview_device(run: Run) -> None:
-    """Refuse a `sample.device` that is not here, or that trains, and warn of one that does nothing.
+    """Refuse a `sample.device` that is not here, or that trains, and warn of one that does nothing; name one where previews could be drawn.
 
     Raises:
         UserError: With what to set.
     """
-    name = run.config.sample.device
+    name, sample = run.config.sample.device, run.config.sample
+    trains = {(device.type, device.index or 0) for device in run.devices}
     if not name:
+        idle = [index for index in range(torch.cuda.device_count()) if ("cuda", index) not in trains]
+        if idle and run.spec.found_at and sample.every_steps and (sample.prompts or sample.captions):
+            say(
+                f"training waits for its previews; sample.device = cuda:{idle[0]}, which does not train, draws them meanwhile"
+            )
         return
     device = choose_device(name, "sample.device")
-    if device.type != "cpu" and (device.type, device.index or 0) in {(d.type, d.index or 0) for d in run.devices}:
+    if device.type != "cpu" and (device.type, device.index or 0) in trains:
         raise UserError(
             f"sample.device = {name!r} is a device that trains; name another one or cpu, or leave it out: previews are then drawn where "
             "the model is, and training waits for them"
@@ -110,7 +116,7 @@ def check_preview_device(run: Run) -> None:
         check_backend(run.config.train.attention, training=False, devices=[device.type])
     except UserError as error:
         raise UserError(f"sample.device = {name!r}: {error}") from error
-    if not run.config.sample.every_steps:
+    if not sample.every_steps:
         warn(f"sample.device = {name} is where previews are drawn, and sample.every_steps = 0 asks for none")
 
 
