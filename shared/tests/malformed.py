@@ -148,7 +148,7 @@ def _media() -> Iterator[Malformed]:
         "frame damaged inside": m.damaged_inside,
         "no keyframe at the start": m.without_first_keyframe,
         "unknown codec": m.unknown_codec,
-        "webm with transparency": m.transparent_webm,
+        "transparency beside a codec that has none": m.tagged_transparent,
         "animated png": m.animated_png,
         "png of 16 bits": m.deep_png,
         "png cut": m.still(".png", 0.5),

@@ -184,10 +184,10 @@ def one_frame(folder: Path, name: str) -> str:
     return video(folder, name, frames=1).name
 
 
-def transparent_webm(folder: Path, name: str) -> str:
-    path = folder / f"{name}.webm"
+def tagged_transparent(folder: Path, name: str) -> str:
+    path = folder / f"{name}.mkv"
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("libvpx-vp9", rate=24)
+        stream = container.add_stream("mpeg4", rate=24)
         stream.height, stream.width, stream.pix_fmt = 48, 64, "yuv420p"
         stream.metadata["alpha_mode"] = "1"
         for _ in range(8):

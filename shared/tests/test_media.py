@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ditkit_core import video
+from ditkit_core import video, video_decoder
 from ditkit_core.errors import UserError
 from ditkit_core.media import available, probe, read_clip, write_image, write_video
 from ditkit_core.timeline import SLACK_SECONDS
@@ -236,10 +236,30 @@ def test_transparency_of_a_video_lies_on_white(tmp_path: Path) -> None:
     assert colour(path) == pytest.approx(colour(tmp_path / "a.png"), abs=1)
 
 
-def test_a_webm_with_transparency_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", ["libvpx", "libvpx-vp9"])
+def test_transparency_of_a_webm_lies_on_white(tmp_path: Path, codec: str) -> None:
+    """Also in a window: its transparency may have keyframes of its own, so it is decoded from the start."""
+    path = tmp_path / "a.webm"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=24, options={"auto-alt-ref": "0", "g": "5", "deadline": "realtime"})
+        stream.height, stream.width, stream.pix_fmt = 48, 64, "yuva420p"
+        for i in range(12):
+            rgba = np.full((48, 64, 4), (200, 0, 0, 20 * i), np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(rgba, format="rgba").reformat(format="yuva420p")))
+        container.mux(stream.encode(None))
+    expected = np.array([[255 - (255 - c) * 20 * i / 255 for c in (200, 0, 0)] for i in range(12)])
+    whole = read_clip(path, frames=12, fps=24.0, height=48, width=64)
+    assert ((whole[:, :, 24, 32].T + 1) * 127.5).numpy() == pytest.approx(expected, abs=6)
+    assert torch.equal(read_clip(path, frames=5, fps=24.0, height=48, width=64, start_seconds=7 / 24), whole[:, 7:])
+
+
+def test_a_transparency_that_no_decoder_here_reads_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frame = av.VideoFrame.from_ndarray(np.full((48, 64, 4), 128, np.uint8), format="rgba").reformat(format="yuva420p")
     path = film(tmp_path / "a.webm", "libvpx-vp9", "yuva420p", frame)
-    with pytest.raises(UserError, match="is a WebM with transparency, which cannot be read; convert it"):
+    monkeypatch.setattr(video_decoder, "_WITH_ALPHA", {"vp9": "libvpx-of-nobody"})
+    with pytest.raises(
+        UserError, match="has transparency .alpha_mode. of a codec that cannot be read here; convert it"
+    ):
         read_clip(path, frames=1, fps=24.0, height=16, width=16)
 
 

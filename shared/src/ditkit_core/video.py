@@ -18,6 +18,7 @@ from ditkit_core import hdr, still
 from ditkit_core.errors import UserError
 from ditkit_core.files import atomic_write
 from ditkit_core.timeline import SLACK_SECONDS, Timeline
+from ditkit_core.video_decoder import decoder
 from ditkit_core.video_entry import Entry, find_entry
 
 if TYPE_CHECKING:
@@ -55,10 +56,6 @@ def _opened(path: Path) -> Iterator[tuple["InputContainer", "VideoStream"]]:
             stream = container.streams.video[0]
             if stream.codec_context is None:
                 raise UserError(f"{path} has a codec that cannot be decoded here; re-encode it (ffmpeg -i IN OUT.mp4)")
-            if {name.lower(): value for name, value in stream.metadata.items()}.get("alpha_mode") == "1":
-                raise UserError(
-                    f"{path} is a WebM with transparency, which cannot be read; convert it (ffmpeg -c:v libvpx-vp9 -i IN -c:v qtrle OUT.mov)"
-                )
             still.check_pixels(path, stream.codec_context.width, stream.codec_context.height, most=_MOST_PIXELS)
             # A decoder otherwise paints over what it cannot decode, or (HEVC) leaves out frames without a word; and a frame may be
             # larger than the container says.
@@ -107,9 +104,10 @@ def survey(path: Path, *, until_seconds: float = float("inf")) -> Survey:
     timeline = Timeline()
     first: VideoFrame | None = None
     with _opened(path) as (container, stream):
+        decode = decoder(path, stream)
         for packet in _packets(path, container, stream, timeline):
             if first is None:
-                first = next(iter(packet.decode()), None)
+                first = next(iter(decode(packet)), None)
             elif timeline.seconds > until_seconds:
                 break
         if first is None:
@@ -178,10 +176,10 @@ def _shown(
 ) -> Iterator[tuple["VideoFrame", float]]:
     """Every frame in the order of display from an entry on, with the time at which the next one replaces it."""
     remedy = "re-encode it (ffmpeg -i IN OUT.mp4) or remove it"
-    timeline = Timeline()
+    timeline, decode = Timeline(), decoder(path, stream)
     origin, shown = (entry.origin if entry else None), None
     for packet in _packets(path, container, stream, timeline):
-        for frame in packet.decode():
+        for frame in decode(packet):
             if entry is not None and frame.time is not None and frame.time < entry.time - SLACK_SECONDS / 2:
                 continue  # a leading picture: it is shown before the keyframe, and needs what lies before that
             if frame.is_corrupt:

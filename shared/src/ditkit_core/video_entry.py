@@ -8,6 +8,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from ditkit_core.timeline import SLACK_SECONDS
+from ditkit_core.video_decoder import has_second_stream
 
 if TYPE_CHECKING:
     from av import Packet, VideoStream
@@ -45,6 +46,8 @@ def find_entry(container: "InputContainer", stream: "VideoStream", seconds: floa
     import av
 
     if container.format.name not in _INDEXED or stream.time_base is None:
+        return None
+    if has_second_stream(stream):  # whose keyframes may be others
         return None
     first = next((frame for packet in container.demux(stream) for frame in packet.decode()), None)
     if first is None or first.time is None:
