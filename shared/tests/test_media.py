@@ -1,5 +1,6 @@
 """Reading and writing media: frames by time, orientation, colour, sizes."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import av
@@ -282,6 +283,16 @@ def test_hdr_is_shown_as_sdr(tmp_path: Path, transfer: int, code: int, level: in
     )  # fmt: skip
     assert video.is_hdr(path)
     assert colour(path) == pytest.approx([level] * 3, abs=3)
+
+
+@pytest.mark.parametrize(("transfer", "refused"), [(2, True), (16, False)])
+def test_dolby_vision_without_another_picture_is_refused(tmp_path: Path, transfer: int, refused: bool) -> None:
+    path = film(tmp_path / "a.mp4", "libx265", "yuv420p10le", of_planes("yuv420p10le", 502), color_trc=transfer)
+    whole = path.read_bytes()
+    assert whole.count(b"hev1") == 1
+    path.write_bytes(whole.replace(b"hev1", b"dvh1"))
+    with pytest.raises(UserError, match="is Dolby Vision without") if refused else nullcontext():
+        colour(path)
 
 
 def test_ten_bits_and_grey_are_read(tmp_path: Path) -> None:

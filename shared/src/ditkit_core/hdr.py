@@ -14,6 +14,10 @@ from numpy.typing import NDArray
 PQ, HLG = 16, 18
 """Transfer characteristics as ITU-T H.273 numbers them."""
 
+_UNSPECIFIED = 2
+_DOLBY = ("dvh1", "dvhe", "dva1", "dvav", "dav1")
+"""Names of MP4's sample entries for streams that only Dolby Vision decoders are to show (HEVC, AVC, AV1); compatible ones go by other names."""
+
 _WHITE = 203.0
 """cd/m²."""
 _KNEE = 0.75
@@ -26,6 +30,16 @@ _LUMINANCE = np.array([0.2627, 0.6780, 0.0593], np.float32)
 """Of BT.2020."""
 
 Light = NDArray[np.float32]
+
+
+def is_dolby_alone(entry: str, transfer: int) -> bool:
+    """Whether a stream's colours are those of Dolby Vision's profile 5, which nothing in the stream itself describes.
+
+    Args:
+        entry: The stream's sample entry (codec tag).
+        transfer: Its transfer characteristics; with HDR10 below (profile 7) they are named.
+    """
+    return entry in _DOLBY and transfer == _UNSPECIFIED
 
 
 def to_sdr(picture: NDArray[np.uint16], transfer: int) -> NDArray[np.uint8]:

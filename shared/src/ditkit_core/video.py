@@ -56,6 +56,11 @@ def _opened(path: Path) -> Iterator[tuple["InputContainer", "VideoStream"]]:
             stream = container.streams.video[0]
             if stream.codec_context is None:
                 raise UserError(f"{path} has a codec that cannot be decoded here; re-encode it (ffmpeg -i IN OUT.mp4)")
+            if hdr.is_dolby_alone(stream.codec_context.codec_tag, stream.codec_context.color_trc):
+                raise UserError(
+                    f"{path} is Dolby Vision without a picture that other decoders show right (profile 5): it would look green and purple; "
+                    "convert it (ffmpeg -i IN -vf libplacebo=colorspace=bt709:color_trc=bt709:format=yuv420p OUT.mp4)"
+                )
             still.check_pixels(path, stream.codec_context.width, stream.codec_context.height, most=_MOST_PIXELS)
             # A decoder otherwise paints over what it cannot decode, or (HEVC) leaves out frames without a word; and a frame may be
             # larger than the container says.
