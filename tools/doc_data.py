@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ditkit_core.conditions import Column
-from ditkit_core.listing import CAPTION_COLUMNS, MEDIA_COLUMNS, REFERENCE_COLUMNS
+from ditkit_core.metadata_columns import CAPTION_COLUMNS, MEDIA_COLUMNS, NUMBERED_REFERENCES, REFERENCE_COLUMNS
 from ditkit_wan.spec import WAN
 
 
@@ -18,7 +18,10 @@ def metadata_columns() -> Iterator[str]:
     for names, doc in (
         (MEDIA_COLUMNS, "the clip or picture, relative to the folder"),
         (CAPTION_COLUMNS, "its caption, or a list of captions"),
-        (REFERENCE_COLUMNS, "pictures to edit, of models that do: one path, or a list of them in order"),
+        (
+            (*REFERENCE_COLUMNS, NUMBERED_REFERENCES),
+            f"pictures to edit, of models that do: one path, or a list of them in order, or `{NUMBERED_REFERENCES}_0`, `{NUMBERED_REFERENCES}_1`, …",
+        ),
     ):
         yield f"| `{names[0]}` | {_names(names[1:])} | {doc} |"
 

@@ -9,7 +9,10 @@ import torch
 
 from conditions_help import CPU, FRAMES, controls, encoded, picture_file, video_file
 from ditkit_core.components import Components
+from ditkit_core.conditions import named_columns
+from ditkit_core.controls import control_headers, control_values
 from ditkit_core.errors import UserError
+from ditkit_core.metadata_columns import OF_THE_MODEL, reference_columns
 from ditkit_wan.conditions import columns, conditioners
 from ditkit_wan.demo_models import IMAGE_DIM
 from ditkit_wan.presets import PRESETS
@@ -148,9 +151,36 @@ def test_every_column_of_videos_is_tried_with_a_still() -> None:
 
 def test_names_of_other_trainers_are_accepted_once() -> None:
     for preset in PRESETS:
-        found = columns(PRESETS[preset])
-        names = [name for column in found for name in (column.name, *column.aliases)]
-        assert len(set(names)) == len(names), preset
+        shared = {name: meant for name, meant in named_columns(columns(PRESETS[preset])).items() if len(meant) > 1}
+        assert set(shared) == ({"src_ref_images", "object_file_path"} if preset.startswith("vace") else set()), "lists"
+        assert all({column.kind for column in meant} == {"image"} for meant in shared.values())
     fun = {column.name: column for column in columns(PRESETS["fun-v1.1-control-1.3b"])}
     assert "control_file_path" in fun["control_video"].aliases and fun["control_video"].required
     assert "last_image" in columns(PRESETS["flf2v-14b-720p"])[1].aliases
+
+
+def test_columns_as_other_trainers_call_them() -> None:
+    """musubi's and VideoX-Fun's names, where a model has one column that they can mean."""
+    meant = {
+        "fun-v1.1-control-1.3b": {"control_path": "control_video", "control_file_path": "control_video"},
+        "fun-v1.1-control-camera-1.3b": {"control_file_path": "camera_file"},
+        "vace-1.3b": {
+            "control_path": "vace_video", "control_file_path": "vace_video", "object_file_path": "vace_reference_image",
+        },
+    }  # fmt: skip
+    for preset in EXPECTED:
+        known = columns(PRESETS[preset])
+        for name in OF_THE_MODEL:
+            row = {"video": "a.mp4", "text": "a cat", name: "b"}
+            headers = control_headers("here", row, known, media=("video",), other=OF_THE_MODEL)
+            if name in meant.get(preset, {}):
+                assert control_values("here", row, known, headers) == {meant[preset][name]: "b"}
+            elif known:
+                with pytest.raises(UserError, match=f"here has a column '{name}', .* call it .*{known[-1].name}"):
+                    reference_columns("here", row, edits=False, model_columns=[each.name for each in known])
+            else:
+                assert (headers, reference_columns("here", row, edits=False)) == ({}, ())
+    row = {"object_file_path": ["1.png", "2.png"]}
+    known = columns(PRESETS["vace-1.3b"])
+    found = control_values("here", row, known, control_headers("here", row, known))
+    assert found == {"vace_reference_image": "1.png", "vace_reference_image_2": "2.png"}

@@ -17,7 +17,7 @@ class Column:
     kind: Literal["image", "video", "audio", "table", "text"]
     """What it names; `table` is a file of numbers, `text` no file at all."""
     aliases: tuple[str, ...] = ()
-    """What other trainers call it."""
+    """What other trainers call it. Columns of a model that share one are filled from a list, in order."""
     required: bool = False
     """Whether no clip can be trained without it."""
     moment: Literal["", "begin", "end"] = ""
@@ -26,6 +26,15 @@ class Column:
     """Whether it is one latent frame more in front of the clip's: `ModelSpec.outline` is given it as a reference of the clip's size."""
     doc: str = ""
     """One line that says what it is for."""
+
+
+def named_columns(columns: Sequence[Column]) -> dict[str, list[Column]]:
+    """By name and alias the columns that are meant: more than one where an alias stands for a list."""
+    found: dict[str, list[Column]] = {}
+    for column in columns:
+        for name in (column.name, *column.aliases):
+            found.setdefault(name, []).append(column)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

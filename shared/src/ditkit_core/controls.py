@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ditkit_core.conditions import Column
+from ditkit_core.conditions import Column, named_columns
 from ditkit_core.errors import UserError
 from ditkit_core.files import inside
 from ditkit_core.image_folder import check_inside
@@ -45,18 +45,18 @@ def control_headers(
     Raises:
         UserError: If a column is there under two names, or nearly.
     """
-    names = {name: column.name for column in columns for name in (column.name, *column.aliases)}
+    names = named_columns(columns)
     headers = [header for header in headers if isinstance(header, str)]
     found: dict[str, str] = {}
     for header in headers:
         if header in media and (header not in names or all(each in names for each in headers if each in media)):
             continue
         if header in names:
-            if names[header] in found:
+            if twice := next((column.name for column in names[header] if column.name in found), ""):
                 raise UserError(
-                    f"{where} has {found[names[header]]!r} and {header!r}, which mean the same; remove one of the columns"
+                    f"{where} has {found[twice]!r} and {header!r}, which mean the same; remove one of the columns"
                 )
-            found[names[header]] = header
+            found |= {column.name: header for column in names[header]}
         elif header not in other and (close := difflib.get_close_matches(header.lower(), names, n=1, cutoff=0.85)):
             raise UserError(f"{where} has a column {header!r}; did you mean {close[0]!r}? Rename it if not")
     return found
@@ -68,12 +68,15 @@ def control_values(
     """What one row says in the columns, as written; empty fields are left out.
 
     Raises:
-        UserError: If a value is no path (in a column of texts: neither a text nor numbers), or there are several.
+        UserError: If a value is no path (in a column of texts: neither a text nor numbers), or there are more than columns for them.
     """
     found = {}
     for column in columns:
         header = headers.get(column.name)
-        value = row.get(header) if header is not None else None
+        if header is None:
+            continue
+        sharing = [each.name for each in columns if headers.get(each.name) == header]
+        value = _shared(where, header, row.get(header), sharing.index(column.name), len(sharing))
         if value is None or value == [] or (isinstance(value, str) and not value.strip()):
             continue
         if column.kind == "text" and (_is_number(value) or (isinstance(value, list) and all(map(_is_number, value)))):
@@ -87,6 +90,18 @@ def control_values(
     return found
 
 
+def _shared(where: str, header: str, value: object, place: int, columns: int) -> object:
+    """What a column has of a value that several have in common: one of a list each, a single value the first."""
+    if columns == 1:
+        return value
+    values = value if isinstance(value, list) else [value]
+    if len(values) > columns:
+        raise UserError(
+            f"{where}: {header!r} names {len(values)} files and this model takes {columns}; remove {len(values) - columns}"
+        )
+    return values[place] if place < len(values) else None
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -97,7 +112,7 @@ def folders_of(written: Sequence[str], columns: Sequence[Column]) -> dict[str, P
     Raises:
         UserError: If an item is no `column=folder`, or names no column of the model or one twice.
     """
-    names = {name: column.name for column in columns for name in (column.name, *column.aliases)}
+    names = {name: meant[0].name for name, meant in named_columns(columns).items()}
     found: dict[str, Path] = {}
     for item in written:
         name, equals, folder = item.partition("=")

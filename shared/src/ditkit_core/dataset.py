@@ -13,10 +13,11 @@ from ditkit_core.captions import captions_of
 from ditkit_core.conditions import Column
 from ditkit_core.controls import checked_control, controls_by_name, folders_of, text_of
 from ditkit_core.data_config import DataConfig
+from ditkit_core.entries import Entry
 from ditkit_core.errors import UserError, printable
 from ditkit_core.files import inside
 from ditkit_core.image_folder import check_inside
-from ditkit_core.listing import Entry, list_entries, names_of
+from ditkit_core.listing import list_entries, names_of
 from ditkit_core.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, kind_of, status
 from ditkit_core.references import ReferenceSize, checked_references, references_by_name
 from ditkit_core.windows import Window, longest_that_fits, windows_of
@@ -176,7 +177,7 @@ def _scan_folder(reader: "_Reader", key: str) -> tuple[list[Sample], list[_LeftO
     for entry in list_entries(
         folder, config.metadata, allow_outside=config.allow_outside, captions=config.captions,
         skip=[*([Path(config.references)] if config.references else []), *beside.values()], columns=reader.columns,
-        image_folders=config.image_folders,
+        edits=reader.reference_size is not None, image_folders=config.image_folders,
     ):  # fmt: skip
         by_id[_identifier(folder, entry)].append(entry)
     named, left_over = references_by_name(Path(config.references), by_id) if config.references else ({}, [])

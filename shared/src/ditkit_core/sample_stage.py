@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ditkit_core.buckets import bucket_sizes, nearest_size
-from ditkit_core.conditions import Column, Controls
+from ditkit_core.conditions import Column, Controls, named_columns
 from ditkit_core.dataset import Sample
 from ditkit_core.drawing import Turn, draw
 from ditkit_core.errors import UserError
@@ -179,7 +179,7 @@ class SampleConfig:
         Raises:
             UserError: If one is no column=path of this model, or its file is not there.
         """
-        known = {name: column for column in columns for name in (column.name, *column.aliases)}
+        known = {name: meant[0] for name, meant in named_columns(columns).items()}
         files: dict[str, str] = {}
         for given in self.controls:
             name, equals, value = given.partition("=")

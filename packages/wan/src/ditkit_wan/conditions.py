@@ -8,6 +8,9 @@ from ditkit_core.components import Components
 from ditkit_core.conditions import Column, Conditioner
 from ditkit_wan.presets import WanArch
 
+_REFERENCE_LISTS = ("src_ref_images", "object_file_path")
+"""Names that other programs give a list of references."""
+
 _COLUMNS = {
     "input_image": Column(
         name="input_image", kind="image", aliases=("first_image", "start_image"), moment="begin",
@@ -21,7 +24,7 @@ _COLUMNS = {
         name="reference_image", kind="image", aliases=("ref_image",), doc="A picture of what the clip shows, in any pose.",
     ),
     "control_video": Column(
-        name="control_video", kind="video", aliases=("control_file_path",), required=True,
+        name="control_video", kind="video", aliases=("control_file_path", "control_path"), required=True,
         doc="A video of poses, depth, edges, … that the clip follows frame by frame.",
     ),
     "camera_control_direction": Column(
@@ -36,7 +39,7 @@ _COLUMNS = {
         doc="A text file of camera poses (as RealEstate10K has them), in place of direction and speed.",
     ),
     "vace_video": Column(
-        name="vace_video", kind="video", aliases=("vace_control_video", "src_video"),
+        name="vace_video", kind="video", aliases=("vace_control_video", "src_video", "control_file_path", "control_path"),
         doc="The video to keep or to make anew; all grey unless given.",
     ),
     "vace_video_mask": Column(
@@ -44,11 +47,15 @@ _COLUMNS = {
         doc="White where the video is made anew, black where it is kept: a video, or one picture for all frames; all white unless given.",
     ),
     "vace_reference_image": Column(
-        name="vace_reference_image", kind="image", aliases=("src_ref_images",), in_front=True,
+        name="vace_reference_image", kind="image", aliases=_REFERENCE_LISTS, in_front=True,
         doc="A picture of what the clip shows.",
     ),
-    "vace_reference_image_2": Column(name="vace_reference_image_2", kind="image", in_front=True, doc="A second one."),
-    "vace_reference_image_3": Column(name="vace_reference_image_3", kind="image", in_front=True, doc="A third one."),
+    "vace_reference_image_2": Column(
+        name="vace_reference_image_2", kind="image", aliases=_REFERENCE_LISTS, in_front=True, doc="A second one.",
+    ),
+    "vace_reference_image_3": Column(
+        name="vace_reference_image_3", kind="image", aliases=_REFERENCE_LISTS, in_front=True, doc="A third one.",
+    ),
     "wantodance_music_path": Column(
         name="wantodance_music_path", kind="audio", aliases=("music",), required=True,
         doc="The music: .npy or .safetensors of its 35 features at 30 rows a second, or sound where librosa is installed.",

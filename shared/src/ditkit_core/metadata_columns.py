@@ -1,0 +1,101 @@
+"""Which columns of metadata name the clip, its captions and the pictures that an instruction starts from, under the names in use."""
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+
+from ditkit_core.errors import UserError
+
+MEDIA_COLUMNS = ("file_name", "video", "image", "file_path", "path", "video_path", "image_path")
+CAPTION_COLUMNS = ("text", "prompt", "caption")
+REFERENCE_COLUMNS = ("references", "reference", "control", "edit_image")
+NUMBERED_REFERENCES = "control_path"
+"""Or `control_path_0`, `control_path_1`, …: where a model edits pictures, one of them in each column."""
+
+OF_THE_MODEL = (NUMBERED_REFERENCES, "control_file_path", "object_file_path")
+"""Names that other trainers fill with whatever the model needs: they mean something only where a column of the model has them."""
+
+_NO_REFERENCES = ("end_image",)
+"""Nearly spelt like a column of references, and in the metadata of image-to-video models."""
+
+_NUMBERED = re.compile(rf"{NUMBERED_REFERENCES}(?:_(\d{{1,9}}))?", re.ASCII)
+
+
+def only_column(where: str, found: Iterable[str], accepted: tuple[str, ...], what: str) -> str:
+    """The accepted column that is there, which must be the only one.
+
+    Args:
+        where: For messages.
+        found: The columns that there are.
+        accepted: What it may be called.
+        what: It is for.
+
+    Raises:
+        UserError: If there is none, or several.
+    """
+    there = [name for name in found if name in accepted]
+    if len(there) > 1:
+        raise UserError(f"{where} has {len(there)} {what} columns, {', '.join(there)}; remove or rename all but one")
+    return _column(where, there or found, accepted, what)
+
+
+def _column(where: str, found: Iterable[str], accepted: tuple[str, ...], what: str) -> str:
+    """The first of the accepted columns that is there."""
+    for name in accepted:
+        if name in found:
+            return name
+    names = list(found)
+    remedy = f"accepted: {', '.join(accepted)}"
+    if len(names) == 1 and (apart := next((each for each in (";", "\t", "|") if each in names[0]), "")):
+        remedy = f"fields are separated by commas and not by {apart!r}: save it again with commas"
+    elif near := next((name for name in names if name.strip().lower() in accepted), ""):
+        remedy = f"write {near!r} as {near.strip().lower()!r}"
+    raise UserError(f"{where} has no {what} column: found {', '.join(names) or 'none'}; {remedy}")
+
+
+def reference_columns(
+    where: str, found: Iterable[str], *, edits: bool, model_columns: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """The columns that name references, in the order of the pictures; none if there are none.
+
+    A misspelt one is refused, because without it nothing would be edited; so is one of `OF_THE_MODEL` that may mean several things to
+    a model which is told something beside text.
+
+    Args:
+        where: For messages.
+        found: The columns that there are, without those of the model.
+        edits: Whether the model takes references.
+        model_columns: Names of the model's own columns.
+
+    Raises:
+        UserError: If a column is none of these but nearly, or if the same is there twice.
+    """
+    found = list(found)
+    numbered = {name: int(match[1] or 0) for name in found if (match := _NUMBERED.fullmatch(name))}
+    there = [name for name in found if name in REFERENCE_COLUMNS]
+    if numbered and edits:
+        if there:
+            both = f"{there[0]}, {next(iter(numbered))}"
+            raise UserError(f"{where} has several reference columns, {both}; remove or rename all of one kind")
+        if len(set(numbered.values())) < len(numbered):
+            raise UserError(f"{where} has a number of {', '.join(numbered)} twice; remove or rename one")
+        return tuple(sorted(numbered, key=numbered.__getitem__))
+    own = [*model_columns, *(["references"] if edits else [])]
+    if own and (vague := next((name for name in found if name in numbered or name in OF_THE_MODEL), "")):
+        raise UserError(
+            f"{where} has a column {vague!r}, which does not say what it is to this model; call it {_either(own)}, or remove it"
+        )
+    if there:
+        return (only_column(where, there, REFERENCE_COLUMNS, "reference"),)
+    for name in found:
+        if name in _NO_REFERENCES or name in OF_THE_MODEL or name in numbered:
+            continue
+        if close := difflib.get_close_matches(name.lower(), REFERENCE_COLUMNS, n=1, cutoff=0.8):
+            raise UserError(
+                f"{where} has a column {name!r}; call it {close[0]!r} if it names references, or else rename it"
+            )
+    return ()
+
+
+def _either(names: Sequence[str]) -> str:
+    return " or ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
