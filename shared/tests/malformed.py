@@ -207,6 +207,7 @@ def _captions() -> Iterator[Malformed]:
         "caption that is a folder": (texts.caption_folder, "no caption"),
         "caption outside": (texts.caption_outside, "leaves the dataset folder"),
         "caption in a circle": (texts.caption_in_a_circle, "symbolic links"),
+        "two captions that differ": (texts.two_captions, "has two captions"),
     }
     for name, (write, says) in bad.items():
         yield Malformed(name=name, kind="caption", write=write, says=says)
@@ -292,6 +293,7 @@ def _metadata() -> Iterator[Malformed]:
     for name, (file, data) in refused.items():
         yield Malformed(name=name, kind="metadata", write=texts.whole(file, data), outcome="refused")
     yield Malformed(name="csv with a long field", kind="metadata", write=texts.long_field, outcome="refused")
+    yield Malformed(name="lists of different lengths", kind="metadata", write=texts.uneven_lists, outcome="refused")
     yield Malformed(name="two lists", kind="metadata", write=texts.two_files, outcome="refused")
 
 

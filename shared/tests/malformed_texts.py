@@ -30,6 +30,12 @@ def caption_folder(folder: Path, name: str) -> str:
     return picture(folder / f"{name}.png").name
 
 
+def two_captions(folder: Path, name: str) -> str:
+    for suffix in ("txt", "caption"):
+        (folder / f"{name}.{suffix}").write_text(suffix)
+    return picture(folder / f"{name}.png").name
+
+
 def caption_outside(folder: Path, name: str) -> str:
     (folder.parent / "secret.txt").write_text("x")
     (folder / f"{name}.txt").symlink_to(folder.parent / "secret.txt")
@@ -102,6 +108,11 @@ def two_files(folder: Path, name: str) -> str:
     for file in ("metadata.csv", "metadata.jsonl"):
         (folder / file).write_text("")
     return "metadata.csv"
+
+
+def uneven_lists(folder: Path, name: str) -> str:
+    (folder / "prompts.txt").write_text("one\ntwo")
+    return whole("images.txt", "good0.png\n")(folder, name)
 
 
 def long_field(folder: Path, name: str) -> str:

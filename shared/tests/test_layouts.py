@@ -1,6 +1,7 @@
 """Datasets as other trainers lay them out: read as they are, or told in one line what to change."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from ditkit_core.conditions import Column
 from ditkit_core.data_config import DataConfig
 from ditkit_core.dataset import Dataset, scan
 from ditkit_core.errors import UserError
-from media_files import numbered_video, picture
+from ditkit_core.media import read_clip
+from media_files import LEVELS, numbered_video, picture
 from one_line import assert_one_line
 
 LISTED = ("pictures", "more_pictures", "last_pictures")
@@ -41,6 +43,154 @@ def folder(tmp_path: Path) -> Path:
         numbered_video(folder / "videos" / f"{name}.mp4", frames=6)
     picture(folder / "images" / "2.png")
     return folder
+
+
+def lists(folder: Path, media: str, captions: str, *, names: tuple[str, str] = ("videos.txt", "prompts.txt")) -> None:
+    for name, text in zip(names, (media, captions), strict=True):
+        (folder / name).write_bytes(text.encode())
+
+
+CLIPS = "videos/0.mp4\nvideos/1.mp4\n"
+
+
+@pytest.mark.parametrize("captions", ["prompts.txt", "prompt.txt", "captions.txt", "caption.txt"])
+@pytest.mark.parametrize("media", ["videos.txt", "video.txt", "images.txt", "image.txt"])
+def test_line_i_of_one_list_belongs_to_line_i_of_the_other(folder: Path, media: str, captions: str) -> None:
+    lists(folder, CLIPS, "a cat\na dog\n", names=(media, captions))
+    dataset = look(folder)
+    assert summary(dataset) == [("videos/0", ("a cat",)), ("videos/1", ("a dog",))]
+    if (media, captions) == ("videos.txt", "prompts.txt"):
+        clip = read_clip(dataset.samples[0].media, frames=5, fps=dataset.fps, height=32, width=32)
+        assert float((clip[:, 3].mean() + 1) * 127.5) == pytest.approx(3 * LEVELS, abs=2)
+
+
+ODD = {
+    "byte order marks and CRLF": ("\ufeffvideos/0.mp4\r\nvideos/1.mp4\r\n", "\ufeffa cat\r\na dog\r\n"),
+    "carriage returns alone": ("videos/0.mp4\rvideos/1.mp4\r", "a cat\ra dog"),
+    "empty lines at the end": (CLIPS + "\n \n", "a cat\na dog"),
+    "a line that is empty in both": ("videos/0.mp4\n\nvideos/1.mp4", "a cat\n\na dog"),
+    "spaces and other ways to write a path": ("  videos/0.mp4 \n./videos/../videos/1.mp4", " a cat\t\na dog"),
+    "a separator of lines within a caption": (CLIPS, "a cat\na dog".replace(" cat", "\u2028cat")),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("settings", [{}, {"metadata": "videos.txt"}])
+def test_lists_as_programs_write_them_are_read(folder: Path, kind: str, settings: dict[str, str]) -> None:
+    lists(folder, *ODD[kind])
+    found = summary(look(folder, **settings))
+    assert [(id, text.replace("\u2028", " ")) for id, (text,) in found] == [
+        ("videos/0", "a cat"),
+        ("videos/1", "a dog"),
+    ]
+
+
+def test_a_line_is_one_caption_however_captions_are_read(folder: Path) -> None:
+    lists(folder, CLIPS, "a cat, asleep\na cat, asleep\n")
+    assert summary(look(folder, captions="lines")) == summary(look(folder))
+    assert look(folder, captions="lines", trigger="ohwx").captions == ["ohwx a cat, asleep"] * 2
+
+
+def test_paths_in_a_list_may_be_absolute_and_inside(folder: Path) -> None:
+    numbered_video(folder.parent / "out.mp4", frames=6)
+    lists(folder, f"{folder / 'videos' / '0.mp4'}\n{folder.parent / 'out.mp4'}", "a cat\na dog")
+    message = assert_one_line(lambda: look(folder), "out.mp4", "data.allow_outside = true")
+    assert "leaves the dataset folder" in message
+    assert summary(look(folder, on_bad="skip")) == [("videos/0", ("a cat",))]
+    assert len(look(folder, allow_outside=True).samples) == 2
+
+
+BAD_LINES = {
+    "no caption": (CLIPS + "images/2.png", "a cat\n\na bird", "prompts.txt line 2 is empty"),
+    "no file": ("videos/0.mp4\n\nimages/2.png", "a cat\na dog\na bird", "videos.txt line 2 is empty, and prompts.txt"),
+    "gone": ("videos/0.mp4\ngone.mp4\nimages/2.png", "a cat\na dog\na bird", "gone.mp4 does not exist"),
+    "no media": (
+        "videos/0.mp4\nvideos/1\nimages/2.png",
+        "a cat\na dog\na bird",
+        "videos.txt line 2: videos/1 is not a",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_LINES)
+def test_a_bad_line_is_a_bad_entry(folder: Path, kind: str) -> None:
+    *written, said = BAD_LINES[kind]
+    lists(folder, *written)
+    assert_one_line(lambda: look(folder), said, 'data.on_bad = "skip" leaves it out')
+    dataset = look(folder, on_bad="skip")
+    assert summary(dataset) == [("images/2", ("a bird",)), ("videos/0", ("a cat",))]
+    assert [said in reason for _, reason in dataset.excluded] == [True]
+
+
+def test_a_clip_that_is_listed_twice_is_told_what_has_several_captions(folder: Path) -> None:
+    lists(folder, "videos/0.mp4\nvideos/0.mp4\nvideos/1.mp4", "a cat\na bird\na dog")
+    assert_one_line(lambda: look(folder), "videos/0.mp4 is listed 2 times", "with a list of its captions in .jsonl")
+    assert summary(look(folder, on_bad="skip")) == [("videos/1", ("a dog",))]
+
+
+@pytest.mark.parametrize(
+    ("captions", "said"),
+    [
+        (
+            "a cat\n",
+            "has 2 lines and {set}/prompts.txt 1, and line i of one belongs to line i of the other; write each",
+        ),
+        ("a cat\n\na dog\n", "prompts.txt 3, .*; line 2 of prompts.txt is empty: remove it, or fill it in"),
+        ("", "prompts.txt 0"),
+    ],
+)
+def test_lists_of_different_lengths_are_of_no_use(folder: Path, captions: str, said: str) -> None:
+    lists(folder, CLIPS, captions)
+    with pytest.raises(UserError, match=f"videos.txt .*{said.replace('{set}', str(folder))}"):
+        look(folder, on_bad="skip")
+
+
+def test_which_lists_are_meant_is_told_or_asked(folder: Path) -> None:
+    lists(folder, CLIPS, "a cat\na dog\n")
+    (folder / "images.txt").write_text("images/2.png\nimages/2.png\n")
+    assert_one_line(lambda: look(folder), "both images.txt and videos.txt; name the right one in data.metadata")
+    assert len(look(folder, metadata="videos.txt").samples) == 2
+    (folder / "images.txt").unlink()
+    (folder / "metadata.csv").write_text("video,text\nvideos/0.mp4,a bird\n")
+    assert_one_line(lambda: look(folder), "both metadata.csv and videos.txt; name the right one in data.metadata")
+    assert look(folder, metadata="metadata.csv").captions == ["a bird"]
+    (folder / "captions.txt").write_text("a cat\na dog\n")
+    assert_one_line(lambda: look(folder, metadata="videos.txt"), "both captions.txt and prompts.txt for videos.txt")
+    for name in ("captions.txt", "prompts.txt"):
+        (folder / name).unlink()
+    assert_one_line(
+        lambda: look(folder, metadata="videos.txt"), "no list of their captions", "prompts.txt, line by line"
+    )
+
+
+def test_a_caption_beside_a_clip_is_no_list(tmp_path: Path) -> None:
+    for name in ("video", "prompt"):
+        numbered_video(tmp_path / f"{name}.mp4", frames=6)
+        (tmp_path / f"{name}.txt").write_text(f"a {name}")
+    assert look(tmp_path).captions == ["a prompt", "a video"]
+
+
+@pytest.mark.parametrize(("there", "missing"), [("prompt.txt", "videos.txt"), ("videos.txt", "prompts.txt")])
+def test_half_of_a_pair_of_lists_is_told_of_the_other(folder: Path, there: str, missing: str) -> None:
+    (folder / there).write_text("x\n")
+    assert_one_line(lambda: look(folder), "has no caption; write one to", f"or {missing} beside {there}, line by line")
+
+
+def test_captions_of_kohya_lie_beside_the_media(folder: Path) -> None:
+    for name, suffix, text in (
+        ("videos/0", "caption", " a cat\n"),
+        ("videos/1", "txt", "a dog"),
+        ("images/2", "caption", ""),
+    ):
+        (folder / f"{name}.{suffix}").write_text(text)
+    assert_one_line(lambda: look(folder), "2.caption is empty")
+    (folder / "images" / "2.caption").write_text("a bird\na plane")
+    assert look(folder, captions="lines").captions == ["a bird", "a cat", "a dog"]
+    (folder / "videos" / "1.caption").write_text("a dog\r\n")
+    assert len(look(folder).samples) == 3, "the same twice"
+    (folder / "videos" / "1.caption").write_text("animal, dog")
+    assert_one_line(lambda: look(folder), "1.mp4 has two captions, in videos/1.txt and videos/1.caption; remove one")
+    assert len(look(folder, on_bad="skip").samples) == 2
 
 
 def jsonl(folder: Path, *rows: dict[str, Any], name: str = "metadata.jsonl") -> None:
@@ -127,3 +277,35 @@ def test_a_list_fills_the_columns_that_share_its_name(folder: Path) -> None:
     assert dict(look(folder, columns=COLUMNS).samples[0].controls) == {"pictures": files[0]}
     jsonl(folder, clip(folder, object_file_path=files))
     assert_one_line(lambda: look(folder, columns=COLUMNS), "'object_file_path' names 4 files and this model takes 3")
+
+
+@pytest.mark.skipif(os.sep == "\\", reason="they are what this system writes")
+def test_backslashes_of_windows_are_told(folder: Path) -> None:
+    lists(folder, "videos\\0.mp4\nC:\\data\\1.mp4", "a cat\na dog")
+    assert_one_line(lambda: look(folder), "line 1: videos\\0.mp4 is written with backslashes", "write videos/0.mp4")
+    lists(folder, "videos/0.mp4\nC:\\data\\1.mp4", "a cat\na dog")
+    assert_one_line(lambda: look(folder), "line 2: C:\\data\\1.mp4 is a path of Windows; write where")
+    for name in ("videos.txt", "prompts.txt"):
+        (folder / name).unlink()
+    jsonl(folder, clip(folder, control_path="videos\\1.mp4"))
+    assert_one_line(lambda: look(folder, columns=COLUMNS), "depth", "write videos/1.mp4")
+    jsonl(folder, {"image": "images/2.png", "text": "x", "control_path": "images\\2.png"})
+    assert_one_line(lambda: look(folder, edits=True), "line 1: images\\2.png is written with backslashes")
+    picture(folder / "images\\2.png")
+    assert len(look(folder, edits=True).samples) == 1, "a name that is there"
+
+
+@pytest.mark.parametrize("settings", [{}, {"metadata": "metadata.parquet"}])
+def test_tables_of_hugging_face_are_told(folder: Path, settings: dict[str, str]) -> None:
+    (folder / "metadata.parquet").write_bytes(b"PAR1")
+    assert_one_line(
+        lambda: look(folder, **settings), "metadata.parquet is a Parquet table", "write it as metadata.jsonl"
+    )
+    jsonl(folder, clip(folder))
+    assert settings or len(look(folder).samples) == 1
+
+
+def test_a_folder_of_tables_alone_is_told(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train-00000-of-00001.parquet").write_bytes(b"PAR1")
+    assert_one_line(lambda: look(tmp_path), "has no media file, but data", "train-00000-of-00001.parquet", "to files")

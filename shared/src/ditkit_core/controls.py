@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ditkit_core.conditions import Column, named_columns
 from ditkit_core.errors import UserError
-from ditkit_core.files import inside
+from ditkit_core.files import inside, refuse_backslashes
 from ditkit_core.image_folder import check_inside
 from ditkit_core.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, kind_of, status
 from ditkit_core.windows import Window
@@ -206,6 +206,8 @@ def checked_control(
     frames = max(window.first + window.frames for window in windows)
     try:
         at = status(path)  # a name that no file can have is said here
+        if at is None:
+            refuse_backslashes(name)
     except UserError as error:
         raise UserError(f"{column.name}: {error}") from error
     inside(folder, name, allow_outside=allow_outside)

@@ -21,8 +21,9 @@ class DataConfig:
     """How often an epoch has each sample of a folder: one number for each folder, above 0. With 1.5 it is in every epoch once and
     in every second one again."""
     metadata: str = setting("", resume="refused")
-    """A .jsonl, .csv or .json file that lists media and captions, relative to the folder. Empty: metadata.jsonl, metadata.csv or
-    metadata.json where the folder has one, otherwise a .txt file with the caption beside each media file."""
+    """A .jsonl, .csv or .json file that lists media and captions, relative to the folder, or videos.txt or images.txt that lists media
+    with prompts.txt beside it. Empty: metadata.jsonl, metadata.csv, metadata.json or such lists where the folder has them, otherwise a
+    .txt or .caption file with the caption beside each media file."""
     frames: int = setting(0, resume="refused")
     """Frames of a clip, 1 + a multiple of the model's frame step; still images are always one frame. 0 means the model's own."""
     frame_buckets: tuple[int, ...] = setting((), resume="refused")

@@ -8,6 +8,7 @@ from typing import Literal
 
 from ditkit_core.conditions import Column
 from ditkit_core.errors import UserError
+from ditkit_core.files import refuse_backslashes
 from ditkit_core.media import kind_by_name, status
 from ditkit_core.metadata_columns import reference_columns
 
@@ -61,6 +62,8 @@ class Reader:
         try:
             for path in paths:
                 there = status(self.folder / path)
+                if there is None:
+                    refuse_backslashes(path)
                 if not (there is not None and stat.S_ISDIR(there.st_mode) and self.image_folders):
                     kind_by_name(Path(path))
         except UserError as error:

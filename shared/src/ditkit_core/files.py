@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -69,6 +70,22 @@ def inside(folder: Path, relative: str, *, allow_outside: bool = False) -> Path:
             f"{relative!r} leaves the dataset folder {folder}; move the file inside or set data.allow_outside = true"
         )
     return path
+
+
+def refuse_backslashes(path: str) -> None:
+    """Say of a path that leads nowhere that it is written for Windows, where this is another system.
+
+    Raises:
+        UserError: If it has backslashes, with the path to write.
+    """
+    if "\\" not in path or os.sep == "\\":
+        return
+    if re.match(r"[A-Za-z]:|\\\\", path):
+        raise UserError(
+            f"{path} is a path of Windows; write where the file is on this machine, or move it into the dataset folder"
+        )
+    slashes = path.replace("\\", "/")
+    raise UserError(f"{path} is written with backslashes, as on Windows; write {slashes}")
 
 
 def read_json_object(path: Path, remedy: str = "fetch it again") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which media files a dataset folder names, and the captions of each: metadata file, or a text file beside each clip."""
+"""Which media files a dataset folder names, and the captions of each: a metadata file, two lists of lines, or a text beside each clip."""
 
 import functools
 import json
@@ -12,10 +12,14 @@ from ditkit_core.entries import Captions, Entry, Reader, read_text
 from ditkit_core.errors import UserError
 from ditkit_core.files import inside
 from ditkit_core.image_folder import numbered
+from ditkit_core.line_lists import CAPTION_LISTS, MEDIA_LISTS, captions_of, lists_in, pairs
 from ditkit_core.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, status
 from ditkit_core.metadata_files import csv_rows, json_lines, json_list
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.json")
+_PARQUET = "metadata.parquet"
+CAPTION_SUFFIXES = (".txt", ".caption")
+"""Of the file with the caption beside a clip."""
 
 
 def list_entries(
@@ -33,8 +37,8 @@ def list_entries(
 
     Args:
         folder: The dataset folder.
-        metadata: A .jsonl, .csv or .json file, relative to the folder; empty: the one of `METADATA_NAMES` that is there,
-            otherwise every media file with a caption of the same name beside it.
+        metadata: A .jsonl, .csv or .json file or a list of media with a list of captions beside it, relative to the folder; empty: the
+            one of them that is there, otherwise every media file with a caption of the same name beside it.
         allow_outside: Whether captions may lie outside the folder, behind links.
         captions: Whether a text is one caption, or each of its lines is one.
         skip: Folders whose media are no samples, wherever they lie.
@@ -49,7 +53,7 @@ def list_entries(
         folder=folder, allow_outside=allow_outside, captions=captions, skip=skip, columns=columns, edits=edits,
         image_folders=image_folders,
     )  # fmt: skip
-    found = [metadata] if metadata else [name for name in METADATA_NAMES if status(folder / name) is not None]
+    found = [metadata] if metadata else lists_of(folder)
     if len(found) > 1:
         raise UserError(
             f"{folder} has {'both ' * (len(found) == 2)}{' and '.join(found)}; name the right one in data.metadata"
@@ -63,38 +67,90 @@ def list_entries(
     if not stat.S_ISREG(at_path.st_mode):
         raise UserError(f"metadata {path} is a folder or no plain file; rename it or remove it")
     readers = {".jsonl": json_lines, ".csv": csv_rows, ".json": json_list}
+    if path.name in MEDIA_LISTS:
+        readers[".txt"] = _line_lists
+    if path.suffix.lower() == ".parquet":
+        raise UserError(
+            f'{path} is a Parquet table, which is not read here; write it as metadata.jsonl, with pandas: to_json(…, orient="records", lines=True)'
+        )
     if path.suffix.lower() not in readers:
-        raise UserError(f"data.metadata {path} is of no known kind; accepted are {', '.join(readers)}")
+        lists = f"{', '.join(MEDIA_LISTS)} with {CAPTION_LISTS[0]} beside it"
+        raise UserError(f"data.metadata {path} is of no known kind; accepted are {', '.join(readers)}, and {lists}")
     entries = list(readers[path.suffix.lower()](reader, path, read_text(path)))
     if not entries:
         raise UserError(f"{path} lists nothing; write a line for each clip, or remove it")
     return entries
 
 
+def lists_of(folder: Path) -> list[str]:
+    """Names of the files in a dataset folder that list its clips and captions; one, if any, unless it is to be said which.
+
+    Raises:
+        UserError: If it cannot be told.
+    """
+    found = [name for name in METADATA_NAMES if status(folder / name) is not None]
+    if lists_in(folder, CAPTION_LISTS):
+        found += lists_in(folder, MEDIA_LISTS)
+    if not found and status(folder / _PARQUET) is not None:
+        found.append(_PARQUET)
+    return found
+
+
 def _beside(reader: Reader) -> Iterator[Entry]:
     folder = reader.folder
     lists, shots = _hint_at_lists(folder), functools.partial(_hint_at_shots, reader)
+    nothing = True
     for media in media_files(folder, skip=reader.skip, image_folders=reader.image_folders):
+        nothing = False
         named = Path(media).suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES
-        caption = str(Path(media).with_suffix(".txt")) if named else f"{media}.txt"
+        stem = str(Path(media).with_suffix("")) if named else media
         try:
             at_media = status(folder / media)
             if named and at_media is not None and stat.S_ISDIR(at_media.st_mode):
                 raise UserError(f"{folder / media} is a folder, not a media file; rename it or remove it")
-            at_caption = status(folder / caption)
-            if at_caption is None or not stat.S_ISREG(at_caption.st_mode):
+            there = [f"{stem}{suffix}" for suffix in CAPTION_SUFFIXES if _is_file(folder / f"{stem}{suffix}")]
+            if not there:
                 raise UserError(
-                    f"{folder / media} has no caption; write one to {folder / caption}{lists or shots(media)}"
+                    f"{folder / media} has no caption; write one to {folder / stem}.txt{lists or shots(media)}"
                 )
-            text = read_text(inside(folder, caption, allow_outside=reader.allow_outside))
-            yield Entry(media=media, captions=reader.split(f"caption {folder / caption}", [text]))
+            texts = [read_text(inside(folder, name, allow_outside=reader.allow_outside)) for name in there]
+            if len({" ".join(text.split()) for text in texts}) > 1:
+                raise UserError(f"{folder / media} has two captions, in {' and '.join(there)}; remove one of the files")
+            yield Entry(media=media, captions=reader.split(f"caption {folder / there[0]}", texts[:1]))
         except UserError as error:
             yield Entry(media=media, problem=error)
+    if nothing:
+        _hint_at_tables(folder)
+
+
+def _is_file(path: Path) -> bool:
+    found = status(path)
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def _hint_at_tables(folder: Path) -> None:
+    """Where there is no media file, but a table that may hold them.
+
+    Raises:
+        UserError: Naming the table.
+    """
+    table = next((each for pattern in ("*.parquet", "*/*.parquet") for each in sorted(folder.glob(pattern))), None)
+    if table is not None:
+        raise UserError(
+            f"{folder} has no media file, but {table.relative_to(folder)}, a Parquet table, which is not read here; write its pictures or "
+            "clips to files, and their names and captions to metadata.jsonl"
+        )
 
 
 def _hint_at_lists(folder: Path) -> str:
     """Where there is no caption at all, but a file that may list them under another name than is looked for: which setting names it."""
     names = sorted(os.listdir(folder)) if os.access(folder, os.R_OK) else []
+    half = next(iter(lists_in(folder, (*MEDIA_LISTS, *CAPTION_LISTS))), "")
+    if half:
+        other = CAPTION_LISTS[0] if half in MEDIA_LISTS else MEDIA_LISTS[0]
+        return (
+            f", or {other} beside {half}, line by line, if that lists {'clips' if half in MEDIA_LISTS else 'captions'}"
+        )
     kinds = {Path(name).suffix for name in METADATA_NAMES}
     found = [name for name in names if Path(name).suffix.lower() in kinds]
     if not found or any(name.lower().endswith(".txt") for name in names):
@@ -158,3 +214,19 @@ def _cannot_list(error: OSError) -> None:
     raise UserError(
         f"folder {error.filename} cannot be read ({error.strerror}); correct its permissions or remove it"
     ) from error
+
+
+def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Entry]:
+    captions = captions_of(path)
+    for line, media, caption in pairs(path, text, captions, read_text(captions)):
+        where = f"{path} line {line}"
+        try:
+            if not media:
+                raise UserError(
+                    f"{where} is empty, and {captions.name} has a caption there; name its file, or remove both"
+                )
+            split = reader.split(f"{captions} line {line}", [caption])
+            reader.check_media(where, [media])
+            yield Entry(media=media, captions=split)
+        except UserError as error:
+            yield Entry(media=where, problem=error)

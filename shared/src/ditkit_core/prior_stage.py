@@ -14,7 +14,7 @@ from ditkit_core.drawing import Turn, draw
 from ditkit_core.encode import text_key
 from ditkit_core.errors import UserError
 from ditkit_core.files import write_text
-from ditkit_core.listing import METADATA_NAMES
+from ditkit_core.listing import lists_of
 from ditkit_core.media import write_image
 from ditkit_core.model import SampleJob
 from ditkit_core.prior import count_media
@@ -41,7 +41,7 @@ def num_to_draw(run: Run, *, started: bool) -> int:
             f"prior.prompt: {missing} class pictures are missing in {folder}, and with {what} none are drawn; put them there, "
             "each with a caption in a .txt file"
         )
-    listed = [name for name in METADATA_NAMES if (folder / name).exists()]
+    listed = lists_of(folder)
     if listed:
         raise UserError(
             f"prior.prompt: {folder} has {listed[0]}, which drawn pictures would not be in; set prior.images = "
