@@ -215,12 +215,14 @@ def test_headers_keep_what_is_still_true(tmp_path: Path) -> None:
         "sshs_model_hash": "1",
         "modelspec.hash_sha256": "2",
         "modelspec.title": "t",
+        "ditkit.config": '[data]\nfolder = "/srv/somebody/cats"\n',  # as older versions wrote it
     }
     source = official(tmp_path / "x.safetensors", **header)
     for form in ("musubi", "diffusers", "official"):
         with safe_open(convert(source, tmp_path / f"{form}.safetensors", "--to", form, "--rank", "2"), "pt") as file:
             found = file.metadata()
         assert (found["base"], found["modelspec.title"]) == ("b", "t")
+        assert found["ditkit.config"] == '[data]\nfolder = "cats"\n'
         assert "sshs_model_hash" not in found and "modelspec.hash_sha256" not in found
         assert found.get("ss_network_dim") == ("2" if form == "musubi" else None)
         assert json.loads(found["made_from"]) == {"file": "x.safetensors", "form": form, "rank": "2"}

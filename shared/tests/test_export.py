@@ -167,12 +167,12 @@ def test_a_second_export_leaves_nothing_of_the_first(base, tmp_path):
 
 
 def test_the_config_json_goes_with_the_form_whose_readers_want_it(base, tmp_path):
-    (tmp_path / "config.json").write_text('{"depth": 2}')
+    (tmp_path / "config.json").write_text('{"depth": 2, "_name_or_path": "/srv/mine/base"}')
     folders = export_merged(
         trained(base).model, SPEC, tmp_path, ExportConfig(forms=BOTH), metadata={}, config_json=tmp_path / "config.json"
     )
     assert [(folder / "config.json").exists() for folder in folders] == [False, True]
-    assert (folders[1] / "config.json").read_text() == '{"depth": 2}'
+    assert json.loads((folders[1] / "config.json").read_text()) == {"depth": 2, "_name_or_path": "base"}
 
 
 def test_a_merged_transformer_has_no_trace_of_the_adapter_in_its_names(base, tmp_path):

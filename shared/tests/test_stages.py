@@ -46,6 +46,8 @@ def test_training_goes_from_files_to_an_adapter_with_its_history(
     chosen = [config["flow"][key] for key in ("shifting", "shift", "sampling", "guidance")]
     assert chosen == ["constant", 3.0, "logit_normal", 1.0]
     assert header["ditkit.data"] and json.loads(header["ditkit.versions"])["torch"] == torch.__version__
+    assert config["run"]["folder"] == "run" and not any(str(world.folder) in value for value in header.values())
+    assert str(world.folder) in (run / "config.toml").read_text(), "the run itself goes on from its paths"
 
 
 def test_a_second_call_says_that_the_run_is_complete_and_loads_nothing(

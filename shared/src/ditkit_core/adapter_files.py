@@ -46,11 +46,11 @@ _PEFT_PREFIX, _PEFT_CONFIG = "base_model.model.", "adapter_config.json"
 class BaseConfig:
     """The `[base]` section: what the frozen base is made of besides its weights."""
 
-    merge: tuple[str, ...] = setting((), resume="refused")
+    merge: tuple[str, ...] = setting((), resume="refused", holds="path")
     """LoRA files that are added to the base before anything else, each as `FILE` or `FILE@strength`."""
     quantize: Literal["none", "int8", "fp8", "nf4"] = setting("none", resume="stated")
     """What the frozen matrices of the blocks are held in: 8 or 4 bits, converted to model.dtype where they are used."""
-    quantized_cache: str = setting("", resume="free")
+    quantized_cache: str = setting("", resume="free", holds="path")
     """Folder that keeps the quantized base (one of its size for each `quantize`, base and merge), so that it is converted once;
     empty keeps none."""
 

@@ -36,6 +36,7 @@ from ditkit_core.model import ModelSpec
 from ditkit_core.options import ExportOptions, parse_rank
 from ditkit_core.precision import Precision, parse_dtype
 from ditkit_core.prepare import build_on_meta, choose_arch
+from ditkit_core.published import published_header
 from ditkit_core.safetensors_file import SafetensorsSource
 from ditkit_core.scaled_files import open_weights
 from ditkit_core.weights import match, read_in_fp32
@@ -83,7 +84,10 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     if zeros := len(complete) - len(adapters):
         say(f"{zeros} modules are written as zeros: programs that read the {form} form want all of a block")
     metadata = metadata_for(
-        found.file.source.metadata, file=path.name, form=form, **({"rank": options.rank} if options.rank else {})
+        published_header(RunConfig, found.file.source.metadata),
+        file=path.name,
+        form=form,
+        **({"rank": options.rank} if options.rank else {}),
     )
     dtype = parse_dtype(options.dtype) if options.dtype else dtype_of(found)
     _say_written(write(complete, spec, out, form=form, dtype=dtype, metadata=metadata), spec, form, complete, dtype)

@@ -44,7 +44,7 @@ class AdapterConfig:
     """Scale by alpha / sqrt(rank)."""
     use_dora: bool = setting(False, resume="refused")
     """Train the norm of each output's weights too (DoRA)."""
-    init: str = setting("", resume="refused")
+    init: str = setting("", resume="refused", holds="path")
     """An existing LoRA file to start from; rank and alpha are taken from it."""
 
     def __post_init__(self) -> None:

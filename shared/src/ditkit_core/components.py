@@ -25,6 +25,11 @@ _PIPELINE_INDEX = "model_index.json"
 _HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(/(?P<inner>\w[\w.-]*(/\w[\w.-]*)*))?")
 
 
+def is_hub_id(value: str) -> bool:
+    """Whether a path is the id of a hub: it looks like one, and nothing of that name lies here."""
+    return _HUB_ID.fullmatch(value) is not None and not Path(value).expanduser().exists()
+
+
 _MAY_FETCH = ContextVar("may fetch", default=True)
 
 
@@ -44,19 +49,19 @@ class Components:
 
     preset: str = setting("", resume="refused")
     """Architecture by name; empty means: read it from the base folder's transformer/config.json."""
-    base: str = setting("", resume="refused")
+    base: str = setting("", resume="refused", holds="part")
     """A folder in diffusers layout, or a hub id, that holds every part not named below."""
-    transformer: str = setting("", resume="refused")
+    transformer: str = setting("", resume="refused", holds="part")
     """Folder, single .safetensors file, sharded index, or hub id of the transformer."""
-    transformer_2: str = setting("", resume="refused")
+    transformer_2: str = setting("", resume="refused", holds="part")
     """The same of the second expert (low noise), where a model has two."""
-    vae: str = setting("", resume="free")
+    vae: str = setting("", resume="free", holds="part")
     """Folder or single .safetensors file of the VAE."""
-    text_encoder: str = setting("", resume="free")
+    text_encoder: str = setting("", resume="free", holds="part")
     """Folder or single .safetensors file of the text encoder."""
-    tokenizer: str = setting("", resume="free")
+    tokenizer: str = setting("", resume="free", holds="part")
     """Folder of the tokenizer."""
-    image_encoder: str = setting("", resume="free")
+    image_encoder: str = setting("", resume="free", holds="part")
     """Folder or single .safetensors file of the image encoder."""
     dtype: Literal["bf16", "fp16", "fp32"] = setting("bf16", resume="refused")
     """Dtype of the frozen base and the matmuls: bf16, fp16 or fp32. All else has a dtype of its own: see [precision]."""
@@ -71,8 +76,7 @@ class Components:
 
     def is_elsewhere(self, part: str) -> bool:
         """Whether a part has the id of a hub for a path, so that it may have to be fetched."""
-        value = self._own.get(part, "") or self.base
-        return bool(value) and not Path(value).expanduser().exists() and _HUB_ID.fullmatch(value) is not None
+        return is_hub_id(self._own.get(part, "") or self.base)
 
     def is_to_be_fetched(self, part: str) -> bool:
         """Whether a part is neither here nor, whole, in the local cache of the hub."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
-from ditkit_core.settings import Resume
+from ditkit_core.settings import Holds, Resume
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class ConfigField:
     """Type annotation of the value."""
     default: Any
     resume: Resume
+    holds: Holds
     doc: str
     """The docstring under the field, on one line; empty when there is none."""
 
@@ -46,6 +47,7 @@ def config_fields(tree: type) -> Mapping[str, ConfigField]:
                 type=hints[field.name],
                 default=field.default,
                 resume=field.metadata["resume"],
+                holds=field.metadata["holds"],
                 doc=docs.get(field.name, ""),
             )
     return described

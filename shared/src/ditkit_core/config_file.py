@@ -3,7 +3,7 @@
 import difflib
 import textwrap
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +88,17 @@ def _unknown_section(section: str, table: Mapping[str, Any], tree: type, where: 
     return unknown_key(f"{section}.{next(iter(table))}", config_fields(tree), where)
 
 
-def to_toml(config: Any) -> str:
-    """A resolved configuration as TOML, each key under its meaning; reads back to the same configuration."""
-    tree, values = type(config), config_values(config)
+def to_toml(
+    config: Any, *, shown: Callable[[type, Mapping[str, Any]], Mapping[str, Any]] = lambda _, values: values
+) -> str:
+    """A resolved configuration as TOML, each key under its meaning; reads back to the same configuration.
+
+    Args:
+        config: The configuration.
+        shown: Its class and its values by dotted key, to what is written of them.
+    """
+    tree = type(config)
+    values = shown(tree, config_values(config))
     lines = {section: [f"[{section}]"] for section in config_sections(tree)}
     for key, field in config_fields(tree).items():
         section, name = key.split(".")

@@ -13,14 +13,14 @@ Windows = Literal["first", "uniform", "random", "all"]
 class DataConfig:
     """The `[data]` section: which clips and captions, and how clips are cut."""
 
-    folder: str = setting("", resume="refused")
+    folder: str = setting("", resume="refused", holds="path")
     """Folder of videos, images and captions."""
-    folders: tuple[str, ...] = setting((), resume="refused")
+    folders: tuple[str, ...] = setting((), resume="refused", holds="path")
     """Several such folders in place of `folder`; of more than one, ids begin with the folder's name."""
     repeats: tuple[float, ...] = setting((), resume="refused")
     """How often an epoch has each sample of a folder: one number for each folder, above 0. With 1.5 it is in every epoch once and
     in every second one again."""
-    metadata: str = setting("", resume="refused")
+    metadata: str = setting("", resume="refused", holds="path")
     """A .jsonl, .csv or .json file that lists media and captions, relative to the folder, or videos.txt or images.txt that lists media
     with prompts.txt beside it. Empty: metadata.jsonl, metadata.csv, metadata.json or such lists where the folder has them, otherwise a
     .txt or .caption file with the caption beside each media file."""
@@ -62,10 +62,10 @@ class DataConfig:
     """Tags at the beginning that stay where they are."""
     tag_variants: int = setting(4, resume="refused")
     """Orders of tags drawn for each caption, the first as it is written; each is encoded once."""
-    references: str = setting("", resume="refused")
+    references: str = setting("", resume="refused", holds="path")
     """Folder of pictures to edit: for `cat.png` of the dataset, `cat.png` here, or `cat_0.png`, `cat_1.png`, … Metadata may name
     them instead, in a column `references`."""
-    controls: tuple[str, ...] = setting((), resume="refused")
+    controls: tuple[str, ...] = setting((), resume="refused", holds="path")
     """Folders of what goes with the clips, as `column=folder`: for `cat.mp4` of the dataset, the file called `cat` there. Metadata may
     name them instead, in a column of that name."""
     seed: int = setting(0, resume="refused")

@@ -34,7 +34,7 @@ class EncodeConfig:
     The VAE runs in fp32: its latents are the training data, and narrower ones would carry the rounding into every step.
     """
 
-    cache: str = setting("", resume="free")
+    cache: str = setting("", resume="free", holds="path")
     """Folder of encoded clips and captions, which runs may share; empty means `cache` beside the run folder."""
     device: str = setting("auto", resume="free")
     """Device of the encoders: `auto` (a GPU if there is one), `cpu`, `cuda`, `cuda:1`, …"""

@@ -1,7 +1,6 @@
 """What a run hands to other programs: its adapter, or the whole transformer with the adapter merged in."""
 
 import json
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +17,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.files import atomic_write, write_text
 from ditkit_core.model import ModelSpec, Part
 from ditkit_core.precision import parse_dtype
+from ditkit_core.published import published_description
 from ditkit_core.quantized_linear import dense_weight, quantized_weights, without_scales
 from ditkit_core.safetensors_file import write_safetensors
 from ditkit_core.scaled_files import in_scaled_8_bits, open_weights
@@ -216,7 +216,7 @@ def export_merged(
         _write_transformer(model, spec, target, form, config, metadata, shard_bytes, original)
         if form == "diffusers" and config_json is not None:
             with atomic_write(target / "config.json") as temporary:
-                shutil.copyfile(config_json, temporary)
+                temporary.write_bytes(published_description(config_json.read_bytes()))
         folders.append(target)
     return folders
 

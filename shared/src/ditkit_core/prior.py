@@ -26,7 +26,7 @@ PRIOR_MARK = "prior: "
 class PriorConfig:
     """The `[prior]` section: pictures of the class that the trained subject belongs to. Without folder and prompt there is none."""
 
-    folder: str = setting("", resume="refused")
+    folder: str = setting("", resume="refused", holds="path")
     """Folder of class pictures (or clips) and captions, in the format of data.folder. Empty: `prior` in the run folder, if there
     is a prompt."""
     prompt: str = setting("", resume="refused")

@@ -42,6 +42,7 @@ from ditkit_core.precision import Precision, parse_dtype
 from ditkit_core.prepare import Prepared, Unloaded, arch_here, build, load
 from ditkit_core.prior import PRIOR_MARK, count_media, prior_data_config
 from ditkit_core.profile import Profile
+from ditkit_core.published import published, published_part
 from ditkit_core.run_folder import RunFolder
 from ditkit_core.sample_stage import Scene
 from ditkit_core.scaled_files import num_scaled, open_weights
@@ -425,17 +426,17 @@ class Run:
         )
 
     def metadata(self, prepared: Prepared, step: int, *, data: str) -> dict[str, str]:
-        """What a file's header says about where it came from."""
+        """What a file's header says about where it came from; no folder of this machine is named."""
         versions = {"ditkit": ditkit_core.__version__, "torch": torch.__version__, "python": platform.python_version()}
         model, expert = self.config.model, self.expert
         return {
             "ditkit.model": self.spec.name,
-            "ditkit.base": getattr(model, self.part) or model.base,
+            "ditkit.base": published_part(getattr(model, self.part) or model.base),
             **({} if expert is None else {"ditkit.expert": expert.name}),
             "ditkit.preset": prepared.preset,
             "ditkit.step": str(step),
             "ditkit.data": data,
-            "ditkit.config": to_toml(self.config),
+            "ditkit.config": to_toml(self.config, shown=published),
             "ditkit.versions": json.dumps(versions),
         }
 

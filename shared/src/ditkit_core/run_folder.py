@@ -35,7 +35,7 @@ def next_drawing(folder: Path) -> str:
 class RunFolderConfig:
     """The `[run]` section: where the run lies."""
 
-    folder: str = setting("runs/run", resume="free")
+    folder: str = setting("runs/run", resume="free", holds="path")
     """Folder of the run: resolved config, saved states, exports, samples, metrics. An existing run in it is continued."""
 
     def __post_init__(self) -> None:

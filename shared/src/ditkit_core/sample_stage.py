@@ -85,9 +85,9 @@ class SampleConfig:
     """What to draw; empty draws the captions of the first `captions` samples, from their own references."""
     captions: int = setting(2, resume="free")
     """How many of the dataset's captions to draw when there are no prompts; 0 draws nothing."""
-    references: tuple[str, ...] = setting((), resume="free")
+    references: tuple[str, ...] = setting((), resume="free", holds="path")
     """Pictures to edit: every prompt is drawn from all of them."""
-    controls: tuple[str, ...] = setting((), resume="free")
+    controls: tuple[str, ...] = setting((), resume="free", holds="path")
     """What every prompt is drawn with, as column=path: `input_image=cat.png` for a model that starts from a picture. Without prompts,
     what goes with the clips whose captions are drawn is used."""
     images: int = setting(1, resume="free")

@@ -1,0 +1,87 @@
+"""What published files say of a run: the last part of each path, and everything else as it is."""
+
+import json
+import tomllib
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from ditkit_core.config import RunConfig
+from ditkit_core.config_fields import config_fields
+from ditkit_core.config_file import to_toml
+from ditkit_core.published import published, published_description, published_header, published_part
+
+TEXTS = {
+    "model.preset", "adapter.targets", "data.trigger", "data.tag_separator", "prior.prompt", "encode.device", "train.device",
+    "train.devices", "train.checkpointing", "train.attention", "train.compile", "sample.prompts", "sample.negative", "sample.device",
+    "export.forms", "export.dtype",
+}  # fmt: skip
+"""Every key of the configuration that is free text and no path: a new key of text belongs here, or says that it holds a path."""
+
+
+def test_every_key_of_text_is_known_to_hold_a_path_or_not() -> None:
+    known = config_fields(RunConfig)
+    texts = {key for key, field in known.items() if field.type in (str, tuple[str, ...], bool | str)}
+    assert texts - {key for key in texts if known[key].holds != "value"} == TEXTS
+    assert {key for key in known if known[key].holds != "value"} <= texts
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("/srv/somebody/films/cats", "cats"),
+        ("/srv/somebody/films/cats/", "cats"),
+        ("~/cats", "cats"),
+        ("D:\\films\\somebody\\cats", "cats"),
+        ("../somebody/cats", "cats"),
+        ("/srv/somebody/style.safetensors@0.5", "style.safetensors@0.5"),
+        ("input_image=/srv/somebody/cat.png", "input_image=cat.png"),
+        ("mask=cat.png", "mask=cat.png"),
+        (str(Path.home()), "~"),
+        ("", ""),
+        ("/", ""),
+    ],
+)
+def test_of_a_path_the_last_part_is_shown(given: str, shown: str) -> None:
+    values = {"data.folder": given, "data.controls": [given], "data.trigger": given, "none.such": given}
+    again = {"data.folder": shown, "data.controls": [shown], "data.trigger": given, "none.such": given}
+    assert published(RunConfig, values) == again
+
+
+def test_the_id_of_a_hub_is_shown_whole_unless_it_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert published_part("some-org/some-model/transformer") == "some-org/some-model/transformer"
+    (tmp_path / "some-org" / "some-model").mkdir(parents=True)
+    assert published_part("some-org/some-model") == "some-model"
+
+
+def test_a_header_holds_the_settings_and_no_folder(tmp_path: Path) -> None:
+    config = RunConfig()
+    config = replace(
+        config, model=replace(config.model, base=f"{tmp_path}/base"), optim=replace(config.optim, lr=3e-5),
+        data=replace(config.data, folders=(f"{tmp_path}/a", f"{tmp_path}/b"), repeats=(1.0, 2.0)),
+    )  # fmt: skip
+    text = to_toml(config, shown=published)
+    found = tomllib.loads(text)
+    assert str(tmp_path) not in text and str(tmp_path) in to_toml(config)
+    assert (found["model"]["base"], found["data"]["folders"], found["optim"]["lr"]) == ("base", ["a", "b"], 3e-5)
+    assert {name for name in found} == {field.name for field in fields(config)}
+
+
+def test_the_header_of_an_older_file_loses_its_folders() -> None:
+    older = {
+        "ditkit.base": "/srv/somebody/base", "ditkit.config": 'top = 1\n[data]\nfolder = "/srv/somebody/cats"\nframes = 5\n', "who": "/x/y",
+    }  # fmt: skip
+    found = published_header(RunConfig, older)
+    assert (found["ditkit.base"], found["who"]) == ("base", "/x/y")
+    assert tomllib.loads(found["ditkit.config"]) == {"top": 1, "data": {"folder": "cats", "frames": 5}}
+    assert published_header(RunConfig, found) == found
+    assert published_header(RunConfig, {"ditkit.config": "no = toml = here /srv/somebody"}) == {}
+
+
+def test_a_description_says_no_folder_either() -> None:
+    made = json.dumps({"_name_or_path": "/srv/somebody/base", "num_layers": 2}).encode()
+    assert json.loads(published_description(made)) == {"_name_or_path": "base", "num_layers": 2}
+    for other in (b'{"num_layers":2}', b"[1]", b"\xff not json"):
+        assert published_description(other) == other
