@@ -73,7 +73,8 @@ def test_drawings_are_few_with_the_first_and_the_last(tmp_path: Path) -> None:
         write_drawing(run / "samples", number, ("by hand",), name=f"drawn-{number:03d}-mine")
     (section,) = read_sections(run)
     assert [drawing.title for drawing in section.by_hand] == [f"drawn-{i}-mine" for i in ("001", "002", "999", "1000")]
-    assert next_drawing(run / "samples") == "drawn-1001" and next_drawing(run) == "drawn-001"
+    with next_drawing(run / "samples") as one, next_drawing(run) as other:
+        assert (one, other) == ("drawn-1001", "drawn-001")
     steps = [int(drawing.title.removeprefix("Step ")) for drawing in section.drawings]
     assert len(steps) == MOST_DRAWINGS and (steps[0], steps[-1]) == (0, 370) and steps == sorted(steps)
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from ditkit_core.config_layers import resolve
 from ditkit_core.errors import UserError
 from ditkit_core.resume_rules import Change
-from ditkit_core.run_folder import RunFolder, RunFolderConfig, open_run
+from ditkit_core.run_folder import RunFolder, RunFolderConfig, next_drawing, open_run
 from ditkit_core.settings import setting
 
 
@@ -145,3 +146,36 @@ def test_completion_is_remembered(tmp_path: Path) -> None:
     (tmp_path / "complete.json").write_text("{")
     with pytest.raises(UserError, match="is damaged"):
         run.completed_step()
+
+
+def test_of_drawings_at_once_each_gets_a_number_of_its_own(tmp_path: Path) -> None:
+    folder = tmp_path / "samples"
+
+    def drawing(index: int) -> str:
+        with next_drawing(folder) as name:
+            (folder / f"{name}-of-{index}.png").touch(exist_ok=False)
+            return name
+
+    with ThreadPoolExecutor(8) as pool:
+        names = sorted(pool.map(drawing, range(64)))
+    assert names == [f"drawn-{number:03d}" for number in range(1, 65)]
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_a_drawing_that_goes_on_or_was_killed_keeps_its_number(tmp_path: Path) -> None:
+    with next_drawing(tmp_path) as one, next_drawing(tmp_path) as other:
+        assert (one, other) == ("drawn-001", "drawn-002")
+    program = (
+        "import os, sys; from pathlib import Path; from ditkit_core.run_folder import next_drawing\n"
+        "with next_drawing(Path(sys.argv[1])): os._exit(1)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+    assert list(tmp_path.glob("*[!.]*")) == [tmp_path / ".drawn-001"] and not any(tmp_path.glob("drawn-*"))
+    with next_drawing(tmp_path) as name:
+        assert name == "drawn-002"
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(UserError, match="cannot write in .*file: .*; name another folder with --out"),
+        next_drawing(tmp_path / "file"),
+    ):
+        pass

@@ -53,7 +53,8 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
         turns = only(prepared.model, drawing.engine(prepared))
         what = Path(options.adapter).stem if options.adapter else f"step-{take_trained(prepared, folder):06d}"
     out = Path(options.out) if options.out else folder.samples
-    drawn = draw(run, turns, scenes, out, f"{next_drawing(out)}-{what}")
+    with next_drawing(out) as number:
+        drawn = draw(run, turns, scenes, out, f"{number}-{what}")
     say("\n".join(str(file) for file in drawn))
 
 

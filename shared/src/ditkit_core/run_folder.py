@@ -4,7 +4,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -25,10 +25,46 @@ DRAWN = "drawn-"
 """Before the number of a drawing by hand, at the beginning of its files' names: those that training draws begin with their step."""
 
 
-def next_drawing(folder: Path) -> str:
-    """What the names of the next drawing by hand begin with, such as `drawn-001`: no file in this folder of samples has it yet."""
-    numbers = (path.name.removeprefix(DRAWN).split("-")[0] for path in folder.glob(f"{DRAWN}*"))
-    return f"{DRAWN}{1 + max((int(number) for number in numbers if number.isdecimal()), default=0):03d}"
+@contextmanager
+def next_drawing(folder: Path) -> Iterator[str]:
+    """What the names of the next drawing by hand begin with, such as `drawn-001`: no file in this folder has it, and until the block ends
+    no other process gets it. Of a process that is killed a hidden file stays, whose number is passed over.
+
+    Args:
+        folder: Where to draw; made if it is not there.
+
+    Raises:
+        UserError: If nothing can be written there.
+    """
+    number = 0
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            number = max([number, *_drawing_numbers(folder)]) + 1
+            taken = folder / f".{DRAWN}{number:03d}"
+            try:
+                os.close(os.open(taken, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            except FileExistsError:
+                continue
+            if not any(folder.glob(f"{DRAWN}{number:03d}-*")):
+                break
+            taken.unlink()  # whoever had it has drawn since the folder was looked at
+    except OSError as error:
+        raise UserError(
+            f"cannot write in {folder}: {error.strerror or error}; name another folder with --out"
+        ) from error
+    try:
+        yield f"{DRAWN}{number:03d}"
+    finally:
+        with suppress(OSError):  # one that stays is passed over
+            taken.unlink()
+
+
+def _drawing_numbers(folder: Path) -> Iterator[int]:
+    for path in folder.iterdir():
+        name = path.name.removeprefix(".")
+        if name.startswith(DRAWN) and (number := name.removeprefix(DRAWN).split("-")[0]).isdecimal():
+            yield int(number)
 
 
 @dataclass(frozen=True, kw_only=True)
