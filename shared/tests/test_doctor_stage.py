@@ -328,18 +328,19 @@ def test_memory_is_planned_for_accelerators(
     card = SimpleNamespace(name="a card", total_memory=2**30)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    wide = add_picture(world, "../class/0.png", 9, (16, 64))
+    flags = ("--model.transformer", "somebody/model", "--data.buckets", "true", "--data.on_bad", "skip")
+    _, found = check(world, *flags, "--train.device", "cuda:0", "--prior.folder", str(wide.parent))
+    assert found["memory"]["batch"].startswith("1 x 16x32 (the largest of the class pictures")
     add_picture(world, "wide.png", 9, (16, 64))
     add_picture(world, "torn.png", 9).write_bytes(b"")
-    flags = ("--model.transformer", "somebody/model", "--data.buckets", "true", "--data.on_bad", "skip")
     two = (*flags, "--train.devices", '["cuda:0", "cuda:1"]')
     status, found = check(world, *two)
     assert status == 0 and codes(found) == ["D02", "D20"]
     plan = found["memory"]
     assert plan["fits"] is True and plan["batch"].startswith("1 x 16x32 "), "the largest of those that can be read"
-    assert [(row["device"], row["total"], row["fits"]) for row in plan["devices"]] == [
-        ("0: a card", 2**30, True),
-        ("1: a card", 2**30, True),
-    ]
+    rows = [(row["device"], row["total"], row["fits"]) for row in plan["devices"]]
+    assert rows == [(f"{index}: a card", 2**30, True) for index in (0, 1)]
     status, found = check(world, *two, "--train.reserve", "[0.0, 0.34]")
     assert status == 0 and codes(found) == ["D02", "D26", "D20"] and found["memory"]["fits"] is False
     (lacking,) = [each for each in found["findings"] if each["code"] == "D26"]
@@ -441,10 +442,8 @@ def test_what_the_doctor_accepts_is_trained_and_what_it_excludes_is_not(tmp_path
     trained = world.train("trained", 1, *flags)
     assert (trained == 0) == found["trainable"], found["findings"]
     if trained == 0:
-        used = json.loads((tmp_path / "trained" / "data.json").read_text()).keys() - {
-            "(base weights)",
-            "(empty caption)",
-        }
+        recorded = json.loads((tmp_path / "trained" / "data.json").read_text()).keys()
+        used = recorded - {"(base weights)", "(empty caption)"}
         assert len(used) == found["samples"]
         out = {Path(each["name"]).with_suffix("").name for each in found["excluded"]}
         assert out.isdisjoint(id.partition("#")[0] for id in used)

@@ -216,6 +216,26 @@ def test_class_pictures_are_planned_where_they_are_missing(tmp_path, capsys):
     assert found["beside"][-1]["size"] == [1, 256, 256]
 
 
+def test_class_pictures_that_are_larger_than_the_data_are_what_is_planned(tmp_path, capsys):
+    for folder, size in (("data", (128, 128)), ("class", (256, 64))):
+        (tmp_path / folder).mkdir()
+        Image.new("RGB", size).save(tmp_path / folder / "a.png")
+        (tmp_path / folder / "a.txt").write_text("a dog")
+    (tmp_path / "here").mkdir()
+    flags = ("--json", "--gpus", "24GiB", "--data.height", "128", "--data.width", "128", "--data.frames", "1")
+    flags += ("--data.buckets", "true", "--data.bucket_step", "128", "--data.folder", str(tmp_path / "data"))
+
+    def planned(*more: str) -> dict:
+        return json.loads(plan(tmp_path / "here", capsys, *flags, *more)[1])
+
+    without, with_ = planned(), planned("--prior.folder", str(tmp_path / "class"))
+    assert with_["tokens"] == 2 * without["tokens"] and with_["bucket"].startswith(
+        "1 x 128x256 (the largest of the class"
+    )
+    held = [found["devices"][0]["activations"] for found in (without, with_)]
+    assert held[1] > 1.5 * held[0]
+
+
 def test_settings_that_do_nothing_here_are_said(tmp_path, capsys):
     _, _, err = plan(
         tmp_path, capsys, "--train.device", "cpu", "--train.accumulation", "2", "--train.pipelined", "true",

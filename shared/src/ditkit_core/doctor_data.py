@@ -77,7 +77,10 @@ def examine(run: Run) -> Examined:
     samples, class_pictures, both = own.good, prior.good, (own, prior)
     everything = [*samples, *class_pictures]
     captions = captions_of(everything, _cut_captions(run, everything))
-    of_data, of_class = _buckets(run, samples), _buckets(run, class_pictures, "prior")
+    of_data = _buckets(run, samples)
+    of_class = _buckets(
+        run, class_pictures, "prior", at_most=max((row.batch_size or 1 for row in of_data.rows), default=1)
+    )
     largest = max(of_data, of_class, key=lambda each: each.cost).largest
     same = same_content(_hashes(run, everything))
     known = {id for group in same for id in group[1:]}
@@ -290,8 +293,17 @@ class _Batches(NamedTuple):
     """Of that one, to be compared."""
 
 
-def _buckets(run: Run, samples: Sequence[Sample], dataset: DatasetName = "data") -> _Batches:
-    """The shapes that there are, and the samples of a largest micro-batch."""
+def _buckets(
+    run: Run, samples: Sequence[Sample], dataset: DatasetName = "data", *, at_most: int | None = None
+) -> _Batches:
+    """The shapes that there are, and the samples of a largest micro-batch.
+
+    Args:
+        run: The run.
+        samples: Of one dataset.
+        dataset: Which.
+        at_most: Samples in a micro-batch: as many class pictures follow one of the data as it has.
+    """
     train = run.config.train
     ids = [sample.id for sample in samples]
     held_out: set[str] = set()
@@ -308,6 +320,7 @@ def _buckets(run: Run, samples: Sequence[Sample], dataset: DatasetName = "data")
         size: int | None = train.batch_size
         if train.batch_tokens:
             size = max(1, train.batch_tokens // tokens) if tokens else None
+        size = min(size, at_most) if size and at_most else size
         weight = sum(sample.repeats for sample in trained)
         rows.append(
             BucketRow(

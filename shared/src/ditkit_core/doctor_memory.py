@@ -13,7 +13,9 @@ from ditkit_core.run import Run
 _REMEDY = "--fit says which settings would fit, and --plan what is held where"
 
 
-def plan_memory(run: Run, samples: Sequence[Sample]) -> tuple[MemoryPlan, list[Finding]]:
+def plan_memory(
+    run: Run, samples: Sequence[Sample], class_pictures: Sequence[Sample]
+) -> tuple[MemoryPlan, list[Finding]]:
     """Plan a run on the accelerators of this machine, as `--plan` does. Nothing is fetched, and nothing is put on a device.
 
     A plan that does not fit is a warning: it is an estimate, and the trial of the largest micro-batch has the last word.
@@ -21,11 +23,12 @@ def plan_memory(run: Run, samples: Sequence[Sample]) -> tuple[MemoryPlan, list[F
     Args:
         run: The run, checked.
         samples: All that it trains on, at least one.
+        class_pictures: The same of prior preservation; there may be none.
     """
     if run.device.type == "cpu":
         return MemoryPlan(why_not="a run on the CPU shares its memory with all else; --plan says what it takes"), []
     try:
-        report = report_of(run, samples=samples)
+        report = report_of(run, samples=samples, class_pictures=class_pictures)
     except UserError as error:
         return MemoryPlan(why_not=str(error)), []
     rows = tuple(

@@ -63,7 +63,7 @@ def checked(run: Run) -> Checkup:
     examined = examine(run)
     checkup = examined.checkup
     if examined.samples:
-        memory, lacking = plan_memory(run, examined.samples)
+        memory, lacking = plan_memory(run, examined.samples, examined.class_pictures)
         checkup = replace(checkup, memory=memory, findings=(*checkup.findings, *lacking))
     for each in runs_of(run) if examined.samples else ():  # of class pictures alone nothing is trained
         step, found = try_step(each, examined)

@@ -35,6 +35,7 @@ def beside_training(
     gpus: bool,
     samples: Sequence[Sample] | None = None,
     streamed: int = 0,
+    class_shapes: Sequence[Shape] = (),
 ) -> tuple[CompanionRow, ...]:
     """Encoding and drawing, as configured; last of all previews, if they have a device of their own.
 
@@ -47,6 +48,7 @@ def beside_training(
         gpus: Whether the plan is for cards that need not be here.
         samples: What is trained on, if that is known already; None looks at the dataset.
         streamed: Bytes of weights that the steps have on the host.
+        class_shapes: What the class pictures of prior preservation consist of, which are encoded too.
 
     Raises:
         UserError: If files of an encoder that are here are damaged or of another model.
@@ -83,7 +85,9 @@ def beside_training(
             **given,
         )
 
-    sizes = [size for shape in shapes for size in (shape[0], *((1, *reference) for reference in shape[1]))]
+    sizes = [
+        size for shape in (*shapes, *class_shapes) for size in (shape[0], *((1, *reference) for reference in shape[1]))
+    ]
     further = list(zip(others, held_elsewhere, strict=True))
     found = rows(to_be_drawn(run, shapes, samples), own, held, encoded=sizes, further=further)
     if config.sample.device and config.sample.every_steps:
@@ -116,11 +120,12 @@ def to_be_drawn(run: Run, shapes: Sequence[Shape], samples: Sequence[Sample] | N
         shapes: All that the data consists of, which captions are drawn in if the data is not here to say which.
         samples: As for `beside_training`.
     """
-    asked, pictures = _samples(run, shapes, samples), _class_pictures(run)
+    asked, pictures = _samples(run, shapes, samples), class_pictures_to_draw(run)
     return Drawn((*asked.shapes, *pictures.shapes), asked.num + pictures.num)
 
 
-def _class_pictures(run: Run) -> Drawn:
+def class_pictures_to_draw(run: Run) -> Drawn:
+    """The class pictures that are missing, as they will be drawn."""
     prior, data = run.config.prior, run.config.data
     missing = prior.images - count_media(run.prior_folder) if prior.prompt else 0
     return Drawn((((1, data.height, data.width), ()),), missing) if missing > 0 else Drawn((), 0)

@@ -29,7 +29,7 @@ from ditkit_core.model import ModelSpec
 from ditkit_core.options import TrainOptions
 from ditkit_core.placement import Placement
 from ditkit_core.plan import Budget, DevicePlan, Division, compose, on_host
-from ditkit_core.plan_beside import beside_training, has_data
+from ditkit_core.plan_beside import beside_training, class_pictures_to_draw, has_data
 from ditkit_core.plan_companions import CompanionRow, Size
 from ditkit_core.plan_report import Report, as_json, show
 from ditkit_core.policy_schedule import parse_schedule, written
@@ -79,18 +79,25 @@ def make_report(run: Run, gpus: str = "", host: str = "") -> Report:
     return report_of(run, gpus, host)
 
 
-def report_of(run: Run, gpus: str = "", host: str = "", samples: Sequence[Sample] | None = None) -> Report:
+def report_of(
+    run: Run,
+    gpus: str = "",
+    host: str = "",
+    samples: Sequence[Sample] | None = None,
+    class_pictures: Sequence[Sample] | None = None,
+) -> Report:
     """The same of a run that was checked.
 
     Args:
         run, gpus, host: As for `make_report`.
         samples: What it trains on, if that is known already; None looks at the dataset.
+        class_pictures: The same of those of prior preservation.
     """
     notes = (*notes_on(run), *_notes(run))
     run = as_held(resident(run))
     targets = _targets(run, gpus, host)
     preset, arch = arch_here(run.spec, run.config.model)
-    adapter, bucket = _adapter(run, arch), largest_bucket(run, arch, samples)
+    adapter, bucket = _adapter(run, arch), largest_bucket(run, arch, samples, class_pictures)
     config, micro_batches, pipelined = run.config, run.micro_batches, run.config.train.pipelined
     limit = host_limit(host, here=not gpus) if targets.kind == "cuda" else None  # on a CPU the host is the device
     model = _divisible(run, arch, adapter, targets)
@@ -119,7 +126,15 @@ def report_of(run: Run, gpus: str = "", host: str = "", samples: Sequence[Sample
         pipelined=pipelined,
         devices=plans,
         beside=beside_training(
-            run, arch, adapter, bucket.shapes, plans, gpus=bool(gpus), samples=samples, streamed=streamed
+            run,
+            arch,
+            adapter,
+            bucket.shapes,
+            plans,
+            gpus=bool(gpus),
+            samples=samples,
+            streamed=streamed,
+            class_shapes=bucket.class_shapes,
         ),
         previews=bool(config.sample.every_steps and not config.sample.device),
         division=division,
@@ -157,8 +172,10 @@ def beside_of(run: Run, devices: Sequence[DevicePlan], *, gpus: bool, streamed: 
     run = as_held(resident(run))
     arch = arch_here(run.spec, run.config.model)[1]
     adapter = _adapter(run, arch)
-    shapes = largest_bucket(run, arch).shapes
-    return beside_training(run, arch, adapter, shapes, devices, gpus=gpus, streamed=streamed)
+    bucket = largest_bucket(run, arch)
+    return beside_training(
+        run, arch, adapter, bucket.shapes, devices, gpus=gpus, streamed=streamed, class_shapes=bucket.class_shapes
+    )
 
 
 def as_held(run: Run) -> Run:
@@ -331,6 +348,8 @@ class Bucket:
     items: list[dict[str, Tensor]]
     shapes: tuple[Shape, ...]
     """All that the data can give."""
+    class_shapes: tuple[Shape, ...]
+    """The same of the class pictures of prior preservation."""
     source: str
     """Where the size is from."""
 
@@ -342,21 +361,26 @@ class Bucket:
         return f"{len(self.items)} x {what}{edited} ({self.source})"
 
 
-def largest_bucket(run: Run, arch: Any, samples: Sequence[Sample] | None = None) -> Bucket:
+def largest_bucket(
+    run: Run, arch: Any, samples: Sequence[Sample] | None = None, class_pictures: Sequence[Sample] | None = None
+) -> Bucket:
     """The micro-batch with the most tokens that the data can give: of the dataset if it is here, else of the configured size.
+
+    Each micro-batch of the data is followed by as many class pictures, of which those of one shape go through the model together: the
+    largest of all counts.
 
     Args:
         run: The run.
         arch: Its architecture.
         samples: The dataset's, if they are known already.
+        class_pictures: Those of prior preservation, if they are known already.
     """
     data, train = run.config.data, run.config.train
     shapes: set[Shape] = set()
     if samples is None and has_data(run):
         samples = run.dataset.samples
     if samples is not None:
-        for sample in samples:
-            shapes.add(shape_of(sample, sample.controls, run.columns, run.spec.reference_size))
+        shapes = _shapes(run, samples)
         source = f"the largest in {', '.join(data.folders or (data.folder,))}"
     elif data.buckets:
         step = data.bucket_step or 4 * run.spec.size_step
@@ -373,13 +397,29 @@ def largest_bucket(run: Run, arch: Any, samples: Sequence[Sample] | None = None)
         count = max(1, train.batch_tokens // run.spec.num_tokens(item)) if train.batch_tokens else train.batch_size
         return [item] * count
 
-    def tokens(shape: Shape) -> int:
-        return sum(map(run.spec.num_tokens, batch(shape)))
-
-    largest = max(sorted(shapes), key=tokens)
+    of_class = _class_shapes(run, class_pictures)
+    batches = {shape: batch(shape) for shape in sorted(shapes)}
+    most = max(map(len, batches.values()))
+    batches.update((shape, batch(shape)[:most]) for shape in sorted(of_class - shapes))
+    largest = max(batches, key=lambda shape: sum(map(run.spec.num_tokens, batches[shape])))
+    if largest not in shapes:
+        source = "the largest of the class pictures, which is larger than the data's"
     return Bucket(
-        size=largest[0], references=largest[1], items=batch(largest), shapes=tuple(sorted(shapes)), source=source
-    )
+        size=largest[0], references=largest[1], items=batches[largest], shapes=tuple(sorted(shapes)), source=source,
+        class_shapes=tuple(sorted(of_class)),
+    )  # fmt: skip
+
+
+def _shapes(run: Run, samples: Sequence[Sample]) -> set[Shape]:
+    return {shape_of(sample, sample.controls, run.columns, run.spec.reference_size) for sample in samples}
+
+
+def _class_shapes(run: Run, class_pictures: Sequence[Sample] | None) -> set[Shape]:
+    """Of the class pictures that are there, if any, and of those that are still to be drawn."""
+    if class_pictures is None:
+        config = run.prior_data if run.prior_folder.is_dir() else None
+        class_pictures = [] if config is None else run.scanned(config, "prior.folder").samples
+    return {*_shapes(run, class_pictures), *class_pictures_to_draw(run).shapes}
 
 
 def job_for(run: Run, *, kind: str = "cuda") -> Job:
