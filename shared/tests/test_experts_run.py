@@ -321,7 +321,18 @@ def test_another_run_of_both_starts_from_the_weights_of_one(
         assert equal(world.exported("first", name), world.exported("second", name))
     capsys.readouterr()
     assert world.train("third", 1, "--init-from", "first/high_noise") == 1
-    assert "holds no run of the high_noise expert" in error(capsys)
+    assert "is a run of one transformer, and here both experts are trained; name the folder of a run of both" in error(
+        capsys
+    )
+    assert world.train("third", 1, "--init-from", "nowhere") == 1
+    assert "--init-from nowhere is not there; correct the path" in error(capsys)
+    (world.folder / "first" / "low_noise" / "state").rename(world.folder / "first" / "low_noise" / "gone")
+    assert world.train("third", 1, "--init-from", "first") == 1
+    assert "has no save of the low_noise expert" in error(capsys)
+    assert world.train("third", 1, "--init-from", "first", "--experts.train", "high_noise") == 1
+    assert f"name it: --init-from {Path('first', 'high_noise')}" in error(capsys)
+    assert world.train("fourth", 0, "--init-from", "first/high_noise", "--experts.train", "high_noise") == 0
+    assert not (world.folder / "third" / "config.toml").exists()
 
 
 @pytest.mark.parametrize(

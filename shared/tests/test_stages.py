@@ -85,7 +85,9 @@ def test_a_run_in_two_parts_equals_one_in_one_part_to_the_bit(world: World, meth
 def test_another_run_starts_from_the_weights_of_one(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert world.train("first", 2) == 0
     assert world.train("second", 0, "--init-from", str(world.folder / "first")) == 0
-    assert "starting from the weights of" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "starting from the weights of" in said.out and "--train.steps 1000 trains the run" in said.out
+    assert "train.steps = 0: nothing is trained" in said.err
     assert equal(world.adapter("first"), world.adapter("second"))
     assert world.train("third", 0, "--init-from", str(world.folder / "nowhere")) == 1
     error = capsys.readouterr().err

@@ -138,12 +138,20 @@ def _start(init_from: str, expert: Expert) -> str:
     """The run that an expert's run starts from, of what `--init-from` names."""
     if not init_from:
         return ""
-    inside = Path(init_from) / expert.name
-    if not RunFolder(inside).config_file.exists():
+    inside = RunFolder(Path(init_from) / expert.name)
+    if any(inside.state.glob("step-*")):
+        return str(inside.path)
+    if not Path(init_from).is_dir():
+        raise UserError(f"--init-from {init_from} is not there; correct the path")
+    if any(RunFolder(Path(init_from)).state.glob("step-*")):
         raise UserError(
-            f"--init-from {init_from} holds no run of the {expert.name} expert; name a run of both, or train one with experts.train"
+            f"--init-from {init_from} is a run of one transformer, and here both experts are trained; name the folder of a run of both, or start "
+            f"the one that it is of by itself: --experts.train NAME --init-from {init_from}"
         )
-    return str(inside)
+    raise UserError(
+        f"--init-from {init_from} has no save of the {expert.name} expert (none in {inside.state}), and here both experts are trained; name the "
+        "folder of a run of both, or train one with --experts.train NAME --init-from ITS_RUN"
+    )
 
 
 def _hand_over(run: Run, folder: RunFolder) -> None:

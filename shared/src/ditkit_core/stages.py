@@ -37,7 +37,7 @@ from ditkit_core.run import Run
 from ditkit_core.run_checks import check, check_parts, check_training
 from ditkit_core.run_folder import RunFolder, open_run
 from ditkit_core.saved_weights import take_trained
-from ditkit_core.train import TrainResult
+from ditkit_core.train import TrainConfig, TrainResult
 from ditkit_core.train import train as train_loop
 
 
@@ -95,7 +95,10 @@ def train(run: Run, options: TrainOptions, *, in_turn: bool = False, shared_prev
 def _train(run: Run, folder: RunFolder, options: TrainOptions, previews: Previews | None) -> TrainResult:
     """Encode, train, export and verify; of a model with one transformer draw too."""
     assert run.dataset.samples  # a caption that is missing is said before a model of many gigabytes is fetched
-    num_class_pictures = num_to_draw(run, started=any(folder.state.glob("step-*")))
+    is_started = any(folder.state.glob("step-*"))
+    if not is_started:
+        check_start(options.init_from, folder)
+    num_class_pictures = num_to_draw(run, started=is_started)
     unloaded = run.build()
     run = run.known_as(unloaded.arch)
     if is_joint(run):
@@ -128,6 +131,8 @@ def _train(run: Run, folder: RunFolder, options: TrainOptions, previews: Preview
         draw_class_pictures(run, only(prepared.model, run.engine(prepared)), num_class_pictures, told)
         prior = run.encode_prior()
     start_from(options.init_from, prepared, folder)
+    if not config.train.steps:
+        warn("train.steps = 0: nothing is trained; what is exported and drawn is the model as it starts")
     files = files_of(run.dataset.samples)
     kept, held_out = split_held_out([sample.id for sample in encoded], config.held_out.clips, files)
     by_id = {sample.id: sample for sample in encoded}
@@ -242,11 +247,28 @@ def _check_data(folder: RunFolder, encoded: Sequence[EncodedSample], prepared: P
         write_text(folder.data_file, json.dumps(now, indent=0, sort_keys=True))
 
 
-def start_from(run: str, prepared: Prepared, folder: RunFolder) -> None:
-    """Take the trained weights of another run as the first ones, unless this run has a state of its own already."""
+def check_start(run: str, folder: RunFolder) -> None:
+    """Refuse another run of which a new one cannot take the trained weights.
+
+    Raises:
+        UserError: If it is the same run, has no save, or is of several experts.
+    """
     if run and Path(run).resolve() == folder.path.resolve():
         raise UserError(f"--init-from {run} is this run itself; set run.folder to a new folder")
+    if not run or any(RunFolder(Path(run)).state.glob("step-*")):
+        return
+    inside = sorted(path.parent for path in Path(run).glob("*/state") if any(path.glob("step-*")))
+    if inside:
+        raise UserError(
+            f"--init-from {run} is a run of several experts, and one is trained here; name it: --init-from {' or '.join(map(str, inside))}"
+        )
+    raise UserError(f"--init-from {run} has no save; name the folder of a run that was trained")
+
+
+def start_from(run: str, prepared: Prepared, folder: RunFolder) -> None:
+    """Take the trained weights of another run as the first ones, unless this run has a state of its own already."""
     if run and latest(folder.state, warn) is None:
+        check_start(run, folder)
         step = take_trained(prepared, RunFolder(Path(run)))
         say(f"starting from the weights of {run} at step {step}")
 
@@ -265,4 +287,7 @@ def _say_results(run: Run, folder: RunFolder) -> None:
         say(f"report:   {folder.report}")
     say(f"metrics:  {folder.metrics} (curves: tensorboard --logdir {folder.tensorboard})")
     say(f'next:     {command}-sample --run {folder.path} --prompt "..." draws another sample')
-    say(f"          {command}-train --run {folder.path} --train.steps {2 * steps} continues the run")
+    further = 2 * steps or TrainConfig().steps
+    say(
+        f"          {command}-train --run {folder.path} --train.steps {further} {'continues' if steps else 'trains'} the run"
+    )

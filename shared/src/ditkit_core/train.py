@@ -39,7 +39,8 @@ class TrainConfig:
     """The `[train]` section."""
 
     steps: int = setting(1000, resume="free")
-    """Optimizer steps of the whole run, what was done before resuming included."""
+    """Optimizer steps of the whole run, what was done before resuming included. 0 trains nothing: what the run starts from is exported and
+    drawn."""
     batch_size: int = setting(1, resume="stated")
     """Samples in a micro-batch. One holds samples of one shape, so that it may be smaller where shapes differ."""
     batch_tokens: int = setting(0, resume="stated")
@@ -89,10 +90,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.sentinels < 0:
             raise UserError(f"train.sentinels = {self.sentinels} must be steps between two looks, or 0 for none")
-        if min(self.steps, self.clip_norm, self.threads) < 0 or min(self.batch_size, self.accumulation) < 1:
-            raise UserError(
-                "train.batch_size and accumulation must be at least 1, steps, clip_norm and threads at least 0"
-            )
+        for name, least in {"batch_size": 1, "accumulation": 1, "steps": 0, "clip_norm": 0, "threads": 0}.items():
+            if not getattr(self, name) >= least:
+                raise UserError(f"train.{name} = {getattr(self, name)} must be at least {least}")
         if self.batch_tokens < 0:
             raise UserError(
                 f"train.batch_tokens = {self.batch_tokens} must be at least 0, which goes by train.batch_size"
