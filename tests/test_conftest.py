@@ -1,6 +1,9 @@
 """What conftest.py promises to every test, seen from inside one, in whatever worker it runs."""
 
+import gc
 import socket
+import sys
+from types import ModuleType
 
 import jaxtyping
 import pytest
@@ -9,6 +12,7 @@ import torch
 from annotation_checks import _checkable, checked
 from ditkit_core.flow_matching import shift_sigma
 from ditkit_core.lora_linear import low_rank_sum
+from workspace import ROOT
 
 
 def test_annotations_of_modules_that_name_shapes_are_checked():
@@ -39,3 +43,16 @@ def test_a_connection_to_another_machine_fails_the_test():
 
 def test_torch_runs_on_one_thread():
     assert torch.get_num_threads() == 1
+
+
+def test_what_a_test_imports_is_looked_through_by_no_later_collection_of_garbage(request, monkeypatch):
+    plugins = request.config.pluginmanager.get_plugins()
+    (conftest,) = (plugin for plugin in plugins if getattr(plugin, "__file__", None) == str(ROOT / "conftest.py"))
+    monkeypatch.setattr(conftest, "_imported", len(sys.modules))
+    before = gc.get_freeze_count()
+    conftest.pytest_runtest_setup()
+    assert gc.get_freeze_count() <= before, "nothing was imported"
+    for number in range(30):
+        monkeypatch.setitem(sys.modules, f"imported_{number}", ModuleType(f"imported_{number}"))
+    conftest.pytest_runtest_setup()
+    assert gc.get_freeze_count() >= before + 30

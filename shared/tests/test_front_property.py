@@ -133,10 +133,9 @@ class Front:
 
 
 @pytest.fixture
-def front(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Front]:
+def front(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Front:
     monkeypatch.chdir(tmp_path)
-    yield Front(tmp_path, capsys)
-    gc.unfreeze()
+    return Front(tmp_path, capsys)
 
 
 CHUNKS = [range(first, first + CHUNK) for first in range(0, 100, CHUNK)]
