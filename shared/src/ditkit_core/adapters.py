@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.errors import UserError
-from ditkit_core.lora_linear import lora_linear_class
+from ditkit_core.lora_linear import lora_linear_class, magnitude_class
 from ditkit_core.quantized_linear import dense_weight
 from ditkit_core.randomness import generator
 from ditkit_core.settings import setting
@@ -92,6 +92,9 @@ def inject(model: nn.Module, config: AdapterConfig, named_sets: Mapping[str, tup
     lora._register_custom_module({nn.Linear: lora_linear_class()})
     with torch.device("meta"):
         peft.inject_adapter_in_model(lora, model)
+    if config.use_dora:
+        for layer in adapter_layers(model).values():
+            layer.lora_magnitude_vector["default"].__class__ = magnitude_class()
     return targets
 
 

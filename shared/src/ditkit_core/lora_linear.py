@@ -198,3 +198,18 @@ def lora_linear_class() -> type:
             return low_rank_sum(dropout(x), down.weight, up.weight, self.scaling[name], lambda: self.base_layer(x))
 
     return LoraLinear
+
+
+@cache
+def magnitude_class() -> type:
+    """peft's layer of DoRA's magnitude, whose forward can be compiled inside a checkpoint; made on first use, as `lora_linear_class` is."""
+    from peft.tuners.lora.dora import DoraLinearLayer
+
+    class Magnitude(DoraLinearLayer):
+        """Does not empty its cache while it is traced, which nothing fills in training: no compiler repeats that in a recompute."""
+
+        def _cache_clear(self) -> None:
+            if not torch.compiler.is_compiling():
+                super()._cache_clear()
+
+    return Magnitude
