@@ -1,21 +1,23 @@
 """Steps of a compiled toy, printed as JSON: run in a process of its own, because the type checks of tests cannot be traced."""
 
+import gc
 import json
 import sys
+import weakref
 from typing import Any
 
 import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
-from ditkit_core import activation_checkpoint, offload
+from ditkit_core import activation_checkpoint, compiled, offload
 from ditkit_core.activation_checkpoint import Engine
 from ditkit_core.attention import AttentionCalls, counted_calls
 from ditkit_core.errors import UserError
 from ditkit_core.offload import HostMemory
 from ditkit_core.testing.compiled_steps import Emptying, attention_forwards, compare, numbers
 from ditkit_core.testing.conformance_quantized import make_quantized
-from ditkit_core.testing.toy import TOY, ToyArch, toy_items
+from ditkit_core.testing.toy import TOY, ToyArch, ToyBlock, ToyCarry, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model
 
 POLICIES = ("none", "full", "attn_only", "attn_only(self)", "ops(matmul)")
@@ -73,11 +75,57 @@ def levers() -> Any:
         inputs = TOY.make_inputs([item["latents"] for item in items], torch.tensor([0.3, 0.8]), items, 1.0)
         model(inputs, run=Engine(compile="aot_eager"))
         found["graphs without a backward"] = counters["stats"]["unique_graphs"]
+    found["unknown region"] = refusal(model, items, Engine(policy="attn_only(slef)", compile="aot_eager"))
+    return found | graphs()
+
+
+def refusal(model: Any, items: Any, run: Engine) -> str:
+    """What a first step is refused with."""
     try:
         with counted_calls(AttentionCalls()):
-            numbers(TOY, model, items, Engine(policy="attn_only(slef)", compile="aot_eager"))
+            numbers(TOY, model, items, run)
     except UserError as error:
-        found["unknown region"] = str(error)
+        return str(error)
+    return ""
+
+
+class Shortening(ToyBlock):
+    """A block that hands on something else beside tensors."""
+
+    def forward(self, carry: ToyCarry) -> ToyCarry:
+        return super().forward(carry)._replace(sizes=())
+
+
+def graphs() -> dict[str, Any]:
+    """Graphs of sizes and numbers of samples, of a deeper model and of one that follows; and what is refused."""
+    compiled._compiled.cache_clear()
+    run, random = Engine(policy="full", compile="aot_eager"), torch.Generator().manual_seed(0)
+    sizes = [(frames, height, width) for frames in (1, 2, 3) for height, width in ((4, 4), (4, 6), (2, 8), (6, 4))]
+    batches = [[size] * count for count in (1, 2, 5) for size in sizes] + [sizes[:count] for count in (3, 4, 6, 9)]
+
+    def items(batch: Any) -> Any:
+        return [
+            {"latents": torch.randn(4, *size, generator=random), "text": torch.randn(5, 8, generator=random)}
+            for size in batch
+        ]
+
+    found: dict[str, Any] = {"batches": len(batches), "graphs of batches": []}
+    for depth in (1, 3):
+        model = make_model(TOY, ToyArch(depth=depth))
+        counters.clear()
+        for batch in batches:
+            numbers(TOY, model, items(batch), run)
+        found["graphs of batches"].append(counters["stats"]["unique_graphs"])
+        weight = weakref.ref(model.layers[0].mlp[0].weight)
+        del model
+        gc.collect()
+        found["kept"] = weight() is not None
+    model = make_model(TOY, ToyArch(depth=1))
+    model.layers[0].__class__ = Shortening
+    found["changed beside tensors"] = refusal(model, items(sizes[:1]), run)
+    compiled.MOST_GRAPHS = 1  # which there are by now
+    model = make_model(TOY, ToyArch(depth=1), dtype=torch.bfloat16)
+    found["too many graphs"] = refusal(model, items(sizes[:1]), run)
     return found
 
 

@@ -15,7 +15,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.policy_schedule import parse_policy
 from ditkit_core.run import Run
 from ditkit_core.run_checks import check_training
-from ditkit_core.testing.compiled_runs import printed
+from ditkit_core.testing.compiled_runs import check_levers, printed
 from ditkit_core.testing.toy import TOY
 
 SCRIPT = Path(__file__).parent / "compiled_toy.py"
@@ -60,6 +60,22 @@ def test_compiled_blocks_go_with_weights_that_come_and_go_offloading_schedules_a
     assert found["forwards of force_eager"] == 6
     assert found["graphs without a backward"] == 0
     assert "slef" in found["unknown region"] and "the blocks call cross, self" in found["unknown region"]
+    # buckets, frame counts and numbers of samples: one sample and several, each of one size and then of any; and a mask
+    assert found["batches"] == 40 and found["graphs of batches"][0] <= 6
+    assert found["graphs of batches"][1] == 0  # neither depth nor another model, such as a second expert, takes one
+    assert not found["kept"]
+    assert "Shortening changes sizes" in found["changed beside tensors"]
+    assert "more kinds than the 1 that are compiled" in found["too many graphs"]
+
+
+@pytest.mark.slow
+def test_a_divided_streamed_pipelined_model_and_one_that_steps_in_its_backward_compile_to_the_same_numbers():
+    check_levers("few_levers", SCRIPT.parent, ["TestToyWithDropoutInBlockAndAttention"])
+
+
+@pytest.mark.exhaustive
+def test_levers_compose_with_compiled_blocks():
+    check_levers("levers", SCRIPT.parent, ["TestToyWithDropoutInBlockAndAttention"])
 
 
 @pytest.mark.slow

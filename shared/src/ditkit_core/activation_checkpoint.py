@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ditkit_core.attention import AttentionSettings, attention_settings, calls_in_force
 from ditkit_core.checkpoint_policies import Policy
-from ditkit_core.compiled import backend_of, check_compiled, check_regions, run_compiled
+from ditkit_core.compiled import backend_of, check_compiled, check_traced, run_compiled
 from ditkit_core.model import StagedModel
 from ditkit_core.offload import HostMemory, HostStore, can_offload
 from ditkit_core.passage import Passage, marked
@@ -100,15 +100,14 @@ class Engine:
         return marked(carry, after, backward)
 
     def _call(self, block: nn.Module, carry: Any, policy: Policy, name: str) -> Any:
-        run = partial(run_block, policy=policy, backend=self.backend, name=name)
-        if not self.compile or not torch.is_grad_enabled() or next(block.parameters(), None) is None:
+        run, device = partial(run_block, policy=policy, backend=self.backend, name=name), device_of(block)
+        if not self.compile or not torch.is_grad_enabled() or device is None:
             return run(block, carry)
-        if (calls := calls_in_force()) is not None and policy.recomputes and (type(block), policy) not in calls.traced:
+        if (calls := calls_in_force()) is not None and (type(block), policy) not in calls.traced:
             calls.traced.add((type(block), policy))
-            check_regions(block, carry, run)
-        after = run_compiled(
-            block, carry, policy=policy, attention=self.backend, backend=backend_of(self.compile)
-        )  # fmt: skip
+            check_traced(block, carry, run)
+        backend = backend_of(self.compile)
+        after = run_compiled(block, carry, policy=policy, attention=self.backend, backend=backend, device=device)
         return run(block, carry) if after is None else after
 
 

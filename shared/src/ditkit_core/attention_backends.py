@@ -23,9 +23,9 @@ from ditkit_core.exact_attention import exact_attention
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 """(q, k, v [batch, tokens, heads, head_dim], key mask [batch, keys] or None, dropout) to the result, shaped like q."""
 
-MOST_GRAPHS = 32
-"""Graphs that torch's compiler may make of one function, such as one kind of block under one policy; more is an error. Up to four for each
-number of samples in a micro-batch."""
+MOST_GRAPHS = 64
+"""Graphs that torch's compiler may make of one function, such as one kind of block under one policy on one device; more is an error. A block
+that reads a sample's grid, as those with music do, has some for each number of samples in a micro-batch; others do not."""
 
 _PIN = threading.Lock()
 """torch's choice of a kernel is the process's, not a thread's: two devices that recompute at once would restore each other's."""

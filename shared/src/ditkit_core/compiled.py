@@ -4,15 +4,19 @@ A compiled block inside a checkpoint hides its attention from it: `attn_only` wo
 It traces the block once, and its partitioner decides what is kept and what is computed again by what the policy marked; nothing of Python runs
 in the backward. Random numbers are replayed by the compiler itself, so that a block with dropout needs none of the hooks of the eager policies.
 
-There is one function for each kind of block and policy, with a cache of its own: blocks of one kind share graphs, because their parameters are
+There is one function for each kind of block, policy and device, with a cache of its own: blocks of one kind share graphs, because their parameters are
 arguments of these. Kinds of input that need a graph of their own are those that Python can tell apart: a carry that needs a gradient or none, a
-mask or none, how many samples, and sizes, once: from the second on they are symbols. Backwards belong to their forwards.
+mask or none, one sample or several, and sizes, once: from the second on they are symbols. Backwards belong to their forwards.
+
+What a carry has beside tensors does not cross a graph: the compiler would make a graph of its own for every value that it hands back, such as for
+the grids of each number of samples. Blocks may read it, and a graph is then of what they read.
 
 Forwards without a backward run eagerly. So do all where the compiler is told to stand aside, as the search for a value that is not finite does.
 """
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Collection
 from functools import cache, partial
 from importlib.util import find_spec
@@ -22,6 +26,7 @@ from typing import Any
 import torch
 import torch_remat as remat
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ditkit_core.attention import AttentionSettings, traced_settings
@@ -33,9 +38,9 @@ from ditkit_core.kept_ops import KeptOps, kept_ops
 KEY = "train.compile"
 DEFAULT = "inductor"
 
-_Function = Callable[[nn.Module, Any], tuple[Any, ...] | None]
-"""(block, carry) to the carry that it makes, as a plain tuple: torch 2.11 builds a NamedTuple wrongly where a graph returns it. None where
-it was not compiled."""
+_Function = Callable[[nn.Module, Any, tuple[int, ...]], tuple[Any, ...] | None]
+"""(block, carry, places) to what stands at these places of the carry that it makes, as a plain tuple: torch 2.11 builds a NamedTuple wrongly
+where a graph returns it. None where it was not compiled."""
 
 
 def backend_of(compile: bool | str) -> str:
@@ -110,37 +115,57 @@ def check_compiled(backend: str, policies: Collection[Policy], *, quantized: boo
             )
 
 
-def run_compiled(block: nn.Module, carry: Any, *, policy: Policy, attention: str, backend: str) -> Any:
+def run_compiled(
+    block: nn.Module, carry: Any, *, policy: Policy, attention: str, backend: str, device: torch.device | None = None
+) -> Any:
     """Run one block under a policy, compiled; None if torch's compiler was told to stand aside.
 
     Args:
-        block: The block; the carry that it makes is of the kind that it takes.
+        block: The block; the carry that it makes is of the kind that it takes, and has the same beside tensors (`check_traced`).
         carry: A NamedTuple. What the block passes on unchanged keeps its identity.
         policy: One that `check_compiled` lets pass.
         attention: The attention backend.
         backend: The compiler's.
+        device: Where the block is. Graphs are of one device, so that each device has as many as it may.
 
     Raises:
-        UserError: If torch cannot compile the block.
+        UserError: If torch cannot compile the block, or came to compile it for too many kinds of input.
     """
     settings = AttentionSettings(backend=attention, keep=policy.kept_attention)
     kind: Any = type(block)
-    function = _compiled(kind, policy, backend)
+    function, places = _compiled(kind, policy, backend, device), _crossing(carry)
     try:
         with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS), traced_settings(settings):
-            after = function(block, carry)
+            after = function(block, carry, places)
+    except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+        raise UserError(
+            f"{KEY}: {type(block).__name__} under {policy} came in more kinds than the {MOST_GRAPHS} that are compiled, such as numbers of samples; "
+            f"give batches fewer sizes (train.batch_size in place of train.batch_tokens), or leave {KEY} out"
+        ) from error
     except torch._dynamo.exc.TorchDynamoException as error:
         said = str(error).strip().splitlines()
         raise UserError(
             f"{KEY}: torch could not compile {type(block).__name__} under {policy}: {said[0] if said else type(error).__name__}; "
             f"leave {KEY} out"
         ) from error
-    return None if after is None else type(carry)(*after)
+    if after is None:
+        return None
+    made = dict(zip(places, after, strict=True))
+    return type(carry)(*(made.get(place, leaf) for place, leaf in enumerate(carry)))
+
+
+def _crossing(carry: Any) -> tuple[int, ...]:
+    """Places in a carry of what may be a tensor."""
+    return tuple(
+        place
+        for place, leaf in enumerate(carry)
+        if leaf is None or any(isinstance(x, Tensor) for x in tree_leaves(leaf))
+    )
 
 
 @cache
-def _compiled(kind: Any, policy: Policy, backend: str) -> _Function:
-    # The compiler's cache hangs on the code object, so that each kind of block and policy gets one of its own.
+def _compiled(kind: Any, policy: Policy, backend: str, device: torch.device | None) -> _Function:
+    # The compiler's cache hangs on the code object, so that each kind of block, policy and device gets one of its own.
     made = _FORMS[type(policy)](policy)
     own = FunctionType(
         made.__code__.replace(co_name=f"{kind.__name__}_{policy.kind}"), made.__globals__, made.__name__, None, made.__closure__
@@ -149,35 +174,35 @@ def _compiled(kind: Any, policy: Policy, backend: str) -> _Function:
     return compiled
 
 
-def _inside(block: nn.Module, carry: Any) -> tuple[Any, ...]:
+def _inside(block: nn.Module, carry: Any, places: tuple[int, ...]) -> tuple[Any, ...]:
     after = block(carry)
     if type(after) is not type(carry):
         raise UserError(f"{KEY}: {type(block).__name__} makes another kind of carry than it takes")
-    return tuple(after)
+    return tuple(after[place] for place in places)
 
 
 def _keeping_all(policy: Policy) -> Any:
-    def run(block: nn.Module, carry: Any) -> tuple[Any, ...] | None:
-        return _inside(block, carry) if torch.compiler.is_compiling() else None
+    def run(block: nn.Module, carry: Any, places: tuple[int, ...]) -> tuple[Any, ...] | None:
+        return _inside(block, carry, places) if torch.compiler.is_compiling() else None
 
     return run
 
 
 def _keeping_inputs(policy: Policy) -> Any:
-    def run(block: nn.Module, carry: Any) -> tuple[Any, ...] | None:
+    def run(block: nn.Module, carry: Any, places: tuple[int, ...]) -> tuple[Any, ...] | None:
         if not torch.compiler.is_compiling():
             return None
-        after: tuple[Any, ...] = checkpoint(lambda: _inside(block, carry), use_reentrant=False)
+        after: tuple[Any, ...] = checkpoint(lambda: _inside(block, carry, places), use_reentrant=False)
         return after
 
     return run
 
 
 def _keeping_regions(policy: Policy) -> Any:
-    def run(block: nn.Module, carry: Any) -> tuple[Any, ...] | None:
+    def run(block: nn.Module, carry: Any, places: tuple[int, ...]) -> tuple[Any, ...] | None:
         if not torch.compiler.is_compiling():
             return None
-        after: tuple[Any, ...] = remat.checkpoint(region_name="block")(lambda: _inside(block, carry))()
+        after: tuple[Any, ...] = remat.checkpoint(region_name="block")(lambda: _inside(block, carry, places))()
         return after
 
     return run
@@ -186,10 +211,12 @@ def _keeping_regions(policy: Policy) -> Any:
 def _keeping_operations(policy: Any) -> Any:
     contexts = partial(create_selective_checkpoint_contexts, partial(_decided, kept_ops(policy.names)))
 
-    def run(block: nn.Module, carry: Any) -> tuple[Any, ...] | None:
+    def run(block: nn.Module, carry: Any, places: tuple[int, ...]) -> tuple[Any, ...] | None:
         if not torch.compiler.is_compiling():
             return None
-        after: tuple[Any, ...] = checkpoint(lambda: _inside(block, carry), use_reentrant=False, context_fn=contexts)
+        after: tuple[Any, ...] = checkpoint(
+            lambda: _inside(block, carry, places), use_reentrant=False, context_fn=contexts
+        )
         return after
 
     return run
@@ -208,16 +235,29 @@ _FORMS: dict[type[Policy], Callable[[Policy], Any]] = {
 """How a policy is written for the compiler, by its kind."""
 
 
-def check_regions(block: nn.Module, carry: Any, run: Callable[[nn.Module, Any], Any]) -> None:
+def check_traced(block: nn.Module, carry: Any, run: Callable[[nn.Module, Any], Any]) -> None:
     """Run a block's forward on tensors without memory, eagerly, for what its policy finds there: the compiler's trace tells nobody.
 
     Args:
         block: The block.
         carry: What it takes.
         run: Runs it under its policy, with attention calls counted.
+
+    Raises:
+        UserError: If the carry that it makes has something else beside tensors than the one that it takes.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._pytree import tree_map_only
 
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        run(block, tree_map_only(Tensor, mode.from_tensor, carry))
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch_remat compares addresses
+        after = run(block, tree_map_only(Tensor, mode.from_tensor, carry))
+    crossing = _crossing(carry)
+    names = [
+        name for place, (name, leaf) in enumerate(carry._asdict().items())
+        if place not in crossing and getattr(after, name, None) != leaf
+    ]  # fmt: skip
+    if names:
+        raise UserError(
+            f"{KEY}: {type(block).__name__} changes {', '.join(names)} of its carry, and of a carry only tensors come out of a compiled block; "
+            f"leave {KEY} out"
+        )

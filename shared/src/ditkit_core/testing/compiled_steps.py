@@ -1,14 +1,17 @@
 """Steps of compiled blocks for tests, which run them in processes of their own: the type checks of tests cannot be traced."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._pytree import tree_map_only
 
+from ditkit_core import activation_checkpoint
 from ditkit_core.activation_checkpoint import Engine
 from ditkit_core.model import ModelSpec
 from ditkit_core.testing.world import Items
@@ -59,6 +62,36 @@ class Emptying:
             for tensor, _ in self._gone[self._index]:
                 with _unsafe_preserve_version_counter(tensor):
                     tensor.untyped_storage().resize_(0)
+
+
+@contextmanager
+def divided(model: Any, devices: Sequence[torch.device]) -> Iterator[Counter[torch.device]]:
+    """Inside the block the engine takes the stages of a model to lie on these devices, which are all the host.
+
+    The compiler cannot trace a `PretendTensor`. So the tensors are the host's own, and what moves is copied.
+
+    Args:
+        model: The model.
+        devices: Of the embedding, each block and the head.
+
+    Yields:
+        How often a carry was moved to each.
+    """
+    of, moves = activation_checkpoint.device_of, Counter[torch.device]()
+    where = {id(x): y for x, y in zip([model.embed, *model.blocks(), model.head], devices, strict=True)}
+
+    def moved(carry: Any, device: torch.device) -> Any:
+        moves[device] += 1
+        return tree_map_only(Tensor, torch.clone, carry)
+
+    there, sent = activation_checkpoint.device_of, activation_checkpoint.moved
+    setattr(activation_checkpoint, "device_of", lambda stage: of(stage) and where.get(id(stage), of(stage)))  # noqa: B010
+    setattr(activation_checkpoint, "moved", moved)  # noqa: B010
+    try:
+        yield moves
+    finally:
+        setattr(activation_checkpoint, "device_of", there)  # noqa: B010
+        setattr(activation_checkpoint, "moved", sent)  # noqa: B010
 
 
 def numbers(spec: ModelSpec, model: Any, items: Items, run: Engine) -> list[Tensor]:

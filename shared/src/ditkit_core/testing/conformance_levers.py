@@ -4,7 +4,7 @@ All combinations would take hours. Every pair of values of two levers is in some
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -32,9 +32,11 @@ LEVERS: Mapping[str, Sequence[Any]] = {
 """Values by lever; `one_of`: of how many blocks one is streamed, 0 for none. A full fine-tune has tests of its own: its base is not frozen."""
 
 
-def pairwise(levers: Mapping[str, Sequence[Any]]) -> list[tuple[Any, ...]]:
-    """Cases in which every pair of values of two levers occurs: each is the one with the most pairs that are still missing."""
-    every = list(itertools.product(*levers.values()))
+def pairwise(
+    levers: Mapping[str, Sequence[Any]], allowed: Callable[[tuple[Any, ...]], bool] = lambda case: True
+) -> list[tuple[Any, ...]]:
+    """Cases in which every pair of values of two levers occurs that an allowed case has: each is the one with the most pairs still missing."""
+    every = [case for case in itertools.product(*levers.values()) if allowed(case)]
     missing = {pair for case in every for pair in _pairs(case)}
     cases: list[tuple[Any, ...]] = []
     while missing:

@@ -108,6 +108,7 @@ def train_streamed(
     optimizer: str = "adamw",
     num_steps: int = 2,
     ema: EMAConfig | None = None,
+    compile: str = "",
 ) -> tuple[list[StepResult], dict[str, Tensor]]:
     """Steps of a full fine-tune: those of the ordinary loop, or in the backward with trained weights streamed.
 
@@ -120,8 +121,8 @@ def train_streamed(
     reported = []
     for step in range(num_steps):
         result = training_step(
-            model, Engine(policy=policy, passages=() if swap is None else (swap,)), spec, [batch], trained.optimizer,
-            step=step, lr=1e-2, seed=1, flow=FlowConfig(weighting="bell"), clip_norm=0.0,
+            model, Engine(policy=policy, compile=compile, passages=() if swap is None else (swap,)), spec, [batch],
+            trained.optimizer, step=step, lr=1e-2, seed=1, flow=FlowConfig(weighting="bell"), clip_norm=0.0,
         )  # fmt: skip
         trained.average.update(step + 1)
         reported.append(result)

@@ -1,0 +1,174 @@
+"""Checks of compiled blocks over every variant of a model that conformance checks know, printed as JSON.
+
+    python -m ditkit_core.testing.compiled_conformance variants test_conformance,test_conformance_controls TestWan,TestWanToDance
+
+Run in a process of its own, where no hook checks types: those checks cannot be traced. A variant joins by being a class of checks, in a module
+that is named. All variants share the compiler's graphs, as the two experts of a run do.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+
+from ditkit_core import activation_checkpoint, offload
+from ditkit_core.activation_checkpoint import POLICIES, Engine
+from ditkit_core.attention import AttentionCalls, counted_calls
+from ditkit_core.ema import EMAConfig
+from ditkit_core.offload import HostMemory
+from ditkit_core.quantized_linear import LAYOUTS
+from ditkit_core.testing.compiled_steps import attention_forwards, compare, difference, divided, numbers
+from ditkit_core.testing.conformance_levers import LEVERS, pairwise
+from ditkit_core.testing.conformance_quantized import make_quantized
+from ditkit_core.testing.conformance_swap import stream, train_streamed
+from ditkit_core.testing.world import ADAPTERS, Items, make_model, train_shortly
+
+BACKEND = "aot_eager"
+_ONE, _TWO = torch.device("cpu", 1), torch.device("cpu", 2)
+_FEW = ("full", "none", "dora", "two", 1, True, True, True)
+COMPILED_LEVERS = {
+    **LEVERS,
+    "layout": ("one", "two"),  # graphs are of one device: more of them would compile the same again
+    "autocast": (False, True),
+}
+"""Values by lever, as `conformance_levers` combines them; `_FEW` are one of each."""
+
+
+def variants(kind: Any) -> dict[str, Any]:
+    """Steps under `attn_only`: how far from eager, and the graphs that each took, with the kinds of block that there are."""
+    model: Any = make_model(kind.spec, kind.arch, adapter=ADAPTERS["lora"])
+    items = kind().items(2, ragged=True)
+    expected, graphs = numbers(kind.spec, model, items, Engine()), []
+    for _ in range(2):
+        counters.clear()
+        with counted_calls(AttentionCalls()):
+            found = numbers(kind.spec, model, items, Engine(policy="attn_only", compile=BACKEND))
+        graphs.append(counters["stats"]["unique_graphs"])
+    blocks = [block for block in model.blocks() if next(block.parameters(), None) is not None]
+    return {"from_eager": difference(found, expected), "graphs": graphs, "kinds": len(set(map(type, blocks)))}
+
+
+def policies(kind: Any) -> dict[str, Any]:
+    """What `compare` finds of adapters that drop, in bf16, and of samples of one size."""
+    model = make_model(kind.spec, kind.arch, dtype=torch.bfloat16, adapter=ADAPTERS["lora with dropout"])
+    return _compared(kind, model, kind().items(2))
+
+
+def full(kind: Any) -> dict[str, Any]:
+    """The same of a full fine-tune in fp32, and of one sample."""
+    return _compared(kind, make_model(kind.spec, kind.arch), kind().items(1))
+
+
+def _compared(kind: Any, model: Any, items: Items) -> dict[str, Any]:
+    found = compare(kind.spec, model, items, POLICIES, backend=BACKEND)
+    for policy, under in found.items():
+        run = Engine(policy=policy)
+        under["eager forwards"] = attention_forwards(lambda run=run: numbers(kind.spec, model, items, run))  # type: ignore[misc]
+    return found
+
+
+def sizes(kind: Any) -> list[int]:
+    """New graphs of one to seven samples of one size, and of two to seven of several."""
+    model = make_model(kind.spec, kind.arch, adapter=ADAPTERS["lora"])
+    found = []
+    for count, ragged in [*((n, False) for n in range(1, 8)), *((n, True) for n in range(2, 8))]:
+        counters.clear()
+        numbers(kind.spec, model, kind().items(count, ragged), Engine(policy="attn_only", compile=BACKEND))
+        found.append(counters["stats"]["unique_graphs"])
+    return found
+
+
+def few_levers(kind: Any) -> dict[str, Any]:
+    """All levers at once, and a full fine-tune that steps in the backward."""
+    return {str(_FEW): list(_together(kind, *_FEW)), "fused": list(_fused(kind, "full"))}
+
+
+def levers(kind: Any) -> dict[str, Any]:
+    """Levers in every pair, and full fine-tunes that step in the backward."""
+    # compiled `none` over a quantized base is refused before a run
+    cases = pairwise(COMPILED_LEVERS, lambda case: case[:2] not in [("none", kind) for kind in LAYOUTS])
+    found = {str(case): list(_together(kind, *case)) for case in cases}
+    return found | {f"fused {policy}": list(_fused(kind, policy)) for policy in POLICIES}
+
+
+def _together(
+    kind: Any, policy: str, quantize: str, adapter: str, layout: str, one_of: int, pipelined: bool, offloads: bool, autocast: bool,
+) -> Iterator[str]:  # fmt: skip
+    """What differs from the same step compiled without levers; and levers that were not in force."""
+    dtype, trained = torch.bfloat16, ADAPTERS[adapter]
+
+    def made() -> Any:
+        if quantize == "none":
+            return make_model(kind.spec, kind.arch, dtype=dtype, adapter=trained)
+        return make_quantized(kind.spec, kind.arch, quantize, dtype=dtype, adapter=trained)
+
+    items = kind().items(2, ragged=True)
+    plain = Engine(policy=policy, compile=BACKEND)
+    expected, values = train_shortly(kind.spec, made(), items, plain, pipelined=pipelined)
+    model, host = made(), HostMemory(smallest=0)
+    count = len(model.blocks())
+    devices = [_ONE] * count if layout == "one" else [_ONE if i < (count + 1) // 2 else _TWO for i in range(count)]
+    with ExitStack() as stack:
+        moves = stack.enter_context(divided(model, [_ONE, *devices, devices[-1]]))
+        if offloads:
+            stack.enter_context(_host_as_device())
+        if autocast:
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+        swap = stream(model, one_of, devices) if one_of else None
+        run = Engine(
+            policy=f"{policy}+offload" if offloads else policy, compile=BACKEND, passages=() if swap is None else (swap,), host=host
+        )  # fmt: skip
+        found, others = train_shortly(kind.spec, model, items, run, pipelined=pipelined)
+    if found != expected:
+        yield f"numbers {found} {expected}"
+    yield from (name for name, value in values.items() if not torch.equal(others[name], value))
+    if bool(moves) != (layout == "two"):
+        yield f"moved {dict(moves)}"
+    if offloads and not host.num_bytes:
+        yield "nothing was offloaded"
+
+
+class _host_as_device:
+    """Inside the block the host is a device to move from."""
+
+    def __enter__(self) -> None:
+        self._was = offload.can_offload
+        for module in (offload, activation_checkpoint):
+            setattr(module, "can_offload", lambda device: device is not None)  # noqa: B010
+
+    def __exit__(self, *_: object) -> None:
+        for module in (offload, activation_checkpoint):
+            setattr(module, "can_offload", self._was)  # noqa: B010
+
+
+def _fused(kind: Any, policy: str) -> Iterator[str]:
+    """What differs between full fine-tunes: stepping behind the backward, all resident; and in it, all streamed. Both with an average."""
+    items, ema = kind().items(2, ragged=True), EMAConfig(decay=0.9)
+    model: Any = make_model(kind.spec, kind.arch)
+    expected, values = train_streamed(kind.spec, model, items, policy, ema=ema, compile=BACKEND)
+    model = make_model(kind.spec, kind.arch)
+    found, others = train_streamed(
+        kind.spec, model, items, policy, stream(model, trained=True), ema=ema, compile=BACKEND
+    )
+    if found != expected:
+        yield f"numbers {found} {expected}"
+    yield from (name for name, value in values.items() if not torch.equal(others[name], value))
+
+
+def kinds(modules: str, names: str) -> dict[str, Any]:
+    """Classes of checks by name, out of several modules."""
+    found = {name: kind for module in modules.split(",") for name, kind in vars(import_module(module)).items()}
+    return {name: found[name] for name in names.split(",")}
+
+
+WORKS = {work.__name__: work for work in (variants, policies, full, sizes, few_levers, levers)}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    work, *arguments = sys.argv[1:]
+    print(json.dumps({name: WORKS[work](kind) for name, kind in kinds(*arguments).items()}))
