@@ -129,6 +129,8 @@ def _together(
     yield from (name for name, value in values.items() if not torch.equal(others[name], value))
     if bool(moves) != (layout == "two"):
         yield f"moved {dict(moves)}"
+    if swap is not None and not swap.num_bytes:
+        yield "nothing was streamed"
     if offloads and not host.num_bytes:
         yield "nothing was offloaded"
 

@@ -1,0 +1,12 @@
+"""The FLUX.2 that is told no strength of guidance, for checks of compiled blocks: its embedding alone is another, which levers do not see."""
+
+from dataclasses import replace
+
+from ditkit_core.testing.conformance import CoreChecks
+from test_conformance import Pictures
+
+
+class Klein(Pictures, CoreChecks):
+    """Klein, with references."""
+
+    arch = replace(Pictures.arch, guidance=False)
