@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ditkit_core.doctor_media import Fingerprint, Look, fingerprint, look, near_duplicates
+from ditkit_core.doctor_media import NEAR_BITS, Fingerprint, Look, fingerprint, look, near_duplicates
 from ditkit_core.errors import UserError
 from ditkit_core.video import is_hdr
 from made_clips import Frames, pan, smaller, texture, written
@@ -103,6 +103,17 @@ def random_prints(count: int) -> dict[str, tuple[int, Fingerprint]]:
     return {
         str(i): (i, fingerprint(random.normal(128, 40, size=(3, 32, 32, 3)).astype(np.float32))) for i in range(count)
     }
+
+
+def test_whatever_differs_in_few_enough_bits_is_found() -> None:
+    found, random = random_prints(200), np.random.default_rng(1)
+    for changed in range(1, NEAR_BITS + 3):
+        other = found[str(changed)][1]
+        bits = other.bits.copy()
+        bits[random.choice(len(bits), changed, replace=False)] ^= True
+        found[f"copy {changed}"] = -changed, Fingerprint(bits=bits, colours=other.colours)
+    assert near_duplicates(found) == [(str(i), f"copy {i}") for i in range(1, NEAR_BITS + 1)]
+    assert near_duplicates({}) == []
 
 
 class Counted(Fingerprint):

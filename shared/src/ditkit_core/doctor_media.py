@@ -4,7 +4,6 @@ Differences are mean absolute ones between thumbnails, in levels of 0…255. The
 flashes, cuts, re-encoded copies), so that whatever they report is a warning, never an exclusion.
 """
 
-from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -39,6 +38,7 @@ _AROUND = 4
 _HASH_SIDE = 8
 _BANDS = NEAR_BITS + 1  # of two prints within NEAR_BITS at least one band is equal
 _MOST_COMPARED = 16
+_ONES = np.array([byte.bit_count() for byte in range(256)])
 
 Floats = NDArray[np.float32]
 
@@ -189,15 +189,26 @@ def near_duplicates(prints: Mapping[str, tuple[Hashable, Fingerprint]]) -> list[
     Args:
         prints: By name, what its windows have in common (a file, whose windows are no duplicates of each other) and how it looks.
     """
-    bands: dict[tuple[int, bytes], list[str]] = defaultdict(list)
-    groups: dict[str, list[str]] = {}
-    for name, (source, own) in prints.items():
-        keys = [(i, np.packbits(piece).tobytes()) for i, piece in enumerate(np.array_split(own.bits, _BANDS))]
-        candidates = dict.fromkeys(other for key in keys for other in bands[key][-_MOST_COMPARED:])
-        found = next((other for other in candidates if prints[other][0] != source and own.near(prints[other][1])), None)
+    if not prints:
+        return []
+    names, groups = list(prints), dict[str, list[str]]()
+    bits = np.stack([print.bits for _, print in prints.values()])
+    packed = np.packbits(bits, axis=1)
+    pieces = np.array_split(bits, _BANDS, axis=1)
+    values = np.stack([piece @ (1 << np.arange(piece.shape[1])) for piece in pieces], axis=1)
+    # by band and value of its bits the latest prints with it: as many places for each, so that each print takes the same time
+    latest = np.full((_BANDS, int(values.max()) + 1, _MOST_COMPARED), -1)
+    count = np.zeros(latest.shape[:2], int)
+    every = np.arange(_BANDS)
+    for index, name in enumerate(names):
+        source, own = prints[name]
+        candidates = latest[every, values[index]].ravel()
+        far = _ONES[packed[candidates] ^ packed[index]].sum(axis=1) > NEAR_BITS
+        near = (names[other] for other in np.unique(candidates[~far & (candidates >= 0)]))
+        found = next((other for other in near if prints[other][0] != source and own.near(prints[other][1])), None)
         if found is not None:
             groups.setdefault(found, [found]).append(name)
             continue
-        for key in keys:
-            bands[key].append(name)
+        latest[every, values[index], count[every, values[index]] % _MOST_COMPARED] = index
+        count[every, values[index]] += 1
     return [tuple(group) for group in groups.values()]
