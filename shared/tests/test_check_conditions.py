@@ -101,6 +101,9 @@ def test_what_is_to_be_drawn_is_checked_before_anything_is_encoded(
         status, found = world.check(*control)
         assert status == 1 and codes(found) == ["D21"] and says in errors(found)
     assert world.train("a", 1, *prompt, "--sample.controls", '["direction=left"]') == 0
+    loads = world.text.loads
+    assert world.run("sample", "--run.folder", str(world.folder / "a"), "--prompt", "another") == 1
+    assert "a drawing has no direction" in error(capsys) and world.text.loads == loads
 
 
 def test_captions_of_clips_that_are_left_out_are_not_drawn(world: Guided) -> None:

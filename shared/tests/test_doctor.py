@@ -192,7 +192,8 @@ def test_what_a_file_says() -> None:
     (unused,) = of_unused([long, whole, long])
     assert unused.code == "D13" and unused.where == "2 of 3 files" and "18 of their 288 frames" in unused.what
     assert codes(of_unused([whole])) == []
-    assert codes(of_file(file_row("a", info(0.6, fps=12.0), [sample()], 16.0))) == ["D12"]
+    (slow,) = of_file(file_row("a", info(0.6, fps=12.0), [sample()], 16.0))
+    assert slow.code == "D12" and "set data.fps to 12 or less" in slow.remedy
     assert codes(of_file(file_row("a", info(0.6, fps=15.98), [sample()], 16.0))) == []
     assert codes(of_file(file_row("a", info(0.6, height=40), [sample()], 16.0))) == ["D11"]
     assert codes(of_file(file_row("a", info(0.6), [sample()], 16.0), is_hdr=True)) == ["D10"]

@@ -132,6 +132,10 @@ def test_a_direction_or_a_file_says_how_the_camera_moves(tmp_path: Path) -> None
     assert torch.equal(usual, camera.path_of(camera.moving("Left", str(1 / 54), FRAMES), height=HEIGHT, width=WIDTH))
     with pytest.raises(UserError, match="has no camera_control_direction and no camera_file"):
         conditioner.uses(controls("clip.mp4"))
+    with pytest.raises(
+        UserError, match="a drawing has no .*; give one of the columns in sample.controls, or with --control"
+    ):
+        conditioner.uses(controls(None))
     with pytest.raises(UserError, match="camera_control_direction = 'Forward'"):  # before hours of encoding
         conditioner.uses(controls("clip.mp4", {"camera_control_direction": "Forward"}))
 

@@ -86,7 +86,10 @@ def test_a_clip_stands_for_the_pictures_that_it_has_not(checkpoint: Path, tmp_pa
     named = controls(clip, {"end_image": picture_file(tmp_path / "b.png", 2)})
     assert begin.uses(named) == ("", "end_image")
     assert begin.identity != both.identity
-    with pytest.raises(UserError, match='image to video needs a picture: give "input_image=path'):
+    with pytest.raises(
+        UserError,
+        match="image to video needs a picture: name it in sample.controls, or with --control input_image=FILE",
+    ):
         begin.uses(controls(None))
 
 

@@ -359,7 +359,7 @@ def outline_of(run: Run, shape: Shape) -> dict[str, Tensor]:
 def _wrong_with_scenes(run: Run, samples: Sequence[Sample]) -> Iterator[str]:
     """Why what is to be drawn cannot be."""
     try:
-        check_scenes(run, samples)
+        check_scenes(run, run.scenes(samples))
     except UserError as error:
         yield str(error)
 

@@ -80,7 +80,7 @@ def of_file(row: FileRow, *, is_hdr: bool = False) -> Iterator[Finding]:
         yield Finding(
             code="D12", severity="warning", where=row.file,
             what=f"{row.fps:.3g} frames per second are trained as {row.trained_fps:g}: frames are repeated, and motion jerks",
-            remedy=f"use another original, or set data.fps = {max(1, math.floor(row.fps))}",
+            remedy=f"use another original, or set data.fps to {max(1, math.floor(row.fps))} or less, as far as the model takes it",
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from ditkit_core.model import ModelSpec
 from ditkit_core.options import SampleOptions
 from ditkit_core.prepare import Unloaded
 from ditkit_core.run import Run
-from ditkit_core.run_checks import check
+from ditkit_core.run_checks import check, check_scenes
 from ditkit_core.run_folder import RunFolder, next_drawing
 from ditkit_core.saved_weights import take_trained
 
@@ -44,6 +44,7 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     scenes = run.scenes([] if config.sample.prompts else run.dataset.samples, warn)
     if not scenes:
         raise UserError("there is nothing to draw: give a --prompt, or set sample.prompts or sample.captions")
+    check_scenes(run, scenes)
     drawing, unloaded = (run, None) if run.experts else _built(run, options.adapter)  # what does not fit is said now
     run.encode_scenes(scenes)  # before the transformer is there: a card need not hold both
     if unloaded is None:

@@ -18,6 +18,7 @@ from ditkit_core.offload import can_offload
 from ditkit_core.policy_schedule import parse_schedule
 from ditkit_core.quantization import check_quantize
 from ditkit_core.run import Run
+from ditkit_core.sample_stage import Scene
 from ditkit_core.train import check_fused_backward
 
 
@@ -139,20 +140,20 @@ def check_parts(run: Run, samples: Sequence[Sample], *, drawing: bool = False) -
         run.conditioning.used({sample.id: controls_of(sample, run.fps) for sample in samples}, keep_going=True)
     if drawing or run.config.sample.prompts or run.config.sample.captions:
         assert run.sampler
-    check_scenes(run, samples)
+    check_scenes(run, run.scenes(samples))
 
 
-def check_scenes(run: Run, samples: Sequence[Sample]) -> None:
+def check_scenes(run: Run, scenes: Sequence[Scene]) -> None:
     """Read what the samples to be drawn are conditioned by.
 
     Args:
         run: The run.
-        samples: What it trains on; some are drawn from.
+        scenes: What is to be drawn.
 
     Raises:
         UserError: If one has not what the model takes, or it cannot be read.
     """
-    for scene in run.scenes(samples):
+    for scene in scenes:
         if run.readers is not None:
             run.readers.check(scene.controls(run.fps))
 

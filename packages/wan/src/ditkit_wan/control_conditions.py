@@ -19,7 +19,7 @@ from ditkit_core.media import MediaInfo, available, probe
 from ditkit_core.model import ignored
 from ditkit_wan import camera
 from ditkit_wan.image_conditions import FIRST, ClipVision, VaeConditioner
-from ditkit_wan.pictures import column_or_own, picture, picture_or_own, video
+from ditkit_wan.pictures import column_or_own, lacking, picture, picture_or_own, video
 
 CONTROL, REFERENCE = "control_video", "reference_image"
 _ROUNDING = 0.01  # of a frame: it is on screen from a moment that no fraction says exactly
@@ -41,10 +41,7 @@ class Control(VaeConditioner):
             UserError: If there is no control video.
         """
         if CONTROL not in controls.files:
-            whose = controls.clip or "a drawing"
-            raise UserError(
-                f"{whose} has no {CONTROL}, which this model is controlled by; add that column, or sample.controls"
-            )
+            raise lacking(controls, [CONTROL], "which this model is controlled by")
         return tuple(column for column in (CONTROL, FIRST) if column in controls.files)
 
     def condition(self, controls: Controls) -> dict[str, Tensor]:
@@ -137,10 +134,7 @@ class Camera:
         if DIRECTION in files:
             camera.moving(files[DIRECTION], files.get(SPEED, ""), 1)
             return tuple(column for column in (DIRECTION, SPEED) if column in files)
-        whose = controls.clip or "a drawing"
-        raise UserError(
-            f"{whose} has no {DIRECTION} and no {PATH}, which this model is controlled by; add one of the columns"
-        )
+        raise lacking(controls, [DIRECTION, PATH], "which this model is controlled by")
 
     def load(self) -> None:
         """There are no weights."""

@@ -19,7 +19,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.model import ignored
 from ditkit_wan import music_features
 from ditkit_wan.image_conditions import ClipVision, VaeConditioner, known_frames_mask
-from ditkit_wan.pictures import column_or_own, picture_or_own, video
+from ditkit_wan.pictures import column_or_own, lacking, picture_or_own, video
 
 _ROUNDING = 2e-3  # of rows to a frame: 29.97 frames a second are meant as 30
 MUSIC, DANCER = "wantodance_music_path", "wantodance_reference_image"
@@ -55,9 +55,7 @@ class Music:
             UserError: If there is none, or a frame does not last a whole number of its rows: so the model is told the frame rate.
         """
         if MUSIC not in controls.files:
-            raise UserError(
-                f"{controls.clip or 'a drawing'} has no {MUSIC}, which this model dances to; add that column"
-            )
+            raise lacking(controls, [MUSIC], "which this model dances to")
         fps = controls.fps or self.fps
         if abs(music_features.RATE / fps - _rows_to_frame(fps)) > _ROUNDING:
             raise UserError(

@@ -6,6 +6,7 @@ Source: diffsynth/pipelines/wan_video.py of modelscope/DiffSynth-Studio.
 """
 
 import math
+import warnings
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -157,7 +158,10 @@ def _of_sound(path: Path, until_seconds: float) -> Tensor:
     check_library(path)
     import librosa
 
-    return torch.from_numpy(_features(librosa, sound, rate))
+    with warnings.catch_warnings():
+        # of a second and less: its lowest octaves have fewer samples than a window, one warning each, and what is computed is the same
+        warnings.filterwarnings("ignore", "n_fft=", UserWarning)
+        return torch.from_numpy(_features(librosa, sound, rate))
 
 
 def decode(path: Path, *, until_seconds: float = math.inf) -> tuple[Float[np.ndarray, " samples"], int]:

@@ -1,5 +1,6 @@
 """What conditions are made of, read from the files that go with a clip: pictures, the clip's own first and last frame, videos cut as it is."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -58,8 +59,21 @@ def column_or_own(controls: Controls, column: str, *, why: str) -> str:
     if column in controls.files:
         return column
     if controls.clip is None:
-        raise UserError(f'{why} needs a picture: give "{column}=path of it" in sample.controls')
+        raise UserError(f"{why} needs a picture: name it in sample.controls, or with --control {column}=FILE")
     return ""
+
+
+def lacking(controls: Controls, columns: Sequence[str], why: str) -> UserError:
+    """The error for what a model must be told of a clip, or of a drawing, and is not.
+
+    Args:
+        controls: The clip, or the drawing.
+        columns: One of them is enough.
+        why: What it is needed for, for the message.
+    """
+    whose, one = controls.clip or "a drawing", "that column" if len(columns) == 1 else "one of the columns"
+    remedy = f"add {one}" if controls.clip else f"give {one} in sample.controls, or with --control {columns[0]}=…"
+    return UserError(f"{whose} has no {' and no '.join(columns)}, {why}; {remedy}")
 
 
 def video(controls: Controls, column: str, *, frames: int = 0) -> Float[Tensor, "3 frames height width"]:
