@@ -16,7 +16,7 @@ from ditkit_core.policy_schedule import parse_policy
 from ditkit_core.run import Run
 from ditkit_core.run_checks import check_training
 from ditkit_core.testing.compiled_runs import check_levers, printed
-from ditkit_core.testing.toy import TOY
+from ditkit_core.testing.toy import TOY, ToyBlock
 
 SCRIPT = Path(__file__).parent / "compiled_toy.py"
 
@@ -128,6 +128,15 @@ def test_policies_that_would_not_be_exact_are_refused_before_a_forward():
     refused(lambda: Engine(policy=draws, compile=True), "random numbers", "train.compile")
     Engine(policy=draws)
     Engine(policy="ops(matmul)", compile=True)
+
+
+def test_a_model_that_is_spread_over_ranks_is_refused():
+    from torch.distributed.fsdp import FSDPModule
+
+    class FSDPToyBlock(FSDPModule, ToyBlock):
+        """As `fully_shard` makes it."""
+
+    refused(lambda: compiled._compiled(FSDPToyBlock, parse_policy("full"), "aot_eager", None), "ranks", "train.compile")
 
 
 def test_a_quantized_base_that_would_be_kept_dense_is_refused():

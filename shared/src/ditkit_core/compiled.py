@@ -16,6 +16,7 @@ Forwards without a backward run eagerly. So do all where the compiler is told to
 
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Collection
 from functools import cache, partial
@@ -165,6 +166,11 @@ def _crossing(carry: Any) -> tuple[int, ...]:
 
 @cache
 def _compiled(kind: Any, policy: Policy, backend: str, device: torch.device | None) -> _Function:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and issubclass(kind, fsdp.FSDPModule):
+        raise UserError(
+            f"{KEY}: {kind.__name__} is spread over ranks, and gathering its weights cannot be compiled; leave {KEY} out of the Engine"
+        )
     # The compiler's cache hangs on the code object, so that each kind of block, policy and device gets one of its own.
     made = _FORMS[type(policy)](policy)
     own = FunctionType(
