@@ -136,6 +136,11 @@ def test_a_direction_or_a_file_says_how_the_camera_moves(tmp_path: Path) -> None
         UserError, match="a drawing has no .*; give one of the columns in sample.controls, or with --control"
     ):
         conditioner.uses(controls(None))
+    for column in ("camera_control_direction", "camera_control_speed"):
+        with pytest.raises(
+            UserError, match=f"has camera_file and {column}, which both say how the camera moves; leave"
+        ):
+            conditioner.uses(controls("clip.mp4", {"camera_file": "poses.txt", column: "0.1"}))
     with pytest.raises(UserError, match="camera_control_direction = 'Forward'"):  # before hours of encoding
         conditioner.uses(controls("clip.mp4", {"camera_control_direction": "Forward"}))
 
