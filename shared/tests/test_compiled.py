@@ -74,6 +74,7 @@ def test_a_divided_streamed_pipelined_model_and_one_that_steps_in_its_backward_c
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3100)
 def test_levers_compose_with_compiled_blocks():
     check_levers("levers", SCRIPT.parent, ["TestToyWithDropoutInBlockAndAttention"])
 

@@ -24,23 +24,27 @@ def test_variants_compile_to_a_graph_for_each_kind_of_block():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3100)
 @pytest.mark.parametrize("work", ["policies", "full"])
 def test_policies_of_every_variant_are_equal_and_in_force(work):
     check_equal_policies(work, HERE, EVERY)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3100)
 def test_all_levers_at_once_compose_with_compiled_blocks_of_every_variant():
     check_levers("few_levers", HERE, EVERY)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3100)
 @pytest.mark.parametrize("name", ["TestEditing"])
 def test_levers_in_pairs_compose_with_compiled_blocks(name):
     check_levers("levers", HERE, [name])
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3100)
 def test_numbers_of_samples_take_no_graphs():
     for name, found in by_variant("sizes", HERE, EVERY, timeout=3000).items():
         assert max(found[4:7]) == max(found[-2:]) == 0, (name, found)

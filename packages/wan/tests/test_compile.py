@@ -41,23 +41,27 @@ def test_compiled_policies_keep_what_they_say_and_change_no_number(adapter, dtyp
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3100)
 @pytest.mark.parametrize("work", ["policies", "full"])
 def test_policies_of_every_variant_are_equal_and_in_force(work):
     check_equal_policies(work, HERE, EVERY)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3100)
 def test_all_levers_at_once_compose_with_compiled_blocks_of_every_variant():
     check_levers("few_levers", HERE, EVERY)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3100)
 @pytest.mark.parametrize("name", DAILY)
 def test_levers_in_pairs_compose_with_compiled_blocks(name):
     check_levers("levers", HERE, [name])
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3100)
 def test_numbers_of_samples_take_no_graphs_but_of_blocks_that_read_grids():
     for name, found in by_variant("sizes", HERE, EVERY, timeout=3000).items():
         # the grids of music; others know one sample and several, each once of a size and then of any
