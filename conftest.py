@@ -85,8 +85,12 @@ def _set_aside_what_is_imported() -> None:
     _imported = len(sys.modules)
 
 
+gc.disable()  # until all tests are imported, which leaves little to collect, and took two seconds of looking for it
+
+
 def pytest_collection_finish() -> None:
     _set_aside_what_is_imported()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before a fixture makes what is to be collected later
