@@ -25,7 +25,7 @@ from ditkit_core.preview_queue import Preview, drop_after, put, read, read_weigh
 from ditkit_core.previews import Previews, visible_devices
 from ditkit_core.report_data import read_sections
 from ditkit_core.run import Run
-from ditkit_core.run_checks import check_preview_device
+from ditkit_core.run_checks import check_preview_device, say_where_previews_could_be
 from ditkit_core.run_folder import RunFolder
 from drawing_child import Child, children
 from test_previews import FLAGS, check_equal
@@ -321,9 +321,18 @@ def test_a_device_that_trains_and_a_model_that_is_not_found_are_refused(
     ]:
         capsys.readouterr()
         here = replace(config, sample=replace(config.sample, device="", every_steps=every_steps, captions=1))
-        check_preview_device(Run(world.spec, replace(here, train=replace(here.train, devices=devices))))
+        say_where_previews_could_be(Run(world.spec, replace(here, train=replace(here.train, devices=devices))))
         said = "".join(capsys.readouterr())
         assert ("sample.device = cuda:0, which does not train, draws them meanwhile" in said) is told
+
+
+def test_a_run_that_waits_for_its_previews_is_told_of_an_idle_gpu(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert world.train("run", 1, *EVERY) == 0
+    said = "".join(capsys.readouterr())
+    assert said.count("sample.device = cuda:0, which does not train") == 1
 
 
 def test_each_of_two_experts_is_drawn_while_it_trains(experts: TwoExperts, monkeypatch: pytest.MonkeyPatch) -> None:

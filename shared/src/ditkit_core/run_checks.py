@@ -88,22 +88,16 @@ def check_training(run: Run, *, here: bool = True) -> None:
 
 
 def check_preview_device(run: Run) -> None:
-    """Refuse a `sample.device` that is not here, or that trains, and warn of one that does nothing; name one where previews could be drawn.
+    """Refuse a `sample.device` that is not here, or that trains, and warn of one that does nothing.
 
     Raises:
         UserError: With what to set.
     """
-    name, sample = run.config.sample.device, run.config.sample
-    trains = {(device.type, device.index or 0) for device in run.devices}
+    name = run.config.sample.device
     if not name:
-        idle = [index for index in range(torch.cuda.device_count()) if ("cuda", index) not in trains]
-        if idle and run.spec.found_at and sample.every_steps and (sample.prompts or sample.captions):
-            say(
-                f"training waits for its previews; sample.device = cuda:{idle[0]}, which does not train, draws them meanwhile"
-            )
         return
     device = choose_device(name, "sample.device")
-    if device.type != "cpu" and (device.type, device.index or 0) in trains:
+    if device.type != "cpu" and (device.type, device.index or 0) in _training(run):
         raise UserError(
             f"sample.device = {name!r} is a device that trains; name another one or cpu, or leave it out: previews are then drawn where "
             "the model is, and training waits for them"
@@ -117,8 +111,25 @@ def check_preview_device(run: Run) -> None:
         check_backend(run.config.train.attention, training=False, devices=[device.type])
     except UserError as error:
         raise UserError(f"sample.device = {name!r}: {error}") from error
-    if not sample.every_steps:
+    if not run.config.sample.every_steps:
         warn(f"sample.device = {name} is where previews are drawn, and sample.every_steps = 0 asks for none")
+
+
+def say_where_previews_could_be(run: Run) -> None:
+    """Name a GPU that does not train, where training waits for its previews."""
+    sample, training = run.config.sample, _training(run)
+    if sample.device or not sample.every_steps or not (sample.prompts or sample.captions) or not run.spec.found_at:
+        return
+    idle = [index for index in range(torch.cuda.device_count()) if ("cuda", index) not in training]
+    if idle:
+        say(
+            f"training waits for its previews; sample.device = cuda:{idle[0]}, which does not train, draws them meanwhile"
+        )
+
+
+def _training(run: Run) -> set[tuple[str, int]]:
+    """Kind and number of the devices that train."""
+    return {(device.type, device.index or 0) for device in run.devices}
 
 
 def check_parts(run: Run, samples: Sequence[Sample], *, drawing: bool = False) -> None:

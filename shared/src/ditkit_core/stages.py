@@ -34,7 +34,7 @@ from ditkit_core.report_facts import data_summary, environment, write_about
 from ditkit_core.report_page import write_report
 from ditkit_core.report_stage import held_out_lines
 from ditkit_core.run import Run
-from ditkit_core.run_checks import check, check_parts, check_training
+from ditkit_core.run_checks import check, check_parts, check_training, say_where_previews_could_be
 from ditkit_core.run_folder import RunFolder, open_run
 from ditkit_core.saved_weights import take_trained
 from ditkit_core.train import TrainConfig, TrainResult
@@ -75,6 +75,7 @@ def train(run: Run, options: TrainOptions, *, in_turn: bool = False, shared_prev
             say(f"writing the demo's checkpoint and media into {folder.inputs}")
             spec.write_demo(folder.inputs)
             run = Run(spec, config)  # of an architecture that was not there before
+        say_where_previews_could_be(run)
         with nullcontext(shared_previews) if in_turn else previews_of(run, folder) as previews:
             result = _train(run, folder, options, previews)
             if not result.finished:
