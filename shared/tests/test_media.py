@@ -295,6 +295,42 @@ def test_dolby_vision_without_another_picture_is_refused(tmp_path: Path, transfe
         colour(path)
 
 
+@pytest.mark.parametrize("type_of_stream", [0x80, 0xF0])
+def test_a_type_of_stream_that_is_no_text_is_read(tmp_path: Path, type_of_stream: int) -> None:
+    """Cameras and broadcasters number their streams in MPEG-TS from 0x80 on; what is in them, the decoder finds out."""
+    path = numbered_video(tmp_path / "a.ts", frames=6, fps=12.0)
+    whole = bytearray(path.read_bytes())
+    tables = [at for at in range(0, len(whole), 188) if whole[at + 1] & 0x5F == 0x50 and whole[at + 2] == 0]
+    assert tables, "the program's map is in packets 0x1000"
+    for start in tables:
+        table = start + 5 + whole[start + 4]  # behind the header, a pointer and what it points over
+        end = table + 3 + ((whole[table + 1] & 15) << 8 | whole[table + 2]) - 4
+        assert whole[table] == 2 and whole[table + 12] == 0x1B, "H.264"
+        whole[table + 12] = type_of_stream
+        whole[end : end + 4] = mpeg_crc(whole[table:end]).to_bytes(4, "big")
+    path.write_bytes(whole)
+    assert frame_numbers(path, frames=6, fps=12.0) == list(range(6))
+
+
+def mpeg_crc(data: bytes) -> int:
+    """The checksum of MPEG-TS's tables (ISO 13818-1, annex A)."""
+    value = 0xFFFFFFFF
+    for byte in data:
+        value ^= byte << 24
+        for _ in range(8):
+            value = (value << 1 ^ (0x04C11DB7 if value >> 31 else 0)) & 0xFFFFFFFF
+    return value
+
+
+def test_a_sample_entry_that_is_no_text_is_not_taken_for_dolby_vision(tmp_path: Path) -> None:
+    """What MPEG-4's own description of the stream says is enough to decode it."""
+    path = numbered_video(tmp_path / "a.mp4", frames=6, fps=12.0, codec="mpeg4")
+    whole = path.read_bytes()
+    assert whole.count(b"mp4v") == 1
+    path.write_bytes(whole.replace(b"mp4v", b"mp\xe9v"))
+    assert frame_numbers(path, frames=6, fps=12.0) == list(range(6))
+
+
 def test_ten_bits_and_grey_are_read(tmp_path: Path) -> None:
     ten = film(tmp_path / "a.mp4", "libx265", "yuv420p10le", of_planes("yuv420p10le", 502))
     assert colour(ten) == pytest.approx([128] * 3, abs=2) and not video.is_hdr(ten)

@@ -56,7 +56,7 @@ def _opened(path: Path) -> Iterator[tuple["InputContainer", "VideoStream"]]:
             stream = container.streams.video[0]
             if stream.codec_context is None:
                 raise UserError(f"{path} has a codec that cannot be decoded here; re-encode it (ffmpeg -i IN OUT.mp4)")
-            if hdr.is_dolby_alone(stream.codec_context.codec_tag, stream.codec_context.color_trc):
+            if hdr.is_dolby_alone(_sample_entry(container, stream), stream.codec_context.color_trc):
                 raise UserError(
                     f"{path} is Dolby Vision without a picture that other decoders show right (profile 5): it would look green and purple; "
                     "convert it (ffmpeg -i IN -vf libplacebo=colorspace=bt709:color_trc=bt709:format=yuv420p OUT.mp4)"
@@ -69,6 +69,19 @@ def _opened(path: Path) -> Iterator[tuple["InputContainer", "VideoStream"]]:
     except (av.FFmpegError, OSError) as error:
         reason = f"cannot be read as a video ({error.strerror or 'damaged'})"
         raise UserError(f"{path} {reason}; re-encode it (ffmpeg -i IN OUT.mp4) or remove it") from error
+
+
+def _sample_entry(container: "InputContainer", stream: "VideoStream") -> str:
+    """The name of MP4's and MOV's sample entry; elsewhere, or where it is no text, nothing.
+
+    Other containers have numbers in its place (MPEG-TS the type of the stream), which PyAV cannot show as text.
+    """
+    if "mp4" not in container.format.name:
+        return ""
+    try:
+        return stream.codec_context.codec_tag
+    except UnicodeDecodeError:
+        return ""
 
 
 def _packets(
