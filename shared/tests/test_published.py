@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ditkit_core.components import is_hub_id
 from ditkit_core.config import RunConfig
 from ditkit_core.config_fields import config_fields
 from ditkit_core.config_file import to_toml
@@ -56,6 +57,44 @@ def test_the_id_of_a_hub_is_shown_whole_unless_it_is_a_folder(tmp_path: Path, mo
     assert published_part("some-org/some-model") == "some-model"
 
 
+def test_where_there_is_no_home_nothing_is_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a user of a container who is in no table of users."""
+
+    def nobody(user: object) -> None:
+        raise KeyError(user)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pytest.importorskip("pwd"), "getpwuid", nobody)
+    with pytest.raises(RuntimeError, match="home"):
+        Path.home()
+    values = {
+        "data.folder": "/srv/somebody/cats",
+        "model.base": "~/base",
+        "run.folder": "~",
+        "data.controls": ["~nobody/x"],
+    }
+    assert published(RunConfig, values) == {
+        "data.folder": "cats", "model.base": "base", "run.folder": "~", "data.controls": ["x"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("~nobody-here/x", "x"), ("~nobody-here", "~nobody-here"), ("~nobody\0/x", "x"), ("~nobody\0", "~nobody\0"),
+        (f"name/{'x' * 300}", f"name/{'x' * 300}"), (f"/srv/{'x' * 300}", "x" * 300),
+    ],
+)  # fmt: skip
+def test_a_path_that_is_none_is_shown_too(
+    given: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Headers of files from elsewhere hold whatever somebody typed; what no file system takes as a name lies nowhere here."""
+    (tmp_path / "name").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert published_part(given) == shown and is_hub_id(given) == given.startswith("name/")
+    assert published_header(RunConfig, {"ditkit.base": given}) == {"ditkit.base": shown}
+
+
 def test_a_header_holds_the_settings_and_no_folder(tmp_path: Path) -> None:
     config = RunConfig()
     config = replace(
@@ -77,7 +116,10 @@ def test_the_header_of_an_older_file_loses_its_folders() -> None:
     assert (found["ditkit.base"], found["who"]) == ("base", "/x/y")
     assert tomllib.loads(found["ditkit.config"]) == {"top": 1, "data": {"folder": "cats", "frames": 5}}
     assert published_header(RunConfig, found) == found
-    assert published_header(RunConfig, {"ditkit.config": "no = toml = here /srv/somebody"}) == {}
+    for other in (
+        "no = toml = here /srv/somebody", 'a = 1\n"a.b" = 2', '"a.b" = 2\na = 1', f"a = {'[' * 9999}", '[a]\n"" = 1\nb = 2',
+    ):  # fmt: skip
+        assert published_header(RunConfig, {"ditkit.config": other}) == {}, other
 
 
 def test_a_description_says_no_folder_either() -> None:

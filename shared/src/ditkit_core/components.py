@@ -1,6 +1,7 @@
 """Where a model's parts lie: one base folder or hub id, and a path of its own for each part that needs one."""
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,8 @@ _HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(/(?P<inner>\w[\w.-]*(
 
 def is_hub_id(value: str) -> bool:
     """Whether a path is the id of a hub: it looks like one, and nothing of that name lies here."""
-    return _HUB_ID.fullmatch(value) is not None and not Path(value).expanduser().exists()
+    # os.path says of a name that no file system takes that nothing has it, where Path raises
+    return _HUB_ID.fullmatch(value) is not None and not os.path.exists(value)
 
 
 _MAY_FETCH = ContextVar("may fetch", default=True)

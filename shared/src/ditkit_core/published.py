@@ -1,6 +1,7 @@
 """What files that people publish say of a run: every setting, but no folder of the machine that it ran on."""
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -54,17 +55,28 @@ def published_header(tree: type, header: Mapping[str, str]) -> dict[str, str]:
     if _BASE in found:
         found[_BASE] = published_part(found[_BASE])
     if _CONFIG in found:
-        try:
-            tables = tomllib.loads(found[_CONFIG])
-        except (RecursionError, ValueError):  # whatever it is, it was not written here
+        text = _published_config(tree, found[_CONFIG])
+        if text is None:
             del found[_CONFIG]
         else:
-            given: dict[str, Any] = {}
-            for key, value in published(tree, flatten(tables)).items():
-                section, _, name = key.partition(".")
-                given = {**given, section: {**given.get(section, {}), name: value} if name else value}
-            found[_CONFIG] = found[_CONFIG] if given == tables else tomli_w.dumps(given)
+            found[_CONFIG] = text
     return found
+
+
+def _published_config(tree: type, text: str) -> str | None:
+    """A header's configuration without paths; None if it is none: whatever it is, it was not written here."""
+    with suppress(RecursionError, ValueError):
+        tables = tomllib.loads(text)
+        shown: dict[str, Any] = {}
+        for key, value in published(tree, flatten(tables)).items():
+            section, _, name = key.partition(".")
+            table = shown.setdefault(section, {} if name else value)
+            if name and isinstance(table, dict):
+                table[name] = value
+            elif name or table is not value:  # `a = 1` beside `"a.b" = 2`
+                return None
+        return text if shown == tables else tomli_w.dumps(shown)
+    return None
 
 
 def published_description(content: bytes) -> bytes:
@@ -80,6 +92,13 @@ def _last(value: str) -> str:
     match = _COLUMN.fullmatch(value)
     assert match is not None, value
     column, path = match[1] or "", match[2]
-    if path and Path(path).expanduser() == Path.home():  # its last part is somebody's name
+    if path and _is_home(path):  # its last part is somebody's name
         return f"{column}~"
     return column + re.split(r"[/\\]", path.rstrip("/\\"))[-1]
+
+
+def _is_home(path: str) -> bool:
+    """Whether it is the home folder; nothing is where there is none, as for a user without an entry in a container."""
+    with suppress(ValueError):  # of characters that no path can have
+        return Path(os.path.expanduser(path)) == Path(os.path.expanduser("~"))  # Path's own raise where there is none
+    return False
