@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ditkit_core import cli, still
+from ditkit_core.conditions import Column
 from ditkit_core.dataset import Sample
 from ditkit_core.drawing import only
 from ditkit_core.errors import UserError
@@ -124,6 +125,32 @@ def test_captions_take_the_place_of_prompts_with_their_own_size_and_references()
     (scene,) = SampleConfig(captions=1, height=80, frames=1).scenes(samples, size=(5, 64, 64), size_step=16)
     assert (scene.frames, scene.height, scene.width) == (1, 80, 16)
     assert SampleConfig(captions=0).scenes(samples, size=(5, 64, 64), size_step=16) == []
+
+
+def test_what_is_given_takes_the_place_of_what_a_clip_says_in_another_way(tmp_path: Path) -> None:
+    columns = [
+        Column(name="way", kind="text"), Column(name="speed", kind="text"), Column(name="cat", kind="text"),
+        Column(name="path", kind="table", aliases=("poses",), instead_of=("way", "speed")),
+    ]  # fmt: skip
+    file = str(tmp_path / "p.txt")
+    Path(file).write_text("1")
+
+    def drawn(own: dict[str, str], *given: str) -> Mapping[str, str]:
+        config = SampleConfig(controls=given)
+        (found,) = config.scenes(
+            [replace(sample("a", "x"), controls=own)], size=(5, 16, 16), size_step=16, columns=columns
+        )
+        return found.files
+
+    moved, whole = {"way": "Left", "speed": "1", "cat": "c"}, {"way": "Left", "path": "own.txt", "cat": "c"}
+    assert drawn(whole) == whole, "what a clip has is left to the model"
+    assert drawn(moved, f"poses={file}") == {"cat": "c", "path": file} == drawn(whole, f"path={file}")
+    assert drawn(whole, "way=Up") == {"way": "Up", "cat": "c"} and drawn(moved, "way=Up") == {**moved, "way": "Up"}
+    assert drawn(whole, "speed=2") == {"way": "Left", "speed": "2", "cat": "c"}
+    assert drawn(whole, "cat=d") == {**whole, "cat": "d"}
+    for other in ("way", "speed"):
+        with pytest.raises(UserError, match=f"path and {other} say the same in two ways; leave one of them out"):
+            drawn({}, f"{other}=Up", f"poses={file}")
 
 
 def test_prompts_have_the_size_of_training_or_the_shape_of_the_first_reference(tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ import torch
 
 from conditions_help import CPU, FRAMES, HEIGHT, WIDTH, controls, encoded, picture_file, tiny_vae, video_file
 from ditkit_core.components import Components
-from ditkit_core.conditions import Conditioner
+from ditkit_core.conditions import Conditioner, other_ways
 from ditkit_core.errors import UserError
 from ditkit_core.media import read_clip
 from ditkit_wan import camera
+from ditkit_wan.conditions import columns
 from ditkit_wan.control_conditions import Camera, Control, ControlVision, FirstLatent, Reference
 from ditkit_wan.image_encoder import ImageEncoder
+from ditkit_wan.presets import PRESETS
 
 
 def read(path: str, frames: int = FRAMES) -> torch.Tensor:
@@ -136,11 +138,12 @@ def test_a_direction_or_a_file_says_how_the_camera_moves(tmp_path: Path) -> None
         UserError, match="a drawing has no .*; give one of the columns in sample.controls, or with --control"
     ):
         conditioner.uses(controls(None))
-    for column in ("camera_control_direction", "camera_control_speed"):
-        with pytest.raises(
-            UserError, match=f"has camera_file and {column}, which both say how the camera moves; leave"
-        ):
-            conditioner.uses(controls("clip.mp4", {"camera_file": "poses.txt", column: "0.1"}))
+    file = pose_file(tmp_path / "poses.txt", camera.moving("Up", "0.1", FRAMES))
+    both = {**named.files, "camera_file": file}
+    assert conditioner.uses(controls("clip.mp4", both)) == ("camera_file", ""), "the file stands in place of the others"
+    told = encoded(conditioner, controls(None, both))["camera_path"]
+    assert torch.equal(told, encoded(conditioner, controls(None, {"camera_file": file}))["camera_path"])
+    assert other_ways(columns(PRESETS["fun-v1.1-control-camera-1.3b"]), ["camera_file"]) == named.files.keys()
     with pytest.raises(UserError, match="camera_control_direction = 'Forward'"):  # before hours of encoding
         conditioner.uses(controls("clip.mp4", {"camera_control_direction": "Forward"}))
 

@@ -212,7 +212,7 @@ def test_a_camera_path_that_is_none(tmp_path: Path, case: str) -> None:
     data, says = CAMERA[case]
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "bad.pose").write_bytes(data)
-    found = look(tmp_path / "set", "fun-v1.1-control-camera-1.3b", camera_file="bad.pose", camera_control_direction="")
+    found = look(tmp_path / "set", "fun-v1.1-control-camera-1.3b", camera_file="bad.pose")
     (row,) = found.excluded
     assert found.samples == 1 and says in row.reason and "bad.pose" in row.reason and "\n" not in row.reason
 

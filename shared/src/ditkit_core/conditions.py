@@ -1,6 +1,6 @@
 """What a model is told beside text: pictures, control clips, music. Which columns of a dataset they come from, and how they are encoded."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -24,6 +24,9 @@ class Column:
     """Which frame of the clip a picture shows, if it shows one: no other window of the file has it."""
     in_front: bool = False
     """Whether it is one latent frame more in front of the clip's: `ModelSpec.outline` is given it as a reference of the clip's size."""
+    instead_of: tuple[str, ...] = ()
+    """Columns that say the same in another way: where a clip has both, this one holds, and one that is given for a drawing takes the place
+    of the clip's own of the other way."""
     doc: str = ""
     """One line that says what it is for."""
 
@@ -35,6 +38,17 @@ def named_columns(columns: Sequence[Column]) -> dict[str, list[Column]]:
         for name in (column.name, *column.aliases):
             found.setdefault(name, []).append(column)
     return found
+
+
+def other_ways(columns: Sequence[Column], given: Collection[str]) -> set[str]:
+    """The columns that say in another way what given ones say: those they are instead of, and those that are instead of them.
+
+    Args:
+        columns: What the model is conditioned by.
+        given: Names of some of them.
+    """
+    pairs = [(column.name, other) for column in columns for other in column.instead_of]
+    return {other for name, other in pairs if name in given} | {name for name, other in pairs if other in given}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ditkit_core.buckets import bucket_sizes, nearest_size
-from ditkit_core.conditions import Column, Controls, named_columns
+from ditkit_core.conditions import Column, Controls, named_columns, other_ways
 from ditkit_core.dataset import Sample
 from ditkit_core.drawing import Turn, draw
 from ditkit_core.errors import UserError
@@ -177,7 +177,7 @@ class SampleConfig:
         """`controls`, checked against what the model is conditioned by.
 
         Raises:
-            UserError: If one is no column=path of this model, or its file is not there.
+            UserError: If one is no column=path of this model, its file is not there, or another says the same.
         """
         known = {name: meant[0] for name, meant in named_columns(columns).items()}
         files: dict[str, str] = {}
@@ -196,6 +196,11 @@ class SampleConfig:
                 if status(Path(value)) is None:
                     raise UserError(f"sample.controls: {name} = {value} does not exist; correct the path")
             files[known[name].name] = value
+        for column in columns:
+            if column.name in files and (twice := next((other for other in column.instead_of if other in files), "")):
+                raise UserError(
+                    f"sample.controls: {column.name} and {twice} say the same in two ways; leave one of them out"
+                )
         return files
 
     def scenes(
@@ -226,6 +231,7 @@ class SampleConfig:
             height, width = nearest_size(info.height, info.width, sizes)
 
         files = self.files(columns)
+        replaced = other_ways(columns, files)
 
         def scene(prompt: str, pictures: tuple[Path, ...], own_height: int, own_width: int, **of_clip: Any) -> Scene:
             return Scene(
@@ -245,8 +251,9 @@ class SampleConfig:
             which = (sample.captions[0], pictures, sample.id if columns else "")
             of_clip: dict[str, Any] = {}
             if columns:
+                own = {name: value for name, value in sample.controls.items() if name not in replaced}
                 of_clip = {
-                    "clip": sample.media, "start_seconds": sample.start_seconds, "files": {**sample.controls, **files},
+                    "clip": sample.media, "start_seconds": sample.start_seconds, "files": {**own, **files},
                     "frames": self.frames or sample.frames, "own_frames": sample.frames,
                 }  # fmt: skip
             found.setdefault(which, scene(sample.captions[0], pictures, *size_of, **of_clip))

@@ -36,6 +36,7 @@ _COLUMNS = {
     ),
     "camera_file": Column(
         name="camera_file", kind="table", aliases=("control_file_path", "pose_file"),
+        instead_of=("camera_control_direction", "camera_control_speed"),
         doc="A text file of camera poses (as RealEstate10K has them), in place of direction and speed.",
     ),
     "vace_video": Column(

@@ -125,15 +125,10 @@ class Camera:
         """The file of poses and the clip, which says how long it takes; or the direction and the speed.
 
         Raises:
-            UserError: If there is neither, or both, or what is there cannot be read: before any clip is encoded.
+            UserError: If there is neither, or what is there cannot be read: before any clip is encoded.
         """
         files = controls.files
         if PATH in files:
-            if twice := next((column for column in (DIRECTION, SPEED) if column in files), ""):
-                whose = controls.clip or "a drawing"
-                raise UserError(
-                    f"{whose} has {PATH} and {twice}, which both say how the camera moves; leave one of them out"
-                )
             camera.read_poses(Path(files[PATH]))
             return (PATH,) if controls.clip is None else (PATH, "")
         if DIRECTION in files:
