@@ -36,7 +36,7 @@ def is_dolby_alone(entry: str, transfer: int) -> bool:
     """Whether a stream's colours are those of Dolby Vision's profile 5, which nothing in the stream itself describes.
 
     Args:
-        entry: The stream's sample entry (codec tag).
+        entry: The name of the stream's sample entry; "" outside MP4 and MOV, where it is not recognised.
         transfer: Its transfer characteristics; with HDR10 below (profile 7) they are named.
     """
     return entry in _DOLBY and transfer == _UNSPECIFIED
