@@ -92,6 +92,14 @@ def test_another_run_starts_from_the_weights_of_one(world: World, capsys: pytest
     assert world.train("third", 0, "--init-from", str(world.folder / "nowhere")) == 1
     error = capsys.readouterr().err
     assert "nowhere" in error and error.count("\n") == 1
+    for number in range(4):
+        (world.folder / "runs" / f"run{number}" / "state" / "step-000001").mkdir(parents=True)
+    assert world.train("third", 0, "--init-from", "runs") == 1
+    inside = ", ".join(str(Path("runs", f"run{number}")) for number in range(3))
+    assert f"--init-from runs has no save; runs inside it: {inside} and 1 more; name one" in capsys.readouterr().err
+    (world.folder / "runs" / "config.toml").touch()
+    assert world.train("third", 0, "--init-from", "runs") == 1
+    assert "is a run of several experts" in capsys.readouterr().err
 
 
 def test_previews_are_drawn_while_training_and_change_nothing(world: World) -> None:

@@ -259,9 +259,14 @@ def check_start(run: str, folder: RunFolder) -> None:
     if not run or any(RunFolder(Path(run)).state.glob("step-*")):
         return
     inside = sorted(path.parent for path in Path(run).glob("*/state") if any(path.glob("step-*")))
-    if inside:
+    if inside and RunFolder(Path(run)).config_file.exists():
         raise UserError(
             f"--init-from {run} is a run of several experts, and one is trained here; name it: --init-from {' or '.join(map(str, inside))}"
+        )
+    if inside:
+        more = f" and {len(inside) - 3} more" if len(inside) > 3 else ""
+        raise UserError(
+            f"--init-from {run} has no save; runs inside it: {', '.join(map(str, inside[:3]))}{more}; name one"
         )
     raise UserError(f"--init-from {run} has no save; name the folder of a run that was trained")
 
