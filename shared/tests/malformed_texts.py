@@ -111,6 +111,8 @@ def two_files(folder: Path, name: str) -> str:
 
 
 def uneven_lists(folder: Path, name: str) -> str:
+    for text in folder.glob("*.txt"):
+        text.unlink()  # beside clips, which goes before lists
     (folder / "prompts.txt").write_text("one\ntwo")
     return whole("images.txt", "good0.png\n")(folder, name)
 

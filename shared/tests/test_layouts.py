@@ -85,9 +85,15 @@ def test_lists_as_programs_write_them_are_read(folder: Path, kind: str, settings
     ]
 
 
-def test_a_line_is_one_caption_however_captions_are_read(folder: Path) -> None:
-    lists(folder, CLIPS, "a cat, asleep\na cat, asleep\n")
+@pytest.mark.parametrize("apart", [",", "\u2028", "\u2029", "\x85", "\v", "\f", "\x1c"])
+def test_a_line_is_one_caption_however_captions_are_read(folder: Path, apart: str) -> None:
+    lists(folder, CLIPS, f"a cat{apart} asleep\na cat{apart} asleep\n")
+    assert look(folder, captions="lines").captions == [f"a cat{apart} asleep"] * 2
     assert summary(look(folder, captions="lines")) == summary(look(folder))
+
+
+def test_words_are_put_in_front_of_each_line(folder: Path) -> None:
+    lists(folder, CLIPS, "a cat, asleep\na cat, asleep\n")
     assert look(folder, captions="lines", trigger="ohwx").captions == ["ohwx a cat, asleep"] * 2
 
 
@@ -151,9 +157,6 @@ def test_which_lists_are_meant_is_told_or_asked(folder: Path) -> None:
     assert_one_line(lambda: look(folder), "both images.txt and videos.txt; name the right one in data.metadata")
     assert len(look(folder, metadata="videos.txt").samples) == 2
     (folder / "images.txt").unlink()
-    (folder / "metadata.csv").write_text("video,text\nvideos/0.mp4,a bird\n")
-    assert_one_line(lambda: look(folder), "both metadata.csv and videos.txt; name the right one in data.metadata")
-    assert look(folder, metadata="metadata.csv").captions == ["a bird"]
     (folder / "captions.txt").write_text("a cat\na dog\n")
     assert_one_line(lambda: look(folder, metadata="videos.txt"), "both captions.txt and prompts.txt for videos.txt")
     for name in ("captions.txt", "prompts.txt"):
@@ -189,8 +192,9 @@ def test_captions_of_kohya_lie_beside_the_media(folder: Path) -> None:
     (folder / "videos" / "1.caption").write_text("a dog\r\n")
     assert len(look(folder).samples) == 3, "the same twice"
     (folder / "videos" / "1.caption").write_text("animal, dog")
-    assert_one_line(lambda: look(folder), "1.mp4 has two captions, in videos/1.txt and videos/1.caption; remove one")
-    assert len(look(folder, on_bad="skip").samples) == 2
+    assert look(folder).captions == ["a bird\na plane", "a cat", "a dog"], "the text, if they differ"
+    (folder / "videos" / "1.txt").write_text("")
+    assert_one_line(lambda: look(folder), "1.txt is empty")
 
 
 def jsonl(folder: Path, *rows: dict[str, Any], name: str = "metadata.jsonl") -> None:

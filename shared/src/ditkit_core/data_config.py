@@ -22,8 +22,8 @@ class DataConfig:
     in every second one again."""
     metadata: str = setting("", resume="refused", holds="path")
     """A .jsonl, .csv or .json file that lists media and captions, relative to the folder, or videos.txt or images.txt that lists media
-    with prompts.txt beside it. Empty: metadata.jsonl, metadata.csv, metadata.json or such lists where the folder has them, otherwise a
-    .txt or .caption file with the caption beside each media file."""
+    with prompts.txt beside it. Empty: metadata.jsonl, metadata.csv or metadata.json where the folder has it, otherwise a .txt or .caption
+    file with the caption beside each media file, or such lists where none has one."""
     frames: int = setting(0, resume="refused")
     """Frames of a clip, 1 + a multiple of the model's frame step; still images are always one frame. 0 means the model's own."""
     frame_buckets: tuple[int, ...] = setting((), resume="refused")

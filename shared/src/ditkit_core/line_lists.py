@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ditkit_core.errors import UserError
+from ditkit_core.image_folder import numbered
 from ditkit_core.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 
 MEDIA_LISTS = ("videos.txt", "video.txt", "images.txt", "image.txt")
@@ -23,28 +24,38 @@ class Pair(NamedTuple):
     """Without spaces around it, as the other; one of the two may be empty."""
 
 
-def lists_in(folder: Path, accepted: Collection[str]) -> list[str]:
+def lists_in(folder: Path, accepted: Collection[str], *, image_folders: bool = False) -> list[str]:
     """Names of the lists that a folder has: a text beside a clip or picture of the same name is the caption of that.
 
     Args:
         folder: Where to look; one that cannot be read has none.
         accepted: `MEDIA_LISTS` or `CAPTION_LISTS`.
+        image_folders: Whether a folder of numbered images is a clip.
     """
+    names = _names(folder)
+    media = {Path(name).stem for name in names if Path(name).suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES}
+    lists = [name for name in names if name in accepted and Path(name).stem not in media]
+    return [name for name in lists if not (image_folders and numbered(_names(folder / Path(name).stem)))]
+
+
+def _names(folder: Path) -> list[str]:
     try:
-        names = sorted(os.listdir(folder))
+        return sorted(os.listdir(folder))
     except OSError:
         return []
-    media = {Path(name).stem for name in names if Path(name).suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES}
-    return [name for name in names if name in accepted and Path(name).stem not in media]
 
 
-def captions_of(media: Path) -> Path:
+def captions_of(media: Path, *, image_folders: bool = False) -> Path:
     """The list of captions beside a list of media.
+
+    Args:
+        media: The list of media.
+        image_folders: Whether a folder of numbered images is a clip.
 
     Raises:
         UserError: If there is none, or several.
     """
-    found = lists_in(media.parent, CAPTION_LISTS)
+    found = lists_in(media.parent, CAPTION_LISTS, image_folders=image_folders)
     if not found:
         raise UserError(
             f"{media} lists clips, and no list of their captions is beside it; write one to "

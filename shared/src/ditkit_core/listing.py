@@ -5,6 +5,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ditkit_core.conditions import Column
@@ -19,7 +20,7 @@ from ditkit_core.metadata_files import csv_rows, json_lines, json_list
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.json")
 _PARQUET = "metadata.parquet"
 CAPTION_SUFFIXES = (".txt", ".caption")
-"""Of the file with the caption beside a clip."""
+"""Of the file with the caption beside a clip: the first that is there is read, the others are not."""
 
 
 def list_entries(
@@ -53,7 +54,7 @@ def list_entries(
         folder=folder, allow_outside=allow_outside, captions=captions, skip=skip, columns=columns, edits=edits,
         image_folders=image_folders,
     )  # fmt: skip
-    found = [metadata] if metadata else lists_of(folder)
+    found = [metadata] if metadata else lists_of(folder, skip=skip, image_folders=image_folders)
     if len(found) > 1:
         raise UserError(
             f"{folder} has {'both ' * (len(found) == 2)}{' and '.join(found)}; name the right one in data.metadata"
@@ -82,41 +83,63 @@ def list_entries(
     return entries
 
 
-def lists_of(folder: Path) -> list[str]:
+def lists_of(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool = False) -> list[str]:
     """Names of the files in a dataset folder that list its clips and captions; one, if any, unless it is to be said which.
+
+    Metadata goes before texts beside the clips, and these before two lists of lines and a Parquet table: what a folder has beside what
+    is read of it changes nothing.
+
+    Args:
+        folder: The dataset folder.
+        skip: Folders whose media are no samples.
+        image_folders: Whether a folder of numbered images is a clip.
 
     Raises:
         UserError: If it cannot be told.
     """
-    found = [name for name in METADATA_NAMES if status(folder / name) is not None]
-    if lists_in(folder, CAPTION_LISTS):
-        found += lists_in(folder, MEDIA_LISTS)
+    if found := [name for name in METADATA_NAMES if status(folder / name) is not None]:
+        return found
+    found = _both_lists(folder, image_folders)
     if not found and status(folder / _PARQUET) is not None:
-        found.append(_PARQUET)
+        found = [_PARQUET]
+    if found and any(_texts_of(folder, each) for each in media_files(folder, skip=skip, image_folders=image_folders)):
+        return []
     return found
+
+
+def _both_lists(folder: Path, image_folders: bool) -> list[str]:
+    """The lists of media of a folder that has lists of captions as well."""
+    captions = lists_in(folder, CAPTION_LISTS, image_folders=image_folders)
+    return lists_in(folder, MEDIA_LISTS, image_folders=image_folders) if captions else []
+
+
+def _texts_of(folder: Path, media: str) -> list[str]:
+    """The files with a caption that lie beside a media file or folder of images."""
+    stem = _stem(media)
+    return [f"{stem}{suffix}" for suffix in CAPTION_SUFFIXES if _is_file(folder / f"{stem}{suffix}")]
+
+
+def _stem(media: str) -> str:
+    return str(Path(media).with_suffix("")) if _called_like_media(Path(media).name) else media
 
 
 def _beside(reader: Reader) -> Iterator[Entry]:
     folder = reader.folder
-    lists, shots = _hint_at_lists(folder), functools.partial(_hint_at_shots, reader)
+    lists, shots = _hint_at_lists(reader), functools.partial(_hint_at_shots, reader)
     nothing = True
     for media in media_files(folder, skip=reader.skip, image_folders=reader.image_folders):
         nothing = False
-        named = Path(media).suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES
-        stem = str(Path(media).with_suffix("")) if named else media
         try:
             at_media = status(folder / media)
-            if named and at_media is not None and stat.S_ISDIR(at_media.st_mode):
+            if _called_like_media(Path(media).name) and at_media is not None and stat.S_ISDIR(at_media.st_mode):
                 raise UserError(f"{folder / media} is a folder, not a media file; rename it or remove it")
-            there = [f"{stem}{suffix}" for suffix in CAPTION_SUFFIXES if _is_file(folder / f"{stem}{suffix}")]
+            there = _texts_of(folder, media)
             if not there:
                 raise UserError(
-                    f"{folder / media} has no caption; write one to {folder / stem}.txt{lists or shots(media)}"
+                    f"{folder / media} has no caption; write one to {folder / _stem(media)}.txt{lists or shots(media)}"
                 )
-            texts = [read_text(inside(folder, name, allow_outside=reader.allow_outside)) for name in there]
-            if len({" ".join(text.split()) for text in texts}) > 1:
-                raise UserError(f"{folder / media} has two captions, in {' and '.join(there)}; remove one of the files")
-            yield Entry(media=media, captions=reader.split(f"caption {folder / there[0]}", texts[:1]))
+            text = read_text(inside(folder, there[0], allow_outside=reader.allow_outside))
+            yield Entry(media=media, captions=reader.split(f"caption {folder / there[0]}", [text]))
         except UserError as error:
             yield Entry(media=media, problem=error)
     if nothing:
@@ -142,11 +165,13 @@ def _hint_at_tables(folder: Path) -> None:
         )
 
 
-def _hint_at_lists(folder: Path) -> str:
-    """Where there is no caption at all, but a file that may list them under another name than is looked for: which setting names it."""
+def _hint_at_lists(reader: Reader) -> str:
+    """Where a caption is missing, and a file may list them: which setting names it, or what belongs beside it."""
+    folder = reader.folder
+    if both := _both_lists(folder, reader.image_folders):
+        return f', or set data.metadata = "{both[0]}" if clips and captions are listed, and not beside each other'
     names = sorted(os.listdir(folder)) if os.access(folder, os.R_OK) else []
-    half = next(iter(lists_in(folder, (*MEDIA_LISTS, *CAPTION_LISTS))), "")
-    if half:
+    if half := next(iter(lists_in(folder, (*MEDIA_LISTS, *CAPTION_LISTS), image_folders=reader.image_folders)), ""):
         other = CAPTION_LISTS[0] if half in MEDIA_LISTS else MEDIA_LISTS[0]
         return (
             f", or {other} beside {half}, line by line, if that lists {'clips' if half in MEDIA_LISTS else 'captions'}"
@@ -217,7 +242,8 @@ def _cannot_list(error: OSError) -> None:
 
 
 def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Entry]:
-    captions = captions_of(path)
+    captions = captions_of(path, image_folders=reader.image_folders)
+    whole = replace(reader, captions="whole")  # a caption may hold what Python calls the end of a line
     for line, media, caption in pairs(path, text, captions, read_text(captions)):
         where = f"{path} line {line}"
         try:
@@ -225,7 +251,7 @@ def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Entry]:
                 raise UserError(
                     f"{where} is empty, and {captions.name} has a caption there; name its file, or remove both"
                 )
-            split = reader.split(f"{captions} line {line}", [caption])
+            split = whole.split(f"{captions} line {line}", [caption])
             reader.check_media(where, [media])
             yield Entry(media=media, captions=split)
         except UserError as error:

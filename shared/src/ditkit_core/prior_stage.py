@@ -41,7 +41,7 @@ def num_to_draw(run: Run, *, started: bool) -> int:
             f"prior.prompt: {missing} class pictures are missing in {folder}, and with {what} none are drawn; put them there, "
             "each with a caption in a .txt file"
         )
-    listed = lists_of(folder)
+    listed = lists_of(folder, image_folders=config.data.image_folders)
     if listed:
         raise UserError(
             f"prior.prompt: {folder} has {listed[0]}, which drawn pictures would not be in; set prior.images = "
