@@ -244,7 +244,22 @@ VAGUE = {
         False,
         "'control_path', .* call it pictures or more_pictures, or",
     ),
-    "numbered": ({"control_path_0": "x"}, COLUMNS, False, "'control_path_0'; did you mean 'control_path'"),
+    "numbered": ({"control_path_1": "x"}, COLUMNS, False, "'control_path_1', .* one file there; call it 'depth', or"),
+    "twice by number": (
+        {"control_path": "x", "control_path_0": "x"},
+        COLUMNS,
+        False,
+        "'control_path' and 'control_path_0', which mean the same",
+    ),
+    "two lists": (
+        {"object_file_path": "x", "more_files": "y"},
+        (
+            Column(name="one", kind="image", aliases=("object_file_path", "more_files")),
+            Column(name="two", kind="image", aliases=("object_file_path", "more_files")),
+        ),
+        False,
+        "'object_file_path' and 'more_files', which mean the same",
+    ),
     "of another model": (
         {"control_file_path": "x"},
         COLUMNS[1:2],
@@ -281,6 +296,41 @@ def test_a_list_fills_the_columns_that_share_its_name(folder: Path) -> None:
     assert dict(look(folder, columns=COLUMNS).samples[0].controls) == {"pictures": files[0]}
     jsonl(folder, clip(folder, object_file_path=files))
     assert_one_line(lambda: look(folder, columns=COLUMNS), "'object_file_path' names 4 files and this model takes 3")
+    first, second, third, fourth = files
+    for own, listed, expected in (
+        ({"more_pictures": second}, first, (first, second)),
+        ({"more_pictures": second}, [first, third], (first, second, third)),
+        ({"pictures": first}, [second, third], (first, second, third)),
+        ({"pictures": first, "more_pictures": "", "last_pictures": None}, [second], (first, second)),
+        ({"pictures": first, "more_pictures": second, "last_pictures": third}, "", (first, second, third)),
+    ):
+        jsonl(folder, clip(folder, object_file_path=listed, **own))
+        assert dict(look(folder, columns=COLUMNS).samples[0].controls) == dict(zip(LISTED, expected, strict=False))
+    jsonl(folder, clip(folder, object_file_path=[first, third, fourth], more_pictures=second))
+    said = "'object_file_path' names 3 files and this model takes 2 beside more_pictures; remove 1"
+    assert_one_line(lambda: look(folder, columns=COLUMNS), said)
+
+
+def test_a_list_in_a_table_is_read_as_one(folder: Path) -> None:
+    for name in ("x", "[y]"):
+        picture(folder / f"{name}.png")
+    table = folder / "metadata.csv"
+    for written, expected in (
+        ('"[""x.png"", ""[y].png""]"', ("x", "[y]")), ('" [ ""x.png"" ]"', ("x",)), ("[]", ()), ("", ()),
+        ("[y].png", ("[y]",)), ("x.png", ("x",)),
+    ):  # fmt: skip
+        table.write_text(f"video,text,object_file_path,depth\nvideos/0.mp4,a cat,{written},\n")
+        (sample,) = look(folder, columns=COLUMNS).samples
+        assert [Path(path).stem for path in sample.controls.values()] == list(expected)
+        assert list(sample.controls) == list(LISTED[: len(expected)])
+    table.write_text("video,text,object_file_path\nvideos/0.mp4,a cat,['x.png']\n")
+    assert_one_line(lambda: look(folder, columns=COLUMNS), "line 2: 'object_file_path' is no JSON list; write one path")
+
+
+@pytest.mark.parametrize("name", ["control_path", "control_path_0", "control_path_000"])
+def test_the_first_of_numbered_files_is_the_one_that_a_model_takes(folder: Path, name: str) -> None:
+    jsonl(folder, clip(folder, **{name: "videos/1.mp4"}))
+    assert dict(look(folder, columns=COLUMNS).samples[0].controls) == {"depth": str(folder / "videos" / "1.mp4")}
 
 
 @pytest.mark.skipif(os.sep == "\\", reason="they are what this system writes")

@@ -90,6 +90,14 @@ KEPT = {
     "texts beside a table": Kept(then(parquet, texts), BY_TEXT),
     "lists beside a table": Kept(then(parquet, lists), BY_LINE),
     "two texts beside a clip": Kept(then(texts, kohya), BY_TEXT),
+    **{
+        f"{name} beside file_name": Kept(lambda folder, name=name: rows(folder, **{name: "s3://x"}), BY_ROW)
+        for name in ("video_path", "image_path")
+    },
+    "both in a table": Kept(lambda folder: rows(folder, "metadata.csv", video_path="x", image_path="y"), BY_ROW),
+    "a list for the first, and the second": Kept(
+        lambda folder: rows(folder, src_ref_images="0.png", face_2="1.png"), BY_ROW, {"face": "0.png", "face_2": "1.png"}
+    ),
     "folders of images": Kept(
         shots, {"images": "text images", "prompt": "text prompt"}, settings={"image_folders": True}
     ),

@@ -180,7 +180,26 @@ def test_columns_as_other_trainers_call_them() -> None:
                     reference_columns("here", row, edits=False, model_columns=[each.name for each in known])
             else:
                 assert (headers, reference_columns("here", row, edits=False)) == ({}, ())
-    row = {"object_file_path": ["1.png", "2.png"]}
-    known = columns(PRESETS["vace-1.3b"])
-    found = control_values("here", row, known, control_headers("here", row, known))
-    assert found == {"vace_reference_image": "1.png", "vace_reference_image_2": "2.png"}
+    for preset, column in (("fun-v1.1-control-1.3b", "control_video"), ("vace-1.3b", "vace_video")):
+        assert values(preset, control_path_0="b") == {column: "b"}
+        with pytest.raises(UserError, match=f"'control_path_1', .* call it '{column}', or remove it"):
+            values(preset, control_path_0="b", control_path_1="c")
+
+
+def values(preset: str, **row: Any) -> dict[str, str]:
+    known = columns(PRESETS[preset])
+    return control_values("here", row, known, control_headers("here", row, known))
+
+
+def test_references_of_vace_are_a_list_and_columns_of_their_own() -> None:
+    first, second, third = own = [f"vace_reference_image{each}" for each in ("", "_2", "_3")]
+    for name in ("src_ref_images", "object_file_path"):
+        assert values("vace-1.3b", **{name: ["1", "2"]}) == {first: "1", second: "2"}
+        assert values("vace-1.3b", **{name: "1", second: "2"}) == {first: "1", second: "2"}
+        assert values("vace-1.3b", **{name: ["2", "3"], first: "1"}) == dict(zip(own, "123", strict=True))
+        with pytest.raises(UserError, match=f"'{name}' names 3 files and this model takes 1 beside {first}, {third}"):
+            values("vace-1.3b", **{name: ["2", "3", "4"], first: "1", third: "2"})
+    with pytest.raises(UserError, match="'src_ref_images' and 'object_file_path', which mean the same"):
+        values("vace-1.3b", src_ref_images="1", object_file_path="2")
+    with pytest.raises(UserError, match="'vace_video' and 'src_video', which mean the same"):
+        values("vace-1.3b", vace_video="1", src_video="2")

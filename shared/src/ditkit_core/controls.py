@@ -13,6 +13,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.files import inside, refuse_backslashes
 from ditkit_core.image_folder import check_inside
 from ditkit_core.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, kind_of, status
+from ditkit_core.metadata_columns import NUMBERED_REFERENCES, number_of
 from ditkit_core.windows import Window
 
 AUDIO_SUFFIXES = frozenset({".wav", ".mp3", ".flac", ".m4a", ".aac", ".ogg", ".opus"})
@@ -32,8 +33,9 @@ def control_headers(
     *,
     media: Collection[str] = (),
     other: Collection[str] = (),
-) -> dict[str, str]:
-    """Under which header metadata has each column. A misspelt one is refused: without it another model would be trained.
+) -> dict[str, list[str]]:
+    """What each header of metadata means: a column, or several that it fills from a list. A misspelt one is refused: without it another
+    model would be trained.
 
     Args:
         where: For messages.
@@ -42,64 +44,93 @@ def control_headers(
         media: Headers that name the clip itself, unless another of them is there as well (`image` beside `video`).
         other: Headers that mean something else if they are no columns.
 
+    Returns:
+        By header the names of its columns; of a list those too that have headers of their own, which go before it.
+
     Raises:
         UserError: If a column is there under two names, or nearly.
     """
-    names = named_columns(columns)
+    names = {name: [column.name for column in meant] for name, meant in named_columns(columns).items()}
     headers = [header for header in headers if isinstance(header, str)]
-    found: dict[str, str] = {}
+    found: dict[str, list[str]] = {}
     for header in headers:
         if header in media and (header not in names or all(each in names for each in headers if each in media)):
             continue
-        if header in names:
-            if twice := next((column.name for column in names[header] if column.name in found), ""):
-                raise UserError(
-                    f"{where} has {found[twice]!r} and {header!r}, which mean the same; remove one of the columns"
-                )
-            found |= {column.name: header for column in names[header]}
+        if meant := names.get(header) or _first_of_several(where, header, names):
+            alike = [each for each, theirs in found.items() if (len(theirs) > 1) == (len(meant) > 1)]
+            if twice := next((each for each in alike if set(found[each]) & set(meant)), ""):
+                raise UserError(f"{where} has {twice!r} and {header!r}, which mean the same; remove one of the columns")
+            found[header] = meant
         elif header not in other and (close := difflib.get_close_matches(header.lower(), names, n=1, cutoff=0.85)):
             raise UserError(f"{where} has a column {header!r}; did you mean {close[0]!r}? Rename it if not")
     return found
 
 
+def _first_of_several(where: str, header: str, names: Mapping[str, list[str]]) -> list[str]:
+    """What `control_path_0` means to a model that knows `control_path`, which is one file; nothing, if it is another name.
+
+    Raises:
+        UserError: If there are more of them.
+    """
+    if NUMBERED_REFERENCES not in names or (number := number_of(header)) is None:
+        return []
+    meant = names[NUMBERED_REFERENCES]
+    if number:
+        raise UserError(
+            f"{where} has a column {header!r}, and this model takes one file there; call it {meant[0]!r}, or remove it"
+        )
+    return meant
+
+
 def control_values(
-    where: str, row: Mapping[str, object], columns: Sequence[Column], headers: Mapping[str, str]
+    where: str, row: Mapping[str, object], columns: Sequence[Column], headers: Mapping[str, list[str]]
 ) -> dict[str, str]:
     """What one row says in the columns, as written; empty fields are left out.
+
+    A list fills the columns that have no value of their own, in order.
+
+    Args:
+        where: For messages.
+        row: By header.
+        columns: What the model knows.
+        headers: As `control_headers` has it.
 
     Raises:
         UserError: If a value is no path (in a column of texts: neither a text nor numbers), or there are more than columns for them.
     """
-    found = {}
-    for column in columns:
-        header = headers.get(column.name)
-        if header is None:
-            continue
-        sharing = [each.name for each in columns if headers.get(each.name) == header]
-        value = _shared(where, header, row.get(header), sharing.index(column.name), len(sharing))
-        if value is None or value == [] or (isinstance(value, str) and not value.strip()):
-            continue
-        if column.kind == "text" and (_is_number(value) or (isinstance(value, list) and all(map(_is_number, value)))):
-            value = json.dumps(value)
-        elif isinstance(value, list) and len(value) == 1:
-            value = value[0]
-        if not isinstance(value, str):
-            wanted = "a text" if column.kind == "text" else "the path of one file"
-            raise UserError(f"{where}: {header!r} is not {wanted}; correct it or leave it empty")
-        found[column.name] = value.strip()
-    return found
+    kinds = {column.name: column.kind for column in columns}
+    found: dict[str, str] = {}
+    for header, meant in sorted(headers.items(), key=lambda each: len(each[1])):
+        value = row.get(header)
+        left = [name for name in meant if name not in found]
+        values = [value] if len(meant) == 1 or not isinstance(value, list) else value
+        if not all(map(_is_empty, values[len(left) :])):
+            own = [name for name in meant if name not in left]
+            there = f"{len(left)} beside {', '.join(own)}" if own else f"{len(left)}"
+            raise UserError(
+                f"{where}: {header!r} names {len(values)} files and this model takes {there}; remove {len(values) - len(left)}"
+            )
+        for name, each in zip(left, values, strict=False):
+            if not _is_empty(each):
+                found[name] = _written(f"{where}: {header!r}", each, kinds[name])
+    return {column.name: found[column.name] for column in columns if column.name in found}
 
 
-def _shared(where: str, header: str, value: object, place: int, columns: int) -> object:
-    """What a column has of a value that several have in common: one of a list each, a single value the first."""
-    if columns == 1:
-        return value
-    values = value if isinstance(value, list) else [value]
-    if len(values) > columns:
+def _is_empty(value: object) -> bool:
+    return value is None or value == [] or (isinstance(value, str) and not value.strip())
+
+
+def _written(where: str, value: object, kind: str) -> str:
+    """The path or text that a field has."""
+    if kind == "text" and (_is_number(value) or (isinstance(value, list) and all(map(_is_number, value)))):
+        value = json.dumps(value)
+    elif isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, str):
         raise UserError(
-            f"{where}: {header!r} names {len(values)} files and this model takes {columns}; remove {len(values) - columns}"
+            f"{where} is not {'a text' if kind == 'text' else 'the path of one file'}; correct it or leave it empty"
         )
-    return values[place] if place < len(values) else None
+    return value.strip()
 
 
 def _is_number(value: object) -> bool:

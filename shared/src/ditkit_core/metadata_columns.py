@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from ditkit_core.errors import UserError
 
-MEDIA_COLUMNS = ("file_name", "video", "image", "file_path", "path", "video_path", "image_path")
+_ELSEWHERE = ("video_path", "image_path")
+MEDIA_COLUMNS = ("file_name", "video", "image", "file_path", "path", *_ELSEWHERE)
+"""The last two are the clip where none of the others is there, and otherwise nothing: they may say where it was taken from."""
 CAPTION_COLUMNS = ("text", "prompt", "caption")
 REFERENCE_COLUMNS = ("references", "reference", "control", "edit_image")
 NUMBERED_REFERENCES = "control_path"
@@ -19,6 +21,18 @@ _NO_REFERENCES = ("end_image",)
 """Nearly spelt like a column of references, and in the metadata of image-to-video models."""
 
 _NUMBERED = re.compile(rf"{NUMBERED_REFERENCES}(?:_(\d{{1,9}}))?", re.ASCII)
+
+
+def number_of(name: str) -> int | None:
+    """The number i of `control_path_i`, 0 of `control_path`; None of any other column."""
+    match = _NUMBERED.fullmatch(name)
+    return int(match[1] or 0) if match else None
+
+
+def media_columns(found: Iterable[str]) -> tuple[str, ...]:
+    """The names that may be the clip's among columns."""
+    first = tuple(name for name in MEDIA_COLUMNS if name not in _ELSEWHERE)
+    return first if any(name in first for name in found) else MEDIA_COLUMNS
 
 
 def only_column(where: str, found: Iterable[str], accepted: tuple[str, ...], what: str) -> str:
@@ -71,7 +85,7 @@ def reference_columns(
         UserError: If a column is none of these but nearly, or if the same is there twice.
     """
     found = list(found)
-    numbered = {name: int(match[1] or 0) for name in found if (match := _NUMBERED.fullmatch(name))}
+    numbered = {name: number for name in found if (number := number_of(name)) is not None}
     there = [name for name in found if name in REFERENCE_COLUMNS]
     if numbered and edits:
         if there:
@@ -91,10 +105,12 @@ def reference_columns(
         if name in _NO_REFERENCES or name in OF_THE_MODEL or name in numbered:
             continue
         if close := difflib.get_close_matches(name.lower(), REFERENCE_COLUMNS, n=1, cutoff=0.8):
-            raise UserError(
-                f"{where} has a column {name!r}; call it {close[0]!r} if it names references, or else rename it"
-            )
+            raise UserError(_rename(where, name, close[0]))
     return ()
+
+
+def _rename(where: str, name: str, right: str) -> str:
+    return f"{where} has a column {name!r}; call it {right!r} if it names references, or else rename it"
 
 
 def _either(names: Sequence[str]) -> str:

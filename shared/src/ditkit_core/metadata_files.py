@@ -4,6 +4,7 @@ import csv
 import functools
 import io
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -15,10 +16,14 @@ from ditkit_core.metadata_columns import (
     MEDIA_COLUMNS,
     OF_THE_MODEL,
     REFERENCE_COLUMNS,
+    media_columns,
     only_column,
 )
 
-_OTHER = (*CAPTION_COLUMNS, *REFERENCE_COLUMNS, *OF_THE_MODEL)
+_LIST = re.compile(r"\s*\[\s*[\]\"']")
+"""How a list of paths begins, of JSON or (to be told) of Python."""
+
+_OTHER = (*MEDIA_COLUMNS, *CAPTION_COLUMNS, *REFERENCE_COLUMNS, *OF_THE_MODEL)
 
 
 def json_lines(reader: Reader, path: Path, text: str) -> Iterator[Entry]:
@@ -85,9 +90,10 @@ def csv_rows(reader: Reader, path: Path, text: str) -> Iterator[Entry]:
     try:
         where = f"{path} line 1"
         names = rows.fieldnames or []
-        controls = control_headers(where, names, reader.columns, media=MEDIA_COLUMNS, other=_OTHER)
-        plain = [name for name in names if name not in controls.values()]
-        only_column(where, plain, MEDIA_COLUMNS, "media")
+        controls = control_headers(where, names, reader.columns, media=media_columns(names), other=_OTHER)
+        plain = [name for name in names if name not in controls]
+        lists = [name for name, meant in controls.items() if len(meant) > 1]
+        only_column(where, plain, media_columns(plain), "media")
         only_column(where, plain, CAPTION_COLUMNS, "caption")
         reader.references(where, plain)
         for row in rows:
@@ -97,7 +103,8 @@ def csv_rows(reader: Reader, path: Path, text: str) -> Iterator[Entry]:
                     raise UserError(
                         f"{where} has more fields than the header; put captions with commas in double quotes"
                     )
-                yield _row(reader, where, row, _csv_paths)
+                given = {name: _csv_list(f"{where}: {name!r}", row[name]) for name in lists}
+                yield _row(reader, where, {**row, **given}, _csv_paths)
             except UserError as error:
                 yield Entry(media=where, problem=error)
     except csv.Error as error:
@@ -108,9 +115,9 @@ def _row(
     reader: Reader, where: str, row: Mapping[str, object], paths: Callable[[str, object], tuple[str, ...]]
 ) -> Entry:
     """The entry of one row of metadata; `paths` reads its reference column."""
-    headers = control_headers(where, row, reader.columns, media=MEDIA_COLUMNS, other=_OTHER)
-    plain = {name: value for name, value in row.items() if name not in headers.values()}
-    column = only_column(where, plain, MEDIA_COLUMNS, "media")
+    headers = control_headers(where, row, reader.columns, media=media_columns(row), other=_OTHER)
+    plain = {name: value for name, value in row.items() if name not in headers}
+    column = only_column(where, plain, media_columns(plain), "media")
     (media,) = _texts(f"{where}: {column!r}", [row[column]])
     column = only_column(where, plain, CAPTION_COLUMNS, "caption")
     given = row[column]
@@ -141,6 +148,11 @@ def _csv_paths(where: str, given: object) -> tuple[str, ...]:
         return _json_paths(where, json.loads(given))
     except ValueError as error:
         raise UserError(f'{where} is no JSON list; write one path, or ["first.png", "second.png"]') from error
+
+
+def _csv_list(where: str, given: object) -> object:
+    """A field that may be a list, as that or as written: the name of a file may begin with a bracket."""
+    return list(_csv_paths(where, given)) if isinstance(given, str) and _LIST.match(given) else given
 
 
 def _texts(where: str, values: Sequence[object]) -> tuple[str, ...]:
