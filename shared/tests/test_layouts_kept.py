@@ -1,4 +1,4 @@
-"""What else lies in a folder changes nothing of how it was read before other trainers' layouts were."""
+"""What else lies in a folder changes nothing of how it was read before other trainers' layouts were; misspelt references are told."""
 
 import json
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import pytest
 
 from ditkit_core.conditions import Column
 from ditkit_core.errors import UserError
+from ditkit_core.metadata_columns import reference_columns
 from media_files import picture
 from test_layouts import look
 
@@ -137,3 +138,77 @@ def test_lists_of_folders_of_images_are_lists(tmp_path: Path) -> None:
     assert look(tmp_path, image_folders=True).captions == ["a cat"]
     (tmp_path / "prompt.txt").write_text("a dog")
     assert look(tmp_path, image_folders=True, metadata="videos.txt").captions == ["a cat"]
+
+
+MISSPELT = {
+    "control_paths": ([], "call it 'control_path' if"),
+    "Control_Path": ([], "call it 'control_path' if"),
+    "control_path_a": ([], "call it 'control_path' if"),
+    "Control_Path_2": ([], "call it 'control_path_2' if"),
+    "contorl_path_1": (["control_path_0"], "beside 'control_path_0'; put its references there, in order, or else"),
+    "control_directory": ([], "call it 'references' if"),
+    "contorl": (["references"], "beside 'references'"),
+    "reference_2": (["reference"], "beside 'reference'"),
+    "edit_images": (["edit_image"], "beside 'edit_image'"),
+    "control_path_b": (["control_path"], "beside 'control_path'"),
+    "preference": ([], "call it 'reference' if"),
+}
+
+
+@pytest.mark.parametrize("name", MISSPELT)
+def test_a_misspelt_column_of_references_is_told_of_a_model_that_edits(name: str) -> None:
+    beside, said = MISSPELT[name]
+    with pytest.raises(UserError, match=f"here has a column '{name}'.*{said}"):
+        reference_columns("here", ["image", "text", *beside, name], edits=True)
+
+
+@pytest.mark.parametrize("right", ["references", "control", "control_path", "control_path_0"])
+def test_other_columns_are_no_misspelt_ones(right: str) -> None:
+    others = [
+        "width",
+        "height",
+        "type",
+        "fps",
+        "duration",
+        "num_frames",
+        "frame_count",
+        "id",
+        "source",
+        "url",
+        "score",
+        "split",
+        "seed",
+        "mask",
+        "mask_path",
+        "caption_path",
+        "control_video",
+        "control_type",
+        "control_mask",
+        "control_scale",
+        "control_hash",
+        "end_image",
+        "first_image",
+        "source_image",
+        "target_image",
+        "original_image",
+        "edited_image",
+        "edit_prompt",
+        "edit_instruction",
+        "reference_id",
+        "reference_url",
+        "edit_image_path",
+        "control_path_md5",
+        "preference",
+        "difference",
+        "control_directory",
+    ]
+    assert reference_columns("here", [*others, right], edits=True) == (right,)
+    alone = others[: others.index("edited_image")]
+    assert reference_columns("here", alone, edits=True) == reference_columns("here", alone, edits=False) == ()
+
+
+def test_a_model_of_text_passes_over_what_it_passed_over() -> None:
+    assert reference_columns("here", ["control_paths", "control_path", "control_directory"], edits=False) == ()
+    assert reference_columns("here", ["reference", "contorl"], edits=False) == ("reference",)
+    with pytest.raises(UserError, match="'controls'; call it 'control' if"):
+        reference_columns("here", ["controls"], edits=False)

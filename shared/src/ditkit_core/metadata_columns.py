@@ -20,6 +20,17 @@ OF_THE_MODEL = (NUMBERED_REFERENCES, "control_file_path", "object_file_path")
 _NO_REFERENCES = ("end_image",)
 """Nearly spelt like a column of references, and in the metadata of image-to-video models."""
 
+_NO_MORE_REFERENCES = re.compile(
+    rf"edited_image|preferences?|({'|'.join((*REFERENCE_COLUMNS, NUMBERED_REFERENCES))})_[a-z][a-z0-9]+"
+)
+"""Names, in lower case, that are words of their own where the references have a column already: `reference_id`, `edit_image_path`, …"""
+
+_OF_FOLDERS = "control_directory"
+"""musubi-tuner's setting for a folder of references."""
+
+_NEARLY = {**dict.fromkeys(REFERENCE_COLUMNS, 0.8), NUMBERED_REFERENCES: 0.85, _OF_FOLDERS: 0.9}
+"""How alike a name and a column of references are (as `difflib` has it) from where on it is that, misspelt."""
+
 _NUMBERED = re.compile(rf"{NUMBERED_REFERENCES}(?:_(\d{{1,9}}))?", re.ASCII)
 
 
@@ -72,7 +83,7 @@ def reference_columns(
 ) -> tuple[str, ...]:
     """The columns that name references, in the order of the pictures; none if there are none.
 
-    A misspelt one is refused, because without it nothing would be edited; so is one of `OF_THE_MODEL` that may mean several things to
+    A misspelt one is refused, because without it nothing would be edited, or with less; so is one of `OF_THE_MODEL` that may mean several things to
     a model which is told something beside text.
 
     Args:
@@ -87,6 +98,8 @@ def reference_columns(
     found = list(found)
     numbered = {name: number for name in found if (number := number_of(name)) is not None}
     there = [name for name in found if name in REFERENCE_COLUMNS]
+    if edits:
+        _refuse_misspelt(where, found, beside=[*there, *numbered])
     if numbered and edits:
         if there:
             both = f"{there[0]}, {next(iter(numbered))}"
@@ -107,6 +120,36 @@ def reference_columns(
         if close := difflib.get_close_matches(name.lower(), REFERENCE_COLUMNS, n=1, cutoff=0.8):
             raise UserError(_rename(where, name, close[0]))
     return ()
+
+
+def _refuse_misspelt(where: str, found: Sequence[str], *, beside: Sequence[str]) -> None:
+    """Refuse what is nearly a column of references of a model that edits.
+
+    Args:
+        where: For messages.
+        found: The columns that there are.
+        beside: Those of them that are columns of references.
+
+    Raises:
+        UserError: Naming the column.
+    """
+    for name in found:
+        if name in beside or name in _NO_REFERENCES or name in OF_THE_MODEL:
+            continue
+        lowered = name.lower()
+        plain = re.sub(r"_[0-9]+$", "", lowered)
+        number = lowered[len(plain) :]
+        scores = [(difflib.SequenceMatcher(None, known, plain).ratio(), known) for known in _NEARLY]
+        close = max((each for each in scores if each[0] >= _NEARLY[each[1]]), default=(0.0, ""))[1]
+        if not close or (beside and _NO_MORE_REFERENCES.fullmatch(plain)):
+            continue
+        if beside:
+            raise UserError(
+                f"{where} has a column {name!r} beside {beside[0]!r}; put its references there, in order, or else rename it"
+            )
+        if number:
+            close = NUMBERED_REFERENCES + number
+        raise UserError(_rename(where, name, "references" if close == _OF_FOLDERS else close))
 
 
 def _rename(where: str, name: str, right: str) -> str:
