@@ -114,7 +114,7 @@ def reference_columns(
         )
     if there:
         return (only_column(where, there, REFERENCE_COLUMNS, "reference"),)
-    for name in found:
+    for name in () if edits else found:  # of a model that edits they were looked through above
         if name in _NO_REFERENCES or name in OF_THE_MODEL or name in numbered:
             continue
         if close := difflib.get_close_matches(name.lower(), REFERENCE_COLUMNS, n=1, cutoff=0.8):
