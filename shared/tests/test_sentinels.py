@@ -74,10 +74,19 @@ class Seen:
         self.largest[index] = max(self.largest.get(index, 0.0), float(carry.tokens.detach().abs().max()))
 
 
+def freeze_key_biases(model, *, but=None):
+    """Leaves the biases of keys out of training: softmax does not see them, so their gradients are 0 but for rounding, and how many elements
+    are exactly 0 depends on the CPU's instruction set. No other gradient of the toy comes near 0."""
+    for layer in model.layers:
+        for bias in (layer.qkv.bias, layer.key_value.bias):
+            bias.requires_grad_(bias is but)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_a_reading_is_of_what_each_block_made(policy, method):
     model = make_model(TOY, ARCH, adapter=ADAPTER if method == "lora" else None)
+    freeze_key_biases(model)
     seen, watch = Seen(model), Watch()
     step(model, Engine(policy=policy), watch=watch)
     found = watch.reading
@@ -97,10 +106,11 @@ def test_evaluations_are_not_looked_at():
 def test_gradients_that_underflow_are_counted_and_the_worst_is_named(fused):
     model, watch = make_model(TOY, ARCH), Watch()
     halves = model.layers[1].out.weight, model.layers[0].qkv.bias
+    freeze_key_biases(model, but=halves[1])
     halves[0].register_hook(lambda g: torch.cat([g[:12], 0 * g[12:]]))
     halves[1].register_hook(lambda g: 0 * g)  # to this one nothing comes: left out
     step(model, watch=watch, fused=fused, micro_batches=1)
-    total = sum(p.numel() for p in model.parameters()) - halves[1].numel()
+    total = sum(p.numel() for p in model.parameters() if p.requires_grad) - halves[1].numel()
     assert watch.reading.underflow == pytest.approx(4 * 16 / total)
     assert watch.reading.worst == "layers.1.out.weight"
 

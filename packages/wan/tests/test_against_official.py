@@ -1,11 +1,15 @@
 """Our transformer against recordings of the official code (outputs and gradients made by running it)."""
 
 import json
+import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
+from torch.overrides import TorchFunctionMode
 
 from ditkit_core.precision import Precision, PrecisionConfig
 from ditkit_wan.model import WanInputs, WanTransformer
@@ -126,10 +130,7 @@ def flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
 def test_the_bf16_recording_is_met_within_rounding():
     recording = Recording("wan22_t2v_autocast_bf16")
     t, given = recording.tensors, ("in.x.0", "in.context.0")
-    half = recording.model(Precision(matmul=torch.bfloat16), recording.config["text_len"])
-    for name, parameter in half.named_parameters():
-        if not WAN.keep_fp32(name):
-            parameter.data = parameter.data.bfloat16()
+    half = bf16_model(recording, Precision(matmul=torch.bfloat16))
     exact = recording.model(Precision(matmul=torch.float64), recording.config["text_len"]).double()
 
     out, loss, d_latents, d_text, d_parameters = run(recording, half, *(t[key].clone() for key in given), t["in.t"])
@@ -152,30 +153,104 @@ def preset(name: str, matmul: torch.dtype = torch.bfloat16, **fields: str) -> Pr
     return PrecisionConfig(preset=name, **fields).precision(matmul, WAN.reference_precision)
 
 
-def found(recording: Recording, precision: Precision) -> dict[str, torch.Tensor]:
-    """Output, loss and gradients with the recording's weights, those of matmuls rounded to bf16."""
+def bf16_model(recording: Recording, precision: Precision) -> WanTransformer:
     model = recording.model(precision, recording.config["text_len"])
     for name, parameter in model.named_parameters():
         if not WAN.keep_fp32(name):
             parameter.data = parameter.data.bfloat16()
-    t = recording.tensors
+    return model
+
+
+def found(recording: Recording, precision: Precision) -> dict[str, torch.Tensor]:
+    """Output, loss and gradients with the recording's weights, those of matmuls rounded to bf16."""
+    model, t = bf16_model(recording, precision), recording.tensors
     out, loss, d_latents, d_text, d_parameters = run(
         recording, model, t["in.x.0"].clone(), t["in.context.0"].clone(), t["in.t"]
     )
     return {"output": out, "loss": loss, "latents": d_latents, "text": d_text, "parameters": flat(d_parameters)}
 
 
+class ExactBf16(TorchFunctionMode):
+    """Linear layers, GELU and attention in bf16 by their definition: computed in fp64 and rounded to bf16 where the official code's kernels round.
+    Attention rounds twice: the exponentials, before they meet the values, and its result.
+
+    Args:
+        replace: Whether the definition's results are passed on, or those of this CPU's kernels.
+    """
+
+    def __init__(self, *, replace: bool):
+        super().__init__()
+        self.replace = replace
+        self.differing: Counter[str] = Counter()
+        """Elements in which this CPU's kernel and the definition differ, by function; 0 where they never do."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        definitions = {F.linear: F.linear, F.gelu: F.gelu, F.scaled_dot_product_attention: self.attention}
+        if func not in definitions or out.dtype != torch.bfloat16:
+            return out
+        wide = [arg.double() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        exact = definitions[func](*wide, **(kwargs or {})).bfloat16()
+        self.differing[func.__name__] += int((exact != out).sum())
+        return exact if self.replace else out
+
+    @staticmethod
+    def attention(q, k, v, attn_mask, dropout_p):
+        assert attn_mask is None and dropout_p == 0.0
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        return weights.bfloat16().double() @ v / weights.sum(-1, keepdim=True)
+
+
+def exact_bf16(recording: Recording, precision: Precision, *, replace: bool) -> tuple[torch.Tensor, Counter[str]]:
+    """Output of the forward with the recording's weights, and in how many elements this CPU's kernels differ from the definition."""
+    model, t = bf16_model(recording, precision), recording.tensors
+    with torch.no_grad(), ExactBf16(replace=replace) as mode:
+        out = model(WanInputs([t["in.x.0"]], t["in.t"], [t["in.context.0"]]))[0]
+    assert mode.differing.keys() == {"linear", "gelu", "scaled_dot_product_attention"}
+    return out, mode.differing
+
+
+def test_reference_makes_the_roundings_of_the_official_bf16_run():
+    """To 1e-6 on any CPU: every rounding of the official forward is made, in the same place. What is left to the CPU is computed in fp32 or
+    wider and is 2e-7 off."""
+    recording = Recording("wan22_t2v_autocast_bf16")
+    t = recording.tensors
+    out, _ = exact_bf16(recording, preset("reference"), replace=True)
+    loss = (out - t[recording_target(recording)].reshape(out.shape)).square().mean()
+    assert relative(out, t["out.0"]) < 1e-6 and relative(loss, t["loss"]) < 1e-6
+    plain, _ = exact_bf16(recording, preset("default"), replace=True)
+    assert 1e-3 < relative(plain, t["out.0"]) < BF16["output"], "the roundings make a difference"
+
+
+# How far `reference` and `default` are from the recording where attention rounds elsewhere than the recording's machine did, and the bound on
+# the former, 1.5 times it; measured with ATEN_CPU_CAPABILITY=avx2. There torch's kernel rounds some exponentials to the other bf16 number: 25 of
+# 1536 elements that attention returns differ by one rounding, which two blocks carry on. The loss is one number, in which errors cancel.
+OTHER_KERNELS = {
+    "output": 2e-3,  # 1.3e-3, 2.5e-3
+    "loss": 2.5e-4,  # 1.4e-4, 3.1e-5
+    "latents": 7e-3,  # 4.7e-3, 5.4e-3
+    "text": 1.4e-2,  # 9.1e-3, 1.3e-2
+    "parameters": 3.7e-3,  # 2.5e-3, 3.9e-3
+}
+
+
 def test_reference_is_the_official_bf16_run():
-    """The output to 1e-6: every rounding of the official forward is made, in the same place. In the backward some are not: autocast casts
-    gradients where its casts of the forward were."""
+    """With this CPU's kernels: the output to 1e-6 where they round as the recording's machine did, which is measured in the same forward. In the
+    backward some roundings are not made: autocast casts gradients where its casts of the forward were."""
     recording = Recording("wan22_t2v_autocast_bf16")
     t = recording.tensors
     theirs = {"output": t["out.0"], "loss": t["loss"], "latents": t["gi.x.0"], "text": t["gi.context.0"]}
     theirs["parameters"] = flat({to_native(key): tensor for key, tensor in recording.group("gp.").items()})
     default, reference = found(recording, preset("default")), found(recording, preset("reference"))
     off = {name: (relative(reference[name], theirs[name]), relative(default[name], theirs[name])) for name in theirs}
-    assert off["output"][0] < 1e-6 and off["loss"][0] < 1e-6
-    assert all(mine < 0.7 * plain for mine, plain in off.values()), off
+    _, differing = exact_bf16(recording, preset("reference"), replace=False)
+    if differing.total() == 0:
+        assert off["output"][0] < 1e-6 and off["loss"][0] < 1e-6
+        assert all(mine < 0.7 * plain for mine, plain in off.values()), off
+    else:
+        assert all(mine < OTHER_KERNELS[name] for name, (mine, _) in off.items()), off
+        assert all(mine < plain for name, (mine, plain) in off.items() if name != "loss"), off
 
 
 def test_in_fp32_reference_is_default_but_for_the_rotation():
