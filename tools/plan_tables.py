@@ -22,9 +22,10 @@ from ditkit_core.config_layers import resolve
 from ditkit_core.fit import Candidate, Task, fit, least_missing
 from ditkit_core.fit_changes import levers
 from ditkit_core.fit_stage import task_for
-from ditkit_core.hardware import GIB, Card, parse_gpus
+from ditkit_core.hardware import Card, parse_gpus
 from ditkit_core.model import ModelSpec
 from ditkit_core.run import Run
+from ditkit_core.sizes import GIB
 from ditkit_core.timing import UTILISATION
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.spec import WAN

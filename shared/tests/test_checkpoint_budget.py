@@ -14,7 +14,6 @@ from ditkit_core.checkpoint_policies import AttentionOnly, Full, Policy
 from ditkit_core.config import RunConfig
 from ditkit_core.config_layers import resolve
 from ditkit_core.errors import UserError
-from ditkit_core.hardware import GIB
 from ditkit_core.plan import Budget
 from ditkit_core.plan_report import as_json
 from ditkit_core.plan_stage import divided_for_training, job_for, make_report
@@ -23,6 +22,7 @@ from ditkit_core.prepare import build_on_meta
 from ditkit_core.profile import Profile, StageCost
 from ditkit_core.run import Run
 from ditkit_core.run_checks import check_training
+from ditkit_core.sizes import GIB
 from ditkit_core.testing.plans import divided, whole
 from ditkit_core.testing.toy import TOY, ToyArch
 from toy_world import World, equal

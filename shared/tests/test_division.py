@@ -11,14 +11,15 @@ import torch
 from ditkit_core import plan_stage
 from ditkit_core.config import RunConfig
 from ditkit_core.config_layers import resolve
-from ditkit_core.division import budgets_here, budgets_of, choose_cuts, streamed_of, weights_profile
+from ditkit_core.division import budgets_here, budgets_of, choose_cuts, place, streamed_of, weights_profile
 from ditkit_core.errors import UserError
-from ditkit_core.hardware import GIB, default_reserve, keeping_reserves, parse_gpus
+from ditkit_core.hardware import default_reserve, keeping_reserves, parse_gpus
 from ditkit_core.plan import Budget, Division, compose
 from ditkit_core.plan_stage import divided_for_training, make_report
 from ditkit_core.prepare import build_on_meta
 from ditkit_core.profile import Profile, StageCost, profile
 from ditkit_core.run import Run
+from ditkit_core.sizes import GIB
 from ditkit_core.testing.toy import TOY, ToyArch
 from toy_world import World
 
@@ -172,7 +173,7 @@ def test_a_run_is_cut_where_its_plan_says_and_not_where_weights_alone_would(mach
     run = run_of(train__devices=("cuda:0", "cuda:1"), data__width=1024, data__height=1024, **flags)
     model = build_on_meta(run.spec, DEEP, run.precision)
     placed = divided_for_training(run, model, DEEP, run.config.adapter).placement
-    assert placed.cuts != run.placement(model).cuts
+    assert placed.cuts != place(run, model).cuts
     report = make_report(run)
     assert report.division.devices == tuple(device.index for device in placed.blocks)
     assert report.division.streamed == placed.streamed

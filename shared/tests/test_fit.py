@@ -11,9 +11,10 @@ import torch
 from ditkit_core.block_swap import choose_streamed
 from ditkit_core.fit import HARDLY_LONGER, POLICIES, PRICE, ROOM, SMALLEST, Task, fit, least_missing, shortest_seconds
 from ditkit_core.fit_search import budget_of
-from ditkit_core.hardware import GIB, of_size, parse_gpus
+from ditkit_core.hardware import of_size, parse_gpus
 from ditkit_core.placement import Placement
 from ditkit_core.plan import Division, compose
+from ditkit_core.sizes import GIB
 from ditkit_core.timing import Workload, step_seconds
 from made_profiles import made_profile
 

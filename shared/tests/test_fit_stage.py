@@ -13,10 +13,11 @@ from ditkit_core.config_file import read_config_file
 from ditkit_core.fit import Task, fit, least_missing
 from ditkit_core.fit_changes import best_first, levers
 from ditkit_core.fit_stage import apply, cards_of, changes
-from ditkit_core.hardware import GIB, parse_gpus
+from ditkit_core.hardware import parse_gpus
 from ditkit_core.options import TrainOptions
 from ditkit_core.plan_companions import CompanionRow
 from ditkit_core.run import Run
+from ditkit_core.sizes import GIB
 from ditkit_core.testing.toy import TOY
 from made_profiles import made_profile
 

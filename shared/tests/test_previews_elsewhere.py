@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ditkit_core import cli, expert_runs, preview_process, train
+from ditkit_core import cli, expert_runs, expert_turns, preview_process, train
 from ditkit_core.config import RunConfig
 from ditkit_core.config_layers import resolve
 from ditkit_core.drawing import Turn
 from ditkit_core.errors import UserError
-from ditkit_core.expert_runs import Trained
+from ditkit_core.expert_turns import Trained
 from ditkit_core.model import Expert
 from ditkit_core.preview_queue import Preview, drop_after, put, read, read_weights, tidy, waiting
 from ditkit_core.previews import Previews, visible_devices
@@ -236,7 +236,7 @@ def test_the_preview_that_failed_is_named_whatever_else_waits(world: World, caps
     run, folder = bare(world)
     names = {step: f"step-{step:06d}.safetensors" for step in (3, 5, 7, 8)}
     put(folder.pending, Preview(step=5), {})
-    with children(world.spec, "fails") as started, Previews(run, folder, 2) as previews:
+    with children(world.spec, "fails") as started, Previews(run, folder, 2, lambda path: None) as previews:
         put(folder.pending, Preview(step=3), {})
         take = previews.taker()
         take(7, {})
@@ -341,7 +341,7 @@ def test_each_of_two_experts_is_drawn_while_it_trains(experts: TwoExperts, monke
     flags = ("--ema.decay", "0.9", "--sample.steps", "2")
     assert world.train("plain", 2, *flags, "--sample.captions", "0") == 0
     loaded: list[tuple[str, str]] = []
-    turn = expert_runs._turn
+    turn = expert_turns._turn
 
     def noted(run: Run, expert: Expert, trained: Trained, guidance: float) -> Turn:
         loaded.append((expert.name, trained.preview.name if trained.preview else str(trained.step)))
@@ -354,7 +354,7 @@ def test_each_of_two_experts_is_drawn_while_it_trains(experts: TwoExperts, monke
         asked.append(state.parent.name)
         return latest(state, warn)
 
-    monkeypatch.setattr(expert_runs, "_turn", noted)
+    monkeypatch.setattr(expert_turns, "_turn", noted)
     monkeypatch.setattr(expert_runs, "latest", counted)
     with children(world.spec, "draws") as started:
         every = ("--sample.every_steps", "1", "--sample.device", "cpu", "--sample.captions", "1")

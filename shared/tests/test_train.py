@@ -11,12 +11,13 @@ import torch
 from ditkit_core import train as train_module
 from ditkit_core.activation_checkpoint import Engine
 from ditkit_core.checkpoint import SaveConfig, load_state
-from ditkit_core.ema import EMAConfig, copy_values
+from ditkit_core.ema import EMAConfig
 from ditkit_core.errors import UserError
 from ditkit_core.held_out import HeldOutConfig, held_out_loss
 from ditkit_core.interrupts import Interrupts
 from ditkit_core.metrics import LogConfig
 from ditkit_core.optim import OptimConfig
+from ditkit_core.parameters import copy_values
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.train import TrainConfig
 from toy_training import ToyBatch, ToyData, toy_model, toy_run

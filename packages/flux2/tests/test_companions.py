@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ditkit_core.components import Components
-from ditkit_core.hardware import GIB
 from ditkit_core.ledger import Ledger
 from ditkit_core.model import Companion
 from ditkit_core.plan_companions import measure
+from ditkit_core.sizes import GIB
 from ditkit_core.testing.companions import check_tiles, live, num_parameters
 from ditkit_flux2 import text, vae
 from ditkit_flux2.presets import PRESETS

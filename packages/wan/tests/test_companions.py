@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ditkit_core.components import Components
-from ditkit_core.hardware import GIB
 from ditkit_core.model import Companion
 from ditkit_core.plan_companions import measure
+from ditkit_core.sizes import GIB
 from ditkit_core.testing.companions import check_tiles, live, num_parameters
 from ditkit_wan import vae
 from ditkit_wan.image_encoder import ImageEncoder

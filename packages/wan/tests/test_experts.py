@@ -16,7 +16,8 @@ from ditkit_core import cli
 from ditkit_core.config import RunConfig
 from ditkit_core.config_layers import resolve
 from ditkit_core.drawing import draw
-from ditkit_core.expert_runs import runs_of, trained_in, turns_of
+from ditkit_core.expert_runs import runs_of
+from ditkit_core.expert_turns import trained_in, turns_of
 from ditkit_core.experts import levels
 from ditkit_core.flow_matching import shift_sigma, sigma_at
 from ditkit_core.model import SampleJob

@@ -16,12 +16,11 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ditkit_core.checkpoint_policies import AttentionOnly, Full, Policy
-from ditkit_core.devices import spread
 from ditkit_core.errors import UserError
-from ditkit_core.hardware import GIB, parse_size
 from ditkit_core.plan import Budget, DevicePlan, Division, Span, compose
-from ditkit_core.policy_schedule import KEY, written
+from ditkit_core.policy_schedule import KEY, check_sizes, written
 from ditkit_core.profile import Profile
+from ditkit_core.sizes import GIB
 from ditkit_core.stage_costs import mixed
 
 SELF = "self"
@@ -102,20 +101,6 @@ def choose(task: Task) -> Choice:
         f"{KEY} = budget: nothing fits; with {smallest[0]} for all blocks {', '.join(lacking)}; give it more, train.swap_blocks, "
         "fewer data.frames or a smaller data.height and width; --fit says which"
     )
-
-
-def check_sizes(sizes: Sequence[str], num_devices: int | None = None) -> tuple[int, ...]:
-    """Bytes of `budget(20GiB, 12GiB)`.
-
-    Args:
-        sizes: What stands in parentheses.
-        num_devices: For how many there have to be sizes; None does not ask.
-
-    Raises:
-        UserError: If one is no size, or they are not one for each device, or one for all.
-    """
-    found = [parse_size(size, f"{KEY} = budget:") for size in sizes]
-    return tuple(found if num_devices is None or not found else spread(found, num_devices, f"{KEY} = budget"))
 
 
 def limited(budgets: Sequence[Budget], sizes: Sequence[str]) -> tuple[Budget, ...]:

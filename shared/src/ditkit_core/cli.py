@@ -194,7 +194,7 @@ def _stage(command: str, options: Any) -> Any:
 
         return check_run
     if command == "train" and options.plan:
-        from ditkit_core.plan_stage import plan
+        from ditkit_core.plan_command import plan
 
         return plan
     if command == "sample":

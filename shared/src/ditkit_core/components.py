@@ -13,10 +13,8 @@ from types import MappingProxyType
 from typing import Literal
 
 from ditkit_core.errors import UserError
+from ditkit_core.safetensors_file import refuse_pickles
 from ditkit_core.settings import setting
-
-PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle")
-"""Suffixes of files that run code when they are read."""
 
 # Weights, configurations and tokenizers; nothing that runs, and no other format of the same weights.
 _WANTED_FROM_HUB = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
@@ -173,30 +171,6 @@ class Components:
             raise UserError(f"{key} = {value!r} holds no {part}; {remedy} to where the {part} lies")
         refuse_pickles(path, safe_names)
         return path
-
-
-def refuse_pickles(path: Path, safe_names: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Refuse a pickle, or a folder whose only weights are pickles.
-
-    Args:
-        path: File or folder.
-        safe_names: By name of a known pickle: the file to get instead.
-
-    Raises:
-        UserError: With the reason and the file to get instead.
-    """
-    if path.is_file():
-        pickles = [path] if path.suffix.lower() in PICKLES else []
-    elif any(path.glob("*.safetensors")):
-        pickles = []
-    else:
-        pickles = sorted(file for file in path.iterdir() if file.suffix.lower() in PICKLES)
-    if pickles:
-        name = pickles[0].name
-        instead = safe_names.get(name, "the same weights as .safetensors")
-        raise UserError(
-            f"{pickles[0]} is a pickle, and reading a pickle runs the code in it; get {instead} instead of {name}"
-        )
 
 
 def _fetch(repository: str, inner: str, part: str, key: str, *, from_base: bool) -> Path:

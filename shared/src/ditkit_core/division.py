@@ -6,6 +6,7 @@ a card left out names it not.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,13 +17,16 @@ from ditkit_core.adapters import canonical_name
 from ditkit_core.block_swap import choose_streamed
 from ditkit_core.devices import spread
 from ditkit_core.errors import UserError
-from ditkit_core.hardware import Card, cards_here, keeping_reserves, parse_size
+from ditkit_core.hardware import Card, cards_here, keeping_reserves
 from ditkit_core.model import ModelSpec
 from ditkit_core.placement import Placement
+from ditkit_core.placement import place as place_blocks
 from ditkit_core.plan import Budget, plan_device
 from ditkit_core.precision import Precision
 from ditkit_core.profile import Profile, StageCost
 from ditkit_core.quantized_linear import final_dtype
+from ditkit_core.run import Run
+from ditkit_core.sizes import parse_size
 from ditkit_core.streamed import MARGIN_BYTES, free_memory_bytes
 
 _ANY = torch.device("cuda")
@@ -198,3 +202,40 @@ def weights_profile(model: Any, spec: ModelSpec, precision: Precision, *, averag
         embed=cost(model.embed), blocks=blocks, head=cost(model.head), crossing=nothing, crossing_back=nothing,
         trains_all=all(parameter.requires_grad for parameter in model.parameters()),
     )  # fmt: skip
+
+
+def place(run: Run, model: Any, profile: Profile | Sequence[Profile] | None = None) -> Placement:
+    """Which of the run's devices runs what.
+
+    Args:
+        run: The run.
+        model: With its adapters; `meta` will do.
+        profile: What a step of it holds, or would on each of the devices; None divides by weights and what training keeps for them alone.
+
+    Raises:
+        UserError: If `train.cuts` or `train.swap_blocks` do not divide the model, or the devices cannot be compared.
+    """
+    chosen = len(run.devices) > 1 and not run.config.train.cuts
+    budgets = budgets_here(run.devices, run.config.train.reserve) if chosen else ()
+    return place_on(run, model, run.devices, budgets, profile)
+
+
+def place_on(
+    run: Run,
+    model: Any,
+    devices: Sequence[torch.device],
+    budgets: Sequence[Budget],
+    profile: Profile | Sequence[Profile] | None = None,
+) -> Placement:
+    """The same for any devices, with what each can hold, of which cuts given by hand need nothing."""
+    config, cuts = run.config.train, run.config.train.cuts
+    if len(devices) > 1 and not cuts:
+        if profile is None:
+            profile = weights_profile(model, run.spec, run.precision, averaged=bool(run.config.ema.decay))
+        cuts = choose_cuts(
+            profile, budgets, swap_blocks=config.swap_blocks, micro_batches=run.micro_batches,
+            pipelined=config.pipelined,
+        )  # fmt: skip
+    placed = place_blocks(model, devices, cuts)
+    has_weights = [next(block.parameters(), None) is not None for block in model.blocks()]
+    return replace(placed, streamed=choose_streamed(placed, config.swap_blocks, has_weights))

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from ditkit_core.dataset import Sample
 from ditkit_core.doctor import DeviceRow, Finding, MemoryPlan
 from ditkit_core.errors import UserError
-from ditkit_core.hardware import GIB
 from ditkit_core.plan_report import Report
 from ditkit_core.plan_stage import report_of
 from ditkit_core.run import Run
+from ditkit_core.sizes import GIB
 
 _REMEDY = "--fit says which settings would fit, and --plan what is held where"
 

@@ -7,10 +7,12 @@ from typing import Any
 
 from ditkit_core.config import RunConfig
 from ditkit_core.console import say, warn
+from ditkit_core.division import place
 from ditkit_core.draw_scenes import draw
 from ditkit_core.drawing import Turn, only
 from ditkit_core.errors import UserError
-from ditkit_core.expert_runs import Trained, built_with, known, trained_in, turns_of
+from ditkit_core.expert_runs import known
+from ditkit_core.expert_turns import Trained, built_with, trained_in, turns_of
 from ditkit_core.experts import check_named
 from ditkit_core.model import ModelSpec
 from ditkit_core.options import SampleOptions
@@ -50,7 +52,7 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     if unloaded is None:
         turns, what = _experts(run, options)
     else:
-        prepared = drawing.load(unloaded)
+        prepared = drawing.load(unloaded, place(drawing, unloaded.model))
         turns = only(prepared.model, drawing.engine(prepared))
         what = Path(options.adapter).stem if options.adapter else f"step-{take_trained(prepared, folder):06d}"
     out = Path(options.out) if options.out else folder.samples

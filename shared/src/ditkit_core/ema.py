@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.errors import UserError
+from ditkit_core.parameters import swapped
 from ditkit_core.settings import setting
 
 
@@ -23,27 +24,6 @@ class EMAConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1 or self.update_every < 1:
             raise UserError("ema.decay must be in [0, 1), ema.update_every at least 1")
-
-
-@contextmanager
-def swapped(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside the block the parameters hold `values`; afterwards exactly what they held before.
-
-    The values are copied into the parameters' own storage, so placement, sharding and whoever holds a reference see them.
-    """
-    before = {name: parameters[name].detach().clone() for name in values}
-    try:
-        copy_values(parameters, values)
-        yield
-    finally:
-        copy_values(parameters, before)
-
-
-@torch.no_grad()
-def copy_values(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
-    """Copy values into parameters by name, in place, to each parameter's device and dtype."""
-    for name, value in values.items():
-        parameters[name].copy_(value)
 
 
 class EMA:

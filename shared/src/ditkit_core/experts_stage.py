@@ -13,7 +13,8 @@ from pathlib import Path
 from ditkit_core.config import RunConfig
 from ditkit_core.console import say, warn
 from ditkit_core.errors import UserError
-from ditkit_core.expert_runs import draw_trained, is_joint, known, runs_of, turns_of
+from ditkit_core.expert_runs import is_joint, known, runs_of
+from ditkit_core.expert_turns import draw_trained, turns_of
 from ditkit_core.experts import described
 from ditkit_core.files import atomic_write
 from ditkit_core.memory import release_memory
@@ -85,7 +86,7 @@ def _train_all(run: Run, runs: list[Run], options: TrainOptions) -> None:
         )
         if not left and folder.completed_step() is not None and is_handed_over:
             say(f"{folder.path} is complete; nothing is left to do")
-            draw_left(run, folder)
+            draw_left(run, folder, write_report)
             _say_results(run, folder)
             return
         folder.store(config)
@@ -93,7 +94,7 @@ def _train_all(run: Run, runs: list[Run], options: TrainOptions) -> None:
         if left:
             say(f"{len(runs)} experts, one in memory at a time: {names}")
             _prepare(run, left)
-        with previews_of(run, folder) as previews:
+        with previews_of(run, folder, write_report) as previews:
             for each in left:
                 say(described(_expert(each), each.config.flow, each.config.held_out))
                 start = replace(options, init_from=starts[each.config.run.folder])

@@ -12,6 +12,7 @@ from ditkit_core.adapters import trainable_parameters
 from ditkit_core.cache import key
 from ditkit_core.config import RunConfig
 from ditkit_core.console import say
+from ditkit_core.division import place
 from ditkit_core.draw_scenes import draw
 from ditkit_core.drawing import only
 from ditkit_core.encoded import EncodedSample
@@ -58,7 +59,8 @@ def _export(run: Run, wanted: ExportConfig, options: ExportOptions, folder: RunF
         name: What files get in their names to tell them from those of another expert.
     """
     spec, config = run.spec, run.config
-    prepared = run.load(run.build())
+    unloaded = run.build()
+    prepared = run.load(unloaded, place(run, unloaded.model))
     step = take_trained(prepared, RunFolder(Path(config.run.folder)), options.step)
     given = Path(options.out)
     out = folder.exports / f"adapter{name}-export-step-{step:06d}.safetensors"

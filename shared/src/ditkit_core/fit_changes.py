@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ditkit_core.config import RunConfig
-from ditkit_core.hardware import GIB, Card, of_size
+from ditkit_core.hardware import Card, of_size
 from ditkit_core.model import ModelSpec
+from ditkit_core.sizes import GIB
 
 CARD_SIZES = (12, 16, 24, 32, 48, 80, 96, 141)
 """GiB of cards that are sold."""

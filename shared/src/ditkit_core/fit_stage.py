@@ -18,14 +18,16 @@ from ditkit_core.errors import UserError
 from ditkit_core.files import write_text
 from ditkit_core.fit import PRICE, Candidate, Fit, Task, fit, least_host, least_missing
 from ditkit_core.fit_changes import Planned, best_first, levers
-from ditkit_core.hardware import GIB, Card, cards_here, keeping_reserves, parse_gpus
+from ditkit_core.hardware import Card, cards_here, keeping_reserves, parse_gpus
 from ditkit_core.model import ModelSpec
 from ditkit_core.options import TrainOptions
+from ditkit_core.plan_command import DOES_NOT_FIT
 from ditkit_core.plan_report import said_of
-from ditkit_core.plan_stage import DOES_NOT_FIT, beside_of, check, job_for
+from ditkit_core.plan_stage import beside_of, check, job_for
 from ditkit_core.profile import Profile, profile
 from ditkit_core.run import Run
 from ditkit_core.run_checks import check_preview_device
+from ditkit_core.sizes import GIB
 from ditkit_core.timing import BUFFERS, Workload, assumptions
 
 _FIRST = {"auto": "cuda:0", "cuda": "cuda:0"}

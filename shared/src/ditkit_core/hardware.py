@@ -8,8 +8,7 @@ import torch
 
 from ditkit_core.devices import spread
 from ditkit_core.errors import UserError
-
-GIB = 2**30
+from ditkit_core.sizes import GIB, SIZE
 
 RESERVE_BYTES = 6 * GIB // 10
 """What no tensor of ours gets on any card: the CUDA context with its libraries, and what the driver keeps."""
@@ -18,7 +17,6 @@ RESERVE_SHARE = 0.02
 
 _EXAMPLES = "write 24GiB, 2x24GiB,1x16GiB, rtx4090 or 2xrtx3090,a100-80"
 _ENTRY = re.compile(r"(?:(\d+)\s*[x*]\s*)?(\S.*)")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:gib|gb|g)")
 _MOST_CARDS = 8
 
 
@@ -131,18 +129,6 @@ def parse_gpus(text: str) -> tuple[Card, ...]:
     return tuple(cards)
 
 
-def parse_size(text: str, key: str) -> int:
-    """Bytes of a size such as `64GiB`; GB are taken as GiB, as they are for cards.
-
-    Raises:
-        UserError: If it is none.
-    """
-    found = _SIZE.fullmatch(text.strip().lower())
-    if not found:
-        raise UserError(f"{key} {text!r} is no size; write {key} 64GiB")
-    return int(float(found[1]) * GIB)
-
-
 def of_size(total: int, name: str) -> Card:
     """A card of which only the memory is known: the rates of the slowest known one with as much, or of the largest."""
     as_large = [card for card, _ in KNOWN_CARDS if card.total * 1.1 >= total]
@@ -201,7 +187,7 @@ def card_named(name: str, total: int) -> Card:
 
 
 def _by_size(text: str) -> Card | None:
-    found = _SIZE.fullmatch(text)
+    found = SIZE.fullmatch(text)
     if not found:
         return None
     return of_size(int(float(found[1]) * GIB), f"{found[1]}GiB")

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.ema import swapped
 from ditkit_core.errors import UserError
 from ditkit_core.optim_state import export_state, import_state
+from ditkit_core.parameters import swapped
 from ditkit_core.randomness import seed_of
 from ditkit_core.rounding import Rounding, joined, write_split, write_stochastic
 from ditkit_core.settings import setting

@@ -16,7 +16,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.fit import fit
 from ditkit_core.fit_changes import Change, levers
 from ditkit_core.fit_stage import apply, changes, task_for
-from ditkit_core.hardware import GIB, RESERVE_BYTES, Card, cards_here, default_reserve, keeping_reserves
+from ditkit_core.hardware import RESERVE_BYTES, Card, cards_here, default_reserve, keeping_reserves
 from ditkit_core.memory import is_host_allocation, process_peak_bytes
 from ditkit_core.model import ModelSpec
 from ditkit_core.plan import Budget, Division, compose
@@ -25,6 +25,7 @@ from ditkit_core.plan_stage import job_for, make_report
 from ditkit_core.policy_schedule import parse_schedule
 from ditkit_core.profile import profile
 from ditkit_core.run import Run
+from ditkit_core.sizes import GIB
 
 UNDER_THE_PLAN = 0.9
 """Where a plan had room and there was none: the share of what it needed that a change may need."""

@@ -7,10 +7,10 @@ from typing import Any
 from rich.table import Table
 
 from ditkit_core.console import CONSOLE, say
-from ditkit_core.hardware import GIB
 from ditkit_core.pipeline_schedule import Comparison
 from ditkit_core.plan import DevicePlan, Division
 from ditkit_core.plan_companions import CompanionRow
+from ditkit_core.sizes import GIB
 
 _PURPOSES = ("weights", "adapters", "gradients", "optimizer", "average", "activations", "workspace")
 

@@ -1,11 +1,8 @@
 """`train --plan`: what a run will hold on each device, before anything is loaded or written."""
 
 import functools
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,19 +16,16 @@ from ditkit_core.adapters import AdapterConfig
 from ditkit_core.buckets import bucket_sizes
 from ditkit_core.checkpoint_budget import Task, choose, limited
 from ditkit_core.checkpoint_policies import Full, Policy
-from ditkit_core.config import RunConfig
 from ditkit_core.console import say
 from ditkit_core.dataset import Sample
-from ditkit_core.division import budgets_here, budgets_of, host_limit
+from ditkit_core.division import budgets_here, budgets_of, host_limit, place, place_on
 from ditkit_core.errors import UserError
 from ditkit_core.expert_runs import notes_on, resident
-from ditkit_core.model import ModelSpec
-from ditkit_core.options import TrainOptions
 from ditkit_core.placement import Placement
 from ditkit_core.plan import Budget, DevicePlan, Division, compose, on_host
 from ditkit_core.plan_beside import beside_training, class_pictures_to_draw, has_data
 from ditkit_core.plan_companions import CompanionRow, Size
-from ditkit_core.plan_report import Report, as_json, show
+from ditkit_core.plan_report import Report
 from ditkit_core.policy_schedule import parse_schedule, written
 from ditkit_core.precision import Precision
 from ditkit_core.prepare import arch_here, build_on_meta
@@ -44,27 +38,6 @@ from ditkit_core.sample_stage import Shape, shape_of
 from ditkit_core.stage_costs import mixed
 from ditkit_core.thinned import thinned
 from ditkit_core.timing import Workload, both_orders, step_seconds
-
-DOES_NOT_FIT = 3
-"""Exit status of a plan that does not fit."""
-
-
-def plan(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
-    """Print the plan of a run.
-
-    Returns:
-        0 if the run fits its devices, `DOES_NOT_FIT` if not.
-
-    Raises:
-        UserError: If the run could not start as it is configured.
-    """
-    with redirect_stdout(sys.stderr) if options.json else nullcontext():
-        report = make_report(Run(spec, config), options.gpus, options.host)
-    if options.json:
-        print(json.dumps(as_json(report), indent=1, allow_nan=False), flush=True)
-    else:
-        show(report)
-    return 0 if report.fits else DOES_NOT_FIT
 
 
 def make_report(run: Run, gpus: str = "", host: str = "") -> Report:
@@ -284,7 +257,7 @@ def _divided(run: Run, job: Job, targets: _Targets, model: Any, host: int | None
 
     def placed(profiles: Callable[[], Profile | Sequence[Profile]]) -> Placement:
         compared = targets.kind == "cuda" and len(targets.budgets) > 1 and not run.config.train.cuts
-        return run.divided(model, targets.devices, targets.budgets, profiles() if compared else None)
+        return place_on(run, model, targets.devices, targets.budgets, profiles() if compared else None)
 
     count = len(model.blocks())
     if schedule.budget is not None:
@@ -325,7 +298,7 @@ def divided_for_training(run: Run, model: Any, arch: Any, adapter: AdapterConfig
     has_budget = parse_schedule(run.config.train.checkpointing).budget is not None
     compared = len(run.devices) > 1 and not run.config.train.cuts and all(each.type == "cuda" for each in run.devices)
     if not compared and not has_budget:
-        placement = run.placement(model)
+        placement = place(run, model)
         return Divided(schedule=run.config.train.checkpointing, placement=placement)
     began = time.monotonic()
     kind = run.device.type

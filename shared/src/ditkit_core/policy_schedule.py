@@ -13,8 +13,10 @@ from functools import lru_cache
 import torch
 
 from ditkit_core.checkpoint_policies import AttentionOnly, Full, Ops, Policy
+from ditkit_core.devices import spread
 from ditkit_core.errors import UserError
 from ditkit_core.kept_ops import check_names
+from ditkit_core.sizes import parse_size
 
 KEY = "train.checkpointing"
 BUDGET = "budget"
@@ -227,3 +229,17 @@ def written(policies: Sequence[Policy]) -> str:
     if len(runs) == 1:
         return str(policies[0])
     return ", ".join(f"{a}={policies[a]}" if a == b else f"{a}-{b}={policies[a]}" for a, b in runs)
+
+
+def check_sizes(sizes: Sequence[str], num_devices: int | None = None) -> tuple[int, ...]:
+    """Bytes of `budget(20GiB, 12GiB)`.
+
+    Args:
+        sizes: What stands in parentheses.
+        num_devices: For how many there have to be sizes; None does not ask.
+
+    Raises:
+        UserError: If one is no size, or they are not one for each device, or one for all.
+    """
+    found = [parse_size(size, f"{KEY} = budget:") for size in sizes]
+    return tuple(found if num_devices is None or not found else spread(found, num_devices, f"{KEY} = budget"))

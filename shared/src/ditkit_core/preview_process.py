@@ -18,10 +18,12 @@ from pathlib import Path
 from ditkit_core.config import RunConfig
 from ditkit_core.config_layers import resolve
 from ditkit_core.console import hush_libraries, prepare_streams, say, warn
+from ditkit_core.division import place
 from ditkit_core.draw_scenes import draw
 from ditkit_core.drawing import Turn, only
 from ditkit_core.errors import UserError
-from ditkit_core.expert_runs import Trained, folder_of, known, turns_of
+from ditkit_core.expert_runs import folder_of, known
+from ditkit_core.expert_turns import Trained, put_weights, turns_of
 from ditkit_core.model import Expert, ModelSpec
 from ditkit_core.precision import compute_fp32_in_fp32
 from ditkit_core.prepare import Prepared
@@ -29,7 +31,6 @@ from ditkit_core.preview_queue import DRAWS, Preview, read, waiting
 from ditkit_core.run import Run
 from ditkit_core.run_folder import RunFolder
 from ditkit_core.sample_stage import Scene
-from ditkit_core.saved_weights import put_weights
 
 _GRACE_SECONDS = 10.0
 """Between the end of the parent and that of this process, if what it is at cannot be interrupted."""
@@ -127,7 +128,9 @@ def _draw(run: Run, prepared: Prepared | None, file: Path, scenes: Sequence[Scen
         expert = _expert(run, file, preview)
         turns = _turns(run, file, preview)
     else:
-        prepared = prepared or run.load(run.build())
+        if prepared is None:
+            unloaded = run.build()
+            prepared = run.load(unloaded, place(run, unloaded.model))
         put_weights(prepared, file)
         turns = only(prepared.model, run.engine(prepared))
     draw(run, turns, scenes, folder_of(run, expert).samples, f"step-{preview.step:06d}")

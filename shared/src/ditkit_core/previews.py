@@ -22,11 +22,11 @@ from torch import Tensor
 from ditkit_core.console import say, warn
 from ditkit_core.devices import choose_device, spread
 from ditkit_core.errors import Stopped, UserError, printable
-from ditkit_core.expert_runs import runs_of, saved_step, trained_in, what_drawing_lacks
+from ditkit_core.expert_runs import runs_of, saved_step
+from ditkit_core.expert_turns import trained_in, what_drawing_lacks
 from ditkit_core.interrupts import Interrupts
 from ditkit_core.model import Expert
 from ditkit_core.preview_queue import DRAWS, Preview, drop_after, named, put, tidy, waiting
-from ditkit_core.report_page import write_report
 from ditkit_core.run import Run
 from ditkit_core.run_folder import RunFolder
 
@@ -37,12 +37,15 @@ _TAIL_CHARACTERS = 4096
 
 
 @contextmanager
-def previews_of(run: Run, folder: RunFolder, *, trains: bool = True) -> Iterator["Previews | None"]:
+def previews_of(
+    run: Run, folder: RunFolder, on_drawn: Callable[[Path], object], *, trains: bool = True
+) -> Iterator["Previews | None"]:
     """Draw a run's previews on `sample.device` for as long as the block lasts, beginning with those that were left from before.
 
     Args:
         run: The run; of several experts, that of all.
         folder: Its folder, which this process holds, with its configuration stored.
+        on_drawn: Called with each folder whose samples changed, when all are drawn.
         trains: Whether the run goes on from its latest save, so that what waits of later steps is not of its course; else all is drawn.
 
     Yields:
@@ -59,15 +62,15 @@ def previews_of(run: Run, folder: RunFolder, *, trains: bool = True) -> Iterator
     if lacking := what_drawing_lacks(run):
         warn(f"no previews: {lacking}")
         every_steps = 0
-    with Previews(run, folder, every_steps) as previews:
+    with Previews(run, folder, every_steps, on_drawn) as previews:
         yield previews
 
 
-def draw_left(run: Run, folder: RunFolder) -> None:
-    """Draw the previews of a complete run that are still to be drawn, and write its report anew."""
+def draw_left(run: Run, folder: RunFolder, on_drawn: Callable[[Path], object]) -> None:
+    """Draw the previews of a complete run that are still to be drawn; `on_drawn` as for `previews_of`."""
     if not waiting(folder.pending):
         return
-    with previews_of(run, folder, trains=False) as previews:
+    with previews_of(run, folder, on_drawn, trains=False) as previews:
         if previews is not None:
             previews.wait()
 
@@ -94,9 +97,9 @@ class Previews:
         every_steps: Optimizer steps between two of them; 0 for none.
     """
 
-    def __init__(self, run: Run, folder: RunFolder, every_steps: int):
+    def __init__(self, run: Run, folder: RunFolder, every_steps: int, on_drawn: Callable[[Path], object]):
         self.every_steps = every_steps
-        self._run, self._folder = run, folder
+        self._run, self._folder, self._on_drawn = run, folder, on_drawn
         self._device = choose_device(run.config.sample.device, "sample.device")
         self._child: subprocess.Popen[bytes] | None = None
         self._failed: set[str] = set()
@@ -153,7 +156,7 @@ class Previews:
         return take
 
     def wait(self) -> None:
-        """Wait until everything is drawn that can be, and write the reports of the run anew.
+        """Wait until everything is drawn that can be.
 
         Raises:
             Stopped: If a signal ended it early.
@@ -174,7 +177,7 @@ class Previews:
                 self._look()
                 self._start()
         for path in {self._folder.path, *(Path(each.config.run.folder) for each in runs_of(self._run))}:
-            write_report(path)
+            self._on_drawn(path)
         if left := len(waiting(self._folder.pending)):
             warn(f"previews not drawn: {left}, in {self._folder.pending}; the same command tries again")
 

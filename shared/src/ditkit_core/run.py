@@ -15,7 +15,6 @@ from torch import Tensor
 
 import ditkit_core
 from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.block_swap import choose_streamed
 from ditkit_core.buckets import describe_lengths, describe_sizes
 from ditkit_core.cache import Cache
 from ditkit_core.components import Components
@@ -27,7 +26,6 @@ from ditkit_core.data import files_of, split_held_out
 from ditkit_core.data_config import DataConfig
 from ditkit_core.dataset import Dataset, NothingToTrain, Sample, scan
 from ditkit_core.devices import choose_device, choose_devices
-from ditkit_core.division import budgets_here, choose_cuts, weights_profile
 from ditkit_core.encode import Conditioning, encode_references
 from ditkit_core.encode import encode as encode_samples
 from ditkit_core.encoded import EncodedSample
@@ -35,13 +33,11 @@ from ditkit_core.errors import UserError
 from ditkit_core.experts import as_trained
 from ditkit_core.export import check_adapted
 from ditkit_core.model import Encoder, Expert, ModelSpec, Sampler
-from ditkit_core.placement import Placement, place
-from ditkit_core.plan import Budget
+from ditkit_core.placement import Placement
 from ditkit_core.policy_schedule import parse_schedule
 from ditkit_core.precision import Precision, parse_dtype
 from ditkit_core.prepare import Prepared, Unloaded, arch_here, build, load
 from ditkit_core.prior import PRIOR_MARK, count_media, prior_data_config
-from ditkit_core.profile import Profile
 from ditkit_core.published import published, published_part
 from ditkit_core.run_folder import RunFolder
 from ditkit_core.sample_stage import Scene
@@ -145,54 +141,19 @@ class Run:
         """Where inputs go, and samples are decoded: the first."""
         return self.devices[0]
 
-    def load(self, unloaded: Unloaded, placement: Placement | None = None) -> Prepared:
+    def load(self, unloaded: Unloaded, placement: Placement) -> Prepared:
         """Give the model its weights, on its devices.
 
         Args:
             unloaded: The model.
-            placement: Which device runs what; None chooses it without a look at activations.
+            placement: Which device runs what, as the planner's `place` and `plan_placement` decide.
         """
-        placed = placement or self.placement(unloaded.model)
         if len(self.devices) > 1:
-            say(placed.described())
-        prepared = load(unloaded, placement=placed, seed=self.config.train.seed, say=say)
+            say(placement.described())
+        prepared = load(unloaded, placement=placement, seed=self.config.train.seed, say=say)
         if prepared.passage is not None:
             say(prepared.passage.describe())
         return prepared
-
-    def placement(self, model: Any, profile: Profile | Sequence[Profile] | None = None) -> Placement:
-        """Which of the devices runs what.
-
-        Args:
-            model: With its adapters; `meta` will do.
-            profile: What a step of it holds, or would on each of the devices; None divides by weights and what training keeps for them alone.
-
-        Raises:
-            UserError: If `train.cuts` or `train.swap_blocks` do not divide the model, or the devices cannot be compared.
-        """
-        chosen = len(self.devices) > 1 and not self.config.train.cuts
-        budgets = budgets_here(self.devices, self.config.train.reserve) if chosen else ()
-        return self.divided(model, self.devices, budgets, profile)
-
-    def divided(
-        self,
-        model: Any,
-        devices: Sequence[torch.device],
-        budgets: Sequence[Budget],
-        profile: Profile | Sequence[Profile] | None = None,
-    ) -> Placement:
-        """The same for any devices, with what each can hold, of which cuts given by hand need nothing."""
-        config, cuts = self.config.train, self.config.train.cuts
-        if len(devices) > 1 and not cuts:
-            if profile is None:
-                profile = weights_profile(model, self.spec, self.precision, averaged=bool(self.config.ema.decay))
-            cuts = choose_cuts(
-                profile, budgets, swap_blocks=config.swap_blocks, micro_batches=self.micro_batches,
-                pipelined=config.pipelined,
-            )  # fmt: skip
-        placed = place(model, devices, cuts)
-        has_weights = [next(block.parameters(), None) is not None for block in model.blocks()]
-        return replace(placed, streamed=choose_streamed(placed, config.swap_blocks, has_weights))
 
     @property
     def micro_batches(self) -> int:

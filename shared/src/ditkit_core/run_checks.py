@@ -6,7 +6,6 @@ import torch
 
 from ditkit_core.attention_backends import check_backend
 from ditkit_core.block_swap import check_swap
-from ditkit_core.checkpoint_budget import check_sizes
 from ditkit_core.compiled import backend_of, check_compiled, check_compiler
 from ditkit_core.console import say, warn
 from ditkit_core.dataset import Sample
@@ -15,7 +14,7 @@ from ditkit_core.encode import controls_of
 from ditkit_core.errors import UserError
 from ditkit_core.export import check_export
 from ditkit_core.offload import can_offload
-from ditkit_core.policy_schedule import parse_schedule
+from ditkit_core.policy_schedule import check_sizes, parse_schedule
 from ditkit_core.quantization import check_quantize
 from ditkit_core.run import Run
 from ditkit_core.sample_stage import Scene

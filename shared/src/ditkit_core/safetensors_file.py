@@ -10,13 +10,17 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from ditkit_core.components import refuse_pickles
 from ditkit_core.errors import UserError
 from ditkit_core.files import atomic_write
+
+PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle")
+"""Suffixes of files that run code when they are read."""
+
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -267,3 +271,27 @@ def write_safetensors(
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def refuse_pickles(path: Path, safe_names: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Refuse a pickle, or a folder whose only weights are pickles.
+
+    Args:
+        path: File or folder.
+        safe_names: By name of a known pickle: the file to get instead.
+
+    Raises:
+        UserError: With the reason and the file to get instead.
+    """
+    if path.is_file():
+        pickles = [path] if path.suffix.lower() in PICKLES else []
+    elif any(path.glob("*.safetensors")):
+        pickles = []
+    else:
+        pickles = sorted(file for file in path.iterdir() if file.suffix.lower() in PICKLES)
+    if pickles:
+        name = pickles[0].name
+        instead = safe_names.get(name, "the same weights as .safetensors")
+        raise UserError(
+            f"{pickles[0]} is a pickle, and reading a pickle runs the code in it; get {instead} instead of {name}"
+        )

@@ -9,10 +9,9 @@ from ditkit_core.checkpoint import best, latest, load_state
 from ditkit_core.config import RunConfig
 from ditkit_core.config_layers import resolve
 from ditkit_core.console import warn
-from ditkit_core.ema import copy_values
 from ditkit_core.errors import UserError
+from ditkit_core.parameters import copy_values
 from ditkit_core.prepare import Prepared
-from ditkit_core.preview_queue import read_weights
 from ditkit_core.run_folder import RunFolder
 from ditkit_core.trained import Trained
 
@@ -58,22 +57,6 @@ def take_trained(prepared: Prepared, folder: RunFolder, step: int | Literal["bes
     if prepared.passage is not None:
         prepared.passage.host_changed()
     return state.step
-
-
-def put_weights(prepared: Prepared, path: Path) -> None:
-    """Put the weights of a preview that waits to be drawn into the model.
-
-    Raises:
-        UserError: If the file is damaged, or of another model or adapter.
-    """
-    weights = read_weights(path)
-    with prepared.readable():
-        parameters = trainable_parameters(prepared.model)
-        if {name: value.shape for name, value in weights.items()} != {n: p.shape for n, p in parameters.items()}:
-            raise UserError(f"{path} holds the weights of another model or adapter; remove it")
-        copy_values(parameters, weights)
-    if prepared.passage is not None:
-        prepared.passage.host_changed()
 
 
 def _save(folder: RunFolder, step: int | Literal["best"] | None) -> Path | None:

@@ -19,7 +19,8 @@ from ditkit_core.doctor_data import say_in_brief
 from ditkit_core.drawing import only
 from ditkit_core.encoded import EncodedSample
 from ditkit_core.errors import Stopped, UserError
-from ditkit_core.expert_runs import draw_trained, is_joint, known, turns_of
+from ditkit_core.expert_runs import is_joint, known
+from ditkit_core.expert_turns import draw_trained, turns_of
 from ditkit_core.export_stage import Exporter
 from ditkit_core.files import write_text
 from ditkit_core.memory import release_memory
@@ -62,7 +63,7 @@ def train(run: Run, options: TrainOptions, *, in_turn: bool = False, shared_prev
         if done is not None and done >= config.train.steps:
             say(f"{folder.path} is complete at step {done}; nothing is left to do")
             if not in_turn:
-                draw_left(run, folder)
+                draw_left(run, folder, write_report)
                 _say_results(run, folder)
             return
         for change in stated:
@@ -76,7 +77,7 @@ def train(run: Run, options: TrainOptions, *, in_turn: bool = False, shared_prev
             spec.write_demo(folder.inputs)
             run = Run(spec, config)  # of an architecture that was not there before
         say_where_previews_could_be(run)
-        with nullcontext(shared_previews) if in_turn else previews_of(run, folder) as previews:
+        with nullcontext(shared_previews) if in_turn else previews_of(run, folder, write_report) as previews:
             result = _train(run, folder, options, previews)
             if not result.finished:
                 raise Stopped(f"stopped at step {result.step}, saved in {result.save}; the same command continues")

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from ditkit_core.block_swap import BlockSwap
 from ditkit_core.checkpoint import State
-from ditkit_core.ema import EMA, EMAConfig, copy_values
+from ditkit_core.ema import EMA, EMAConfig
 from ditkit_core.errors import UserError
 from ditkit_core.optim import NamedOptimizer, OptimConfig
+from ditkit_core.parameters import copy_values
 from ditkit_core.precision import precision_of
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ditkit_core.adapters import adapter_layers, canonical_name, is_adapter_name
 from ditkit_core.components import Components
-from ditkit_core.ema import swapped
 from ditkit_core.errors import UserError
 from ditkit_core.model import Part, StateDictNames
+from ditkit_core.parameters import swapped
 from ditkit_core.quantized_linear import dense_weight, quantized_weights, without_scales
 from ditkit_core.safetensors_file import SafetensorsSource
 from ditkit_core.stacking import Assembly, rows_of
