@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from annotation_checks import _checkable, checked
-from ditkit_core.flow_matching import shift_sigma
-from ditkit_core.lora_linear import low_rank_sum
+from ditkit_core.nn.lora import low_rank_sum
+from ditkit_core.training.flow_matching import shift_sigma
 from workspace import ROOT
 
 
@@ -23,7 +23,7 @@ def test_annotations_of_modules_that_name_shapes_are_checked():
 
 
 def test_a_protocol_counts_as_any_and_what_stands_beside_it_is_still_checked():
-    from ditkit_core.model import StagedModel
+    from ditkit_core.models.spec import StagedModel
 
     assert _checkable(StagedModel | None) == (_checkable(StagedModel) | None)
     assert _checkable(dict[str, StagedModel | int]) != dict[str, StagedModel | int]

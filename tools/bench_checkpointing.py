@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from bench_step import live_peak
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.adapters import AdapterConfig, initialise, inject, trainable_parameters
-from ditkit_core.policy_schedule import parse_schedule
-from ditkit_core.precision import Precision, parse_dtype
+from ditkit_core.adapters.inject import AdapterConfig, initialise, inject, trainable_parameters
+from ditkit_core.engine.ac_schedule import parse_schedule
+from ditkit_core.engine.engine import Engine
+from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_wan.model import WanInputs, WanTransformer
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN

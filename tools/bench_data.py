@@ -26,14 +26,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ditkit_core.config import RunConfig
-from ditkit_core.config_layers import resolve
-from ditkit_core.doctor_data import examine
-from ditkit_core.doctor_media import Fingerprint, near_duplicates
-from ditkit_core.media import read_clip
-from ditkit_core.memory import process_peak_bytes
-from ditkit_core.run import Run
-from ditkit_core.video import write_h264
+from ditkit_core.config.resolve import resolve
+from ditkit_core.data.media.clip import read_clip
+from ditkit_core.data.media.video import write_h264
+from ditkit_core.diagnostics.doctor.dataset import examine
+from ditkit_core.diagnostics.doctor.media import Fingerprint, near_duplicates
+from ditkit_core.io.memory import process_peak_bytes
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.run import Run
 from ditkit_wan.spec import WAN
 
 FILES = (50, 200, 800)

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bench_step import Pair, wan_pair
-from ditkit_core.activation_checkpoint import Engine, run_block
-from ditkit_core.attention import attend
-from ditkit_core.attention_backends import BACKENDS, Backend
-from ditkit_core.policy_schedule import parse_policy
-from ditkit_core.precision import parse_dtype
+from ditkit_core.engine.ac_schedule import parse_policy
+from ditkit_core.engine.engine import Engine, run_block
+from ditkit_core.models.precision import parse_dtype
+from ditkit_core.nn.attention import attend
+from ditkit_core.nn.attention_backends import BACKENDS, Backend
 
 BARE = "a bare torch.utils.checkpoint"
 POLICIES = ("none", "full", "attn_only", "attn_only(self)", "ops(matmul, attention)")

@@ -16,9 +16,9 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.optim import NamedOptimizer, OptimConfig
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs
 from ditkit_core.testing.world import make_model
+from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
 
 ROWS = {
     "fp32": (torch.float32, "nearest"),

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.adapters import AdapterConfig, initialise, inject
-from ditkit_core.model import StateDictNames
-from ditkit_core.precision import Precision, parse_dtype
+from ditkit_core.adapters.inject import AdapterConfig, initialise, inject
+from ditkit_core.engine.engine import Engine
+from ditkit_core.models.precision import Precision, parse_dtype
+from ditkit_core.models.spec import StateDictNames
 
 MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product", "aten::mkldnn_linear")
 Predict = Callable[[], Tensor]

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from ditkit_core.conditions import Column
-from ditkit_core.metadata_columns import CAPTION_COLUMNS, MEDIA_COLUMNS, NUMBERED_REFERENCES, REFERENCE_COLUMNS
+from ditkit_core.data.columns import CAPTION_COLUMNS, MEDIA_COLUMNS, NUMBERED_REFERENCES, REFERENCE_COLUMNS
+from ditkit_core.models.conditions import Column
 from ditkit_wan.spec import WAN
 
 

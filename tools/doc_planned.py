@@ -5,18 +5,18 @@ from functools import cache
 
 import torch
 
-from ditkit_core.adapters import AdapterConfig
-from ditkit_core.checkpoint_budget import Task, choose
-from ditkit_core.checkpoint_policies import Policy
-from ditkit_core.ema import EMAConfig
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.config.sizes import GIB
+from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.errors import UserError
-from ditkit_core.flow_matching import FlowConfig
-from ditkit_core.hardware import parse_gpus
-from ditkit_core.optim import OptimConfig
-from ditkit_core.plan import Budget, Division, compose
-from ditkit_core.precision import Precision
-from ditkit_core.profile import Job, Profile, profile
-from ditkit_core.sizes import GIB
+from ditkit_core.models.precision import Precision
+from ditkit_core.planner.ac_budget import Task, choose
+from ditkit_core.planner.gpus import parse_gpus
+from ditkit_core.planner.memory import Budget, Division, compose
+from ditkit_core.planner.profiler import Job, Profile, profile
+from ditkit_core.training.ema import EMAConfig
+from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.optimizer import OptimConfig
 from ditkit_flux2.presets import PRESETS as FLUX2_PRESETS
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.presets import PRESETS as WAN_PRESETS

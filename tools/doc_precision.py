@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.adapters import AdapterConfig, trainable_parameters
-from ditkit_core.attention_backends import BACKENDS
-from ditkit_core.audit import ACTING
-from ditkit_core.audit_findings import Case, from_json
-from ditkit_core.audit_report import number
-from ditkit_core.config_fields import field_docs
-from ditkit_core.model import ModelSpec
-from ditkit_core.precision import PLACES, Precision, PrecisionConfig, dtype_name, set_precision
+from ditkit_core.adapters.inject import AdapterConfig, trainable_parameters
+from ditkit_core.config.schema import field_docs
+from ditkit_core.diagnostics.audit.audit import ACTING
+from ditkit_core.diagnostics.audit.findings import Case, from_json
+from ditkit_core.diagnostics.audit.render import number
+from ditkit_core.engine.engine import Engine
+from ditkit_core.models.precision import PLACES, Precision, PrecisionConfig, dtype_name, set_precision
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.nn.attention_backends import BACKENDS
 from ditkit_core.testing.world import make_model
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.adapters import AdapterConfig
-from ditkit_core.components import Components
-from ditkit_core.ema import EMAConfig
-from ditkit_core.flow_matching import FlowConfig
-from ditkit_core.model import ModelSpec
-from ditkit_core.optim import OptimConfig
-from ditkit_core.plan import Budget, DevicePlan, Division, compose
-from ditkit_core.precision import Precision
-from ditkit_core.prepare import build_on_meta
-from ditkit_core.profile import Job, Profile, StageCost, profile
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.models.paths import Components
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.memory import Budget, DevicePlan, Division, compose
+from ditkit_core.planner.profiler import Job, Profile, StageCost, profile
+from ditkit_core.run.prepare import build_on_meta
+from ditkit_core.training.ema import EMAConfig
+from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.optimizer import OptimConfig
 from ditkit_flux2.presets import PRESETS as FLUX2_PRESETS
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.model import WanInputs

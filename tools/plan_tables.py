@@ -17,16 +17,16 @@ from pathlib import Path
 
 import torch
 
-from ditkit_core.config import RunConfig
-from ditkit_core.config_layers import resolve
-from ditkit_core.fit import Candidate, Task, fit, least_missing
-from ditkit_core.fit_changes import levers
-from ditkit_core.fit_stage import task_for
-from ditkit_core.hardware import Card, parse_gpus
-from ditkit_core.model import ModelSpec
-from ditkit_core.run import Run
-from ditkit_core.sizes import GIB
-from ditkit_core.timing import UTILISATION
+from ditkit_core.commands.fit import task_for
+from ditkit_core.config.resolve import resolve
+from ditkit_core.config.sizes import GIB
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.autotune import Candidate, Task, fit, least_missing
+from ditkit_core.planner.gpus import Card, parse_gpus
+from ditkit_core.planner.step_time import UTILISATION
+from ditkit_core.planner.suggestions import levers
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.run import Run
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.spec import WAN
 from marked import replaced

@@ -64,7 +64,7 @@ def grid(device: torch.device) -> list[Case]:
 
 def described(case: Case) -> tuple[Any, Any, Any, list[dict[str, Tensor]]]:
     """Spec, architecture, adapter settings and the items of a micro-batch, on `meta`."""
-    from ditkit_core.adapters import AdapterConfig
+    from ditkit_core.adapters.inject import AdapterConfig
 
     heads, side = case.width // 128, {1024: 32, 4096: 64, 16384: 128}[case.tokens]
     adapter = AdapterConfig(method="lora" if case.method == "lora" else "full", rank=case.rank)
@@ -90,16 +90,16 @@ def described(case: Case) -> tuple[Any, Any, Any, list[dict[str, Tensor]]]:
 
 def measure(case: Case, device: torch.device) -> dict[str, float]:
     """Two real steps; run in a process of its own."""
-    from ditkit_core.activation_checkpoint import Engine
-    from ditkit_core.adapters import inject, trainable_parameters
-    from ditkit_core.data import Batch
-    from ditkit_core.ema import EMAConfig
-    from ditkit_core.flow_matching import FlowConfig
-    from ditkit_core.optim import OptimConfig
-    from ditkit_core.precision import Precision, compute_fp32_in_fp32, parse_dtype
-    from ditkit_core.prepare import build_on_meta
-    from ditkit_core.step import training_step
-    from ditkit_core.trained import Trained
+    from ditkit_core.adapters.inject import inject, trainable_parameters
+    from ditkit_core.encoding.loader import Batch
+    from ditkit_core.engine.engine import Engine
+    from ditkit_core.models.precision import Precision, compute_fp32_in_fp32, parse_dtype
+    from ditkit_core.run.prepare import build_on_meta
+    from ditkit_core.training.ema import EMAConfig
+    from ditkit_core.training.flow_matching import FlowConfig
+    from ditkit_core.training.optimizer import OptimConfig
+    from ditkit_core.training.train_state import Trained
+    from ditkit_core.training.train_step import training_step
 
     torch.set_num_threads(1)
     compute_fp32_in_fp32()
@@ -108,7 +108,7 @@ def measure(case: Case, device: torch.device) -> dict[str, float]:
     items = [{name: torch.randn(t.shape).to(t.dtype) for name, t in item.items()} for item in outline]
     model = build_on_meta(spec, arch, precision)
     if case.quantize != "none":
-        from ditkit_core.quantization import convert
+        from ditkit_core.weights.quantize import convert
 
         convert(model, case.quantize, spec.keep_fp32)
     inject(model, adapter, spec.adapter_targets)
@@ -129,7 +129,7 @@ def measure(case: Case, device: torch.device) -> dict[str, float]:
 
 def fill(model: nn.Module, spec: Any, precision: Any, device: torch.device) -> None:
     """Random weights in the place of those on `meta`, in the dtypes that loading gives."""
-    from ditkit_core.adapters import canonical_name, is_adapter_name
+    from ditkit_core.adapters.inject import canonical_name, is_adapter_name
 
     for prefix, module in model.named_modules():
         for leaf, old in module._parameters.items():
@@ -147,12 +147,12 @@ def fill(model: nn.Module, spec: Any, precision: Any, device: torch.device) -> N
 
 def plan(case: Case, device: torch.device) -> int:
     """What a plan says of the same steps."""
-    from ditkit_core.ema import EMAConfig
-    from ditkit_core.flow_matching import FlowConfig
-    from ditkit_core.optim import OptimConfig
-    from ditkit_core.plan import Budget, Division, compose
-    from ditkit_core.precision import Precision, parse_dtype
-    from ditkit_core.profile import Job, profile
+    from ditkit_core.models.precision import Precision, parse_dtype
+    from ditkit_core.planner.memory import Budget, Division, compose
+    from ditkit_core.planner.profiler import Job, profile
+    from ditkit_core.training.ema import EMAConfig
+    from ditkit_core.training.flow_matching import FlowConfig
+    from ditkit_core.training.optimizer import OptimConfig
 
     spec, arch, adapter, items = described(case)
     job = Job(

@@ -10,11 +10,13 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
-from ditkit_core import activation_checkpoint, compiled, offload
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.attention import AttentionCalls, counted_calls
+from ditkit_core.engine import activation_offload as offload
+from ditkit_core.engine import compile as compiled
+from ditkit_core.engine import engine as activation_checkpoint
+from ditkit_core.engine.activation_offload import HostMemory
+from ditkit_core.engine.engine import Engine
 from ditkit_core.errors import UserError
-from ditkit_core.offload import HostMemory
+from ditkit_core.nn.attention import AttentionCalls, counted_calls
 from ditkit_core.testing.compiled_steps import Emptying, attention_forwards, compare, numbers
 from ditkit_core.testing.conformance_quantized import make_quantized
 from ditkit_core.testing.toy import TOY, ToyArch, ToyBlock, ToyCarry, toy_items

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ditkit_core.model import Engine, run_plain
-from ditkit_core.precision import Precision
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import Engine, run_plain
 from ditkit_core.testing.toy import TOY, ToyArch, ToyBlock, ToyCarry, ToyEmbed, ToyHead, ToyInputs
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
-from ditkit_core.model import ModelSpec
-from ditkit_core.preview_process import draw_waiting
-from ditkit_core.preview_queue import waiting
-from ditkit_core.run_folder import RunFolder
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.previews.queue import waiting
+from ditkit_core.previews.worker import draw_waiting
 
 Behaviour = Literal["draws", "fails", "goes on", "is interrupted"]
 
@@ -68,5 +68,5 @@ def children(spec: ModelSpec, behaviour: Behaviour) -> Iterator[list[Child]]:
         started.append(Child(spec, behaviour, command, given["stdout"], given["env"]))
         return started[-1]
 
-    with patch("ditkit_core.previews.subprocess.Popen", start):
+    with patch("ditkit_core.previews.manager.subprocess.Popen", start):
         yield started

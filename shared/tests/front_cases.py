@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from ditkit_core.config import RunConfig
-from ditkit_core.config_fields import config_fields
+from ditkit_core.config.schema import config_fields
+from ditkit_core.run.config import RunConfig
 from malformed import CATALOGUE, good
 from toy_world import World
 

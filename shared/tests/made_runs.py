@@ -5,9 +5,9 @@ import math
 import random
 from pathlib import Path
 
-from ditkit_core.config import RunConfig
-from ditkit_core.config_file import to_toml
-from ditkit_core.run_folder import RunFolder
+from ditkit_core.config.toml import to_toml
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.run.config import RunConfig
 from media_files import picture
 
 HOSTILE = (

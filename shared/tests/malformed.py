@@ -14,9 +14,9 @@ from torch import Tensor
 
 import malformed_media as media
 import malformed_texts as texts
-from ditkit_core.conditions import Column, Controls
-from ditkit_core.media import read_clip
-from ditkit_core.model import ModelSpec, ignored
+from ditkit_core.data.media.clip import read_clip
+from ditkit_core.models.conditions import Column, Controls
+from ditkit_core.models.spec import ModelSpec, ignored
 from media_files import picture
 
 Kind = Literal["media", "caption", "metadata", "control"]

@@ -9,13 +9,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ditkit_core import adapter_writer
-from ditkit_core.adapter_files import AdapterFile, config_from_file, merge_into, open_adapter, parse_merge, start_from
-from ditkit_core.adapter_writer import write_adapter
-from ditkit_core.adapters import AdapterConfig
+from ditkit_core.adapters import write as adapter_writer
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.adapters.read import AdapterFile, config_from_file, merge_into, open_adapter, parse_merge, start_from
+from ditkit_core.adapters.write import write_adapter
 from ditkit_core.errors import UserError
-from ditkit_core.model import StateDictNames
-from ditkit_core.precision import Precision
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import StateDictNames
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, native_name, official_name
 
 

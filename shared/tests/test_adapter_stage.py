@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ditkit_core import cli
-from ditkit_core.adapter_layout import AdapterRules
+from ditkit_core.commands import cli
+from ditkit_core.commands.options import ExportOptions, parse_rank
 from ditkit_core.errors import UserError
-from ditkit_core.model import Expert
-from ditkit_core.options import ExportOptions, parse_rank
-from ditkit_core.precision import Precision
+from ditkit_core.models.adapter_formats import AdapterRules
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import Expert
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
 from toy_world import World
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from ditkit_core import adapter_svd
-from ditkit_core.adapter_svd import low_rank, product_norm, relative_difference, shrink
+from ditkit_core.adapters import svd as adapter_svd
+from ditkit_core.adapters.svd import low_rank, product_norm, relative_difference, shrink
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -11,16 +11,17 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ditkit_core import adapter_writer, cli
-from ditkit_core.adapter_files import BaseConfig, open_adapter
-from ditkit_core.adapter_found import layers_of
-from ditkit_core.adapter_layout import AdapterRules
-from ditkit_core.adapters import AdapterConfig
-from ditkit_core.components import Components
-from ditkit_core.model import run_plain
-from ditkit_core.placement import place
-from ditkit_core.precision import Precision
-from ditkit_core.prepare import build, load
+from ditkit_core.adapters import write as adapter_writer
+from ditkit_core.adapters.identify import layers_of
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.adapters.read import BaseConfig, open_adapter
+from ditkit_core.commands import cli
+from ditkit_core.engine.placement import place
+from ditkit_core.models.adapter_formats import AdapterRules
+from ditkit_core.models.paths import Components
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import run_plain
+from ditkit_core.run.prepare import build, load
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, in_form
 
 SPEC = replace(TOY, presets={"tiny": ToyArch()})

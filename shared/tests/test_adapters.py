@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ditkit_core.adapters import (
+from ditkit_core.adapters.inject import (
     AdapterConfig,
     adapter_layers,
     adapter_state,
@@ -15,7 +15,7 @@ from ditkit_core.adapters import (
     trainable_parameters,
 )
 from ditkit_core.errors import UserError
-from ditkit_core.precision import Precision
+from ditkit_core.models.precision import Precision
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel
 
 CPU = torch.device("cpu")

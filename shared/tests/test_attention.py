@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from attention_tensors import Called, fake_kernel, qkv
-from ditkit_core.activation_checkpoint import run_block
-from ditkit_core.attention import AttentionSettings, attend, attention_settings, settings_in_force
-from ditkit_core.attention_backends import BACKENDS, Backend
+from ditkit_core.engine.ac_schedule import parse_policy
+from ditkit_core.engine.engine import run_block
 from ditkit_core.errors import UserError
-from ditkit_core.last_step import last_step
-from ditkit_core.policy_schedule import parse_policy
+from ditkit_core.nn.attention import AttentionSettings, attend, attention_settings, settings_in_force
+from ditkit_core.nn.attention_backends import BACKENDS, Backend
+from ditkit_core.nn.remat import last_step
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_a_frozen_last_matmul_and_no_other_layer_is_left_out_of_a_recompute_that
 
 
 def test_outside_a_recompute_that_keeps_regions_a_last_step_is_a_plain_call(monkeypatch):
-    from ditkit_core import last_step as module
+    from ditkit_core.nn import remat as module
 
     monkeypatch.setattr(module, "remat", None)
     layer, h, x = matmul(), torch.randn(4, 6), torch.randn(4, 6)

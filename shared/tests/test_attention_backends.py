@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention_tensors import fake_kernel, qkv
-from ditkit_core import attention_backends
-from ditkit_core.attention import AttentionSettings, attend, attention_settings
-from ditkit_core.attention_backends import BACKENDS, check_backend, support_matrix
-from ditkit_core.cli import run
+from ditkit_core.commands.cli import run
 from ditkit_core.errors import UserError
+from ditkit_core.nn import attention_backends
+from ditkit_core.nn.attention import AttentionSettings, attend, attention_settings
+from ditkit_core.nn.attention_backends import BACKENDS, check_backend, support_matrix
 from ditkit_core.testing.toy import TOY
 
 

@@ -13,17 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import toy_training
-from ditkit_core import policy_schedule
-from ditkit_core.activation_checkpoint import Engine, run_block
-from ditkit_core.attention import AttentionCalls, attend, counted_calls
-from ditkit_core.attention_backends import BACKENDS, Backend, Kernel
-from ditkit_core.checkpoint import latest
-from ditkit_core.checkpoint_policies import AttentionOnly, Body, Full, Policy
+from ditkit_core.engine import ac_schedule as policy_schedule
+from ditkit_core.engine.ac_policies import AttentionOnly, Body, Full, Policy
+from ditkit_core.engine.ac_schedule import parse_policy
+from ditkit_core.engine.engine import Engine, run_block
 from ditkit_core.errors import UserError
-from ditkit_core.policy_schedule import parse_policy
+from ditkit_core.nn.attention import AttentionCalls, attend, counted_calls
+from ditkit_core.nn.attention_backends import BACKENDS, Backend, Kernel
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model, outcome, train_shortly
-from ditkit_core.train import TrainConfig
+from ditkit_core.training.checkpoint import latest
+from ditkit_core.training.trainer import TrainConfig
 
 HEADS, TOKENS = 2, 6
 

@@ -9,17 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from ditkit_core import audit as audit_module
-from ditkit_core import audit_stage
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.adapters import AdapterConfig, trainable_parameters
-from ditkit_core.audit import EDGES, NOT_IN_A_BATCH, estimated_seconds, num_passes, with_adapters_at_work
-from ditkit_core.audit_findings import from_json, to_json
-from ditkit_core.audit_report import markdown, write
+from ditkit_core.adapters.inject import AdapterConfig, trainable_parameters
+from ditkit_core.commands import audit as audit_stage
+from ditkit_core.diagnostics.audit import audit as audit_module
+from ditkit_core.diagnostics.audit.audit import (
+    EDGES,
+    NOT_IN_A_BATCH,
+    estimated_seconds,
+    num_passes,
+    with_adapters_at_work,
+)
+from ditkit_core.diagnostics.audit.findings import from_json, to_json
+from ditkit_core.diagnostics.audit.recast import Recast, by_place
+from ditkit_core.diagnostics.audit.render import markdown, write
+from ditkit_core.engine.engine import Engine
 from ditkit_core.errors import UserError
-from ditkit_core.exact_attention import exact_attention
-from ditkit_core.precision import PLACES, Precision, set_precision
-from ditkit_core.recast import Recast, by_place
+from ditkit_core.models.precision import PLACES, Precision, set_precision
+from ditkit_core.nn.attention_reference import exact_attention
 from ditkit_core.testing.conformance_audit import AuditChecks, errors, found, subject_of
 from ditkit_core.testing.toy import TOY, ToyArch, ToyBlock, ToyModel, toy_items
 from ditkit_core.testing.world import make_model
@@ -194,8 +200,8 @@ def test_weights_are_cast_where_they_are_used_and_gradients_handed_over():
 @pytest.mark.parametrize("at_once", [2**26, 100])
 @pytest.mark.parametrize("masked", [False, True])
 def test_exact_attention_is_attention(monkeypatch, at_once, masked):
-    from ditkit_core import exact_attention as module
-    from ditkit_core.attention_backends import BACKENDS
+    from ditkit_core.nn import attention_reference as module
+    from ditkit_core.nn.attention_backends import BACKENDS
 
     monkeypatch.setattr(module, "SCORES_AT_ONCE", at_once)
     random = torch.Generator().manual_seed(0)

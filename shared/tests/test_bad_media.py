@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ditkit_core.media import available, probe, read_clip
+from ditkit_core.data.media.clip import available, probe, read_clip
 from malformed_media import clear_packet
 from media_files import noisy_video, numbered_video, sound_only, truncated
 from one_line import assert_one_line

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from ditkit_core.batches import EndlessOrder, GroupedOrder
+from ditkit_core.encoding.batch_sampler import EndlessOrder, GroupedOrder
 
 IDS = [f"clip{i}" for i in range(17)]
 GROUPS = ["abc"[i % 3] if i < 15 else "d" for i in range(17)]

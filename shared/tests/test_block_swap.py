@@ -13,23 +13,23 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ditkit_core.activation_checkpoint import POLICIES, Engine
-from ditkit_core.adapters import AdapterConfig, inject
-from ditkit_core.block_swap import BlockSwap, choose_streamed
+from ditkit_core.adapters.export import ExportConfig, export_merged
+from ditkit_core.adapters.inject import AdapterConfig, inject
+from ditkit_core.adapters.verify import base_in_form
+from ditkit_core.engine.block_swap import BlockSwap, choose_streamed
+from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.placement import Placement
+from ditkit_core.engine.swap_buffers import page_lock, unlock
 from ditkit_core.errors import UserError
-from ditkit_core.export import ExportConfig, export_merged
-from ditkit_core.ledger import Ledger
-from ditkit_core.placement import Placement
-from ditkit_core.precision import Precision, compute_fp32_in_fp32
-from ditkit_core.quantized_linear import quantized_weights
-from ditkit_core.swap_buffers import page_lock, unlock
+from ditkit_core.models.precision import Precision, compute_fp32_in_fp32
+from ditkit_core.nn.quantized_linear import quantized_weights
+from ditkit_core.planner.memory_tracker import Ledger
 from ditkit_core.testing.conformance_quantized import KINDS, make_quantized
 from ditkit_core.testing.conformance_swap import SwapChecks, Watched, stream
 from ditkit_core.testing.full_size import DEVICE, materialise
 from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model, outcome, train_shortly
-from ditkit_core.verify import base_in_form
 from toy_world import World, equal
 
 CPU, OTHER = torch.device("cpu"), torch.device("cpu:1")

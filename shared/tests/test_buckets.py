@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from ditkit_core.buckets import bucket_sizes, describe_sizes, nearest_size
+from ditkit_core.data.buckets import bucket_sizes, describe_sizes, nearest_size
 from ditkit_core.errors import UserError
 
 SETS = [(1024, 1024, 64, 2.0), (1024, 1024, 16, 4.0), (512, 512, 64, 2.0), (480, 832, 16, 2.5), (96, 96, 16, 1.7)]

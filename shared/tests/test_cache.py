@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ditkit_core import cache as cache_module
-from ditkit_core.cache import Cache, MediaHashes, key
+from ditkit_core.encoding import cache as cache_module
+from ditkit_core.encoding.cache import Cache, MediaHashes, key
 from ditkit_core.errors import UserError
 
 TENSORS = {"latents": torch.arange(24.0).reshape(2, 3, 4), "mask": torch.tensor([True, False])}

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ditkit_core.cache import Cache, digest, key
-from ditkit_core.cache_upkeep import Rule, Verified, keys_in, parse_rule, prune, verify
+from ditkit_core.encoding.cache import Cache, digest, key
+from ditkit_core.encoding.cache_maintenance import Rule, Verified, keys_in, parse_rule, prune, verify
 from ditkit_core.errors import UserError
 
 NAMES = ("a", "b", "c")

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from ditkit_core.captions import captions_of, tag_orders, with_trigger
-from ditkit_core.data_config import DataConfig
+from ditkit_core.data.captions import captions_of, tag_orders, with_trigger
+from ditkit_core.data.config import DataConfig
 from ditkit_core.errors import UserError
 
 

@@ -8,9 +8,9 @@ import shutil
 import pytest
 import torch
 
-from ditkit_core import checkpoint
-from ditkit_core.checkpoint import SaveConfig, State, best, latest, load_state, save_state
 from ditkit_core.errors import UserError
+from ditkit_core.training import checkpoint
+from ditkit_core.training.checkpoint import SaveConfig, State, best, latest, load_state, save_state
 
 
 def state(step, *, held_out=None, size=64):

@@ -8,21 +8,21 @@ from dataclasses import replace
 
 import pytest
 
-from ditkit_core import division
-from ditkit_core.checkpoint_budget import Task, choose, limited
-from ditkit_core.checkpoint_policies import AttentionOnly, Full, Policy
-from ditkit_core.config import RunConfig
-from ditkit_core.config_layers import resolve
+from ditkit_core.config.resolve import resolve
+from ditkit_core.config.sizes import GIB
+from ditkit_core.engine.ac_policies import AttentionOnly, Full, Policy
+from ditkit_core.engine.ac_schedule import parse_schedule
 from ditkit_core.errors import UserError
-from ditkit_core.plan import Budget
-from ditkit_core.plan_report import as_json
-from ditkit_core.plan_stage import divided_for_training, job_for, make_report
-from ditkit_core.policy_schedule import parse_schedule
-from ditkit_core.prepare import build_on_meta
-from ditkit_core.profile import Profile, StageCost
-from ditkit_core.run import Run
-from ditkit_core.run_checks import check_training
-from ditkit_core.sizes import GIB
+from ditkit_core.planner import partition as division
+from ditkit_core.planner.ac_budget import Task, choose, limited
+from ditkit_core.planner.memory import Budget
+from ditkit_core.planner.plan import divided_for_training, job_for, make_report
+from ditkit_core.planner.profiler import Profile, StageCost
+from ditkit_core.planner.report import as_json
+from ditkit_core.run.checks import check_training
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.prepare import build_on_meta
+from ditkit_core.run.run import Run
 from ditkit_core.testing.plans import divided, whole
 from ditkit_core.testing.toy import TOY, ToyArch
 from toy_world import World, equal

@@ -16,11 +16,12 @@ import pytest
 from rich.console import Console
 
 import ditkit_core
-from ditkit_core import cli, console
-from ditkit_core.adapters import AdapterConfig
-from ditkit_core.config import RunConfig
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.commands import cli
+from ditkit_core.commands.options import ExportOptions, SampleOptions, TrainOptions
 from ditkit_core.errors import UserError
-from ditkit_core.options import ExportOptions, SampleOptions, TrainOptions
+from ditkit_core.io import console
+from ditkit_core.run.config import RunConfig
 from ditkit_core.testing.toy import TOY
 
 
@@ -158,7 +159,7 @@ def test_what_print_config_prints_is_a_run_file(
 def test_help_version_and_mistakes_answer_before_slow_libraries_are_imported() -> None:
     program = """
 import sys
-from ditkit_core import cli
+from ditkit_core.commands import cli
 from ditkit_core.testing.toy import TOY
 statuses = [cli.run(TOY, "train", argv) for argv in (["--help"], ["--version"], ["--print-config"], ["--x.y", "1"])]
 slow = {"diffusers", "transformers", "peft", "torchao", "tensorboard", "av", "accelerate", "huggingface_hub"}
@@ -173,7 +174,7 @@ print(json.dumps([statuses, sorted(slow & sys.modules.keys())]))
 
 def test_a_closed_stdout_ends_the_printing_and_not_the_run(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from ditkit_core.console import say\n"
+        "import sys; from pathlib import Path; from ditkit_core.io.console import say\n"
         "for number in range(3): say('x' * 100000)\n"
         "Path(sys.argv[1]).write_text('done')"
     )

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from ditkit_core import compiled
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.compiled import backend_of, check_compiled, check_compiler
-from ditkit_core.config import RunConfig
-from ditkit_core.config_layers import resolve
+from ditkit_core.config.resolve import resolve
+from ditkit_core.engine import compile as compiled
+from ditkit_core.engine.ac_schedule import parse_policy
+from ditkit_core.engine.compile import backend_of, check_compiled, check_compiler
+from ditkit_core.engine.engine import Engine
 from ditkit_core.errors import UserError
-from ditkit_core.policy_schedule import parse_policy
-from ditkit_core.run import Run
-from ditkit_core.run_checks import check_training
+from ditkit_core.run.checks import check_training
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.run import Run
 from ditkit_core.testing.compiled_runs import check_levers, printed
 from ditkit_core.testing.toy import TOY, ToyBlock
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import errors
 
-from ditkit_core.components import Components
 from ditkit_core.errors import UserError
-from ditkit_core.prepare import arch_here
+from ditkit_core.models.paths import Components
+from ditkit_core.run.prepare import arch_here
 from ditkit_core.testing.toy import TOY
 
 HUB = "huggingface_hub.snapshot_download"

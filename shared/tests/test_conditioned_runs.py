@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ditkit_core.conditions import Column, Conditioner, Controls
-from ditkit_core.config import RunConfig
-from ditkit_core.config_layers import resolve
+from ditkit_core.config.resolve import resolve
+from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
-from ditkit_core.media import read_clip
-from ditkit_core.model import ignored
-from ditkit_core.plan_stage import largest_bucket
-from ditkit_core.run import Run
+from ditkit_core.models.conditions import Column, Conditioner, Controls
+from ditkit_core.models.spec import ignored
+from ditkit_core.planner.plan import largest_bucket
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.run import Run
 from ditkit_core.testing.toy import TOY
 from media_files import numbered_video, picture
 from toy_world import World

@@ -9,23 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.cache import Cache
-from ditkit_core.conditions import Column, Controls
-from ditkit_core.config import RunConfig
-from ditkit_core.config_layers import resolve
-from ditkit_core.data import BatchSize, TrainingData
-from ditkit_core.dataset import Sample
-from ditkit_core.encode import Conditioning, encode
-from ditkit_core.encoded import EncodedSample
+from ditkit_core.config.resolve import resolve
+from ditkit_core.data.dataset import Sample
+from ditkit_core.data.media.clip import read_clip
+from ditkit_core.encoding.cache import Cache
+from ditkit_core.encoding.encode import Conditioning, encode
+from ditkit_core.encoding.encoded_sample import EncodedSample
+from ditkit_core.encoding.loader import BatchSize, TrainingData
+from ditkit_core.engine.engine import Engine
 from ditkit_core.errors import UserError
-from ditkit_core.flow_matching import velocity_errors
-from ditkit_core.media import read_clip
-from ditkit_core.model import ignored
-from ditkit_core.run import Run
-from ditkit_core.sample_stage import SampleConfig
+from ditkit_core.models.conditions import Column, Controls
+from ditkit_core.models.spec import ignored
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.run import Run
+from ditkit_core.sampling.prompts import SampleConfig
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import make_model
+from ditkit_core.training.flow_matching import velocity_errors
 from media_files import numbered_video, picture
 from toy_encoders import CountingEncoder
 

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ditkit_core.command_line import format_help, read_flags
-from ditkit_core.config import RunConfig
-from ditkit_core.config_checks import nearest_key
-from ditkit_core.config_fields import config_fields, config_sections, config_values
-from ditkit_core.config_file import read_config_file, to_toml
-from ditkit_core.config_layers import resolve
+from ditkit_core.commands.options import SampleOptions, TrainOptions
+from ditkit_core.config.cli_args import format_help, read_flags
+from ditkit_core.config.field import setting
+from ditkit_core.config.resolve import resolve
+from ditkit_core.config.schema import config_fields, config_sections, config_values
+from ditkit_core.config.toml import read_config_file, to_toml
+from ditkit_core.config.validation import nearest_key
 from ditkit_core.errors import UserError
-from ditkit_core.options import SampleOptions, TrainOptions
-from ditkit_core.run_folder import RunFolderConfig
-from ditkit_core.settings import setting
+from ditkit_core.io.run_dir import RunFolderConfig
+from ditkit_core.run.config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ditkit_core.activation_checkpoint import Engine
+from ditkit_core.engine.engine import Engine
 from ditkit_core.testing.conformance import Conformance, check_carry
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import Items, make_model, outcome
@@ -85,7 +85,7 @@ def test_without_the_generator_hook_dropout_would_be_replayed_wrong(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Why the hook is there: the equality checks above fail without it, so they are checks."""
-    from ditkit_core.checkpoint_policies import GeneratorHook
+    from ditkit_core.engine.ac_policies import GeneratorHook
 
     model: Any = make_model(TOY, TOY.presets["dropout"])
     plain = outcome(TOY, model, toy_items(2), None)

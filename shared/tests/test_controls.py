@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from ditkit_core.conditions import Column
-from ditkit_core.data_config import DataConfig
-from ditkit_core.dataset import Dataset, Sample, scan
+from ditkit_core.data.config import DataConfig
+from ditkit_core.data.dataset import Dataset, Sample, scan
+from ditkit_core.data.media.clip import IMAGE_SUFFIXES
 from ditkit_core.errors import UserError
-from ditkit_core.media import IMAGE_SUFFIXES
+from ditkit_core.models.conditions import Column
 from media_files import numbered_video, picture, sound_only
 
 COLUMNS = (

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ditkit_core.batches import epoch_order
-from ditkit_core.cache import Cache, key
-from ditkit_core.data import BatchSize, TrainingData, files_of, split_held_out
-from ditkit_core.dataset import Sample
-from ditkit_core.encoded import EncodedSample
+from ditkit_core.data.dataset import Sample
+from ditkit_core.encoding.batch_sampler import epoch_order
+from ditkit_core.encoding.cache import Cache, key
+from ditkit_core.encoding.encoded_sample import EncodedSample
+from ditkit_core.encoding.loader import BatchSize, TrainingData, files_of, split_held_out
 from ditkit_core.errors import UserError
 
 IDS = [f"clip{i}" for i in range(7)]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from ditkit_core.data_config import DataConfig
-from ditkit_core.dataset import Dataset, scan
+from ditkit_core.data.config import DataConfig
+from ditkit_core.data.dataset import Dataset, scan
 from ditkit_core.errors import UserError
 from media_files import numbered_video, picture
 

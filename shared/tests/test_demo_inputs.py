@@ -6,7 +6,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from ditkit_core.demo_inputs import BACKGROUNDS, COLOURS, SHAPES, isometry, paint, randomise, write_inputs
+from ditkit_core.data.media.synthetic import BACKGROUNDS, COLOURS, SHAPES, isometry, paint, randomise, write_inputs
 from ditkit_core.errors import UserError
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ditkit_core.devices import choose_devices, spread
+from ditkit_core.engine.devices import choose_devices, spread
 from ditkit_core.errors import UserError
-from ditkit_core.train import TrainConfig
+from ditkit_core.training.trainer import TrainConfig
 
 
 @pytest.fixture

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.adapters import trainable_parameters
-from ditkit_core.attention_backends import BACKENDS, Backend
-from ditkit_core.diagnosis import first_not_finite
+from ditkit_core.adapters.inject import trainable_parameters
+from ditkit_core.engine.engine import Engine
 from ditkit_core.errors import UserError
-from ditkit_core.flow_matching import FlowConfig
-from ditkit_core.optim import NamedOptimizer, OptimConfig
-from ditkit_core.step import NonFiniteLoss, training_step
+from ditkit_core.nn.attention_backends import BACKENDS, Backend
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
+from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.nan_debug import first_not_finite
+from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.train_step import NonFiniteLoss, training_step
 from toy_training import ToyBatch
 
 ARCH = ToyArch(dim=16, depth=3)
@@ -139,7 +139,7 @@ def test_a_second_look_that_fails_does_not_hide_the_failure(error: Exception, mo
     def fails(model: Any, loss_of: Any) -> None:
         raise error
 
-    monkeypatch.setattr("ditkit_core.step.first_not_finite", fails)
+    monkeypatch.setattr("ditkit_core.training.train_step.first_not_finite", fails)
     model = make_model(TOY, ARCH)
     with torch.no_grad():
         model.head.out.bias.fill_(NAN)
@@ -153,7 +153,7 @@ def test_a_mistake_in_the_second_look_is_not_swallowed(monkeypatch: pytest.Monke
     def fails(model: Any, loss_of: Any) -> None:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr("ditkit_core.step.first_not_finite", fails)
+    monkeypatch.setattr("ditkit_core.training.train_step.first_not_finite", fails)
     model = make_model(TOY, ARCH)
     with torch.no_grad():
         model.head.out.bias.fill_(NAN)

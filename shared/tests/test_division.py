@@ -8,18 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ditkit_core import plan_stage
-from ditkit_core.config import RunConfig
-from ditkit_core.config_layers import resolve
-from ditkit_core.division import budgets_here, budgets_of, choose_cuts, place, streamed_of, weights_profile
+from ditkit_core.config.resolve import resolve
+from ditkit_core.config.sizes import GIB
 from ditkit_core.errors import UserError
-from ditkit_core.hardware import default_reserve, keeping_reserves, parse_gpus
-from ditkit_core.plan import Budget, Division, compose
-from ditkit_core.plan_stage import divided_for_training, make_report
-from ditkit_core.prepare import build_on_meta
-from ditkit_core.profile import Profile, StageCost, profile
-from ditkit_core.run import Run
-from ditkit_core.sizes import GIB
+from ditkit_core.planner import plan as plan_stage
+from ditkit_core.planner.gpus import default_reserve, keeping_reserves, parse_gpus
+from ditkit_core.planner.memory import Budget, Division, compose
+from ditkit_core.planner.partition import budgets_here, budgets_of, choose_cuts, place, streamed_of, weights_profile
+from ditkit_core.planner.plan import divided_for_training, make_report
+from ditkit_core.planner.profiler import Profile, StageCost, profile
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.prepare import build_on_meta
+from ditkit_core.run.run import Run
 from ditkit_core.testing.toy import TOY, ToyArch
 from toy_world import World
 

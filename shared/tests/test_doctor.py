@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ditkit_core.dataset import Sample
-from ditkit_core.doctor import (
+from ditkit_core.data.dataset import Sample
+from ditkit_core.data.media.clip import MediaInfo
+from ditkit_core.diagnostics.doctor.findings import (
     CODES,
     BucketRow,
     CaptionRow,
@@ -23,7 +24,9 @@ from ditkit_core.doctor import (
     StepRow,
     to_json,
 )
-from ditkit_core.doctor_findings import (
+from ditkit_core.diagnostics.doctor.media import Look
+from ditkit_core.diagnostics.doctor.render import page, show, verdict, write
+from ditkit_core.diagnostics.doctor.rules import (
     captions_of,
     file_row,
     of_buckets,
@@ -35,9 +38,6 @@ from ditkit_core.doctor_findings import (
     of_unused,
     same_content,
 )
-from ditkit_core.doctor_media import Look
-from ditkit_core.doctor_report import page, show, verdict, write
-from ditkit_core.media import MediaInfo
 
 DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
 HOSTILE = '<script>alert("x")</script>&\'[bold]{0}'

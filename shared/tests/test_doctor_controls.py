@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ditkit_core.conditions import Column
-from ditkit_core.dataset import Sample
-from ditkit_core.doctor_controls import of_followed, of_pictures
-from ditkit_core.media import read_clip, write_image
+from ditkit_core.data.dataset import Sample
+from ditkit_core.data.media.clip import read_clip, write_image
+from ditkit_core.diagnostics.doctor.controls import of_followed, of_pictures
+from ditkit_core.models.conditions import Column
 from made_clips import pan, written
 from media_files import noisy_video, picture, truncated
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ditkit_core.doctor_media import NEAR_BITS, Fingerprint, Look, fingerprint, look, near_duplicates
+from ditkit_core.data.media.video import is_hdr
+from ditkit_core.diagnostics.doctor.media import NEAR_BITS, Fingerprint, Look, fingerprint, look, near_duplicates
 from ditkit_core.errors import UserError
-from ditkit_core.video import is_hdr
 from made_clips import Frames, pan, smaller, texture, written
 from media_files import noisy_video, picture, truncated
 

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from ditkit_core import doctor_step
-from ditkit_core.doctor import CutsCaptions
+from ditkit_core.diagnostics.doctor import trial as doctor_step
+from ditkit_core.diagnostics.doctor.findings import CutsCaptions
 from ditkit_core.testing.toy import TOY, ToyBlock, ToyModel, ToyTextEncoder
 from made_clips import pan, texture, written
 from media_files import noisy_video, numbered_video, truncated

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ditkit_core.elementwise import gated_sum, gated_unit, modulated_norm, normalised_heads, per_token
-from ditkit_core.precision import Precision
-from ditkit_core.rotary import axis_angles, rotate
+from ditkit_core.models.precision import Precision
+from ditkit_core.nn.functional import gated_sum, gated_unit, modulated_norm, normalised_heads, per_token
+from ditkit_core.nn.rope import axis_angles, rotate
 
 
 def norm_of(dim: int, dtype: torch.dtype = torch.float64) -> nn.RMSNorm:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ditkit_core.ema import EMA, EMAConfig
 from ditkit_core.errors import UserError
+from ditkit_core.training.ema import EMA, EMAConfig
 
 
 def parameters(dtype=torch.float32):

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from ditkit_core.cache import Cache
-from ditkit_core.data_config import DataConfig
-from ditkit_core.dataset import Dataset, Sample, scan
-from ditkit_core.encode import encode, text_key
-from ditkit_core.encode_jobs import _check_finite
-from ditkit_core.encoded import EncodedSample
+from ditkit_core.data.config import DataConfig
+from ditkit_core.data.dataset import Dataset, Sample, scan
+from ditkit_core.encoding.cache import Cache
+from ditkit_core.encoding.encode import encode, text_key
+from ditkit_core.encoding.encoded_sample import EncodedSample
+from ditkit_core.encoding.tasks import _check_finite
 from ditkit_core.errors import UserError
 from media_files import numbered_video, picture
 from toy_encoders import CountingEncoder
@@ -238,7 +238,7 @@ def test_progress_counts_what_is_missing(world: World, monkeypatch: pytest.Monke
     world.start(progress=watch)
     assert seen == [["text", 1, 1]], "little is read to know the clips, and no line is said about it"
     seen.clear()
-    monkeypatch.setattr("ditkit_core.encode._LONG_HASH_BYTES", 0)
+    monkeypatch.setattr("ditkit_core.encoding.encode._LONG_HASH_BYTES", 0)
     world.start(progress=watch)
     assert seen == [["hash", 4, 4]]
 
@@ -248,7 +248,7 @@ def test_a_cache_that_grows_large_is_told_of_and_one_that_cannot_fit_is_warned_o
 ) -> None:
     world.start()
     assert "the cache" not in capsys.readouterr().out, "a small one is not"
-    monkeypatch.setattr("ditkit_core.encode_jobs._WORTH_TELLING_BYTES", 0)
+    monkeypatch.setattr("ditkit_core.encoding.tasks._WORTH_TELLING_BYTES", 0)
     shutil.rmtree(world.cache.folder)
     world.start()
     told = capsys.readouterr()
@@ -257,7 +257,9 @@ def test_a_cache_that_grows_large_is_told_of_and_one_that_cannot_fit_is_warned_o
         f"the cache {world.cache.folder} takes about 0.0 GB more for 3 more of text",
     ]
     assert told.err == ""
-    monkeypatch.setattr("ditkit_core.encode_jobs.shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(9, 9, 0))
+    monkeypatch.setattr(
+        "ditkit_core.encoding.tasks.shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(9, 9, 0)
+    )
     shutil.rmtree(world.cache.folder)
     world.start()
     warned = capsys.readouterr().err.splitlines()

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from ditkit_core.components import Components
-from ditkit_core.config import RunConfig
 from ditkit_core.errors import UserError
-from ditkit_core.experts import (
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import Expert
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.experts import (
     ExpertsConfig,
     check_experts,
     check_files,
@@ -19,9 +20,8 @@ from ditkit_core.experts import (
     own_settings,
     restricted,
 )
-from ditkit_core.flow_matching import FlowConfig, draw_noise, shift_sigma, sigma_at
-from ditkit_core.held_out import HeldOutConfig
-from ditkit_core.model import Expert
+from ditkit_core.training.flow_matching import FlowConfig, draw_noise, shift_sigma, sigma_at
+from ditkit_core.training.validation import HeldOutConfig
 
 BOUNDARIES = (0.875, 0.9, 0.3, 0.7, 0.8999999, 0.417)
 

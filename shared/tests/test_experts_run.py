@@ -14,8 +14,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ditkit_core import run, train
-from ditkit_core.prepare import Prepared
+from ditkit_core.run import run
+from ditkit_core.run.prepare import Prepared
+from ditkit_core.training import trainer as train
 from toy_world import equal
 from two_experts import BOUNDARY, EXPERTS, STEPS, TwoExperts
 

@@ -10,15 +10,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ditkit_core.adapter_files import BaseConfig
-from ditkit_core.adapters import AdapterConfig, canonical_name
-from ditkit_core.components import Components
+from ditkit_core.adapters.export import ExportConfig, check_export, export_adapter, export_merged
+from ditkit_core.adapters.inject import AdapterConfig, canonical_name
+from ditkit_core.adapters.read import BaseConfig
+from ditkit_core.engine.placement import place
 from ditkit_core.errors import UserError
-from ditkit_core.export import ExportConfig, check_export, export_adapter, export_merged
-from ditkit_core.placement import place
-from ditkit_core.precision import Precision
-from ditkit_core.prepare import Prepared, build, load
-from ditkit_core.safetensors_file import SafetensorsSource, StoredTensor
+from ditkit_core.io.safetensors import SafetensorsSource, StoredTensor
+from ditkit_core.models.paths import Components
+from ditkit_core.models.precision import Precision
+from ditkit_core.run.prepare import Prepared, build, load
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, in_form, native_name
 
 SPEC = replace(TOY, presets={"tiny": ToyArch()})

@@ -8,14 +8,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ditkit_core.block_swap import choose_streamed
-from ditkit_core.fit import HARDLY_LONGER, POLICIES, PRICE, ROOM, SMALLEST, Task, fit, least_missing, shortest_seconds
-from ditkit_core.fit_search import budget_of
-from ditkit_core.hardware import of_size, parse_gpus
-from ditkit_core.placement import Placement
-from ditkit_core.plan import Division, compose
-from ditkit_core.sizes import GIB
-from ditkit_core.timing import Workload, step_seconds
+from ditkit_core.config.sizes import GIB
+from ditkit_core.engine.block_swap import choose_streamed
+from ditkit_core.engine.placement import Placement
+from ditkit_core.planner.autotune import (
+    HARDLY_LONGER,
+    POLICIES,
+    PRICE,
+    ROOM,
+    SMALLEST,
+    Task,
+    fit,
+    least_missing,
+    shortest_seconds,
+)
+from ditkit_core.planner.gpus import of_size, parse_gpus
+from ditkit_core.planner.memory import Division, compose
+from ditkit_core.planner.partition_search import budget_of
+from ditkit_core.planner.step_time import Workload, step_seconds
 from made_profiles import made_profile
 
 

@@ -7,17 +7,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ditkit_core import cli, fit_stage, plan_stage
-from ditkit_core.config import RunConfig
-from ditkit_core.config_file import read_config_file
-from ditkit_core.fit import Task, fit, least_missing
-from ditkit_core.fit_changes import best_first, levers
-from ditkit_core.fit_stage import apply, cards_of, changes
-from ditkit_core.hardware import parse_gpus
-from ditkit_core.options import TrainOptions
-from ditkit_core.plan_companions import CompanionRow
-from ditkit_core.run import Run
-from ditkit_core.sizes import GIB
+from ditkit_core.commands import cli
+from ditkit_core.commands import fit as fit_stage
+from ditkit_core.commands.fit import apply, cards_of, changes
+from ditkit_core.commands.options import TrainOptions
+from ditkit_core.config.sizes import GIB
+from ditkit_core.config.toml import read_config_file
+from ditkit_core.planner import plan as plan_stage
+from ditkit_core.planner.autotune import Task, fit, least_missing
+from ditkit_core.planner.auxiliary import CompanionRow
+from ditkit_core.planner.gpus import parse_gpus
+from ditkit_core.planner.suggestions import best_first, levers
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.run import Run
 from ditkit_core.testing.toy import TOY
 from made_profiles import made_profile
 

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from ditkit_core.activation_checkpoint import Engine
+from ditkit_core.engine.engine import Engine
 from ditkit_core.errors import UserError
-from ditkit_core.flow_matching import (
+from ditkit_core.testing.toy import TOY, toy_items
+from ditkit_core.training.flow_matching import (
     FlowConfig,
     draw_noise,
     loss_weight,
@@ -15,7 +16,6 @@ from ditkit_core.flow_matching import (
     sigma_at,
     velocity_errors,
 )
-from ditkit_core.testing.toy import TOY, toy_items
 
 GRID = torch.linspace(0, 1, 1001, dtype=torch.float64)
 CONFIGS = [

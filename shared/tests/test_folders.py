@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from ditkit_core.batches import EndlessOrder, Epochs, GroupedOrder
-from ditkit_core.data_config import DataConfig
-from ditkit_core.dataset import Dataset, scan
+from ditkit_core.data.config import DataConfig
+from ditkit_core.data.dataset import Dataset, scan
+from ditkit_core.data.discovery import names_of
+from ditkit_core.encoding.batch_sampler import EndlessOrder, Epochs, GroupedOrder
+from ditkit_core.encoding.prior_preservation import prior_data_config
 from ditkit_core.errors import UserError
-from ditkit_core.listing import names_of
-from ditkit_core.prior import prior_data_config
 from media_files import picture
 
 

@@ -182,7 +182,7 @@ def test_what_hangs_or_writes_by_halves_is_a_fault(front: Front, monkeypatch: py
 
 
 def test_the_watchdog_ends_what_does_not_end(front: Front) -> None:
-    from ditkit_core import cli
+    from ditkit_core.commands import cli
 
     def endless(*given: object) -> None:
         while True:

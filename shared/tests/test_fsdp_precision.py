@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ditkit_core.activation_checkpoint import Engine
+from ditkit_core.engine.engine import Engine
 from ditkit_core.testing.ranks import run_ranks_once
 from ditkit_core.testing.sharded_steps import apart, differences, policies, step_of
 from ditkit_core.testing.toy import TOY, ToyArch, ToyBlock, toy_items

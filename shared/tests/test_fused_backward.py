@@ -11,20 +11,20 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import toy_training
-from ditkit_core.activation_checkpoint import POLICIES, Engine
-from ditkit_core.checkpoint import SaveConfig, load_state
-from ditkit_core.ema import EMAConfig
+from ditkit_core.engine.engine import POLICIES, Engine
 from ditkit_core.errors import UserError
-from ditkit_core.flow_matching import FlowConfig
-from ditkit_core.fused_backward import Updates
-from ditkit_core.ledger import Ledger
-from ditkit_core.optim import NamedOptimizer, OptimConfig
-from ditkit_core.precision import Precision
-from ditkit_core.step import NonFiniteLoss, training_step
+from ditkit_core.models.precision import Precision
+from ditkit_core.planner.memory_tracker import Ledger
 from ditkit_core.testing.pretend_devices import PretendDevices, divide, on_host
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
-from ditkit_core.train import TrainConfig, check_fused_backward
-from ditkit_core.trained import Trained
+from ditkit_core.training.checkpoint import SaveConfig, load_state
+from ditkit_core.training.ema import EMAConfig
+from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.optimizer_in_backward import Updates
+from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_step import NonFiniteLoss, training_step
+from ditkit_core.training.trainer import TrainConfig, check_fused_backward
 from test_resume import CLIPS, assert_same_state, numbers
 from toy_training import ToyBatch, ToyData, toy_model, toy_run
 from toy_world import World, equal

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from ditkit_core.config.sizes import GIB
 from ditkit_core.errors import UserError
-from ditkit_core.hardware import KNOWN_CARDS, card_named, cards_here, default_reserve, of_size, parse_gpus
-from ditkit_core.sizes import GIB
+from ditkit_core.planner.gpus import KNOWN_CARDS, card_named, cards_here, default_reserve, of_size, parse_gpus
 
 
 def test_sizes_count_and_order_are_read():

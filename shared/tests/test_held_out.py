@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ditkit_core.activation_checkpoint import Engine
+from ditkit_core.engine.engine import Engine
 from ditkit_core.errors import UserError
-from ditkit_core.held_out import Course, HeldOutConfig, HeldOutLoss, held_out_loss, sigmas_between
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import make_model
+from ditkit_core.training.validation import Course, HeldOutConfig, HeldOutLoss, held_out_loss, sigmas_between
 from toy_training import toy_model
 
 SIGMAS = (0.2, 0.5, 0.9)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import torch
 
-from ditkit_core import swap_buffers
-from ditkit_core.host_buffers import HostBuffers
+from ditkit_core.engine import swap_buffers
+from ditkit_core.engine.host_buffers import HostBuffers
 
 PAGE = mmap.PAGESIZE
 HOST, ONE = torch.device("cpu"), torch.device("cpu:1")

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from ditkit_core.cache import MediaHashes
-from ditkit_core.data_config import DataConfig
-from ditkit_core.dataset import Dataset, scan
+from ditkit_core.data.config import DataConfig
+from ditkit_core.data.dataset import Dataset, scan
+from ditkit_core.data.media.clip import available, probe, read_clip
+from ditkit_core.encoding.cache import MediaHashes
 from ditkit_core.errors import UserError
-from ditkit_core.media import available, probe, read_clip
 from media_files import picture
 
 LEVELS = 20

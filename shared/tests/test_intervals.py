@@ -2,7 +2,7 @@
 
 import pytest
 
-from ditkit_core.intervals import half_width, t_quantile
+from ditkit_core.training.confidence import half_width, t_quantile
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from ditkit_core import checkpoint_policies
-from ditkit_core.activation_checkpoint import Engine, run_block
-from ditkit_core.attention import AttentionCalls, counted_calls
-from ditkit_core.checkpoint_policies import GeneratorHook
+from ditkit_core.engine import ac_policies as checkpoint_policies
+from ditkit_core.engine.ac_policies import GeneratorHook
+from ditkit_core.engine.ac_schedule import parse_policy, parse_schedule, written
+from ditkit_core.engine.engine import Engine, run_block
+from ditkit_core.engine.selective_ac import SETS, KeptOps, Region, kept_ops
 from ditkit_core.errors import UserError
-from ditkit_core.kept_ops import SETS, KeptOps, Region, kept_ops
-from ditkit_core.policy_schedule import parse_policy, parse_schedule, written
+from ditkit_core.nn.attention import AttentionCalls, counted_calls
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model, outcome
 

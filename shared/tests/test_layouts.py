@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from ditkit_core.conditions import Column
-from ditkit_core.data_config import DataConfig
-from ditkit_core.dataset import Dataset, scan
+from ditkit_core.data.config import DataConfig
+from ditkit_core.data.dataset import Dataset, scan
+from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
-from ditkit_core.media import read_clip
+from ditkit_core.models.conditions import Column
 from media_files import LEVELS, numbered_video, picture
 from one_line import assert_one_line
 

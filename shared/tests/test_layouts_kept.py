@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ditkit_core.conditions import Column
+from ditkit_core.data.columns import reference_columns
 from ditkit_core.errors import UserError
-from ditkit_core.metadata_columns import reference_columns
+from ditkit_core.models.conditions import Column
 from media_files import picture
 from test_layouts import look
 

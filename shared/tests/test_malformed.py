@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from ditkit_core.config import RunConfig
-from ditkit_core.config_layers import resolve
-from ditkit_core.doctor_data import Examined, examine
+from ditkit_core.config.resolve import resolve
+from ditkit_core.data.media.clip import read_clip
+from ditkit_core.diagnostics.doctor.dataset import Examined, examine
 from ditkit_core.errors import UserError, printable
-from ditkit_core.media import read_clip
-from ditkit_core.run import Run
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.run import Run
 from ditkit_core.testing.toy import TOY
 from malformed import CATALOGUE, Kind, Malformed, controlled, good
 from malformed_media import damaged_inside

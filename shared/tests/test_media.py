@@ -9,10 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
-from ditkit_core import video, video_decoder
+from ditkit_core.data.media import decoder as video_decoder
+from ditkit_core.data.media import video
+from ditkit_core.data.media.clip import available, probe, read_clip, write_image, write_video
+from ditkit_core.data.media.timestamps import SLACK_SECONDS
 from ditkit_core.errors import UserError
-from ditkit_core.media import available, probe, read_clip, write_image, write_video
-from ditkit_core.timeline import SLACK_SECONDS
 from media_files import LEVELS, numbered_video, picture
 
 

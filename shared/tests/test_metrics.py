@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ditkit_core.errors import UserError
-from ditkit_core.memory import peak_memory_bytes, process_peak_bytes
-from ditkit_core.metrics import LogConfig, MetricsLog
+from ditkit_core.io.memory import peak_memory_bytes, process_peak_bytes
+from ditkit_core.training.metrics import LogConfig, MetricsLog
 
 
 def read(folder):

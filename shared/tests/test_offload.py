@@ -12,20 +12,20 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ditkit_core import activation_checkpoint
-from ditkit_core.activation_checkpoint import POLICIES, Engine
-from ditkit_core.flow_matching import FlowConfig
-from ditkit_core.kept_ops import SEEN_BY_HOOKS
-from ditkit_core.ledger import Ledger
-from ditkit_core.offload import SMALLEST, HostMemory, HostStore
-from ditkit_core.precision import Precision, compute_fp32_in_fp32
-from ditkit_core.step import accumulate_gradients
+from ditkit_core.engine import engine as activation_checkpoint
+from ditkit_core.engine.activation_offload import SMALLEST, HostMemory, HostStore
+from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.selective_ac import SEEN_BY_HOOKS
+from ditkit_core.models.precision import Precision, compute_fp32_in_fp32
+from ditkit_core.planner.memory_tracker import Ledger
 from ditkit_core.testing import conformance_swap
 from ditkit_core.testing.conformance_swap import Watched, stream, train_streamed
 from ditkit_core.testing.plans import check_sent
 from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, divide, move_to, on_host
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model, micro_batches, offloadable, outcome
+from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.train_step import accumulate_gradients
 from toy_jobs import toy_job
 from toy_world import World
 

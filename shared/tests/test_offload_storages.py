@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ditkit_core import activation_checkpoint
-from ditkit_core.activation_checkpoint import POLICIES, Engine
+from ditkit_core.engine import engine as activation_checkpoint
+from ditkit_core.engine.ac_schedule import parse_schedule
+from ditkit_core.engine.activation_offload import HostMemory, HostStore
+from ditkit_core.engine.engine import POLICIES, Engine
 from ditkit_core.errors import UserError
-from ditkit_core.offload import HostMemory, HostStore
-from ditkit_core.policy_schedule import parse_schedule
 from ditkit_core.testing import world
 from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, divide, on_host
 from ditkit_core.testing.sharded_steps import policies
@@ -115,7 +115,7 @@ def test_what_is_looked_at_outside_a_backward_is_let_go_of_by_the_next_forward()
 @pytest.mark.parametrize("seen", [True, False])
 def test_the_checks_offload_named_operations_where_torch_can(seen, monkeypatch):
     monkeypatch.setattr(world, "SEEN_BY_HOOKS", seen)
-    monkeypatch.setattr("ditkit_core.checkpoint_policies.SEEN_BY_HOOKS", seen)
+    monkeypatch.setattr("ditkit_core.engine.ac_policies.SEEN_BY_HOOKS", seen)
     parse_schedule.cache_clear()
     kinds = (*POLICIES, OPS, "ops(attention)")
     assert offloadable(kinds) == (kinds if seen else POLICIES)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ditkit_core.errors import UserError
-from ditkit_core.optim import NamedOptimizer, OptimConfig, learning_rate
+from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig, learning_rate
 
 
 def parameters():
@@ -165,7 +165,7 @@ class Averaging(torch.optim.SGD):
 
 
 def test_looking_at_averaged_weights_leaves_the_trained_ones_to_the_bit(monkeypatch):
-    from ditkit_core import optim
+    from ditkit_core.training import optimizer as optim
 
     kind = optim._Kind(lambda groups, config: Averaging(groups[:1], lr=config.lr), averages=True)
     monkeypatch.setitem(optim._KINDS, "schedulefree_adamw", kind)

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ditkit_core import division, fit_stage, out_of_memory, plan_stage
-from ditkit_core.config import RunConfig
-from ditkit_core.config_layers import resolve
-from ditkit_core.memory import is_out_of_memory, let_go
-from ditkit_core.out_of_memory import explain
+from ditkit_core.commands import fit as fit_stage
+from ditkit_core.commands import oom as out_of_memory
+from ditkit_core.commands.oom import explain
+from ditkit_core.config.resolve import resolve
+from ditkit_core.io.memory import is_out_of_memory, let_go
+from ditkit_core.planner import partition as division
+from ditkit_core.planner import plan as plan_stage
+from ditkit_core.run.config import RunConfig
 from ditkit_core.testing.toy import TOY, ToyArch
 from made_profiles import made_profile
 from toy_world import World
@@ -111,10 +114,11 @@ def test_what_counts_as_lacking_memory(error, expected):
 
 
 @pytest.mark.parametrize(
-    ("module", "says"), [("ditkit_core.sample_stage", "sample.vae_tiling"), ("ditkit_core.encode", "encode.streaming")]
+    ("module", "says"),
+    [("ditkit_core.sampling.prompts", "sample.vae_tiling"), ("ditkit_core.encoding.encode", "encode.streaming")],
 )
 def test_encoding_and_drawing_have_remedies_of_their_own(capsys, module, says):
-    explain(TOY, RunConfig(), "failure", training=True, modules={"ditkit_core.train", module}, peaks=(1,))
+    explain(TOY, RunConfig(), "failure", training=True, modules={"ditkit_core.training.trainer", module}, peaks=(1,))
     error = capsys.readouterr().err
     assert says in error and "train.checkpointing" not in error and error.count("\n") == 1
 

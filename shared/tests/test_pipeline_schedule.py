@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from ditkit_core.pipeline_schedule import StageSeconds, accumulated, pipelined, utilisation
+from ditkit_core.planner.pipeline_schedule import StageSeconds, accumulated, pipelined, utilisation
 
 
 def stages(*times, copy=0.0):

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from ditkit_core import step as step_module
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.flow_matching import FlowConfig
-from ditkit_core.step import accumulate_gradients
+from ditkit_core.engine.engine import Engine
 from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model, micro_batches
+from ditkit_core.training import train_step as step_module
+from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.train_step import accumulate_gradients
 from toy_world import World, equal
 
 DIVIDED = ("--train.devices", '["cpu:1", "cpu:2"]')

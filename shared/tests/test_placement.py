@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from ditkit_core.division import choose_cuts, least_full, weights_profile
+from ditkit_core.engine.placement import place
 from ditkit_core.errors import UserError
-from ditkit_core.placement import place
-from ditkit_core.plan import Budget, plan_device
-from ditkit_core.precision import Precision
-from ditkit_core.profile import Profile, StageCost
+from ditkit_core.models.precision import Precision
+from ditkit_core.planner.memory import Budget, plan_device
+from ditkit_core.planner.partition import choose_cuts, least_full, weights_profile
+from ditkit_core.planner.profiler import Profile, StageCost
 from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.toy import TOY, ToyArch
 from ditkit_core.testing.world import make_model

@@ -5,19 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ditkit_core.activation_checkpoint import POLICIES, Engine
-from ditkit_core.adapters import AdapterConfig
-from ditkit_core.data import Batch
-from ditkit_core.ema import EMAConfig
-from ditkit_core.ledger import Ledger
-from ditkit_core.optim import OptimConfig
-from ditkit_core.plan import Budget, DevicePlan
-from ditkit_core.profile import Profile, StageCost, profile
-from ditkit_core.step import training_step
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.encoding.loader import Batch
+from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.planner.memory import Budget, DevicePlan
+from ditkit_core.planner.memory_tracker import Ledger
+from ditkit_core.planner.profiler import Profile, StageCost, profile
 from ditkit_core.testing.plans import check_kept, check_plan, divided, planned
 from ditkit_core.testing.toy import TOY
 from ditkit_core.testing.world import make_model
-from ditkit_core.trained import Trained
+from ditkit_core.training.ema import EMAConfig
+from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_step import training_step
 from toy_jobs import ARCH, toy_job
 
 

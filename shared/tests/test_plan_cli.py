@@ -8,11 +8,11 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ditkit_core import plan_beside
-from ditkit_core.cli import run
-from ditkit_core.model import Companion
+from ditkit_core.commands.cli import run
+from ditkit_core.models.spec import Companion
+from ditkit_core.models.tiling import Tiles
+from ditkit_core.planner import beside_training as plan_beside
 from ditkit_core.testing.toy import TOY
-from ditkit_core.tiles import Tiles
 
 WIDTH = 2**14
 """Of the companions' one layer: 1 GiB of weights in fp32."""

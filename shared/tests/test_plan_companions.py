@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.adapters import AdapterConfig
-from ditkit_core.components import Components
-from ditkit_core.ledger import Ledger
-from ditkit_core.model import Companion, Holding, run_plain
-from ditkit_core.plan_companions import (
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.models.paths import Components
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import Companion, Holding, run_plain
+from ditkit_core.models.tiling import Tiles
+from ditkit_core.planner.auxiliary import (
     CompanionRow,
     Room,
     companion_rows,
@@ -20,11 +21,10 @@ from ditkit_core.plan_companions import (
     held_while_drawing,
     measure,
 )
-from ditkit_core.precision import Precision
-from ditkit_core.streamed import MARGIN_BYTES
+from ditkit_core.planner.memory_tracker import Ledger
 from ditkit_core.testing.toy import TOY
 from ditkit_core.testing.world import make_model
-from ditkit_core.tiles import Tiles
+from ditkit_core.weights.layer_streaming import MARGIN_BYTES
 
 WIDTH = 64
 LAYER = 4 * WIDTH * WIDTH

@@ -11,22 +11,22 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.adapters import trainable_parameters
-from ditkit_core.block_swap import BlockSwap
-from ditkit_core.data import Batch
-from ditkit_core.ema import EMAConfig
-from ditkit_core.fused_backward import Updates
-from ditkit_core.lora_linear import as_on
-from ditkit_core.optim import OptimConfig
-from ditkit_core.placement import Placement
-from ditkit_core.plan import Division, on_host
-from ditkit_core.profile import Job, Meter, Profile, StageCost, profile
-from ditkit_core.step import accumulate_gradients, total_norm, update
+from ditkit_core.adapters.inject import trainable_parameters
+from ditkit_core.encoding.loader import Batch
+from ditkit_core.engine.block_swap import BlockSwap
+from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.placement import Placement
+from ditkit_core.nn.lora import as_on
+from ditkit_core.planner.memory import Division, on_host
+from ditkit_core.planner.profiler import Job, Meter, Profile, StageCost, profile
+from ditkit_core.planner.reduced_model import materialise, thinned
 from ditkit_core.testing.plans import divided, planned
 from ditkit_core.testing.toy import ToyArch
-from ditkit_core.thinned import materialise, thinned
-from ditkit_core.trained import Trained
+from ditkit_core.training.ema import EMAConfig
+from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.optimizer_in_backward import Updates
+from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_step import accumulate_gradients, total_norm, update
 from toy_jobs import ARCH, toy_job
 
 HOST = torch.device("cpu")

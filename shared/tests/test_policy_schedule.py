@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ditkit_core.activation_checkpoint import Engine
+from ditkit_core.engine.ac_schedule import parse_policy, parse_schedule, written
+from ditkit_core.engine.engine import Engine
 from ditkit_core.errors import UserError
-from ditkit_core.policy_schedule import parse_policy, parse_schedule, written
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
 

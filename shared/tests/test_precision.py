@@ -7,16 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.adapters import AdapterConfig, initialise, inject
-from ditkit_core.cast_linear import CastLinear
-from ditkit_core.config import RunConfig
-from ditkit_core.ema import EMAConfig
+from ditkit_core.adapters.inject import AdapterConfig, initialise, inject
+from ditkit_core.config.resume import compare
+from ditkit_core.engine.engine import Engine
 from ditkit_core.errors import UserError
-from ditkit_core.flow_matching import FlowConfig
-from ditkit_core.model import ModelSpec
-from ditkit_core.optim import NamedOptimizer, OptimConfig
-from ditkit_core.precision import (
+from ditkit_core.models.precision import (
     PLACES,
     Precision,
     PrecisionConfig,
@@ -24,13 +19,18 @@ from ditkit_core.precision import (
     precision_of,
     set_precision,
 )
-from ditkit_core.profile import profile
-from ditkit_core.resume_rules import compare
-from ditkit_core.run import Run
-from ditkit_core.run_checks import check_settings, check_training
-from ditkit_core.step import accumulate_gradients, training_step
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.nn.linear import CastLinear
+from ditkit_core.planner.profiler import profile
+from ditkit_core.run.checks import check_settings, check_training
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.run import Run
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, toy_items
-from ditkit_core.trained import Trained
+from ditkit_core.training.ema import EMAConfig
+from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_step import accumulate_gradients, training_step
 from toy_jobs import toy_job
 from toy_training import ToyBatch, toy_model
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ditkit_core.adapter_files import BaseConfig
-from ditkit_core.adapters import AdapterConfig, adapter_state, canonical_name
-from ditkit_core.components import Components
+from ditkit_core.adapters.inject import AdapterConfig, adapter_state, canonical_name
+from ditkit_core.adapters.read import BaseConfig
+from ditkit_core.engine.placement import place
 from ditkit_core.errors import UserError
-from ditkit_core.placement import place
-from ditkit_core.precision import Precision
-from ditkit_core.prepare import Prepared, Unloaded, build, load
+from ditkit_core.models.paths import Components
+from ditkit_core.models.precision import Precision
+from ditkit_core.run.prepare import Prepared, Unloaded, build, load
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, in_form, native_name
 
 FP32 = Precision(matmul=torch.float32)

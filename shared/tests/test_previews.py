@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ditkit_core.checkpoint import load_state
+from ditkit_core.training.checkpoint import load_state
 from toy_world import World
 
 FLAGS = (
@@ -71,7 +71,7 @@ def test_a_run_with_previews_that_is_continued_equals_one_that_was_not(world: Wo
 
 def test_a_second_process_may_draw_from_a_run_that_trains(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes no lock and reads whole saves alone: that is how previews leave the critical path where there is a second device."""
-    from ditkit_core.export_stage import Exporter
+    from ditkit_core.commands.export import Exporter
 
     out, drawn = world.folder / "drawn", []
     after_save = Exporter.after_save

@@ -14,19 +14,23 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ditkit_core import cli, expert_runs, expert_turns, preview_process, train
-from ditkit_core.config import RunConfig
-from ditkit_core.config_layers import resolve
-from ditkit_core.drawing import Turn
+from ditkit_core.commands import cli
+from ditkit_core.config.resolve import resolve
+from ditkit_core.diagnostics.report.data import read_sections
 from ditkit_core.errors import UserError
-from ditkit_core.expert_turns import Trained
-from ditkit_core.model import Expert
-from ditkit_core.preview_queue import Preview, drop_after, put, read, read_weights, tidy, waiting
-from ditkit_core.previews import Previews, visible_devices
-from ditkit_core.report_data import read_sections
-from ditkit_core.run import Run
-from ditkit_core.run_checks import check_preview_device, say_where_previews_could_be
-from ditkit_core.run_folder import RunFolder
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.models.spec import Expert
+from ditkit_core.previews import stages as expert_turns
+from ditkit_core.previews import worker as preview_process
+from ditkit_core.previews.manager import Previews, visible_devices
+from ditkit_core.previews.queue import Preview, drop_after, put, read, read_weights, tidy, waiting
+from ditkit_core.previews.stages import Trained
+from ditkit_core.run import expert_runs
+from ditkit_core.run.checks import check_preview_device, say_where_previews_could_be
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.run import Run
+from ditkit_core.sampling.denoise import Turn
+from ditkit_core.training import trainer as train
 from drawing_child import Child, children
 from test_previews import FLAGS, check_equal
 from toy_world import World, equal
@@ -118,7 +122,7 @@ def test_a_real_process_ends_with_a_parent_that_is_killed(world: World, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(cli, "run", lambda spec, command, argv: given.extend(argv) or 0)
         world.train("run", 2, *ELSEWHERE, "--sample.steps", "10000000")
-    program = "import sys; from ditkit_core import cli; from ditkit_core.testing.toy import TOY; cli.run(TOY, 'train', sys.argv[1:])"
+    program = "import sys; from ditkit_core.commands import cli; from ditkit_core.testing.toy import TOY; cli.run(TOY, 'train', sys.argv[1:])"
     run = world.folder / "run"
     parent = subprocess.Popen(
         [sys.executable, "-c", program, *given], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -273,7 +277,7 @@ def test_a_preview_that_is_removed_while_it_is_drawn_is_not_missed(
 def test_a_disk_that_is_full_costs_previews_and_no_training(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ditkit_core import previews
+    from ditkit_core.previews import manager as previews
 
     def full(*_: Any) -> None:
         raise UserError("cannot write: No space left on device")

@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from ditkit_core import still
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.cache import Cache, key
-from ditkit_core.data import BatchSize, TrainingData
-from ditkit_core.encoded import EncodedSample
+from ditkit_core.data.media import image as still
+from ditkit_core.encoding.cache import Cache, key
+from ditkit_core.encoding.encoded_sample import EncodedSample
+from ditkit_core.encoding.loader import BatchSize, TrainingData
+from ditkit_core.encoding.prior_preservation import PriorConfig, WithPrior
+from ditkit_core.engine.engine import Engine
 from ditkit_core.errors import UserError
-from ditkit_core.flow_matching import FlowConfig, draw_noise
-from ditkit_core.model import Denoiser, SampleDefaults, SampleJob
-from ditkit_core.optim import NamedOptimizer, OptimConfig
-from ditkit_core.prior import PriorConfig, WithPrior
-from ditkit_core.step import training_step
+from ditkit_core.models.spec import Denoiser, SampleDefaults, SampleJob
 from ditkit_core.testing.toy import TOY, ToyInputs, ToySampler
+from ditkit_core.training.flow_matching import FlowConfig, draw_noise
+from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.train_step import training_step
 from toy_training import toy_model
 from toy_world import World, equal
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ditkit_core.components import is_hub_id
-from ditkit_core.config import RunConfig
-from ditkit_core.config_fields import config_fields
-from ditkit_core.config_file import to_toml
-from ditkit_core.published import published, published_description, published_header, published_part
+from ditkit_core.config.schema import config_fields
+from ditkit_core.config.toml import to_toml
+from ditkit_core.models.paths import is_hub_id
+from ditkit_core.run.config import RunConfig
+from ditkit_core.weights.metadata import published, published_description, published_header, published_part
 
 TEXTS = {
     "model.preset", "adapter.targets", "data.trigger", "data.tag_separator", "prior.prompt", "encode.device", "train.device",

@@ -11,19 +11,19 @@ from safetensors.torch import save_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ditkit_core.adapter_files import BaseConfig
-from ditkit_core.adapters import AdapterConfig, adapter_layers, canonical_name
-from ditkit_core.components import Components
+from ditkit_core.adapters.export import ExportConfig, export_adapter, export_merged
+from ditkit_core.adapters.inject import AdapterConfig, adapter_layers, canonical_name
+from ditkit_core.adapters.read import BaseConfig
+from ditkit_core.engine.placement import place
 from ditkit_core.errors import UserError
-from ditkit_core.export import ExportConfig, export_adapter, export_merged
-from ditkit_core.ledger import Ledger
-from ditkit_core.placement import place
-from ditkit_core.precision import Precision
-from ditkit_core.prepare import Prepared, build, load
-from ditkit_core.quantization import check_quantize
-from ditkit_core.quantized_linear import LAYOUTS, QuantizedLinear, dense_weight, final_dtype, quantized_weights
+from ditkit_core.models.paths import Components
+from ditkit_core.models.precision import Precision
+from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear, dense_weight, final_dtype, quantized_weights
+from ditkit_core.planner.memory_tracker import Ledger
+from ditkit_core.run.prepare import Prepared, build, load
 from ditkit_core.testing.conformance_quantized import KINDS
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
+from ditkit_core.weights.quantize import check_quantize
 from toy_world import World, equal
 
 FP32 = Precision(matmul=torch.float32)
@@ -152,7 +152,7 @@ def test_autograd_is_given_nothing_to_keep(kind):
 
 COMPILED = """
 import torch
-from ditkit_core.quantized_linear import LAYOUTS, QuantizedLinear
+from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear
 
 for kind in LAYOUTS:
     layer, results = QuantizedLinear(64, 32, kind, bias=True), []

@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ditkit_core import safetensors_file
-from ditkit_core.adapter_files import BaseConfig
-from ditkit_core.adapters import AdapterConfig, adapter_layers, is_adapter_name
-from ditkit_core.components import Components
-from ditkit_core.export import ExportConfig, export_adapter
-from ditkit_core.placement import place
-from ditkit_core.precision import Precision
-from ditkit_core.prepare import build, load
-from ditkit_core.safetensors_file import SafetensorsSource
+from ditkit_core.adapters.export import ExportConfig, export_adapter
+from ditkit_core.adapters.inject import AdapterConfig, adapter_layers, is_adapter_name
+from ditkit_core.adapters.read import BaseConfig
+from ditkit_core.engine.placement import place
+from ditkit_core.io import safetensors as safetensors_file
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.paths import Components
+from ditkit_core.models.precision import Precision
+from ditkit_core.run.prepare import build, load
 from ditkit_core.testing.conformance_quantized import KINDS
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
 from toy_world import World, equal

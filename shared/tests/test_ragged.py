@@ -2,7 +2,7 @@
 
 import torch
 
-from ditkit_core.ragged import key_mask
+from ditkit_core.nn.padding import key_mask
 
 
 def test_the_mask_is_true_on_what_each_sample_has_and_none_where_all_are_of_one_size():

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from ditkit_core.engine.fsdp import shard
 from ditkit_core.errors import UserError
-from ditkit_core.precision import Precision
-from ditkit_core.sharding import shard
+from ditkit_core.models.precision import Precision
 from ditkit_core.testing.ranks import RanksFailed, run_ranks, run_ranks_once
 from ditkit_core.testing.sharded_steps import cases, check_step, policies
 from ditkit_core.testing.toy import TOY, ToyArch
@@ -124,7 +124,7 @@ def test_sharding_without_ranks_is_refused() -> None:
 
 
 def test_every_kind_of_policy_is_among_the_cases() -> None:
-    from ditkit_core.policy_schedule import MAKERS, parse_schedule
+    from ditkit_core.engine.ac_schedule import MAKERS, parse_schedule
 
     kinds = {policy.kind for text in policies() for policy in parse_schedule(text).distinct}
     assert kinds == {maker.split("(")[0] for maker in MAKERS} - {"offload"}

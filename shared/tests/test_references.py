@@ -9,13 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
-from ditkit_core.cache import Cache
-from ditkit_core.data_config import DataConfig
-from ditkit_core.dataset import Dataset, Sample, scan
-from ditkit_core.encode import encode, encode_references
-from ditkit_core.encoded import EncodedSample
+from ditkit_core.data.config import DataConfig
+from ditkit_core.data.dataset import Dataset, Sample, scan
+from ditkit_core.data.media.clip import read_clip
+from ditkit_core.encoding.cache import Cache
+from ditkit_core.encoding.encode import encode, encode_references
+from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.errors import UserError
-from ditkit_core.media import read_clip
 from media_files import numbered_video, picture, truncated
 from toy_encoders import CountingEncoder
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from ditkit_core import still
-from ditkit_core.report_page import _PICTURE_BYTES, picture, write_report
-from ditkit_core.report_sections import verdict
+from ditkit_core.data.media import image as still
+from ditkit_core.diagnostics.report.page import _PICTURE_BYTES, picture, write_report
+from ditkit_core.diagnostics.report.sections import verdict
 from made_runs import HOSTILE, SIGMAS, write_drawing, write_run
 from toy_world import World
 from two_experts import TwoExperts
@@ -186,7 +186,7 @@ def test_a_damaged_picture_is_a_line_on_the_page(tmp_path: Path) -> None:
 
 
 def test_the_verdict_says_what_the_interval_says(tmp_path: Path) -> None:
-    from ditkit_core.report_data import Section, Series
+    from ditkit_core.diagnostics.report.data import Section, Series
 
     def said(after: float, low: float | None, high: float | None) -> str:
         series = {"held_out": Series(steps=[0, 10], values=[2.0, after])}
@@ -214,7 +214,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def test_a_run_keeps_its_page_up_to_date(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ditkit_core import export_stage
+    from ditkit_core.commands import export as export_stage
 
     steps: list[int] = []
 
@@ -273,8 +273,8 @@ def test_a_run_of_two_experts_has_a_page_of_both(tmp_path: Path, monkeypatch: py
 
 
 def test_a_run_that_goes_on_elsewhere_keeps_both_environments(tmp_path: Path) -> None:
-    from ditkit_core.report_facts import write_about
-    from ditkit_core.run_folder import RunFolder
+    from ditkit_core.diagnostics.report.environment import write_about
+    from ditkit_core.io.run_dir import RunFolder
 
     folder = RunFolder(tmp_path)
     for device in ("cpu", "cpu", "cuda:0", "cuda:0"):

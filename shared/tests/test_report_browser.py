@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ditkit_core.report_page import write_report
+from ditkit_core.diagnostics.report.page import write_report
 from made_runs import HOSTILE, write_run
 
 NAMES = ("google-chrome", "chromium", "chromium-browser")

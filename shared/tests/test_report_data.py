@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from ditkit_core.diagnostics.report.charts import HEIGHT, WIDTH, Chart, Line, figure
+from ditkit_core.diagnostics.report.data import MOST_DRAWINGS, MOST_POINTS, Series, read_metrics, read_sections
+from ditkit_core.diagnostics.report.html import Html, element, escaped, joined
 from ditkit_core.errors import UserError
-from ditkit_core.report_charts import HEIGHT, WIDTH, Chart, Line, figure
-from ditkit_core.report_data import MOST_DRAWINGS, MOST_POINTS, Series, read_metrics, read_sections
-from ditkit_core.report_html import Html, element, escaped, joined
-from ditkit_core.run_folder import next_drawing
+from ditkit_core.io.run_dir import next_drawing
 from made_runs import SIGMAS, write_drawing, write_run
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ditkit_core.checkpoint import SaveConfig, latest, load_state
-from ditkit_core.ema import EMAConfig
-from ditkit_core.optim import OptimConfig
 from ditkit_core.testing.toy import toy_items
+from ditkit_core.training.checkpoint import SaveConfig, latest, load_state
+from ditkit_core.training.ema import EMAConfig
+from ditkit_core.training.optimizer import OptimConfig
 from toy_training import ToyBatch, toy_run
 
 CLIPS = ToyBatch(["held 0"], toy_items(1, seed=9))

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ditkit_core.config_fields import config_values
-from ditkit_core.resume_rules import Change, compare, refuse
-from ditkit_core.settings import setting
+from ditkit_core.config.field import setting
+from ditkit_core.config.resume import Change, compare, refuse
+from ditkit_core.config.schema import config_values
 
 
 @dataclass(frozen=True, kw_only=True)

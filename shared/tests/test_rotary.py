@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ditkit_core.rotary import axis_angles, rotate, timestep_features
+from ditkit_core.nn.rope import axis_angles, rotate, timestep_features
 
 
 def test_an_angle_is_position_times_frequency():

@@ -4,25 +4,25 @@ import pytest
 import torch
 from torch import nn
 
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.adapters import trainable_parameters
-from ditkit_core.checkpoint import SaveConfig, load_state
-from ditkit_core.ema import EMAConfig
+from ditkit_core.adapters.inject import trainable_parameters
+from ditkit_core.engine.engine import Engine
 from ditkit_core.errors import UserError
-from ditkit_core.flow_matching import FlowConfig
-from ditkit_core.held_out import HeldOutConfig
-from ditkit_core.metrics import LogConfig
-from ditkit_core.optim import NamedOptimizer, OptimConfig
-from ditkit_core.precision import Precision
-from ditkit_core.profile import profile
-from ditkit_core.randomness import seed_of
-from ditkit_core.rounding import joined, random_bits, write_split, write_stochastic
-from ditkit_core.step import training_step
+from ditkit_core.io.rng import seed_of
+from ditkit_core.models.precision import Precision
+from ditkit_core.nn.stochastic_rounding import joined, random_bits, write_split, write_stochastic
+from ditkit_core.planner.profiler import profile
 from ditkit_core.testing.conformance_swap import stream
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
-from ditkit_core.train import TrainConfig, train
-from ditkit_core.trained import Trained
+from ditkit_core.training.checkpoint import SaveConfig, load_state
+from ditkit_core.training.ema import EMAConfig
+from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.metrics import LogConfig
+from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_step import training_step
+from ditkit_core.training.trainer import TrainConfig, train
+from ditkit_core.training.validation import HeldOutConfig
 from test_plan_levers import agree
 from test_resume import CLIPS, assert_same_state, numbers
 from toy_jobs import toy_job
@@ -87,7 +87,7 @@ def test_values_that_bf16_has_stay_and_what_is_not_finite_stays_so():
 
 
 def test_a_tensor_written_in_parts_has_different_bits_in_each(monkeypatch):
-    monkeypatch.setattr("ditkit_core.rounding._AT_ONCE", 1000)
+    monkeypatch.setattr("ditkit_core.nn.stochastic_rounding._AT_ONCE", 1000)
     weight = torch.empty(50, 61, dtype=BF16)  # several parts, the last of an odd size
     write_stochastic(weight, torch.full((50, 61), 1 + 1 / 256), 3)
     parts = weight.view(-1)[:3000].view(3, 1000)
@@ -96,7 +96,7 @@ def test_a_tensor_written_in_parts_has_different_bits_in_each(monkeypatch):
 
 
 def test_what_is_split_is_joined_to_the_bit(monkeypatch):
-    monkeypatch.setattr("ditkit_core.rounding._AT_ONCE", 1000)
+    monkeypatch.setattr("ditkit_core.nn.stochastic_rounding._AT_ONCE", 1000)
     random = torch.Generator().manual_seed(0)
     values = torch.randint(-(2**31), 2**31, (64, 101), generator=random).to(torch.int32).view(torch.float32)
     values[0, :6] = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), torch.finfo(torch.float32).max, 1 + 1 / 256])

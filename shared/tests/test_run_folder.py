@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ditkit_core.config_layers import resolve
+from ditkit_core.config.field import setting
+from ditkit_core.config.resolve import resolve
+from ditkit_core.config.resume import Change
 from ditkit_core.errors import UserError
-from ditkit_core.resume_rules import Change
-from ditkit_core.run_folder import RunFolder, RunFolderConfig, next_drawing, open_run
-from ditkit_core.settings import setting
+from ditkit_core.io.run_dir import RunFolder, RunFolderConfig, next_drawing, open_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ def test_a_folder_in_use_is_refused_and_free_again_afterwards(tmp_path: Path) ->
 def test_a_lock_goes_with_its_process_however_that_ends(tmp_path: Path) -> None:
     """Held in another process that is then killed; not even its exit status is asked for before the folder is free."""
     program = (
-        "import sys, time; from pathlib import Path; from ditkit_core.run_folder import _locked\n"
+        "import sys, time; from pathlib import Path; from ditkit_core.io.run_dir import _locked\n"
         "with _locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
@@ -166,7 +166,7 @@ def test_a_drawing_that_goes_on_or_was_killed_keeps_its_number(tmp_path: Path) -
     with next_drawing(tmp_path) as one, next_drawing(tmp_path) as other:
         assert (one, other) == ("drawn-001", "drawn-002")
     program = (
-        "import os, sys; from pathlib import Path; from ditkit_core.run_folder import next_drawing\n"
+        "import os, sys; from pathlib import Path; from ditkit_core.io.run_dir import next_drawing\n"
         "with next_drawing(Path(sys.argv[1])): os._exit(1)"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)

@@ -11,15 +11,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ditkit_core import cli, still
-from ditkit_core.conditions import Column
-from ditkit_core.dataset import Sample
-from ditkit_core.drawing import only
+from ditkit_core.commands import cli
+from ditkit_core.data.dataset import Sample
+from ditkit_core.data.media import image as still
+from ditkit_core.data.media.clip import probe
 from ditkit_core.errors import UserError
-from ditkit_core.grid import GAP, SHEET_FRAMES, contact_sheet, grid
-from ditkit_core.media import probe
-from ditkit_core.model import Denoiser, ModelSpec, SampleDefaults, SampleJob, run_plain
-from ditkit_core.sample_stage import SampleConfig, Scene, draw_samples
+from ditkit_core.models.conditions import Column
+from ditkit_core.models.spec import Denoiser, ModelSpec, SampleDefaults, SampleJob, run_plain
+from ditkit_core.sampling.contact_sheet import GAP, SHEET_FRAMES, contact_sheet, grid
+from ditkit_core.sampling.denoise import only
+from ditkit_core.sampling.prompts import SampleConfig, Scene, draw_samples
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel
 from ditkit_core.testing.world import make_model
 from media_files import picture

@@ -10,19 +10,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ditkit_core import cli
-from ditkit_core.adapter_files import BaseConfig
-from ditkit_core.adapters import AdapterConfig, adapter_layers
-from ditkit_core.components import Components
+from ditkit_core.adapters.export import ExportConfig, check_export, export_adapter, export_merged
+from ditkit_core.adapters.inject import AdapterConfig, adapter_layers
+from ditkit_core.adapters.read import BaseConfig
+from ditkit_core.commands import cli
+from ditkit_core.engine.placement import place
 from ditkit_core.errors import UserError
-from ditkit_core.export import ExportConfig, check_export, export_adapter, export_merged
-from ditkit_core.placement import place
-from ditkit_core.precision import Precision
-from ditkit_core.prepare import Prepared, build, load
-from ditkit_core.quantized_linear import quantized_weights
-from ditkit_core.safetensors_file import SafetensorsSource
-from ditkit_core.scaled_files import num_scaled, open_weights
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.paths import Components
+from ditkit_core.models.precision import Precision
+from ditkit_core.nn.quantized_linear import quantized_weights
+from ditkit_core.run.prepare import Prepared, build, load
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form, toy_items
+from ditkit_core.weights.fp8_scaled import num_scaled, open_weights
 from toy_world import World, equal
 
 FP8 = torch.float8_e4m3fn

@@ -5,18 +5,18 @@ import json
 import pytest
 import torch
 
-from ditkit_core.activation_checkpoint import POLICIES, Engine
-from ditkit_core.adapters import AdapterConfig, trainable_parameters
+from ditkit_core.adapters.inject import AdapterConfig, trainable_parameters
+from ditkit_core.engine.engine import POLICIES, Engine
 from ditkit_core.errors import UserError
-from ditkit_core.flow_matching import FlowConfig
-from ditkit_core.optim import NamedOptimizer, OptimConfig
-from ditkit_core.sentinels import Drift, Made, Reading, Watch, magnitudes, smallness
-from ditkit_core.step import NonFiniteLoss, training_step
 from ditkit_core.testing.conformance_swap import stream
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
-from ditkit_core.train import TrainConfig
+from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.tensor_stats import Drift, Made, Reading, Watch, magnitudes, smallness
+from ditkit_core.training.train_step import NonFiniteLoss, training_step
+from ditkit_core.training.trainer import TrainConfig
 from test_resume import CLIPS, numbers
 from toy_training import ToyBatch, ToyData, toy_model, toy_run
 
@@ -50,7 +50,7 @@ def step(model, run=None, *, watch=None, fused=False, micro_batches=2, number=3)
 
 
 def test_magnitudes_are_counted_over_any_number_of_parts(monkeypatch):
-    monkeypatch.setattr("ditkit_core.sentinels._AT_ONCE", 100)
+    monkeypatch.setattr("ditkit_core.training.tensor_stats._AT_ONCE", 100)
     x = torch.randn(7, 50, 3)
     x[3, 7], x[0, 0, 0], x[6, 49, 1] = torch.tensor([INF, -INF, NAN]), NAN, -77.0
     for tensor in (x, x.bfloat16(), x.transpose(0, 2)):

@@ -8,24 +8,24 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ditkit_core import cli
-from ditkit_core.activation_checkpoint import POLICIES, Engine, moved
-from ditkit_core.adapters import AdapterConfig, adapter_layers, initialise, trainable_parameters
-from ditkit_core.checkpoint import SaveConfig, load_state
-from ditkit_core.data import Batch
-from ditkit_core.ema import EMAConfig
-from ditkit_core.flow_matching import FlowConfig
-from ditkit_core.held_out import HeldOutConfig
-from ditkit_core.metrics import LogConfig
-from ditkit_core.optim import OptimConfig
-from ditkit_core.placement import place
+from ditkit_core.adapters.inject import AdapterConfig, adapter_layers, initialise, trainable_parameters
+from ditkit_core.commands import cli
+from ditkit_core.encoding.loader import Batch
+from ditkit_core.engine.engine import POLICIES, Engine, moved
+from ditkit_core.engine.placement import place
 from ditkit_core.testing.conformance import check_carry
 from ditkit_core.testing.conformance_split import layouts
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model, outcome, train_shortly
-from ditkit_core.train import TrainConfig, train
-from ditkit_core.trained import Trained
+from ditkit_core.training.checkpoint import SaveConfig, load_state
+from ditkit_core.training.ema import EMAConfig
+from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.metrics import LogConfig
+from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.train_state import Trained
+from ditkit_core.training.trainer import TrainConfig, train
+from ditkit_core.training.validation import HeldOutConfig
 from divided_toy import VARIANT, VARIANT_ARCH
 from toy_training import ToyData
 from toy_world import World
@@ -131,11 +131,11 @@ def tensors_of_the_first_level(carry, device):
 @pytest.mark.parametrize("naive", [tokens_alone, tensors_of_the_first_level])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_ways_that_leave_constants_behind_fail(naive, policy, monkeypatch):
-    monkeypatch.setattr("ditkit_core.activation_checkpoint.moved", naive)
+    monkeypatch.setattr("ditkit_core.engine.engine.moved", naive)
     model = divided(VARIANT, VARIANT_ARCH, [ONE] * 4 + [TWO] * 5)
     with PretendDevices(), pytest.raises(RuntimeError, match="mixes tensors of"):
         outcome(VARIANT, model, ITEMS, Engine(policy=policy))
-    monkeypatch.setattr("ditkit_core.activation_checkpoint.moved", moved)
+    monkeypatch.setattr("ditkit_core.engine.engine.moved", moved)
     with PretendDevices():
         outcome(VARIANT, model, ITEMS, Engine(policy=policy))
 

@@ -10,15 +10,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ditkit_core.adapter_files import AdapterFile, config_from_file, merge_into, open_adapter
-from ditkit_core.adapter_writer import write_adapter
-from ditkit_core.adapters import AdapterConfig, adapter_layers, adapter_state, initialise, inject
+from ditkit_core.adapters.export import ExportConfig, check_adapted, export_adapter
+from ditkit_core.adapters.inject import AdapterConfig, adapter_layers, adapter_state, initialise, inject
+from ditkit_core.adapters.read import AdapterFile, config_from_file, merge_into, open_adapter
+from ditkit_core.adapters.write import write_adapter
 from ditkit_core.errors import UserError
-from ditkit_core.export import ExportConfig, check_adapted, export_adapter
-from ditkit_core.model import Part
-from ditkit_core.precision import Precision
-from ditkit_core.stacking import Assembly, Matrices, columns_of_owners, join
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import Part
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel
+from ditkit_core.weights.tensor_parts import Assembly, Matrices, columns_of_owners, join
 
 RANK = 3
 MODULES = ("layers.0.qkv", "layers.0.out", "layers.0.query", "layers.0.key_value", "layers.0.mlp.0")

@@ -12,9 +12,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ditkit_core import still
+from ditkit_core.data.media import image as still
 from ditkit_core.errors import UserError
-from ditkit_core.run import Run
+from ditkit_core.run.run import Run
 from ditkit_core.testing.toy import TOY, ToyArch
 from toy_world import World, equal
 

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from ditkit_core import step as step_module
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.flow_matching import FlowConfig, draw_noise, loss_weight
-from ditkit_core.optim import NamedOptimizer, OptimConfig
-from ditkit_core.step import NonFiniteLoss, accumulate_gradients, training_step
+from ditkit_core.engine.engine import Engine
 from ditkit_core.testing.toy import TOY, ToyInputs, toy_items
+from ditkit_core.training import train_step as step_module
+from ditkit_core.training.flow_matching import FlowConfig, draw_noise, loss_weight
+from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.train_step import NonFiniteLoss, accumulate_gradients, training_step
 from toy_training import ToyBatch, toy_model
 
 FLOW = FlowConfig(weighting="bell")

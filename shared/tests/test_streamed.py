@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ditkit_core import streamed
-from ditkit_core.model import Part
-from ditkit_core.safetensors_file import SafetensorsSource
-from ditkit_core.streamed import MARGIN_BYTES, PassingMemory, below, decide, free_memory_bytes
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.spec import Part
+from ditkit_core.weights import layer_streaming as streamed
+from ditkit_core.weights.layer_streaming import MARGIN_BYTES, PassingMemory, below, decide, free_memory_bytes
 
 CPU = torch.device("cpu")
 

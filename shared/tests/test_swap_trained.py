@@ -11,25 +11,25 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ditkit_core.activation_checkpoint import POLICIES, Engine
-from ditkit_core.adapters import trainable_parameters
-from ditkit_core.block_swap import BlockSwap, _Lane, check_swap
-from ditkit_core.checkpoint import SaveConfig
-from ditkit_core.ema import EMAConfig
+from ditkit_core.adapters.inject import trainable_parameters
+from ditkit_core.engine.block_swap import BlockSwap, _Lane, check_swap
+from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
-from ditkit_core.flow_matching import FlowConfig
-from ditkit_core.held_out import HeldOutConfig
-from ditkit_core.metrics import LogConfig
-from ditkit_core.optim import OptimConfig
-from ditkit_core.placement import Placement
-from ditkit_core.precision import compute_fp32_in_fp32
-from ditkit_core.step import training_step
+from ditkit_core.models.precision import compute_fp32_in_fp32
 from ditkit_core.testing.conformance_swap import Watched, stream, train_streamed
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
-from ditkit_core.train import TrainConfig, train
-from ditkit_core.trained import Trained
+from ditkit_core.training.checkpoint import SaveConfig
+from ditkit_core.training.ema import EMAConfig
+from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.metrics import LogConfig
+from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_step import training_step
+from ditkit_core.training.trainer import TrainConfig, train
+from ditkit_core.training.validation import HeldOutConfig
 from test_resume import CLIPS, assert_same_state, numbers
 from toy_training import ToyBatch, ToyData
 
@@ -194,8 +194,8 @@ def test_what_is_brought_back_is_waited_for(one_of, monkeypatch):
     """The average reads the weights on the host after each step, a save those of the optimizer; with 2 and 4 the first block stays."""
     given = {"num_steps": 3, "ema": EMAConfig(decay=0.9)}
     numbers, values = train_streamed(TOY, model_of(), toy_items(2), "none", **given)
-    monkeypatch.setattr("ditkit_core.block_swap._Lane", Lazy)
-    monkeypatch.setattr("ditkit_core.swap_buffers.page_lock", lambda *_: True)
+    monkeypatch.setattr("ditkit_core.engine.block_swap._Lane", Lazy)
+    monkeypatch.setattr("ditkit_core.engine.swap_buffers.page_lock", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     model = model_of()
     swap = stream(model, one_of, trained=True)

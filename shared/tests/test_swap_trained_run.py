@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from safetensors.torch import load_file
 
-from ditkit_core.checkpoint import load_state
 from ditkit_core.testing.toy import TOY
+from ditkit_core.training.checkpoint import load_state
 from toy_world import World, equal
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ditkit_core.tiles import Tiles, in_tiles
+from ditkit_core.models.tiling import Tiles, in_tiles
 
 TILES = Tiles(side=32, overlap=8)
 

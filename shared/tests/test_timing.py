@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from ditkit_core.hardware import parse_gpus
-from ditkit_core.plan import Division
-from ditkit_core.timing import LINK_SHARE, UTILISATION, Workload, assumptions, step_seconds, streaming_time
+from ditkit_core.planner.gpus import parse_gpus
+from ditkit_core.planner.memory import Division
+from ditkit_core.planner.step_time import LINK_SHARE, UTILISATION, Workload, assumptions, step_seconds, streaming_time
 from made_profiles import made_profile
 
 ONE, TWO = Division(devices=(0,) * 12), Division(devices=(0,) * 6 + (1,) * 6)

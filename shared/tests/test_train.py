@@ -8,18 +8,18 @@ import threading
 import pytest
 import torch
 
-from ditkit_core import train as train_module
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.checkpoint import SaveConfig, load_state
-from ditkit_core.ema import EMAConfig
+from ditkit_core.engine.engine import Engine
 from ditkit_core.errors import UserError
-from ditkit_core.held_out import HeldOutConfig, held_out_loss
-from ditkit_core.interrupts import Interrupts
-from ditkit_core.metrics import LogConfig
-from ditkit_core.optim import OptimConfig
-from ditkit_core.parameters import copy_values
+from ditkit_core.io.signals import Interrupts
+from ditkit_core.nn.parameters import copy_values
 from ditkit_core.testing.toy import TOY, toy_items
-from ditkit_core.train import TrainConfig
+from ditkit_core.training import trainer as train_module
+from ditkit_core.training.checkpoint import SaveConfig, load_state
+from ditkit_core.training.ema import EMAConfig
+from ditkit_core.training.metrics import LogConfig
+from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.trainer import TrainConfig
+from ditkit_core.training.validation import HeldOutConfig, held_out_loss
 from toy_training import ToyBatch, ToyData, toy_model, toy_run
 
 CLIPS = ToyBatch(["held 0", "held 1"], toy_items(2, seed=9))
@@ -236,7 +236,7 @@ def test_a_run_of_other_parameters_is_refused_with_the_remedy(tmp_path):
 
 
 def test_a_full_disk_is_one_line_and_the_old_save_stays(tmp_path, monkeypatch):
-    from ditkit_core import checkpoint
+    from ditkit_core.training import checkpoint
 
     toy_run(tmp_path, 2)
     monkeypatch.setattr(

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from ditkit_core.adapter_files import open_adapter, start_from
-from ditkit_core.adapter_writer import write_adapter
-from ditkit_core.adapters import AdapterConfig, adapter_layers, adapter_state, initialise, inject
-from ditkit_core.components import Components
+from ditkit_core.adapters.inject import AdapterConfig, adapter_layers, adapter_state, initialise, inject
+from ditkit_core.adapters.read import open_adapter, start_from
+from ditkit_core.adapters.verify import base_in_form, compare_with_pipeline
+from ditkit_core.adapters.write import write_adapter
 from ditkit_core.errors import UserError
-from ditkit_core.model import StateDictNames
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import StateDictNames
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, in_form, toy_items
 from ditkit_core.testing.world import make_model
-from ditkit_core.verify import base_in_form, compare_with_pipeline
 
 NAMES = StateDictNames.renaming(to_native=lambda name: name, from_native={"diffusers": lambda name: name})
 CONFIG = AdapterConfig(rank=2, alpha=6.0)  # a scale that changes how B is rounded

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ditkit_core.errors import UserError
-from ditkit_core.model import Part, StateDictNames
-from ditkit_core.precision import Precision
-from ditkit_core.safetensors_file import SafetensorsSource, write_safetensors
+from ditkit_core.io.safetensors import SafetensorsSource, write_safetensors
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import Part, StateDictNames
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
-from ditkit_core.weights import Advice, load_into, match
+from ditkit_core.weights.load import Advice, load_into, match
 
 CPU = torch.device("cpu")
 
@@ -395,9 +395,9 @@ import sys
 from pathlib import Path
 import torch
 from torch import nn
-from ditkit_core.model import StateDictNames
-from ditkit_core.safetensors_file import SafetensorsSource
-from ditkit_core.weights import load_into, match
+from ditkit_core.models.spec import StateDictNames
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.weights.load import load_into, match
 
 def status(key):
     line = next(line for line in open("/proc/self/status") if line.startswith(key))

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from ditkit_core import video
-from ditkit_core.data_config import DataConfig
-from ditkit_core.dataset import Dataset, scan
+from ditkit_core.data.config import DataConfig
+from ditkit_core.data.dataset import Dataset, scan
+from ditkit_core.data.media import video
+from ditkit_core.data.media.clip import read_clip
+from ditkit_core.data.media.keyframes import h264_units
+from ditkit_core.data.windows import Window, windows_of
 from ditkit_core.errors import UserError
-from ditkit_core.media import read_clip
-from ditkit_core.video_entry import h264_units
-from ditkit_core.windows import Window, windows_of
 from media_files import numbered_video, picture
 
 LENGTH = 120

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ditkit_core.conditions import Column, Controls
+from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import NotEquipped, UserError
-from ditkit_core.media import read_clip
-from ditkit_core.model import ignored
+from ditkit_core.models.conditions import Column, Controls
+from ditkit_core.models.spec import ignored
 from media_files import picture
 from toy_world import World
 

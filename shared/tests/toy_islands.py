@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.attention import attend
-from ditkit_core.precision import Precision
-from ditkit_core.sharding import shard
+from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.fsdp import shard
+from ditkit_core.models.precision import Precision
+from ditkit_core.nn.attention import attend
 from ditkit_core.testing.sharded_steps import DTYPES, apart, differences, policies, step_of
 from ditkit_core.testing.toy import TOY, ToyArch, ToyBlock, ToyCarry, toy_items
 from ditkit_core.testing.world import make_model

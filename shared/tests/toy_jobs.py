@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from ditkit_core.adapters import AdapterConfig
-from ditkit_core.profile import Job
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.planner.profiler import Job
 from ditkit_core.testing.plans import step_of
 from ditkit_core.testing.toy import TOY, ToyArch
 

@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ditkit_core import adapters
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.checkpoint import SaveConfig
-from ditkit_core.ema import EMAConfig
-from ditkit_core.flow_matching import FlowConfig
-from ditkit_core.held_out import HeldOutConfig
-from ditkit_core.metrics import LogConfig
-from ditkit_core.optim import OptimConfig
-from ditkit_core.precision import Precision
+from ditkit_core.adapters import inject as adapters
+from ditkit_core.engine.engine import Engine
+from ditkit_core.models.precision import Precision
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
-from ditkit_core.train import TrainConfig, TrainResult, train
+from ditkit_core.training.checkpoint import SaveConfig
+from ditkit_core.training.ema import EMAConfig
+from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.metrics import LogConfig
+from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.trainer import TrainConfig, TrainResult, train
+from ditkit_core.training.validation import HeldOutConfig
 
 
 class ToyBatch(NamedTuple):

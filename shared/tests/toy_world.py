@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from ditkit_core import cli
-from ditkit_core.model import ModelSpec
+from ditkit_core.commands import cli
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.toy import TOY, ToyMediaEncoder, ToyTextEncoder, official_name
 from ditkit_core.testing.world import make_model
 from media_files import picture

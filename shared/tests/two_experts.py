@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ditkit_core import cli
-from ditkit_core.model import Denoiser, Expert, SampleDefaults, SampleJob
+from ditkit_core.commands import cli
+from ditkit_core.models.spec import Denoiser, Expert, SampleDefaults, SampleJob
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToySampler, official_name
 from ditkit_core.testing.world import make_model
 from toy_world import World

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ditkit_core.adapter_writer import write_adapter
-from ditkit_core.adapters import AdapterConfig, adapter_layers, adapter_state, initialise, inject
-from ditkit_core.components import Components
-from ditkit_core.model import run_plain
-from ditkit_core.randomness import generator
+from ditkit_core.adapters.inject import AdapterConfig, adapter_layers, adapter_state, initialise, inject
+from ditkit_core.adapters.write import write_adapter
+from ditkit_core.io.rng import generator
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import run_plain
 from ditkit_flux2.state_dict import NAMES
 from ditkit_flux2.verify import verify_export
 from tiny_flux2 import tiny_model

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.adapters import AdapterConfig
+from ditkit_core.adapters.inject import AdapterConfig
 from ditkit_core.testing.world import make_model
 from ditkit_flux2.model import Flux2Inputs
 from ditkit_flux2.spec import FLUX2

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ditkit_core.adapter_files import merge_into, open_adapter
+from ditkit_core.adapters.read import merge_into, open_adapter
 from ditkit_flux2.state_dict import NAMES
 from flux2_pieces import foreign, native
 from tiny_flux2 import tiny_model

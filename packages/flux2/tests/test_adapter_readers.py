@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from adapted_flux2 import ADALN, Adapted
-from ditkit_core import cli
-from ditkit_core.adapter_files import open_adapter
-from ditkit_core.adapter_found import find_adapter
-from ditkit_core.adapters import adapter_state
+from ditkit_core.adapters.identify import find_adapter
+from ditkit_core.adapters.inject import adapter_state
+from ditkit_core.adapters.read import open_adapter
+from ditkit_core.commands import cli
 from ditkit_core.errors import UserError
 from ditkit_flux2.adapter_rules import RULES
 from ditkit_flux2.spec import FLUX2

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ditkit_core.precision import Precision, set_precision
-from ditkit_core.rotary import timestep_features
+from ditkit_core.models.precision import Precision, set_precision
+from ditkit_core.nn.rope import timestep_features
 from ditkit_flux2.model import Flux2Inputs, Flux2Transformer
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.rope import token_positions

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ditkit_core.precision import Precision, PrecisionConfig
+from ditkit_core.models.precision import Precision, PrecisionConfig
 from ditkit_flux2.model import Flux2Inputs, Flux2Transformer
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2

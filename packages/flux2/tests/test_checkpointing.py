@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ditkit_core.activation_checkpoint import POLICIES, Engine
-from ditkit_core.adapters import AdapterConfig
-from ditkit_core.policy_schedule import parse_policy
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.engine.ac_schedule import parse_policy
+from ditkit_core.engine.engine import POLICIES, Engine
 from ditkit_core.testing.world import make_model, outcome
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2

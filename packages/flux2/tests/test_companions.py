@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from ditkit_core.components import Components
-from ditkit_core.ledger import Ledger
-from ditkit_core.model import Companion
-from ditkit_core.plan_companions import measure
-from ditkit_core.sizes import GIB
+from ditkit_core.config.sizes import GIB
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import Companion
+from ditkit_core.planner.auxiliary import measure
+from ditkit_core.planner.memory_tracker import Ledger
 from ditkit_core.testing.companions import check_tiles, live, num_parameters
 from ditkit_flux2 import text, vae
 from ditkit_flux2.presets import PRESETS

@@ -9,13 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
-from ditkit_core.components import Components
-from ditkit_core.config import RunConfig
-from ditkit_core.config_layers import resolve
-from ditkit_core.dataset import scan
+from ditkit_core.config.resolve import resolve
+from ditkit_core.data.dataset import scan
+from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
-from ditkit_core.files import file_hash
-from ditkit_core.media import read_clip
+from ditkit_core.io.files import file_hash
+from ditkit_core.models.paths import Components
+from ditkit_core.run.config import RunConfig
 from ditkit_flux2.demo import TEXT_DIM, WIDTH, write_demo
 from ditkit_flux2.demo_media import EXAMPLES, draw
 from ditkit_flux2.presets import arch_from_config

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from ditkit_core import cli
+from ditkit_core.commands import cli
 from ditkit_core.testing.demo import LEVERS, Demo, check_loss
 from ditkit_flux2.spec import FLUX2
 

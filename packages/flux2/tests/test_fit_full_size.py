@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from ditkit_core.config import RunConfig
-from ditkit_core.config_layers import resolve
-from ditkit_core.fit import HARDLY_LONGER, POLICIES, candidates, fit
-from ditkit_core.fit_stage import task_for
-from ditkit_core.hardware import parse_gpus
-from ditkit_core.run import Run
-from ditkit_core.timing import Workload, step_seconds
+from ditkit_core.commands.fit import task_for
+from ditkit_core.config.resolve import resolve
+from ditkit_core.planner.autotune import HARDLY_LONGER, POLICIES, candidates, fit
+from ditkit_core.planner.gpus import parse_gpus
+from ditkit_core.planner.step_time import Workload, step_seconds
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.run import Run
 from ditkit_flux2.spec import FLUX2
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1800)]

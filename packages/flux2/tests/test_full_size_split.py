@@ -6,13 +6,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ditkit_core.activation_checkpoint import POLICIES
-from ditkit_core.adapters import AdapterConfig
-from ditkit_core.division import choose_cuts, weights_profile
-from ditkit_core.plan import Budget, plan_device
-from ditkit_core.precision import Precision
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.engine.engine import POLICIES
+from ditkit_core.models.precision import Precision
+from ditkit_core.planner.memory import Budget, plan_device
+from ditkit_core.planner.partition import choose_cuts, weights_profile
+from ditkit_core.planner.reduced_model import thinned
 from ditkit_core.testing.full_size_split import balanced, divided_step
-from ditkit_core.thinned import thinned
 from ditkit_flux2.presets import PRESETS
 from ditkit_flux2.spec import FLUX2
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ditkit_core.adapters import AdapterConfig
+from ditkit_core.adapters.inject import AdapterConfig
 from ditkit_core.testing.plans import KEPT, SENT, check_kept, check_sent, step_of
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from ditkit_core.adapters import AdapterConfig
-from ditkit_core.profile import profile
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.planner.profiler import profile
 from ditkit_core.testing.plans import check_plan, step_of
 from ditkit_flux2.spec import FLUX2
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from ditkit_core.precision import Precision
+from ditkit_core.models.precision import Precision
 from ditkit_flux2.model import Flux2Transformer
 from ditkit_flux2.presets import PRESETS, arch_from_config
 

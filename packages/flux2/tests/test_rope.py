@@ -2,7 +2,7 @@
 
 import torch
 
-from ditkit_core.precision import Precision
+from ditkit_core.models.precision import Precision
 from ditkit_flux2.model import Flux2Inputs, Flux2Transformer
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.rope import rotary_angles, token_positions

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ditkit_core import streamed as streamed_module
-from ditkit_core.components import Components
-from ditkit_core.model import Streaming
-from ditkit_core.quantized_linear import QuantizedLinear
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import Streaming
+from ditkit_core.nn.quantized_linear import QuantizedLinear
+from ditkit_core.weights import layer_streaming as streamed_module
 from ditkit_flux2.text import TextEncoder
 from tiny_encoders import write_mistral, write_qwen
 

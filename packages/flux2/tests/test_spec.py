@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.adapters import target_modules
-from ditkit_core.model import SampleDefaults
+from ditkit_core.adapters.inject import target_modules
+from ditkit_core.engine.engine import Engine
+from ditkit_core.models.spec import SampleDefaults
 from ditkit_core.testing.world import make_model, train_shortly
 from ditkit_flux2.presets import PRESETS, Flux2Arch
 from ditkit_flux2.spec import FLUX2

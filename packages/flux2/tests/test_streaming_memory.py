@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ditkit_core.safetensors_file import write_safetensors
+from ditkit_core.io.safetensors import write_safetensors
 from tiny_encoders import write_qwen
 
 LAYERS, WIDTH, HIDDEN = 40, 256, 2560
@@ -18,8 +18,8 @@ MIB = 2**20
 SCRIPT = """
 import sys
 import torch
-from ditkit_core.components import Components
-from ditkit_core.memory import process_peak_bytes
+from ditkit_core.models.paths import Components
+from ditkit_core.io.memory import process_peak_bytes
 from ditkit_flux2.text import TextEncoder
 
 def loaded(base, streaming):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ditkit_core.components import Components
+from ditkit_core.models.paths import Components
 from ditkit_flux2 import text as text_module
 from ditkit_flux2.text import TextEncoder, attention_mask
 from ditkit_flux2.text_prompt import MISTRAL, QWEN, TEXT_TOKENS, Prompter, TextFamily

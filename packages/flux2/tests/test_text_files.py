@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ditkit_core.components import Components
 from ditkit_core.errors import UserError
+from ditkit_core.models.paths import Components
 from ditkit_flux2.text import TextEncoder
 from tiny_encoders import write_mistral, write_qwen
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ditkit_core.components import Components
-from ditkit_core.conditions import Controls
-from ditkit_core.media import write_image, write_video
+from ditkit_core.data.media.clip import write_image, write_video
+from ditkit_core.models.conditions import Controls
+from ditkit_core.models.paths import Components
 from ditkit_wan.vae import VaeEncoder
 
 CPU = torch.device("cpu")

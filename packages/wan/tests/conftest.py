@@ -34,7 +34,7 @@ class Recording:
 
     def model(self, **extra: object) -> torch.nn.Module:
         """Ours with the recorded weights; `extra` are fields of the architecture beside those that all have."""
-        from ditkit_core.precision import Precision
+        from ditkit_core.models.precision import Precision
         from ditkit_wan.model import WanTransformer
         from ditkit_wan.presets import WanArch
         from ditkit_wan.state_dict import to_native

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ditkit_core.precision import Precision
-from ditkit_core.rotary import timestep_features
+from ditkit_core.models.precision import Precision
+from ditkit_core.nn.rope import timestep_features
 from ditkit_wan.model import WanInputs, WanTransformer
 from ditkit_wan.presets import WanArch
 from ditkit_wan.state_dict import to_native

@@ -9,19 +9,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ditkit_core import cli
-from ditkit_core.adapter_files import BaseConfig, open_adapter
-from ditkit_core.adapter_found import find_adapter, layers_of
-from ditkit_core.adapter_layout import AdapterLayout
-from ditkit_core.adapters import AdapterConfig, adapter_layers
-from ditkit_core.components import Components
+from ditkit_core.adapters.export import ExportConfig, export_adapter, read_by
+from ditkit_core.adapters.identify import find_adapter, layers_of
+from ditkit_core.adapters.inject import AdapterConfig, adapter_layers
+from ditkit_core.adapters.read import BaseConfig, open_adapter
+from ditkit_core.commands import cli
+from ditkit_core.engine.placement import place
 from ditkit_core.errors import UserError
-from ditkit_core.export import ExportConfig, export_adapter, read_by
-from ditkit_core.model import run_plain
-from ditkit_core.placement import place
-from ditkit_core.precision import Precision
-from ditkit_core.prepare import build, load
-from ditkit_core.randomness import generator
+from ditkit_core.io.rng import generator
+from ditkit_core.models.adapter_formats import AdapterLayout
+from ditkit_core.models.paths import Components
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import run_plain
+from ditkit_core.run.prepare import build, load
 from ditkit_wan.adapter_rules import fillers, readers
 from ditkit_wan.presets import PRESETS
 from ditkit_wan.spec import WAN

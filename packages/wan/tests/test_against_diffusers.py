@@ -6,7 +6,7 @@ from torch import Tensor
 
 import diffusers_pairs
 from diffusers_pairs import assert_close, compared, exact_diffusers
-from ditkit_core.precision import Precision
+from ditkit_core.models.precision import Precision
 from ditkit_wan.model import WanInputs, WanTransformer
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN

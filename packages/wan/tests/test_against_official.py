@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch.overrides import TorchFunctionMode
 
-from ditkit_core.precision import Precision, PrecisionConfig
+from ditkit_core.models.precision import Precision, PrecisionConfig
 from ditkit_wan.model import WanInputs, WanTransformer
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.adapters import AdapterConfig
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.engine.engine import Engine
 from ditkit_core.testing.world import make_model
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN

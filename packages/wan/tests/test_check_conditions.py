@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from conditions_help import CPU, controls, encoded, picture_file, tiny_vae, video_file
-from ditkit_core.conditions import Conditioner, Controls
 from ditkit_core.errors import NotEquipped, UserError
+from ditkit_core.models.conditions import Conditioner, Controls
 from ditkit_wan import control_conditions, dance_conditions, image_conditions, vace_conditions
 from ditkit_wan.conditions import conditioners
 from ditkit_wan.presets import PRESETS

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ditkit_core.components import Components
-from ditkit_core.model import Companion
-from ditkit_core.plan_companions import measure
-from ditkit_core.sizes import GIB
+from ditkit_core.config.sizes import GIB
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import Companion
+from ditkit_core.planner.auxiliary import measure
 from ditkit_core.testing.companions import check_tiles, live, num_parameters
 from ditkit_wan import vae
 from ditkit_wan.image_encoder import ImageEncoder

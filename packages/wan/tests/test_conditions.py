@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from conditions_help import CPU, FRAMES, controls, encoded, picture_file, video_file
-from ditkit_core.components import Components
-from ditkit_core.conditions import named_columns
-from ditkit_core.controls import control_headers, control_values
+from ditkit_core.data.columns import OF_THE_MODEL, reference_columns
+from ditkit_core.data.control_files import control_headers, control_values
 from ditkit_core.errors import UserError
-from ditkit_core.metadata_columns import OF_THE_MODEL, reference_columns
+from ditkit_core.models.conditions import named_columns
+from ditkit_core.models.paths import Components
 from ditkit_wan.conditions import columns, conditioners
 from ditkit_wan.demo_models import IMAGE_DIM
 from ditkit_wan.presets import PRESETS

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from ditkit_core.config import RunConfig
-from ditkit_core.config_layers import resolve
-from ditkit_core.export import check_export
-from ditkit_core.run import Run
-from ditkit_core.run_checks import check_training
+from ditkit_core.adapters.export import check_export
+from ditkit_core.config.resolve import resolve
+from ditkit_core.run.checks import check_training
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.run import Run
 from ditkit_core.testing.run_files import check_planned
 from ditkit_wan.presets import PRESETS
 from ditkit_wan.spec import WAN

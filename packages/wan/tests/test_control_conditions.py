@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from conditions_help import CPU, FRAMES, HEIGHT, WIDTH, controls, encoded, picture_file, tiny_vae, video_file
-from ditkit_core.components import Components
-from ditkit_core.conditions import Conditioner, other_ways
+from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
-from ditkit_core.media import read_clip
+from ditkit_core.models.conditions import Conditioner, other_ways
+from ditkit_core.models.paths import Components
 from ditkit_wan import camera
 from ditkit_wan.conditions import columns
 from ditkit_wan.control_conditions import Camera, Control, ControlVision, FirstLatent, Reference

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from ditkit_core.adapters import target_modules
-from ditkit_core.components import Components
-from ditkit_core.precision import Precision
-from ditkit_core.tiles import Tiles
+from ditkit_core.adapters.inject import target_modules
+from ditkit_core.models.paths import Components
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.tiling import Tiles
 from ditkit_wan.keyframes import KeyframeVae, vae_class
 from ditkit_wan.model import WanTransformer
 from ditkit_wan.presets import MUSIC_LAYERS, PRESETS

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from conditions_help import CPU, FRAMES, HEIGHT, WIDTH, controls, encoded, picture_file, tiny_vae, video_file
-from ditkit_core.components import Components
-from ditkit_core.conditions import Conditioner
+from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
-from ditkit_core.media import read_clip
+from ditkit_core.models.conditions import Conditioner
+from ditkit_core.models.paths import Components
 from ditkit_wan import music_features
 from ditkit_wan.conditions import conditioners
 from ditkit_wan.dance_conditions import Keyframes, Music

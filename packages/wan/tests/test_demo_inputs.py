@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from ditkit_core.components import Components
-from ditkit_core.data_config import DataConfig
-from ditkit_core.dataset import scan
+from ditkit_core.data.config import DataConfig
+from ditkit_core.data.dataset import scan
+from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
-from ditkit_core.files import file_hash
-from ditkit_core.media import read_clip
+from ditkit_core.io.files import file_hash
+from ditkit_core.models.paths import Components
 from ditkit_wan.demo import write_demo
 from ditkit_wan.demo_media import CLIPS, draw
 from ditkit_wan.demo_models import FRAMES, PIXELS

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ditkit_core import cli
+from ditkit_core.commands import cli
 from ditkit_core.testing.demo import Demo
 from ditkit_wan.spec import WAN
 

@@ -12,17 +12,17 @@ import torch
 from diffusers import UniPCMultistepScheduler, WanPipeline
 from safetensors.torch import load_file
 
-from ditkit_core import cli
-from ditkit_core.config import RunConfig
-from ditkit_core.config_layers import resolve
-from ditkit_core.drawing import draw
-from ditkit_core.expert_runs import runs_of
-from ditkit_core.expert_turns import trained_in, turns_of
-from ditkit_core.experts import levels
-from ditkit_core.flow_matching import shift_sigma, sigma_at
-from ditkit_core.model import SampleJob
-from ditkit_core.randomness import generator
-from ditkit_core.run import Run
+from ditkit_core.commands import cli
+from ditkit_core.config.resolve import resolve
+from ditkit_core.io.rng import generator
+from ditkit_core.models.spec import SampleJob
+from ditkit_core.previews.stages import trained_in, turns_of
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.expert_runs import runs_of
+from ditkit_core.run.experts import levels
+from ditkit_core.run.run import Run
+from ditkit_core.sampling.denoise import draw
+from ditkit_core.training.flow_matching import shift_sigma, sigma_at
 from ditkit_wan.demo import write_checkpoint
 from ditkit_wan.demo_media import CLIPS, write_clip
 from ditkit_wan.inputs import make_inputs

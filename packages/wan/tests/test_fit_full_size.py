@@ -2,13 +2,13 @@
 
 import pytest
 
-from ditkit_core.config import RunConfig
-from ditkit_core.config_layers import resolve
-from ditkit_core.fit import HARDLY_LONGER, candidates, fit, least_missing
-from ditkit_core.fit_stage import changes, task_for
-from ditkit_core.hardware import parse_gpus
-from ditkit_core.run import Run
-from ditkit_core.timing import Workload, step_seconds
+from ditkit_core.commands.fit import changes, task_for
+from ditkit_core.config.resolve import resolve
+from ditkit_core.planner.autotune import HARDLY_LONGER, candidates, fit, least_missing
+from ditkit_core.planner.gpus import parse_gpus
+from ditkit_core.planner.step_time import Workload, step_seconds
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.run import Run
 from ditkit_wan.spec import WAN
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1800)]

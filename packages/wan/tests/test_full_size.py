@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ditkit_core.activation_checkpoint import POLICIES, Engine
-from ditkit_core.adapters import AdapterConfig, inject, trainable_parameters
-from ditkit_core.data import Batch
-from ditkit_core.flow_matching import FlowConfig
-from ditkit_core.optim import NamedOptimizer, OptimConfig
-from ditkit_core.precision import Precision
-from ditkit_core.prepare import build_on_meta
-from ditkit_core.step import accumulate_gradients
+from ditkit_core.adapters.inject import AdapterConfig, inject, trainable_parameters
+from ditkit_core.encoding.loader import Batch
+from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.models.precision import Precision
+from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.testing.full_size import DEVICE, Arithmetic, as_on_a_gpu, materialise
+from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.train_step import accumulate_gradients
 from ditkit_wan.spec import WAN
 
 RANK = 32

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ditkit_core.activation_checkpoint import POLICIES
+from ditkit_core.engine.engine import POLICIES
 from ditkit_core.testing.full_size_split import balanced, divided_step
 from ditkit_wan.spec import WAN
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ditkit_core.components import Components
 from ditkit_core.errors import UserError
+from ditkit_core.models.paths import Components
 from ditkit_wan.image_encoder import ImageEncoder
 
 CPU = torch.device("cpu")

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ditkit_core.config import RunConfig
-from ditkit_core.config_layers import resolve
+from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
-from ditkit_core.flow_matching import velocity_errors
-from ditkit_core.model import run_plain
-from ditkit_core.plan_stage import largest_bucket
-from ditkit_core.precision import Precision
-from ditkit_core.run import Run
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import run_plain
+from ditkit_core.planner.plan import largest_bucket
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.run import Run
 from ditkit_core.testing.world import make_model
+from ditkit_core.training.flow_matching import velocity_errors
 from ditkit_wan.inputs import assemble, loss_mask, make_inputs, num_tokens, outline
 from ditkit_wan.model import WanTransformer
 from ditkit_wan.presets import PRESETS, WanArch

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 from conditions_help import picture_file, video_file
-from ditkit_core.config import RunConfig
-from ditkit_core.config_layers import resolve
-from ditkit_core.doctor import Checkup
-from ditkit_core.doctor_data import examine
-from ditkit_core.run import Run
+from ditkit_core.config.resolve import resolve
+from ditkit_core.diagnostics.doctor.dataset import examine
+from ditkit_core.diagnostics.doctor.findings import Checkup
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.run import Run
 from ditkit_core.testing.toy import TOY
 from ditkit_wan import music_features
 from ditkit_wan.conditions import columns, conditioners

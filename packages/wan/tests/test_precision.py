@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ditkit_core.precision import Precision, set_precision
+from ditkit_core.models.precision import Precision, set_precision
 from ditkit_wan.model import WanInputs, WanTransformer
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ditkit_core.precision import Precision
+from ditkit_core.models.precision import Precision
 from ditkit_wan.conditions import columns
 from ditkit_wan.model import WanTransformer
 from ditkit_wan.presets import PRESETS

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from ditkit_core.adapter_files import BaseConfig
-from ditkit_core.adapters import AdapterConfig
-from ditkit_core.components import Components
-from ditkit_core.drawing import latents_of
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.adapters.read import BaseConfig
+from ditkit_core.engine.placement import place
 from ditkit_core.errors import UserError
-from ditkit_core.model import SampleJob, run_plain
-from ditkit_core.placement import place
-from ditkit_core.precision import Precision
-from ditkit_core.prepare import build, load
-from ditkit_core.randomness import generator
+from ditkit_core.io.rng import generator
+from ditkit_core.models.paths import Components
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import SampleJob, run_plain
+from ditkit_core.run.prepare import build, load
+from ditkit_core.sampling.denoise import latents_of
 from ditkit_wan.sample import WanSampler
 from ditkit_wan.spec import WAN
 from ditkit_wan.text import TextEncoder

@@ -11,16 +11,16 @@ from PIL import Image
 
 from conditions_help import CPU, controls, encoded, picture_file
 from conditions_help import noise as colours
-from ditkit_core.adapter_files import BaseConfig
-from ditkit_core.adapters import AdapterConfig
-from ditkit_core.components import Components
-from ditkit_core.drawing import latents_of
-from ditkit_core.media import read_clip, write_video
-from ditkit_core.model import SampleJob, run_plain
-from ditkit_core.placement import place
-from ditkit_core.precision import Precision
-from ditkit_core.prepare import build, load
-from ditkit_core.randomness import generator
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.adapters.read import BaseConfig
+from ditkit_core.data.media.clip import read_clip, write_video
+from ditkit_core.engine.placement import place
+from ditkit_core.io.rng import generator
+from ditkit_core.models.paths import Components
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import SampleJob, run_plain
+from ditkit_core.run.prepare import build, load
+from ditkit_core.sampling.denoise import latents_of
 from ditkit_wan.conditions import conditioners
 from ditkit_wan.demo import write_checkpoint
 from ditkit_wan.presets import PRESETS

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ditkit_core.activation_checkpoint import Engine
+from ditkit_core.engine.engine import Engine
 from ditkit_core.testing.world import make_model, train_shortly
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ditkit_core.components import Components
 from ditkit_core.errors import UserError
-from ditkit_core.quantized_linear import QuantizedLinear
+from ditkit_core.models.paths import Components
+from ditkit_core.nn.quantized_linear import QuantizedLinear
 from ditkit_wan.text import TEXT_TOKENS, TextEncoder, clean
 
 CPU = torch.device("cpu")

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from conditions_help import CPU, FRAMES, HEIGHT, WIDTH, controls, encoded, picture_file, tiny_vae, video_file
-from ditkit_core.conditions import Conditioner
+from ditkit_core.data.media.clip import read_clip, write_image, write_video
 from ditkit_core.errors import UserError
-from ditkit_core.media import read_clip, write_image, write_video
+from ditkit_core.models.conditions import Conditioner
 from ditkit_wan.pictures import on_white
 from ditkit_wan.vace_conditions import Vace, mask_channels
 
@@ -128,8 +128,8 @@ def test_a_picture_stands_for_all_frames_and_a_short_video_is_refused(checkpoint
 
 
 def test_a_drawing_that_is_given_nothing_has_a_context_too(checkpoint: Path, tmp_path: Path) -> None:
-    from ditkit_core.cache import Cache
-    from ditkit_core.encode import Conditioning
+    from ditkit_core.encoding.cache import Cache
+    from ditkit_core.encoding.encode import Conditioning
 
     conditioner = Vace(tiny_vae(checkpoint))
     cache = Cache(tmp_path / "cache")

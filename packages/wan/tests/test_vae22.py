@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ditkit_core.components import Components
 from ditkit_core.errors import UserError
+from ditkit_core.models.paths import Components
 from ditkit_wan.vae import VaeEncoder
 from ditkit_wan.vae_kinds import WAN_2_2, to_diffusers
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ditkit_core.media import write_image
+from ditkit_core.data.media.clip import write_image
 from ditkit_core.testing.demo import Demo
 from ditkit_wan.demo import write_checkpoint
 from ditkit_wan.demo_media import CLIPS, write_clip

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from ditkit_core.adapters import AdapterConfig
-from ditkit_core.components import Components
+from ditkit_core.adapters.export import ExportConfig, export_adapter, read_by
+from ditkit_core.adapters.inject import AdapterConfig
 from ditkit_core.errors import UserError
-from ditkit_core.export import ExportConfig, export_adapter, read_by
-from ditkit_core.model import run_plain
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import run_plain
 from ditkit_core.testing.world import make_model
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN

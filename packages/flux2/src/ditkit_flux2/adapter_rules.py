@@ -7,8 +7,8 @@ nothing to get wrong, but a file that means two things is not written.
 
 from collections.abc import Collection, Mapping
 
-from ditkit_core.adapter_layout import AdapterLayout, AdapterRules
 from ditkit_core.errors import UserError
+from ditkit_core.models.adapter_formats import AdapterLayout, AdapterRules
 
 MISREAD: Mapping[str, Mapping[str, str]] = {
     "official": {

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.components import Components
-from ditkit_core.model import Companion, Holding
-from ditkit_core.safetensors_file import SafetensorsSource
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import Companion, Holding
 from ditkit_flux2 import text, text_model, vae
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.text_prompt import TEXT_TOKENS, TextFamily

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from ditkit_core.demo_inputs import drawn, isometry, write_index, write_inputs, write_text_encoder
+from ditkit_core.data.media.synthetic import drawn, isometry, write_index, write_inputs, write_text_encoder
 from ditkit_flux2.demo_media import EXAMPLES, Picture, draw, write_dataset
 
 HEADS, AXES = 4, (4, 4, 4, 4)

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
-from ditkit_core.demo_inputs import BACKGROUNDS, COLOURS, SHAPES, paint
-from ditkit_core.files import write_text
+from ditkit_core.data.media.synthetic import BACKGROUNDS, COLOURS, SHAPES, paint
+from ditkit_core.io.files import write_text
 
 
 @dataclass(frozen=True, kw_only=True)

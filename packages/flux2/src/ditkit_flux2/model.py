@@ -18,14 +18,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ditkit_core.attention import attend
-from ditkit_core.cast_linear import CastLinear
-from ditkit_core.elementwise import gated_sum, gated_unit, modulated_norm, normalised_heads
-from ditkit_core.last_step import last_step
-from ditkit_core.model import Engine, run_plain
-from ditkit_core.precision import Precision
-from ditkit_core.ragged import key_mask
-from ditkit_core.rotary import timestep_features
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import Engine, run_plain
+from ditkit_core.nn.attention import attend
+from ditkit_core.nn.functional import gated_sum, gated_unit, modulated_norm, normalised_heads
+from ditkit_core.nn.linear import CastLinear
+from ditkit_core.nn.padding import key_mask
+from ditkit_core.nn.remat import last_step
+from ditkit_core.nn.rope import timestep_features
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.rope import Grid, rotary_angles, token_positions
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ditkit_core.rotary import axis_angles
+from ditkit_core.nn.rope import axis_angles
 
 REFERENCE_STEP = 10
 """The target picture is at 0 on the first axis, the references at 10, 20, …"""

@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.components import Components
-from ditkit_core.memory import release_memory
-from ditkit_core.model import Denoiser, SampleJob
-from ditkit_core.randomness import generator
+from ditkit_core.io.memory import release_memory
+from ditkit_core.io.rng import generator
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import Denoiser, SampleJob
 from ditkit_flux2.model import Flux2Inputs
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.schedule import sample_defaults, sigmas

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ditkit_core.model import SampleDefaults
+from ditkit_core.models.spec import SampleDefaults
 from ditkit_flux2.presets import Flux2Arch
 
 _FEW = (256, 0.5)

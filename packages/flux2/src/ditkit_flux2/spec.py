@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ditkit_core.components import Components
-from ditkit_core.model import Companion, Encoder, Engine, ModelSpec, Sampler, Streaming
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import Companion, Encoder, Engine, ModelSpec, Sampler, Streaming
 from ditkit_flux2.adapter_rules import RULES, check_adapter
 from ditkit_flux2.model import Flux2Inputs, Flux2Transformer
 from ditkit_flux2.presets import PRESETS, Flux2Arch, arch_from_config

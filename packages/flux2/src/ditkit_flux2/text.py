@@ -13,16 +13,16 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from ditkit_core.components import Components
-from ditkit_core.console import say, warn
-from ditkit_core.frozen import fingerprint
-from ditkit_core.memory import process_peak_bytes
-from ditkit_core.model import Holding, Part, Streaming, ignored
-from ditkit_core.quantization import hold_as_stored, scaled_layers
-from ditkit_core.scaled_files import open_weights
-from ditkit_core.streamed import PassingMemory, below, decide, give_back_large_blocks
-from ditkit_core.tokenizer_files import find_tokenizer
-from ditkit_core.weights import load_into
+from ditkit_core.io.console import say, warn
+from ditkit_core.io.memory import process_peak_bytes
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import Holding, Part, Streaming, ignored
+from ditkit_core.weights.fp8_scaled import open_weights
+from ditkit_core.weights.frozen import fingerprint
+from ditkit_core.weights.layer_streaming import PassingMemory, below, decide, give_back_large_blocks
+from ditkit_core.weights.load import load_into
+from ditkit_core.weights.quantize import hold_as_stored, scaled_layers
+from ditkit_core.weights.tokenizer import find_tokenizer
 from ditkit_flux2.text_model import ATTENTION, build, describe, locate_weights
 from ditkit_flux2.text_prompt import TEXT_TOKENS, Prompter, TextFamily
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from ditkit_core.errors import UserError
-from ditkit_core.frozen import read_config
-from ditkit_core.model import Part, StateDictNames
-from ditkit_core.quantized_linear import without_scales
-from ditkit_core.safetensors_file import SafetensorsSource
-from ditkit_core.weights import Advice, match
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.spec import Part, StateDictNames
+from ditkit_core.nn.quantized_linear import without_scales
+from ditkit_core.weights.frozen import read_config
+from ditkit_core.weights.load import Advice, match
 from ditkit_flux2.text_prompt import MISTRAL, QWEN, TextFamily
 
 ATTENTION = "sdpa"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.errors import UserError
-from ditkit_core.tokenizer_files import added_tokens
+from ditkit_core.weights.tokenizer import added_tokens
 
 TEXT_TOKENS = 512
 """Tokens of a caption, its template and padding included; what is beyond is cut. The transformer sees all of them."""

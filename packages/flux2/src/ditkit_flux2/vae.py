@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.components import Components
 from ditkit_core.errors import UserError
-from ditkit_core.frozen import built_from, fill, find_weights, fingerprint
-from ditkit_core.model import StateDictNames, ignored
-from ditkit_core.safetensors_file import SafetensorsSource
-from ditkit_core.tiles import Tiles, in_tiles
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import StateDictNames, ignored
+from ditkit_core.models.tiling import Tiles, in_tiles
+from ditkit_core.weights.frozen import built_from, fill, find_weights, fingerprint
 
 _STAGES = 4
 _PATCH = 2

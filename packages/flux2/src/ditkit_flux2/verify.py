@@ -7,10 +7,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ditkit_core.components import Components
-from ditkit_core.model import Engine
-from ditkit_core.randomness import generator
-from ditkit_core.verify import compare_with_pipeline, share_base
+from ditkit_core.adapters.verify import compare_with_pipeline, share_base
+from ditkit_core.io.rng import generator
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import Engine
 from ditkit_flux2.model import Flux2Inputs
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.rope import token_positions

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 
-from ditkit_core.adapter_layout import AdapterLayout, AdapterRules
+from ditkit_core.models.adapter_formats import AdapterLayout, AdapterRules
 
 _BLOCK = re.compile(r"layers\.(\d+)\.(.+)")
 _KINDS = (

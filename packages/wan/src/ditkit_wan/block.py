@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ditkit_core.attention import attend
-from ditkit_core.elementwise import gated_sum, modulated_norm, normalised_heads, per_token, plain_sum
-from ditkit_core.last_step import last_step
-from ditkit_core.precision import Precision
+from ditkit_core.models.precision import Precision
+from ditkit_core.nn.attention import attend
+from ditkit_core.nn.functional import gated_sum, modulated_norm, normalised_heads, per_token, plain_sum
+from ditkit_core.nn.remat import last_step
 from ditkit_wan.carry import WanCarry
 from ditkit_wan.norms import affine_norm
 from ditkit_wan.presets import WanArch

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ditkit_core.components import Components
-from ditkit_core.conditions import Column, Conditioner
+from ditkit_core.models.conditions import Column, Conditioner
+from ditkit_core.models.paths import Components
 from ditkit_wan.presets import WanArch
 
 _REFERENCE_LISTS = ("src_ref_images", "object_file_path")

@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ditkit_core.elementwise import gated_sum, plain_sum
-from ditkit_core.last_step import last_step
-from ditkit_core.precision import Precision
+from ditkit_core.models.precision import Precision
+from ditkit_core.nn.functional import gated_sum, plain_sum
+from ditkit_core.nn.remat import last_step
 from ditkit_wan.block import WanBlock
 from ditkit_wan.carry import WanCarry
 from ditkit_wan.music import GROUPS

@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.cache import key
-from ditkit_core.conditions import Controls
+from ditkit_core.encoding.cache import key
 from ditkit_core.errors import UserError
-from ditkit_core.model import ignored
+from ditkit_core.models.conditions import Controls
+from ditkit_core.models.spec import ignored
 from ditkit_wan import music_features
 from ditkit_wan.image_conditions import ClipVision, VaeConditioner, known_frames_mask
 from ditkit_wan.pictures import column_or_own, lacking, picture_or_own, video

@@ -9,8 +9,8 @@ the frozen head must be able to say it.
 import json
 from pathlib import Path
 
-from ditkit_core.demo_inputs import write_index, write_inputs, write_text_encoder
-from ditkit_core.files import write_text
+from ditkit_core.data.media.synthetic import write_index, write_inputs, write_text_encoder
+from ditkit_core.io.files import write_text
 from ditkit_wan import demo_models
 from ditkit_wan.demo_media import CLIPS, write_clip
 from ditkit_wan.demo_models import VARIANTS

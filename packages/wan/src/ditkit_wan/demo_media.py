@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ditkit_core.demo_inputs import paint
-from ditkit_core.files import write_text
+from ditkit_core.data.media.synthetic import paint
+from ditkit_core.io.files import write_text
 
 DIRECTIONS = {"right": (0, 1), "left": (0, -1), "down": (1, 0), "up": (-1, 0)}
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.demo_inputs import drawn, isometry
+from ditkit_core.data.media.synthetic import drawn, isometry
 from ditkit_wan.demo_media import CLIPS, draw
 from ditkit_wan.presets import MUSIC_LAYERS, MusicArch, WanArch
 from ditkit_wan.state_dict import to_official
@@ -165,7 +165,7 @@ def build_transformer(variant: Variant, expert: int = 0) -> Any:
 
 def build_official(arch: WanArch) -> dict[str, Tensor]:
     """The weights of a transformer that diffusers has no class of, by their official names."""
-    from ditkit_core.precision import Precision
+    from ditkit_core.models.precision import Precision
     from ditkit_wan.model import WanTransformer
 
     model = drawn("transformer", WanTransformer, arch, Precision(matmul=torch.float32))

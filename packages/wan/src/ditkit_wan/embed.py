@@ -10,11 +10,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ditkit_core.cast_linear import CastLinear
-from ditkit_core.elementwise import plain_sum
-from ditkit_core.precision import Precision
-from ditkit_core.ragged import key_mask
-from ditkit_core.rotary import timestep_features
+from ditkit_core.models.precision import Precision
+from ditkit_core.nn.functional import plain_sum
+from ditkit_core.nn.linear import CastLinear
+from ditkit_core.nn.padding import key_mask
+from ditkit_core.nn.rope import timestep_features
 from ditkit_wan.camera_adapter import CameraAdapter
 from ditkit_wan.carry import WanCarry
 from ditkit_wan.image_embedding import WanImageEmbedding

@@ -7,9 +7,9 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from ditkit_core.cast_linear import CastLinear
-from ditkit_core.elementwise import modulated_norm, per_token
-from ditkit_core.precision import Precision
+from ditkit_core.models.precision import Precision
+from ditkit_core.nn.functional import modulated_norm, per_token
+from ditkit_core.nn.linear import CastLinear
 from ditkit_wan.carry import WanCarry
 from ditkit_wan.presets import WanArch
 

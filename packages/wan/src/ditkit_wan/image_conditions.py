@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.cache import key
-from ditkit_core.conditions import Controls
-from ditkit_core.model import ignored
+from ditkit_core.encoding.cache import key
+from ditkit_core.models.conditions import Controls
+from ditkit_core.models.spec import ignored
 from ditkit_wan.image_encoder import ImageEncoder
 from ditkit_wan.pictures import column_or_own, picture_or_own
 from ditkit_wan.vae import VaeEncoder

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ditkit_core.errors import UserError
-from ditkit_core.precision import Precision
+from ditkit_core.models.precision import Precision
 from ditkit_wan.norms import affine_norm
 from ditkit_wan.presets import WanArch
 

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.components import Components
 from ditkit_core.errors import UserError
-from ditkit_core.frozen import built_from, fill, find_weights, fingerprint
-from ditkit_core.model import StateDictNames, ignored
-from ditkit_core.safetensors_file import SafetensorsSource
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import StateDictNames, ignored
+from ditkit_core.weights.frozen import built_from, fill, find_weights, fingerprint
 from ditkit_wan.safe_names import SAFE_NAMES
 
 # transformers dropped the prefix from its own names in version 5; files have it or not

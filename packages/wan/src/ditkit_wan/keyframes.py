@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.frozen import fingerprint
-from ditkit_core.model import ignored
+from ditkit_core.models.spec import ignored
+from ditkit_core.weights.frozen import fingerprint
 from ditkit_wan.presets import WanArch
 from ditkit_wan.vae import TILES, VaeEncoder
 

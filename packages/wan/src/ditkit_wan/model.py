@@ -7,8 +7,8 @@ explicitly, and nothing takes its dtype from a neighbour.
 
 from torch import Tensor, nn
 
-from ditkit_core.model import Engine, run_plain
-from ditkit_core.precision import Precision
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import Engine, run_plain
 from ditkit_wan.block import WanBlock
 from ditkit_wan.dance import MusicBlock, SkippedBlock
 from ditkit_wan.embed import WanEmbed

@@ -12,10 +12,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ditkit_core.attention import attend
 from ditkit_core.errors import UserError
-from ditkit_core.precision import Precision
-from ditkit_core.rotary import axis_angles, rotate
+from ditkit_core.models.precision import Precision
+from ditkit_core.nn.attention import attend
+from ditkit_core.nn.rope import axis_angles, rotate
 from ditkit_wan.norms import affine_norm
 from ditkit_wan.presets import MusicArch, WanArch
 from ditkit_wan.rope import THETA

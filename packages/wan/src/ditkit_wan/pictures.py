@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.conditions import Controls
+from ditkit_core.data.media.clip import kind_of, read_clip
 from ditkit_core.errors import UserError
-from ditkit_core.media import kind_of, read_clip
+from ditkit_core.models.conditions import Controls
 
 _ANY_RATE = 1.0  # of a single frame: only where it begins matters
 
@@ -104,7 +104,7 @@ def on_white(path: Path, height: int, width: int) -> Float[Tensor, "3 1 height w
     Raises:
         UserError: If it cannot be read as a still image.
     """
-    from ditkit_core import still
+    from ditkit_core.data.media import image as still
 
     if kind_of(path) != "image":
         raise UserError(f"{path} is a video; a reference is a still image: take a frame out of it")

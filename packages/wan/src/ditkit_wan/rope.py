@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.rotary import axis_angles
+from ditkit_core.nn.rope import axis_angles
 
 THETA = 10_000.0
 

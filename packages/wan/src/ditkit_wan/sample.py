@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.components import Components
 from ditkit_core.errors import UserError
-from ditkit_core.memory import release_memory
-from ditkit_core.model import Denoiser, SampleJob
-from ditkit_core.randomness import generator
+from ditkit_core.io.memory import release_memory
+from ditkit_core.io.rng import generator
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import Denoiser, SampleJob
 from ditkit_wan.inputs import make_inputs
 from ditkit_wan.keyframes import vae_class
 from ditkit_wan.presets import WanArch

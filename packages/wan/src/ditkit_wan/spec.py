@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ditkit_core.components import Components
-from ditkit_core.model import Companion, Encoder, Engine, ModelSpec, Sampler, Streaming
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import Companion, Encoder, Engine, ModelSpec, Sampler, Streaming
 from ditkit_wan.adapter_rules import RULES, RULES_WITHOUT_DIFFUSERS
 from ditkit_wan.conditions import columns, conditioners
 from ditkit_wan.inputs import assemble, loss_mask, make_inputs, num_tokens, outline

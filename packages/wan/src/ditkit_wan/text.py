@@ -10,14 +10,14 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from ditkit_core.components import Components
-from ditkit_core.console import warn
 from ditkit_core.errors import UserError
-from ditkit_core.frozen import built_from, fill, find_weights, fingerprint
-from ditkit_core.model import StateDictNames, ignored
-from ditkit_core.quantized_linear import QuantizedLinear
-from ditkit_core.safetensors_file import SafetensorsSource
-from ditkit_core.tokenizer_files import find_tokenizer
+from ditkit_core.io.console import warn
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import StateDictNames, ignored
+from ditkit_core.nn.quantized_linear import QuantizedLinear
+from ditkit_core.weights.frozen import built_from, fill, find_weights, fingerprint
+from ditkit_core.weights.tokenizer import find_tokenizer
 from ditkit_wan.safe_names import SAFE_NAMES
 
 TEXT_TOKENS = 512

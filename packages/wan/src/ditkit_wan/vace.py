@@ -2,9 +2,9 @@
 
 from torch import nn
 
-from ditkit_core.elementwise import plain_sum
-from ditkit_core.last_step import last_step
-from ditkit_core.precision import Precision
+from ditkit_core.models.precision import Precision
+from ditkit_core.nn.functional import plain_sum
+from ditkit_core.nn.remat import last_step
 from ditkit_wan.block import WanBlock
 from ditkit_wan.carry import WanCarry
 from ditkit_wan.presets import WanArch

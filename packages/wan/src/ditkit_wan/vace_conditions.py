@@ -11,7 +11,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.conditions import Controls
+from ditkit_core.models.conditions import Controls
 from ditkit_wan.image_conditions import VaeConditioner
 from ditkit_wan.pictures import on_white, video
 

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ditkit_core.adapter_layout import AdapterLayout
-from ditkit_core.model import Expert, SampleDefaults
+from ditkit_core.models.adapter_formats import AdapterLayout
+from ditkit_core.models.spec import Expert, SampleDefaults
 from ditkit_wan.adapter_rules import RULES, readers
 from ditkit_wan.conditions import is_told_first_latent
 from ditkit_wan.presets import WanArch

@@ -7,8 +7,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import ditkit_core
-from ditkit_core.cli import OPTIONS
-from ditkit_core.preview_process import spec_at
+from ditkit_core.commands.cli import OPTIONS
+from ditkit_core.previews.worker import spec_at
 
 SLOW = ("accelerate", "av", "diffusers", "huggingface_hub", "peft", "tensorboard", "torchao", "transformers")
 """Libraries that take seconds to import."""

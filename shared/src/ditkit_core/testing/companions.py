@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ditkit_core.ledger import Ledger
-from ditkit_core.tiles import Tiles, in_tiles
+from ditkit_core.models.tiling import Tiles, in_tiles
+from ditkit_core.planner.memory_tracker import Ledger
 
 
 def num_parameters(module: nn.Module) -> int:

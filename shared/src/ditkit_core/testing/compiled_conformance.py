@@ -16,17 +16,18 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
-from ditkit_core import activation_checkpoint, offload
-from ditkit_core.activation_checkpoint import POLICIES, Engine
-from ditkit_core.attention import AttentionCalls, counted_calls
-from ditkit_core.ema import EMAConfig
-from ditkit_core.offload import HostMemory
-from ditkit_core.quantized_linear import LAYOUTS
+from ditkit_core.engine import activation_offload as offload
+from ditkit_core.engine import engine as activation_checkpoint
+from ditkit_core.engine.activation_offload import HostMemory
+from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.nn.attention import AttentionCalls, counted_calls
+from ditkit_core.nn.quantized_linear import LAYOUTS
 from ditkit_core.testing.compiled_steps import attention_forwards, compare, difference, divided, numbers
 from ditkit_core.testing.conformance_levers import LEVERS, pairwise
 from ditkit_core.testing.conformance_quantized import make_quantized
 from ditkit_core.testing.conformance_swap import stream, train_streamed
 from ditkit_core.testing.world import ADAPTERS, Items, make_model, train_shortly
+from ditkit_core.training.ema import EMAConfig
 
 BACKEND = "aot_eager"
 _ONE, _TWO = torch.device("cpu", 1), torch.device("cpu", 2)

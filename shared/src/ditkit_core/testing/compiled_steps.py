@@ -11,9 +11,9 @@ from torch._dynamo.utils import counters
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_map_only
 
-from ditkit_core import activation_checkpoint
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.model import ModelSpec
+from ditkit_core.engine import engine as activation_checkpoint
+from ditkit_core.engine.engine import Engine
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.world import Items
 
 _FORWARDS = ("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_safe_softmax")

@@ -26,18 +26,18 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from ditkit_core import attention, policy_schedule
-from ditkit_core.activation_checkpoint import POLICIES, Engine, run_block
-from ditkit_core.adapters import AdapterConfig
-from ditkit_core.attention_backends import BACKENDS
-from ditkit_core.checkpoint_policies import Body, Full
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.engine import ac_schedule as policy_schedule
+from ditkit_core.engine.ac_policies import Body, Full
+from ditkit_core.engine.ac_schedule import parse_policy
+from ditkit_core.engine.engine import POLICIES, Engine, run_block
+from ditkit_core.engine.selective_ac import SETS
 from ditkit_core.errors import UserError
-from ditkit_core.kept_ops import SETS
-from ditkit_core.model import ModelSpec, StagedModel, run_plain
-from ditkit_core.policy_schedule import parse_policy
-from ditkit_core.precision import Precision, autocast_disabled, compute_fp32_in_fp32
-from ditkit_core.prepare import check_item
-from ditkit_core.stacking import Assembly
+from ditkit_core.models.precision import Precision, autocast_disabled, compute_fp32_in_fp32
+from ditkit_core.models.spec import ModelSpec, StagedModel, run_plain
+from ditkit_core.nn import attention
+from ditkit_core.nn.attention_backends import BACKENDS
+from ditkit_core.run.prepare import check_item
 from ditkit_core.testing.conformance_fused import FusedChecks
 from ditkit_core.testing.conformance_levers import LeverChecks
 from ditkit_core.testing.conformance_offload import OffloadChecks
@@ -49,6 +49,7 @@ from ditkit_core.testing.conformance_swap import SwapChecks
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to
 from ditkit_core.testing.world import ADAPTERS, Items, counted, make_model, outcome, train_shortly
+from ditkit_core.weights.tensor_parts import Assembly
 
 # Beside the blocks, what is computed once and handed to all of them is trained: modulation, time and text embedding.
 EVERYWHERE = {"lora everywhere": AdapterConfig(rank=4, targets=("*",))}

@@ -9,13 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
-from ditkit_core import audit as audit_module
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.adapters import AdapterConfig
-from ditkit_core.audit import ACTING, Subject, audit
-from ditkit_core.audit_findings import Errors, Findings, from_json
-from ditkit_core.model import ModelSpec
-from ditkit_core.precision import Precision, precision_of
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.diagnostics.audit import audit as audit_module
+from ditkit_core.diagnostics.audit.audit import ACTING, Subject, audit
+from ditkit_core.diagnostics.audit.findings import Errors, Findings, from_json
+from ditkit_core.engine.engine import Engine
+from ditkit_core.models.precision import Precision, precision_of
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.conformance_quantized import make_quantized
 from ditkit_core.testing.conformance_split import layouts
 from ditkit_core.testing.conformance_swap import stream

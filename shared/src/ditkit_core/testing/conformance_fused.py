@@ -5,14 +5,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from ditkit_core.activation_checkpoint import POLICIES, Engine
-from ditkit_core.adapters import trainable_parameters
-from ditkit_core.data import Batch
-from ditkit_core.flow_matching import FlowConfig
-from ditkit_core.model import ModelSpec
-from ditkit_core.optim import NamedOptimizer, OptimConfig
-from ditkit_core.step import training_step
+from ditkit_core.adapters.inject import trainable_parameters
+from ditkit_core.encoding.loader import Batch
+from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.world import ADAPTERS, Items, make_model
+from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.train_step import training_step
 
 COMBINATIONS = [
     *(("full", policy) for policy in POLICIES),

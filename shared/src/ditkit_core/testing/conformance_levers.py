@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from ditkit_core.activation_checkpoint import POLICIES, Engine
-from ditkit_core.model import ModelSpec
-from ditkit_core.offload import HostMemory
-from ditkit_core.quantized_linear import LAYOUTS
+from ditkit_core.engine.activation_offload import HostMemory
+from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.nn.quantized_linear import LAYOUTS
 from ditkit_core.testing.conformance_quantized import make_quantized
 from ditkit_core.testing.conformance_split import layouts
 from ditkit_core.testing.conformance_swap import Watched, stream

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ditkit_core.activation_checkpoint import POLICIES, Engine
-from ditkit_core.adapters import AdapterConfig
-from ditkit_core.model import ModelSpec
-from ditkit_core.offload import HostMemory
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.engine.activation_offload import HostMemory
+from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.conformance_split import ONE, layouts
 from ditkit_core.testing.pretend_devices import HOST, CountCrossings, PretendDevices, divide
 from ditkit_core.testing.world import ADAPTERS, Items, Outcome, make_model, outcome

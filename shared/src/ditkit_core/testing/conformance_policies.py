@@ -18,14 +18,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ditkit_core import attention
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.adapters import adapter_layers
-from ditkit_core.attention import AttentionSettings, attention_settings
-from ditkit_core.kept_ops import SETS
-from ditkit_core.model import ModelSpec
-from ditkit_core.offload import HostMemory
-from ditkit_core.precision import autocast_disabled
+from ditkit_core.adapters.inject import adapter_layers
+from ditkit_core.engine.activation_offload import HostMemory
+from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.selective_ac import SETS
+from ditkit_core.models.precision import autocast_disabled
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.nn import attention
+from ditkit_core.nn.attention import AttentionSettings, attention_settings
 from ditkit_core.testing.conformance_levers import pairwise
 from ditkit_core.testing.pretend_devices import HOST, CountCrossings, PretendDevices, divide
 from ditkit_core.testing.world import ADAPTERS, Items, Outcome, make_model, offloadable, outcome

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ditkit_core.activation_checkpoint import POLICIES, Engine
-from ditkit_core.model import ModelSpec, run_plain
-from ditkit_core.precision import FAST, PLACES, Precision, autocast_disabled, set_precision
+from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.models.precision import FAST, PLACES, Precision, autocast_disabled, set_precision
+from ditkit_core.models.spec import ModelSpec, run_plain
 from ditkit_core.testing.world import ADAPTERS, Items, make_model, outcome
 
 MODEL_PLACES = tuple(place for place in PLACES if place not in ("accumulation", "optimizer", "reduction"))

@@ -10,23 +10,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ditkit_core import quantized_linear
-from ditkit_core.activation_checkpoint import POLICIES, Engine
-from ditkit_core.adapter_files import BaseConfig
-from ditkit_core.adapters import AdapterConfig, canonical_name, initialise, inject, is_adapter_name
-from ditkit_core.components import Components
-from ditkit_core.export import ExportConfig, export_merged
-from ditkit_core.model import ModelSpec
-from ditkit_core.placement import place
-from ditkit_core.precision import Precision
-from ditkit_core.prepare import build, load
-from ditkit_core.quantization import convert, linears_of_blocks
-from ditkit_core.quantized_linear import LAYOUTS, QuantizedLinear, quantized_weights
-from ditkit_core.safetensors_file import SafetensorsSource
-from ditkit_core.stacking import rows_of
+from ditkit_core.adapters.export import ExportConfig, export_merged
+from ditkit_core.adapters.inject import AdapterConfig, canonical_name, initialise, inject, is_adapter_name
+from ditkit_core.adapters.read import BaseConfig
+from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.placement import place
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.paths import Components
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.nn import quantized_linear
+from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear, quantized_weights
+from ditkit_core.run.prepare import build, load
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
 from ditkit_core.testing.world import ADAPTERS, Items, make_model, outcome, train_shortly
+from ditkit_core.weights.quantize import convert, linears_of_blocks
+from ditkit_core.weights.tensor_parts import rows_of
 
 KINDS = tuple(LAYOUTS)
 # Training the base itself is refused.

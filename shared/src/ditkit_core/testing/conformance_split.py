@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ditkit_core.activation_checkpoint import POLICIES, Engine
-from ditkit_core.adapters import trainable_parameters
-from ditkit_core.data import Batch
-from ditkit_core.flow_matching import FlowConfig, draw_noise, loss_weight, velocity_errors
-from ditkit_core.model import ModelSpec
-from ditkit_core.randomness import seed_of
-from ditkit_core.step import accumulate_gradients
+from ditkit_core.adapters.inject import trainable_parameters
+from ditkit_core.encoding.loader import Batch
+from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.io.rng import seed_of
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.full_size import Arithmetic
 from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, divide, on_host
 from ditkit_core.testing.world import ADAPTERS, Items, make_model, micro_batches, outcome, train_shortly
+from ditkit_core.training.flow_matching import FlowConfig, draw_noise, loss_weight, velocity_errors
+from ditkit_core.training.train_step import accumulate_gradients
 
 DEVICES = tuple(torch.device("cpu", index) for index in (1, 2, 3, 4))
 ONE, TWO, THREE, FOUR = DEVICES

@@ -9,21 +9,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ditkit_core.activation_checkpoint import POLICIES, Engine
-from ditkit_core.adapters import AdapterConfig, trainable_parameters
-from ditkit_core.block_swap import BlockSwap, choose_streamed
-from ditkit_core.data import Batch
-from ditkit_core.ema import EMAConfig
-from ditkit_core.flow_matching import FlowConfig
-from ditkit_core.model import ModelSpec
-from ditkit_core.optim import OptimConfig
-from ditkit_core.placement import Placement
-from ditkit_core.step import StepResult, training_step
-from ditkit_core.swap_buffers import HOST
+from ditkit_core.adapters.inject import AdapterConfig, trainable_parameters
+from ditkit_core.encoding.loader import Batch
+from ditkit_core.engine.block_swap import BlockSwap, choose_streamed
+from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.placement import Placement
+from ditkit_core.engine.swap_buffers import HOST
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to, on_host
 from ditkit_core.testing.world import Items, make_model, outcome, train_shortly
-from ditkit_core.trained import Trained
+from ditkit_core.training.ema import EMAConfig
+from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_step import StepResult, training_step
 
 _ADAPTERS = {
     "lora": AdapterConfig(rank=4),

@@ -9,8 +9,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ditkit_core import cli
-from ditkit_core.model import ModelSpec
+from ditkit_core.commands import cli
+from ditkit_core.models.spec import ModelSpec
 
 _FEW = ("--train.steps", "2", "--held_out.clips", "1", "--sample.captions", "1", "--sample.steps", "2")
 

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ditkit_core import lora_linear, thinned
-from ditkit_core.model import ModelSpec
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.nn import lora as lora_linear
+from ditkit_core.planner import reduced_model as thinned
 
 DEVICE = torch.device("cpu:1")
 """Under fake tensors another device than the host."""

@@ -12,23 +12,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.adapters import AdapterConfig, inject
-from ditkit_core.data import Batch
-from ditkit_core.division import choose_cuts, weights_profile
-from ditkit_core.ema import EMAConfig
-from ditkit_core.flow_matching import FlowConfig
-from ditkit_core.ledger import Ledger
-from ditkit_core.lora_linear import as_on
-from ditkit_core.model import ModelSpec
-from ditkit_core.optim import OptimConfig
-from ditkit_core.placement import Placement, place
-from ditkit_core.plan import Budget
-from ditkit_core.precision import Precision
-from ditkit_core.prepare import build_on_meta
-from ditkit_core.step import accumulate_gradients, total_norm, update
-from ditkit_core.thinned import materialise
-from ditkit_core.trained import Trained
+from ditkit_core.adapters.inject import AdapterConfig, inject
+from ditkit_core.encoding.loader import Batch
+from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.placement import Placement, place
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.nn.lora import as_on
+from ditkit_core.planner.memory import Budget
+from ditkit_core.planner.memory_tracker import Ledger
+from ditkit_core.planner.partition import choose_cuts, weights_profile
+from ditkit_core.planner.reduced_model import materialise
+from ditkit_core.run.prepare import build_on_meta
+from ditkit_core.training.ema import EMAConfig
+from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_step import accumulate_gradients, total_norm, update
 
 DEVICES = tuple(torch.device("cpu", index) for index in range(4))
 """Under fake tensors devices that refuse to mix, and none of them the host."""
@@ -140,7 +140,7 @@ def divided_step(
         patch: pytest's `monkeypatch`; it watches what the engine moves.
         steps: The optimizer's state exists from the second on, so that the peak is that of any later one.
     """
-    from ditkit_core import activation_checkpoint
+    from ditkit_core.engine import engine as activation_checkpoint
 
     model = build_on_meta(spec, arch, Precision())
     inject(model, AdapterConfig(rank=rank), spec.adapter_targets)

@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.activation_checkpoint import Engine
-from ditkit_core.adapters import AdapterConfig
-from ditkit_core.data import Batch
-from ditkit_core.ema import EMAConfig
-from ditkit_core.flow_matching import FlowConfig
-from ditkit_core.ledger import Ledger
-from ditkit_core.model import ModelSpec
-from ditkit_core.optim import OptimConfig
-from ditkit_core.plan import Budget, DevicePlan, Division, compose
-from ditkit_core.precision import Precision
-from ditkit_core.profile import Job, Measured, Profile, measure, profile
-from ditkit_core.step import accumulate_gradients
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.encoding.loader import Batch
+from ditkit_core.engine.engine import Engine
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.memory import Budget, DevicePlan, Division, compose
+from ditkit_core.planner.memory_tracker import Ledger
+from ditkit_core.planner.profiler import Job, Measured, Profile, measure, profile
+from ditkit_core.planner.reduced_model import thinned
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
 from ditkit_core.testing.world import make_model, offloadable
-from ditkit_core.thinned import thinned
+from ditkit_core.training.ema import EMAConfig
+from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.train_step import accumulate_gradients
 
 
 def step_of(spec: ModelSpec, arch: Any, size: tuple[int, int, int], adapter: AdapterConfig) -> Job:

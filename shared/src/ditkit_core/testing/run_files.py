@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from ditkit_core.config import RunConfig
-from ditkit_core.config_layers import resolve
-from ditkit_core.model import ModelSpec
-from ditkit_core.plan_stage import make_report
-from ditkit_core.precision import Precision
-from ditkit_core.prepare import build_on_meta
-from ditkit_core.run import Run
+from ditkit_core.config.resolve import resolve
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.plan import make_report
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.prepare import build_on_meta
+from ditkit_core.run.run import Run
 
 
 def check_planned(spec: ModelSpec, file: Path, *, most_bytes: float) -> None:

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ditkit_core.activation_checkpoint import Engine
+from ditkit_core.engine.ac_schedule import MAKERS, parse_schedule
+from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.fsdp import check_reduced, shard
 from ditkit_core.errors import UserError
-from ditkit_core.model import Engine as Run
-from ditkit_core.model import ModelSpec
-from ditkit_core.policy_schedule import MAKERS, parse_schedule
-from ditkit_core.precision import Precision
-from ditkit_core.sharding import check_reduced, shard
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import Engine as Run
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.world import ADAPTERS, Items, make_model, offloadable
 
 ARGUMENTS = {"ops": "(matmul, attention)"}

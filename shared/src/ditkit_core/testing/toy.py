@@ -16,10 +16,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from ditkit_core.attention import attend
-from ditkit_core.cast_linear import CastLinear
-from ditkit_core.elementwise import plain_sum
-from ditkit_core.model import (
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import (
     Denoiser,
     Engine,
     ModelSpec,
@@ -30,8 +28,10 @@ from ditkit_core.model import (
     ignored,
     run_plain,
 )
-from ditkit_core.precision import Precision
-from ditkit_core.ragged import key_mask
+from ditkit_core.nn.attention import attend
+from ditkit_core.nn.functional import plain_sum
+from ditkit_core.nn.linear import CastLinear
+from ditkit_core.nn.padding import key_mask
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ditkit_core.adapters import AdapterConfig, initialise, inject, trainable_parameters
-from ditkit_core.data import Batch
-from ditkit_core.flow_matching import FlowConfig, to_device
-from ditkit_core.held_out import held_out_loss
-from ditkit_core.kept_ops import SEEN_BY_HOOKS
-from ditkit_core.model import Engine, ModelSpec
-from ditkit_core.optim import NamedOptimizer, OptimConfig
-from ditkit_core.precision import Precision
-from ditkit_core.step import training_step
+from ditkit_core.adapters.inject import AdapterConfig, initialise, inject, trainable_parameters
+from ditkit_core.encoding.loader import Batch
+from ditkit_core.engine.selective_ac import SEEN_BY_HOOKS
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import Engine, ModelSpec
 from ditkit_core.testing.pretend_devices import on_host
+from ditkit_core.training.flow_matching import FlowConfig, to_device
+from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.train_step import training_step
+from ditkit_core.training.validation import held_out_loss
 
 Items = Sequence[Mapping[str, Tensor]]
 

@@ -1,0 +1,354 @@
+"""What a run hands to other programs: its adapter, or the whole transformer with the adapter merged in."""
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ditkit_core.adapters.inject import AdapterConfig, adapter_layers, adapter_state, canonical_name, is_adapter_name
+from ditkit_core.adapters.write import check_form, check_stacks, write_adapter
+from ditkit_core.config.field import setting
+from ditkit_core.errors import UserError
+from ditkit_core.io.files import atomic_write, write_text
+from ditkit_core.io.safetensors import write_safetensors
+from ditkit_core.models.adapter_formats import ADAPTER_FORMS
+from ditkit_core.models.precision import parse_dtype
+from ditkit_core.models.spec import ModelSpec, Part
+from ditkit_core.nn.quantized_linear import dense_weight, quantized_weights, without_scales
+from ditkit_core.weights.fp8_scaled import in_scaled_8_bits, open_weights
+from ditkit_core.weights.load import match
+from ditkit_core.weights.metadata import published_description
+from ditkit_core.weights.tensor_parts import Assembly, rows_of
+
+SHARD_BYTES = 5_000_000_000
+"""Most bytes in one file of a transformer, as on the hub."""
+
+
+_FP8_SCALED = "fp8_scaled"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """The `[export]` section: what is written beside each save and at the end."""
+
+    forms: tuple[str, ...] = setting(("official",), resume="free")
+    """Names in the files: `official` (ComfyUI and diffusers load it), `diffusers`, `diffsynth`, `musubi`, or several of them. A whole
+    transformer is written in those of the first two."""
+    dtype: str = setting("bf16", resume="free")
+    """Dtype of the files: bf16 or fp32; or fp8_scaled for a whole transformer as ComfyUI reads it, blocks' matrices in 8 bits with a
+    scale and the rest in bf16 (adapters beside it are in bf16)."""
+    merged: bool = setting(False, resume="free")
+    """Write the whole transformer too, with the adapter merged in, as a full fine-tune does: beside each save and at the end."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("bf16", "fp32", _FP8_SCALED):
+            raise UserError(f"export.dtype = {self.dtype!r}: choose bf16, fp32 or {_FP8_SCALED}")
+        if not self.forms or len(set(self.forms)) < len(self.forms):
+            raise UserError(f"export.forms = {list(self.forms)}: name at least one form, and each once")
+        if self.scaled and self.forms != ("official",):
+            raise UserError(
+                f"export.dtype = {_FP8_SCALED} is ComfyUI's, which reads the official form; set export.forms = ['official'] "
+                "(--to official), or another dtype"
+            )
+
+    @property
+    def scaled(self) -> bool:
+        """Whether matrices of whole transformers are written in 8 bits with a scale."""
+        return self.dtype == _FP8_SCALED
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of what is not in 8 bits."""
+        return torch.bfloat16 if self.scaled else parse_dtype(self.dtype)
+
+
+def check_export(spec: ModelSpec, config: ExportConfig, adapter: AdapterConfig) -> None:
+    """Refuse, before training, what could not be exported after it.
+
+    Raises:
+        UserError: If a form is unknown, or form or dtype do not hold what will be trained.
+    """
+    if config.scaled and adapter.method == "lora" and not config.merged:
+        raise UserError(
+            f"export.dtype = {_FP8_SCALED} is for whole transformers, and an adapter of rank {adapter.rank} has nothing to gain; "
+            "set export.merged = true (--merge), or export.dtype = bf16"
+        )
+    for form in config.forms:
+        check_form(form, spec.names, use_dora=adapter.use_dora and adapter.method == "lora")
+    if config.merged or adapter.method == "full":
+        whole_forms(spec, config)
+
+
+def whole_forms(spec: ModelSpec, config: ExportConfig) -> list[str]:
+    """Those of the forms that whole transformers are written in.
+
+    Raises:
+        UserError: If there is none.
+    """
+    known = spec.names.from_native
+    forms = [form for form in config.forms if form in known]
+    if not forms:
+        raise UserError(
+            f"export.forms = {list(config.forms)}: a whole transformer has none of these forms; add one of {', '.join(known)}"
+        )
+    return forms
+
+
+def check_adapted(spec: ModelSpec, config: ExportConfig, model: Any) -> None:
+    """Refuse, before training, an adapter that a form's readers would ignore or misread.
+
+    Args:
+        spec: The model's family.
+        config: The forms.
+        model: The model with its adapter, if it has one.
+
+    Raises:
+        UserError: If there is such a form.
+    """
+    layers = adapter_layers(model)
+    use_dora = any(layer.lora_magnitude_vector for layer in layers.values())
+    for form in config.forms if layers else ():
+        check_stacks(form, spec.names, layers, use_dora=use_dora)
+        spec.check_adapter(form, layers)
+
+
+def read_by(spec: ModelSpec, form: str, model: Any) -> Mapping[str, str]:
+    """Programs that read adapter files to what each makes of a model's adapter in a form: empty where one loads all of it."""
+    layers = adapter_layers(model)
+    about, use_dora = ADAPTER_FORMS[form], any(layer.lora_magnitude_vector for layer in layers.values())
+    layout = about.layout(form, spec.names.bare, use_dora=use_dora)
+    return spec.adapter_rules.readers(layout, [*layers, *spec.adapter_rules.fillers(form, list(layers))])
+
+
+def loaded_by(read: Mapping[str, str]) -> str:
+    """One line on who loads a file, given what `readers` of `AdapterRules` said."""
+    loading = ", ".join(reader for reader, said in read.items() if not said) or "no program that is known"
+    others = "; ".join(f"{reader} {said}" for reader, said in read.items() if said)
+    return f"loaded whole by {loading}" + f" ({others})" * bool(others)
+
+
+def export_adapter(
+    model: Any,
+    spec: ModelSpec,
+    folder: Path,
+    stem: str,
+    config: ExportConfig,
+    *,
+    metadata: Mapping[str, str],
+    exact: bool = False,
+) -> list[Path]:
+    """Write the adapter in each form.
+
+    Args:
+        model: The model with its adapter.
+        spec: The model's family.
+        folder: Where to.
+        stem: `adapter`, or `adapter-step-000020`; the official form takes it as its name, others append theirs.
+        config: Forms and dtype.
+        metadata: Strings for the headers: base, data hash, config, versions.
+        exact: Append nothing; there is one form.
+
+    Returns:
+        The files, in the order of the forms; each was read back and compared before it got its name.
+
+    Raises:
+        UserError: If a form cannot say what the adapter is, or a file cannot be written.
+    """
+    layers = adapter_layers(model)
+    assert layers, "the model has no adapter"
+    check_adapted(spec, config, model)
+    (scaling,) = {layer.scaling["default"] for layer in layers.values()}
+    state, files = adapter_state(model), []
+    base = _base_tensors(model)
+    for form in config.forms:
+        path = folder / (f"{stem}.safetensors" if exact or form == "official" else f"{stem}_{form}.safetensors")
+        fillers = {
+            module: tuple(base[f"{module}.weight"].shape) for module in spec.adapter_rules.fillers(form, list(layers))
+        }
+        write_adapter(
+            path, state, scaling, spec.names, form=form, dtype=config.torch_dtype, metadata=metadata, fillers=fillers
+        )
+        files.append(path)
+    return files
+
+
+def export_merged(
+    model: Any,
+    spec: ModelSpec,
+    folder: Path,
+    config: ExportConfig,
+    *,
+    metadata: Mapping[str, str],
+    original: Callable[[str, tuple[int, ...]], Tensor] | None = None,
+    config_json: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> list[Path]:
+    """Write the whole transformer, an adapter merged in, in each form; of a full fine-tune this is the export.
+
+    Where the base is quantized, the adapter is merged into the weights that it was quantized from: that is what users of the adapter
+    add it to, and nearer to what was learnt than a rounding of a rounding.
+
+    Args:
+        model: The model; it is not changed.
+        spec: The model's family; its fp32 parameters stay fp32 in the file.
+        folder: Holds one folder `transformer_<form>` per form afterwards.
+        config: Forms and dtype.
+        metadata: Strings for the headers.
+        original: Name and shape of a parameter of the base to what it was before it was quantized; by default the model's own
+            approximation is written. Of a model on `meta` it gives every parameter, one after the other.
+        config_json: The base's config.json, copied beside the diffusers form, whose readers want it.
+        shard_bytes: Most bytes per file.
+
+    Returns:
+        The folders, in the order of the forms. A folder that has no index and more than one file was never finished.
+
+    Raises:
+        UserError: If a form is unknown, or a file cannot be written or read back with every name of the model in it.
+    """
+    folders = []
+    for form in whole_forms(spec, config):
+        target = folder / f"transformer_{form}"
+        _write_transformer(model, spec, target, form, config, metadata, shard_bytes, original)
+        if form == "diffusers" and config_json is not None:
+            with atomic_write(target / "config.json") as temporary:
+                temporary.write_bytes(published_description(config_json.read_bytes()))
+        folders.append(target)
+    return folders
+
+
+def _write_transformer(
+    model: Any,
+    spec: ModelSpec,
+    folder: Path,
+    form: str,
+    config: ExportConfig,
+    metadata: Mapping[str, str],
+    shard_bytes: int,
+    original: Callable[[str, tuple[int, ...]], Tensor] | None,
+) -> None:
+    tensors, coarse = _base_tensors(model), quantized_weights(model)
+    assembly = Assembly()
+    for name in tensors:
+        assert assembly.add(name, spec.names.from_native[form](name)), f"{name} shares rows with another parameter"
+    natives = assembly.complete
+    assert len(natives) == len(assembly.found), "the form has rows that the model does not"
+
+    def about(parts: Sequence[Part]) -> tuple[tuple[int, ...], torch.dtype]:
+        pieces = [rows_of(tensors[part.name], part.index, part.of) for part in parts]
+        wide = any(spec.keep_fp32(part.name) for part in parts)
+        return _stacked_shape(pieces), torch.float32 if wide else config.torch_dtype
+
+    shapes = {key: about(parts) for key, parts in natives.items()}
+    layers = adapter_layers(model)
+
+    @lru_cache(maxsize=1)  # a form that has its parts in tensors of their own has them one after the other
+    def base_of(name: str) -> Tensor:
+        if name not in coarse and not tensors[name].is_meta:
+            return tensors[name]
+        return dense_weight(coarse[name]) if original is None else original(name, tuple(tensors[name].shape))
+
+    def tensor_of(key: str) -> Tensor:
+        pieces = []
+        for part in natives[key]:
+            module = part.name.removesuffix(".weight")
+            if module in layers and module != part.name:
+                rows = merged_weight(layers[module], base_of(part.name), part.index, part.of)
+            else:
+                rows = rows_of(base_of(part.name), part.index, part.of)
+            pieces.append(rows.detach().to("cpu", dtype_of(key)))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def dtype_of(key: str) -> torch.dtype:
+        return torch.float32 if key in scaled else shapes[key][1]
+
+    scaled: Collection[str] = ()
+    written: Callable[[str], Tensor] = tensor_of
+    if config.scaled:
+        matrices = _matrices_of_blocks(model)
+        scaled = {key for key, parts in natives.items() if _can_scale(parts, matrices, spec)}
+        shapes, written = in_scaled_8_bits(shapes, tensor_of, scaled)
+    shards = list(_shards(shapes, shard_bytes))
+    for old in folder.glob("diffusion_pytorch_model*.safetensors*"):
+        old.unlink()
+    stem = "diffusion_pytorch_model"
+    where: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(folder / name, shard, written, metadata)
+        where |= dict.fromkeys(shard, name)
+    if len(shards) > 1:
+        total = sum(_num_bytes(*about) for about in shapes.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        write_text(folder / f"{stem}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+    match(open_weights(folder), spec.names, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+
+
+def _matrices_of_blocks(model: Any) -> set[str]:
+    """The weights of the blocks' Linear layers, by canonical name."""
+    inside = {id(module) for block in model.blocks() for module in block.modules()}
+    weights = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module) in inside
+    }
+    return {canonical_name(name) for name in weights if not is_adapter_name(name)}
+
+
+def _can_scale(parts: Sequence[Part], matrices: Collection[str], spec: ModelSpec) -> bool:
+    """Whether a tensor is matrices of the blocks alone, none of which stays in fp32."""
+    return all(part.name in matrices and not spec.keep_fp32(part.name) for part in parts)
+
+
+def _base_tensors(model: Any) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of the model without its adapter, by canonical name; of a quantized weight only the shape."""
+    state = {canonical_name(name): tensor for name, tensor in model.state_dict().items() if not is_adapter_name(name)}
+    return without_scales(state, model)
+
+
+def _stacked_shape(pieces: Sequence[Tensor]) -> tuple[int, ...]:
+    first, *others = pieces
+    return (sum(len(piece) for piece in pieces), *first.shape[1:]) if others else tuple(first.shape)
+
+
+def merged_weight(layer: Any, base: Tensor, index: int = 0, of: int = 1) -> Tensor:
+    """The fp32 weight of an adapted layer with the adapter in it: what the layer multiplies with, outside of training.
+
+    Args:
+        layer: The layer.
+        base: Its weight without the adapter.
+        index: Which of the equal parts of its rows.
+        of: How many parts.
+    """
+    weight = rows_of(base.detach(), index, of).float()
+    down, up = layer.lora_A["default"].weight.detach(), rows_of(layer.lora_B["default"].weight.detach(), index, of)
+    down, up = down.to(weight.device), up.to(weight.device)  # a streamed weight is read on the host
+    merged = torch.addmm(weight, up.float(), down.float(), alpha=layer.scaling["default"])
+    if layer.lora_magnitude_vector:
+        norm = torch.linalg.vector_norm(merged, dim=1)
+        magnitude = rows_of(layer.lora_magnitude_vector["default"].weight.detach(), index, of)
+        merged *= (magnitude.to(norm.device) / norm)[:, None]
+    return merged
+
+
+def _shards(
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], shard_bytes: int
+) -> Iterator[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+    """Split tensors, in their order, into files of at most so many bytes; a larger tensor has one to itself."""
+    shard: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    size = 0
+    for name, about in shapes.items():
+        if shard and size + _num_bytes(*about) > shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = about
+        size += _num_bytes(*about)
+    yield shard
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize

@@ -1,0 +1,96 @@
+"""A low-rank adapter out of the difference of two whole transformers, one module in memory at a time."""
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ditkit_core.adapters.identify import layers_of, parameters_of
+from ditkit_core.adapters.svd import low_rank
+from ditkit_core.adapters.write import Scaled
+from ditkit_core.errors import UserError
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.weights.load import match, read_in_fp32
+from ditkit_core.weights.tensor_parts import Matrices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extracted:
+    """What was found between two transformers."""
+
+    adapters: dict[str, Scaled]
+    """By our name of the module; those that do not differ have none."""
+    kept: dict[str, float]
+    """Share of the energy of each module's difference that its adapter keeps."""
+    sizes: dict[str, float]
+    """Norm of the difference, by the name of every parameter that differs."""
+    left: dict[str, float]
+    """Of parameters that an adapter cannot change: norm of the difference in units of the base's, infinite where that is zero."""
+
+    @property
+    def residual(self) -> float:
+        """Norm of what the adapters leave of the difference of their modules, in units of its own."""
+        squares = {name: self.sizes[f"{name}.weight"] ** 2 for name in self.kept}
+        lost = sum(square * (1 - self.kept[name]) for name, square in squares.items())
+        return (max(0.0, lost) / sum(squares.values())) ** 0.5
+
+    @property
+    def share_left(self) -> float:
+        """Share of the energy of the whole difference that lies in parameters which an adapter cannot change."""
+        total = sum(size**2 for size in self.sizes.values())
+        return sum(self.sizes[name] ** 2 for name in self.left) / total
+
+
+def extract(
+    spec: ModelSpec,
+    arch: Any,
+    tuned: SafetensorsSource,
+    base: SafetensorsSource,
+    *,
+    rank: int | None,
+    energy: float,
+    only: Collection[str] | None = None,
+    advance: Callable[[], None] = lambda: None,
+) -> Extracted:
+    """Take the difference of two transformers apart, module by module.
+
+    Args:
+        spec: The family.
+        arch: The architecture of both.
+        tuned: The changed weights, in any form and dtype.
+        base: What they are compared with.
+        rank: Of the adapters; None: the least, up to 256, that keeps `energy` in each module.
+        energy: Share of the sum of squared singular values.
+        only: Modules that may have an adapter; None: all Linear layers.
+        advance: Called after each parameter.
+
+    Raises:
+        UserError: If one of them does not fit the architecture, or they do not differ, or a value is not finite.
+    """
+    shapes = parameters_of(spec.build, arch)
+    places = [(source, match(source, spec.names, shapes)) for source in (tuned, base)]
+    layers = layers_of(spec.build, arch)
+    adapters, kept, sizes, left = {}, {}, {}, {}
+    for name, shape in shapes.items():
+        theirs, ours = (read_in_fp32(source, mapping[name], shape) for source, mapping in places)
+        size_of_base = float(torch.linalg.vector_norm(ours))
+        difference = theirs.sub_(ours)
+        size = float(torch.linalg.vector_norm(difference))
+        advance()
+        if not math.isfinite(size):
+            raise UserError(f"{tuned.path} or {base.path}: {name} has values that are not finite; fetch it again")
+        if size == 0:
+            continue
+        sizes[name], module = size, name.removesuffix(".weight")
+        if module not in layers or module == name or (only is not None and module not in only):
+            left[name] = size / size_of_base if size_of_base else float("inf")
+            continue
+        found = low_rank(difference, rank, energy, module)
+        adapters[module], kept[module] = Scaled(Matrices(found.down, found.up)), found.kept
+    if not adapters:
+        what = "differ in no Linear layer" if sizes else "do not differ"
+        raise UserError(f"{tuned.path} and {base.path} {what}: there is nothing to extract; mend --extract or --base")
+    return Extracted(adapters=adapters, kept=kept, sizes=sizes, left=left)

@@ -1,0 +1,221 @@
+"""An adapter file that a person has, before any model is known: what it says, and which architectures it fits."""
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ditkit_core.adapters.keys import KnownNames, shapes_in, speaks_of_adapters
+from ditkit_core.adapters.read import DIFFUSERS_METADATA, AdapterFile, understand_adapter
+from ditkit_core.errors import UserError
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.adapter_formats import AdapterLayout
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.weights.load import first_ten, fits_shapes
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shape by our name: of layers that of the weight [out, in], of parameters their own."""
+
+SECOND = "transformer_2"
+"""The part that the second of two adapters in one file is of; diffusers puts its name before the keys."""
+
+_OTHER_METHODS = {
+    "LoKr": re.compile(r"\.lokr_"),
+    "LoHa": re.compile(r"\.hada_"),
+    "OFT": re.compile(r"\.oft_|\.boft"),
+    "GLoRA": re.compile(r"\.[ab][12]\.weight$"),
+    "a LoRA of convolutions": re.compile(r"\.lora_mid\."),
+    "differences of whole weights": re.compile(r"\.diff(_b)?$|\.(set_weight|reshape_weight)$"),
+}
+"""What other keys beside low-rank matrices are of."""
+
+
+_OTHER_PARTS = {
+    r"^((encoder|decoder)\.(conv_in|conv1|conv_out|head|middle|mid_block|(down|up)(samples|_blocks))|(post_)?quant_conv)\.": "a VAE's",
+    r"\.SelfAttention\.|^token_embedding\.|^model\.(language_model\.)?(layers|embed_tokens)\.": "a text encoder's",
+    r"^(vision_model\.)?embeddings\.(class|patch|position)_embedding|^visual\.": "an image encoder's",
+}
+"""What names look like that are of a model's other files, whatever its family: they lie beside its transformer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundAdapter:
+    """An adapter file, understood by its names."""
+
+    path: Path
+    file: AdapterFile
+    layout: AdapterLayout
+    shapes: Shapes
+    """Of the layers that it adapts, as its matrices have them."""
+    presets: tuple[str, ...]
+    """Presets that have all these layers in these shapes."""
+
+
+@lru_cache(maxsize=64)
+def layers_of(build: Callable[[Any, Precision], Any], arch: Any) -> Shapes:
+    """The Linear layers of an architecture."""
+    with torch.device("meta"):
+        model = build(arch, Precision())
+    return {name: tuple(module.weight.shape) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+@lru_cache(maxsize=64)
+def parameters_of(build: Callable[[Any, Precision], Any], arch: Any) -> Shapes:
+    """The parameters and persistent buffers of an architecture: their shapes."""
+    with torch.device("meta"):
+        model = build(arch, Precision())
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def presets_of(source: SafetensorsSource, spec: ModelSpec) -> tuple[str, ...]:
+    """The presets whose parameters a whole transformer's are, by name and shape; several may differ in what has no weight."""
+    return tuple(
+        name for name, arch in spec.presets.items() if fits_shapes(source, spec.names, parameters_of(spec.build, arch))
+    )
+
+
+def known_names(spec: ModelSpec, extra: Shapes | None = None) -> KnownNames:
+    """The names of the Linear layers of all presets, and of one more architecture."""
+    layers = dict(extra or {})
+    for arch in spec.presets.values():
+        layers |= layers_of(spec.build, arch)
+    return KnownNames.of(spec.names, layers)
+
+
+def fitting(spec: ModelSpec, shapes: Shapes) -> tuple[str, ...]:
+    """The presets that have all these layers in these shapes."""
+    return tuple(
+        name for name, arch in spec.presets.items() if shapes.items() <= dict(layers_of(spec.build, arch)).items()
+    )
+
+
+def find_adapter(path: Path, spec: ModelSpec, *, part: str | None = None, layers: Shapes | None = None) -> FoundAdapter:
+    """Understand an adapter file by its names alone.
+
+    Args:
+        path: The file.
+        spec: The family that it is of.
+        part: Of a file with an adapter for each expert: which; None where it holds one.
+        layers: Linear layers of an architecture that is no preset, whose names count too.
+
+    Raises:
+        UserError: If it is no adapter of this family, or holds two and none was chosen.
+    """
+    whole = SafetensorsSource.open(path)
+    source = part_of(whole, part)
+    known = known_names(spec, layers)
+    keys = [key for name in source.tensors if (key := known.parse(name)) is not None]
+    if not any(key.kind == "down" for key in keys):
+        raise _is_none(source, spec)
+    if others := other_methods(source, known):
+        unread = [name for named in others.values() for name in named]
+        raise UserError(
+            f"{path} holds {' and '.join(others)} beside low-rank matrices ({first_ten(unread)}), which is not read; merge it with "
+            "the program that made it"
+        )
+    if strange := [name for name in source.tensors if known.parse(name) is None]:
+        raise UserError(
+            f"{path}: {len(strange)} of {len(source.tensors)} keys fit no adapter of this model{_likeness(strange, spec)}: "
+            f"{first_ten(strange)}; name a LoRA of this model"
+        )
+    shapes = shapes_in(source, known)
+    return FoundAdapter(
+        path=path, file=understand_adapter(source, known, shapes), layout=known.layout(keys), shapes=shapes,
+        presets=fitting(spec, shapes),
+    )  # fmt: skip
+
+
+def parts_in(source: SafetensorsSource) -> tuple[str, ...]:
+    """The parts that a file holds adapters of."""
+    second = sum(name.startswith(f"{SECOND}.") for name in source.tensors)
+    return tuple(name for name, number in (("transformer", len(source.tensors) - second), (SECOND, second)) if number)
+
+
+def part_of(source: SafetensorsSource, part: str | None) -> SafetensorsSource:
+    """The adapter of one expert in a file, named as if it were the only one.
+
+    Raises:
+        UserError: If the file holds two and none is chosen, or the chosen one is not there.
+    """
+    parts = parts_in(source)
+    if part is None and len(parts) > 1:
+        raise UserError(
+            f"{source.path} holds an adapter for each of {' and '.join(parts)}; choose one with --part, then the other"
+        )
+    chosen = part or next(iter(parts), "transformer")
+    if source.tensors and chosen not in parts and part != parts[0]:
+        raise UserError(f"{source.path} holds no adapter of {chosen}, only of {parts[0]}; leave --part out")
+    second = chosen == SECOND
+    tensors = {
+        f"transformer.{name.removeprefix(f'{SECOND}.')}" if second else name: stored
+        for name, stored in source.tensors.items()
+        if name.startswith(f"{SECOND}.") == second
+    }
+    metadata = dict(source.metadata)
+    if DIFFUSERS_METADATA in metadata and len(parts) + second > 1:
+        metadata[DIFFUSERS_METADATA] = _metadata_of(metadata[DIFFUSERS_METADATA], second=second)
+    return replace(source, tensors=tensors, metadata=metadata)
+
+
+def _metadata_of(raw: str, *, second: bool) -> str:
+    """peft's configuration of one of two adapters, in JSON; what is no JSON stays, and is refused where it is read."""
+    try:
+        config = dict(json.loads(raw))
+    except (ValueError, TypeError):
+        return raw
+    chosen = {key: value for key, value in config.items() if key.startswith(f"{SECOND}.") == second}
+    return json.dumps({key.replace(f"{SECOND}.", "transformer.", 1): value for key, value in chosen.items()})
+
+
+def other_methods(source: SafetensorsSource, known: KnownNames) -> dict[str, list[str]]:
+    """What a file holds beside low-rank matrices, with its keys."""
+    unread = [name for name in source.tensors if known.parse(name) is None]
+    found = {method: [name for name in unread if pattern.search(name)] for method, pattern in _OTHER_METHODS.items()}
+    return {method: names for method, names in found.items() if names}
+
+
+def is_whole(source: SafetensorsSource, spec: ModelSpec) -> bool:
+    """Whether a file's names are those of a transformer of this family."""
+    prefixes = (*spec.names.prefixes, "")
+    known = max(
+        sum(
+            name.startswith(prefix) and spec.names.to_native(name.removeprefix(prefix)) is not None
+            for name in source.tensors
+        )
+        for prefix in prefixes
+    )
+    return known > len(source.tensors) / 2
+
+
+def _is_none(source: SafetensorsSource, spec: ModelSpec) -> UserError:
+    """What to say of a file in which there is no adapter of this model."""
+    path = source.path
+    if not source.tensors:
+        return UserError(f"{path} is empty; name a LoRA file")
+    if is_whole(source, spec):
+        return UserError(
+            f"{path} is a whole transformer, no adapter; take its difference to another with --extract {path} --base BASE --rank N"
+        )
+    likeness = _likeness(source.tensors, spec)
+    methods = [method for method, pattern in _OTHER_METHODS.items() if any(map(pattern.search, source.tensors))]
+    if not likeness and methods:
+        return UserError(
+            f"{path} holds {' and '.join(methods)}, which is not read; merge it with the program that made it"
+        )
+    what = "a LoRA of another model" if speaks_of_adapters(source) else "no LoRA"
+    return UserError(f"{path} is {what}{likeness}: {first_ten(list(source.tensors)[:3])} …; name a LoRA of this model")
+
+
+def _likeness(names: Collection[str], spec: ModelSpec) -> str:
+    """Which other model the names look like, in words that follow others; empty if like none that is known."""
+    for pattern, what in {**_OTHER_PARTS, **spec.adapter_rules.strangers}.items():
+        if any(re.search(pattern, name) for name in names):
+            return f" (its names look like {what})"
+    return ""

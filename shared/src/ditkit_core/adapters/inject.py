@@ -1,0 +1,214 @@
+"""Adapters on a model's Linear layers through peft: which layers, how they start, and what they are called.
+
+peft renames what it wraps (`q.weight` becomes `q.base_layer.weight`) and puts an adapter name into its own parameters
+(`q.lora_A.default.weight`). Neither leaves this module: everywhere else a name is canonical, without both.
+"""
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ditkit_core.config.field import setting
+from ditkit_core.errors import UserError
+from ditkit_core.io.rng import generator
+from ditkit_core.nn.lora import lora_linear_class, magnitude_class
+from ditkit_core.nn.quantized_linear import dense_weight
+
+_PEFT_NAMES = re.compile(
+    r"\.base_layer(?=\.)|(?<=\.lora_A|\.lora_B)\.default(?=\.)|(?<=\.lora_magnitude_vector)\.default(?=\.)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """The `[adapter]` section: what is trained."""
+
+    method: Literal["lora", "full"] = setting("lora", resume="refused")
+    """`lora` trains low-rank adapters over a frozen base, `full` every parameter."""
+    rank: int = setting(32, resume="refused")
+    """Rank of the adapters."""
+    alpha: float = setting(0.0, resume="refused")
+    """The adapter is scaled by alpha / rank; 0 means alpha = rank."""
+    dropout: float = setting(0.0, resume="stated")
+    """Share of the adapter's inputs that is dropped in training, 0 to 1."""
+    targets: tuple[str, ...] = setting((), resume="refused")
+    """A named set, name endings (`self_attn.q`) or glob patterns (`layers.1*.ffn.*`); empty means the model's first set."""
+    use_rslora: bool = setting(False, resume="refused")
+    """Scale by alpha / sqrt(rank)."""
+    use_dora: bool = setting(False, resume="refused")
+    """Train the norm of each output's weights too (DoRA)."""
+    init: str = setting("", resume="refused", holds="path")
+    """An existing LoRA file to start from; rank and alpha are taken from it."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.alpha < 0 or not 0 <= self.dropout < 1:
+            raise UserError(
+                f"adapter.rank = {self.rank}, adapter.alpha = {self.alpha}, adapter.dropout = {self.dropout}: "
+                "the rank is at least 1, alpha not negative, dropout from 0 to below 1"
+            )
+
+    @property
+    def scaling(self) -> float:
+        """What B·A is multiplied with."""
+        return (self.alpha or self.rank) / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+
+def inject(model: nn.Module, config: AdapterConfig, named_sets: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Make the model trainable as configured: add adapters on `meta`, or mark every parameter.
+
+    Args:
+        model: The model, on `meta`, without adapters.
+        config: What to train.
+        named_sets: Named sets of targets, as name endings; the first is the default.
+
+    Returns:
+        Names of the modules that have an adapter now, in the model's order; none for `full`.
+
+    Raises:
+        UserError: If a target fits no Linear layer; the message lists what there is.
+    """
+    if config.method == "full":
+        model.requires_grad_(True)
+        return ()
+    targets = target_modules(model, config.targets, named_sets)
+    peft = _import_peft()
+    lora = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha or config.rank,
+        lora_dropout=config.dropout,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        init_lora_weights=False,
+        # A pattern that fits these modules and no other: a list of endings may fit a ModuleList, which peft cannot wrap.
+        target_modules="|".join(map(re.escape, targets)),
+    )
+    lora._register_custom_module({nn.Linear: lora_linear_class()})
+    with torch.device("meta"):
+        peft.inject_adapter_in_model(lora, model)
+    if config.use_dora:
+        for layer in adapter_layers(model).values():
+            layer.lora_magnitude_vector["default"].__class__ = magnitude_class()
+    return targets
+
+
+def target_modules(
+    model: nn.Module, targets: Sequence[str], named_sets: Mapping[str, tuple[str, ...]]
+) -> tuple[str, ...]:
+    """Names of the Linear layers that the targets mean, in the model's order.
+
+    Raises:
+        UserError: If a target fits none; the message lists what there is.
+    """
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    chosen: set[str] = set()
+    for target in targets or tuple(named_sets)[:1]:
+        endings = named_sets.get(target, (target,))
+        fitting = {name for name in linears if any(_fits(name, ending) for ending in endings)}
+        if not fitting:
+            kinds = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in linears})
+            raise UserError(
+                f"adapter.targets: {target!r} fits no layer of this model; its Linear layers are {', '.join(kinds)}; "
+                f"named sets are {', '.join(map(repr, named_sets))}"
+            )
+        chosen |= fitting
+    return tuple(name for name in linears if name in chosen)
+
+
+def _fits(name: str, target: str) -> bool:
+    if any(character in target for character in "*?["):
+        return fnmatchcase(name, target)
+    return name == target or name.endswith(f".{target}")
+
+
+def initialise(
+    model: nn.Module,
+    seed: int,
+    *,
+    device_of: Callable[[str], torch.device],
+    start: Callable[[str], Mapping[str, Tensor]] | None = None,
+) -> None:
+    """Give every adapter its first values, in fp32, once the base has its weights.
+
+    A is uniform within ±1/sqrt(in_features), which is peft's default too, and depends only on the seed and the module's
+    name; B is zero, so that the model starts as its base. A DoRA magnitude is the norm of each row of the weight.
+
+    Args:
+        model: The model; its base is loaded, its adapters are on `meta`.
+        seed: The run's seed.
+        device_of: Where the adapter of the module of this name goes.
+        start: Values of a module to start from instead: `lora_A.weight`, `lora_B.weight`, perhaps
+            `lora_magnitude_vector.weight`.
+    """
+    for module, layer in adapter_layers(model).items():
+        given = start(module) if start else {}
+        rank, width = layer.lora_A["default"].weight.shape
+        bound = 1 / math.sqrt(width)
+        down = given.get("lora_A.weight")
+        if down is None:
+            down = torch.empty(rank, width).uniform_(-bound, bound, generator=generator(seed, "adapter", module))
+        up = given.get("lora_B.weight", torch.zeros(layer.lora_B["default"].weight.shape))
+        device = device_of(module)
+        _set_weight(layer.lora_A["default"], down.to(device))
+        _set_weight(layer.lora_B["default"], up.to(device))
+        if layer.lora_magnitude_vector:
+            magnitude = given.get("lora_magnitude_vector.weight")
+            if magnitude is None:
+                merged = dense_weight(layer.get_base_layer()).to(device)
+                merged = torch.addmm(
+                    merged, up.to(device).float(), down.to(device).float(), alpha=layer.scaling["default"]
+                )
+                magnitude = torch.linalg.vector_norm(merged, dim=1)
+            _set_weight(layer.lora_magnitude_vector["default"], magnitude.to(device))
+
+
+def _set_weight(module: nn.Module, value: Tensor) -> None:
+    assert module.weight.shape == value.shape
+    module.weight = nn.Parameter(value.float().contiguous())
+
+
+def adapter_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers that have an adapter (peft's LoraLayer), by the canonical name of the module, in the model's order."""
+    return {canonical_name(name): module for name, module in model.named_modules() if _is_adapter(module)}
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    # By its children, not by its class: importing peft takes seconds, and a model without adapters needs none of it.
+    children = module._modules
+    return "lora_A" in children and "lora_B" in children and "base_layer" in children
+
+
+def adapter_state(model: nn.Module) -> dict[str, Tensor]:
+    """The adapters' tensors by canonical name (`layers.0.self_attn.q.lora_A.weight`)."""
+    return {canonical_name(name): p.detach() for name, p in model.named_parameters() if is_adapter_name(name)}
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by canonical name."""
+    return {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def is_adapter_name(name: str) -> bool:
+    """Whether a parameter, by peft's name or the canonical one, belongs to an adapter."""
+    return re.search(r"\.lora_(A|B|magnitude_vector)\.", name) is not None
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name without what peft put into it."""
+    return _PEFT_NAMES.sub("", name)
+
+
+def _import_peft():  # type: ignore[no-untyped-def]
+    with warnings.catch_warnings():
+        # torchao, which peft imports, has an escape sequence that Python warns of when it compiles the file.
+        warnings.filterwarnings("ignore", "invalid escape sequence", DeprecationWarning)
+        warnings.filterwarnings("ignore", "invalid escape sequence", SyntaxWarning)
+        warnings.filterwarnings("ignore", '"\\\\.*" is an invalid escape sequence', SyntaxWarning)
+        import peft
+    return peft

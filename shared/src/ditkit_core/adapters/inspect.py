@@ -1,0 +1,262 @@
+"""What a file of weights is, adapter or whole transformer, in text and JSON."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from ditkit_core.adapters.convert import kind_of
+from ditkit_core.adapters.identify import FoundAdapter, Shapes, find_adapter, is_whole, parts_in, presets_of
+from ditkit_core.adapters.keys import speaks_of_adapters
+from ditkit_core.adapters.svd import product_norm
+from ditkit_core.io.safetensors import SafetensorsSource, StoredTensor
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.weights.fp8_scaled import num_scaled, understood
+
+_SHOWN = 120
+"""Most characters of a header's value that are printed."""
+
+_FORMS = {
+    "official": "official names, as ComfyUI has them (diffusion_model.)",
+    "diffusers": "diffusers (transformer.)",
+    "diffsynth": "DiffSynth (no prefix, .default)",
+    "musubi": "musubi, kohya (lora_unet_)",
+    "videox": "VideoX-Fun (lora_unet__)",
+    "onetrainer": "OneTrainer (lora_transformer_)",
+    "peft": "peft (base_model.model.)",
+    "prefixed": "a whole model's own prefix",
+    "bare": "names without a prefix",
+}
+
+
+def inspect_file(path: Path, spec: ModelSpec, *, part: str | None = None, base: Shapes | None = None) -> dict[str, Any]:
+    """What a file is, as plain values; `as_text` prints it.
+
+    Args:
+        path: An adapter, or a whole transformer (file, folder or index).
+        spec: The family.
+        part: Of a file with an adapter for each expert: which; None: each is described.
+        base: Linear layers of a base to fit it to.
+
+    Raises:
+        UserError: If it cannot be read, or is of another model.
+    """
+    source = SafetensorsSource.open(path)
+    about: dict[str, Any] = {
+        "file": str(path),
+        "bytes": sum(file.stat().st_size for file in {stored.file for stored in source.tensors.values()}),
+        "metadata": dict(source.metadata),
+    }
+    if not speaks_of_adapters(source) and is_whole(source, spec):
+        return about | _whole(source, spec)
+    parts = parts_in(source)
+    if part is None and len(parts) > 1:
+        return about | {"kind": "adapters", "parts": {name: _adapter(path, spec, name, base) for name in parts}}
+    return about | _adapter(path, spec, part, base)
+
+
+def _adapter(path: Path, spec: ModelSpec, part: str | None, base: Shapes | None) -> dict[str, Any]:
+    found = find_adapter(path, spec, part=part, layers=base)
+    modules, stored = found.file.modules, found.file.source.tensors
+    kinds: dict[str, list[str]] = {}
+    for name in modules:
+        kinds.setdefault(kind_of(name), []).append(name)
+    broken: list[str] = []
+    norms: dict[str, float] = {}
+    for name, module in modules.items():
+        read = found.file.read(name)
+        if bool(read.down.isfinite().all()) and bool(read.up.isfinite().all()):
+            norms[name] = abs(module.scale) * product_norm(read.down, read.up)
+        else:
+            broken.append(name)
+    about = {
+        "kind": "adapter",
+        "form": found.layout.form,
+        "matrices": "lora_down, lora_up" if found.layout.up_down else "lora_A, lora_B",
+        "alpha": "keys" if found.layout.alpha else "header" if _scales(found) != {1.0} else "none, so it is the rank",
+        "dora": found.layout.use_dora,
+        "ranks": _counted(module.rank for module in modules.values()),
+        "scales": _counted(module.scale for module in modules.values()),
+        "dtypes": _dtypes(stored.values()),
+        "modules": {
+            kind: {
+                "number": len(names),
+                "blocks": _spans([number for name in names if (number := _number(name)) is not None]),
+                "shape": list(found.shapes[names[0]]),
+                "norm": _norms([norms[name] for name in names if name in norms]),
+            }
+            for kind, names in kinds.items()
+        },
+        "norm": sum(norm**2 for norm in norms.values()) ** 0.5,
+        "changes_nothing": [name for name, norm in norms.items() if norm == 0],
+        "not_finite": broken,
+        "presets": list(found.presets),
+        "readers": dict(spec.adapter_rules.readers(found.layout, list(modules))),
+    }
+    if base is not None:
+        about["fits_base"] = found.shapes.items() <= dict(base).items()
+    return about
+
+
+def _scales(found: FoundAdapter) -> set[float]:
+    return {module.scale for module in found.file.modules.values()}
+
+
+def _whole(raw: SafetensorsSource, spec: ModelSpec) -> dict[str, Any]:
+    """What a whole transformer is."""
+    source = understood(raw)
+    prefix = max((*spec.names.prefixes, ""), key=lambda prefix: sum(name.startswith(prefix) for name in source.tensors))
+    forms = [
+        form for form, rename in spec.names.from_native.items() if _is_form(source, prefix, spec, rename)
+    ]  # fmt: skip
+    sizes: dict[str, list[float]] = {}
+    broken = []
+    for name in source.tensors:
+        size = _norm_of(source, name)
+        sizes.setdefault(_kind_of_key(name.removeprefix(prefix)), []).append(size)
+        if not math.isfinite(size):
+            broken.append(name)
+    return {
+        "kind": "transformer",
+        "form": forms[0] if forms else "mixed",
+        "prefix": prefix,
+        "tensors": len(source.tensors),
+        "parameters": sum(torch.Size(stored.shape).numel() for stored in source.tensors.values()),
+        "dtypes": _dtypes(source.tensors.values()),
+        "scaled_8_bits": num_scaled(source),
+        "presets": list(presets_of(source, spec)),
+        "norms": {kind: _norms([norm for norm in of_kind if math.isfinite(norm)]) for kind, of_kind in sizes.items()},
+        "not_finite": broken,
+    }
+
+
+def _is_form(source: SafetensorsSource, prefix: str, spec: ModelSpec, rename: Any) -> bool:
+    """Whether every name is one of a form."""
+    for name in source.tensors:
+        theirs = name.removeprefix(prefix)
+        parts = spec.names.to_native(theirs) or ()
+        if not any(part.name == theirs for ours in parts for part in rename(ours.name)):
+            return False
+    return True
+
+
+def _norm_of(source: SafetensorsSource, name: str) -> float:
+    values = source.read(name).float()
+    source.apply_scale(values, name)
+    return float(torch.linalg.vector_norm(values))
+
+
+def _number(module: str) -> int | None:
+    found = re.search(r"\.(\d+)\.", module)
+    return None if found is None else int(found[1])
+
+
+def _kind_of_key(key: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", key, count=1) if "blocks." in key else key
+
+
+def _counted(values: Iterable[float]) -> dict[str, int]:
+    """How often each number is there, the most frequent first."""
+    return {f"{value:g}": number for value, number in Counter(values).most_common()}
+
+
+def _dtypes(tensors: Iterable[StoredTensor]) -> dict[str, int]:
+    counted = Counter(str(stored.dtype).removeprefix("torch.") for stored in tensors)
+    return dict(counted.most_common())
+
+
+def _norms(norms: Sequence[float]) -> dict[str, float]:
+    return {"least": min(norms), "median": median(norms), "largest": max(norms)} if norms else {}
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """`0-29`, `0, 2-4`; empty for what is in no block."""
+    spans: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def as_text(about: Mapping[str, Any]) -> str:
+    """What `inspect_file` found, for people."""
+    lines = [f"{about['file']}: {_size(about['bytes'])}"]
+    if about["kind"] == "adapters":
+        for part, inner in about["parts"].items():
+            lines += [f"adapter of {part}", *_adapter_lines(inner)]
+    elif about["kind"] == "adapter":
+        lines += _adapter_lines(about)
+    else:
+        lines += _whole_lines(about)
+    for key, value in about["metadata"].items():
+        text = " ".join(str(value).split())
+        lines.append(f"header {key}: {text[:_SHOWN]}{'…' if len(text) > _SHOWN else ''}")
+    return "\n".join(lines)
+
+
+def _adapter_lines(about: Mapping[str, Any]) -> list[str]:
+    number = sum(kind["number"] for kind in about["modules"].values())
+    lines = [
+        f"  adapter in the form of {_FORMS[about['form']]}, {about['matrices']}{', with DoRA magnitudes' * about['dora']}",
+        f"  rank {_listed(about['ranks'])}, alpha: {about['alpha']}, scale {_listed(about['scales'])}; {_listed(about['dtypes'])}",
+        f"  fits {', '.join(about['presets']) or 'no preset'}",
+    ]
+    if "fits_base" in about:
+        lines.append(f"  {'fits' if about['fits_base'] else 'does not fit'} the base")
+    lines.append(
+        f"  {number} modules; the norm of all it adds is {about['norm']:.4g}, by kind (least, median, largest):"
+    )
+    widest = max(map(len, about["modules"]))
+    for kind, found in about["modules"].items():
+        norm = (
+            "  ".join(f"{found['norm'][which]:<9.3g}" for which in ("least", "median", "largest"))
+            if found["norm"]
+            else "NaN"
+        )
+        blocks = f"blocks {found['blocks']}" if found["blocks"] else ""
+        lines.append(f"    {kind:<{widest}}  {found['shape']}  {norm}  {blocks}".rstrip())
+    if about["changes_nothing"]:
+        lines.append(f"  {len(about['changes_nothing'])} modules change nothing: {about['changes_nothing'][0]} …")
+    if about["not_finite"]:
+        lines.append(
+            f"  DAMAGED: {len(about['not_finite'])} modules have values that are not finite: {about['not_finite'][0]} …"
+        )
+    return lines + [f"  {reader}: {said or 'loads all of it'}" for reader, said in about["readers"].items()]
+
+
+def _whole_lines(about: Mapping[str, Any]) -> list[str]:
+    scaled = f", {about['scaled_8_bits']} matrices in 8 bits with a scale" if about["scaled_8_bits"] else ""
+    below = f" below {about['prefix']}" if about["prefix"] else ""
+    counted = f"{about['tensors']} tensors, {about['parameters']:,} parameters; {_listed(about['dtypes'])}{scaled}"
+    lines = [
+        f"  whole transformer, {about['form']} names{below}: {counted}",
+        f"  fits {', '.join(about['presets']) or 'no preset'}",
+        "  norms by kind (least, median, largest):",
+    ]
+    widest = max(map(len, about["norms"]))
+    for kind, norm in about["norms"].items():
+        lines.append(f"    {kind:<{widest}}  " + "  ".join(f"{value:<9.3g}" for value in norm.values()).rstrip())
+    if about["not_finite"]:
+        lines.append(
+            f"  DAMAGED: values of {len(about['not_finite'])} tensors are not finite: {about['not_finite'][0]} …"
+        )
+    return lines
+
+
+def _listed(counted: Mapping[str, int]) -> str:
+    """`32`, or `32 (300 times), 16 (10 times)`; the first few."""
+    if len(counted) == 1:
+        return next(iter(counted))
+    shown = [f"{value} ({number} times)" for value, number in list(counted.items())[:4]]
+    return ", ".join(shown) + (f" and {len(counted) - 4} more" if len(counted) > 4 else "")
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:.2f} GiB"

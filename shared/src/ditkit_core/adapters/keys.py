@@ -1,0 +1,125 @@
+"""Names in adapter files: what each Linear layer of a model is called in every form, and what a file's keys therefore say.
+
+Nothing is guessed from a name: kohya's `blocks_0_self_attn_q` says not which of its underscores were dots, the model's own
+names do.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.adapter_formats import FORM_OF_PREFIX, AdapterLayout
+from ditkit_core.models.spec import Part, StateDictNames
+from ditkit_core.weights.tensor_parts import Assembly
+
+_PARTS = {
+    "down": re.compile(r"\.(lora_A|lora_down)(\.[\w-]+)?\.weight$"),
+    "up": re.compile(r"\.(lora_B|lora_up)(\.[\w-]+)?\.weight$"),
+    "alpha": re.compile(r"\.alpha$"),
+    "magnitude": re.compile(r"\.(dora_scale|lora_magnitude_vector(\.[\w-]+)?(\.weight)?)$"),
+}
+
+
+@dataclass(frozen=True)
+class AdapterKey:
+    """What a file's key says."""
+
+    parts: tuple[Part, ...]
+    """The parts of our modules that the rows of its module are."""
+    kind: str
+    """`down`, `up`, `alpha` or `magnitude`."""
+    prefix: str
+    module: str
+    """The module's name, without prefix."""
+    ending: str
+    """What follows the module's name."""
+
+
+@dataclass(frozen=True)
+class KnownNames:
+    """What the model's Linear layers are called in every form, and which modules of ours each name is."""
+
+    parts: Mapping[str, tuple[Part, ...]]
+    """By name, dotted and with underscores."""
+    forms: Mapping[tuple[Part, ...], list[str]]
+    """The dotted names of these parts."""
+    prefixes: tuple[str, ...]
+    naming: Mapping[str, str]
+    """By name: the first form of `StateDictNames.from_native` that has it; none of names that only our model has."""
+
+    @classmethod
+    def of(cls, names: StateDictNames, modules: Collection[str]) -> "KnownNames":
+        """The names of these Linear layers."""
+        by_form: dict[str, Mapping[str, tuple[Part, ...]]] = {}
+        for form, from_native in names.from_native.items():
+            assembly = Assembly()
+            for module in modules:
+                theirs = parts_of_modules(from_native(f"{module}.weight"))
+                assert assembly.add(module, theirs), f"{module} shares rows with another"
+            by_form[form] = assembly.complete
+        by_form[""] = {module: (Part(module),) for module in modules}
+        parts: dict[str, tuple[Part, ...]] = {}
+        forms: dict[tuple[Part, ...], list[str]] = {}
+        naming: dict[str, str] = {}
+        for form, named in by_form.items():
+            for name, meant in named.items():
+                for alias in {name, name.replace(".", "_")}:
+                    assert parts.setdefault(alias, meant) == meant, f"{alias} is {parts[alias]} and {meant}"
+                    naming.setdefault(alias, form)
+                forms.setdefault(meant, []).append(name)
+        return cls(parts, forms, (*names.prefixes, *FORM_OF_PREFIX, ""), naming)
+
+    def parse(self, key: str) -> AdapterKey | None:
+        """What a file's key says; None if it speaks of no adapter of this model."""
+        for kind, pattern in _PARTS.items():
+            if match := pattern.search(key):
+                stem = key[: match.start()]
+                for prefix in self.prefixes:
+                    if stem.startswith(prefix) and (parts := self.parts.get(stem.removeprefix(prefix))):
+                        return AdapterKey(parts, kind, prefix, stem.removeprefix(prefix), match[0])
+        return None
+
+    def layout(self, keys: Iterable[AdapterKey]) -> AdapterLayout:
+        """The layout that most keys have."""
+        keys = list(keys)
+        (prefix, ending), _ = Counter((key.prefix, key.ending) for key in keys if key.kind == "down").most_common(1)[0]
+        form = FORM_OF_PREFIX.get(prefix, "prefixed")
+        if not prefix:
+            form = "diffsynth" if ending.count(".") > 2 else "bare"
+        return AdapterLayout(
+            form=form,
+            naming=Counter(self.naming[key.module] for key in keys).most_common(1)[0][0],
+            alpha=any(key.kind == "alpha" for key in keys),
+            up_down="lora_down" in ending,
+            use_dora=any(key.kind == "magnitude" for key in keys),
+        )
+
+
+def parts_of_modules(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Parts of weights as parts of the modules that own them."""
+    return tuple(replace(part, name=part.name.removesuffix(".weight")) for part in parts)
+
+
+def speaks_of_adapters(source: SafetensorsSource) -> bool:
+    """Whether a key of a file is named as a low-rank adapter's, of whatever model."""
+    return any(pattern.search(key) for key in source.tensors for kind, pattern in _PARTS.items() if kind != "alpha")
+
+
+def shapes_in(source: SafetensorsSource, known: KnownNames) -> dict[str, tuple[int, ...]]:
+    """Weight shape [out, in] of the layers that a file's adapters are of, by our name, as its matrices have it.
+
+    Where one of the two matrices is missing, or is none, the side that it would tell is 1 wide.
+    """
+    found: dict[tuple[Part, ...], dict[str, tuple[int, ...]]] = {}
+    for name, stored in source.tensors.items():
+        if (key := known.parse(name)) is not None:
+            found.setdefault(key.parts, {})[key.kind] = stored.shape
+    shapes: dict[str, tuple[int, ...]] = {}
+    for parts, matrices in found.items():
+        num_rows, width = matrices.get("up", ())[:1], math.prod(matrices.get("down", ())[1:])
+        for part in parts:
+            shapes.setdefault(part.name, (math.prod(num_rows) // len(parts) * part.of, width))
+    return shapes

@@ -1,0 +1,389 @@
+"""Adapter files in every name form that we read.
+
+A file's modules are found by writing down what each Linear layer of the model is called in each form, and looking the
+file's names up in that (`keys.py`).
+
+| form | key |
+|---|---|
+| official (ComfyUI) | `diffusion_model.` + official name + `.lora_A.weight` or `.lora_down.weight`, perhaps `.alpha` |
+| diffusers | `transformer.` + diffusers name + `.lora_A.weight`, alpha in the header |
+| kohya, musubi | `lora_unet_` + official name with underscores + `.lora_down.weight`, `.alpha` |
+| OneTrainer | as kohya, or `lora_transformer_` + diffusers name with underscores |
+| peft | `base_model.model.` + official or diffusers name + `.lora_A.weight`, alpha in `adapter_config.json` beside the file |
+| DiffSynth | official name + `.lora_A.default.weight` |
+
+A form may stack what is one module's in the model, or several: `stacking` says what that makes of an adapter.
+
+The scale alpha / rank is a number of the module's here, never of the file's: `scale`.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.adapters.keys import KnownNames
+from ditkit_core.config.field import setting
+from ditkit_core.errors import UserError
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.spec import Part, StateDictNames
+from ditkit_core.weights.load import first_ten
+from ditkit_core.weights.tensor_parts import Assembly, Matrices, columns_of_owners, join
+
+# The header key and the naming are diffusers' (`LORA_ADAPTER_METADATA_KEY` in its loaders/lora_base.py).
+DIFFUSERS_METADATA = "lora_adapter_metadata"
+_PEFT_PREFIX, _PEFT_CONFIG = "base_model.model.", "adapter_config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseConfig:
+    """The `[base]` section: what the frozen base is made of besides its weights."""
+
+    merge: tuple[str, ...] = setting((), resume="refused", holds="path")
+    """LoRA files that are added to the base before anything else, each as `FILE` or `FILE@strength`."""
+    quantize: Literal["none", "int8", "fp8", "nf4"] = setting("none", resume="stated")
+    """What the frozen matrices of the blocks are held in: 8 or 4 bits, converted to model.dtype where they are used."""
+    quantized_cache: str = setting("", resume="free", holds="path")
+    """Folder that keeps the quantized base (one of its size for each `quantize`, base and merge), so that it is converted once;
+    empty keeps none."""
+
+
+@dataclass(frozen=True)
+class FileAdapter:
+    """An adapter as it stands in the file: of one module there, which may be several of ours."""
+
+    name: str
+    """The module's, as the file has it."""
+    keys: Mapping[str, str]
+    """The file's key by part: `down`, `up`, perhaps `alpha`, `magnitude`."""
+    parts: tuple[Part, ...]
+    """The modules of ours that its rows are."""
+    rank: int
+    scale: float
+    """What up·down is multiplied with."""
+
+    def rows(self, source: SafetensorsSource, index: int, columns: Tensor | None = None) -> Matrices:
+        """The adapter of one of its parts; of columns of B and rows of A, only those with these numbers."""
+
+        def read(part: str) -> Tensor:
+            return source.read(self.keys[part], index=index, of=len(self.parts)).float()
+
+        down, up = source.read(self.keys["down"]).float().flatten(1), read("up").flatten(1)
+        if columns is not None:
+            down, up = down[columns], up[:, columns]
+        return Matrices(down, up, read("magnitude").flatten() if "magnitude" in self.keys else None)
+
+
+@dataclass(frozen=True)
+class FilePiece:
+    """Some rows of a module of ours in a file."""
+
+    adapter: FileAdapter
+    index: int
+    """Which of the adapter's parts they are."""
+    columns: Tensor | None
+    """The columns of the adapter's B that say something of our module; None for all."""
+
+
+@dataclass(frozen=True)
+class FileModule:
+    """What a file says of one module of ours."""
+
+    pieces: tuple[FilePiece | None, ...]
+    """From the first row on, equally many rows each; None where the file has no adapter."""
+    rank: int
+    scale: float
+    """What up·down is multiplied with."""
+    use_dora: bool
+    """Whether it has the magnitude of each row."""
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """An adapter file, understood but not yet read."""
+
+    source: SafetensorsSource
+    modules: Mapping[str, FileModule]
+    """By our name of the module."""
+
+    def read(self, module: str) -> Matrices:
+        """A, B and perhaps magnitudes of a module."""
+        found = self.modules[module]
+        return _read_pieces(self.source, found.pieces, found.scale)
+
+    def change(self, module: str, weight: Tensor, strength: float) -> None:
+        """Merge the adapter at a strength into the fp32 weight [out, in] of a module, in place."""
+        scale, read = self.modules[module].scale, self.read(module)
+        if read.magnitude is None:
+            weight.addmm_(read.up, read.down, alpha=strength * scale)
+            return
+        merged = torch.addmm(weight, read.up, read.down, alpha=scale)
+        merged *= (read.magnitude / torch.linalg.vector_norm(merged, dim=1))[:, None]
+        weight.lerp_(merged, strength)
+
+
+def _read_pieces(source: SafetensorsSource, pieces: Sequence[FilePiece | None], scale: float) -> Matrices:
+    def read(piece: FilePiece) -> tuple[str, Matrices]:
+        read = piece.adapter.rows(source, piece.index, piece.columns)
+        if piece.adapter.scale != scale:
+            read = replace(read, up=read.up * (piece.adapter.scale / scale))
+        return piece.adapter.name, read
+
+    return join([None if piece is None else read(piece) for piece in pieces])
+
+
+def open_adapter(path: Path, names: StateDictNames, modules: Mapping[str, tuple[int, ...]]) -> AdapterFile:
+    """Understand an adapter file: find each of its keys in the model, with rank and scale.
+
+    Only of adapters that are stacked otherwise than in the model is more read than their place: which columns of B are zero.
+
+    Args:
+        path: The file.
+        names: The model's names.
+        modules: Weight shape [out, in] of the model's Linear layers, by our name.
+
+    Raises:
+        UserError: If the file is none, holds no adapter, or has a key that does not fit the model; the first ten.
+    """
+    return understand_adapter(SafetensorsSource.open(path), KnownNames.of(names, modules), modules)
+
+
+def understand_adapter(
+    source: SafetensorsSource, known: KnownNames, modules: Mapping[str, tuple[int, ...]]
+) -> AdapterFile:
+    """As `open_adapter`, of a file that is open.
+
+    Args:
+        source: The file.
+        known: Names of these Linear layers, and perhaps of others.
+        modules: Weight shape [out, in] of layers, by our name: of all that the file speaks of.
+    """
+    path = source.path
+    if not source.tensors:
+        raise UserError(f"{path} is empty; name a LoRA file")
+    keys: dict[tuple[Part, ...], dict[str, str]] = {}
+    unmatched = []
+    for key in source.tensors:
+        said = known.parse(key)
+        if said is None or said.kind in keys.get(said.parts, {}):
+            unmatched.append(key)
+        else:
+            keys.setdefault(said.parts, {})[said.kind] = key
+    assembly = Assembly()
+    stacked = {parts: known.forms[parts][0] for parts in keys}
+    unmatched += [
+        key for parts, name in stacked.items() if not assembly.add(name, parts) for key in keys[parts].values()
+    ]
+    if unmatched:
+        raise UserError(
+            f"{path}: {len(unmatched)} of {len(source.tensors)} keys fit no adapter of this model: "
+            f"{first_ten(unmatched)}; name a LoRA of this model"
+        )
+    header = _Header.of(source)
+    adapters = {
+        name: _understand(source, keys[parts], parts, modules, header, known.forms[parts])
+        for parts, name in stacked.items()
+    }
+    columns = {name: _columns(source, adapter) for name, adapter in adapters.items()}
+    found: dict[str, FileModule] = {}
+    for module in modules:
+        pieces = tuple(
+            None if part is None or module not in columns[part.name]
+            else FilePiece(adapters[part.name], part.index, columns[part.name][module])
+            for part in assembly.found.get(module, ())
+        )  # fmt: skip
+        if any(pieces):
+            found[module] = _put_together(source, module, pieces)
+    return AdapterFile(source, found)
+
+
+def _columns(source: SafetensorsSource, adapter: FileAdapter) -> dict[str, Tensor | None]:
+    """The columns of an adapter's B by our module; None for all."""
+    owners = [part.name for part in adapter.parts]
+    if len(set(owners)) == 1:
+        return {owners[0]: None}
+    up = source.read(adapter.keys["up"]).float().flatten(1)
+    columns: dict[str, Tensor | None] = dict(columns_of_owners(up, owners))
+    if "magnitude" in adapter.keys:  # says something even where B does not
+        columns = {owner: columns.get(owner) for owner in owners}
+    return columns
+
+
+def _put_together(source: SafetensorsSource, module: str, pieces: tuple[FilePiece | None, ...]) -> FileModule:
+    given = [piece for piece in pieces if piece is not None]
+    with_magnitude = [piece for piece in given if "magnitude" in piece.adapter.keys]
+    if with_magnitude and len(with_magnitude) < len(pieces):
+        raise UserError(
+            f"{source.path}: {with_magnitude[0].adapter.keys['magnitude']} is a norm of some outputs of {module}, and the "
+            "others have none; merge that file with the program that made it"
+        )
+    scales = {piece.adapter.scale for piece in given}
+    scale = scales.pop() if len(scales) == 1 else 1.0
+    one = len({piece.adapter.name for piece in given}) == 1 and given[0].columns is None
+    rank = given[0].adapter.rank if one else len(_read_pieces(source, pieces, scale).down)
+    return FileModule(pieces, rank, scale, bool(with_magnitude))
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What a header says of alpha: peft's configuration as diffusers writes it, or as peft puts it beside its own files."""
+
+    alpha: float | None = None
+    patterns: tuple[tuple[re.Pattern[str], float], ...] = ()
+    """Alpha of the modules whose names (in the file's form) a pattern fits."""
+    use_rslora: bool = False
+
+    @classmethod
+    def of(cls, source: SafetensorsSource) -> "_Header":
+        raw, where = source.metadata.get(DIFFUSERS_METADATA), f"{source.path}: the header's {DIFFUSERS_METADATA}"
+        beside = source.path.with_name(_PEFT_CONFIG)
+        try:
+            if raw is None and beside.exists() and any(key.startswith(_PEFT_PREFIX) for key in source.tensors):
+                where, raw = str(beside), beside.read_text(encoding="utf-8")
+            if raw is None:
+                return cls()
+            config = {key.removeprefix("transformer."): value for key, value in json.loads(raw).items()}
+            patterns = (config.get("alpha_pattern") or {}).items()
+            return cls(
+                float(config["lora_alpha"]) if "lora_alpha" in config else None,
+                tuple((re.compile(rf"(.*\.)?({pattern})"), float(alpha)) for pattern, alpha in patterns),
+                bool(config.get("use_rslora")),
+            )
+        except (OSError, ValueError, TypeError, AttributeError, re.error) as error:
+            raise UserError(f"{where} cannot be read ({error}); write the file anew") from error
+
+    def scale(self, rank: int, module_names: Collection[str]) -> float:
+        fitting = [alpha for pattern, alpha in self.patterns if any(map(pattern.fullmatch, module_names))]
+        alpha = fitting[-1] if fitting else rank if self.alpha is None else self.alpha
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def _understand(
+    source: SafetensorsSource,
+    keys: Mapping[str, str],
+    parts: tuple[Part, ...],
+    modules: Mapping[str, tuple[int, ...]],
+    header: _Header,
+    names: Sequence[str],
+) -> FileAdapter:
+    for kind in ("down", "up"):
+        if kind not in keys:
+            there, ours = ", ".join(keys.values()), ", ".join(dict.fromkeys(part.name for part in parts))
+            raise UserError(f"{source.path} has {there} but no {kind} matrix for {ours}; fetch the file again")
+    layer = (sum(modules[part.name][0] // part.of for part in parts), modules[parts[0].name][1])
+    shapes = {kind: source.tensors[key].shape for kind, key in keys.items()}
+    down, up = shapes["down"], shapes["up"]
+    rank = down[0] if down else 0
+    fits = rank > 0 and (*up[:1], math.prod(up[1:]), math.prod(down[1:])) == (layer[0], rank, layer[1])
+    if not fits or shapes.get("alpha", ()) not in ((), (1,)):
+        raise UserError(
+            f"{source.path}: {keys['down']} {list(down)} and {keys['up']} {list(up)} do not fit the layer's "
+            f"{list(layer)}; name a LoRA of this model"
+        )
+    if "magnitude" in keys and shapes["magnitude"] not in ((layer[0],), (layer[0], 1)):
+        raise UserError(
+            f"{source.path}: {keys['magnitude']} is not one norm per output of the layer; "
+            "merge that file with the program that made it"
+        )
+    scale = float(source.read(keys["alpha"])) / rank if "alpha" in keys else header.scale(rank, names)
+    return FileAdapter(names[0], keys, parts, rank, scale)
+
+
+MAX_STRENGTH = 100
+"""No adapter means anything beyond; more is a slip of the hand."""
+
+
+def parse_merge(entry: str) -> tuple[Path, float]:
+    """`FILE@strength` or `FILE`, whose strength is 1.
+
+    Raises:
+        UserError: If what follows the last @ is no number, and the whole is no file.
+    """
+    file, at, strength = entry.rpartition("@")
+    if not at or Path(entry).is_file():
+        return Path(entry).expanduser(), 1.0
+    try:
+        value = float(strength)
+    except ValueError as error:
+        raise UserError(f"base.merge: {entry!r} is not FILE@strength; write a number after the @") from error
+    if not abs(value) <= MAX_STRENGTH:
+        raise UserError(f"base.merge: the strength of {entry!r} is not between -{MAX_STRENGTH} and {MAX_STRENGTH}")
+    return Path(file).expanduser(), value
+
+
+def merge_into(files: Sequence[tuple[AdapterFile, float]]) -> dict[str, Callable[[Tensor], None]]:
+    """The `edits` for `load_into` that add adapter files, each at a strength, to the base's weights."""
+    modules = {module for file, _ in files for module in file.modules}
+
+    def edit(module: str) -> Callable[[Tensor], None]:
+        def change(weight: Tensor) -> None:
+            for file, strength in files:
+                if module in file.modules:
+                    file.change(module, weight, strength)
+
+        return change
+
+    return {f"{module}.weight": edit(module) for module in modules}
+
+
+class MixedAdapter(UserError):
+    """A file whose modules differ in rank, in scale, or in whether they have a DoRA magnitude: it can be merged, not trained."""
+
+
+def config_from_file(config: AdapterConfig, file: AdapterFile) -> tuple[AdapterConfig, str]:
+    """The configuration with rank, alpha, DoRA and (if none are named) targets of the file that it starts from.
+
+    Returns:
+        The configuration, and one line that says what the file decided.
+
+    Raises:
+        MixedAdapter: If the file's modules differ in rank, in scale, or in whether they have a DoRA magnitude.
+        UserError: If nothing could be trained.
+    """
+    shapes = {(found.rank, found.scale, found.use_dora) for found in file.modules.values()}
+    if len(shapes) > 1:
+        ranks = ", ".join(
+            f"rank {rank} scale {scale:g}{' with DoRA' * dora}" for rank, scale, dora in sorted(shapes)[:10]
+        )
+        raise MixedAdapter(
+            f"adapter.init = {file.source.path} mixes {ranks}; start from a file of one rank and alpha, "
+            "or merge it with base.merge"
+        )
+    rank, scale, dora = shapes.pop()
+    if scale <= 0:  # alpha = 0 means something else in our configuration
+        raise UserError(f"adapter.init = {file.source.path} has scale {scale:g}, so that nothing could be trained")
+    alpha = scale * (math.sqrt(rank) if config.use_rslora else rank)
+    started = replace(
+        config, rank=rank, alpha=alpha, use_dora=config.use_dora or dora, targets=config.targets or tuple(file.modules)
+    )
+    said = f"adapter.init: rank {rank}, alpha {alpha:g} and {len(file.modules)} modules from {file.source.path}"
+    return started, said
+
+
+def start_from(file: AdapterFile, adapted: Collection[str]) -> Callable[[str], dict[str, Tensor]]:
+    """A `start` for `adapters.initialise` that reads a file; modules that it lacks start as new ones.
+
+    Raises:
+        UserError: If the file has a module that has no adapter.
+    """
+    if dropped := [module for module in file.modules if module not in adapted]:
+        raise UserError(
+            f"adapter.init = {file.source.path} has modules that adapter.targets leaves out: {first_ten(dropped)}; "
+            "leave adapter.targets empty to take the file's"
+        )
+
+    def start(module: str) -> dict[str, Tensor]:
+        if module not in file.modules:
+            return {}
+        read = file.read(module)
+        given = {"lora_A.weight": read.down, "lora_B.weight": read.up}
+        return given if read.magnitude is None else {**given, "lora_magnitude_vector.weight": read.magnitude}
+
+    return start

@@ -1,0 +1,209 @@
+"""Prove an exported adapter: another program loads the file over our base and gets the output that our own model has.
+
+What differs between models is how the other program's transformer is built and called; that comes as plain functions.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ditkit_core.adapters.inject import adapter_layers, canonical_name, is_adapter_name
+from ditkit_core.errors import UserError
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import Part, StateDictNames
+from ditkit_core.nn.parameters import swapped
+from ditkit_core.nn.quantized_linear import dense_weight, quantized_weights, without_scales
+from ditkit_core.weights.load import first_ten
+from ditkit_core.weights.tensor_parts import Assembly, rows_of
+
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+"""Largest relative difference (of norms) by the matmuls' dtype. fp32: orders of summation differ. 16 bits: other programs
+round the residual stream and modulation in every block, where ours keep fp32."""
+
+
+def compare_with_pipeline(
+    adapter_file: Path,
+    components: Components,
+    model: Any,
+    names: StateDictNames,
+    *,
+    pipeline: Any,
+    ours: Callable[[], Tensor],
+    theirs: Callable[[], Tensor],
+) -> str:
+    """Load an adapter file into a pipeline of diffusers, and compare the outputs of its transformer with ours.
+
+    Args:
+        adapter_file: The file, in any form.
+        components: Where the model lies; named in messages.
+        model: Our model with the adapter that the file should hold.
+        names: The model's names, `diffusers` among its forms.
+        pipeline: A pipeline whose `transformer` has our base weights and no adapter; other parts may be missing.
+        ours: Our model's output on inputs of the caller's choice.
+        theirs: The output of the pipeline's transformer on the same inputs, in the same layout.
+
+    Returns:
+        One line that says what was compared and how close it was.
+
+    Raises:
+        UserError: If diffusers rejects the file or leaves a part of it out, or the outputs differ; so also if only ours has
+            an effect.
+    """
+    dtype = model.embed.precision.matmul
+    with torch.no_grad():
+        bare = theirs()
+        _load(pipeline, adapter_file)
+        _check_modules(pipeline.transformer, model, names, adapter_file)
+        loaded = theirs()
+        with rounded_adapter(model, adapter_file):
+            expected = ours()
+    effect, difference = relative(loaded, bare), relative(loaded, expected)
+    if not difference <= TOLERANCE[dtype]:
+        raise UserError(
+            f"{adapter_file} over {components.transformer or components.base}: diffusers' output differs from ours by "
+            f"{difference:.1e} (at most {TOLERANCE[dtype]:.0e} expected); the file is not this model's adapter, export it again"
+        )
+    if effect == 0:
+        return f"diffusers loads {adapter_file.name}, which changes nothing yet, in our model either"
+    line = (
+        f"diffusers loads {adapter_file.name} and agrees with our model to {difference:.1e} "
+        f"(the adapter changes {effect:.1e})"
+    )
+    if effect <= TOLERANCE[dtype]:
+        short = str(dtype).removeprefix("torch.")
+        line += f"; {short} cannot tell so small a change from rounding: only names and shapes are proven"
+    return line
+
+
+def base_in_form(model: Any, names: StateDictNames, form: str) -> dict[str, Tensor]:
+    """The base's tensors, without the adapter, as files of a form name and stack them; quantized ones in the matmuls' dtype.
+
+    What is one of ours, or rows of one, shares its memory; what is put together or was quantized is a copy.
+    """
+    base = _Base(model)
+    return {theirs: base.rows(parts) for theirs, parts in base.in_form(names, form).items()}
+
+
+def share_base(
+    transformer: nn.Module, model: Any, names: StateDictNames, form: str, dtype_of: Callable[[str], torch.dtype]
+) -> None:
+    """Give another program's transformer our base, without the adapter, under that program's names.
+
+    No memory is needed: blocks' matrices are shared, and quantized ones are dequantized each time that they are used, so that both
+    models multiply with the same numbers on a device which the whole base would not fit.
+
+    Args:
+        transformer: The other program's, on `meta`.
+        model: Our model.
+        names: The model's names.
+        form: The form that the other program's names are.
+        dtype_of: Dtype in the other program by the name of a parameter there.
+    """
+    base, state = _Base(model), {}
+    for theirs, parts in base.in_form(names, form).items():
+        dtype = dtype_of(theirs)
+        if any(part.name in base.quantized for part in parts):
+            owner, _, leaf = theirs.rpartition(".")
+            layer = transformer.get_submodule(owner)
+            assert type(layer) is nn.Linear and leaf == "weight", theirs
+            del layer._parameters[leaf]
+            layer.__class__ = _Borrowing
+            layer.__dict__["borrow"] = partial(base.rows, parts, dtype)
+        else:
+            state[theirs] = base.rows(parts).to(dtype)
+    transformer.load_state_dict(state, strict=True, assign=True)
+
+
+class _Borrowing(nn.Linear):
+    """A Linear layer of another program whose weight is made when it is asked for."""
+
+    borrow: Callable[[], Tensor]
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self.borrow()
+
+
+class _Base:
+    """A model's parameters without its adapter."""
+
+    def __init__(self, model: Any):
+        self.quantized = quantized_weights(model)
+        self._matmul = model.embed.precision.matmul
+        state = {
+            canonical_name(name): tensor for name, tensor in model.state_dict().items() if not is_adapter_name(name)
+        }
+        self._tensors = without_scales(state, model)
+
+    def in_form(self, names: StateDictNames, form: str) -> Mapping[str, tuple[Part, ...]]:
+        """By the form's name: the parts of our parameters that the tensor's rows are."""
+        assembly = Assembly()
+        for name in self._tensors:
+            assert assembly.add(name, names.from_native[form](name)), f"{name} takes the place of another parameter"
+        assert len(assembly.complete) == len(assembly.found), "a tensor of the form lacks rows"
+        return assembly.complete
+
+    def rows(self, parts: tuple[Part, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor that these parts are."""
+        pieces = [rows_of(self._whole(part.name), part.index, part.of) for part in parts]
+        found = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return found if dtype is None else found.to(dtype)
+
+    def _whole(self, name: str) -> Tensor:
+        layer = self.quantized.get(name)
+        return self._tensors[name] if layer is None else dense_weight(layer, self._matmul)
+
+
+def _load(pipeline: Any, adapter_file: Path) -> None:
+    """Load the file as a user does."""
+    try:
+        pipeline.load_lora_weights(str(adapter_file), local_files_only=True)
+    except (ValueError, LookupError, RuntimeError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{adapter_file}: diffusers does not load it ({reason}); export it again") from error
+    for name, parameter in pipeline.transformer.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()  # 16-bit files would be multiplied in 16 bits, ours never are
+
+
+def _check_modules(transformer: Any, model: Any, names: StateDictNames, adapter_file: Path) -> None:
+    """Diffusers leaves out what it does not know with no more than a warning, which rounding could hide in the outputs."""
+    weights = {
+        part.name for module in adapter_layers(model) for part in names.from_native["diffusers"](f"{module}.weight")
+    }
+    wanted = {weight.removesuffix(".weight") for weight in weights}
+    # It may adapt more: where q, k and v are one tensor in the file, and only q was trained, the others are adapted by nothing.
+    if ignored := sorted(wanted - set(adapter_layers(transformer))):
+        raise UserError(f"{adapter_file}: diffusers ignores the adapter of {first_ten(ignored)}; export it again")
+
+
+def rounded_adapter(model: Any, adapter_file: Path) -> AbstractContextManager[None]:
+    """Inside it the model's adapter is rounded as the file's is, so that the comparison is exact for any file."""
+    tensors = SafetensorsSource.open(adapter_file).tensors
+    dtypes = {stored.dtype for key, stored in tensors.items() if not key.endswith(".alpha")}
+    folded = not any(key.endswith(".alpha") for key in tensors)
+    parameters, values = {}, {}
+    for module, layer in adapter_layers(model).items():
+        parts = {"lora_A": 1.0, "lora_B": layer.scaling["default"] if folded else 1.0, "lora_magnitude_vector": 1.0}
+        for part, scale in parts.items():  # a file without alpha has the scaling folded into B
+            if "default" not in getattr(layer, part):
+                continue
+            name, parameter = f"{module}.{part}", getattr(layer, part)["default"].weight
+            rounded = parameter.detach().float() * scale
+            for dtype in dtypes:
+                rounded = rounded.to(dtype).float()
+            parameters[name], values[name] = parameter, rounded / scale
+    return swapped(parameters, values)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """Norm of the difference in units of the first one's; infinite where either is not finite."""
+    value = float((a - b).norm() / a.norm())
+    return float("inf") if math.isnan(value) else value

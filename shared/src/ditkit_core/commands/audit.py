@@ -1,0 +1,119 @@
+"""`train --audit-precision`: which operation's precision matters in this run, in numbers."""
+
+import json
+import sys
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+
+from ditkit_core.commands.options import TrainOptions
+from ditkit_core.commands.train import start_from, training_data
+from ditkit_core.diagnostics.audit.audit import Subject, audit, estimated_seconds, num_passes, with_adapters_at_work
+from ditkit_core.diagnostics.audit.findings import Findings, to_json
+from ditkit_core.diagnostics.audit.render import show, write
+from ditkit_core.encoding.loader import files_of, split_held_out
+from ditkit_core.errors import UserError
+from ditkit_core.io.console import progress, say, warn
+from ditkit_core.io.memory import is_out_of_memory
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.plan import divided_for_training
+from ditkit_core.run.checks import check, check_parts, check_training
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.expert_runs import resident
+from ditkit_core.run.prepare import Prepared, check_items
+from ditkit_core.run.restore import take_trained
+from ditkit_core.run.run import Run
+from ditkit_core.training.checkpoint import latest
+
+SAMPLES = 2
+"""Samples of the run's first micro-batch that are audited, each at a noise level of every range."""
+
+_LONG_SECONDS = 300
+"""An audit that may take longer says so first."""
+
+
+def audit_precision(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
+    """Audit a run and write what was found into its folder.
+
+    Raises:
+        UserError: If the run could not start as it is configured, or memory does not suffice.
+    """
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        run = resident(Run(spec, config))
+        if run.expert is not None:
+            say(f"audited is the {run.expert.name} expert")
+        own = RunFolder(Path(run.config.run.folder))  # where its saves are
+        findings = _find(spec, run.given_config, own, options)
+        files = write(findings, RunFolder(Path(config.run.folder)).audit)
+        show(findings)
+        for file in files:
+            say(f"written:  {file}")
+    if options.json:
+        print(json.dumps(to_json(findings), indent=1), flush=True)
+
+
+def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainOptions) -> Findings:
+    run = Run(spec, config)
+    check(run)
+    check_training(run)
+    if options.demo:
+        spec.write_demo(folder.inputs)
+        run = Run(spec, config)  # of an architecture that was not there before
+    assert run.dataset.samples  # what is wrong with the data is said before weights are fetched
+    unloaded = run.build()
+    run = run.known_as(unloaded.arch)
+    divided = divided_for_training(run, unloaded.model, unloaded.arch, unloaded.adapter)
+    check_parts(run, run.dataset.samples)
+    encoded, _ = run.encode()
+    check_items(run.spec, unloaded.model, encoded)
+    prepared = run.load(unloaded, divided.placement)
+    weights = _weights(prepared, folder, options.init_from)
+    kept, _ = split_held_out(
+        [sample.id for sample in encoded], run.config.held_out.clips, files_of(run.dataset.samples)
+    )
+    by_id = {sample.id: sample for sample in encoded}
+    batch = training_data(run, [by_id[id] for id in kept], []).micro_batches(0)[0]
+    # places are eager code's: a compiler keeps a chain of operations wider than it is written
+    engine = replace(run.engine(prepared, divided.schedule), compile=False)
+    subject = Subject(
+        model=prepared.model, spec=run.spec, precision=run.precision, run=engine,
+        ids=batch.ids[:SAMPLES], items=batch.items[:SAMPLES], guidance=run.config.flow.guidance,
+        seed=run.config.train.seed,
+    )  # fmt: skip
+    try:
+        return _audit(subject, weights, prepared, run.config.train.seed)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(
+            "memory ran out in the audit, which computes in fp64 what the run does in less; for the audit alone, take smaller samples: "
+            "--data.frames, --data.height and --data.width, --train.batch_size 1, or stream more blocks with --train.swap_blocks"
+        ) from error
+
+
+def _weights(prepared: Prepared, folder: RunFolder, init_from: str) -> str:
+    """Give the model the weights of the run's latest save, if there is one; says which they are."""
+    if latest(folder.state, warn) is not None:
+        return f"the run's save of step {take_trained(prepared, folder)}"
+    start_from(init_from, prepared, folder)
+    return "the run's first weights: nothing was saved yet"
+
+
+def _audit(subject: Subject, weights: str, prepared: Prepared, seed: int) -> Findings:
+    with with_adapters_at_work(prepared.model, seed) as changed:
+        if changed:
+            weights += "; B of the adapters, which is zero, is drawn small so that gradients reach A"
+        tokens = sum(map(subject.spec.num_tokens, subject.items))
+        notes = (
+            f"weights: {weights}",
+            f"samples: {', '.join(subject.ids)}: {tokens} tokens, each sample at a noise level in every range of σ",
+        )
+        seconds = estimated_seconds(subject)
+        if seconds > _LONG_SECONDS:
+            say(
+                f"about {seconds / 3600:.1f} h at most: {num_passes()} forwards and backwards of {tokens} tokens, most of them in fp64, by "
+                "this device's own rate in fp64; smaller samples (--data.frames, --data.height, --data.width) take less"
+            )
+        with progress("audit", num_passes()) as bar:
+            return audit(subject, advance=bar.advance, notes=notes)

@@ -1,0 +1,71 @@
+"""What `encode` is asked beside encoding: to read the cache against its digests, to make room in it, to show what samples became."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ditkit_core.data.config import DataConfig
+from ditkit_core.encoding.cache_maintenance import Rule, keys_in, prune, verify
+from ditkit_core.encoding.encoded_sample import EncodedSample
+from ditkit_core.encoding.preview_dataset import dump
+from ditkit_core.errors import UserError
+from ditkit_core.io.console import progress, say, warn
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.run.run import Run
+
+
+def verify_cache(run: Run) -> None:
+    """Read every entry of the cache, and say which ones were removed because they are not what was written."""
+    with progress("verify cache", sum(1 for _ in run.cache.entries())) as bar:
+        found = verify(run.cache, bar.advance)
+    for name in found.damaged:
+        warn(f"removed from the cache, it was damaged: {name}")
+    older = (
+        f", {found.without_digest} of them of an earlier version by their length alone" if found.without_digest else ""
+    )
+    say(f"{run.cache.folder}: {found.checked} entries read{older}, {len(found.damaged)} damaged")
+
+
+def prune_cache(run: Run, rule: Rule, encoded: Sequence[EncodedSample]) -> None:
+    """Remove entries by a rule. Those of this run's data stay, and with `unused` those of every run in the folder that its own lies in."""
+    keep = {part.rpartition(" ")[2] for sample in encoded for part in (*sample.keys, sample.empty_text_key)}
+    if rule.unused:
+        runs = Path(run.config.run.folder).absolute().parent
+        # a run of several experts has a run of each in a folder of its own
+        keep |= keys_in(
+            sorted(
+                [
+                    *runs.glob("*/data.json"),
+                    *(file for file in runs.glob("*/*/data.json") if RunFolder(file.parent).config_file.exists()),
+                ]
+            )
+        )
+    done = prune(run.cache, rule, keep)
+    say(
+        f"{run.cache.folder}: removed {done.removed} entries ({done.removed_bytes / 1e9:.2f} GB), "
+        f"{done.left} ({done.left_bytes / 1e9:.2f} GB) are left"
+    )
+
+
+def check_dump(data: DataConfig, folder: Path) -> None:
+    """Refuse to write samples among the clips, where they would be read as clips, or replace some.
+
+    Raises:
+        UserError: If the folder lies in one of the dataset's, or the other way round.
+    """
+    target = folder.resolve()
+    for name in (*data.folders, data.folder, data.references, *(item.partition("=")[2] for item in data.controls)):
+        own = Path(name.strip()).resolve()
+        if name and (target.is_relative_to(own) or own.is_relative_to(target)):
+            raise UserError(f"--dump {folder} would write among the files of {name}; name a folder apart from the data")
+
+
+def dump_samples(run: Run, folder: Path, encoded: Sequence[EncodedSample]) -> None:
+    """Write what every sample that was encoded became."""
+    there = {sample.id for sample in encoded}
+    samples = [sample for sample in run.dataset.samples if sample.id in there]
+    with progress("dump", len(samples)) as bar:
+        dump(
+            samples, folder, fps=run.dataset.fps, columns=run.columns, reference_size=run.spec.reference_size,
+            advance=bar.advance,
+        )  # fmt: skip
+    say(f"{len(samples)} samples as they are encoded: {folder}")

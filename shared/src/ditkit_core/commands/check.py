@@ -1,0 +1,74 @@
+"""`train --check`: what a run would train on and whether it can, before the first step."""
+
+import json
+import sys
+import time
+from contextlib import nullcontext, redirect_stdout, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from ditkit_core.commands.options import TrainOptions
+from ditkit_core.diagnostics.doctor.dataset import examine
+from ditkit_core.diagnostics.doctor.findings import Checkup, to_json
+from ditkit_core.diagnostics.doctor.memory import plan_memory
+from ditkit_core.diagnostics.doctor.render import show, write
+from ditkit_core.diagnostics.doctor.trial import try_step
+from ditkit_core.errors import UserError
+from ditkit_core.io.console import say
+from ditkit_core.io.memory import release_memory
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.models.paths import nothing_fetched
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.run.checks import check, check_preview_device, check_training
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.expert_runs import known, runs_of
+from ditkit_core.run.run import Run
+
+
+def check_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
+    """Check a run, print what was found and write it into its folder; no state and no step of it is kept.
+
+    Returns:
+        The exit status: 0 if it can be trained, 1 if not.
+
+    Raises:
+        UserError: If the configuration contradicts itself, or the reports cannot be written.
+    """
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        folder = RunFolder(Path(config.run.folder))
+        run = Run(spec, config)
+        check(run)
+        check_preview_device(run)  # the run of each expert draws nothing by itself
+        for each in runs_of(run):
+            check_training(each)
+        if options.demo:
+            spec.write_demo(folder.inputs)
+            run = Run(spec, config)  # of an architecture that was not there before
+        with nothing_fetched():
+            with suppress(UserError):  # said where the model is tried
+                run = known(run)
+            checkup = checked(run)
+        files = write(checkup, folder.path)
+        show(checkup)
+        for file in files:
+            say(f"written:  {file}")
+    if options.json:
+        print(json.dumps(to_json(checkup), indent=1), flush=True)
+    return 0 if checkup.trainable else 1
+
+
+def checked(run: Run) -> Checkup:
+    """Everything that can be found out about a run."""
+    began = time.monotonic()
+    examined = examine(run)
+    checkup = examined.checkup
+    if examined.samples:
+        memory, lacking = plan_memory(run, examined.samples, examined.class_pictures)
+        checkup = replace(checkup, memory=memory, findings=(*checkup.findings, *lacking))
+    for each in runs_of(run) if examined.samples else ():  # of class pictures alone nothing is trained
+        step, found = try_step(each, examined)
+        findings = [finding for finding in found if finding not in checkup.findings]
+        release_memory()
+        steps = () if step is None else (step,)
+        checkup = replace(checkup, steps=(*checkup.steps, *steps), findings=(*checkup.findings, *findings))
+    return replace(checkup, seconds=time.monotonic() - began)

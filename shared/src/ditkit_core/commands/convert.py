@@ -1,0 +1,294 @@
+"""The export command on files: inspect, convert, reduce, merge, extract. None of it needs a run."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from ditkit_core.adapters.convert import (
+    Written,
+    completed,
+    dtype_of,
+    metadata_for,
+    read_adapter,
+    reduced,
+    write,
+)
+from ditkit_core.adapters.export import export_merged, loaded_by, whole_forms
+from ditkit_core.adapters.extract import extract
+from ditkit_core.adapters.identify import FoundAdapter, Shapes, find_adapter, layers_of, parameters_of, presets_of
+from ditkit_core.adapters.inject import target_modules
+from ditkit_core.adapters.inspect import as_text, inspect_file
+from ditkit_core.adapters.read import MAX_STRENGTH, merge_into
+from ditkit_core.adapters.write import Scaled, check_form
+from ditkit_core.commands.options import ExportOptions, parse_rank
+from ditkit_core.errors import UserError
+from ditkit_core.io.console import progress, say, warn
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.adapter_formats import ADAPTER_FORMS
+from ditkit_core.models.paths import Components
+from ditkit_core.models.precision import Precision, parse_dtype
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.experts import named_after
+from ditkit_core.run.prepare import build_on_meta, choose_arch
+from ditkit_core.weights.fp8_scaled import open_weights
+from ditkit_core.weights.load import match, read_in_fp32
+from ditkit_core.weights.metadata import published_header
+
+
+def work_on_file(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
+    """Do what the options say with a file.
+
+    Raises:
+        UserError: For whatever the person can mend.
+    """
+    if options.inspect:
+        spec, base = _layers(spec, config, options)
+        about = inspect_file(Path(options.inspect).expanduser(), spec, part=options.part, base=base)
+        say(json.dumps(about, indent=2) if options.json else as_text(about))
+    elif options.extract:
+        _extract(spec, config, options)
+    elif options.merge:
+        _merge(spec, config, options)
+    else:
+        _convert(spec, config, options)
+
+
+def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
+    """An adapter file in another form, rank or dtype."""
+    path = Path(options.adapter).expanduser()
+    spec, layers = _layers(spec, config, options)
+    found = find_adapter(path, spec, part=options.part, layers=layers)
+    if layers is not None:
+        _check_fits(found, layers)
+    form = options.to or (found.layout.form if found.layout.form in ADAPTER_FORMS else "official")
+    check_form(form, spec.names, use_dora=found.layout.use_dora)
+    rank, energy = parse_rank(options.rank) if options.rank else (None, 1.0)
+    marks = [f"_rank{rank}" if rank else "_reduced"] * bool(options.rank) + [f"_{form}"] * bool(options.to)
+    out = _out(options.out, path, "".join(marks) or f"_{options.dtype}")
+    adapters = read_adapter(found)
+    if options.rank:
+        adapters, kept = reduced(adapters, rank, energy, path)
+        say(_kept_lines(kept, "energy kept"))
+    if layers is None and found.presets:
+        layers = layers_of(spec.build, spec.presets[found.presets[0]])
+    elif layers is None:
+        warn(f"{path} fits no preset of {spec.name}: names are converted, sizes are taken as they are")
+    complete = completed(adapters, spec, form, layers or {}, path)
+    if zeros := len(complete) - len(adapters):
+        say(f"{zeros} modules are written as zeros: programs that read the {form} form want all of a block")
+    metadata = metadata_for(
+        published_header(RunConfig, found.file.source.metadata),
+        file=path.name,
+        form=form,
+        **({"rank": options.rank} if options.rank else {}),
+    )
+    dtype = parse_dtype(options.dtype) if options.dtype else dtype_of(found)
+    _say_written(write(complete, spec, out, form=form, dtype=dtype, metadata=metadata), spec, form, complete, dtype)
+
+
+def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
+    """A low-rank adapter out of the difference of two transformers."""
+    rank, energy = parse_rank(options.rank)
+    form, tuned_path = options.to or "official", Path(options.extract).expanduser()
+    check_form(form, spec.names, use_dora=False)
+    out = _out(options.out, tuned_path, f"_rank{rank}" if rank else "_extracted")
+    base, arch, layers = _base(spec, config, options)
+    tuned = open_weights(tuned_path)
+    only = None
+    if config.adapter.targets:
+        only = target_modules(build_on_meta(spec, arch, Precision()), config.adapter.targets, spec.adapter_targets)
+    with progress("extract", len(parameters_of(spec.build, arch))) as bar:
+        found = extract(spec, arch, tuned, base, rank=rank, energy=energy, only=only, advance=bar.advance)
+    say(_kept_lines(found.kept, "of the difference's energy kept"))
+    say(f"the adapter leaves {found.residual:.2%} of the norm of what its modules differ by")
+    if found.left:
+        largest = sorted(found.left, key=lambda name: -found.sizes[name])
+        named = ", ".join(f"{name} ({_share(found.left[name])})" for name in largest[:10])
+        more = f" and {len(largest) - 10} more" if len(largest) > 10 else ""
+        warn(
+            f"{len(largest)} parameters differ that the adapter does not change, {found.share_left:.1%} of the whole difference's "
+            f"energy: {named}{more}"
+        )
+    complete = completed(found.adapters, spec, form, layers, out)
+    made = {
+        "tuned": tuned_path.name,
+        "base": base.path.name,
+        "rank": options.rank,
+        "residual": round(found.residual, 6),
+    }
+    metadata = metadata_for({}, **made)
+    dtype = parse_dtype(options.dtype or ("bf16" if config.export.scaled else config.export.dtype))
+    _say_written(write(complete, spec, out, form=form, dtype=dtype, metadata=metadata), spec, form, complete, dtype)
+
+
+def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
+    """A whole transformer with an adapter file in it, written tensor by tensor."""
+    path = Path(options.adapter).expanduser()
+    strength = 1.0 if options.strength is None else options.strength
+    if not abs(strength) <= MAX_STRENGTH:
+        raise UserError(
+            f"--strength {strength:g} is not between -{MAX_STRENGTH} and {MAX_STRENGTH}; 1 is the adapter as it is"
+        )
+    wanted = replace(
+        config.export, merged=True, dtype=options.dtype or config.export.dtype,
+        forms=(options.to,) if options.to else config.export.forms,
+    )  # fmt: skip
+    forms = whole_forms(spec, wanted)
+    folder = Path(options.out).expanduser() if options.out else path.with_name(f"{path.stem}_merged")
+    if folder.is_file() or folder.suffix == ".safetensors":
+        raise UserError(f"--out {folder} names a file, and a whole transformer is written into a folder; name one")
+    for form in forms:
+        if any((folder / f"transformer_{form}").glob("*")):
+            raise UserError(
+                f"{folder / f'transformer_{form}'} is there already; name another folder with --out, or remove it"
+            )
+    source, arch, layers = _base(spec, config, options)
+    _check_expert(spec, path, source)
+    found = find_adapter(path, spec, part=options.part, layers=layers)
+    _check_fits(found, layers)
+    read_adapter(found)  # a value that is not finite is said now
+    shapes = parameters_of(spec.build, arch)
+    mapping, edits = match(source, spec.names, shapes), merge_into([(found.file, strength)])
+
+    def merged(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return read_in_fp32(source, mapping[name], shape, edits.get(name))
+
+    beside = (source.path if source.path.is_dir() else source.path.parent) / "config.json"
+    made = {"file": path.name, "base": source.path.name, "strength": strength}
+    folders = export_merged(
+        build_on_meta(spec, arch, Precision()), spec, folder, wanted, metadata=metadata_for({}, **made), original=merged,
+        config_json=beside if beside.is_file() else None,
+    )  # fmt: skip
+    for each in folders:
+        worst = _difference(open_weights(each), spec, shapes, [f"{name}.weight" for name in found.shapes], merged)
+        say(
+            f"{each}: {len(found.shapes)} modules merged at strength {strength:g}; read again they differ by {worst:.1e} (rounding)"
+        )
+
+
+def _difference(source: SafetensorsSource, spec: ModelSpec, shapes: Shapes, names: list[str], expected: Any) -> float:
+    """Largest relative difference of some parameters of a file to what they should be."""
+    mapping, worst = match(source, spec.names, shapes), 0.0
+    for name in names:
+        wanted = expected(name, shapes[name]).clone()
+        read = read_in_fp32(source, mapping[name], shapes[name])
+        size = float(torch.linalg.vector_norm(wanted))
+        worst = max(worst, float(torch.linalg.vector_norm(read - wanted)) / (size or 1.0))
+    if not worst <= 0.1:  # 8 bits round by 3 %
+        raise UserError(
+            f"{source.path}: read again, merged weights differ by {worst:.1%}; check the disk, and write it anew"
+        )
+    return worst
+
+
+def _check_expert(spec: ModelSpec, adapter: Path, base: SafetensorsSource) -> None:
+    """Refuse to put an adapter that is named after one expert into the weights of the other: their shapes are equal."""
+    parts = {expert.part: expert.name for arch in spec.presets.values() for expert in spec.experts(arch)}
+    if not parts:  # of another family such a name says nothing
+        return
+    folder = base.path if base.path.is_dir() else base.path.parent
+    are_both_there = all((folder.parent / part).is_dir() for part in parts)
+    said = named_after(str(adapter))
+    there = named_after(str(base.path)) or (parts.get(folder.name, "") if are_both_there else "")
+    if said and there and said != there:
+        raise UserError(
+            f"{adapter} is named after the {said} expert, and {base.path} is the {there} one; name the other with --base, or rename the file"
+        )
+
+
+def _share(share: float) -> str:
+    return f"{share:.1%} of its size" if math.isfinite(share) else "was zero"
+
+
+def _check_fits(found: FoundAdapter, layers: Shapes) -> None:
+    wrong = [name for name, shape in found.shapes.items() if layers.get(name) != shape]
+    if wrong:
+        first = wrong[0]
+        there = f"is {list(layers[first])} there" if first in layers else "is not there"
+        presets = f"; the adapter fits {', '.join(found.presets)}" if found.presets else ""
+        raise UserError(
+            f"{found.path} does not fit the base: {len(wrong)} of {len(found.shapes)} modules, {first} {list(found.shapes[first])} "
+            f"{there}{presets}; name the base that it was trained on"
+        )
+
+
+def _layers(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> tuple[ModelSpec, Shapes | None]:
+    """The family as the base or preset that was named has it, and its Linear layers; None if none was."""
+    name = config.model.preset
+    if name and name not in spec.presets:
+        raise UserError(f"model.preset = {name!r} is unknown; choose one of {', '.join(spec.presets)}")
+    if options.base:
+        _, arch, layers = _base(spec, config, options)
+    elif name:
+        arch = spec.presets[name]
+        layers = layers_of(spec.build, arch)
+    else:
+        return spec, None
+    return replace(spec, **spec.variant(arch)), layers
+
+
+def _base(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> tuple[SafetensorsSource, Any, Shapes]:
+    """The base's weights, its architecture and its Linear layers."""
+    model, part = config.model, options.part or "transformer"
+    if options.base:
+        path = Path(options.base).expanduser()
+        if not path.exists() and (path.is_absolute() or path.suffix == ".safetensors" or options.base.startswith(".")):
+            raise UserError(f"--base {options.base}: there is no such file or folder; mend the path")
+        is_transformer = path.is_file() or (path.is_dir() and not (path / part).is_dir())
+        model = Components(
+            preset=model.preset,
+            transformer=options.base if is_transformer else "",
+            base="" if is_transformer else options.base,
+        )
+    if not (model.base or model.transformer):
+        raise UserError(
+            f"--{'extract' if options.extract else 'merge'} needs the base: give --base FILE, or set model.base"
+        )
+    source = open_weights(model.locate("transformer" if model.transformer else part))
+    # Presets may differ in what has no weight: for what is done here any that fits will do.
+    fitting = () if model.preset else presets_of(source, spec)
+    arch = spec.presets[fitting[0]] if fitting else choose_arch(spec, model.preset, source)[1]
+    return source, arch, layers_of(spec.build, arch)
+
+
+def _out(given: str, beside: Path, mark: str) -> Path:
+    """Where an adapter is written: never over something.
+
+    Raises:
+        UserError: If it is a folder, no .safetensors file, or there already.
+    """
+    stem = beside.name if beside.is_dir() else beside.name.removesuffix(".index.json").removesuffix(".safetensors")
+    path = Path(given).expanduser() if given else beside.with_name(f"{stem}{mark}.safetensors")
+    if path.is_dir() or path.suffix != ".safetensors":
+        raise UserError(f"--out {path} is no name of a file; give one that ends with .safetensors")
+    if path.exists():
+        raise UserError(f"{path} is there already; name another file with --out, or remove it")
+    return path
+
+
+def _kept_lines(kept: Mapping[str, float], what: str) -> str:
+    worst = min(kept, key=lambda name: kept[name])
+    return f"{what}: median {median(kept.values()):.2%}, worst {kept[worst]:.2%} ({worst}), of {len(kept)} modules"
+
+
+def _say_written(
+    written: Written, spec: ModelSpec, form: str, adapters: Mapping[str, Scaled], dtype: torch.dtype
+) -> None:
+    short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    same = "to the bit" if written.exact else f"to {written.worst:.1e} (rounded to {short})"
+    ranks = (
+        f"rank {written.ranks[0]}" if len(written.ranks) == 1 else f"ranks {written.ranks[0]} to {written.ranks[-1]}"
+    )
+    say(f"{written.path}: {form}, {len(adapters)} modules, {ranks}, {short}; read again, products are the same {same}")
+    use_dora = any(adapter.matrices.magnitude is not None for adapter in adapters.values())
+    layout = ADAPTER_FORMS[form].layout(form, spec.names.bare, use_dora=use_dora)
+    read = spec.adapter_rules.readers(layout, list(adapters))
+    if read:
+        say(loaded_by(read))

@@ -1,0 +1,169 @@
+"""What training hands over: exports beside saves and at the end, and the export command."""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from ditkit_core.adapters.export import ExportConfig, check_export, export_adapter, export_merged, loaded_by, read_by
+from ditkit_core.adapters.inject import trainable_parameters
+from ditkit_core.commands.options import ExportOptions
+from ditkit_core.diagnostics.report.page import write_report
+from ditkit_core.encoding.cache import key
+from ditkit_core.encoding.encoded_sample import EncodedSample
+from ditkit_core.errors import UserError
+from ditkit_core.io.console import say
+from ditkit_core.io.memory import release_memory
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.partition import place
+from ditkit_core.previews.generate import draw
+from ditkit_core.run.checks import check
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.expert_runs import is_joint, known, runs_of
+from ditkit_core.run.prepare import Prepared
+from ditkit_core.run.restore import take_trained
+from ditkit_core.run.run import Run
+from ditkit_core.sampling.denoise import only
+
+
+def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
+    """Write a run's trained weights for other programs."""
+    wanted = replace(
+        config.export,
+        forms=(options.to,) if options.to else config.export.forms,
+        dtype=options.dtype or config.export.dtype,
+        merged=options.merge,
+    )
+    check_export(spec, wanted, config.adapter)
+    _check_out(options.out, whole=wanted.merged or config.adapter.method == "full")
+    run = known(Run(spec, config))
+    check(run)
+    for each in runs_of(run):
+        name = f"_{each.expert.name}" if each.expert is not None and is_joint(run) else ""
+        _export(each, wanted, options, RunFolder(Path(config.run.folder)), name)
+        release_memory()
+
+
+def _export(run: Run, wanted: ExportConfig, options: ExportOptions, folder: RunFolder, name: str) -> None:
+    """Export one transformer.
+
+    Args:
+        run: Its run.
+        wanted: The `[export]` section with what the command was told.
+        options: The command's.
+        folder: Where the file goes, unless it was told.
+        name: What files get in their names to tell them from those of another expert.
+    """
+    spec, config = run.spec, run.config
+    unloaded = run.build()
+    prepared = run.load(unloaded, place(run, unloaded.model))
+    step = take_trained(prepared, RunFolder(Path(config.run.folder)), options.step)
+    given = Path(options.out)
+    out = folder.exports / f"adapter{name}-export-step-{step:06d}.safetensors"
+    if options.out:
+        out = given.with_name(f"{given.stem}{name}{given.suffix}")
+    metadata = run.metadata(prepared, step, data="")
+    if wanted.merged or config.adapter.method == "full":
+        target = out.with_suffix("") if out.suffix == ".safetensors" else out
+        with prepared.readable():
+            files = export_merged(
+                prepared.model, spec, target, wanted, metadata=metadata, original=prepared.original,
+                config_json=prepared.config_json,
+            )  # fmt: skip
+    else:
+        stem, exact = out.stem, bool(options.out) and len(wanted.forms) == 1
+        files = export_adapter(prepared.model, spec, out.parent, stem, wanted, metadata=metadata, exact=exact)
+        for form, file in zip(wanted.forms, files, strict=True):
+            if read := read_by(spec, form, prepared.model):
+                say(f"{file}: {loaded_by(read)}")
+    say("\n".join(str(file) for file in files))
+
+
+def _check_out(out: str, *, whole: bool) -> None:
+    """Refuse an --out that is not what will be written: a folder for a whole transformer, a file for an adapter."""
+    if whole and Path(out).is_file():
+        raise UserError(f"--out {out} is a file, and a whole transformer is written into a folder; name one")
+    if out and not whole and (Path(out).is_dir() or Path(out).suffix != ".safetensors"):
+        raise UserError(f"--out {out} is no name of a file; give one that ends with .safetensors")
+
+
+class Exporter:
+    """Writes the trained weights beside each save, and everything that a finished run hands over."""
+
+    def __init__(self, run: Run, folder: RunFolder, prepared: Prepared, encoded: Sequence[EncodedSample]):
+        self._run, self._folder, self._prepared = run, folder, prepared
+        self._data = key(*(part for sample in encoded for part in (sample.id, *sample.keys)))
+
+    def after_save(self, step: int) -> None:
+        """Export the weights of a save, remove the exports of saves that are gone, and write the report anew."""
+        name = f"step-{step:06d}"
+        if self._run.config.adapter.method == "lora":
+            self._export_adapter(f"adapter-{name}", step)
+        if self._writes_transformer and step < self._run.config.train.steps:  # the last one is written by `finish`
+            self._export_transformer(self._folder.exports / name, step)
+        saved = {path.name for path in self._folder.state.glob("step-*")}
+        for old in self._folder.exports.glob("*step-*"):
+            if old.name.startswith("adapter-step-") and not any(old.stem.startswith(f"adapter-{n}") for n in saved):
+                old.unlink()
+            elif old.name.startswith("step-") and old.name not in saved:
+                shutil.rmtree(old)
+        write_report(self._folder.path)
+
+    def finish(self, step: int) -> None:
+        """Export under the final names, verify the adapter where it will be used, draw samples."""
+        run, config = self._run, self._run.config
+        model, verify, passage = self._prepared.model, run.spec.verify_export, self._prepared.passage
+        files = self._export_adapter("adapter", step) if config.adapter.method == "lora" else []
+        files_of = replace(config.model, transformer=str(self._prepared.source.path))  # which may be a second expert
+        model.eval()  # dropout is no part of what was exported
+        if verify is not None and len(run.devices) > 1:
+            say("not verified: diffusers runs a model on one device, and this one is divided over several")
+        elif verify is not None and passage is not None and run.device.type != "cpu":
+            say(
+                "not verified: diffusers runs a whole model on its device, and weights of this one are streamed through it"
+            )
+        elif verify is not None:
+            with nullcontext() if passage is None else passage.whole():
+                for form, file in zip(config.export.forms, files, strict=False):
+                    if said := read_by(run.spec, form, model).get("diffusers"):
+                        say(f"{file} was read again, and is not verified with diffusers: it {said}")
+                    else:
+                        say(f"verified: {verify(file, files_of, model, run.engine(self._prepared))}")
+        if self._writes_transformer:
+            self._export_transformer(self._folder.exports, step)
+        if run.expert is None:
+            self.draw(step)
+
+    def draw(self, step: int) -> None:
+        """Draw the configured samples with the weights as they are, and write the report anew."""
+        run = self._run
+        turns = only(self._prepared.model, run.engine(self._prepared))
+        draw(run, turns, run.scenes(run.dataset.samples), self._folder.samples, f"step-{step:06d}")
+        write_report(self._folder.path)
+
+    def put_aside(self, step: int, put: Callable[[int, Mapping[str, Tensor]], None]) -> None:
+        """Give the trained weights as they are, by canonical name, to what keeps them for a preview."""
+        with self._prepared.readable():
+            put(step, trainable_parameters(self._prepared.model))  # of streamed ones those on the host
+
+    @property
+    def _writes_transformer(self) -> bool:
+        return self._run.config.export.merged or self._run.config.adapter.method == "full"
+
+    def _export_adapter(self, stem: str, step: int) -> list[Path]:
+        run, metadata = self._run, self._run.metadata(self._prepared, step, data=self._data)
+        model, folder = self._prepared.model, self._folder.exports
+        return export_adapter(model, run.spec, folder, stem, run.config.export, metadata=metadata)
+
+    def _export_transformer(self, folder: Path, step: int) -> None:
+        run, metadata = self._run, self._run.metadata(self._prepared, step, data=self._data)
+        prepared = self._prepared
+        with prepared.readable():
+            export_merged(
+                prepared.model, run.spec, folder, run.config.export, metadata=metadata, original=prepared.original,
+                config_json=prepared.config_json,
+            )  # fmt: skip

@@ -1,0 +1,243 @@
+"""`--fit`: choose the settings that let a run fit, and print the configuration that has them."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ditkit_core.commands.options import TrainOptions
+from ditkit_core.commands.plan import DOES_NOT_FIT
+from ditkit_core.config.sizes import GIB
+from ditkit_core.config.toml import to_toml
+from ditkit_core.engine.block_swap import check_swap
+from ditkit_core.engine.devices import choose_devices, spread
+from ditkit_core.errors import UserError
+from ditkit_core.io.console import say, warn
+from ditkit_core.io.files import write_text
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.autotune import PRICE, Candidate, Fit, Task, fit, least_host, least_missing
+from ditkit_core.planner.gpus import Card, cards_here, keeping_reserves, parse_gpus
+from ditkit_core.planner.partition import host_limit
+from ditkit_core.planner.plan import beside_of, check, job_for
+from ditkit_core.planner.profiler import Profile, profile
+from ditkit_core.planner.report import said_of
+from ditkit_core.planner.step_time import BUFFERS, Workload, assumptions
+from ditkit_core.planner.suggestions import Planned, best_first, levers
+from ditkit_core.run.checks import check_preview_device
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.run import Run
+
+_FIRST = {"auto": "cuda:0", "cuda": "cuda:0"}
+"""What a name without a number means where there is a GPU."""
+
+
+def fit_stage(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
+    """Choose for the cards, print the whole configuration to stdout, and to stderr what it will hold and why.
+
+    Searched are train.checkpointing, devices, cuts, swap_blocks and pipelined, and base.quantize. All else stays as configured.
+
+    Returns:
+        The exit status that a plan of what was chosen has: 0; or 3 if no settings fit, or with them encoding or drawing does not.
+
+    Raises:
+        UserError: If the cards or the model are not known, or the file to write is there already.
+    """
+    out = Path(options.write) if options.write else None
+    if out is not None and out.exists():
+        raise UserError(f"--write {out} is there already, and nothing is overwritten; give another name, or remove it")
+    run = Run(spec, config)
+    check(run, here=False)  # which devices, is searched
+    cards, names = cards_of(run.config, options.gpus)
+    task = replace(task_for(run, cards), host=host_limit(options.host, here=not options.gpus))
+    found = fit(task)
+    if found.chosen is None:
+        for line in _nothing_fits(spec, run.config, task):
+            warn(line)
+        return DOES_NOT_FIT
+    fitted = apply(run.config, found.chosen, names)
+    for line in explained(found, task, names):
+        warn(line)
+    if not options.gpus:  # a card that train.device or devices names may be the one that draws
+        check_preview_device(Run(spec, fitted))
+    streamed = found.chosen.weights_on_host
+    beside = beside_of(Run(spec, fitted), found.chosen.plan, gpus=bool(options.gpus), streamed=streamed)
+    lacking = [row for row in beside if row.fits is False]
+    for row in lacking:
+        warn(said_of(row, bool(fitted.sample.every_steps and not fitted.sample.device)))
+    if lacking:
+        warn("the steps fit, and what is said above does not: change it in these settings before they are used")
+    text = f"# {_chosen(found.chosen, names)}\n# for {', '.join(card.name for card in cards)}\n\n{to_toml(fitted)}"
+    if out is None:
+        say(text.rstrip("\n"))
+    else:
+        write_text(out, text)
+        warn(f"written to {out}")
+    return DOES_NOT_FIT if lacking else 0
+
+
+def cards_of(config: RunConfig, gpus: str) -> tuple[tuple[Card, ...], tuple[str, ...]]:
+    """The cards to fit to, less what train.reserve leaves to others, and what each is called in train.devices."""
+    if gpus:
+        cards = parse_gpus(gpus)
+        named = [f"cuda:{i}" for i in range(len(cards) + 1) if not _draws(config, i)]
+        names = tuple(named[: len(cards)])
+    else:
+        devices = _devices_here(config)
+        cards, names = cards_here(devices), tuple(map(str, devices))
+    return keeping_reserves(cards, config.train.reserve), names
+
+
+def task_for(run: Run, cards: tuple[Card, ...]) -> Task:
+    """What is to be fitted."""
+    job, config = job_for(run), run.config
+    stored = run.stored_as
+
+    @functools.cache
+    def profile_of(policy: str, quantize: str) -> Profile:
+        return profile(replace(job, policy=policy, quantize=stored if quantize == "none" else quantize))
+
+    eight_bits = () if stored != "none" else ("fp8",) if config.base.quantize == "fp8" else ("int8",)
+    return Task(
+        cards=cards,
+        profile_of=profile_of,
+        micro_batches=job.micro_batches,
+        fp32=run.precision.matmul == torch.float32,
+        quantizations=("none",) if config.adapter.method == "full" else ("none", *eight_bits, "nf4"),
+        streams_trained=_streams_trained(config),
+    )
+
+
+def _streams_trained(config: RunConfig) -> bool:
+    try:
+        check_swap((1,), "full", fused_backward=config.optim.fused_backward, optimizer=config.optim.name)
+    except UserError:
+        return False
+    return True
+
+
+def apply(config: RunConfig, chosen: Candidate, names: Sequence[str]) -> RunConfig:
+    """The configuration with what was chosen; everything that is not searched stays as it is."""
+    setting, train = chosen.setting, config.train
+    used = [names[i] for i in setting.cards]
+    if len(used) > 1:
+        device, devices = "auto", tuple(used)
+    else:
+        keeps = len(names) == 1 and not train.devices and _FIRST.get(train.device, train.device) == used[0]
+        device, devices = train.device if keeps else used[0], ()
+    reserve = spread(train.reserve, len(names), "train.reserve") if len(train.reserve) > 1 else train.reserve
+    changed: dict[str, Any] = {
+        "device": device, "devices": devices, "cuts": setting.cuts, "checkpointing": setting.policy, "pipelined": setting.pipelined,
+        "swap_blocks": setting.swap if any(setting.swap) else (),
+        "reserve": tuple(reserve[i] for i in setting.cards) if len(reserve) > 1 else reserve,
+    }  # fmt: skip
+    held: dict[str, Any] = {"quantize": setting.quantize}
+    return replace(config, train=replace(train, **changed), base=replace(config.base, **held))
+
+
+def explained(found: Fit, task: Task, names: Sequence[str]) -> Iterator[str]:
+    """What was chosen, what each card will hold, what else would fit, and what is assumed."""
+    chosen = found.chosen
+    assert chosen is not None
+    yield f"fits: {_chosen(chosen, names)}"
+    for index, plan in zip(chosen.setting.cards, chosen.plan, strict=True):
+        budget = plan.budget
+        yield (
+            f"{names[index]} ({budget.name}): {plan.peak / GIB:.1f} GiB at the peak and {budget.reserve / GIB:.1f} GiB in reserve, of "
+            f"{budget.total / GIB:.1f} GiB"
+        )
+    limit = (
+        "; --host says how much there is" if task.host is None else f", of {task.host / GIB:.1f} GiB that it can give"
+    )
+    if any(chosen.setting.swap):
+        weights = chosen.weights_on_host
+        yield f"{weights / GIB:.1f} GiB of weights stay in host memory, page-locked{limit}; {BUFFERS} blocks lie on a card"
+    if sent := chosen.host - chosen.weights_on_host:
+        yield f"{sent / GIB:.1f} GiB of activations wait in host memory for their backward, page-locked{limit}"
+    for name, other in found.others.items():
+        yield f"{name}: {_chosen(other, names)}"
+    prices = ", ".join(f"{PRICE[kind]:g} for {kind}" for kind in task.quantizations if kind != "none")
+    if prices:
+        yield f"quantized weights are chosen only where exact ones would take longer by more than a factor: {prices}"
+    work = Workload(micro_batches=task.micro_batches, fp32=task.fp32)
+    yield from (
+        f"the time is an estimate: {line}" for line in assumptions([task.cards[i] for i in chosen.setting.cards], work)
+    )
+
+
+def _chosen(candidate: Candidate, names: Sequence[str]) -> str:
+    setting = candidate.setting
+    num_blocks = len(candidate.branch.task.profile_of(setting.policy, setting.quantize).blocks)
+    bounds = [0, *setting.cuts, num_blocks]
+    spans = [
+        f"{names[card]} blocks {bounds[i]} to {bounds[i + 1] - 1}" + (f", {swap} of them streamed" if swap else "")
+        for i, (card, swap) in enumerate(zip(setting.cards, setting.swap, strict=True))
+    ]
+    weights = "exact weights" if setting.quantize == "none" else f"{setting.quantize} weights"
+    order = ", micro-batches overlapping" if setting.pipelined else ""
+    return (
+        f"checkpointing {setting.policy}, {weights}, {'; '.join(spans)}{order}: about {candidate.time.seconds:.2g} s a step, "
+        f"fullest card {candidate.fullness:.0%} of what it can give"
+    )
+
+
+def _nothing_fits(spec: ModelSpec, config: RunConfig, task: Task) -> Iterator[str]:
+    smallest = f"with everything recomputed, activations on the host and weights held in {task.quantizations[-1]}"
+    if task.host is not None and (needed := least_host(task)) is not None:
+        yield (
+            f"nothing fits: {smallest} the cards are enough, but {needed / GIB:.2f} GiB of weights and activations are to be on the host, "
+            f"which can give {task.host / GIB:.2f} GiB"
+        )
+    else:
+        yield f"nothing fits: {smallest} and streamed the fullest card still lacks {least_missing(task) / GIB:.2f} GiB"
+    planned = changes(spec, config, task)
+    for each in planned:
+        state = "fits" if not each.missing else f"still lacks {each.missing / GIB:.2f} GiB"
+        yield f"{each.change.words}: {state}"
+    if planned and not planned[0].missing:
+        best = planned[0].change
+        found = fit(
+            replace(task_for(Run(spec, best.config), best.cards), host=task.host)
+            if best.config is not config
+            else replace(task, cards=best.cards)
+        )
+        assert found.chosen is not None
+        names = [f"cuda:{i}" for i in range(len(best.cards))]
+        yield f"the single change that helps most: {best.words}; then {_chosen(found.chosen, names)}"
+    elif planned:
+        yield f"no single change is enough; most is gained by {planned[0].change.words}"
+
+
+def changes(spec: ModelSpec, config: RunConfig, task: Task) -> list[Planned]:
+    """Single changes, planned, the best first: of each kind the mildest that fits, or else the strongest."""
+    planned = []
+    for lever in levers(spec, config, task.cards):
+        for change in lever:
+            changed = replace(task, cards=change.cards)
+            if change.config is not config:
+                changed = replace(task_for(Run(spec, change.config), change.cards), host=task.host)
+            result = Planned(change=change, missing=least_missing(changed))
+            if not result.missing:
+                break
+        if lever:
+            planned.append(result)
+    return best_first(planned)
+
+
+def _devices_here(config: RunConfig) -> tuple[torch.device, ...]:
+    if config.train.devices:
+        return choose_devices(config.train.devices)
+    if config.train.device == "auto":
+        found = choose_devices(("all",)) if torch.cuda.is_available() else (torch.device("cpu"),)
+        return (
+            tuple(device for device in found if device.type == "cpu" or not _draws(config, device.index or 0)) or found
+        )
+    return choose_devices((config.train.device,))
+
+
+def _draws(config: RunConfig, index: int) -> bool:
+    """Whether previews are drawn on this GPU, which is then not trained on."""
+    name = config.sample.device
+    return name.startswith("cuda") and int(name.removeprefix("cuda").removeprefix(":") or 0) == index

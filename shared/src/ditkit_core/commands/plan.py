@@ -1,0 +1,33 @@
+"""`train --plan`: print what a run will hold on each device, before anything is loaded or written."""
+
+import json
+import sys
+from contextlib import nullcontext, redirect_stdout
+
+from ditkit_core.commands.options import TrainOptions
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.plan import make_report
+from ditkit_core.planner.report import as_json, show
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.run import Run
+
+DOES_NOT_FIT = 3
+"""Exit status of a plan that does not fit."""
+
+
+def plan(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
+    """Print the plan of a run.
+
+    Returns:
+        0 if the run fits its devices, `DOES_NOT_FIT` if not.
+
+    Raises:
+        UserError: If the run could not start as it is configured.
+    """
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        report = make_report(Run(spec, config), options.gpus, options.host)
+    if options.json:
+        print(json.dumps(as_json(report), indent=1, allow_nan=False), flush=True)
+    else:
+        show(report)
+    return 0 if report.fits else DOES_NOT_FIT

@@ -1,0 +1,58 @@
+"""`train --report`, and what a run says of its held-out loss when it ends."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ditkit_core.commands.options import TrainOptions
+from ditkit_core.diagnostics.report.page import write_report
+from ditkit_core.io.console import say
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.run.config import RunConfig
+from ditkit_core.training.checkpoint import best
+from ditkit_core.training.trainer import TrainResult
+
+
+def report(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
+    """Write report.html of the run in `run.folder` anew, and nothing else; also while the run goes on.
+
+    Raises:
+        UserError: If the folder holds no run that has begun to train.
+    """
+    say(f"report:   {write_report(Path(config.run.folder))}")
+
+
+def held_out_lines(result: TrainResult, folder: RunFolder) -> Iterator[str]:
+    """What to say of the held-out loss at the end: how it changed, and which save is best."""
+    before, after, interval = result.held_out_before, result.held_out, result.held_out_interval
+    if not before or after is None:
+        return
+    said = f"held-out loss {before:.4f} before, {after:.4f} after: {_change(after, before)}"
+    if result.step:
+        said += f"; {_judged(interval, before)}"
+    yield said
+    found = best(folder.state)
+    if found is None:
+        return
+    if found.held_out >= before:
+        yield f"no save is better than before training: the best one, step {found.step}, has {found.held_out:.4f}"
+    elif found.step != result.step:
+        yield (
+            f"best save: step {found.step} with {found.held_out:.4f}, {_change(found.held_out, before)}; "
+            f"{_judged(found.values.get('held_out_interval'), before)}; export it with --step best"
+        )
+    else:
+        yield f"best save: step {found.step}, the last one"
+
+
+def _change(now: float, before: float) -> str:
+    return f"{abs(1 - now / before):.1%} {'lower' if now <= before else 'higher'}"
+
+
+def _judged(interval: Sequence[float] | None, before: float) -> str:
+    """Whether an interval holds the loss before training."""
+    if interval is None:
+        return "no confidence interval, which needs clips of two files in held_out.clips"
+    low, high = interval
+    words = "holds that before, so it may be chance" if low <= before <= high else "does not hold that before"
+    return f"95 % interval {low:.4f} to {high:.4f} {words}"

@@ -1,0 +1,81 @@
+"""The sample command: draw with a run's trained weights, or with an adapter file."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ditkit_core.commands.options import SampleOptions
+from ditkit_core.errors import UserError
+from ditkit_core.io.console import say, warn
+from ditkit_core.io.run_dir import RunFolder, next_drawing
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.partition import place
+from ditkit_core.previews.generate import draw
+from ditkit_core.previews.stages import Trained, built_with, trained_in, turns_of
+from ditkit_core.run.checks import check, check_scenes
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.expert_runs import known
+from ditkit_core.run.experts import check_named
+from ditkit_core.run.prepare import Unloaded
+from ditkit_core.run.restore import take_trained
+from ditkit_core.run.run import Run
+from ditkit_core.sampling.denoise import Turn, only
+
+
+def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
+    """Draw samples with a run's trained weights, or with an adapter file."""
+    given = {"prompts": options.prompt, "references": options.reference, "controls": options.control}
+    changed: dict[str, Any] = {name: value for name, value in given.items() if value}
+    changed |= {name: value for name in ("images", "seed") if (value := getattr(options, name)) is not None}
+    config = replace(config, sample=replace(config.sample, **changed))
+    run, folder = known(Run(spec, config)), RunFolder(Path(config.run.folder))
+    if options.adapter_low and not run.experts:
+        raise UserError(
+            "--adapter-low is for the second of two experts, and this model has one transformer; give --adapter"
+        )
+    files = [file for file in (options.adapter, options.adapter_low) if file]
+    for file in files:
+        if not Path(file).expanduser().is_file():
+            raise UserError(f"there is no adapter file {file}; mend the path")
+    if not files and not run.experts and not any(folder.state.glob("step-*")):
+        raise UserError(
+            f"{folder.path} has no save to draw with; name a run that was trained (--run), or give --adapter"
+        )
+    check(run)
+    scenes = run.scenes([] if config.sample.prompts else run.dataset.samples, warn)
+    if not scenes:
+        raise UserError("there is nothing to draw: give a --prompt, or set sample.prompts or sample.captions")
+    check_scenes(run, scenes)
+    drawing, unloaded = (run, None) if run.experts else _built(run, options.adapter)  # what does not fit is said now
+    run.encode_scenes(scenes)  # before the transformer is there: a card need not hold both
+    if unloaded is None:
+        turns, what = _experts(run, options)
+    else:
+        prepared = drawing.load(unloaded, place(drawing, unloaded.model))
+        turns = only(prepared.model, drawing.engine(prepared))
+        what = Path(options.adapter).stem if options.adapter else f"step-{take_trained(prepared, folder):06d}"
+    out = Path(options.out) if options.out else folder.samples
+    with next_drawing(out) as number:
+        drawn = draw(run, turns, scenes, out, f"{number}-{what}")
+    say("\n".join(str(file) for file in drawn))
+
+
+def _built(run: Run, adapter: str) -> tuple[Run, Unloaded]:
+    return built_with(run, adapter) if adapter else (run, run.build())
+
+
+def _experts(run: Run, options: SampleOptions) -> tuple[Sequence[Turn], str]:
+    """The experts, with adapter files if one is given, and else with what the run trained; and what drew, for the samples' names."""
+    given = dict(zip((expert.name for expert in run.experts), (options.adapter, options.adapter_low), strict=True))
+    files = {name: Trained(file=file) for name, file in given.items() if file}
+    for expert, option in zip(run.experts, ("--adapter", "--adapter-low"), strict=True):
+        check_named(expert, {option: given[expert.name]})
+    if files:
+        return turns_of(run, files), "-".join(Path(each.file).stem for each in files.values())
+    trained, step = trained_in(run)
+    if not trained:
+        raise UserError(
+            f"{run.config.run.folder} has no save of an expert; name a run that was trained, or give --adapter"
+        )
+    return turns_of(run, trained), f"step-{step:06d}"

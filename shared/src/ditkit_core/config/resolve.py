@@ -1,0 +1,99 @@
+"""One configuration from several places: defaults, the demo, a stored run, a run file, flags; the later wins."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from ditkit_core.config.cli_args import WHERE
+from ditkit_core.config.schema import config_fields, config_sections
+from ditkit_core.config.toml import read_config_file
+from ditkit_core.errors import UserError
+
+Tree = TypeVar("Tree")
+
+
+class Layer(NamedTuple):
+    """What one place gives."""
+
+    where: str
+    """For messages: `in run.toml`."""
+    values: Mapping[str, Any]
+    """Checked values by dotted key."""
+
+
+def resolve(
+    tree: type[Tree],
+    *,
+    demo: Path | None = None,
+    stored: Path | None = None,
+    file: Path | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> Tree:
+    """Resolve a configuration.
+
+    Args:
+        tree: The configuration's dataclass; its `run.folder` is where the run lies.
+        demo: The demo's run file, in whose strings `{run}` stands for the resolved `run.folder`.
+        stored: A run's folder to go on with: its stored configuration is read, and `run.folder` is this folder.
+        file: The run file.
+        flags: Values given on the command line, checked.
+
+    Raises:
+        UserError: If a file cannot be read, a key is unknown, a value has the wrong type or is refused by its section.
+    """
+    layers = [] if stored is None else [_stored_layer(tree, stored)]
+    if file is not None:
+        layers.append(Layer(f"in {file}", read_config_file(tree, file)))
+    layers.append(Layer(WHERE, flags or {}))
+    if stored is not None:
+        layers.append(Layer("by --run", {"run.folder": str(stored)}))
+    if demo is not None:
+        values = read_config_file(tree, demo)
+        default = config_fields(tree)["run.folder"].default
+        folder = (values | _merged(layers)).get("run.folder", default)
+        placed = {key: _placed(value, folder) for key, value in values.items()}
+        layers.insert(0, Layer("in the demo's run file", placed))
+    return build(tree, layers)
+
+
+def build(tree: type[Tree], layers: list[Layer]) -> Tree:
+    """Make the configuration from layers, of which the later win; what a section refuses is told with its place.
+
+    Raises:
+        UserError: If a section refuses its values.
+    """
+    values, made = _merged(layers), {}
+    places = {key: layer.where for layer in layers for key in layer.values}
+    for section, section_type in config_sections(tree).items():
+        names = [field.name for field in fields(section_type)]
+        given = {name: values[f"{section}.{name}"] for name in names if f"{section}.{name}" in values}
+        try:
+            made[section] = section_type(**given)
+        except UserError as error:
+            message = str(error) if f"{section}." in str(error) else f"{section}: {error}"
+            blamed = [f"{section}.{name}" for name in given if f"{section}.{name}" in message]
+            wheres = dict.fromkeys(places[key] for key in blamed)
+            raise UserError(f"{message} (set {' and '.join(wheres)})" if wheres else message) from error
+    return tree(**made)
+
+
+def _merged(layers: list[Layer]) -> dict[str, Any]:
+    return {key: value for layer in layers for key, value in layer.values.items()}
+
+
+def _stored_layer(tree: type, folder: Path) -> Layer:
+    """A run's stored configuration; keys that another version wrote and this one does not know are passed over."""
+    file = folder / "config.toml"
+    if not file.is_file():
+        raise UserError(
+            f"{folder} is not a run's folder: it holds no config.toml; give the folder that run.folder named"
+        )
+    return Layer(f"in {file}", read_config_file(tree, file, skip_unknown=True))
+
+
+def _placed(value: Any, folder: str) -> Any:
+    """A value of the demo with the run's folder in it."""
+    if isinstance(value, str):
+        return value.replace("{run}", folder)
+    return tuple(_placed(item, folder) for item in value) if isinstance(value, tuple) else value

@@ -1,0 +1,115 @@
+"""Configuration as TOML: read strictly, printed so that it reads back."""
+
+import difflib
+import textwrap
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from ditkit_core.config.schema import config_fields, config_sections, config_values
+from ditkit_core.config.validation import nearest_key, unknown_key, value_from_file
+from ditkit_core.errors import UserError
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file as it is.
+
+    Raises:
+        UserError: If it cannot be read or is not TOML in UTF-8, naming file and line.
+    """
+    try:
+        # utf-8-sig: some editors on Windows put a byte order mark before the text
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UserError(f"cannot read the run file {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text; a run file is TOML, saved as UTF-8") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not TOML: {' '.join(str(error).split())}") from error
+    except (RecursionError, ValueError) as error:  # ValueError: Python's limit on the digits of an integer
+        raise UserError(
+            f"{path} is nested too deeply, or has a number of too many digits; correct the run file"
+        ) from error
+
+
+def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted key, whatever they are; nothing is checked."""
+    flat = {}
+    for section, table in tables.items():
+        if isinstance(table, dict):
+            flat.update({f"{section}.{name}": value for name, value in table.items()})
+        else:
+            flat[section] = table
+    return flat
+
+
+def read_config_file(tree: type, path: Path, *, skip_unknown: bool = False) -> dict[str, Any]:
+    """Read the values that a run file gives, checked, by dotted key.
+
+    Args:
+        tree: The configuration's dataclass.
+        path: The file.
+        skip_unknown: Pass over keys that do not exist, for a file that another version has stored.
+
+    Raises:
+        UserError: If the file cannot be read, a key or section is unknown, or a value has the wrong type.
+    """
+    where, tables, known = f"in {path}", read_toml(path), config_fields(tree)
+    values = flatten(tables)
+    if skip_unknown:
+        values = {key: value for key, value in values.items() if key in known}
+    else:
+        _check_keys(tables, tree, where)
+    return {key: value_from_file(key, known[key].type, value, where) for key, value in values.items()}
+
+
+def _check_keys(tables: Mapping[str, Any], tree: type, where: str) -> None:
+    """Raise UserError for the first section or key that does not exist."""
+    sections, known = config_sections(tree), config_fields(tree)
+    for section, table in tables.items():
+        if section in sections and not isinstance(table, dict):
+            raise UserError(f"{section} {where} is a section: write [{section}] and its keys below it")
+        if section not in sections and isinstance(table, dict):
+            raise _unknown_section(section, table, tree, where)
+    for key in flatten(tables):
+        if key not in known:
+            raise unknown_key(key, known, where)
+
+
+def _unknown_section(section: str, table: Mapping[str, Any], tree: type, where: str) -> UserError:
+    """The error for a section that does not exist: the one it is close to, or else the key that its first key is like."""
+    close = difflib.get_close_matches(section, config_sections(tree), n=1)
+    if close or not table:
+        suggestion = close[0] if close else nearest_key(section, config_sections(tree))
+        return UserError(f"unknown section [{section}] {where}; did you mean [{suggestion}]?")
+    return unknown_key(f"{section}.{next(iter(table))}", config_fields(tree), where)
+
+
+def to_toml(
+    config: Any, *, shown: Callable[[type, Mapping[str, Any]], Mapping[str, Any]] = lambda _, values: values
+) -> str:
+    """A resolved configuration as TOML, each key under its meaning; reads back to the same configuration.
+
+    Args:
+        config: The configuration.
+        shown: Its class and its values by dotted key, to what is written of them.
+    """
+    tree = type(config)
+    values = shown(tree, config_values(config))
+    lines = {section: [f"[{section}]"] for section in config_sections(tree)}
+    for key, field in config_fields(tree).items():
+        section, name = key.split(".")
+        lines[section] += textwrap.wrap(field.doc, 110, initial_indent="# ", subsequent_indent="# ")
+        # TOML has no null: an optional value that is not set is left out
+        lines[section].append(f"# {name} =" if values[key] is None else f"{name} = {_toml_value(values[key])}")
+    return "\n\n".join("\n".join(section) for section in lines.values()) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    """One value on one line (tomli_w would give each item of an array a line of its own)."""
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")

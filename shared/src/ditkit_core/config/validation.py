@@ -1,0 +1,158 @@
+"""Checking what a person wrote against the configuration's keys and types, and saying in one line what is wrong.
+
+jsonargparse decides what a type accepts. Its messages span several lines and name Python types, so ours are put in
+their place.
+"""
+
+import argparse
+import difflib
+import functools
+import json
+import math
+import os
+import tomllib
+from collections.abc import Iterable
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from jsonargparse import ArgumentParser
+
+from ditkit_core.config.schema import plain
+from ditkit_core.errors import UserError
+
+_LONGEST_NAME, _LONGEST_PATH = 255, 4000
+"""Bytes that file systems allow for a file's name, and systems for a path with something to come behind it."""
+_PATHS = {
+    "run.folder", "data.folder", "data.folders", "data.metadata", "data.references", "prior.folder", "encode.cache",
+    "base.merge", "base.quantized_cache", "adapter.init", "sample.references", "model.base", "model.transformer",
+    "model.transformer_2", "model.vae", "model.text_encoder", "model.tokenizer", "model.image_encoder",
+}  # fmt: skip
+"""Keys of files and folders; sections look them up in many places, and each would have to say that there can be no such file."""
+
+
+def nearest_key(key: str, keys: Iterable[str]) -> str:
+    """The valid key that a mistaken one most likely means.
+
+    The last part of the name counts twice as much as the section, so `optim.rank` finds `adapter.rank`; initials count
+    as the name, so `learning_rate` finds `lr`.
+    """
+    section, _, name = key.rpartition(".")
+    initials = "".join(word[:1] for word in name.split("_"))
+
+    def likeness(candidate: str) -> float:
+        its_section, _, its_name = candidate.rpartition(".")
+        same_name = 1.0 if its_name == initials else _likeness(name, its_name)
+        return same_name + _likeness(section, its_section) / 2
+
+    return max(keys, key=likeness)
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+def value_from_file(key: str, hint: Any, raw: Any, where: str) -> Any:
+    """Check a value that TOML gave, which has a type already: a quoted number is not a number.
+
+    Args:
+        key: The key it is for.
+        hint: Its type annotation.
+        raw: What TOML gave.
+        where: For the message: `in run.toml`.
+
+    Raises:
+        UserError: If the type does not accept it, naming key, place, what is expected and what was given.
+    """
+    try:
+        value = _convert(hint, raw)
+        if plain(value) != raw or isinstance(value, bool) != isinstance(raw, bool):
+            raise argparse.ArgumentError(None, "of another type")
+    except argparse.ArgumentError as error:
+        raise UserError(f"{key} {where} must be {expected(hint)}, not {_shown(raw)}") from error
+    return _writable(key, value, where)
+
+
+def value_from_text(key: str, hint: Any, texts: list[str], where: str) -> Any:
+    """Check what a flag was given, once or (for lists) several times.
+
+    A list is given as a TOML array, or item by item with the flag repeated; commas do not separate, since captions and
+    paths hold commas. Of a repeated flag that is not a list the last wins.
+
+    Raises:
+        UserError: As `value_from_file`.
+    """
+    try:
+        if not is_list(hint):
+            return _writable(key, _convert(hint, texts[-1]), where)
+        item = get_args(hint)[0]
+        if len(texts) == 1 and texts[0].lstrip().startswith("["):
+            return _writable(key, _convert(hint, tomllib.loads(f"list = {texts[0]}")["list"]), where)
+        return _writable(key, _convert(hint, [text if item is str else _convert(item, text) for text in texts]), where)
+    except (argparse.ArgumentError, ValueError, RecursionError) as error:  # of TOML; long numbers, lists nested deeply
+        given = texts[-1] if len(texts) == 1 else texts
+        raise UserError(f"{key} {where} must be {expected(hint)}, not {_shown(given)}") from error
+
+
+def _writable(key: str, value: Any, where: str) -> Any:
+    """The value, known to be of characters that a run file can hold, and if it is a path to be one that a file can have.
+
+    Raises:
+        UserError: If it has.
+    """
+    for text in value if isinstance(value, list | tuple) else [value]:
+        if not isinstance(text, str):
+            continue
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise UserError(f"{key} {where} has half of a character (a lone surrogate); correct it")
+        if key not in _PATHS:
+            continue
+        if "\0" in text:
+            raise UserError(f"{key} {where} has a null byte, which no path can have; correct it")
+        if max(len(part.encode()) for part in text.split("/")) > _LONGEST_NAME or len(text.encode()) > _LONGEST_PATH:
+            raise UserError(f"{key} {where} is too long for a path ({len(text)} characters); correct it")
+        if text.startswith("~") and os.path.expanduser(text).startswith("~"):
+            raise UserError(f"{key} {where} = {text!r} begins with the home folder of nobody here; write the path out")
+    return value
+
+
+def is_list(hint: Any) -> bool:
+    """Whether values of this type are written as arrays."""
+    return get_origin(hint) in (tuple, list)
+
+
+def expected(hint: Any) -> str:
+    """A type in a person's words: `a whole number`."""
+    arguments = get_args(hint)
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, arguments))
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(expected(argument) for argument in arguments if argument is not NoneType)
+    if is_list(hint):
+        count = 2 if Ellipsis in arguments else len(arguments)
+        return f"a list such as {json.dumps((['a', 'b', 'c'] if arguments[0] is str else [1, 2, 3])[:count])}"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}.get(hint, str(hint))
+
+
+@functools.cache
+def _parser(hint: Any) -> ArgumentParser:
+    parser = ArgumentParser(exit_on_error=False, add_help=False)
+    parser.add_argument("--value", type=hint)
+    return parser
+
+
+def _convert(hint: Any, raw: Any) -> Any:
+    """The value as the type has it; raises argparse.ArgumentError if the type does not accept it."""
+    value = _parser(hint).parse_object({"value": raw}, defaults=False).value
+    if isinstance(value, float) and not math.isfinite(value):  # NaN passes every `if value < 0` of a section
+        raise argparse.ArgumentError(None, "not finite")
+    return value
+
+
+def _shown(raw: Any) -> str:
+    return json.dumps(raw, ensure_ascii=False, default=str)
+
+
+def unknown_key(key: str, keys: Iterable[str], where: str, *, flag: bool = False) -> UserError:
+    """The error for a key that does not exist, with the nearest one that does."""
+    dashes = "--" if flag else ""
+    return UserError(f"unknown key {dashes}{key} {where}; did you mean {dashes}{nearest_key(key, keys)}?")

@@ -1,0 +1,289 @@
+"""What goes with a clip beside its caption: control videos, masks, pictures, music, texts. Which column or folder names it, and whether it can be used."""
+
+import difflib
+import json
+import os
+import stat
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ditkit_core.data.columns import NUMBERED_REFERENCES, number_of
+from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, kind_of, status
+from ditkit_core.data.media.image_sequence import check_inside
+from ditkit_core.data.windows import Window
+from ditkit_core.errors import UserError
+from ditkit_core.io.files import inside, refuse_backslashes
+from ditkit_core.models.conditions import Column, named_columns
+
+AUDIO_SUFFIXES = frozenset({".wav", ".mp3", ".flac", ".m4a", ".aac", ".ogg", ".opus"})
+FEATURE_SUFFIXES = frozenset({".npy", ".safetensors"})
+"""Features of sound that were computed before."""
+
+_SUFFIXES = {
+    "image": IMAGE_SUFFIXES, "video": VIDEO_SUFFIXES | IMAGE_SUFFIXES, "audio": AUDIO_SUFFIXES | VIDEO_SUFFIXES | FEATURE_SUFFIXES,
+    "text": frozenset({".txt"}),
+}  # fmt: skip
+
+
+def control_headers(
+    where: str,
+    headers: Iterable[str],
+    columns: Sequence[Column],
+    *,
+    media: Collection[str] = (),
+    other: Collection[str] = (),
+) -> dict[str, list[str]]:
+    """What each header of metadata means: a column, or several that it fills from a list. A misspelt one is refused: without it another
+    model would be trained.
+
+    Args:
+        where: For messages.
+        headers: Of the metadata.
+        columns: What the model knows.
+        media: Headers that name the clip itself, unless another of them is there as well (`image` beside `video`).
+        other: Headers that mean something else if they are no columns.
+
+    Returns:
+        By header the names of its columns; of a list those too that have headers of their own, which go before it.
+
+    Raises:
+        UserError: If a column is there under two names, or nearly.
+    """
+    names = {name: [column.name for column in meant] for name, meant in named_columns(columns).items()}
+    headers = [header for header in headers if isinstance(header, str)]
+    found: dict[str, list[str]] = {}
+    for header in headers:
+        if header in media and (header not in names or all(each in names for each in headers if each in media)):
+            continue
+        if meant := names.get(header) or _first_of_several(where, header, names):
+            alike = [each for each, theirs in found.items() if (len(theirs) > 1) == (len(meant) > 1)]
+            if twice := next((each for each in alike if set(found[each]) & set(meant)), ""):
+                raise UserError(f"{where} has {twice!r} and {header!r}, which mean the same; remove one of the columns")
+            found[header] = meant
+        elif header not in other and (close := difflib.get_close_matches(header.lower(), names, n=1, cutoff=0.85)):
+            raise UserError(f"{where} has a column {header!r}; did you mean {close[0]!r}? Rename it if not")
+    return found
+
+
+def _first_of_several(where: str, header: str, names: Mapping[str, list[str]]) -> list[str]:
+    """What `control_path_0` means to a model that knows `control_path`, which is one file; nothing, if it is another name.
+
+    Raises:
+        UserError: If there are more of them.
+    """
+    if NUMBERED_REFERENCES not in names or (number := number_of(header)) is None:
+        return []
+    meant = names[NUMBERED_REFERENCES]
+    if number:
+        raise UserError(
+            f"{where} has a column {header!r}, and this model takes one file there; call it {meant[0]!r}, or remove it"
+        )
+    return meant
+
+
+def control_values(
+    where: str, row: Mapping[str, object], columns: Sequence[Column], headers: Mapping[str, list[str]]
+) -> dict[str, str]:
+    """What one row says in the columns, as written; empty fields are left out.
+
+    A list fills the columns that have no value of their own, in order.
+
+    Args:
+        where: For messages.
+        row: By header.
+        columns: What the model knows.
+        headers: As `control_headers` has it.
+
+    Raises:
+        UserError: If a value is no path (in a column of texts: neither a text nor numbers), or there are more than columns for them.
+    """
+    kinds = {column.name: column.kind for column in columns}
+    found: dict[str, str] = {}
+    for header, meant in sorted(headers.items(), key=lambda each: len(each[1])):
+        value = row.get(header)
+        left = [name for name in meant if name not in found]
+        values = [value] if len(meant) == 1 or not isinstance(value, list) else value
+        if not all(map(_is_empty, values[len(left) :])):
+            own = [name for name in meant if name not in left]
+            there = f"{len(left)} beside {', '.join(own)}" if own else f"{len(left)}"
+            raise UserError(
+                f"{where}: {header!r} names {len(values)} files and this model takes {there}; remove {len(values) - len(left)}"
+            )
+        for name, each in zip(left, values, strict=False):
+            if not _is_empty(each):
+                found[name] = _written(f"{where}: {header!r}", each, kinds[name])
+    return {column.name: found[column.name] for column in columns if column.name in found}
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or value == [] or (isinstance(value, str) and not value.strip())
+
+
+def _written(where: str, value: object, kind: str) -> str:
+    """The path or text that a field has."""
+    if kind == "text" and (_is_number(value) or (isinstance(value, list) and all(map(_is_number, value)))):
+        value = json.dumps(value)
+    elif isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, str):
+        raise UserError(
+            f"{where} is not {'a text' if kind == 'text' else 'the path of one file'}; correct it or leave it empty"
+        )
+    return value.strip()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def folders_of(written: Sequence[str], columns: Sequence[Column]) -> dict[str, Path]:
+    """The folders that `data.controls` names, by column.
+
+    Raises:
+        UserError: If an item is no `column=folder`, or names no column of the model or one twice.
+    """
+    names = {name: meant[0].name for name, meant in named_columns(columns).items()}
+    found: dict[str, Path] = {}
+    for item in written:
+        name, equals, folder = item.partition("=")
+        if not (equals and name.strip() and folder.strip()):
+            raise UserError(f"data.controls has {item!r}, which is no column=folder; write it like vace_video=masks")
+        if not columns:
+            raise UserError(f"data.controls has {item!r}, and this model takes no controls; leave it out")
+        if name.strip() not in names:
+            near = difflib.get_close_matches(name.strip().lower(), names, n=1, cutoff=0.5)
+            remedy = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(names)}"
+            raise UserError(f"data.controls has {name.strip()!r}, which is no column of this model; {remedy}")
+        column = names[name.strip()]
+        if column in found:
+            raise UserError(f"data.controls names {column} twice; remove one")
+        at = status(Path(folder.strip()))
+        if at is None or not stat.S_ISDIR(at.st_mode):
+            raise UserError(f"data.controls {item!r}: the folder does not exist or is none; correct the path")
+        found[column] = Path(folder.strip())
+    return found
+
+
+def controls_by_name(
+    folder: Path, column: Column, ids: Collection[str]
+) -> tuple[dict[str, str | UserError], list[str]]:
+    """The files of a folder that go with samples of the same name.
+
+    Args:
+        folder: Where they lie; a clip in a subfolder of the dataset has its own in the same subfolder here.
+        column: What they are for.
+        ids: Of the clips.
+
+    Returns:
+        By clip the path relative to the folder or why there is none, and the files of no clip.
+    """
+    found: dict[str, list[str]] = defaultdict(list)
+    left_over = []
+    for name in _files(folder, ids):
+        path = Path(name)
+        accepted = _SUFFIXES.get(column.kind)
+        if accepted is not None and path.suffix.lower() not in accepted and not (folder / name).is_dir():
+            continue
+        id = path.as_posix() if (folder / name).is_dir() else path.with_suffix("").as_posix()
+        if id in ids:
+            found[id].append(name)
+        else:
+            left_over.append(name)
+    return {id: _only(folder, column, id, names) for id, names in found.items()}, left_over
+
+
+def _files(folder: Path, ids: Collection[str]) -> Iterator[str]:
+    """Relative paths of files, and of folders that are called like a clip; hidden ones are ignored, links followed once."""
+    visited = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        relative = Path(place).relative_to(folder).as_posix()
+        if real in visited or relative in ids:
+            folders.clear()
+            if relative in ids and real not in visited:
+                yield relative
+            continue
+        visited.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from ((Path(place) / name).relative_to(folder).as_posix() for name in sorted(names) if name[0] != ".")
+
+
+def _only(folder: Path, column: Column, id: str, names: Sequence[str]) -> str | UserError:
+    if len(names) == 1:
+        return names[0]
+    return UserError(f"{' and '.join(names)} in {folder} are both the {column.name} of {id!r}; remove all but one")
+
+
+def checked_control(
+    folder: Path, name: str, column: Column, *, allow_outside: bool, fps: float, windows: Sequence[Window]
+) -> str:
+    """The path of a control, known to be there and to be of the right kind; of a text itself.
+
+    Args:
+        folder: What the path is relative to.
+        name: As written.
+        column: What it is for.
+        allow_outside: Whether it may lie outside the folder.
+        fps: Frames per second that clips are read at.
+        windows: Of the clip's file, which say how much of a video is needed, from its first frame on.
+
+    Raises:
+        UserError: If it cannot be used.
+    """
+    if column.kind == "text":
+        return name
+    path, what = folder / name, f"{column.name} {folder / name}"
+    frames = max(window.first + window.frames for window in windows)
+    try:
+        at = status(path)  # a name that no file can have is said here
+        if at is None:
+            refuse_backslashes(name)
+    except UserError as error:
+        raise UserError(f"{column.name}: {error}") from error
+    inside(folder, name, allow_outside=allow_outside)
+    if at is None:
+        raise UserError(f"{what} does not exist; correct the path")
+    if stat.S_ISREG(at.st_mode) and at.st_size == 0:
+        raise UserError(f"{what} is empty (0 bytes); copy it again")
+    accepted = _SUFFIXES.get(column.kind)
+    if accepted is not None and path.suffix.lower() not in accepted and not (column.kind == "video" and path.is_dir()):
+        raise UserError(f"{what} is no {column.kind} by its extension; accepted: {' '.join(sorted(accepted))}")
+    if column.kind in ("image", "video"):
+        try:
+            if kind_of(path) == "video" and path.is_dir():
+                check_inside(path, folder, allow_outside=allow_outside)
+            still = kind_of(path) == "image"
+            there = available(path, fps, at_most=frames).frames
+        except UserError as error:
+            raise UserError(f"{column.name}: {error}") from error
+        if not still and there < frames:
+            raise UserError(
+                f"{what} has {there} frames at {fps:g} fps and its clip needs {frames}; make it as long as the clip"
+            )
+        if column.moment and any(window.first for window in windows):
+            clips = f"{len(windows)} clips" if len(windows) > 1 else "a clip"
+            raise UserError(
+                f"{what} is how one clip {column.moment}s, and data.windows cuts {clips} out of its file, not just its beginning; "
+                'set data.windows = "first", cut the file into clips, or leave the column empty for it'
+            )
+    elif not stat.S_ISREG(at.st_mode):
+        raise UserError(f"{what} is a folder, not a file; correct the path")
+    return str(path)
+
+
+def text_of(path: Path) -> str:
+    """What the file of a text column says.
+
+    Raises:
+        UserError: If it is no text.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}); save it again as UTF-8") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); correct its permissions") from error
+    if not text:
+        raise UserError(f"{path} is empty; fill it in or remove it")
+    return text

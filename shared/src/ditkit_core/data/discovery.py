@@ -1,0 +1,258 @@
+"""Which media files a dataset folder names, and the captions of each: a metadata file, two lists of lines, or a text beside each clip."""
+
+import functools
+import json
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ditkit_core.data.caption_lists import CAPTION_LISTS, MEDIA_LISTS, captions_of, lists_in, pairs
+from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, status
+from ditkit_core.data.media.image_sequence import numbered
+from ditkit_core.data.metadata import csv_rows, json_lines, json_list
+from ditkit_core.data.records import Captions, Entry, Reader, read_text
+from ditkit_core.errors import UserError
+from ditkit_core.io.files import inside
+from ditkit_core.models.conditions import Column
+
+METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.json")
+_PARQUET = "metadata.parquet"
+CAPTION_SUFFIXES = (".txt", ".caption")
+"""Of the file with the caption beside a clip: the first that is there is read, the others are not."""
+
+
+def list_entries(
+    folder: Path,
+    metadata: str,
+    *,
+    allow_outside: bool,
+    captions: Captions = "whole",
+    skip: Sequence[Path] = (),
+    columns: Sequence[Column] = (),
+    edits: bool = False,
+    image_folders: bool = False,
+) -> list[Entry]:
+    """Everything that a dataset folder names, in a fixed order; problems of single entries are part of the list.
+
+    Args:
+        folder: The dataset folder.
+        metadata: A .jsonl, .csv or .json file or a list of media with a list of captions beside it, relative to the folder; empty: the
+            one of them that is there, otherwise every media file with a caption of the same name beside it.
+        allow_outside: Whether captions may lie outside the folder, behind links.
+        captions: Whether a text is one caption, or each of its lines is one.
+        skip: Folders whose media are no samples, wherever they lie.
+        columns: What metadata may say of a clip beside its captions.
+        edits: Whether the model takes references.
+        image_folders: Whether a folder of numbered images is a clip.
+
+    Raises:
+        UserError: If the metadata as a whole cannot be used.
+    """
+    reader = Reader(
+        folder=folder, allow_outside=allow_outside, captions=captions, skip=skip, columns=columns, edits=edits,
+        image_folders=image_folders,
+    )  # fmt: skip
+    found = [metadata] if metadata else lists_of(folder, skip=skip, image_folders=image_folders)
+    if len(found) > 1:
+        raise UserError(
+            f"{folder} has {'both ' * (len(found) == 2)}{' and '.join(found)}; name the right one in data.metadata"
+        )
+    if not found:
+        return list(_beside(reader))
+    path = folder / found[0]
+    at_path = status(path)
+    if at_path is None:
+        raise UserError(f"data.metadata {path} does not exist; correct the path or leave data.metadata empty")
+    if not stat.S_ISREG(at_path.st_mode):
+        raise UserError(f"metadata {path} is a folder or no plain file; rename it or remove it")
+    readers = {".jsonl": json_lines, ".csv": csv_rows, ".json": json_list}
+    if path.name in MEDIA_LISTS:
+        readers[".txt"] = _line_lists
+    if path.suffix.lower() == ".parquet":
+        raise UserError(
+            f'{path} is a Parquet table, which is not read here; write it as metadata.jsonl, with pandas: to_json(…, orient="records", lines=True)'
+        )
+    if path.suffix.lower() not in readers:
+        lists = f"{', '.join(MEDIA_LISTS)} with {CAPTION_LISTS[0]} beside it"
+        raise UserError(f"data.metadata {path} is of no known kind; accepted are {', '.join(readers)}, and {lists}")
+    entries = list(readers[path.suffix.lower()](reader, path, read_text(path)))
+    if not entries:
+        raise UserError(f"{path} lists nothing; write a line for each clip, or remove it")
+    return entries
+
+
+def lists_of(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool = False) -> list[str]:
+    """Names of the files in a dataset folder that list its clips and captions; one, if any, unless it is to be said which.
+
+    Metadata goes before texts beside the clips, and these before two lists of lines and a Parquet table: what a folder has beside what
+    is read of it changes nothing.
+
+    Args:
+        folder: The dataset folder.
+        skip: Folders whose media are no samples.
+        image_folders: Whether a folder of numbered images is a clip.
+
+    Raises:
+        UserError: If it cannot be told.
+    """
+    if found := [name for name in METADATA_NAMES if status(folder / name) is not None]:
+        return found
+    found = _both_lists(folder, image_folders)
+    if not found and status(folder / _PARQUET) is not None:
+        found = [_PARQUET]
+    if found and any(_texts_of(folder, each) for each in media_files(folder, skip=skip, image_folders=image_folders)):
+        return []
+    return found
+
+
+def _both_lists(folder: Path, image_folders: bool) -> list[str]:
+    """The lists of media of a folder that has lists of captions as well."""
+    captions = lists_in(folder, CAPTION_LISTS, image_folders=image_folders)
+    return lists_in(folder, MEDIA_LISTS, image_folders=image_folders) if captions else []
+
+
+def _texts_of(folder: Path, media: str) -> list[str]:
+    """The files with a caption that lie beside a media file or folder of images."""
+    stem = _stem(media)
+    return [f"{stem}{suffix}" for suffix in CAPTION_SUFFIXES if _is_file(folder / f"{stem}{suffix}")]
+
+
+def _stem(media: str) -> str:
+    return str(Path(media).with_suffix("")) if _called_like_media(Path(media).name) else media
+
+
+def _beside(reader: Reader) -> Iterator[Entry]:
+    folder = reader.folder
+    lists, shots = _hint_at_lists(reader), functools.partial(_hint_at_shots, reader)
+    nothing = True
+    for media in media_files(folder, skip=reader.skip, image_folders=reader.image_folders):
+        nothing = False
+        try:
+            at_media = status(folder / media)
+            if _called_like_media(Path(media).name) and at_media is not None and stat.S_ISDIR(at_media.st_mode):
+                raise UserError(f"{folder / media} is a folder, not a media file; rename it or remove it")
+            there = _texts_of(folder, media)
+            if not there:
+                raise UserError(
+                    f"{folder / media} has no caption; write one to {folder / _stem(media)}.txt{lists or shots(media)}"
+                )
+            text = read_text(inside(folder, there[0], allow_outside=reader.allow_outside))
+            yield Entry(media=media, captions=reader.split(f"caption {folder / there[0]}", [text]))
+        except UserError as error:
+            yield Entry(media=media, problem=error)
+    if nothing:
+        _hint_at_tables(folder)
+
+
+def _is_file(path: Path) -> bool:
+    found = status(path)
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def _hint_at_tables(folder: Path) -> None:
+    """Where there is no media file, but a table that may hold them.
+
+    Raises:
+        UserError: Naming the table.
+    """
+    table = next((each for pattern in ("*.parquet", "*/*.parquet") for each in sorted(folder.glob(pattern))), None)
+    if table is not None:
+        raise UserError(
+            f"{folder} has no media file, but {table.relative_to(folder)}, a Parquet table, which is not read here; write its pictures or "
+            "clips to files, and their names and captions to metadata.jsonl"
+        )
+
+
+def _hint_at_lists(reader: Reader) -> str:
+    """Where a caption is missing, and a file may list them: which setting names it, or what belongs beside it."""
+    folder = reader.folder
+    if both := _both_lists(folder, reader.image_folders):
+        return f', or set data.metadata = "{both[0]}" if clips and captions are listed, and not beside each other'
+    names = sorted(os.listdir(folder)) if os.access(folder, os.R_OK) else []
+    if half := next(iter(lists_in(folder, (*MEDIA_LISTS, *CAPTION_LISTS), image_folders=reader.image_folders)), ""):
+        other = CAPTION_LISTS[0] if half in MEDIA_LISTS else MEDIA_LISTS[0]
+        return (
+            f", or {other} beside {half}, line by line, if that lists {'clips' if half in MEDIA_LISTS else 'captions'}"
+        )
+    kinds = {Path(name).suffix for name in METADATA_NAMES}
+    found = [name for name in names if Path(name).suffix.lower() in kinds]
+    if not found or any(name.lower().endswith(".txt") for name in names):
+        return ""
+    return f", or set data.metadata = {json.dumps(found[0], ensure_ascii=False)} if that lists clips and captions"
+
+
+def _hint_at_shots(reader: Reader, media: str) -> str:
+    """Where the folder of an image has a caption: that it may be a clip, or why it is none."""
+    shot = Path(media).parent.as_posix()
+    if Path(media).suffix.lower() not in IMAGE_SUFFIXES or not (reader.folder / f"{shot}.txt").is_file():
+        return ""
+    if not reader.image_folders:
+        return f", or set data.image_folders = true if {shot} is one clip"
+    return f", or leave nothing but images that are numbered alike in {shot}, which is no clip as it is"
+
+
+def names_of(folders: Sequence[str]) -> list[str]:
+    """What the ids of each folder begin with: its name, with as much of its path as tells it from the others; "" for one alone."""
+    if len(folders) == 1:
+        return [""]
+    parts = [Path(os.path.abspath(folder)).parts for folder in folders]
+    return [
+        next(
+            "/".join(own[-count:]) + "/" for count in range(1, len(own) + 1)
+            if sum(other[-count:] == own[-count:] for other in parts) == 1 or count == len(own)
+        )
+        for own in parts
+    ]  # fmt: skip
+
+
+def media_files(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool = False) -> Iterator[str]:
+    """Relative paths of media files, and of folders called like one; hidden ones are ignored, links followed once.
+
+    Args:
+        folder: Where to look, subfolders included.
+        skip: Folders that are not looked into.
+        image_folders: Whether a subfolder of numbered images alone is named in place of its images.
+    """
+    visited = {os.path.realpath(each) for each in skip}
+    for place, folders, names in os.walk(folder, onerror=_cannot_list, followlinks=True):
+        real = os.path.realpath(place)
+        if real in visited:
+            folders.clear()
+            continue
+        visited.add(real)
+        if image_folders and Path(place) != Path(folder) and not folders and numbered(names):
+            yield Path(place).relative_to(folder).as_posix()
+            continue
+        for name in sorted(folders + names):
+            if _called_like_media(name):
+                yield Path(place, name).relative_to(folder).as_posix()
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and not _called_like_media(name))
+
+
+def _called_like_media(name: str) -> bool:
+    return not name.startswith(".") and Path(name).suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES
+
+
+def _cannot_list(error: OSError) -> None:
+    raise UserError(
+        f"folder {error.filename} cannot be read ({error.strerror}); correct its permissions or remove it"
+    ) from error
+
+
+def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Entry]:
+    captions = captions_of(path, image_folders=reader.image_folders)
+    whole = replace(reader, captions="whole")  # a caption may hold what Python calls the end of a line
+    for line, media, caption in pairs(path, text, captions, read_text(captions)):
+        where = f"{path} line {line}"
+        try:
+            if not media:
+                raise UserError(
+                    f"{where} is empty, and {captions.name} has a caption there; name its file, or remove both"
+                )
+            split = whole.split(f"{captions} line {line}", [caption])
+            reader.check_media(where, [media])
+            yield Entry(media=media, captions=split)
+        except UserError as error:
+            yield Entry(media=where, problem=error)

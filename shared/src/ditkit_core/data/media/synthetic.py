@@ -1,0 +1,147 @@
+"""What the inputs of every family's demo are made with: pictures of simple shapes, weights drawn by name, a folder that is whole.
+
+A demo trains on generated inputs by the path of real ones, so nothing else knows about it.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ditkit_core.errors import UserError
+from ditkit_core.io.files import write_text
+from ditkit_core.io.rng import generator
+
+COLOURS = {"red": (225, 50, 45), "green": (60, 190, 80), "blue": (60, 100, 230), "yellow": (240, 205, 60)}
+BACKGROUNDS = {"dark": (22, 24, 34), "bright": (214, 216, 206)}
+SHAPES = ("circle", "square", "triangle")
+
+
+def write_inputs(folder: Path, parts: Mapping[str, Callable[[Path], None]]) -> None:
+    """Write a demo's inputs: each part into the folder of its name.
+
+    A folder that is complete is left alone; one that was half written is written again.
+
+    Args:
+        folder: Where to write; created if needed.
+        parts: By name, what writes the part into the empty folder that it is given.
+
+    Raises:
+        UserError: If it cannot be written.
+    """
+    from av import FFmpegError
+    from safetensors import SafetensorError
+
+    folder = Path(folder)
+    complete = folder / "complete"
+    if complete.exists():
+        return
+    try:
+        for name in parts:
+            shutil.rmtree(folder / name, ignore_errors=True)
+        for name, write in parts.items():
+            (folder / name).mkdir(parents=True)
+            write(folder / name)
+        complete.touch()
+    except (OSError, FFmpegError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(
+            f"cannot write the demo into {folder}: {reason}; free some space or choose another run.folder"
+        ) from error
+
+
+def drawn(name: str, kind: Callable[..., Any], *given: Any, **settings: Any) -> Any:
+    """A module of a library, in eval mode, with weights drawn by `name`; what its own initialisation draws leaves no trace.
+
+    Args:
+        name: What the weights depend on, beside their own names.
+        kind: The module's class.
+        given: What it is made with.
+        settings: By name.
+    """
+    with torch.random.fork_rng(devices=[]):
+        model = kind(*given, **settings)
+    randomise(model, name)
+    return model.eval()
+
+
+def write_text_encoder(folder: Path, model: Any, *, tied: str) -> None:
+    """Write configuration and weights of a text encoder of transformers.
+
+    Written here, because the library's own writing shows a progress bar.
+
+    Args:
+        folder: The checkpoint's.
+        model: The encoder.
+        tied: The weight that is another one's, and in no file.
+    """
+    model.config.save_pretrained(folder / "text_encoder")
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != tied}
+    save_file(state, folder / "text_encoder" / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_index(folder: Path, index: Mapping[str, Any]) -> None:
+    """Write the `model_index.json` of a checkpoint in diffusers layout."""
+    write_text(folder / "model_index.json", json.dumps(index, indent=2) + "\n")
+
+
+def randomise(model: nn.Module, name: str) -> None:
+    """Draw every weight anew, each from a generator of its own name: independent of the libraries' initialisation."""
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.ndim < 2 or key.endswith(".gamma"):
+                parameter.fill_(0.0 if key.endswith("bias") else 1.0)
+                continue
+            noise = torch.randn(parameter.shape, generator=generator("demo", name, key))
+            parameter.copy_(noise / math.sqrt(parameter[0].numel()))
+
+
+def isometry(rows: int, columns: int, name: str) -> Float[Tensor, "{rows} {columns}"]:
+    """A matrix that keeps every length, and so everything it is applied to; no more columns than rows."""
+    return torch.linalg.qr(torch.randn(rows, columns, generator=generator("demo", name)))[0]
+
+
+def paint(
+    height: int,
+    width: int,
+    *,
+    shape: str,
+    colour: str,
+    background: str,
+    centre: tuple[float, float],
+    radius: float,
+) -> UInt8[np.ndarray, "{height} {width} 3"]:
+    """A picture of one shape.
+
+    Args:
+        height: Pixels.
+        width: Pixels.
+        shape: One of `SHAPES`; a triangle points up.
+        colour: Of the shape, one of `COLOURS`.
+        background: One of `BACKGROUNDS`.
+        centre: Row and column of the shape, in pixels; it may lie outside.
+        radius: Pixels.
+    """
+    rows, columns = np.mgrid[:height, :width].astype(np.float64)
+    distance = _distance(shape, (rows - centre[0]) / radius, (columns - centre[1]) / radius)
+    cover = np.clip((1 - distance) * radius + 0.5, 0, 1)[..., None]  # one pixel of soft edge
+    colours = cover * np.array(COLOURS[colour]) + (1 - cover) * np.array(BACKGROUNDS[background])
+    return np.round(colours).astype(np.uint8)
+
+
+def _distance(shape: str, down: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """1 on the outline of the shape, less inside; coordinates in units of its radius."""
+    if shape == "circle":
+        return np.hypot(down, right)
+    if shape == "square":
+        return np.maximum(np.abs(down), np.abs(right))
+    assert shape == "triangle", shape
+    return np.maximum(down, np.abs(right) * 2 - down - 1)  # point up

@@ -1,0 +1,259 @@
+"""Video files through PyAV: what was on screen when, upright and in RGB, and writing H.264.
+
+Time is what the file says, never a frame count: phones and screen recorders write a variable frame rate, and a header's
+rate or duration is an estimate. Seconds are counted from the first frame shown.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ditkit_core.data.media import image as still
+from ditkit_core.data.media import tonemap as hdr
+from ditkit_core.data.media.decoder import decoder
+from ditkit_core.data.media.keyframes import Entry, find_entry
+from ditkit_core.data.media.timestamps import SLACK_SECONDS, Timeline
+from ditkit_core.errors import UserError
+from ditkit_core.io.files import atomic_write
+
+if TYPE_CHECKING:
+    from av import Packet, VideoFrame, VideoStream
+    from av.container import InputContainer
+
+    VideoPacket = Packet[VideoStream]
+
+_MOST_PIXELS = 2**26
+"""Of a frame: twice 8K. It is opened several times over, in more than a byte a colour where it is transparent or HDR."""
+_LONGEST_SHOWN = 600.0
+"""Seconds that frames may be on screen on average: a damaged clock makes days of a clip, and millions of windows of a file."""
+
+Picture = NDArray[np.uint8]
+"""One upright picture with square pixels: height × width × RGB."""
+
+# libav also reads playlists and scripts, whatever a file is called: a text file named clip.mp4 could name any other
+# file or host. Only real containers are opened, and nothing but the file itself.
+_OPEN_OPTIONS = {
+    "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpeg,mpegts,flv,asf,ogg",
+    "protocol_whitelist": "file",
+}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple["InputContainer", "VideoStream"]]:
+    """Open a file and its first video stream; libav's errors inside the block become one line about this file."""
+    import av
+
+    try:
+        # Tags may be in any encoding; nothing here reads them.
+        with av.open(str(path), options=dict(_OPEN_OPTIONS), metadata_errors="replace") as container:
+            if not container.streams.video:
+                raise UserError(f"{path} has no video stream (only sound, or cut off); replace it or remove it")
+            stream = container.streams.video[0]
+            if stream.codec_context is None:
+                raise UserError(f"{path} has a codec that cannot be decoded here; re-encode it (ffmpeg -i IN OUT.mp4)")
+            if hdr.is_dolby_alone(_sample_entry(container, stream), stream.codec_context.color_trc):
+                raise UserError(
+                    f"{path} is Dolby Vision without a picture that other decoders show right (profile 5): it would look green and purple; "
+                    "convert it (ffmpeg -i IN -vf libplacebo=colorspace=bt709:color_trc=bt709:format=yuv420p OUT.mp4)"
+                )
+            still.check_pixels(path, stream.codec_context.width, stream.codec_context.height, most=_MOST_PIXELS)
+            # A decoder otherwise paints over what it cannot decode, or (HEVC) leaves out frames without a word; and a frame may be
+            # larger than the container says.
+            stream.codec_context.options = {"err_detect": "explode", "max_pixels": str(_MOST_PIXELS)}
+            yield container, stream
+    except (av.FFmpegError, OSError) as error:
+        reason = f"cannot be read as a video ({error.strerror or 'damaged'})"
+        raise UserError(f"{path} {reason}; re-encode it (ffmpeg -i IN OUT.mp4) or remove it") from error
+
+
+def _sample_entry(container: "InputContainer", stream: "VideoStream") -> str:
+    """The name of MP4's and MOV's sample entry; elsewhere, or where it is no text, nothing.
+
+    Other containers have numbers in its place (MPEG-TS the type of the stream), which PyAV cannot show as text.
+    """
+    if "mp4" not in container.format.name:
+        return ""
+    try:
+        return stream.codec_context.codec_tag
+    except UnicodeDecodeError:
+        return ""
+
+
+def _packets(
+    path: Path, container: "InputContainer", stream: "VideoStream", timeline: Timeline
+) -> Iterator["VideoPacket"]:
+    """The stream's packets in file order, noted on the timeline; the last one is empty and flushes the decoder."""
+    for packet in container.demux(stream):
+        if packet.is_corrupt:
+            raise UserError(
+                f"{path} is truncated or damaged after {timeline.seconds:.2f} s; copy it again or remove it"
+            )
+        timeline.add(packet)
+        yield packet
+
+
+class Survey(NamedTuple):
+    """What a video shows: when, and how large."""
+
+    timeline: Timeline
+    height: int
+    """Pixels, upright and square."""
+    width: int
+    """Pixels, upright and square."""
+    quarter_turns: int
+    """Anticlockwise quarter turns (0 to 3) that brought it upright."""
+
+
+def survey(path: Path, *, until_seconds: float = float("inf")) -> Survey:
+    """Read off when the frames of a video are shown, and decode the first one.
+
+    Args:
+        path: A video file.
+        until_seconds: Stop reading once this much is known to be there; by default the whole file is read.
+
+    Raises:
+        UserError: If the file cannot be read or its first frame not be decoded.
+    """
+    timeline = Timeline()
+    first: VideoFrame | None = None
+    with _opened(path) as (container, stream):
+        decode = decoder(path, stream)
+        for packet in _packets(path, container, stream, timeline):
+            if first is None:
+                first = next(iter(decode(packet)), None)
+            elif timeline.seconds > until_seconds:
+                break
+        if first is None:
+            raise UserError(f"{path} has no frame that can be decoded; replace it or remove it")
+        height, width, _ = _upright(first, stream).shape
+    if timeline.seconds > _LONGEST_SHOWN * timeline.count:
+        raise UserError(
+            f"{path} has timestamps that cannot be right ({timeline.count} frames in {timeline.seconds:.0f} s); "
+            "re-encode it (ffmpeg -i IN OUT.mp4) or remove it"
+        )
+    return Survey(timeline, height, width, _quarter_turns(first))
+
+
+def is_hdr(path: Path) -> bool:
+    """Whether a video says that it is HDR; its pictures are then brought to SDR (`hdr.to_sdr`).
+
+    Raises:
+        UserError: If the file cannot be read.
+    """
+    with _opened(path) as (_, stream):
+        return stream.codec_context.color_trc in (hdr.PQ, hdr.HLG)
+
+
+def frames_at(path: Path, times: Sequence[float]) -> Iterator[Picture]:
+    """The picture on screen at each time, the same to the bit wherever the times begin.
+
+    Of MP4 and Matroska only what lies between the keyframe before the first time and the last time is decoded; elsewhere a
+    seek lands where the container likes, and the file is decoded from its start.
+
+    Args:
+        path: A video file.
+        times: Seconds since the first frame, ascending, not negative.
+
+    Raises:
+        UserError: If a frame up to the last time cannot be decoded, or the video ends before it.
+    """
+    if times and times[0] > SLACK_SECONDS:
+        with _opened(path) as (container, stream):
+            entry = find_entry(container, stream, times[0])
+            if entry is not None:
+                yield from _on_screen(path, container, stream, times, entry)
+                return
+    with _opened(path) as (container, stream):
+        yield from _on_screen(path, container, stream, times, None)
+
+
+def _on_screen(
+    path: Path, container: "InputContainer", stream: "VideoStream", times: Sequence[float], entry: Entry | None
+) -> Iterator[Picture]:
+    pending = deque(times)
+    stop = 0.0
+    for frame, stop in _shown(path, container, stream, entry):
+        picture: Picture | None = None
+        while pending and pending[0] + SLACK_SECONDS < stop:
+            if picture is None:
+                picture = _upright(frame, stream)
+            pending.popleft()
+            yield picture
+        if not pending:
+            return
+    raise UserError(f"{path} ends after {stop:.2f} s, a frame at {pending[0]:.2f} s was asked for; lower data.frames")
+
+
+def _shown(
+    path: Path, container: "InputContainer", stream: "VideoStream", entry: Entry | None
+) -> Iterator[tuple["VideoFrame", float]]:
+    """Every frame in the order of display from an entry on, with the time at which the next one replaces it."""
+    remedy = "re-encode it (ffmpeg -i IN OUT.mp4) or remove it"
+    timeline, decode = Timeline(), decoder(path, stream)
+    origin, shown = (entry.origin if entry else None), None
+    for packet in _packets(path, container, stream, timeline):
+        for frame in decode(packet):
+            if entry is not None and frame.time is not None and frame.time < entry.time - SLACK_SECONDS / 2:
+                continue  # a leading picture: it is shown before the keyframe, and needs what lies before that
+            if frame.is_corrupt:
+                raise UserError(f"{path} is damaged: a frame cannot be decoded; {remedy}")
+            if frame.time is None or (shown is not None and frame.time < shown.time):
+                raise UserError(f"{path} has frames without a usable timestamp; {remedy}")
+            if origin is None:
+                origin = frame.time
+            if shown is not None:
+                yield shown, frame.time - origin
+            shown = frame
+    if shown is None or origin is None or shown.time < timeline.last - SLACK_SECONDS:
+        raise UserError(f"{path} is damaged: its last frames cannot be decoded; {remedy}")
+    yield shown, timeline.end - origin
+
+
+def _upright(frame: "VideoFrame", stream: "VideoStream") -> Picture:
+    """The frame as a player shows it: square pixels, the container's rotation applied, transparency on white, HDR as SDR."""
+    width = round(frame.width * (stream.sample_aspect_ratio or 1))
+    if any(part.is_alpha for part in frame.format.components):
+        rgba = frame.reformat(width=width, height=frame.height, format="rgba").to_ndarray().astype(np.uint16)
+        opacity = rgba[..., 3:]
+        picture = ((rgba[..., :3] * opacity + 255 * (255 - opacity) + 127) // 255).astype(np.uint8)
+    elif frame.color_trc in (hdr.PQ, hdr.HLG):
+        wide = np.asarray(frame.reformat(width=width, height=frame.height, format="rgb48le").to_ndarray(), np.uint16)
+        picture = hdr.to_sdr(wide, int(frame.color_trc))
+    else:
+        picture = np.asarray(frame.reformat(width=width, height=frame.height, format="rgb24").to_ndarray(), np.uint8)
+    return np.rot90(picture, _quarter_turns(frame))
+
+
+def _quarter_turns(frame: "VideoFrame") -> int:
+    return round(frame.rotation / 90) % 4
+
+
+def write_h264(path: Path, pictures: Sequence[Picture], *, fps: float) -> None:
+    """Write pictures of one even height and width as an H.264 mp4, atomically; its index is in front, so that browsers play it while it loads.
+
+    Raises:
+        UserError: If the file cannot be written.
+    """
+    import av
+
+    options = {"movflags": "faststart"}
+    with atomic_write(path) as temporary, av.open(str(temporary), "w", format="mp4", options=options) as container:
+        # x264's rate control by macroblock trees encodes the same pictures of a small video differently from one call to the next.
+        encoder = {"crf": "16", "x264-params": "mbtree=0"}
+        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options=encoder)
+        stream.height, stream.width = pictures[0].shape[:2]
+        stream.pix_fmt = "yuv420p"
+        # Written and tagged as BT.709, so that no player has to guess which matrix was used.
+        context = stream.codec_context
+        context.colorspace = context.color_primaries = context.color_trc = context.color_range = 1
+        for picture in pictures:
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+            yuv = frame.reformat(format="yuv420p", dst_colorspace="ITU709", dst_color_range="MPEG")
+            container.mux(stream.encode(yuv))
+        container.mux(stream.encode(None))

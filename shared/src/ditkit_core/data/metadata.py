@@ -1,0 +1,163 @@
+"""Metadata of a dataset: JSON lines, a JSON list or CSV, row by row."""
+
+import csv
+import functools
+import io
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ditkit_core.data.columns import (
+    CAPTION_COLUMNS,
+    MEDIA_COLUMNS,
+    OF_THE_MODEL,
+    REFERENCE_COLUMNS,
+    media_columns,
+    only_column,
+)
+from ditkit_core.data.control_files import control_headers, control_values
+from ditkit_core.data.records import Entry, Reader
+from ditkit_core.errors import UserError
+
+_LIST = re.compile(r"\s*\[\s*[\]\"']")
+"""How a list of paths begins, of JSON or (to be told) of Python."""
+
+_OTHER = (*MEDIA_COLUMNS, *CAPTION_COLUMNS, *REFERENCE_COLUMNS, *OF_THE_MODEL)
+
+
+def json_lines(reader: Reader, path: Path, text: str) -> Iterator[Entry]:
+    """The entries of a file with a JSON object in each line."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path} line {number}"
+        try:
+            row = json.loads(line, object_pairs_hook=functools.partial(_object, where))
+            if not isinstance(row, dict):
+                raise UserError(f'{where} is no JSON object; write {{"file_name": "clip.mp4", "text": "caption"}}')
+            yield _row(reader, where, row, _json_paths)
+        except json.JSONDecodeError as error:
+            reason = f"{error.msg}, column {error.colno}"
+            yield Entry(media=where, problem=UserError(f"{where} is not valid JSON ({reason}); correct the line"))
+        except RecursionError:
+            yield Entry(media=where, problem=UserError(f"{where} is nested too deeply; correct the line"))
+        except ValueError:  # Python's limit on the digits of an integer
+            yield Entry(media=where, problem=UserError(f"{where} has a number of too many digits; correct the line"))
+        except UserError as error:
+            yield Entry(media=where, problem=error)
+
+
+def json_list(reader: Reader, path: Path, text: str) -> Iterator[Entry]:
+    """The entries of a JSON list of objects.
+
+    Raises:
+        UserError: If it is none.
+    """
+    try:
+        rows = json.loads(text, object_pairs_hook=functools.partial(_object, str(path)))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} line {error.lineno} is not valid JSON ({error.msg}); correct the file") from error
+    except (RecursionError, ValueError) as error:  # ValueError: Python's limit on the digits of an integer
+        raise UserError(f"{path} is nested too deeply, or has a number of too many digits; correct the file") from error
+    if not isinstance(rows, list):
+        raise UserError(f'{path} is no JSON list; write [{{"file_path": "clip.mp4", "text": "caption"}}, …]')
+    for number, row in enumerate(rows, start=1):
+        where = f"{path} entry {number}"
+        try:
+            if not isinstance(row, dict):
+                raise UserError(f'{where} is no JSON object; write {{"file_path": "clip.mp4", "text": "caption"}}')
+            yield _row(reader, where, row, _json_paths)
+        except UserError as error:
+            yield Entry(media=where, problem=error)
+
+
+def _object(where: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise UserError(f"{where} has {twice!r} twice; remove one")
+    return found
+
+
+def csv_rows(reader: Reader, path: Path, text: str) -> Iterator[Entry]:
+    """The entries of a table with its columns' names in the first line.
+
+    Raises:
+        UserError: If it is none, or its columns cannot be used.
+    """
+    rows = csv.DictReader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True)
+    try:
+        where = f"{path} line 1"
+        names = rows.fieldnames or []
+        controls = control_headers(where, names, reader.columns, media=media_columns(names), other=_OTHER)
+        plain = [name for name in names if name not in controls]
+        lists = [name for name, meant in controls.items() if len(meant) > 1]
+        only_column(where, plain, media_columns(plain), "media")
+        only_column(where, plain, CAPTION_COLUMNS, "caption")
+        reader.references(where, plain)
+        for row in rows:
+            where = f"{path} line {rows.line_num}"
+            try:
+                if None in row:
+                    raise UserError(
+                        f"{where} has more fields than the header; put captions with commas in double quotes"
+                    )
+                given = {name: _csv_list(f"{where}: {name!r}", row[name]) for name in lists}
+                yield _row(reader, where, {**row, **given}, _csv_paths)
+            except UserError as error:
+                yield Entry(media=where, problem=error)
+    except csv.Error as error:
+        raise UserError(f"{path} line {rows.line_num} is not valid CSV ({error}); correct the file") from error
+
+
+def _row(
+    reader: Reader, where: str, row: Mapping[str, object], paths: Callable[[str, object], tuple[str, ...]]
+) -> Entry:
+    """The entry of one row of metadata; `paths` reads its reference column."""
+    headers = control_headers(where, row, reader.columns, media=media_columns(row), other=_OTHER)
+    plain = {name: value for name, value in row.items() if name not in headers}
+    column = only_column(where, plain, media_columns(plain), "media")
+    (media,) = _texts(f"{where}: {column!r}", [row[column]])
+    column = only_column(where, plain, CAPTION_COLUMNS, "caption")
+    given = row[column]
+    named = f"{where}: {column!r}"
+    captions = reader.split(named, _texts(named, given if isinstance(given, list) else [given]))
+    references = tuple(
+        path for name in reader.references(where, plain) for path in paths(f"{where}: {name!r}", row[name])
+    )
+    controls = control_values(where, row, reader.columns, headers)
+    reader.check_media(where, (media, *references))
+    return Entry(media=media, captions=captions, references=references, controls=controls)
+
+
+def _json_paths(where: str, given: object) -> tuple[str, ...]:
+    """One path, a list of them, or null for none."""
+    if given is None or given == []:
+        return ()
+    return _texts(where, given if isinstance(given, list) else [given])
+
+
+def _csv_paths(where: str, given: object) -> tuple[str, ...]:
+    """One path, several as a JSON list, or nothing."""
+    if not isinstance(given, str) or not given.strip():
+        return ()
+    if not given.lstrip().startswith("["):
+        return _texts(where, [given])
+    try:
+        return _json_paths(where, json.loads(given))
+    except ValueError as error:
+        raise UserError(f'{where} is no JSON list; write one path, or ["first.png", "second.png"]') from error
+
+
+def _csv_list(where: str, given: object) -> object:
+    """A field that may be a list, as that or as written: the name of a file may begin with a bracket."""
+    return list(_csv_paths(where, given)) if isinstance(given, str) and _LIST.match(given) else given
+
+
+def _texts(where: str, values: Sequence[object]) -> tuple[str, ...]:
+    """Values that are texts with something in them, at least one."""
+    texts = tuple(value.strip() for value in values if isinstance(value, str) and value.strip())
+    if not texts or len(texts) < len(values):
+        raise UserError(f"{where} is empty or no text; fill it in or remove the line")
+    return texts

@@ -1,0 +1,398 @@
+"""Which operation's precision matters: one batch against fp64, with one place lowered at a time, and with all but one.
+
+The truth is the run's own weights (of quantized matrices what they stand for) and data, computed in fp64 throughout. Weights are cast where
+they are used, blocks are checkpointed, and the run's passages are in force: a model that is divided or streamed is audited as it lies.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ditkit_core.adapters.inject import is_adapter_name, trainable_parameters
+from ditkit_core.diagnostics.audit.findings import Case, Cost, Errors, Findings, PlaceFindings
+from ditkit_core.diagnostics.audit.recast import DtypeOf, Recast, as_stored, by_place
+from ditkit_core.engine.block_swap import BlockSwap
+from ditkit_core.engine.engine import Engine
+from ditkit_core.errors import UserError
+from ditkit_core.io.rng import generator
+from ditkit_core.models.precision import PLACES, Precision, autocast_disabled, dtype_name, set_precision
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.nn.attention_backends import BACKENDS
+from ditkit_core.planner.memory_tracker import Ledger
+from ditkit_core.training.flow_matching import learnt_mean, to_device, velocity_target
+
+NOT_IN_A_BATCH: Mapping[str, str] = {
+    "accumulation": "acts where gradients of several micro-batches are added",
+    "optimizer": "acts in the update",
+    "reduction": "acts where gradients of several ranks are added",
+}
+ACTING = tuple(place for place in PLACES if place not in NOT_IN_A_BATCH)
+"""Places that one forward and backward go through."""
+
+EDGES = (0.05, 0.25, 0.5, 0.75, 0.95)
+"""Bounds of the ranges of noise levels; a level of each sample is drawn in each."""
+
+ROUNDS = 5
+"""How often each choice of dtypes is timed."""
+
+_TRUTH = torch.float64
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is audited."""
+
+    model: Any
+    """The staged model with its weights, on its devices."""
+    spec: ModelSpec
+    precision: Precision
+    """The dtypes that it is set to."""
+    run: Engine
+    """As the run has it."""
+    ids: Sequence[str]
+    items: Sequence[Mapping[str, Tensor]]
+    """Training items, on the host."""
+    guidance: float
+    seed: int
+
+    @property
+    def lowered(self) -> torch.dtype:
+        """The dtype that places are lowered to: the run's matmuls', or bf16 if that is no narrow one."""
+        matmul = self.precision.matmul
+        return matmul if matmul.itemsize < 4 else torch.bfloat16
+
+
+def num_passes() -> int:
+    """Forwards and backwards of an audit, for a progress bar."""
+    return (len(EDGES) - 1) * (3 + 2 * len(ACTING)) + (1 + ROUNDS) * (1 + len(_priced()))
+
+
+def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str] = ()) -> Findings:
+    """Measure what each place's precision does, and what it costs.
+
+    Model, parameters, their `.grad`, and torch's generators are as before when it ends.
+
+    Args:
+        subject: What is audited.
+        advance: Called after each forward and backward.
+        notes: Passed on.
+
+    Raises:
+        UserError: If the model's own numbers are not finite, in fp64.
+    """
+    low, acting = subject.lowered, [place for place in PLACES if place not in NOT_IN_A_BATCH]
+    everywhere, lowered = dict.fromkeys(acting, _TRUTH), dict.fromkeys(acting, low)
+    cases: dict[str, Mapping[str, torch.dtype] | None] = {"own": None, "all lowered": lowered}
+    cases |= {f"alone {place}": {**everywhere, place: low} for place in ACTING}
+    cases |= {f"all but {place}": {**lowered, place: _TRUTH} for place in ACTING}
+    found: dict[str, list[_Squares]] = {name: [] for name in cases}
+    with _as_it_is(subject.model, subject.precision):
+        for index in range(len(EDGES) - 1):
+            batch = _Batch.drawn(subject, index)
+            truth = _measure(subject, batch, everywhere, None)
+            advance()
+            for name, dtypes in cases.items():
+                found[name].append(_measure(subject, batch, dtypes, truth).squares)
+                advance()
+        costs, seconds, peak = _costs(subject, advance)
+    case = {name: _case(squares) for name, squares in found.items()}
+    places = [
+        PlaceFindings(
+            place=place, dtype=dtype_name(getattr(subject.precision, place)), alone=case[f"alone {place}"],
+            all_but=case[f"all but {place}"], cost=costs.get(place),
+        )
+        for place in ACTING
+    ]  # fmt: skip
+    return Findings(
+        lowered=dtype_name(low), edges=EDGES, samples=tuple(subject.ids), own=case["own"],
+        all_lowered=case["all lowered"],
+        places=tuple(sorted(places, key=lambda each: -each.alone.overall.gradient)),
+        seconds=seconds, peak_bytes=peak,
+        not_measured={**NOT_IN_A_BATCH}, notes=tuple(notes),
+    )  # fmt: skip
+
+
+@contextmanager
+def _as_it_is(model: Any, precision: Precision) -> Iterator[None]:
+    """Without dropout inside the block, which is no part of precision; afterwards the model is as before."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with autocast_disabled(next(model.parameters()).device.type):
+            yield
+    finally:
+        set_precision(model, precision)
+        for module, was in training.items():
+            module.training = was
+
+
+@contextmanager
+def with_adapters_at_work(model: nn.Module, seed: int) -> Iterator[bool]:
+    """Inside the block no adapter matrix is zero: while B is, nothing of a gradient reaches A.
+
+    Yields:
+        Whether any had to be changed: normal numbers of standard deviation 0.01, a function of seed and name.
+    """
+    before: dict[str, Tensor] = {}
+    trained = trainable_parameters(model)
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            if is_adapter_name(name) and not parameter.any():
+                before[name] = parameter.detach().clone()
+                drawn = torch.randn(parameter.shape, generator=generator(seed, "audit", name))
+                parameter.copy_(0.01 * drawn)
+    try:
+        yield bool(before)
+    finally:
+        with torch.no_grad():
+            for name, value in before.items():
+                trained[name].copy_(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """The samples at one noise level each, where they are needed."""
+
+    inputs: Any
+    targets: list[Tensor]
+    masks: list[Tensor | None]
+    """What of each is learnt."""
+
+    @classmethod
+    def drawn(cls, subject: Subject, index: int) -> "_Batch":
+        """A level of each sample in one range, spread over it; its noise is the same in all ranges."""
+        first, last = (next(stage.parameters()).device for stage in (subject.model.embed, subject.model.head))
+        low, high, count = EDGES[index], EDGES[index + 1], len(subject.items)
+        random = [generator(subject.seed, "audit", index, name) for name in subject.ids]
+        shares = [(i + float(torch.rand((), generator=each))) / count for i, each in enumerate(random)]
+        sigma = torch.full((count,), low).add_((high - low) * torch.tensor(shares, device=_HOST))
+        noise = [
+            torch.randn(item["latents"].shape, generator=generator(subject.seed, "audit noise", name))
+            for name, item in zip(subject.ids, subject.items, strict=True)
+        ]
+        noised = [
+            (1 - level) * item["latents"].float() + level * eps
+            for level, item, eps in zip(sigma, subject.items, noise, strict=True)
+        ]
+        items = [to_device(item, first) for item in subject.items]
+        there = [tensor.to(first) for tensor in noised]
+        targets = [velocity_target(item, eps) for item, eps in zip(subject.items, noise, strict=True)]
+        inputs = subject.spec.make_inputs(there, sigma.to(first), items, subject.guidance)
+        masks = [subject.spec.loss_mask(item) for item in subject.items]
+        return cls(inputs=inputs, targets=[target.to(last) for target in targets], masks=masks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Squares:
+    """Sums of squares: of differences, and of what they are relative to."""
+
+    velocity: tuple[float, float]
+    loss: tuple[float, float]
+    gradient: tuple[float, float]
+
+
+@dataclass(kw_only=True)
+class _Measured:
+    """One forward and backward; what it is compared with is kept on the host, in fp64."""
+
+    truth: "_Measured | None"
+    velocities: list[Tensor] = field(default_factory=list)
+    loss: float = 0.0
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Of the truth alone: the others keep the squares of their differences."""
+    differences: dict[str, float] = field(default_factory=dict)
+
+    def take(self, name: str, gradient: Tensor) -> None:
+        """A parameter's gradient."""
+        if self.truth is None:
+            self.gradients[name] = gradient.detach().to(_HOST, _TRUTH, copy=True)
+        else:
+            self.differences[name] = _square(gradient.detach().to(_HOST, _TRUTH) - self.truth.gradients[name])
+
+    @property
+    def squares(self) -> _Squares:
+        """Against the truth."""
+        assert self.truth is not None
+        pairs = list(zip(self.velocities, self.truth.velocities, strict=True))
+        sizes = {name: _square(gradient) for name, gradient in self.truth.gradients.items()}
+        # what no gradient reached differs by all of it
+        differences = [self.differences.get(name, size) for name, size in sizes.items()]
+        return _Squares(
+            velocity=(sum(_square(a - b) for a, b in pairs), sum(_square(b) for _, b in pairs)),
+            loss=((self.loss - self.truth.loss) ** 2, self.truth.loss**2),
+            gradient=(sum(differences), sum(sizes.values())),
+        )
+
+
+def _square(x: Tensor) -> float:
+    return float(x.square().sum())
+
+
+def _measure(
+    subject: Subject, batch: _Batch, dtypes: Mapping[str, torch.dtype] | None, truth: _Measured | None
+) -> _Measured:
+    """Run forward and backward in these dtypes; None: in the run's own, its weights as they are."""
+    measured = _Measured(truth=truth)
+    precision = subject.precision if dtypes is None else replace(subject.precision, **dtypes)
+    dtype_of = as_stored if dtypes is None else by_place(precision, subject.spec.place_of)
+    run = replace(subject.run, policy="full", backend=_backend(subject, precision))
+    velocities, loss = _forward(subject, batch, precision, dtype_of, run, measured.take)
+    loss.backward()
+    measured.velocities = [velocity.detach().to(_HOST, _TRUTH) for velocity in velocities]
+    measured.loss = float(loss.detach())
+    if truth is None and not all(map(_is_finite, [loss.detach(), *measured.gradients.values()])):
+        raise UserError(
+            "the loss or a gradient is not finite in fp64, so that there is nothing to compare with; look at the weights and at samples "
+            f"{', '.join(subject.ids)}"
+        )
+    return measured
+
+
+def _is_finite(x: Tensor) -> bool:
+    return bool(x.isfinite().all())
+
+
+def _forward(
+    subject: Subject, batch: _Batch, precision: Precision, dtype_of: DtypeOf, run: Engine,
+    take: Callable[[str, Tensor], None],
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    """Velocities, and the mean of the samples' squared errors in fp64."""
+    set_precision(subject.model, precision)
+    velocities = Recast(subject.model, dtype_of, take)(batch.inputs, run=run)
+    triples = zip(velocities, batch.targets, batch.masks, strict=True)
+    return velocities, torch.stack([learnt_mean((v.to(_TRUTH) - t).square(), mask) for v, t, mask in triples]).mean()
+
+
+def _backend(subject: Subject, precision: Precision) -> str:
+    """The run's attention where it takes the dtype; else one that takes any, without holding all scores."""
+    on_gpu = any(parameter.device.type != "cpu" for parameter in subject.model.parameters())
+    if precision.attention == _TRUTH:
+        return "exact" if on_gpu else "sdpa"
+    return (
+        "sdpa" if BACKENDS[subject.run.backend].half_only and precision.attention.itemsize > 2 else subject.run.backend
+    )
+
+
+def _case(bins: Sequence[_Squares]) -> Case:
+    def errors(squares: Sequence[_Squares]) -> Errors:
+        ratios = {}
+        for name in ("velocity", "loss", "gradient"):
+            differences, sizes = zip(*(getattr(each, name) for each in squares), strict=True)
+            ratios[name] = (sum(differences) / sum(sizes)) ** 0.5 if sum(sizes) else 0.0
+        return Errors(**ratios)
+
+    return Case(overall=errors(bins), bins=tuple(errors([each]) for each in bins))
+
+
+def _costs(subject: Subject, advance: Callable[[], None]) -> tuple[dict[str, Cost], float, int]:
+    """Time and memory with each place in another dtype: lowered, or, where the run has it low, raised to fp32.
+
+    Not of the matmuls: they are stored in their dtype, which casts at use would not show.
+
+    Returns:
+        The costs, and seconds and highest memory of the run as it is.
+    """
+    low, own = subject.lowered, subject.precision
+    batch = _Batch.drawn(subject, (len(EDGES) - 1) // 2)
+    tried = {place: low if getattr(own, place).itemsize > low.itemsize else torch.float32 for place in _priced()}
+    choices = {"own": own, **{place: replace(own, **{place: dtype}) for place, dtype in tried.items()}}
+    peaks: dict[str, Mapping[torch.device, int]] = {}
+    for name, precision in choices.items():
+        peaks[name] = _peaks(subject, batch, precision)
+        advance()
+    seconds: dict[str, list[float]] = {name: [] for name in choices}
+    for turn in range(ROUNDS):
+        for name in list(choices)[:: 1 if turn % 2 else -1]:
+            seconds[name].append(_seconds(subject, batch, choices[name]))
+            advance()
+    fullest = max(peaks["own"], key=lambda device: peaks["own"][device])
+    costs = {
+        place: Cost(
+            dtype=dtype_name(dtype),
+            time_ratio=median(a / b for a, b in zip(seconds[place], seconds["own"], strict=True)),
+            num_bytes=peaks[place][fullest] - peaks["own"][fullest],
+        )
+        for place, dtype in tried.items()
+    }
+    return costs, median(seconds["own"]), peaks["own"][fullest]
+
+
+def _priced() -> list[str]:
+    return [place for place in ACTING if place != "matmul"]
+
+
+def _step(subject: Subject, batch: _Batch, precision: Precision) -> None:
+    """Forward and backward as the run does them."""
+    run = replace(subject.run, backend=_backend(subject, precision))
+    _, loss = _forward(subject, batch, precision, as_stored, run, lambda name, gradient: None)
+    loss.backward()
+
+
+def _peaks(subject: Subject, batch: _Batch, precision: Precision) -> Mapping[torch.device, int]:
+    """Bytes of tensors that are alive at once at most, by device."""
+    with Ledger() as ledger:
+        ledger.track(subject.model, "weights")
+        for passage in subject.run.passages:
+            for buffer in passage.buffers if isinstance(passage, BlockSwap) else ():
+                ledger.watch(buffer)
+        _step(subject, batch, precision)
+    return ledger.peak
+
+
+def _seconds(subject: Subject, batch: _Batch, precision: Precision) -> float:
+    _wait()
+    began = time.perf_counter()
+    _step(subject, batch, precision)
+    _wait()
+    return time.perf_counter() - began
+
+
+def _wait() -> None:
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)
+
+
+class _Arithmetic(TorchDispatchMode):
+    """Counts what products take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+@torch.no_grad()
+def estimated_seconds(subject: Subject) -> float:
+    """How long an audit will take at most, by a forward's arithmetic and the fp64 rate of the slowest device."""
+    with _as_it_is(subject.model, subject.precision), _Arithmetic() as count:
+        run = replace(subject.run, backend=_backend(subject, subject.precision))
+        _forward(subject, _Batch.drawn(subject, 0), subject.precision, as_stored, run, lambda name, gradient: None)
+    rate = min(_fp64_rate(kind) for kind in {parameter.device.type for parameter in subject.model.parameters()})
+    # a forward, one again, and a backward of twice the forward's
+    return num_passes() * 4 * count.flops / rate
+
+
+def _fp64_rate(kind: str) -> float:
+    """FLOP/s of a product in fp64, measured."""
+    size = 512 if kind == "cpu" else 4096
+    a = torch.ones(size, size, dtype=_TRUTH, device=kind)
+    a @ a
+    _wait()
+    began = time.perf_counter()
+    a @ a
+    _wait()
+    return 2 * size**3 / (time.perf_counter() - began)

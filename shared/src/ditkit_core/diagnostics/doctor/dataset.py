@@ -1,0 +1,407 @@
+"""The doctor's look at the data: every file probed, every window decoded once at low size, every caption counted.
+
+What is listed here as trained on is what training reads, decoded by the same code; what cannot be decoded is excluded as encoding would.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ditkit_core.data.config import DataConfig
+from ditkit_core.data.dataset import Dataset, NothingToTrain, Sample
+from ditkit_core.data.media.clip import MediaInfo, available, kind_of, pictures, probe
+from ditkit_core.data.media.video import is_hdr
+from ditkit_core.diagnostics.doctor.controls import of_followed, of_pictures
+from ditkit_core.diagnostics.doctor.findings import (
+    BucketRow,
+    Checkup,
+    CutCaption,
+    CutsCaptions,
+    DatasetName,
+    Excluded,
+    FileRow,
+    Finding,
+)
+from ditkit_core.diagnostics.doctor.media import Fingerprint, Look, look, near_duplicates
+from ditkit_core.diagnostics.doctor.rules import (
+    captions_of,
+    file_row,
+    of_buckets,
+    of_captions,
+    of_duplicates,
+    of_excluded,
+    of_file,
+    of_look,
+    of_rest,
+    of_told,
+    of_unused,
+    same_content,
+)
+from ditkit_core.encoding.cache import MediaHashes
+from ditkit_core.encoding.encode import controls_of
+from ditkit_core.encoding.encoded_sample import EncodedSample
+from ditkit_core.encoding.loader import files_of, split_held_out
+from ditkit_core.encoding.prior_preservation import PRIOR_MARK
+from ditkit_core.errors import NotEquipped, UserError
+from ditkit_core.io.console import progress, say, warn
+from ditkit_core.run.checks import check_scenes
+from ditkit_core.run.run import Run
+from ditkit_core.sampling.prompts import shape_of
+
+Shape = tuple[int, int, int, tuple[tuple[int, int], ...]]
+"""Frames, height, width, and the sizes of references."""
+
+
+_MOST_IN_BRIEF = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """What was found, and the samples that can be trained on."""
+
+    checkup: Checkup
+    samples: list[Sample]
+    """In order of id."""
+    class_pictures: list[Sample] = field(default_factory=list)
+    """The same of prior preservation."""
+    largest: list[Sample] = field(default_factory=list)
+    """One micro-batch of the most tokens, of either."""
+
+
+def examine(run: Run) -> Examined:
+    """Look at everything that a run would train on; neither a model nor an encoder is loaded.
+
+    Args:
+        run: The run. Whether its data section has bad files stop training decides if they are errors; they are all listed anyway.
+    """
+    own, prior = _looked_at(run, run.config.data, "data"), _looked_at(run, run.prior_data, "prior")
+    if own.error is not None:
+        return _unusable(run, own.error, own.excluded)
+    samples, class_pictures, both = own.good, prior.good, (own, prior)
+    everything = [*samples, *class_pictures]
+    captions = captions_of(everything, _cut_captions(run, everything))
+    of_data = _buckets(run, samples)
+    of_class = _buckets(
+        run, class_pictures, "prior", at_most=max((row.batch_size or 1 for row in of_data.rows), default=1)
+    )
+    largest = max(of_data, of_class, key=lambda each: each.cost).largest
+    same = same_content(_hashes(run, everything))
+    known = {id for group in same for id in group[1:]}
+    prints = {**own.prints, **prior.prints}
+    alike = near_duplicates({id: print for id, print in prints.items() if id not in known})
+    files = [file for looks in both for file in looks.files()]
+    excluded = [each for looks in both for each in looks.excluded]
+    undecoded = [each for looks in both for each in looks.undecoded]
+    findings = [
+        *of_excluded(excluded),
+        *of_excluded(undecoded, "D03"),
+        *_too_few(run, samples),
+        *_no_class_pictures(run, prior),
+        *of_told(everything, run.spec.fewest_frames),
+        *of_buckets(of_data.rows),
+        *(finding for row, hdr in files for finding in of_file(row, is_hdr=hdr)),
+        *of_unused([row for row, _ in files]),
+        *(finding for looks in both for finding in looks.findings),
+        *map(refused, dict.fromkeys([*own.lacking, *prior.lacking, *_wrong_with_scenes(run, samples)])),
+        *of_duplicates(same, alike),
+        *of_captions(samples, captions, class_pictures),
+    ]
+    checkup = Checkup(
+        model=run.spec.name, samples=len(samples), class_pictures=len(class_pictures), fps=own.fps,
+        buckets=(*of_data.rows, *of_class.rows), files=tuple(row for row, _ in files), excluded=(*excluded, *undecoded),
+        captions=captions, same=tuple(same), alike=tuple(alike), findings=tuple(findings),
+    )  # fmt: skip
+    return Examined(checkup=checkup, samples=samples, class_pictures=class_pictures, largest=largest)
+
+
+def say_in_brief(run: Run, encoded: Sequence[EncodedSample]) -> None:
+    """What is known without another look once everything is encoded: said before training, likely mistakes as warnings."""
+    ids = {each.id for each in encoded}
+    samples = [sample for sample in run.dataset.samples if sample.id in ids]
+    shapes = Counter((sample.frames, sample.height, sample.width) for sample in samples)
+    listed = ", ".join(
+        f"{count} of {frames} x {height} x {width}" for (frames, height, width), count in sorted(shapes.items())
+    )
+    missing = len(run.dataset.excluded) + len(run.dataset.samples) - len(samples)
+    say(f"data: {len(samples)} samples ({listed}), {missing} left out; {run.spec.name}-train --check looks closer")
+    keys: dict[str, list[str]] = defaultdict(list)
+    for each in encoded:
+        keys[each.media_key].append(each.id)
+    findings = [*of_duplicates([group for group in keys.values() if len(group) > 1], [])]
+    findings += of_captions(samples, captions_of(samples, None))
+    findings += of_told(samples, run.spec.fewest_frames)
+    encoder = run.encoders[1]
+    if isinstance(encoder, CutsCaptions) and (cut := len(encoder.truncated)):
+        findings.append(
+            Finding(
+                code="D14", severity="warning", where=f"{cut} captions", what="they are too long for the text encoder, and were cut",
+                remedy="shorten them",
+            )
+        )  # fmt: skip
+    shown = [finding for finding in findings if finding.severity == "warning"]
+    for finding in shown[:_MOST_IN_BRIEF]:
+        warn(str(finding))
+    if len(shown) > _MOST_IN_BRIEF:
+        warn(f"and {len(shown) - _MOST_IN_BRIEF} more; see {run.spec.name}-train --check")
+
+
+def _unusable(run: Run, error: UserError, excluded: Sequence[Excluded]) -> Examined:
+    """What is said of a dataset of which nothing can be trained."""
+    whole = Finding(code="D01", severity="error", where="", what=str(error), remedy="")
+    checkup = Checkup(
+        model=run.spec.name, samples=0, fps=run.config.data.fps or run.spec.fps, excluded=tuple(excluded),
+        findings=(*of_excluded(excluded), whole),
+    )  # fmt: skip
+    return Examined(checkup=checkup, samples=[])
+
+
+@dataclass(kw_only=True)
+class _Looks:
+    """What is seen of a dataset, sample by sample."""
+
+    run: Run
+    dataset: DatasetName
+    fps: float
+    stops: bool
+    """Whether what cannot be decoded stops training."""
+    good: list[Sample] = field(default_factory=list)
+    excluded: list[Excluded] = field(default_factory=list)
+    """What was no sample."""
+    undecoded: list[Excluded] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    prints: dict[str, tuple[Path, Fingerprint]] = field(default_factory=dict)
+    lacking: dict[str, None] = field(default_factory=dict)
+    """What is not installed and no sample is to blame for, in order."""
+    error: UserError | None = None
+    """Why nothing of it can be trained on."""
+
+    def take(self, sample: Sample) -> None:
+        """Read what training would read of a sample: the clip decoded at low size, what it is conditioned by as it is encoded."""
+        seen: Look | None = None
+        beside: list[Finding] = []
+        fps = self.fps if kind_of(sample.media) == "video" else 0.0
+        try:
+            seen = look(sample.media, frames=sample.frames, fps=fps, start_seconds=sample.start_seconds)
+            for reference in sample.references:
+                _decode(pictures(reference, frames=1, fps=0.0))
+            if self.run.readers is not None:
+                self.run.readers.check(controls_of(sample, self.fps))
+            beside = list(of_pictures(sample, self.run.columns, fps))
+            if all(sample.media != other.media for other in self.good[-1:]):  # windows of a file follow each other
+                beside += of_followed(sample, self.run.columns)
+        except NotEquipped as error:
+            self.lacking[str(error)] = None
+        except UserError as error:
+            self.undecoded.append(Excluded(name=sample.id, reason=str(error), stops=self.stops))
+            return
+        self.good.append(sample)
+        self.findings += [*(of_look(sample.id, seen, fps) if seen else ()), *beside]
+        if seen and seen.fingerprint is not None:
+            self.prints[sample.id] = (sample.media, seen.fingerprint)
+
+    def files(self) -> Iterator[tuple[FileRow, bool]]:
+        """Each file with what is trained of it, and whether it is HDR; what is damaged behind that becomes a finding."""
+        windows: dict[Path, list[Sample]] = defaultdict(list)
+        for sample in self.good:
+            windows[sample.media].append(sample)
+        for path, samples in windows.items():
+            try:
+                info = probe(path)
+            except UserError as error:  # behind what is trained of it, which was read
+                info = self._read_of(path, samples)
+                self.findings += of_rest(str(path), info, error)
+            if info.kind == "video" and not info.seconds:  # images of a folder that gives no rate
+                info = replace(info, seconds=available(path, self.fps).frames / self.fps, fps=self.fps)
+            hdr = info.kind == "video" and path.is_file() and is_hdr(path)
+            yield file_row(str(path), info, samples, self.fps, self.dataset), hdr
+
+    def _read_of(self, path: Path, samples: Sequence[Sample]) -> MediaInfo:
+        """What is known of a video that is damaged behind its windows."""
+        end = max(sample.start_seconds + sample.frames / self.fps for sample in samples)
+        there = available(path, self.fps, at_most=1)
+        return MediaInfo(
+            kind="video", width=there.width, height=there.height, seconds=end, fps=self.fps, rotation=0
+        )  # fmt: skip
+
+
+def _looked_at(run: Run, data: DataConfig | None, dataset: DatasetName) -> _Looks:
+    """Scan a dataset and look at each of its samples; nothing is seen of one that there is not."""
+    looks = _Looks(run=run, dataset=dataset, fps=run.fps, stops=run.config.data.on_bad == "error")
+    if data is None:
+        return looks
+    stopping = {"bad": looks.stops, "short": data.short_clips == "error", "unused": False}
+    lenient = replace(data, on_bad="skip", short_clips="skip" if stopping["short"] else data.short_clips)
+    try:
+        found: Dataset | NothingToTrain = run.scanned(lenient, f"{dataset}.folder")
+    except NothingToTrain as error:
+        found = looks.error = error
+    except UserError as error:
+        looks.error = error
+        return looks
+    looks.excluded += [
+        Excluded(name=name, reason=reason, stops=stopping[kind])
+        for (name, reason), kind in zip(found.excluded, found.kinds, strict=True)
+    ]
+    if isinstance(found, NothingToTrain):
+        return looks
+    looks.fps = found.fps
+    with progress("look at clips" if dataset == "data" else "look at class pictures", len(found.samples)) as bar:
+        for sample in found.samples:
+            looks.take(sample if dataset == "data" else replace(sample, id=PRIOR_MARK + sample.id))
+            bar.advance()
+    return looks
+
+
+def _decode(shown: Iterable[Any]) -> None:
+    for _ in shown:
+        pass
+
+
+def _hashes(run: Run, samples: Sequence[Sample]) -> dict[str, tuple[str, Path]]:
+    """Content hash and file of each sample that is one file; what encoding needs anyway, and remembers."""
+    with MediaHashes(run.cache.folder) as hashes:
+        return {each.id: (hashes.of(each.media), each.media) for each in samples if each.media.is_file()}
+
+
+def _cut_captions(run: Run, samples: Sequence[Sample]) -> list[CutCaption] | None:
+    """Captions that the text encoder does not read to their end; None if it cannot say so without its weights."""
+    if any(map(run.config.model.is_to_be_fetched, ("text_encoder", "tokenizer", "vae"))):
+        return None
+    try:
+        encoder = run.encoders[1]
+        if not isinstance(encoder, CutsCaptions):
+            return None
+        cuts = {caption: encoder.cut_of(caption) for caption in {c for each in samples for c in each.captions}}
+    except UserError:  # said where the model is tried
+        return None
+    return [
+        CutCaption(sample=sample.id, tokens=cut[0], kept=cut[1])
+        for sample in samples for caption in sample.captions if (cut := cuts[caption]) is not None
+    ]  # fmt: skip
+
+
+def shape_for(run: Run, sample: Sample) -> Shape:
+    """What samples of one micro-batch have in common."""
+    size, references = shape_of(sample, sample.controls, run.columns, run.spec.reference_size)
+    return *size, references
+
+
+class _Batches(NamedTuple):
+    """What a dataset comes to in training."""
+
+    rows: list[BucketRow]
+    largest: list[Sample]
+    """One micro-batch."""
+    cost: int
+    """Of that one, to be compared."""
+
+
+def _buckets(
+    run: Run, samples: Sequence[Sample], dataset: DatasetName = "data", *, at_most: int | None = None
+) -> _Batches:
+    """The shapes that there are, and the samples of a largest micro-batch.
+
+    Args:
+        run: The run.
+        samples: Of one dataset.
+        dataset: Which.
+        at_most: Samples in a micro-batch: as many class pictures follow one of the data as it has.
+    """
+    train = run.config.train
+    ids = [sample.id for sample in samples]
+    held_out: set[str] = set()
+    with suppress(UserError):  # a finding says that nothing would be left
+        count = run.config.held_out.clips if dataset == "data" else 0
+        held_out = set(split_held_out(ids, count, files_of(samples))[1])
+    groups: dict[Shape, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        groups[shape_for(run, sample)].append(sample)
+    rows, largest, most = [], list[Sample](), 0
+    for shape, members in sorted(groups.items(), key=lambda pair: pair[0]):
+        trained = [sample for sample in members if sample.id not in held_out]
+        tokens = _tokens(run, shape)
+        size: int | None = train.batch_size
+        if train.batch_tokens:
+            size = max(1, train.batch_tokens // tokens) if tokens else None
+        size = min(size, at_most) if size and at_most else size
+        weight = sum(sample.repeats for sample in trained)
+        rows.append(
+            BucketRow(
+                dataset=dataset,
+                frames=shape[0],
+                height=shape[1],
+                width=shape[2],
+                references=len(shape[3]),
+                samples=len(members),
+                held_out=len(members) - len(trained),
+                tokens=tokens,
+                batch_size=size,
+                micro_batches=-int(-weight // size) if size and dataset == "data" else None,
+            )
+        )
+        whole = trained[: size or 1]
+        cost = len(whole) * (tokens or shape[0] * shape[1] * shape[2])
+        if cost > most:
+            largest, most = whole, cost
+    return _Batches(rows, largest, most)
+
+
+def _tokens(run: Run, shape: Shape) -> int | None:
+    """Tokens of a sample of this shape; None if the architecture is not known here."""
+    if run.arch is None:
+        return None
+    return run.spec.num_tokens(outline_of(run, shape))
+
+
+def outline_of(run: Run, shape: Shape) -> dict[str, Tensor]:
+    """A training item of this shape on `meta`; the architecture is known."""
+    with torch.device("meta"):
+        return run.spec.outline(run.arch, shape[:3], shape[3])
+
+
+def _wrong_with_scenes(run: Run, samples: Sequence[Sample]) -> Iterator[str]:
+    """Why what is to be drawn cannot be."""
+    try:
+        check_scenes(run, run.scenes(samples))
+    except UserError as error:
+        yield str(error)
+
+
+def refused(error: UserError | str) -> Finding:
+    """What training itself would stop with."""
+    return Finding(code="D21", severity="error", where="", what=str(error), remedy="")
+
+
+def _no_class_pictures(run: Run, prior: _Looks) -> Iterator[Finding]:
+    """Why nothing of the class pictures can be trained on, if they are there."""
+    if prior.error is not None:
+        yield Finding(code="D01", severity="error", where="", what=str(prior.error), remedy="")
+    elif run.prior_data is not None and not prior.good:
+        yield Finding(
+            code="D01", severity="warning", where="prior.folder", what="no class picture can be read: training would do without prior preservation",
+            remedy="mend them, or leave [prior] out",
+        )  # fmt: skip
+
+
+def _too_few(run: Run, samples: Sequence[Sample]) -> Iterator[Finding]:
+    count = run.config.held_out.clips
+    try:
+        split_held_out([sample.id for sample in samples], count, files_of(samples))
+    except UserError:
+        if not samples:
+            yield Finding(
+                code="D01", severity="error", where="", what="nothing is left to train on: every sample is left out",
+                remedy="mend them as the table of what is left out says",
+            )  # fmt: skip
+            return
+        yield Finding(
+            code="D01", severity="error", where="held_out.clips",
+            what=f"{len(samples)} samples can be trained on, and {count} are held out, windows of a file together: none is left",
+            remedy="add clips, mend those that are left out, or lower held_out.clips",
+        )  # fmt: skip

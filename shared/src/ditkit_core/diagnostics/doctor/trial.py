@@ -1,0 +1,215 @@
+"""The doctor's trial: two real steps on the largest micro-batch, and a save that is read back.
+
+Two, because the second matrix of a fresh adapter is zero, and nothing of a gradient passes it to the first: that one is heard of in the
+second step, after an update of the second matrix. Nothing of it is kept: the model goes with the process, the save with its folder.
+"""
+
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ditkit_core.diagnostics.doctor.dataset import Examined, outline_of, refused, shape_for
+from ditkit_core.diagnostics.doctor.findings import Finding, StepRow
+from ditkit_core.encoding.loader import BatchSize, TrainingData
+from ditkit_core.errors import UserError
+from ditkit_core.io.console import warn
+from ditkit_core.io.memory import is_out_of_memory, peak_memory_bytes, restart_peak
+from ditkit_core.models.paths import nothing_fetched
+from ditkit_core.nn.attention import AttentionCalls, counted_calls
+from ditkit_core.planner.plan import divided_for_training
+from ditkit_core.run.checks import check_parts
+from ditkit_core.run.expert_runs import is_joint
+from ditkit_core.run.prepare import check_item, check_items
+from ditkit_core.run.run import Run
+from ditkit_core.training.checkpoint import SaveConfig, latest, load_state, save_state
+from ditkit_core.training.tensor_stats import Watch
+from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_step import NonFiniteLoss, training_step
+
+STEPS = 2
+LARGEST_SAVE_BYTES = 4 * 2**30
+"""A trial saves no more than this: what a full fine-tune saves takes minutes, and room that may not be there."""
+
+
+def try_step(run: Run, examined: Examined) -> tuple[StepRow | None, list[Finding]]:
+    """Train two steps on a micro-batch, which is encoded if it is not yet. Nothing is fetched.
+
+    Args:
+        run: The run of one transformer.
+        examined: What it trains on: of each shape one sample is tried on the model without weights, then a largest micro-batch.
+
+    Returns:
+        What was measured, None if it did not come to that, and what is wrong.
+    """
+    model = run.config.model
+    parts = [run.part, "vae", "text_encoder", "tokenizer"]
+    parts += () if run.arch is None else run.spec.companion_parts(run.arch)
+    if elsewhere := [part for part in parts if model.is_to_be_fetched(part)]:
+        return None, [
+            Finding(
+                code="D20", severity="note", where=f"model ({', '.join(elsewhere)})",
+                what="not tried: its files are named by the id of a hub and not all in the local cache, and a check fetches nothing",
+                remedy=f"fetch them with {model.fetch_commands(elsewhere)} and check again, or set model.base to the folder of a download",
+            )
+        ]  # fmt: skip
+    try:
+        with nothing_fetched():
+            return _try(run, examined)
+    except UserError as error:
+        return None, [refused(error)]
+    except NonFiniteLoss as error:
+        remedy = "look at these samples, lower optim.lr, or set model.dtype to bf16 or fp32"
+        return None, [Finding(code="D22", severity="error", where="", what=str(error), remedy=remedy)]
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        largest = examined.largest
+        tried = f"{len(largest)} x {largest[0].frames} frames of {largest[0].height} x {largest[0].width}"
+        finding = Finding(
+            code="D25", severity="error", where=tried, what="memory ran out in the largest micro-batch",
+            remedy="--plan says what is held where, and --fit what would fit",
+        )  # fmt: skip
+        return None, [finding]
+
+
+def _try(run: Run, examined: Examined) -> tuple[StepRow, list[Finding]]:
+    began, config, largest = time.monotonic(), run.config.train, examined.largest
+    unloaded = run.build()
+    run = run.known_as(unloaded.arch)
+    if is_joint(run):
+        raise UserError("this model has several experts, as only its weights tell; name it with model.preset")
+    divided = divided_for_training(run, unloaded.model, unloaded.arch, unloaded.adapter)
+    everything = [*examined.samples, *examined.class_pictures]
+    for shape, sample in {shape_for(run, sample): sample for sample in reversed(everything)}.items():
+        try:
+            check_item(run.spec, unloaded.model, outline_of(run, shape))
+        except UserError as error:
+            raise UserError(f"{sample.id}: {error}") from error
+    check_parts(run, examined.samples)
+    encoded = run.encode_samples(largest, run.fps)
+    if len(encoded) < len(largest):
+        raise UserError(
+            f"{len(largest) - len(encoded)} of {len(largest)} samples could not be encoded; see the warnings"
+        )
+    check_items(run.spec, unloaded.model, encoded)
+    prepared = run.load(unloaded, divided.placement)
+    data = TrainingData(
+        encoded, seed=config.seed, batch_size=BatchSize(samples=len(encoded)), caption_dropout=config.caption_dropout,
+        control_dropout=0.0,  # what works on conditions is to be heard of
+    )  # fmt: skip
+    # pipelined, all micro-batches of a step are held at once
+    batches = [data.micro_batch(micro) for micro in range(config.accumulation if config.pipelined else 1)]
+    trained = Trained(prepared.model, prepared.trainable, run.config.optim, run.config.ema, prepared.passage)
+    devices = {parameter.device for parameter in prepared.model.parameters()}
+    restart_peak(devices)
+    prepared.model.train()
+    # a compiler takes minutes, and compiled blocks are checked against eager ones elsewhere
+    engine = replace(run.engine(prepared, divided.schedule), compile=False)
+    losses, norms = [], []
+    heard = _Heard()
+    for step in range(STEPS):
+        with counted_calls(AttentionCalls() if step == 0 else None):
+            result = training_step(
+                prepared.model, engine, run.spec, batches, trained.optimizer,
+                step=step, lr=run.config.optim.lr, seed=config.seed, flow=run.config.flow, clip_norm=config.clip_norm,
+                pipelined=config.pipelined, watch=heard.watch(),
+            )  # fmt: skip
+        trained.optimizer.zero_grad()
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    silent = tuple(name for name in trained.parameters if name not in heard.names())
+    peak = float(peak_memory_bytes(devices))
+    reloaded = _reloads(trained)
+    first = largest[0]
+    row = StepRow(
+        expert=run.expert.name if run.expert else "",
+        frames=first.frames, height=first.height, width=first.width, samples=tuple(batches[0].ids),
+        tokens=sum(map(run.spec.num_tokens, batches[0].items)), losses=tuple(losses), grad_norms=tuple(norms),
+        parameters=len(trained.parameters), without_gradient=silent, reloaded=reloaded, peak_bytes=peak,
+        seconds=time.monotonic() - began,
+    )  # fmt: skip
+    return row, _findings(row, prepared.adapter.method)
+
+
+class _Heard:
+    """Which parameters had a gradient that is not zero throughout."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[Tensor]] = {}
+
+    def watch(self) -> Watch:
+        """What is told of the gradients of one step."""
+        return _Listening(self._found)
+
+    def names(self) -> set[str]:
+        """Their names."""
+        return {name for name, found in self._found.items() if any(map(bool, found))}
+
+
+class _Listening(Watch):
+    def __init__(self, found: dict[str, list[Tensor]]):
+        super().__init__()
+        self._found_gradients = found
+
+    def gradient(self, name: str, gradient: Tensor) -> None:
+        """Look at a parameter's gradient, before it is clipped."""
+        super().gradient(name, gradient)
+        self._found_gradients.setdefault(name, []).append(gradient.detach().any())
+
+
+def _reloads(trained: Trained) -> bool | None:
+    """Whether a save comes back to the bit, both as it is read and in the parameters; None if it would be too large for a trial."""
+    state = trained.state(STEPS, None, {})
+    if sum(tensor.nbytes for group in state.tensors.values() for tensor in group.values()) > LARGEST_SAVE_BYTES:
+        return None
+    with tempfile.TemporaryDirectory(prefix="ditkit-check-") as folder:
+        written = save_state(Path(folder), state, SaveConfig())
+        if latest(Path(folder), warn) != written:
+            return False
+        read = load_state(written)
+        if not _equal(read.tensors, state.tensors):
+            return False
+        kept = {name: value.detach().cpu().clone() for name, value in trained.values.items()}
+        with torch.no_grad():
+            for value in trained.values.values():
+                value.zero_()
+        trained.restore(read, written)
+    return _equal({"": trained.values}, {"": kept})
+
+
+def _equal(a: Mapping[str, Mapping[str, Tensor]], b: Mapping[str, Mapping[str, Tensor]]) -> bool:
+    """Whether groups of tensors are the same, an empty group being none."""
+    a, b = ({name: group for name, group in groups.items() if group} for groups in (a, b))
+    if a.keys() != b.keys() or any(a[name].keys() != b[name].keys() for name in a):
+        return False
+    return all(
+        torch.equal(a[group][name].detach().cpu(), b[group][name].detach().cpu()) for group in a for name in a[group]
+    )
+
+
+def _findings(row: StepRow, method: str) -> list[Finding]:
+    """What is wrong with a trial."""
+    found = []
+    if row.without_gradient:
+        silent = row.without_gradient
+        first = ", ".join(silent[:3]) + (f" and {len(silent) - 3} more" if len(silent) > 3 else "")
+        found.append(
+            Finding(
+                code="D23", severity="error" if method == "lora" or len(silent) == row.parameters else "warning", where=first,
+                what=f"no gradient reaches {len(silent)} of {row.parameters} trained parameters: they would stay as they are",
+                remedy="leave them out of adapter.targets, or give the data that they work on",
+            )
+        )  # fmt: skip
+    if row.reloaded is False:
+        found.append(
+            Finding(
+                code="D24", severity="error", where="a save of this run", what="what was read back differs from what was saved",
+                remedy="look after the disk and the memory of this machine",
+            )
+        )  # fmt: skip
+    return found

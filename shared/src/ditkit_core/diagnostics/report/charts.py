@@ -1,0 +1,194 @@
+"""Curves as SVG: numbers in, markup out. Colours are the style sheet's, so that they follow light and dark."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ditkit_core.diagnostics.report.data import Series
+from ditkit_core.diagnostics.report.html import Html, element, joined
+
+WIDTH, HEIGHT = 420, 230
+"""Of a chart, in its own units: a telephone shows it at about this size."""
+LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 26
+_DRAWN_POINTS = 600
+_DIGIT = 8.0
+"""Width of a digit at the axes, at most."""
+_DOTS = 60
+"""A curve of at most so many points has a dot at each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A curve of a chart."""
+
+    series: Series
+    look: Literal["main", "faint"] = "main"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """What is drawn in one frame; one line at least, of one point at least."""
+
+    name: str
+    """The series that is read off: its name in the metrics file."""
+    title: str
+    lines: Sequence[Line]
+    band: tuple[Series, Series] | None = None
+    """Lower and upper ends of an interval, at the same steps."""
+    level: float | None = None
+    """A value to compare with, drawn across."""
+    note: str = ""
+    """What the reader should know."""
+    logarithmic: bool = False
+    unit: float = 1.0
+    """What values are shown in: bytes in 2**30 are shown in GiB."""
+
+
+def figure(chart: Chart, *, section: int) -> Html:
+    """A chart with its caption, and a place where the script writes the numbers under the pointer.
+
+    Args:
+        chart: What to draw.
+        section: Which of the page's runs it is of.
+    """
+    scale = _Scale.of(chart)
+    about = _described(chart)
+    names = re.sub(r"[^\w.]+", "-", f"{section}-{chart.name}")
+    parts = [
+        element("title", chart.title, id=f"title-{names}"),
+        element("desc", about, id=f"about-{names}"),
+        *_axes(scale),
+        *([_area(scale, *chart.band)] if chart.band else []),
+        *([_across(scale, chart.level)] if chart.level is not None else []),
+        *(_curve(scale, line) for line in chart.lines),
+        element("line", class_="cursor", x1=0, x2=0, y1=TOP, y2=HEIGHT - BOTTOM, visibility="hidden"),
+    ]
+    svg = element(
+        "svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", tabindex=0,
+        aria_labelledby=f"title-{names} about-{names}", data_section=section, data_name=chart.name,
+        data_first=scale.first, data_last=scale.last, data_left=LEFT, data_right=WIDTH - RIGHT, data_unit=chart.unit,
+    )  # fmt: skip
+    caption = element("figcaption", element("strong", chart.title), *([" – ", chart.note] if chart.note else []))
+    return element("figure", caption, svg, element("output", about))
+
+
+def number(value: float) -> str:
+    """A number as the page shows it: six digits."""
+    return f"{value:.6g}"
+
+
+def _described(chart: Chart) -> str:
+    """What the main curve does, in a sentence."""
+    series = chart.lines[-1].series
+
+    def at(place: int) -> str:
+        return f"{number(series.values[place] / chart.unit)} at step {series.steps[place]}"
+
+    if len(series.values) == 1:
+        return at(0)
+    return f"{at(0)}, {at(-1)}; lowest {at(min(range(len(series.values)), key=series.values.__getitem__))}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scale:
+    """Where steps and values lie in the frame."""
+
+    first: int
+    last: int
+    low: float
+    high: float
+    logarithmic: bool
+    unit: float
+
+    @classmethod
+    def of(cls, chart: Chart) -> "_Scale":
+        drawn = [line.series for line in chart.lines] + list(chart.band or ())
+        values = [value for series in drawn for value in series.values]
+        values += [chart.level] if chart.level is not None else []
+        steps = [step for series in drawn for step in (series.steps[0], series.steps[-1])]
+        logarithmic = chart.logarithmic and min(values) > 0
+        places = [math.log10(value) for value in values] if logarithmic else values
+        low, high = min(places), max(places)
+        room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+        floor = 0.0 if low >= 0 and not logarithmic else -math.inf  # no negative numbers where there are none
+        return cls(
+            first=min(steps),
+            last=max(*steps, min(steps) + 1),
+            low=max(low - room, floor),
+            high=high + room,
+            logarithmic=logarithmic,
+            unit=chart.unit,
+        )
+
+    def x(self, step: float) -> float:
+        return round(LEFT + (step - self.first) / (self.last - self.first) * (WIDTH - LEFT - RIGHT), 1)
+
+    def y(self, value: float) -> float:
+        place = math.log10(value) if self.logarithmic else value
+        return round(HEIGHT - BOTTOM - (place - self.low) / (self.high - self.low) * (HEIGHT - TOP - BOTTOM), 1)
+
+    def ticks(self) -> list[float]:
+        """Values with a line across."""
+        if self.logarithmic and self.high - self.low >= 1:
+            return [10.0**power for power in range(math.ceil(self.low), math.floor(self.high) + 1)]
+        if self.logarithmic:
+            return [tick for tick in _round_ticks(10**self.low, 10**self.high) if tick > 0]
+        return [tick * self.unit for tick in _round_ticks(self.low / self.unit, self.high / self.unit)]
+
+
+def _round_ticks(low: float, high: float, about: int = 4) -> list[float]:
+    """Round numbers in a range, about so many."""
+    raw = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw)
+    return [
+        round(i * step, 12 - math.floor(math.log10(step)))
+        for i in range(math.ceil(low / step), math.floor(high / step) + 1)
+    ]
+
+
+def _axes(scale: _Scale) -> list[Html]:
+    parts = []
+    for tick in scale.ticks():
+        y = scale.y(tick)
+        parts.append(element("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
+        parts.append(element("text", _short(tick / scale.unit), x=LEFT - 6, y=y + 4, text_anchor="end"))
+    for tick in _round_ticks(float(scale.first), float(scale.last)):
+        if tick == round(tick):
+            text = f"{round(tick)}"
+            inside = min(scale.x(tick), WIDTH - len(text) * _DIGIT / 2)  # what is over the edge would be cut off
+            parts.append(element("text", text, x=inside, y=HEIGHT - 8, text_anchor="middle"))
+    parts.append(element("text", "step", x=LEFT - 18, y=HEIGHT - 8, text_anchor="end"))
+    return parts
+
+
+def _short(value: float) -> str:
+    """A tick's value in at most eight characters, for which there is room."""
+    if 1e-3 <= abs(value) < 1e7 or not value:
+        return f"{value:.6g}" if abs(value) < 1e6 else f"{value:.0f}"
+    return f"{value:.2e}".replace(".00e", "e")
+
+
+def _points(scale: _Scale, series: Series) -> list[str]:
+    return [f"{scale.x(float(s))} {scale.y(v)}" for s, v in zip(series.steps, series.values, strict=True)]
+
+
+def _curve(scale: _Scale, line: Line) -> Html:
+    thin = line.series.thinned(_DRAWN_POINTS)
+    points = _points(scale, thin)
+    path = element("path", class_=line.look, d="M" + "L".join(points))
+    if len(points) > _DOTS or line.look != "main":
+        return path
+    dots = [element("circle", class_="dot", cx=p.split()[0], cy=p.split()[1], r=2.5) for p in points]
+    return joined(path, *dots)
+
+
+def _area(scale: _Scale, low: Series, high: Series) -> Html:
+    there, back = _points(scale, low), _points(scale, high)[::-1]
+    return element("path", class_="band", d="M" + "L".join([*there, *back]) + "Z")
+
+
+def _across(scale: _Scale, level: float) -> Html:
+    return element("line", class_="level", x1=LEFT, x2=WIDTH - RIGHT, y1=scale.y(level), y2=scale.y(level))

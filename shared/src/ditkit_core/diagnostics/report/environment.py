@@ -1,0 +1,82 @@
+"""What a run knows of itself only while it runs, kept for its report: the machine, and a summary of the data."""
+
+import json
+import os
+import platform
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from ditkit_core.data.dataset import Dataset
+from ditkit_core.io.files import write_text
+from ditkit_core.io.run_dir import RunFolder
+
+_MOST_EXCLUDED = 1000
+
+
+def environment(devices: Sequence[torch.device]) -> dict[str, str]:
+    """Versions and devices; nothing that names a machine or a person.
+
+    Args:
+        devices: What the model is trained on, in order.
+    """
+    named = [_device(device) for device in devices]
+    return {
+        "devices": ", ".join(named),
+        "ditkit": version("ditkit-core"),
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or "none",
+        "Python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "CPU threads": f"{torch.get_num_threads()} of {os.cpu_count()}",
+    }
+
+
+def _device(device: torch.device) -> str:
+    if device.type != "cuda":
+        return str(device)
+    found = torch.cuda.get_device_properties(device)
+    return f"{device} {found.name} {found.total_memory / 2**30:.1f} GiB"
+
+
+def data_summary(dataset: Dataset, encoded: Collection[str], held_out: Sequence[str]) -> dict[str, Any]:
+    """What is trained on and what was left out.
+
+    Args:
+        dataset: The samples of the folder.
+        encoded: Ids of those that could be encoded.
+        held_out: Ids of those that are measured and not trained on.
+    """
+    used = [sample for sample in dataset.samples if sample.id in encoded]
+    shapes = Counter((sample.frames, sample.height, sample.width) for sample in used)
+    excluded = [*dataset.excluded]
+    excluded += [(sample.id, "could not be encoded") for sample in dataset.samples if sample.id not in encoded]
+    return {
+        "samples": len(used),
+        "captions": sum(len(sample.captions) for sample in used),
+        "fps": dataset.fps,
+        "held_out": list(held_out),
+        "shapes": [
+            {"frames": frames, "height": height, "width": width, "samples": count}
+            for (frames, height, width), count in sorted(shapes.items())
+        ],
+        "num_excluded": len(excluded),
+        "excluded": [{"file": name, "reason": reason} for name, reason in excluded[:_MOST_EXCLUDED]],
+    }
+
+
+def write_about(folder: RunFolder, *, environment: Mapping[str, str], data: Mapping[str, Any]) -> None:
+    """Keep both in the run's folder. An environment that differs from the last one is added to it: a run may go on elsewhere."""
+    try:
+        parts = list(json.loads(folder.about.read_text(encoding="utf-8"))["environments"])
+    except (OSError, ValueError, KeyError, TypeError):
+        parts = []
+    before = {name: value for name, value in parts[-1].items() if name != "since"} if parts else {}
+    if before != dict(environment):
+        since = datetime.now(UTC).isoformat(" ", "seconds")
+        parts.append({"since": since, **environment})
+    write_text(folder.about, json.dumps({"environments": parts, "data": dict(data)}, indent=1) + "\n")

@@ -1,0 +1,215 @@
+"""Which numbers a report shows of a run, in which order, and in which words."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ditkit_core.diagnostics.report.charts import Chart, Line, number
+from ditkit_core.diagnostics.report.data import PER_SIGMA, Section, Series
+from ditkit_core.diagnostics.report.html import Html, element
+
+_ANEW = "noise levels are drawn anew in each step"
+_GROUPS: Mapping[str, Mapping[str, str]] = {
+    "Optimization": {"lr": "learning rate", "grad_norm": "gradient norm"},
+    "Speed and memory": {
+        "seconds": "seconds per step",
+        "tokens_per_second": "tokens per second",
+        "peak_memory_bytes": "peak memory, GiB",
+    },
+    "Sentinels": {
+        "activation_max": "largest activation",
+        "activation_max_block": "block of the largest activation",
+        "activation_drift": "largest growth of a block's activations since first seen",
+        "nonfinite": "activations that are not finite",
+        "grad_underflow": "share of gradients that underflow",
+    },
+}
+_LOGARITHMIC = frozenset({"grad_norm", "activation_max", "activation_drift"})
+
+
+def charts(section: Section) -> list[tuple[str, list[Chart]]]:
+    """What is drawn, group by group; a group without numbers is left out."""
+    series = section.series
+    groups = [("Loss", [*_loss(series), *_held_out(series, "held_out", "held-out loss")])]
+    by_level = [
+        chart for s in section.sigmas for chart in _held_out(series, f"{PER_SIGMA}{s:g}", f"held-out loss, σ {s:g}")
+    ]
+    groups.append(("Held-out loss by noise level", by_level))
+    known = {"loss", *(name for name in series if name.startswith("held_out"))}
+    for title, names in _GROUPS.items():
+        found = [_plain(name, words, series[name]) for name, words in names.items() if name in series]
+        groups.append((title, found))
+        known |= names.keys()
+    groups.append(("Other numbers", [_plain(name, name, series[name]) for name in series if name not in known]))
+    return [(title, found) for title, found in groups if found]
+
+
+def _plain(name: str, title: str, series: Series) -> Chart:
+    unit, logarithmic = _unit(name), name in _LOGARITHMIC
+    return Chart(name=name, title=title, lines=[Line(series=series)], logarithmic=logarithmic, unit=unit)
+
+
+def _unit(name: str) -> float:
+    return 2.0**30 if name.endswith("_bytes") else 1.0
+
+
+def _loss(series: Mapping[str, Series]) -> list[Chart]:
+    if "loss" not in series:
+        return []
+    raw = series["loss"]
+    points = max(len(raw.steps) // 50, 1)
+    smooth = Line(series=raw.smoothed(points))
+    if points == 1:
+        return [Chart(name="loss", title="training loss", lines=[Line(series=raw)], note=_ANEW)]
+    note = f"the line is an average over about {points} steps that were logged; {_ANEW}"
+    return [Chart(name="loss", title="training loss", lines=[Line(series=raw, look="faint"), smooth], note=note)]
+
+
+def _held_out(series: Mapping[str, Series], name: str, title: str) -> list[Chart]:
+    if name not in series:
+        return []
+    measured = series[name]
+    ends = (series[f"{name}_low"], series[f"{name}_high"]) if {f"{name}_low", f"{name}_high"} <= series.keys() else None
+    level = measured.values[0] if measured.steps[0] == 0 else None
+    notes = ["dashed: before training"] if level is not None else []
+    if ends is not None:
+        notes.append("band: 95 % interval of the change since before training")
+    lines = [Line(series=measured)]
+    return [Chart(name=name, title=title, lines=lines, band=ends, level=level, note="; ".join(notes))]
+
+
+def key_numbers(section: Section) -> Html:
+    """The newest of each number, and what the held-out loss says."""
+    named = {name: words for names in _GROUPS.values() for name, words in names.items()}
+    named = {"loss": "training loss", "held_out": "held-out loss"} | named
+    rows = [_row(words, name, section.series[name]) for name, words in named.items() if name in section.series]
+    rows += [
+        element("tr", element("th", name, scope="row"), element("td", text), element("td", str(step)))
+        for name, (step, text) in section.texts.items()
+    ]
+    head = element("tr", *(element("th", text, scope="col") for text in ("newest", "value", "step")))
+    said = element("ul", *(element("li", line) for line in verdict(section)))
+    return element("div", said, _scrolling(element("table", element("thead", head), element("tbody", *rows))))
+
+
+def _row(words: str, name: str, series: Series) -> Html:
+    cell = element("td", _cell(name, series.steps[-1], series.last))
+    return element("tr", element("th", words, scope="row"), cell, element("td", str(series.steps[-1])))
+
+
+def verdict(section: Section) -> list[str]:
+    """What the held-out loss says, in sentences."""
+    measured = section.series.get("held_out")
+    if measured is None:
+        return [
+            "No clips are held out (held_out.clips = 0): the training loss alone does not tell whether a run gets better."
+        ]
+    if len(measured.steps) == 1:
+        return [f"Held-out loss {number(measured.last)} at step {measured.steps[0]}; not measured again yet."]
+    place = min(range(len(measured.values)), key=measured.values.__getitem__)
+    step, lowest = measured.steps[place], measured.values[place]
+    lines = [f"Held-out loss is lowest at step {step}: {number(lowest)}."]
+    if measured.steps[0] == 0 and measured.values[0]:
+        change = measured.last / measured.values[0] - 1
+        lines.append(
+            f"At step {measured.steps[-1]} it is {abs(change):.1%} {'lower' if change < 0 else 'higher'} than before training."
+        )
+        high, low = section.series.get("held_out_high"), section.series.get("held_out_low")
+        if high is None or low is None:
+            lines.append(
+                "Clips of one file are held out, or the grid was changed: there is no confidence interval; hold out several."
+            )
+        elif high.last < measured.values[0] or low.last > measured.values[0]:
+            lines.append("The 95 % interval of that change does not hold 0.")
+        else:
+            lines.append("The 95 % interval of that change holds 0: it may be chance.")
+    return lines
+
+
+def tables(section: Section) -> list[Html]:
+    """What can be opened: held-out numbers, data, environment, configuration."""
+    return [
+        part for part in (_measurements(section), *_data(section), *_environment(section), _config(section)) if part
+    ]
+
+
+def _measurements(section: Section) -> Html:
+    """Every measurement, as text."""
+    names = ["held_out", *(f"{PER_SIGMA}{s:g}" for s in section.sigmas)]
+    columns = [f"{name}{end}" for name in names for end in ("", "_low", "_high") if f"{name}{end}" in section.series]
+    if not columns:
+        return Html("")
+    by_step: dict[int, dict[str, float]] = {}
+    for name in columns:
+        thin = section.series[name].thinned(200)
+        for step, value in zip(thin.steps, thin.values, strict=True):
+            by_step.setdefault(step, {})[name] = value
+    rows = [
+        [str(step), *(_cell(name, step, values[name]) if name in values else "" for name in columns)]
+        for step, values in sorted(by_step.items())
+    ]
+    return _details("Held-out loss in numbers", [_table(["step", *columns], rows)])
+
+
+def _cell(name: str, step: int, value: float) -> Html:
+    """A number to read, which carries the one in the metrics file and where it stands there."""
+    return element("data", number(value / _unit(name)), value=repr(value), data_key=name, data_step=step)
+
+
+def _data(section: Section) -> list[Html]:
+    data = section.about.get("data")
+    if not isinstance(data, dict):
+        return []
+    held_out, excluded = data.get("held_out", []), data.get("excluded", [])
+    facts = {
+        "samples": data.get("samples"), "captions": data.get("captions"), "frames per second": data.get("fps"),
+        "held out": ", ".join(map(str, held_out)) or "none", "left out": data.get("num_excluded", len(excluded)),
+    }  # fmt: skip
+    parts = [_pairs(facts)]
+    shapes = [
+        [str(each.get(key, "")) for key in ("frames", "height", "width", "samples")] for each in data.get("shapes", [])
+    ]
+    parts.append(_table(["frames", "height", "width", "samples"], shapes))
+    if excluded:
+        rows = [[str(each.get("file", "")), str(each.get("reason", ""))] for each in excluded]
+        parts.append(_table(["left out", "why"], rows))
+    return [_details("Data", parts)]
+
+
+def _environment(section: Section) -> list[Html]:
+    parts = section.about.get("environments")
+    if not isinstance(parts, list) or not parts:
+        return []
+    return [_details("Environment", [_pairs(part) for part in parts if isinstance(part, dict)])]
+
+
+def _config(section: Section) -> Html:
+    if not section.config:
+        return Html("")
+    return _details(
+        "Configuration",
+        [_pairs({key: json.dumps(value, ensure_ascii=False, default=str) for key, value in section.config.items()})],
+    )
+
+
+def _pairs(values: Mapping[str, Any]) -> Html:
+    rows = [
+        element("tr", element("th", name, scope="row"), element("td", str(value), dir="auto"))
+        for name, value in values.items()
+    ]
+    return _scrolling(element("table", element("tbody", *rows)))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Html:
+    titles = element("thead", element("tr", *(element("th", text, scope="col") for text in head)))
+    cells = [element("tr", *(element("td", cell, dir="auto") for cell in row)) for row in rows]
+    return _scrolling(element("table", titles, element("tbody", *cells)))
+
+
+def _scrolling(table: Html) -> Html:
+    """In a box of its own, so that on a telephone the table scrolls and not the page."""
+    return element("div", table, class_="wide")
+
+
+def _details(title: str, parts: Sequence[Html]) -> Html:
+    return element("details", element("summary", title), *parts)

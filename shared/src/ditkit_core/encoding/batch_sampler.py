@@ -1,0 +1,205 @@
+"""Which samples make up which micro-batch, as places in a list: a function of the seed and the micro-batch's index alone."""
+
+import bisect
+import functools
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ditkit_core.io.rng import seed_of
+
+_EPOCHS_FOR_MEAN = 64
+"""By how many epochs the mean size of a micro-batch is known, where epochs differ."""
+
+
+class Places(NamedTuple):
+    """One micro-batch."""
+
+    first: int
+    """Samples in all micro-batches before it, since the start of the run."""
+    samples: list[int]
+    """Which, as indices."""
+
+
+class Order(Protocol):
+    """An endless sequence of micro-batches."""
+
+    @property
+    def mean_size(self) -> float:
+        """Samples in a micro-batch, on average over an epoch."""
+        ...
+
+    def places(self, index: int) -> Places:
+        """The micro-batch of this index, counted since the start of the run."""
+        ...
+
+
+def epoch_order(seed: int, epoch: int, ids: Sequence[str]) -> list[int]:
+    """The order of one epoch, as indices into `ids`.
+
+    Sorting by a hash rather than drawing a permutation: the order depends on nothing but the ids, whatever order they
+    are given in, and another sample among them leaves the order of the rest as it was.
+
+    Args:
+        seed: The run's seed.
+        epoch: Epochs since the start of the run.
+        ids: Sample ids, all different.
+    """
+    return sorted(range(len(ids)), key=lambda i: (seed_of(seed, "order", epoch, ids[i]), ids[i]))
+
+
+class Epochs:
+    """How often each sample is in each epoch, and in which order.
+
+    A sample of 1.5 repeats is in every epoch once and in every second one again; in which of two is drawn by its id, so that epochs are
+    of about one size. Over epochs 0 … e - 1 it is used floor(1.5 e + u) times, u in [0, 1): a function of seed, epoch and sample.
+    """
+
+    def __init__(self, ids: Sequence[str], seed: int, repeats: Sequence[float] = ()) -> None:
+        """Describe them.
+
+        Args:
+            ids: Sample ids, all different.
+            seed: The run's seed.
+            repeats: Of each sample, above 0; empty: 1 each.
+        """
+        assert ids and all(each > 0 for each in repeats) and len(repeats) in (0, len(ids))
+        self._ids, self._seed = ids, seed
+        self._repeats = np.array(repeats or [1.0] * len(ids))
+        self.whole = bool((self._repeats == np.floor(self._repeats)).all())
+        """Whether all epochs are alike."""
+        drawn = [
+            0 if each == int(each) else seed_of(seed, "repeat", id) for each, id in zip(self._repeats, ids, strict=True)
+        ]
+        self._phase = np.array(drawn) / 2**63
+        self.mean_count = float(self._repeats.sum())
+        """Samples in an epoch, on average."""
+
+    def _used(self, epoch: int) -> NDArray[np.float64]:
+        return np.floor(epoch * self._repeats + self._phase)
+
+    def before(self, epoch: int) -> int:
+        """Samples in all epochs before one."""
+        return int(self._used(epoch).sum())
+
+    def counts(self, epoch: int) -> NDArray[np.int64]:
+        """How often an epoch has each sample."""
+        return (self._used(epoch + 1) - self._used(epoch)).astype(np.int64)
+
+    def containing(self, place: int) -> int:
+        """The epoch of a place in the sequence of all epochs."""
+        if self.whole:
+            return place // self.before(1)
+        most = (
+            int((place + len(self._ids)) / self.mean_count) + 2
+        )  # of that many epochs, more samples are used for certain
+        return bisect.bisect_right(range(most), place, key=self.before) - 1
+
+    def order(self, epoch: int, members: Sequence[int] | None = None) -> list[int]:
+        """The samples of an epoch, or those of some, in its order."""
+        counts, ids = self.counts(epoch), self._ids
+        members = range(len(ids)) if members is None else members
+        if (counts == 1).all():
+            return [members[i] for i in epoch_order(self._seed, epoch, [ids[i] for i in members])]
+        copies = [
+            (seed_of(self._seed, "order", epoch, ids[i], *([copy] if copy else [])), ids[i], copy, i)
+            for i in members for copy in range(counts[i])
+        ]  # fmt: skip
+        return [i for *_, i in sorted(copies)]
+
+
+class EndlessOrder:
+    """Samples that may all go together: epochs follow each other without a gap.
+
+    A micro-batch may hold the end of one and the start of the next, so every sample is used as often as it should be and every
+    micro-batch has the same size.
+    """
+
+    def __init__(self, ids: Sequence[str], seed: int, size: int, repeats: Sequence[float] = ()) -> None:
+        """Describe the order; arguments as of `Epochs`, and the samples of a micro-batch."""
+        assert size > 0
+        self.mean_size = float(size)
+        self._epochs, self._size = Epochs(ids, seed, repeats), size
+        # A micro-batch may touch two epochs; the orders are kept from one call to the next.
+        self._order = functools.lru_cache(maxsize=2)(self._epochs.order)
+
+    def places(self, index: int) -> Places:
+        """The micro-batch of this index."""
+        first = index * self._size
+        return Places(first, [self.sample(place) for place in range(first, first + self._size)])
+
+    def sample(self, place: int) -> int:
+        """The sample at a place of the sequence."""
+        epoch = self._epochs.containing(place)
+        return self._order(epoch)[place - self._epochs.before(epoch)]
+
+
+@dataclass(frozen=True)
+class _Group:
+    members: list[int]
+    size: int
+
+
+class GroupedOrder:
+    """Samples of several groups, which no micro-batch mixes.
+
+    In an epoch each group, in an order of its own, is cut into micro-batches, of which the last may be smaller, and these
+    come in an order drawn over all groups: every sample as often per epoch as it should be.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[str],
+        seed: int,
+        groups: Sequence[Hashable],
+        sizes: Mapping[Any, int],
+        repeats: Sequence[float] = (),
+    ) -> None:
+        """Describe the order.
+
+        Args:
+            ids: Sample ids, all different.
+            seed: The run's seed.
+            groups: Of each sample, what it has to have in common with others.
+            sizes: By group, samples in a micro-batch.
+            repeats: As of `Epochs`.
+        """
+        self._ids, self._seed, self._epochs = ids, seed, Epochs(ids, seed, repeats)
+        self._groups = [
+            _Group([i for i, its in enumerate(groups) if its == group], sizes[group]) for group in dict.fromkeys(groups)
+        ]
+        self._starts = [0]
+        looked_at = 1 if self._epochs.whole else _EPOCHS_FOR_MEAN
+        num_batches = sum(map(self._num_batches, range(looked_at))) / looked_at
+        self.mean_size = self._epochs.mean_count / num_batches
+        self._epoch = functools.lru_cache(maxsize=2)(self._batches)
+
+    def places(self, index: int) -> Places:
+        """The micro-batch of this index."""
+        if self._epochs.whole:
+            epoch, number = divmod(index, self._num_batches(0))
+            return self._epoch(epoch)[number]
+        while self._starts[-1] <= index:
+            self._starts.append(self._starts[-1] + self._num_batches(len(self._starts) - 1))
+        epoch = bisect.bisect_right(self._starts, index) - 1
+        return self._epoch(epoch)[index - self._starts[epoch]]
+
+    def _num_batches(self, epoch: int) -> int:
+        counts = self._epochs.counts(epoch)
+        return sum(-(-int(counts[group.members].sum()) // group.size) for group in self._groups)
+
+    def _batches(self, epoch: int) -> list[Places]:
+        cut = []
+        for number, group in enumerate(self._groups):
+            members = self._epochs.order(epoch, group.members)
+            pieces = [members[first : first + group.size] for first in range(0, len(members), group.size)]
+            cut += [(seed_of(self._seed, "batch order", epoch, self._ids[piece[0]]), number, i, piece)
+                    for i, piece in enumerate(pieces)]  # fmt: skip
+        first, made = self._epochs.before(epoch), []
+        for *_, batch in sorted(cut):
+            made.append(Places(first, batch))
+            first += len(batch)
+        return made

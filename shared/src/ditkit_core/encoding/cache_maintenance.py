@@ -1,0 +1,150 @@
+"""Looking after a cache: whether its entries still are what was written, and removing those that nobody needs."""
+
+import re
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from ditkit_core.encoding.cache import DIGEST, Cache, digest
+from ditkit_core.errors import UserError
+from ditkit_core.io.files import read_json_object
+from ditkit_core.models.spec import ignored
+
+_DAY_SECONDS = 86400
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SETTLED_SECONDS = 3600
+"""Entries younger than this are never pruned: another run may just have made them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What reading a whole cache found."""
+
+    checked: int
+    damaged: tuple[str, ...]
+    """Entries that were not what was written, by their place in the cache, which were removed."""
+    without_digest: int
+    """Entries that a version before digests wrote; of these only the length is known to be right."""
+
+
+def verify(cache: Cache, advance: Callable[[float], None] = ignored) -> Verified:
+    """Read every entry and compare it with the digest that it was stored with; what differs is removed, and encoded again when needed.
+
+    Args:
+        cache: What to read.
+        advance: Told 1.0 after each entry.
+
+    Raises:
+        UserError: If a file cannot be read or removed.
+    """
+    checked, without, damaged = 0, 0, []
+    for path in cache.entries():
+        checked += 1
+        try:
+            with safe_open(path, framework="pt") as file:
+                stored = file.metadata() or {}
+                names = file.keys()
+                right = stored.get("ditkit_key") == path.stem
+                if right and DIGEST in stored:
+                    right = stored[DIGEST] == digest({name: file.get_tensor(name) for name in names})
+                elif right:
+                    without += 1
+        except SafetensorError:
+            right = False
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror or error}; correct its permissions") from error
+        if not right:
+            _remove(path)
+            damaged.append(path.relative_to(cache.folder).as_posix())
+        advance(1.0)
+    return Verified(checked=checked, damaged=tuple(damaged), without_digest=without)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pruned:
+    """What was removed from a cache, and what is left."""
+
+    removed: int
+    removed_bytes: int
+    left: int
+    left_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Which entries of a cache go. Exactly one is set."""
+
+    unused: bool = False
+    """What no run needs."""
+    days: float = 0.0
+    """What was last needed longer ago."""
+    bytes: int = 0
+    """As much as it takes to come down to this size, what was needed longest ago first."""
+
+
+def parse_rule(text: str) -> Rule:
+    """A rule as a person writes it: `unused`, `30d`, `50GB`.
+
+    Raises:
+        UserError: If it is none of these.
+    """
+    written = text.strip().upper()
+    if written == "UNUSED":
+        return Rule(unused=True)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]+)", written, re.ASCII)
+    if match and float(match[1]) > 0 and match[2] in {"D", *_UNITS}:
+        number, unit = float(match[1]), match[2]
+        return Rule(days=number) if unit == "D" else Rule(bytes=round(number * _UNITS[unit]))
+    raise UserError(f"--prune-cache {text!r} is no rule; write unused, or days such as 30d, or a size such as 50GB")
+
+
+def prune(cache: Cache, rule: Rule, keep: Collection[str] = (), *, now: float | None = None) -> Pruned:
+    """Remove entries. What is made or asked for within the hour stays, whatever the rule: another run may be at work.
+
+    Args:
+        cache: What to remove from.
+        rule: Which go.
+        keep: Keys that stay.
+        now: Seconds since the epoch; None: the clock's.
+
+    Raises:
+        UserError: If a file cannot be removed.
+    """
+    now = time.time() if now is None else now
+    found = [(stat.st_mtime, stat.st_size, path) for path in cache.entries() for stat in [path.stat()]]
+    left = sum(size for _, size, _ in found)
+    removed = removed_bytes = 0
+    for used, size, path in sorted(found):
+        goes = rule.unused or now - used > rule.days * _DAY_SECONDS
+        if rule.bytes:
+            goes = left - removed_bytes > rule.bytes
+        if goes and path.stem not in keep and now - used > _SETTLED_SECONDS:
+            _remove(path)
+            removed, removed_bytes = removed + 1, removed_bytes + size
+    return Pruned(
+        removed=removed, removed_bytes=removed_bytes, left=len(found) - removed, left_bytes=left - removed_bytes
+    )
+
+
+def keys_in(records: Iterable[Path]) -> set[str]:
+    """The keys that runs need, by the files in which each of them lists what it is trained on.
+
+    Raises:
+        UserError: If one cannot be read, because then what its run needs is not known.
+    """
+    found: set[str] = set()
+    for record in records:
+        for parts in read_json_object(record, "remove that run, or prune by age or size").values():
+            if isinstance(parts, list):
+                found |= {part.rpartition(" ")[2] for part in parts if isinstance(part, str)}
+    return found
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot remove {path}: {error.strerror}; correct its permissions") from error

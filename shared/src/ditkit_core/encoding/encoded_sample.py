@@ -1,0 +1,90 @@
+"""What the cache holds of one sample, as training items."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ditkit_core.encoding.cache import Cache
+from ditkit_core.errors import UserError
+from ditkit_core.models.spec import no_change
+
+Found = TypeVar("Found")
+
+
+class Condition(NamedTuple):
+    """Where the cache keeps one condition of a sample."""
+
+    kind: str
+    key: str
+    optional: bool
+    """Whether the sample can be given without it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedSample:
+    """One sample by its cache keys; its tensors are read when they are needed."""
+
+    id: str
+    cache: Cache
+    media_key: str
+    text_keys: tuple[str, ...]
+    """Of its captions, at least one."""
+    empty_text_key: str
+    """The empty caption, for caption dropout."""
+    reference_keys: tuple[str, ...] = ()
+    """Of the pictures that it is made from, in order."""
+    conditions: tuple[Condition, ...] = ()
+    """What the model is told of it beside the caption."""
+    assemble: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = no_change
+    """As `ModelSpec.assemble`."""
+    repeats: float = 1.0
+    """How often an epoch has it."""
+
+    @property
+    def keys(self) -> list[str]:
+        """Everything that it is, in one list: another list is another sample."""
+        return [self.media_key, *self.text_keys, *(f"reference {key}" for key in self.reference_keys),
+                *(f"{kind} {key}" for kind, key, _ in self.conditions)]  # fmt: skip
+
+    def load(self, *, caption: int = 0, drop_caption: bool = False, drop_controls: bool = False) -> dict[str, Tensor]:
+        """The sample as a training item: `latents`, `reference.0`, … and the model's own tensors, on the CPU.
+
+        Args:
+            caption: Which of its captions.
+            drop_caption: Give the empty caption in place of the sample's own.
+            drop_controls: Leave out the conditions that are optional.
+
+        Raises:
+            UserError: If an entry has gone from the cache since it was encoded.
+        """
+        item = self._found("media", self.media_key, self.cache.get)
+        for number, key in enumerate(self.reference_keys):
+            item[f"reference.{number}"] = self._found("media", key, self.cache.get)["latents"]
+        for kind, key, optional in self.conditions:
+            if not (optional and drop_controls):
+                item |= self._found(kind, key, self.cache.get)
+        text_key = self.empty_text_key if drop_caption else self.text_keys[caption]
+        return self.assemble(item | self._found("text", text_key, self.cache.get))
+
+    def media_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all that is no text: what samples of one micro-batch have in common. Reads no tensor."""
+        found = self._found("media", self.media_key, self.cache.shapes)
+        for number, key in enumerate(self.reference_keys):
+            found[f"reference.{number}"] = self._found("media", key, self.cache.shapes)["latents"]
+        for kind, key, _ in self.conditions:
+            found |= self._found(kind, key, self.cache.shapes)
+        return found
+
+    def outline(self) -> dict[str, Tensor]:
+        """The sample's item, with the first caption, on `meta`: shapes alone, for what counts tokens."""
+        shapes = self.media_shapes() | self._found("text", self.text_keys[0], self.cache.shapes)
+        return self.assemble({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+
+    def _found(self, kind: str, key: str, read: Callable[[str, str], dict[str, Found] | None]) -> dict[str, Found]:
+        found = read(kind, key)
+        if found is None:
+            raise UserError(f"the cache {self.cache.folder} has lost {kind} of {self.id!r}; start again to encode it")
+        return found

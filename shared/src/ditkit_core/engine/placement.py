@@ -1,0 +1,92 @@
+"""Which device runs each stage of a model, and which blocks' weights are streamed through it.
+
+A placement is data: it decides where weights are put when they are loaded, and nothing else. The engine follows the weights, so a
+model that lies on one device is run as if there were no division. Where a model is best cut is decided in `planner/partition.py`.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ditkit_core.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """A device for every stage."""
+
+    embed: torch.device
+    blocks: tuple[torch.device, ...]
+    """In execution order."""
+    head: torch.device
+    streamed: frozenset[int] = frozenset()
+    """Blocks whose weights stay on the host, and are on their device while they are used."""
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Blocks before which the next device begins."""
+        return tuple(i for i in range(1, len(self.blocks)) if self.blocks[i] != self.blocks[i - 1])
+
+    def described(self) -> str:
+        """One line that says how a model is divided."""
+        bounds = [0, *self.cuts, len(self.blocks)]
+        spans = [f"{self.blocks[a]} blocks {a} to {b - 1}" for a, b in itertools.pairwise(bounds)]
+        return f"divided over {len(spans)} devices: {', '.join(spans)}"
+
+    def device_of(self, model: Any) -> Callable[[str], torch.device]:
+        """The device of a parameter or module, by its name in the model.
+
+        Raises:
+            LookupError: From the function, for what is in no stage: a parameter of the model itself has no device.
+        """
+        where = {id(model.embed): self.embed, id(model.head): self.head}
+        where |= {id(block): device for block, device in zip(model.blocks(), self.blocks, strict=True)}
+        stages = {name: where[id(module)] for name, module in model.named_modules() if id(module) in where}
+
+        def device_of(name: str) -> torch.device:
+            for stage, device in stages.items():
+                if f"{name}.".startswith(f"{stage}."):
+                    return device
+            raise LookupError(f"{name} belongs neither to embed, nor to a block, nor to head: the model is not staged")
+
+        return device_of
+
+
+def place(model: Any, devices: Sequence[torch.device], cuts: Sequence[int] = ()) -> Placement:
+    """Divide a model over devices, in their order: embedding first, head last.
+
+    Args:
+        model: The staged model; `meta` will do.
+        devices: At least one.
+        cuts: Blocks before which the next device begins, one less than devices.
+
+    Raises:
+        UserError: If the cuts do not divide the blocks among the devices.
+    """
+    num_blocks = len(model.blocks())
+    # A block without parameters runs where its carry is, so that no device begins with it.
+    starts = [i for i, block in enumerate(model.blocks()) if next(block.parameters(), None) is not None]
+    bounds = [0, *_checked(cuts, len(devices), num_blocks, starts), num_blocks]
+    blocks = tuple(device for i, device in enumerate(devices) for _ in range(bounds[i], bounds[i + 1]))
+    return Placement(embed=devices[0], blocks=blocks, head=devices[-1])
+
+
+def _checked(cuts: Sequence[int], num_devices: int, num_blocks: int, starts: Sequence[int]) -> tuple[int, ...]:
+    """The cuts, each at the first block from there on that has parameters."""
+    if cuts and num_devices == 1:
+        raise UserError(
+            f"train.cuts = {list(cuts)} divides over several devices, and train.devices names one; name more"
+        )
+    if len(cuts) != num_devices - 1:
+        raise UserError(
+            f"train.cuts = {list(cuts)}: {num_devices} devices need {num_devices - 1}; leave it empty to divide by bytes"
+        )
+    begin = tuple(next((start for start in starts if start >= cut), num_blocks) if cut > 0 else 0 for cut in cuts)
+    if not all(low < high for low, high in zip((0, *begin), (*begin, num_blocks), strict=True)):
+        raise UserError(
+            f"train.cuts = {list(cuts)} must be increasing, above 0 and below {num_blocks}, the model's number of blocks"
+        )
+    return begin

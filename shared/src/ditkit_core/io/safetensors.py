@@ -1,0 +1,297 @@
+"""safetensors files, read and written one tensor at a time.
+
+The bytes of a tensor are read straight into the memory that it will stay in. Files are not memory-mapped: mapped pages
+count as the process's memory for as long as any tensor of the file lives, so that the host's peak would be the model
+twice, and on Windows a mapped file cannot be replaced.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from ditkit_core.errors import UserError
+from ditkit_core.io.files import atomic_write
+
+PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle")
+"""Suffixes of files that run code when they are read."""
+
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_SCALED_AT_ONCE = 2**20
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies in a file."""
+
+    file: Path
+    offset: int
+    """First byte, from the start of the file."""
+    num_bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    scale: "StoredTensor | None" = None
+    """What its values are multiplied with to be the weight, one number or one to a row, where `scaled_files` found that it is codes."""
+
+
+@dataclass(frozen=True)
+class SafetensorsSource:
+    """The tensors of a safetensors file, or of a folder of them, known by their headers."""
+
+    path: Path
+    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, str]
+    """The header metadata; of a folder, that of its first file."""
+
+    @classmethod
+    def open(cls, path: Path) -> "SafetensorsSource":
+        """Read the headers of a file, of a sharded index's files, or of all .safetensors files of a folder.
+
+        Raises:
+            UserError: If nothing is there, a file is truncated or no safetensors file, an index names a file that is
+                missing or outside its folder, or two files hold one name.
+        """
+        path = Path(path)
+        if not path.exists():
+            raise UserError(f"there is no {path}; mend the path")
+        refuse_pickles(path)
+        files = _files_of(path)
+        tensors: dict[str, StoredTensor] = {}
+        metadata: list[dict[str, str]] = []
+        for file in files:
+            stored, about = _read_header(file)
+            if both := sorted(tensors.keys() & stored.keys()):
+                raise UserError(
+                    f"{both[0]!r} is in {tensors[both[0]].file.name} and in {file.name} of {path}; name one file, "
+                    "or remove the other copy"
+                )
+            tensors.update(stored)
+            metadata.append(about)
+        return cls(path, tensors, metadata[0])
+
+    def fingerprint(self) -> str:
+        """Digest of names, shapes, dtypes and both ends of every tensor: seconds for any size, and another for other weights."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, stored in sorted(self.tensors.items()):
+            digest.update(f"{name} {stored.shape} {stored.dtype}".encode())
+            for part in (stored, stored.scale):
+                if part is None:
+                    continue
+                with open(part.file, "rb") as file:
+                    for offset in (0, max(0, part.num_bytes - 1024)):
+                        file.seek(part.offset + offset)
+                        digest.update(file.read(min(1024, part.num_bytes)))
+        return digest.hexdigest()
+
+    def read(self, name: str, buffer: Tensor | None = None, *, index: int = 0, of: int = 1) -> Tensor:
+        """One tensor, or some of its rows, on the CPU, in the file's dtype; of a scaled one, the codes.
+
+        Args:
+            name: Its name in the file.
+            buffer: As many bytes, uint8, that the tensor is to lie in; new ones if not given.
+            index: Which of the equal parts of its rows is read.
+            of: How many equal parts its rows are cut into.
+
+        Raises:
+            UserError: If the file ends before the tensor does.
+        """
+        stored = self.tensors[name]
+        num_bytes = stored.num_bytes // of
+        shape = stored.shape if of == 1 else (stored.shape[0] // of, *stored.shape[1:])
+        buffer = torch.empty(num_bytes, dtype=torch.uint8) if buffer is None else buffer
+        assert buffer.numel() == num_bytes, name
+        with open(stored.file, "rb") as file:
+            file.seek(stored.offset + index * num_bytes)
+            if file.readinto(buffer.numpy().data) != num_bytes:
+                raise UserError(f"{stored.file} ends inside {name!r}: it changed while it was read; fetch it again")
+        return buffer.view(stored.dtype).reshape(shape)
+
+    def scale_of(self, name: str, *, index: int = 0, of: int = 1) -> Tensor | None:
+        """What the codes of a tensor are multiplied with, fp32 [1] or [rows] on the CPU; None if it is the weight itself.
+
+        Args:
+            name: The tensor's name in the file.
+            index: Which of the equal parts of its rows is read.
+            of: How many equal parts its rows are cut into.
+
+        Raises:
+            UserError: If the file ends before the scale does.
+        """
+        scale = self.tensors[name].scale
+        if scale is None:
+            return None
+        read = SafetensorsSource(self.path, {name: scale}, {}).read(name).reshape(-1).float()
+        return read if len(read) == 1 else read.view(of, -1)[index]
+
+    def apply_scale(self, values: Tensor, name: str, *, index: int = 0, of: int = 1) -> None:
+        """Multiply codes, converted to a floating dtype and on any device, to the weight that they stand for, in place.
+
+        Args:
+            values: Those of a tensor's part, in any shape; left as they are if it has no scale.
+            name: The tensor's name in the file.
+            index: Which of the equal parts of its rows they are.
+            of: How many equal parts its rows are cut into.
+        """
+        scale = self.scale_of(name, index=index, of=of)
+        if scale is None:
+            return
+        num_rows = self.tensors[name].shape[0] // of
+        rows, scale = values.view(num_rows, -1), scale.expand(num_rows)[:, None].to(values.device)
+        at_once = max(1, _SCALED_AT_ONCE // max(1, rows.shape[1]))  # the CPU makes an fp32 copy of what it is given
+        for start in range(0, num_rows, at_once):
+            rows[start : start + at_once].mul_(scale[start : start + at_once])
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_dir():
+        indices = sorted(path.glob("*.safetensors.index.json"))
+        if len(indices) > 1:
+            raise UserError(
+                f"{path} has {len(indices)} indices ({', '.join(index.name for index in indices)}); name one of them"
+            )
+        files = _files_of(indices[0]) if indices else sorted(path.glob("*.safetensors"))
+        if not files:
+            raise UserError(f"{path} holds no .safetensors file; name the folder or file that has the weights")
+        return files
+    if not path.name.endswith(".index.json"):
+        return [path]
+    try:
+        names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not an index of safetensors files; fetch it again") from error
+    for name in names:
+        # Links are not resolved: in the hub's cache every file is a link to one elsewhere. The name itself must be plain.
+        if name != Path(name).name or "\\" in name or not name.endswith(".safetensors"):
+            raise UserError(
+                f"{path} names {name!r}, which is not a .safetensors file of its own folder; fetch it again"
+            )
+        if not (path.parent / name).exists():
+            raise UserError(f"{path} names {name}, which is missing; fetch it again")
+    return [path.parent / name for name in names]
+
+
+def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Names, places and metadata of a file, checked against the file's size."""
+    try:
+        with open(path, "rb") as file:
+            file_bytes = path.stat().st_size
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if file_bytes < 8 or not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - 8):
+                raise UserError(f"{path} is not a safetensors file, or was cut off in its header; fetch it again")
+            raw = file.read(header_bytes)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; mend its permissions or the disk") from error
+    start = 8 + header_bytes
+    try:
+        header = json.loads(raw)
+        metadata = dict(header.pop("__metadata__", {}))
+        stored = {
+            name: StoredTensor(
+                path, start + about["data_offsets"][0], about["data_offsets"][1] - about["data_offsets"][0],
+                tuple(about["shape"]), _DTYPES[about["dtype"]],
+            )
+            for name, about in header.items()
+        }  # fmt: skip
+        sound = all(
+            t.num_bytes == torch.Size(t.shape).numel() * t.dtype.itemsize and min(t.offset - start, 0, *t.shape) == 0
+            for t in stored.values()
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise UserError(
+            f"{path} is not a safetensors file that can be read ({error!r} in its header); fetch it again"
+        ) from error
+    if not sound:
+        raise UserError(f"{path} has a header that contradicts itself; fetch it again")
+    end = max((t.offset + t.num_bytes for t in stored.values()), default=start)
+    if end != file_bytes:
+        raise UserError(
+            f"{path} is truncated or damaged: it has {file_bytes} bytes, its header speaks of {end}; fetch it again"
+        )
+    return stored, metadata
+
+
+def write_safetensors(
+    path: Path,
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    tensor_of: Callable[[str], Tensor],
+    metadata: Mapping[str, str],
+    *,
+    check: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a safetensors file tensor by tensor, atomically, and read it back before it gets its name.
+
+    Args:
+        path: The file.
+        shapes: Shape and dtype by name, in the order in which they are written.
+        tensor_of: The tensor of a name; called once for each, and only one is held at a time.
+        metadata: Strings for the header.
+        check: Looks at the written file before it gets its name; it may raise.
+
+    Raises:
+        UserError: If the file cannot be written, or what is read back differs from what was written.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    end = 0
+    for name, (shape, dtype) in shapes.items():
+        start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)  # data starts at a multiple of eight
+    digests: dict[str, bytes] = {}
+    with atomic_write(path) as temporary:
+        with open(temporary, "wb") as file:
+            file.write(len(raw).to_bytes(8, "little") + raw)
+            for name, (shape, dtype) in shapes.items():
+                tensor = tensor_of(name).detach().to("cpu").contiguous()
+                assert tensor.shape == shape and tensor.dtype == dtype, f"{name}: {tensor.shape} {tensor.dtype}"
+                data = _bytes_of(tensor)
+                digests[name] = hashlib.blake2b(data).digest()
+                file.write(data)
+        written = SafetensorsSource.open(temporary)
+        same = list(written.tensors) == list(shapes) and all(
+            hashlib.blake2b(_bytes_of(written.read(name))).digest() == digest for name, digest in digests.items()
+        )
+        if not same:
+            raise UserError(f"{path} could not be read back as it was written; check the disk")
+        if check is not None:
+            check(temporary)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def refuse_pickles(path: Path, safe_names: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Refuse a pickle, or a folder whose only weights are pickles.
+
+    Args:
+        path: File or folder.
+        safe_names: By name of a known pickle: the file to get instead.
+
+    Raises:
+        UserError: With the reason and the file to get instead.
+    """
+    if path.is_file():
+        pickles = [path] if path.suffix.lower() in PICKLES else []
+    elif any(path.glob("*.safetensors")):
+        pickles = []
+    else:
+        pickles = sorted(file for file in path.iterdir() if file.suffix.lower() in PICKLES)
+    if pickles:
+        name = pickles[0].name
+        instead = safe_names.get(name, "the same weights as .safetensors")
+        raise UserError(
+            f"{pickles[0]} is a pickle, and reading a pickle runs the code in it; get {instead} instead of {name}"
+        )

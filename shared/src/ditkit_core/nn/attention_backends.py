@@ -1,0 +1,243 @@
+"""Every way to compute attention that ditkit knows: the kernel, and what it can do.
+
+The public name of each kernel is its library's: `torch.nn.functional`, `torch.nn.attention`, `flash_attn` (2), `flash_attn_interface`
+(3), `flash_attn.cute` (4), `sageattention`. A library is imported when its kernel first runs.
+"""
+
+import threading
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ditkit_core.errors import UserError
+from ditkit_core.nn.attention_reference import exact_attention
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
+"""(q, k, v [batch, tokens, heads, head_dim], key mask [batch, keys] or None, dropout) to the result, shaped like q."""
+
+MOST_GRAPHS = 64
+"""Graphs that torch's compiler may make of one function, such as one kind of block under one policy on one device; more is an error. A block
+that reads a sample's grid, as those with music do, has some for each number of samples in a micro-batch; others do not."""
+
+_PIN = threading.Lock()
+"""torch's choice of a kernel is the process's, not a thread's: two devices that recompute at once would restore each other's."""
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: float) -> Tensor:
+    mask = None if key_mask is None else key_mask[:, None, None, :]
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, dropout_p=dropout
+    )
+    return out.transpose(1, 2)
+
+
+def _pinned(
+    name: str, which: SDPBackend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: float
+) -> Tensor:
+    if torch.compiler.is_compiling():  # the choice goes into the graph; a lock cannot
+        with sdpa_kernel(which):
+            return _sdpa(q, k, v, key_mask, dropout)
+    try:
+        with _PIN, sdpa_kernel(which):
+            return _sdpa(q, k, v, key_mask, dropout)
+    except RuntimeError as error:
+        if "No available kernel" not in str(error) and "No viable backend" not in str(error):
+            raise
+        raise UserError(
+            f"attention backend {name!r} cannot run q {tuple(q.shape)} {q.dtype} with k {tuple(k.shape)} on this {q.device.type}; use sdpa"
+        ) from error
+
+
+@cache
+def _compiled_flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # eager, it would make the whole matrix of scores: without `fullgraph` it does so, silently, where there are too many graphs
+    return torch.compile(flex_attention, fullgraph=True)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: float) -> Tensor:
+    # A change of scores costs no memory; a block mask would be built from a whole matrix [queries, keys].
+    hide = (
+        None
+        if key_mask is None
+        else (lambda score, b, head, query, key: torch.where(key_mask[b, key], score, -float("inf")))
+    )
+    # a compiled block counts its own graphs
+    limit = nullcontext() if torch.compiler.is_compiling() else torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS)
+    with limit:
+        out: Tensor = _compiled_flex()(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score_mod=hide)
+    return out.transpose(1, 2)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    batch, num_queries, num_keys = *q.shape[:2], k.shape[1]
+
+    def bounds(length: int) -> Tensor:
+        return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
+
+    keys, values, key_bounds = k.flatten(0, 1), v.flatten(0, 1), bounds(num_keys)
+    if key_mask is not None:
+        seen = key_mask.flatten().nonzero().squeeze(1)  # waits for the device: how many there are decides a shape
+        keys, values = keys.index_select(0, seen), values.index_select(0, seen)
+        key_bounds = F.pad(key_mask.sum(1).cumsum(0), (1, 0)).to(torch.int32)
+    # Queries of padding are computed like the rest, as other backends do it: their rows are nobody's.
+    out = varlen_attn(q.flatten(0, 1), keys, values, bounds(num_queries), key_bounds, num_queries, num_keys)
+    assert isinstance(out, Tensor)
+    return out.view(batch, num_queries, *out.shape[1:])
+
+
+def _first(out: Any) -> Tensor:
+    """The result of what returns it alone or before the log-sum-exp: releases of flash-attn differ."""
+    found: Tensor = out[0] if isinstance(out, tuple) else out
+    return found
+
+
+def _flash2(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: float) -> Tensor:
+    from flash_attn import flash_attn_func
+
+    return _first(flash_attn_func(q, k, v, dropout_p=dropout))
+
+
+def _flash3(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: float) -> Tensor:
+    from flash_attn_interface import flash_attn_func
+
+    return _first(flash_attn_func(q, k, v))
+
+
+def _flash4(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: float) -> Tensor:
+    from flash_attn.cute import flash_attn_func
+
+    return _first(flash_attn_func(q, k, v))
+
+
+def _sage(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: float) -> Tensor:
+    from sageattention import sageattn
+
+    out: Tensor = sageattn(q, k, v, tensor_layout="NHD", is_causal=False)
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One way to compute attention, and what it can do."""
+
+    kernel: Kernel
+    module: str | None = None
+    """What must be importable; None is torch itself."""
+    has_backward: bool = True
+    takes_mask: bool
+    takes_dropout: bool
+    half_only: bool
+    """Runs in fp16 and bf16 only."""
+    devices: tuple[str, ...] = ()
+    """Kinds of device that it runs on; empty: all."""
+
+
+def _on_gpus(which: str, *, half_only: bool, takes_mask: bool) -> Backend:
+    kernel = partial(_pinned, f"sdpa_{which}", getattr(SDPBackend, f"{which.upper()}_ATTENTION"))
+    return Backend(
+        kernel=kernel, takes_mask=takes_mask, takes_dropout=True, half_only=half_only, devices=("cuda",)
+    )  # fmt: skip
+
+
+def _library(kernel: Kernel, module: str, *, has_backward: bool = True, takes_dropout: bool = False) -> Backend:
+    return Backend(
+        kernel=kernel, module=module, has_backward=has_backward, takes_mask=False, takes_dropout=takes_dropout,
+        half_only=True, devices=("cuda",),
+    )  # fmt: skip
+
+
+BACKENDS: dict[str, Backend] = {
+    "sdpa": Backend(kernel=_sdpa, takes_mask=True, takes_dropout=True, half_only=False),
+    "sdpa_flash": _on_gpus("flash", half_only=True, takes_mask=False),
+    "sdpa_efficient": _on_gpus("efficient", half_only=False, takes_mask=True),
+    "sdpa_cudnn": _on_gpus("cudnn", half_only=True, takes_mask=True),
+    "sdpa_math": Backend(
+        kernel=partial(_pinned, "sdpa_math", SDPBackend.MATH), takes_mask=True, takes_dropout=True, half_only=False
+    ),
+    "exact": Backend(kernel=exact_attention, takes_mask=True, takes_dropout=False, half_only=False),
+    # On a CPU, torch has no backward of it.
+    "flex": Backend(kernel=_flex, takes_mask=True, takes_dropout=False, half_only=False, devices=("cuda",)),
+    "varlen": Backend(kernel=_varlen, takes_mask=True, takes_dropout=False, half_only=True, devices=("cuda",)),
+    "flash2": _library(_flash2, "flash_attn", takes_dropout=True),
+    "flash3": _library(_flash3, "flash_attn_interface"),
+    "flash4": _library(_flash4, "flash_attn.cute"),
+    "sage": _library(_sage, "sageattention", has_backward=False),
+}
+"""By the name that `train.attention` takes. `sdpa` is torch's own choice; `sdpa_…` is it held to one kernel; `exact` is slow, to compare with."""
+
+
+def is_installed(module: str | None) -> bool:
+    """Whether a backend's module can be imported.
+
+    flash-attn 4 alone leaves a folder `flash_attn` that is no package: version 2 is not there.
+    """
+    if module is None:
+        return True
+    try:
+        found = find_spec(module)
+    except ImportError:  # of the package that it is a part of
+        return False
+    return found is not None and found.origin is not None
+
+
+def check_backend(name: str, *, training: bool, devices: Collection[str] = ()) -> None:
+    """Refuse, before the first step, a backend that is unknown, not installed, not for these devices, or has no backward.
+
+    Args:
+        name: The backend.
+        training: Whether a backward is wanted.
+        devices: Kinds of device that it is to run on; none looks at no device.
+
+    Raises:
+        UserError: Naming the backends that would work.
+    """
+    if name in BACKENDS and (reason := _obstacle(name, training, devices)) is None:
+        return
+    usable = ", ".join(other for other in BACKENDS if _obstacle(other, training, devices) is None)
+    if name not in BACKENDS:
+        raise UserError(f"unknown attention backend {name!r}; usable here: {usable}")
+    raise UserError(f"attention backend {name!r} {reason}; usable here: {usable}")
+
+
+def _obstacle(name: str, training: bool, devices: Collection[str]) -> str | None:
+    backend = BACKENDS[name]
+    if training and not backend.has_backward:
+        return "has no backward and cannot train"
+    if not is_installed(backend.module):
+        return f"needs {backend.module}, not installed"
+    if backend.devices and (others := [kind for kind in devices if kind not in backend.devices]):
+        return f"runs on {' and '.join(backend.devices)} alone, not on {others[0]}"
+    return None
+
+
+def support_matrix() -> str:
+    """The table of what each backend can do, for help texts."""
+    head = ("backend", "backward", "key mask", "dropout", "dtype", "device", "needs", "attn_only keeps it")
+    rows = [
+        (
+            name, _word(b.has_backward), _word(b.takes_mask), _word(b.takes_dropout), "bf16 fp16" if b.half_only else "any",
+            " ".join(b.devices) or "any", b.module or "torch", _word(b.has_backward),
+        )
+        for name, b in BACKENDS.items()
+    ]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
+    ]
+    return "\n".join(["Attention backends (train.attention):", *(f"  {line}" for line in lines)])
+
+
+def _word(can: bool) -> str:
+    return "yes" if can else "no"

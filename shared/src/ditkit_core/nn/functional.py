@@ -1,0 +1,210 @@
+"""The elementwise work between a block's matmuls, in as few passes as eager allows.
+
+Written as autograd functions because composed eager ops pay for every pass twice, in time and in saved tensors: the plain
+composition of RMS norm and rotation reads and writes the fp32 copy of q eleven times forward, these functions five times,
+and they save the matmul's own output instead of fp32 copies. `torch.compile` fuses the plain composition by itself, and
+cannot see into complex numbers, so under it the composition runs.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from ditkit_core.models.precision import Precision
+from ditkit_core.nn.rope import rotate
+
+
+def normalised_heads(
+    x: Float[Tensor, "batch tokens dim"],
+    norm: nn.RMSNorm,
+    heads: int,
+    precision: Precision,
+    rotary: tuple[Tensor, Tensor] | None = None,
+) -> Float[Tensor, "batch tokens heads head_dim"]:
+    """RMS norm, then rotation of each head; rounded once to attention's dtype where both run in one dtype, fp32 or fp64.
+
+    Args:
+        x: Output of the q or k projection.
+        norm: As wide as `x`, or as one head, which it then normalises by itself.
+        heads: How many heads it has.
+        precision: The dtypes of norm (`qk_norms`), rotation (`rotary`) and result (`attention`).
+        rotary: Cosines and sines [tables, tokens, 1, pairs]; None leaves positions out (cross-attention).
+    """
+    dtype = precision.qk_norms
+    at_once = dtype in (torch.float32, torch.float64) and (rotary is None or precision.rotary == dtype)
+    if torch.compiler.is_compiling() or not at_once:
+        return _norm_rotate(x, norm, heads, precision, rotary)
+    turn = None if rotary is None else torch.complex(*(table.to(dtype) for table in rotary))
+    out: Tensor = _NormRotate.apply(x, norm.weight.to(dtype), turn, norm.eps, dtype, heads, precision.attention)
+    return out
+
+
+def _norm_rotate(
+    x: Tensor, norm: nn.RMSNorm, heads: int, precision: Precision, rotary: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """The plain composition, which takes any dtypes."""
+    dtype = precision.qk_norms
+    wide = torch.promote_types(dtype, torch.float32)
+    groups = x.to(wide).unflatten(-1, (-1, *norm.normalized_shape))
+    if dtype == wide:
+        y = F.rms_norm(groups, norm.normalized_shape, norm.weight.to(wide), norm.eps)
+    else:  # the official models' order
+        y = F.rms_norm(groups, norm.normalized_shape, eps=norm.eps).to(dtype) * norm.weight
+    y = y.flatten(-2).unflatten(-1, (heads, -1))
+    if rotary is not None:
+        cos, sin = (table.to(precision.rotary) for table in rotary)
+        y = rotate(y.to(precision.rotary), cos, sin)
+    return y.to(precision.attention)
+
+
+class _NormRotate(torch.autograd.Function):
+    """y = rotate(x · rsqrt(mean x² + eps) · weight); a rotation is a product with a unit complex number."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        turn: Tensor | None,
+        eps: float,
+        dtype: torch.dtype,
+        heads: int,
+        result: torch.dtype,
+    ) -> Tensor:
+        wide = x.to(dtype).unflatten(-1, (-1, len(weight)))  # one group, or a group per head
+        inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(len(weight)).add_(eps).rsqrt_()
+        y = torch.mul(wide, inverse).mul_(weight).flatten(-2).unflatten(-1, (heads, -1))
+        if turn is not None:
+            _as_pairs(y).mul_(turn)
+        ctx.save_for_backward(x, weight, turn, inverse)
+        return y.to(result)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, turn, inverse = ctx.saved_tensors
+        # a copy even where the dtype is right already: it is written over below
+        g = gradient.to(inverse.dtype, memory_format=torch.contiguous_format, copy=True)
+        if turn is not None:
+            _as_pairs(g).mul_(turn.conj())
+        g = g.flatten(-2).unflatten(-1, (-1, len(weight)))
+        normed = x.to(inverse.dtype, memory_format=torch.contiguous_format, copy=True).view_as(g).mul_(inverse)
+        d_weight = (g * normed).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        g.mul_(weight)
+        inner = torch.linalg.vecdot(g, normed).unsqueeze(-1).div_(len(weight))
+        d_x = g.addcmul_(normed, inner, value=-1).mul_(inverse).to(x.dtype).flatten(-2)
+        return d_x, d_weight, None, None, None, None, None
+
+
+def _as_pairs(x: Float[Tensor, "*batch head_dim"]) -> Tensor:
+    """Adjacent features as complex numbers, sharing memory."""
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+def modulated_norm(
+    x: Float[Tensor, "batch tokens dim"],
+    scale: Float[Tensor, "batch times dim"],
+    shift: Float[Tensor, "batch times dim"],
+    eps: float,
+    norms: torch.dtype,
+) -> Float[Tensor, "batch tokens dim"]:
+    """Layer norm without weights of its own in `norms`, times (1 + scale), plus shift, in the dtype of these two."""
+    x = x.to(norms)
+    if norms != scale.dtype:
+        return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=eps).to(scale.dtype), 1 + scale)
+    if scale.shape[:2] == (1, 1):  # one sample, one timestep: the modulation is the norm's affine part, one pass less
+        return F.layer_norm(x, x.shape[-1:], (1 + scale)[0, 0], shift[0, 0], eps)
+    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=eps), 1 + scale)
+
+
+def per_token(
+    rows: Float[Tensor, "batch times dim"], late: Bool[Tensor, "batch tokens"] | None
+) -> Float[Tensor, "batch tokens_or_times dim"]:
+    """Of a sample's two rows the one for each of its tokens, the second where it is late; the rows themselves where nothing says."""
+    return rows if late is None else torch.where(late[..., None], rows[:, 1:], rows[:, :1])
+
+
+def gated_sum(
+    y: Float[Tensor, "batch tokens dim"],
+    x: Float[Tensor, "batch tokens dim"],
+    gate: Float[Tensor, "batch times dim"],
+    late: Bool[Tensor, "batch tokens"] | None = None,
+) -> Float[Tensor, "batch tokens dim"]:
+    """x + y · gate, rounded once to the residual's dtype.
+
+    With one gate or two per sample the backward keeps them outside autograd's saved tensors. That is a row or two per block, and it
+    lets a checkpoint that recomputes the block stop before the matmul that made `y`, a tenth to a seventh of its forward. A gate per
+    token is as large as the tokens and is saved as usual.
+
+    Args:
+        y: What a sub-layer adds, in the matmuls' dtype.
+        x: The residual stream.
+        gate: One row per sample, or per token, in the modulation's dtype; or two per sample.
+        late: With two, which tokens take the second.
+    """
+    if (late is None and gate.shape[1] != 1) or torch.compiler.is_compiling():
+        return _sum(y, x, per_token(gate, late))
+    out: Tensor = _GatedSum.apply(y, x, gate, late)
+    return out
+
+
+def _sum(y: Tensor, x: Tensor, gate: Tensor) -> Tensor:
+    """In the wider dtype of stream and gate; torch's kernel for narrow dtypes computes in fp32 and rounds its result."""
+    wide = x.dtype if gate.dtype == x.dtype else torch.promote_types(x.dtype, gate.dtype)
+    return torch.addcmul(x.to(wide), y.to(wide), gate.to(wide)).to(x.dtype)
+
+
+def plain_sum(y: Float[Tensor, "batch tokens dim"], x: Float[Tensor, "batch tokens dim"]) -> Tensor:
+    """x + y, rounded once to the dtype of the residual stream x."""
+    return (x + y).to(x.dtype)
+
+
+class _GatedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, gate: Tensor, late: Tensor | None) -> Tensor:
+        ctx.dtype, ctx.gate, ctx.late = y.dtype, gate, late
+        ctx.save_for_backward(y if ctx.needs_input_grad[2] else None)
+        return _sum(y, x, per_token(gate, late))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (y,) = ctx.saved_tensors
+        d_gate = None if y is None else _summed(gradient * y, ctx.late).to(ctx.gate.dtype)
+        return (gradient * per_token(ctx.gate, ctx.late)).to(ctx.dtype), gradient, d_gate, None
+
+
+def _summed(gradient: Tensor, late: Tensor | None) -> Tensor:
+    """Gradients of all tokens, summed to those of a sample's rows."""
+    if late is None:
+        return gradient.sum(1, keepdim=True)
+    late = late[..., None]
+    return torch.cat([gradient.masked_fill(mask, 0).sum(1, keepdim=True) for mask in (late, ~late)], 1)
+
+
+def gated_unit(x: Float[Tensor, "*batch both"]) -> Float[Tensor, "*batch half"]:
+    """silu(a) · b of the halves [a | b] of a matmul's output, which is all that is kept for the backward."""
+    if torch.compiler.is_compiling():
+        a, b = x.chunk(2, -1)
+        return F.silu(a) * b
+    out: Tensor = _GatedUnit.apply(x)
+    return out
+
+
+class _GatedUnit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        a, b = x.chunk(2, -1)
+        return F.silu(a).mul_(b)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        a, b = x.chunk(2, -1)
+        d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        d_a, d_b = d_x.chunk(2, -1)
+        torch.mul(F.silu(a), gradient, out=d_b)
+        d_a.copy_(torch.ops.aten.silu_backward(gradient * b, a))
+        return d_x

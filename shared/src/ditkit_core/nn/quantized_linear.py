@@ -1,0 +1,284 @@
+"""Frozen matrices in 8 or 4 bits, converted to the input's dtype where they are multiplied.
+
+The values are those of torchao's weight-only quantization (`Int8WeightOnlyConfig`, `Float8WeightOnlyConfig`, NF4 with doubly
+quantized scales), to the bit; its tensor subclasses are not used. They can neither be sharded (`aten.split` and `new_zeros` are
+missing) nor be views into one buffer, which streaming through a device needs, and their own forward has autograd keep each
+dequantized weight: 1.5 times the dense model. Here weight and scales are plain parameters, and nothing is kept.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ditkit_core.nn.lora import AT_ONCE, KeepsOnlyItsInput, kind_of
+
+_FP8 = torch.float8_e4m3fn
+_BLOCK, _GROUP = 64, 256
+"""NF4: how many weights share a scale, and how many scales share one of theirs. torchao's defaults."""
+# The quantiles of a normal distribution that QLoRA's authors chose, as torchao rounds them.
+_LEVELS = (
+    -1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
+    0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
+)  # fmt: skip
+
+About = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype by the name of a parameter."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a matrix [out, in] is held."""
+
+    about: Callable[[int, int], About]
+    """(out, in) to its parameters."""
+    quantize: Callable[[Tensor], dict[str, Tensor]]
+    """An fp32 matrix, which is overwritten, to the parameters' values."""
+    dequantize: Callable[[Mapping[str, Tensor], Tensor], None]
+    """The parameters' values into a matrix of any floating dtype; the arithmetic is fp32's, or that dtype's if it is wider."""
+    fits: Callable[[int, int], bool] = lambda num_out, num_in: True
+
+
+class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
+    """A frozen Linear layer whose weight is quantized; `weight` holds the codes, other parameters their scales.
+
+    Built with `torch.device("meta")` in force, its parameters have their final dtypes and no memory.
+    """
+
+    def __init__(self, num_in: int, num_out: int, kind: str, *, bias: bool):
+        """A layer without values.
+
+        Args:
+            num_in: Features of the input.
+            num_out: Features of the output.
+            kind: One of `LAYOUTS`.
+            bias: Whether it has one; not quantized.
+        """
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.kind = num_in, num_out, kind
+        for name, (shape, dtype) in LAYOUTS[kind].about(num_out, num_in).items():
+            setattr(self, name, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
+        self.register_parameter("bias", nn.Parameter(torch.empty(num_out), requires_grad=False) if bias else None)
+
+    def set_weight(self, weight: Tensor) -> None:
+        """Take over a weight [out, in] in fp32, which is overwritten, on the device that it lies on."""
+        self.set_values(LAYOUTS[self.kind].quantize(weight))
+
+    def set_values(self, values: Mapping[str, Tensor]) -> None:
+        """Take over the parameters' values."""
+        for name, (shape, dtype) in LAYOUTS[self.kind].about(self.out_features, self.in_features).items():
+            assert values[name].shape == shape and values[name].dtype == dtype, name
+            self._parameters[name] = nn.Parameter(values[name], requires_grad=False)
+
+    def values(self) -> dict[str, Tensor]:
+        """Codes and scales by name."""
+        return {
+            name: parameter for name, parameter in self._parameters.items() if parameter is not None and name != "bias"
+        }
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight [out, in] that the layer multiplies with."""
+        return _dequantized(self.kind, self.values(), (self.out_features, self.in_features), dtype)
+
+    @property
+    def W_q(self) -> Tensor:
+        """The codes, by the name that tells peft's DoRA to ask `dequantize` for the weight."""
+        return self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product in the input's dtype."""
+        values = self.values()
+        if torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling():
+            product: Tensor = _Product.apply(
+                x, self.bias, self.kind, self.out_features, tuple(values), *values.values()
+            )
+            return product
+        return F.linear(x, self.dequantize(x.dtype), self.bias)
+
+    def extra_repr(self) -> str:
+        """What is printed of it."""
+        return f"{super().extra_repr()}, kind={self.kind}"
+
+
+class _Product(torch.autograd.Function):
+    """x Wᵀ + b with a W that is dequantized here, and again in the backward.
+
+    The parameters are held by the node and are not saved tensors: they are frozen, so no version has to be watched; storage that is
+    emptied and filled again between the two passes is read as it is then; and a checkpoint that recomputes up to the last saved tensor
+    stops before this product where nothing is saved after it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, kind: str, num_out: int, names: tuple[str, ...], *tensors: Tensor
+    ) -> Tensor:
+        ctx.kind, ctx.shape, ctx.names, ctx.tensors = kind, (num_out, x.shape[-1]), names, tensors
+        return F.linear(x, _dequantized(kind, dict(zip(names, tensors, strict=True)), ctx.shape, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        values = dict(zip(ctx.names, ctx.tensors, strict=True))
+        d_x = gradient @ _dequantized(ctx.kind, values, ctx.shape, gradient.dtype)
+        return d_x, *[None] * (4 + len(values))
+
+
+def _dequantized(kind: str, values: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    out = torch.empty(shape, dtype=dtype, device=values["weight"].device)
+    with torch.no_grad():
+        LAYOUTS[kind].dequantize(values, out)
+    return out
+
+
+def dense_weight(layer: nn.Linear, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weight [out, in] that a frozen layer, quantized or not, multiplies with."""
+    return layer.dequantize(dtype) if isinstance(layer, QuantizedLinear) else layer.weight.detach().to(dtype)
+
+
+def quantized_weights(model: nn.Module) -> dict[str, QuantizedLinear]:
+    """The quantized layers by the name that their weight has in files: without a `base_layer` that an adapter library put in."""
+    return {
+        f"{name}.weight".replace(".base_layer.", "."): module
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedLinear)
+    }
+
+
+def without_scales(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """A model's parameters as files have them: of a quantized weight, one on `meta` that has its shape, and no scales.
+
+    Args:
+        state: Parameters and buffers, by the names that they have in files.
+        model: The model.
+    """
+    quantized = quantized_weights(model)
+    scales = {
+        f"{name.removesuffix('weight')}{leaf}"
+        for name, layer in quantized.items()
+        for leaf in layer.values()
+        if leaf != "weight"
+    }
+    shapes = {
+        name: torch.empty(layer.out_features, layer.in_features, device="meta") for name, layer in quantized.items()
+    }
+    return {name: shapes.get(name, tensor) for name, tensor in state.items() if name not in scales}
+
+
+def final_dtype(module: nn.Module, leaf: str, default: torch.dtype) -> torch.dtype:
+    """The dtype that a module's parameter has once it is loaded: codes and scales have their own, others the default."""
+    parameter = module.values().get(leaf) if isinstance(module, QuantizedLinear) else None
+    return default if parameter is None else parameter.dtype
+
+
+# int8 and fp8: a scale to a row
+
+
+def _about_rows(dtype: torch.dtype) -> Callable[[int, int], About]:
+    return lambda num_out, num_in: {"weight": ((num_out, num_in), dtype), "weight_scale": ((num_out, 1), torch.float32)}
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """The largest magnitude of each row, [rows, 1]; without a copy of the rows."""
+    return torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))
+
+
+def _quantize_int8(weight: Tensor) -> dict[str, Tensor]:
+    scale = (_largest(weight) / 127.5).clamp_(min=torch.finfo(torch.float32).eps)
+    codes = weight.mul_(1.0 / scale).round_().clamp_(-128, 127).to(torch.int8)
+    return {"weight": codes, "weight_scale": scale}
+
+
+def _quantize_fp8(weight: Tensor) -> dict[str, Tensor]:
+    limit = torch.finfo(_FP8).max
+    scale = _nonzero(_largest(weight) / limit)
+    return {"weight": weight.div_(scale).clamp_(-limit, limit).to(_FP8), "weight_scale": scale}
+
+
+def _nonzero(scale: Tensor) -> Tensor:
+    """One in place of zero: what it would divide is zero too, and torchao makes that NaN."""
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+def _dequantize_rows(values: Mapping[str, Tensor], out: Tensor) -> None:
+    codes, scale = values["weight"], values["weight_scale"]
+    # Every code is exact in 16 bits. A GPU multiplies in fp32 on the way; the CPU makes an fp32 copy of what it is given.
+    at_once = max(1, AT_ONCE["cpu"] // out.shape[1]) if kind_of(out) == "cpu" else len(out)
+    for start in range(0, len(out), at_once):
+        rows = slice(start, start + at_once)
+        out[rows].copy_(codes[rows]).mul_(scale[rows])
+
+
+# NF4: two codes to a byte; 64 weights share a scale, which is itself quantized
+
+
+def _about_nf4(num_out: int, num_in: int) -> About:
+    num_blocks = num_out * num_in // _BLOCK
+    return {
+        "weight": ((num_out, num_in // 2), torch.uint8),
+        "weight_scale": ((num_blocks,), torch.int8),
+        "weight_scale_factor": ((math.ceil(num_blocks / _GROUP),), torch.float32),
+        "weight_scale_mean": ((1,), torch.float32),
+        # What a byte stands for: held here, because a constant would have to be sent to the device for every product.
+        "weight_levels": ((256, 2), torch.float32),
+    }
+
+
+def _quantize_nf4(weight: Tensor) -> dict[str, Tensor]:
+    shape, blocks = weight.shape, weight.view(-1, _BLOCK)
+    largest = _largest(blocks)
+    mean = largest.mean()
+    num_blocks = len(blocks)
+    groups = F.pad(largest.flatten() - mean, (0, -num_blocks % _GROUP)).view(-1, _GROUP)
+    factor = 256 / (2 * _nonzero(groups.abs().amax(1)))
+    scale = (groups * factor[:, None]).round_().clamp_(-128, 127).to(torch.int8).flatten()[:num_blocks].clone()
+    blocks.div_(_nonzero(largest))
+    levels = torch.tensor(_LEVELS, device="cpu").to(weight.device)
+    codes = torch.empty(len(blocks), _BLOCK // 2, dtype=torch.uint8, device=weight.device)
+    at_once = AT_ONCE[kind_of(weight)] // _BLOCK
+    for start in range(0, num_blocks, at_once):
+        part = slice(start, start + at_once)
+        nearest = _nearest(blocks[part], levels)
+        codes[part] = nearest[:, ::2] << 4 | nearest[:, 1::2]
+    pairs = torch.cartesian_prod(levels, levels)
+    return {
+        "weight": codes.view(shape[0], shape[1] // 2),
+        "weight_scale": scale,
+        "weight_scale_factor": factor,
+        "weight_scale_mean": mean[None],
+        "weight_levels": pairs,
+    }
+
+
+def _nearest(values: Tensor, levels: Tensor) -> Tensor:
+    """The number of the nearest level, uint8; of two that are equally near, the lower.
+
+    Only the levels beside a value are compared with it: torchao compares all sixteen, and finds the same.
+    """
+    low = torch.bucketize(values, levels[1:-1], out_int32=True)
+    nearer_high = levels[low + 1].sub_(values).abs_() < levels[low].sub_(values).abs_()
+    return low.add_(nearer_high).to(torch.uint8)
+
+
+def _dequantize_nf4(values: Mapping[str, Tensor], out: Tensor) -> None:
+    codes, blocks = values["weight"].view(-1), out.view(-1, _BLOCK)
+    factor = values["weight_scale_factor"].repeat_interleave(_GROUP)[: len(blocks)]
+    scale = (values["weight_scale"] / factor + values["weight_scale_mean"])[:, None]
+    at_once = AT_ONCE[kind_of(out)] // _BLOCK
+    for start in range(0, len(blocks), at_once):
+        part = slice(start, start + at_once)
+        some = codes[start * _BLOCK // 2 : (start + at_once) * _BLOCK // 2].int()
+        wide = values["weight_levels"].index_select(0, some).view(-1, _BLOCK)
+        blocks[part].copy_(wide.mul_(scale[part]))
+
+
+LAYOUTS = {
+    "int8": Layout(_about_rows(torch.int8), _quantize_int8, _dequantize_rows),
+    "fp8": Layout(_about_rows(_FP8), _quantize_fp8, _dequantize_rows),
+    "nf4": Layout(
+        _about_nf4, _quantize_nf4, _dequantize_nf4,
+        fits=lambda num_out, num_in: num_in % 2 == 0 and num_out * num_in % _BLOCK == 0,
+    ),
+}  # fmt: skip

@@ -1,0 +1,231 @@
+"""A step's memory on each device, put together from what the stages hold: milliseconds, so that a search may ask for thousands."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from ditkit_core.planner.profiler import Profile
+from ditkit_core.planner.stage_costs import behind
+
+CUBLAS_WORKSPACE = 64 * 2**20
+"""PyTorch keeps a workspace for each cuBLAS handle and stream, and a handle for each thread that launches products: the program's and
+autograd's. Its sources give each 32 MiB on Hopper cards and 8.1 MiB (`:4096:2:16:8`) on older ones, unless CUBLAS_WORKSPACE_CONFIG says
+otherwise. Taken is twice the larger for every card; assumed, not measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """A device to plan for."""
+
+    name: str
+    total: int
+    """Bytes of its memory."""
+    reserve: int = 0
+    """Bytes that are left to others."""
+    workspace: int = CUBLAS_WORKSPACE
+    """Bytes that libraries take through the allocator; 0 for a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """Which device runs which block; the embedding is on device 0, the head on the last."""
+
+    devices: tuple[int, ...]
+    """Index of the device of each block, in execution order."""
+    streamed: frozenset[int] = frozenset()
+    """Blocks whose weights stay on the host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePlan:
+    """What a device will hold when it holds most."""
+
+    budget: Budget
+    purposes: Mapping[str, int]
+    """Bytes by purpose: weights, adapters, gradients, optimizer, average, activations, workspace."""
+    crossing: int
+    """Bytes of the carry that is sent to this device in each forward; 0 on the first."""
+    host: int = 0
+    """Bytes of activations that its blocks leave in the host's memory."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes in all."""
+        return sum(self.purposes.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether that and the reserve are no more than the device has."""
+        return self.peak + self.budget.reserve <= self.budget.total
+
+    @property
+    def missing(self) -> int:
+        """Bytes that are lacking; 0 if it fits."""
+        return max(0, self.peak + self.budget.reserve - self.budget.total)
+
+
+def compose(
+    profile: Profile,
+    division: Division,
+    budgets: Sequence[Budget],
+    *,
+    micro_batches: int = 1,
+    pipelined: bool = False,
+) -> tuple[DevicePlan, ...]:
+    """The peak of each device over a whole step.
+
+    Args:
+        profile: What the stages hold.
+        division: Where they are.
+        budgets: The devices, as many as the division has.
+        micro_batches: How many a step adds up; gradients of the first are there while the second runs.
+        pipelined: All forwards run before one backward, so that what they keep is there at once.
+    """
+    bounds = [0, *(i for i in range(1, len(division.devices)) if division.devices[i] != division.devices[i - 1])]
+    assert len(bounds) == len(budgets), (bounds, len(budgets))
+    return tuple(
+        plan_device(
+            profile, start, end, budget, streamed=division.streamed, micro_batches=micro_batches, pipelined=pipelined
+        )
+        for budget, (start, end) in zip(budgets, pairwise([*bounds, len(division.devices)]), strict=True)
+    )
+
+
+def plan_device(
+    profile: Profile,
+    start: int,
+    end: int,
+    budget: Budget,
+    *,
+    streamed: Collection[int] = (),
+    micro_batches: int = 1,
+    pipelined: bool = False,
+) -> DevicePlan:
+    """The peak of one device, which depends on no other.
+
+    Args:
+        profile: What the stages hold.
+        start: Its first block; with the first of all it has the embedding.
+        end: Behind its last block; with the last of all it has the head.
+        budget: The device.
+        streamed: Blocks whose weights stay on the host.
+        micro_batches, pipelined: As for `compose`.
+    """
+    return Span(profile, start, end, streamed).plan(budget, micro_batches=micro_batches, pipelined=pipelined)
+
+
+class Moment(NamedTuple):
+    """What is alive on a device besides what it has all the time, when a stage holds most; bytes."""
+
+    activations: int
+    gradients: int
+    state: int
+    """Of the optimizer, passing through."""
+
+
+class Span:
+    """The stages of one device, in a row."""
+
+    def __init__(self, profile: Profile, start: int, end: int, streamed: Collection[int] = ()):
+        """Look the stages up.
+
+        Args:
+            profile, start, end, streamed: As for `plan_device`.
+        """
+        last = len(profile.blocks) + 1
+        held = range(0 if start == 0 else start + 1, end + 1 + (end == last - 1))
+        self.profile, self.held = profile, held
+        ends = {0: profile.embed, last: profile.head}
+        self.stages = [ends[stage] if stage in ends else profile.blocks[stage - 1] for stage in held]
+        if held.start > 1:  # the block before is on another device, and what it sends to the host is none of this one's
+            self.stages[0] = behind(self.stages[0], profile.blocks[held.start - 2].on_host)
+        self.receives = profile.crossing[held.start - 1] if held.start > 0 else 0
+        self.receives_back = profile.crossing_back[held.stop - 1] if held.stop <= last else 0
+        # one of the two where the head is on another device than the embedding
+        self.targets = profile.targets * ((held.stop > last) - (held.start == 0))
+        self.freed = self.stages[-1].freed_at_cut if held.stop <= last else 0
+        self.passing = [cost for stage, cost in zip(held, self.stages, strict=True) if stage - 1 in streamed]
+        self.resident = [cost for stage, cost in zip(held, self.stages, strict=True) if stage - 1 not in streamed]
+        self.last_passing = max((stage - held.start for stage in held if stage - 1 in streamed), default=0)
+
+    def plan(self, budget: Budget, *, micro_batches: int, pipelined: bool) -> DevicePlan:
+        """The peak, and what it is made of."""
+        static = self.static()
+        waiting = micro_batches - 1 if pipelined else 0
+        moments = self.moments(again=False, waiting=waiting)
+        if micro_batches > 1:
+            moments += self.moments(again=True, waiting=max(0, waiting - 1))
+        all_gradients = sum(cost.gradients for cost in self.stages)
+        whole = sum if self.profile.update_adds_up else max
+        moments.append(Moment(whole(cost.update_extra for cost in self.stages), all_gradients, 0))
+        highest = max(moments, key=sum)
+        held = {
+            **static,
+            "optimizer": static["optimizer"] + highest.state,
+            "gradients": highest.gradients,
+            "activations": highest.activations,
+        }
+        return DevicePlan(
+            budget=budget,
+            purposes={**held, "workspace": budget.workspace},
+            crossing=self.receives,
+            host=(1 + waiting) * sum(cost.on_host for cost in self.stages),
+        )
+
+    def static(self) -> dict[str, int]:
+        """Bytes by purpose that are there all the time."""
+        trains_all = self.profile.trains_all
+        on_device = self.resident if trains_all else self.stages
+        static = {
+            "weights": sum(cost.weights for cost in self.resident) + _pair([cost.weights for cost in self.passing]),
+            "adapters": sum(cost.adapters for cost in on_device),
+            "average": sum(cost.average for cost in on_device),
+        }
+        if trains_all:
+            static["adapters"] += _pair([cost.adapters for cost in self.passing])
+        return {**static, "optimizer": sum(cost.optimizer for cost in on_device)}
+
+    def moments(self, *, again: bool, waiting: int) -> list[Moment]:
+        """The highest of each stage: of the forwards in their order, then of the backwards in theirs.
+
+        State comes with trained weights for their backward, and that of the last block at the end of the forward.
+
+        Args:
+            again: Whether gradients of another micro-batch are there.
+            waiting: Micro-batches whose forward has run, and whose backward has not.
+        """
+        gradients = sum(cost.gradients for cost in self.stages) if again else 0
+        kept = self.receives + self.targets + sum(cost.kept for cost in self.stages) - self.freed
+        live = waiting * kept + self.receives + self.targets
+        states = [cost.optimizer for cost in self.passing] if self.profile.trains_all else []
+        moments: list[Moment] = []
+        for place, cost in enumerate(self.stages):
+            state = states[-1] if states and place >= self.last_passing else 0
+            moments.append(Moment(live + cost.forward_extra, gradients, state))
+            live += cost.kept
+        live += self.receives_back - self.freed
+        for place, cost in reversed(list(enumerate(self.stages))):
+            extra = cost.backward_extra_again if again else cost.backward_extra
+            state = states[-1] if states and place > self.last_passing else _pair(states)
+            moments.append(Moment(live + extra, gradients, state))
+            live -= cost.released
+            gradients += 0 if again else cost.gradients
+        return moments
+
+
+def _pair(sizes: Sequence[int]) -> int:
+    """The most of two in a row: one is used while the next arrives."""
+    return max((sum(sizes[i : i + 2]) for i in range(max(1, len(sizes) - 1))), default=0)
+
+
+def on_host(profile: Profile, streamed: Collection[int]) -> int:
+    """Bytes that the host has of streamed blocks: their frozen weights, or of a full fine-tune all that is kept of them."""
+    blocks = [profile.blocks[index] for index in streamed]
+    kept = sum(block.adapters + block.optimizer + block.average for block in blocks) if profile.trains_all else 0
+    return sum(block.weights for block in blocks) + kept
+
+
+def sent_to_host(profile: Profile, blocks: Collection[int], *, micro_batches: int = 1, pipelined: bool = False) -> int:
+    """Bytes of activations that these blocks leave on the host, of all micro-batches that are there at once."""
+    return (micro_batches if pipelined else 1) * sum(profile.blocks[index].on_host for index in blocks)

@@ -1,0 +1,422 @@
+"""What each stage of a model holds and does in a training step, measured on fake tensors at full width on a few blocks of each kind.
+
+A step's memory is affine in the number of blocks, so two or three of each kind stand for all of them: seconds and no weights, whatever
+the size of the model.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from ditkit_core.encoding.loader import Batch
+from ditkit_core.engine.ac_schedule import parse_schedule
+from ditkit_core.engine.block_hooks import marked
+from ditkit_core.engine.engine import Engine
+from ditkit_core.nn.attention import AttentionCalls, counted_calls
+from ditkit_core.nn.lora import as_on
+from ditkit_core.planner.memory_tracker import Ledger
+from ditkit_core.planner.reduced_model import Thinned, materialise, thinned
+from ditkit_core.planner.stage_costs import Job, Profile, StageCost, behind, mixed
+from ditkit_core.training.optimizer_in_backward import Updates
+from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_step import accumulate_gradients, total_norm, update
+
+__all__ = ["Job", "Measured", "Meter", "Moment", "Profile", "StageCost", "measure", "profile"]
+
+
+def profile(job: Job, *, of_each: int | None = 3) -> Profile:
+    """Run the step of a thinned model on fake tensors, and read off what each stage holds.
+
+    Twice: all on one device, and each stage on one of its own, which says what a cut there costs and frees. Where blocks have different
+    policies, so is a step for each of these, in which all blocks have it.
+
+    Args:
+        job: The step; its policies name no devices.
+        of_each: Blocks of a kind that are run, at least 3; None runs all of them.
+
+    Raises:
+        UserError: If the configuration fits no such model, as the run itself would say.
+    """
+    schedule = parse_schedule(job.policy)
+    if job.kind == "cpu":
+        schedule = schedule.on_the_host()
+    if (uniform := schedule.uniform) is None:
+        found = {policy: profile(replace(job, policy=str(policy)), of_each=of_each) for policy in schedule.distinct}
+        num_blocks = len(next(iter(found.values())).blocks)
+        return mixed([found[policy] for policy in schedule.policies([None] * num_blocks)])
+    model = thinned(job.spec, job.arch, job.precision, job.adapter, quantize=job.quantize, of_each=of_each)
+    job = replace(job, policy=str(uniform))
+    together = measure(job, model, [0] * len(model.stages()))
+    apart = measure(replace(job, micro_batches=1), model, _places(model))
+    return replace(_profile(model, together, apart), trains_all=job.adapter.method == "full")
+
+
+def _places(model: Thinned) -> list[int]:
+    """A device of its own for each stage; one without parameters runs where its input is."""
+    places: list[int] = []
+    for stage in model.stages():
+        own = next(stage.parameters(), None) is not None
+        places.append(places[-1] + own if places else 0)
+    return places
+
+
+@dataclass
+class Moment:
+    """What was alive when a stage was entered, and the most that was until the next boundary; bytes by device."""
+
+    activations: Counter[int]
+    total: Counter[int]
+    peak: Counter[int] = field(default_factory=Counter)
+    flops: int = 0
+    on_host: int = 0
+    """Bytes of activations on the host when it was entered."""
+
+
+@dataclass
+class Measured:
+    """The boundaries of a step, and what is there all the time; devices are counted from 0."""
+
+    places: Sequence[int]
+    """Device of each stage."""
+    static: list[StageCost] = field(default_factory=list)
+    forward: list[Moment] = field(default_factory=list)
+    """Each stage's, then the loss."""
+    backward: dict[int, Moment] = field(default_factory=dict)
+    """By stage, in the order of the backward; those that have none are missing."""
+    again: dict[int, Moment] = field(default_factory=dict)
+    """The backward of a second micro-batch, whose gradients are added to those of the first."""
+    end: Moment | None = None
+    """After the backward."""
+    update: Moment | None = None
+    peaks: Counter[int] = field(default_factory=Counter)
+    """The highest of the step, by device."""
+    attention: tuple[str, ...] = ()
+    """Names of the attention calls in blocks that recompute."""
+
+
+def measure(job: Job, model: Thinned, places: Sequence[int]) -> Measured:
+    """Run the second step of a training on fake tensors, for a first micro-batch and another one, and note every boundary.
+
+    Args:
+        job: The step.
+        model: On `meta`; its parameters are given memory anew, and stay fake.
+        places: Device of each stage, counted from 0.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        # torch_remat compares addresses, of which fake tensors have none
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(
+            torch.compiler.set_stance("force_eager")
+        )  # torchao compiles its step, which fake tensors cannot
+        stack.enter_context(as_on(job.kind))
+        stack.enter_context(FakeTensorMode())
+        meter = stack.enter_context(Meter(job.kind))
+        return _Measuring(job, model, meter, places).run()
+
+
+class Meter(Ledger):
+    """Counts arithmetic too, and what a GPU's attention allocates inside of one operation."""
+
+    def __init__(self, kind: str) -> None:
+        """Count nothing yet.
+
+        Args:
+            kind: Of the device that the fake ones stand for; CUDA's allocator hands out multiples of 512 bytes.
+        """
+        super().__init__(rounding=512 if kind == "cuda" else 1)
+        self.flops = 0
+        self.is_updating = False
+        """Inside of an optimizer, whose host asks for numbers, which no fake tensor has: any will do where none decides what is done."""
+        self._kind = kind
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_updating:
+            if func is torch.ops.aten._local_scalar_dense.default:
+                return args[0].dtype.is_floating_point * 1.0 or 1
+            args = _on_one_device(func, args)
+        workspace = None
+        if func is _ATTENTION_BACKWARD and self._kind == "cuda":
+            workspace = self._flash_workspace(args[1])
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        del workspace
+        return out
+
+    def _flash_workspace(self, query: Tensor) -> Tensor | None:
+        """The sum of the query's gradient, which FlashAttention 2 keeps in fp32 for rows and features padded to its tiles."""
+        if query.dtype not in (torch.bfloat16, torch.float16):
+            return None
+        batch, heads, rows, features = query.shape
+        made = torch.empty(
+            batch, heads, -(-rows // 128) * 128, -(-features // 32) * 32 + 1, dtype=torch.float32, device=query.device
+        )
+        self._add(made, "activations")
+        return made
+
+
+def _on_one_device(func: Any, args: Any) -> Any:
+    """The arguments, with tables that `torch.tensor` left on the host where the others are: fake devices are CPUs, and it sees no index."""
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.ndim]
+    for wrapper in filter(is_traceable_wrapper_subclass, tensors):
+        for name in wrapper.__tensor_flatten__()[0]:
+            if (inner := getattr(wrapper, name)).device == _HOST:
+                setattr(wrapper, name, torch.empty_like(inner, device=wrapper.device))
+    elsewhere = [tensor.device for tensor in tensors if tensor.device != _HOST]
+    if not elsewhere or len(elsewhere) == len(tensors) or "copy" in func._overloadpacket.__name__:
+        return args
+    return tree_map_only(
+        Tensor,
+        lambda x: torch.empty_like(x, device=elsewhere[0]) if x.ndim and x.device == _HOST else x,
+        args,
+    )
+
+
+_HOST = torch.device("cpu")
+_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Watched(Engine):
+    """The engine over the blocks that were chosen, which tells where a stage begins, forward and backward."""
+
+    model: Thinned
+    entered: Callable[[int], None]
+    entered_backward: Callable[[int], None]
+
+    def __call__(self, model: Any, inputs: Any) -> Any:
+        chosen: Any = self.model
+        prediction = super().__call__(chosen, inputs)
+        last = len(self.model.indices) + 1
+        self.entered(last + 1)
+        return self._marked((), prediction, last)
+
+    def _embed(self, model: Any, inputs: Any) -> Any:
+        return self._marked((), super()._embed(model, inputs), 0)
+
+    def _head(self, model: Any, carry: Any) -> Any:
+        self.entered(len(self.model.indices) + 1)
+        return super()._head(model, carry)
+
+    def _run(self, index: int, block: nn.Module, carry: Any, settings: Any) -> Any:
+        self.entered(index + 1)
+        return self._marked(carry, super()._run(index, block, carry, settings), index + 1)
+
+    def _marked(self, before: Any, after: Any, stage: int) -> Any:
+        return marked(before, after, lambda: self.entered_backward(stage))
+
+
+class _Measuring:
+    """One step on its way."""
+
+    def __init__(self, job: Job, model: Thinned, meter: Meter, places: Sequence[int]):
+        self.job, self.model, self.meter = job, model, meter
+        self.devices = [torch.device("cpu", 1 + place) for place in range(max(places) + 1)]
+        self.found = Measured(places)
+        self.open: Moment | None = None
+        self.flops_before = 0
+
+    def run(self) -> Measured:
+        job, meter, found = self.job, self.meter, self.found
+        names = {id(module): name for name, module in self.model.whole.named_modules()}
+        stages = self.model.stages()
+        with meter.purpose("weights"):
+            where = [self.devices[place] for place in found.places]
+            for stage, device in zip(stages, where, strict=True):
+                materialise(stage, names[id(stage)], job.spec, dtype=job.precision.matmul, device=device)
+            batch = [
+                {name: torch.empty(x.shape, dtype=x.dtype, device="cpu") for name, x in item.items()}
+                for item in job.batch
+            ]
+        parameters = self.model.trainable()
+        meter.track(list(parameters.values()), "adapters")
+        with meter.purpose("average"):
+            trained = Trained(self.model, parameters, job.optim, job.ema)
+        self.gradients = trained.optimizer.parameters.values()
+        with meter.purpose("optimizer"):
+            for parameter in self.gradients:
+                parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
+            self._update(trained)
+        trained.optimizer.zero_grad()
+        found.static = [self._static(stage, trained) for stage in stages]
+        for number, backward in enumerate((found.backward, found.again)[: job.micro_batches]):
+            forward: list[Moment] = []
+            calls = AttentionCalls()
+            engine = _Watched(
+                policy=job.policy, backend=job.backend, model=self.model,
+                entered=partial(self._entered, forward), entered_backward=partial(self._entered_backward, backward),
+            )  # fmt: skip
+            forward.append(self._boundary())
+            meter.is_updating = job.optim.fused_backward
+            with (
+                counted_calls(calls),
+                Updates(trained.optimizer, job.optim.lr, readable=False) if job.optim.fused_backward else nullcontext(),
+            ):
+                accumulate_gradients(
+                    self.model.whole, engine, job.spec, [Batch(ids=[str(i) for i in range(len(batch))], items=batch)],
+                    step=1, seed=0, flow=job.flow,
+                )  # fmt: skip
+            found.attention = tuple(sorted(calls.made))
+            end = self._boundary()
+            if number == 0:
+                found.forward, found.end = forward, end
+        found.update = self._boundary()
+        if not job.optim.fused_backward:
+            self._update(trained)
+        trained.average.update(2)
+        self._boundary()
+        return found
+
+    def _entered(self, forward: list[Moment], stage: int) -> None:
+        assert stage == len(forward)
+        forward.append(self._boundary())
+
+    def _entered_backward(self, backward: dict[int, Moment], stage: int) -> None:
+        backward[stage] = self._boundary()
+
+    def _update(self, trained: Trained) -> None:
+        if (
+            self.job.kind == "cuda"
+        ):  # where an optimizer of torch works on all parameters at once unless it is told otherwise
+            for group in (group for part in trained.optimizer.parts for group in part.param_groups):
+                if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                    group["foreach"] = True
+        self.meter.is_updating = True
+        norm = total_norm(list(trained.optimizer.gradients().values()))
+        update(trained.optimizer, norm, lr=self.job.optim.lr, clip_norm=self.job.clip_norm)
+        self.meter.is_updating = False
+
+    def _boundary(self) -> Moment:
+        """Close what is open, and open the next."""
+        meter = self.meter
+        for parameter in self.gradients:
+            if parameter.grad is not None:
+                meter.track(parameter.grad, "gradients")
+        if self.open is not None:
+            self.open.peak = Counter({i: meter.peak[device] for i, device in enumerate(self.devices)})
+            self.open.flops = meter.flops - self.flops_before
+            self.found.peaks |= self.open.peak
+        meter.restart_peak()
+        self.flops_before = meter.flops
+        self.open = Moment(
+            activations=Counter({i: meter.live.get(d, Counter())["activations"] for i, d in enumerate(self.devices)}),
+            total=Counter({i: meter.total(device) for i, device in enumerate(self.devices)}),
+            on_host=meter.live.get(_HOST, Counter())["activations"],
+        )
+        return self.open
+
+    def _static(self, stage: nn.Module, trained: Trained) -> StageCost:
+        """What a stage holds all the time."""
+        size = self.meter.bytes_of
+        frozen = [p for p in stage.parameters() if not p.requires_grad] + list(stage.buffers())
+        own = {id(parameter) for parameter in stage.parameters()}
+        named = {name: p for name, p in trained.parameters.items() if id(p) in own}
+        states = [trained.optimizer.state_of(name) for name in named]
+        gradients = size([torch.empty_like(p, dtype=p.grad_dtype) for p in named.values()])
+        return StageCost(
+            weights=size(frozen),
+            adapters=size(list(named.values())),
+            gradients=0 if self.job.optim.fused_backward else gradients,
+            optimizer=size(states),
+            average=size([trained.average.values[name] for name in named if name in trained.average.values]),
+        )
+
+
+def _profile(model: Thinned, together: Measured, apart: Measured) -> Profile:
+    """Stages of the whole model from those that were run."""
+    costs = _stage_costs(together)
+    sent, freed, sent_back = _cuts(costs, apart)
+    update = _extra(apart.update)
+    costs = [
+        replace(cost, freed_at_cut=freed[stage], update_extra=update[place] * (cost.adapters > 0))
+        for stage, (cost, place) in enumerate(zip(costs, apart.places, strict=True))
+    ]
+    found = _extra(together.update)[0]
+    blocks = [1 + place for place in model.stands_for]
+    head = len(costs) - 1
+    return Profile(
+        embed=costs[0],
+        blocks=tuple(_following(costs, stage, before) for before, stage in pairwise((0, *blocks))),
+        head=costs[head],
+        crossing=tuple(sent[stage] for stage in (*blocks, head)),
+        crossing_back=tuple(sent_back[stage] for stage in (*blocks, head)),
+        targets=apart.forward[1].activations[apart.places[head]] if apart.places[head] else 0,
+        attention=together.attention,
+        update_adds_up=2 * found > sum(update.values()) + max(update.values()),
+    )
+
+
+def _following(costs: Sequence[StageCost], stage: int, before: int) -> StageCost:
+    """A block's costs behind another one than that which ran before it: that may send more to the host, or less."""
+    more = costs[before].on_host - costs[stage - 1].on_host
+    return behind(costs[stage], -more) if more else costs[stage]
+
+
+def _extra(moment: Moment | None) -> dict[int, int]:
+    assert moment is not None
+    return {place: peak - moment.total[place] for place, peak in moment.peak.items()}
+
+
+def _stage_costs(measured: Measured) -> list[StageCost]:
+    """What each stage that was run on one device holds."""
+    assert measured.end is not None
+    forward, backward, again = measured.forward, measured.backward, measured.again
+    head = len(forward) - 2
+    order = list(backward)
+    costs = []
+    for stage, static in enumerate(measured.static):
+        entered, following = forward[stage], forward[stage + 1] if stage < head else backward[head]
+        highest = max(moment.peak[0] for moment in forward[stage : stage + (2 if stage == head else 1)])
+        cost = replace(
+            static,
+            kept=following.activations[0] - entered.activations[0],
+            forward_extra=highest - entered.total[0],
+            flops_forward=entered.flops,
+            on_host=following.on_host - entered.on_host if 0 < stage < head else 0,
+        )
+        if stage in backward:
+            place = order.index(stage)
+            here, then = backward[stage], backward[order[place + 1]] if place + 1 < len(order) else measured.end
+            added = again.get(stage, here)
+            cost = replace(
+                cost,
+                released=here.activations[0] - then.activations[0],
+                backward_extra=here.peak[0] - here.total[0],
+                backward_extra_again=added.peak[0] - added.total[0],
+                flops_backward=here.flops,
+            )
+        costs.append(cost)
+    return costs
+
+
+def _cuts(costs: Sequence[StageCost], apart: Measured) -> tuple[list[int], list[int], list[int]]:
+    """By stage: what is sent to it, what its device gives back when the next stage is elsewhere, what gradients it sends back."""
+    places, after = apart.places, apart.forward[-1]
+    sent, freed, sent_back = ([0] * len(costs) for _ in range(3))
+    for stage in range(1, len(costs)):
+        before, here = places[stage - 1], places[stage]
+        if before == here:
+            continue
+        sent[stage] = apart.forward[stage].activations[here]
+        first = places.index(before)
+        # alone on its device nothing is let go of for the block before it
+        alone = costs[first - 1].on_host if first else 0
+        kept = sent[first] + alone + sum(cost.kept for cost in costs[first:stage])
+        freed[stage - 1] = kept - after.activations[before]
+        if stage - 1 in apart.backward:
+            sent_back[stage] = apart.backward[stage - 1].activations[before] - after.activations[before]
+    return sent, freed, sent_back

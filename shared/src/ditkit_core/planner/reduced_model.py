@@ -1,0 +1,158 @@
+"""A model for fake tensors: at full width, of each kind of block the first, one from the middle and the last.
+
+Built and given its adapters on `meta`, because a parameter that is fake already can neither be moved nor wrapped.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ditkit_core.adapters.inject import (
+    AdapterConfig,
+    canonical_name,
+    inject,
+    is_adapter_name,
+    target_modules,
+    trainable_parameters,
+)
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import Engine, ModelSpec, run_plain
+from ditkit_core.nn.quantized_linear import final_dtype
+from ditkit_core.run.prepare import build_on_meta
+from ditkit_core.weights.quantize import check_quantize, convert
+
+
+@dataclass(frozen=True)
+class Thinned:
+    """Some of a model's blocks, as the engine takes a model."""
+
+    whole: Any
+    """The whole model, of which the blocks that were left out stay on `meta` and are never run."""
+    indices: tuple[int, ...]
+    """The blocks that are run, by their index in the whole model."""
+    stands_for: tuple[int, ...]
+    """For each block of the whole model, the place in `indices` of the one that is run for it."""
+
+    @property
+    def embed(self) -> Any:
+        """The whole model's."""
+        return self.whole.embed
+
+    @property
+    def head(self) -> Any:
+        """The whole model's."""
+        return self.whole.head
+
+    def __call__(self, inputs: Any, run: Engine = run_plain) -> Any:
+        """Run the chosen blocks."""
+        return run(self, inputs)
+
+    def blocks(self) -> list[nn.Module]:
+        """Those that are run."""
+        blocks = self.whole.blocks()
+        return [blocks[index] for index in self.indices]
+
+    def stages(self) -> list[nn.Module]:
+        """Embedding, blocks, head."""
+        return [self.embed, *self.blocks(), self.head]
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """What is trained of these stages, by canonical name."""
+        held = {id(parameter) for stage in self.stages() for parameter in stage.parameters()}
+        return {name: p for name, p in trainable_parameters(self.whole).items() if id(p) in held}
+
+
+def thinned(
+    spec: ModelSpec,
+    arch: Any,
+    precision: Precision,
+    adapter: AdapterConfig,
+    *,
+    quantize: str = "none",
+    of_each: int | None = 3,
+) -> Thinned:
+    """Build a model on `meta`, choose its blocks, and make those trainable as configured.
+
+    Args:
+        spec: The model's family.
+        arch: Its architecture.
+        precision: The dtypes.
+        adapter: What is trained.
+        quantize: What the blocks' frozen matrices are held in.
+        of_each: How many blocks of a kind are run, at least 3: the first, the last, and what is between; None runs all.
+
+    Raises:
+        UserError: If a target of the adapter fits no layer, or the base cannot be trained so.
+    """
+    model = build_on_meta(spec, arch, precision)
+    check_quantize(quantize, adapter.method)
+    if quantize != "none":
+        convert(model, quantize, spec.keep_fp32)
+    targets = () if adapter.method == "full" else target_modules(model, adapter.targets, spec.adapter_targets)
+    kinds = _kinds(model, set(targets), whole=adapter.method == "full")
+    indices, stands_for = _choose(kinds, of_each)
+    chosen = Thinned(model, indices, stands_for)
+    if targets:  # peft takes a second for a hundred layers, of which most would not be run
+        names = {id(module): name for name, module in model.named_modules()}
+        prefixes = tuple(f"{names[id(stage)]}." for stage in chosen.stages())
+        inject(model, replace(adapter, targets=tuple(t for t in targets if t.startswith(prefixes))), {})
+    else:
+        inject(model, adapter, spec.adapter_targets)
+    return chosen
+
+
+def _kinds(model: Any, targets: set[str], *, whole: bool) -> list[tuple[Any, ...]]:
+    """What tells blocks apart: class, parameters, adapters, and whether anything before it is trained, so that it has a backward."""
+    names = {id(module): name for name, module in model.named_modules()}
+    started = whole or any(target.startswith(f"{names[id(model.embed)]}.") for target in targets)
+    kinds = []
+    for block in model.blocks():
+        prefix = f"{names[id(block)]}."
+        adapted = frozenset(target.removeprefix(prefix) for target in targets if target.startswith(prefix))
+        started = started or bool(adapted)
+        shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
+        kinds.append((type(block), shapes, adapted, started))
+    return kinds
+
+
+def _choose(kinds: Sequence[tuple[Any, ...]], of_each: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    members: dict[tuple[Any, ...], list[int]] = {}
+    for index, kind in enumerate(kinds):
+        members.setdefault(kind, []).append(index)
+    chosen: set[int] = set()
+    stand_in: dict[int, int] = {}
+    for indices in members.values():
+        few = len(indices) if of_each is None else min(of_each, len(indices))
+        run = [*indices[: few - 1], indices[-1]]
+        chosen.update(run)
+        stand_in |= {index: index if index in run else run[1] for index in indices}
+    ordered = tuple(sorted(chosen))
+    return ordered, tuple(ordered.index(stand_in[index]) for index in range(len(kinds)))
+
+
+def materialise(stage: nn.Module, name: str, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    """Under `FakeTensorMode`, parameters and buffers on a device in place of those on `meta`, in the dtypes that loading gives.
+
+    `Module.to` cannot: it would swap tensors that others refer to.
+
+    Args:
+        stage: What to give memory.
+        name: Its name in the model; empty for the model itself.
+        spec: Says what stays in fp32.
+        dtype: Of the other parameters of the base.
+        device: Where to.
+    """
+    for prefix, module in stage.named_modules(prefix=name):
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                full = canonical_name(f"{prefix}.{leaf}".lstrip("."))
+                wide = is_adapter_name(full) or spec.keep_fp32(full)
+                final = final_dtype(module, leaf, torch.float32 if wide else dtype)
+                fake = torch.empty(parameter.shape, dtype=final, device=device)
+                module._parameters[leaf] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[leaf] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)

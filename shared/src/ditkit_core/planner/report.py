@@ -1,0 +1,286 @@
+"""A plan as a table for people, and as JSON for programs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from ditkit_core.config.sizes import GIB
+from ditkit_core.io.console import CONSOLE, say
+from ditkit_core.planner.auxiliary import CompanionRow
+from ditkit_core.planner.memory import DevicePlan, Division
+from ditkit_core.planner.pipeline_schedule import Comparison
+
+_PURPOSES = ("weights", "adapters", "gradients", "optimizer", "average", "activations", "workspace")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a plan says."""
+
+    model: str
+    policy: str
+    """The schedule of checkpointing, a budget resolved."""
+    quantize: str
+    bucket: str
+    """The micro-batch that it is for."""
+    tokens: int
+    """Of that micro-batch."""
+    micro_batches: int
+    pipelined: bool
+    devices: tuple[DevicePlan, ...]
+    division: Division
+    host: int
+    """Bytes of weights in page-locked host memory."""
+    flops: int
+    """Of a step."""
+    seconds: float | None
+    """Of a step; None where no rate is known."""
+    rates: tuple[str, ...]
+    """What the time is estimated from, card by card."""
+    is_cuda: bool
+    beside: tuple[CompanionRow, ...] = ()
+    """What encoding and drawing hold."""
+    previews: bool = False
+    """Whether samples are drawn where the model is trained while training goes on, too."""
+    host_limit: int | None = None
+    """Bytes that the host can give for streamed weights; None if that is not known."""
+    orders: Comparison | None = None
+    """How much the devices work with train.pipelined and without; None where nothing could overlap, or no rate is known."""
+    notes: tuple[str, ...] = ()
+    """What was planned otherwise than it is configured, line by line."""
+    chosen: str = ""
+    """What a budget for checkpointing came to, in a line."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits all its devices, from the first thing that it encodes to the last that it draws."""
+        return all(device.fits for device in self.devices) and not self.lacking and not self.host_missing
+
+    @property
+    def host_missing(self) -> int:
+        """Bytes of host memory that are lacking; 0 if it is enough or not known."""
+        return 0 if self.host_limit is None else max(0, self.host + self.host_activations - self.host_limit)
+
+    @property
+    def host_activations(self) -> int:
+        """Bytes of what blocks keep for their backward in page-locked host memory."""
+        return sum(device.host for device in self.devices)
+
+    @property
+    def lacking(self) -> list[CompanionRow]:
+        """What of encoding and drawing does not fit."""
+        return [row for row in self.beside if row.fits is False]
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The plan as plain values; sizes in bytes."""
+    return {
+        "model": report.model,
+        "fits": report.fits,
+        "checkpointing": report.policy,
+        "checkpointing_chosen": report.chosen or None,
+        "quantize": report.quantize,
+        "bucket": report.bucket,
+        "tokens": report.tokens,
+        "micro_batches": report.micro_batches,
+        "pipelined": report.pipelined,
+        "devices": [
+            {
+                "name": plan.budget.name,
+                "total": plan.budget.total,
+                "reserve": plan.budget.reserve,
+                "peak": plan.peak,
+                **{purpose: plan.purposes[purpose] for purpose in _PURPOSES},
+                "free": plan.budget.total - plan.budget.reserve - plan.peak,
+                "fits": plan.fits,
+                "missing": plan.missing,
+                "crossing": plan.crossing,
+                "blocks": [i for i, device in enumerate(report.division.devices) if device == index],
+                "streamed": [i for i in sorted(report.division.streamed) if report.division.devices[i] == index],
+            }
+            for index, plan in enumerate(report.devices)
+        ],
+        "beside": [
+            {
+                "stage": row.stage,
+                "name": row.name,
+                "device": row.device,
+                "size": list(row.size) if row.size else None,
+                "mode": row.mode,
+                "weights": row.weights,
+                "beside": row.beside,
+                "peak": row.peak,
+                "available": row.available,
+                "fits": row.fits,
+                "remedy": row.remedy or None,
+            }
+            for row in report.beside
+        ],
+        "previews": report.previews,
+        "host": {
+            "streamed_weights": report.host,
+            "offloaded_activations": report.host_activations,
+            "available": report.host_limit,
+            "missing": report.host_missing,
+        },
+        "flops_per_step": report.flops,
+        "seconds_per_step": report.seconds,
+        "assumed_rates": list(report.rates),
+        "pipelining": None if report.orders is None else _orders_json(report.orders),
+        "notes": list(report.notes),
+    }
+
+
+def _orders_json(orders: Comparison) -> dict[str, Any]:
+    both = {"accumulated": orders.accumulated, "pipelined": orders.pipelined}
+    return {
+        "source": orders.source,
+        "gain": orders.gain,
+        **{name: {"seconds": each.seconds, "utilisation": list(each.utilisation)} for name, each in both.items()},
+    }
+
+
+def show_measured(report: Report, peaks: Sequence[int]) -> None:
+    """Print what a run was planned to hold, and held.
+
+    Args:
+        report: The plan.
+        peaks: Bytes that each device has held at most; of a CPU one figure, of the whole process.
+    """
+    _headline(report)
+    rows = _rows(report)
+    cells = [*map(_gib, peaks), *[""] * (len(report.devices) - len(peaks))]
+    place = next(i for i, row in enumerate(rows) if row[0] == "peak")
+    rows.insert(place + 1, ["measured peak" if report.is_cuda else "measured peak of the process", *cells])
+    _table(["GiB", *(plan.budget.name for plan in report.devices)], rows, left=1)
+
+
+def show(report: Report) -> None:
+    """Print the plan: a table in a terminal, aligned text elsewhere."""
+    _headline(report)
+    _table(["GiB", *(plan.budget.name for plan in report.devices)], _rows(report), left=1)
+    if report.beside:
+        say("")
+        _table(["GiB", "on", "weights", "training", "peak", "available", ""], _beside(report), left=2)
+        say("")
+    for line in _lines(report):
+        say(line)
+
+
+def _headline(report: Report) -> None:
+    say(
+        f"{report.model}, checkpointing {report.policy}, base {'as it is' if report.quantize == 'none' else report.quantize}"
+    )
+    batches = (
+        f", {report.micro_batches} micro-batches{' at once' if report.pipelined else ''}"
+        if report.micro_batches > 1
+        else ""
+    )
+    say(f"planned for {report.bucket}: {report.tokens} tokens{batches}")
+
+
+def _table(head: list[str], rows: list[list[str]], *, left: int) -> None:
+    """A table in a terminal, aligned text elsewhere.
+
+    Args:
+        head: Titles of the columns.
+        rows: Cells.
+        left: How many of the columns, from the first, are words.
+    """
+    if CONSOLE.is_terminal:
+        table = Table(*head)
+        for column in table.columns[left:]:
+            column.justify = "right"
+        for row in rows:
+            table.add_row(*row)
+        CONSOLE.print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        pairs = enumerate(zip(row, widths, strict=True))
+        say("  ".join(cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in pairs).rstrip())
+
+
+def _beside(report: Report) -> list[list[str]]:
+    return [
+        [
+            f"{_when(row, report.previews)}: {row.name}{_of(row)}",
+            row.device,
+            _gib(row.weights),
+            _gib(row.beside),
+            _gib(row.peak),
+            "?" if row.available is None else _gib(row.available),
+            {True: "fits", False: f"lacks {_gib(row.missing)}", None: ""}[row.fits],
+        ]
+        for row in report.beside
+    ]
+
+
+def said_of(row: CompanionRow, previews: bool) -> str:
+    """One line on what does not fit, and what to do about it."""
+    return f"{_when(row, previews)}: {row.name} does not fit {row.device}; {row.remedy}"
+
+
+def _when(row: CompanionRow, previews: bool) -> str:
+    return "preview and sample" if row.stage == "sample" and previews else row.stage
+
+
+def _of(row: CompanionRow) -> str:
+    """What for, and how if not as a whole."""
+    frames, height, width = row.size or (0, 0, 0)
+    what = f", {frames} frames of {height}x{width}" if frames > 1 else f", {height}x{width}" if frames else ""
+    return what if row.mode == "whole" else f"{what}, {row.mode}"
+
+
+def _rows(report: Report) -> list[list[str]]:
+    plans, division = report.devices, report.division
+    rows = [[purpose, *(_gib(plan.purposes[purpose]) for plan in plans)] for purpose in _PURPOSES]
+    rows.append(["peak", *(_gib(plan.peak) for plan in plans)])
+    rows.append(["reserve", *(_gib(plan.budget.reserve) for plan in plans)])
+    rows.append(["total", *(_gib(plan.budget.total) for plan in plans)])
+    rows.append(["free", *(_gib(plan.budget.total - plan.budget.reserve - plan.peak) for plan in plans)])
+    own = [[i for i, device in enumerate(division.devices) if device == index] for index in range(len(plans))]
+    rows.append(["blocks", *(f"{blocks[0]}-{blocks[-1]}" for blocks in own)])
+    if division.streamed:
+        rows.append(["streamed", *(str(len(division.streamed.intersection(blocks))) for blocks in own)])
+    rows.append(["", *("fits" if plan.fits else f"lacks {_gib(plan.missing)}" for plan in plans)])
+    return rows
+
+
+def _lines(report: Report) -> list[str]:
+    lines = []
+    if len(report.devices) > 1:
+        sent = ", ".join(f"{plan.crossing / 2**20:.0f} MiB" for plan in report.devices[1:])
+        lines.append(f"sent to the next device in each forward: {sent}")
+    if report.chosen:
+        lines.append(report.chosen)
+    held = {"streamed weights": report.host, "offloaded activations": report.host_activations}
+    if any(held.values()):
+        available = "" if report.host_limit is None else f", of {_gib(report.host_limit)} GiB that it can give"
+        parts = ", for ".join(f"{what}: {_gib(size)} GiB" for what, size in held.items() if size)
+        lines.append(f"host memory for {parts}, page-locked{available}")
+    lines.append(f"arithmetic: {report.flops / 1e12:.1f} TFLOP per step")
+    if report.seconds is not None:
+        lines.append(f"time: about {report.seconds:.1f} s per step, assuming {'; '.join(report.rates)}")
+    if report.orders is not None:
+        lines.append(str(report.orders))
+    lines += report.notes
+    if report.is_cuda:
+        lines.append(
+            "reserve: the CUDA context (0.6 GiB) and gaps between the allocator's blocks (2 %), both assumed, and train.reserve; "
+            "workspace: assumed for cuBLAS; an eager step is planned"
+        )
+    lines += [said_of(row, report.previews) for row in report.lacking]
+    if any(row.stage == "encode" for row in report.lacking):
+        lines.append("encode: planned as if the cache had nothing; what it has is not encoded again")
+    missing = [f"{plan.budget.name} lacks {_gib(plan.missing)} GiB" for plan in report.devices if not plan.fits]
+    missing += [f"the host lacks {_gib(report.host_missing)} GiB"] if report.host_missing else []
+    missing += [f"{row.name} on {row.device} lacks {_gib(row.missing)} GiB" for row in report.lacking]
+    lines.append(f"does not fit: {', '.join(missing)}" if missing else "fits")
+    return lines
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f}"

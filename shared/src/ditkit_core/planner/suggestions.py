@@ -1,0 +1,125 @@
+"""Which single change would let a run fit where no choice of settings does: each is planned, none is guessed."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ditkit_core.config.sizes import GIB
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.gpus import Card, of_size
+from ditkit_core.run.config import RunConfig
+
+CARD_SIZES = (12, 16, 24, 32, 48, 80, 96, 141)
+"""GiB of cards that are sold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One thing done otherwise."""
+
+    words: str
+    """What is to be set, and what it is now."""
+    gives_up: float
+    """Share of what the run was to be that is lost, in [0, 1]; above that it costs money."""
+    config: RunConfig
+    cards: tuple[Card, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A change, and what comes of it."""
+
+    change: Change
+    missing: int
+    """Bytes that the fullest card still lacks under the smallest settings, or else the host; 0 if they fit."""
+
+
+def levers(spec: ModelSpec, config: RunConfig, cards: tuple[Card, ...]) -> Iterator[list[Change]]:
+    """What could be changed; each list is of one thing, from its mildest change on.
+
+    Args:
+        spec: The model's family, whose sizes have steps.
+        config: With the sizes that the model decides in place.
+        cards: What there is; none leaves out what cards would do.
+    """
+    yield _batches(config, cards)
+    yield _frames(spec, config, cards)
+    yield _sizes(spec, config, cards)
+    yield _ranks(config, cards)
+    if cards:
+        yield _larger_cards(config, cards)
+        yield [_one_more(config, cards)]
+
+
+def best_first(planned: Sequence[Planned]) -> list[Planned]:
+    """Changes that make it fit come first, of those the ones that give up least; of others those that leave least missing."""
+    return sorted(planned, key=lambda each: (each.missing, each.change.gives_up))
+
+
+def _batches(config: RunConfig, cards: tuple[Card, ...]) -> list[Change]:
+    train = config.train
+    if train.batch_size == 1:
+        return []
+    fewer = replace(train, batch_size=1, accumulation=train.accumulation * train.batch_size)
+    words = f"train.batch_size = 1 (now {train.batch_size}) with train.accumulation = {fewer.accumulation}: as many samples in a step"
+    return [Change(words=words, gives_up=0.0, config=replace(config, train=fewer), cards=cards)]
+
+
+def _frames(spec: ModelSpec, config: RunConfig, cards: tuple[Card, ...]) -> list[Change]:
+    now, step = config.data.frames, spec.frame_step
+    if step == 0 or now <= 1:
+        return []
+    wanted = dict.fromkeys(1 + int((now - 1) * share) // step * step for share in (0.8, 0.65, 0.5, 0.3))
+    return [
+        Change(
+            words=f"data.frames = {frames} (now {now})", gives_up=1 - frames / now,
+            config=replace(config, data=replace(config.data, frames=frames)), cards=cards,
+        )
+        for frames in wanted
+        if 1 < frames < now
+    ]  # fmt: skip
+
+
+def _sizes(spec: ModelSpec, config: RunConfig, cards: tuple[Card, ...]) -> list[Change]:
+    data, step = config.data, spec.size_step
+    changes = []
+    for share in (0.85, 0.7, 0.5):
+        height, width = (max(step, int(side * share) // step * step) for side in (data.height, data.width))
+        if height * width < data.height * data.width:
+            words = f"data.height = {height} and width = {width} (now {data.height} and {data.width})"
+            smaller = replace(config, data=replace(data, height=height, width=width))
+            lost = 1 - height * width / (data.height * data.width)
+            changes.append(Change(words=words, gives_up=lost, config=smaller, cards=cards))
+    return changes
+
+
+def _ranks(config: RunConfig, cards: tuple[Card, ...]) -> list[Change]:
+    adapter = config.adapter
+    if adapter.method != "lora" or adapter.init:
+        return []
+    return [
+        Change(
+            words=f"adapter.rank = {rank} (now {adapter.rank})", gives_up=1 - rank / adapter.rank,
+            config=replace(config, adapter=replace(adapter, rank=rank)), cards=cards,
+        )
+        for rank in dict.fromkeys((adapter.rank // 2, adapter.rank // 4))
+        if rank >= 1
+    ]  # fmt: skip
+
+
+def _larger_cards(config: RunConfig, cards: tuple[Card, ...]) -> list[Change]:
+    """Larger cards in place of the smallest ones, or of all where they are alike."""
+    smallest = min(card.total for card in cards)
+    changes = []
+    for size in CARD_SIZES:
+        if size * GIB > smallest * 1.1:
+            larger = tuple(of_size(size * GIB, f"{size}GiB") if card.total == smallest else card for card in cards)
+            count = sum(card.total == smallest for card in cards)
+            words = f"{'a card' if count == 1 else f'{count} cards'} of {size} GiB in place of {smallest / GIB:.3g} GiB"
+            changes.append(Change(words=words, gives_up=1.0 + size / 1000, config=config, cards=larger))
+    return changes
+
+
+def _one_more(config: RunConfig, cards: tuple[Card, ...]) -> Change:
+    largest = max(cards, key=lambda card: card.total)
+    words = f"one more card of {largest.total / GIB:.3g} GiB"
+    return Change(words=words, gives_up=1.0 + largest.total / GIB / 1000, config=config, cards=(*cards, largest))

@@ -1,0 +1,162 @@
+"""The transformers that draw with what a run trained: of a model with several experts each is loaded when its turn comes."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ditkit_core.adapters.inject import AdapterConfig, trainable_parameters
+from ditkit_core.adapters.read import MixedAdapter
+from ditkit_core.engine.engine import Engine
+from ditkit_core.errors import UserError
+from ditkit_core.io.console import say
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.models.spec import Expert
+from ditkit_core.nn.parameters import copy_values
+from ditkit_core.planner.partition import place
+from ditkit_core.previews.generate import draw
+from ditkit_core.previews.queue import read_weights
+from ditkit_core.run.expert_runs import config_of, is_joint, runs_of, saved_step
+from ditkit_core.run.prepare import Prepared, Unloaded
+from ditkit_core.run.restore import take_trained
+from ditkit_core.run.run import Run
+from ditkit_core.sampling.denoise import Turn
+from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.validation import HeldOutConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """Where the trained weights of an expert come from; neither is its base alone."""
+
+    folder: Path | None = None
+    """A run's folder, whose save is taken."""
+    step: int | None = None
+    """Which save, if it is still there; None for the latest."""
+    file: str = ""
+    """An adapter file."""
+    preview: Path | None = None
+    """The weights of a preview that waits to be drawn."""
+
+
+def turns_of(run: Run, trained: Mapping[str, Trained]) -> list[Turn]:
+    """All experts of a run's model, each loaded when its turn to take steps comes.
+
+    Args:
+        run: The run.
+        trained: By name of the expert what was trained of it; the others draw as they are.
+    """
+    chosen = run.config.sample.guidance
+    return [_turn(run, expert, trained.get(expert.name, Trained()), chosen) for expert in run.experts]
+
+
+def _turn(run: Run, expert: Expert, trained: Trained, guidance: float) -> Turn:
+    alone = _for_drawing(run, expert, trained)
+
+    @contextmanager
+    def opened() -> Iterator[tuple[Any, Engine]]:
+        drawing, unloaded = built_with(alone, trained.file) if trained.file else (alone, alone.build())
+        prepared = drawing.load(unloaded, place(drawing, unloaded.model))
+        what = "as it is"
+        if trained.folder is not None:
+            folder = RunFolder(trained.folder)
+            kept = trained.step is not None and folder.save(trained.step).is_dir()
+            what = f"at step {take_trained(prepared, folder, trained.step if kept else None)}"
+        elif trained.preview is not None:
+            put_weights(prepared, trained.preview)
+            what = f"with the weights of {trained.preview.name}"
+        elif trained.file:
+            what = f"with {trained.file}"
+        say(f"drawing with the {expert.name} expert {what}")
+        yield prepared.model, drawing.engine(prepared)
+
+    return Turn(opened=opened, guidance=guidance or expert.guidance, min_sigma=expert.min_sigma)
+
+
+def built_with(run: Run, file: str) -> tuple[Run, Unloaded]:
+    """A run that draws with an adapter file, and its model before weights are read.
+
+    What the run would train does not matter: rank, scale and layers are the file's. If its modules differ in rank or scale it is merged.
+
+    Raises:
+        UserError: If the file is not there, is no adapter, or does not fit the model.
+    """
+    config = run.config
+    drawing = run.having(replace(config, adapter=AdapterConfig(init=file)))
+    try:
+        return drawing, drawing.build()
+    except MixedAdapter:
+        merge = (*config.base.merge, f"{file}@1")  # else an @ in its name would be a strength
+        drawing = run.having(replace(config, adapter=AdapterConfig(), base=replace(config.base, merge=merge)))
+        return drawing, drawing.build()
+
+
+def _for_drawing(run: Run, expert: Expert, trained: Trained) -> Run:
+    # Which levels are trained and measured is no matter of drawing, and those of one expert may leave nothing to the other.
+    config = replace(config_of(run, expert), flow=FlowConfig(), held_out=HeldOutConfig())
+    if trained.folder is None and trained.preview is None:  # an adapter at zero, or a file's own
+        config = replace(config, adapter=replace(config.adapter, method="lora", init=""))
+    if not is_joint(run) and run.expert != expert:  # what is merged is the trained expert's
+        config = replace(config, base=replace(config.base, merge=()))
+    return run.having(config)
+
+
+def trained_in(run: Run, *, without: Expert | None = None) -> tuple[dict[str, Trained], int]:
+    """What a run has saved of its experts, by name, and the step of the latest save.
+
+    Args:
+        run: The run.
+        without: An expert that is not looked at.
+
+    Raises:
+        UserError: If there are saves of an expert, and none can be used.
+    """
+    trained: dict[str, Trained] = {}
+    newest = 0
+    for each in runs_of(run):
+        if each.expert in (None, without) or (step := saved_step(each)) is None:
+            continue
+        trained[each.expert.name] = Trained(folder=Path(each.config.run.folder), step=step)
+        newest = max(newest, step)
+    return trained, newest
+
+
+def put_weights(prepared: Prepared, path: Path) -> None:
+    """Put the weights of a preview that waits to be drawn into the model.
+
+    Raises:
+        UserError: If the file is damaged, or of another model or adapter.
+    """
+    weights = read_weights(path)
+    with prepared.readable():
+        parameters = trainable_parameters(prepared.model)
+        if {name: value.shape for name, value in weights.items()} != {n: p.shape for n, p in parameters.items()}:
+            raise UserError(f"{path} holds the weights of another model or adapter; remove it")
+        copy_values(parameters, weights)
+    if prepared.passage is not None:
+        prepared.passage.host_changed()
+
+
+def draw_trained(run: Run, folder: RunFolder, step: int) -> None:
+    """Draw what a finished run is to draw, with all experts as they are trained, one loaded at a time."""
+    scenes = run.scenes(run.dataset.samples)
+    if not scenes:
+        return
+    if lacking := what_drawing_lacks(run):
+        say(f"no samples: {lacking}")
+    else:
+        draw(run, turns_of(run, trained_in(run)[0]), scenes, folder.samples, f"step-{step:06d}")
+
+
+def what_drawing_lacks(run: Run) -> str:
+    """Why a run of one expert cannot draw: another is not there; empty if all are, here or on the hub."""
+    model = run.config.model
+    for expert in run.experts:
+        try:
+            found = model.here(expert.part) or model.fetched_description(expert.part)
+        except UserError as error:
+            return str(error)
+        if found is None:
+            return f"drawing takes all experts, and model.{expert.part} ({expert.name}) is not there"
+    return ""

@@ -1,0 +1,189 @@
+"""What a configuration asks for that cannot work, said before anything is written or loaded."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ditkit_core.adapters.export import check_export
+from ditkit_core.data.dataset import Sample
+from ditkit_core.encoding.encode import controls_of
+from ditkit_core.engine.ac_schedule import check_sizes, parse_schedule
+from ditkit_core.engine.activation_offload import can_offload
+from ditkit_core.engine.block_swap import check_swap
+from ditkit_core.engine.compile import backend_of, check_compiled, check_compiler
+from ditkit_core.engine.devices import ALL, choose_device, spread
+from ditkit_core.errors import UserError
+from ditkit_core.io.console import say, warn
+from ditkit_core.nn.attention_backends import check_backend
+from ditkit_core.run.run import Run
+from ditkit_core.sampling.prompts import Scene
+from ditkit_core.training.trainer import check_fused_backward
+from ditkit_core.weights.quantize import check_quantize
+
+
+def check(run: Run) -> None:
+    """Refuse what cannot work in any command, before anything is written or loaded."""
+    spread(run.config.train.reserve, len(run.devices), "train.reserve")
+    choose_device(run.config.encode.device, "encode.device")
+    check_backend(run.config.train.attention, training=False, devices=[device.type for device in run.devices])
+    check_settings(run)
+
+
+def check_settings(run: Run) -> None:
+    """The same as far as no device of this machine matters."""
+    assert run.precision
+    check_quantize(run.config.base.quantize, run.config.adapter.method)
+    check_export(run.spec, run.config.export, run.config.adapter)
+    check_backend(run.config.train.attention, training=False)
+    run.config.sample.check(
+        frame_step=run.spec.frame_step,
+        size_step=run.spec.size_step,
+        takes_references=run.spec.reference_size is not None,
+    )
+
+
+def check_training(run: Run, *, here: bool = True) -> None:
+    """Refuse what cannot be trained, and warn of what does nothing.
+
+    Args:
+        here: Whether it is the devices of this machine that are to train.
+    """
+    train, base = run.config.train, run.config.base
+    if base.quantized_cache and base.quantize == "none" and run.stored_as == "none":
+        raise UserError(
+            f"base.quantized_cache = {base.quantized_cache!r} keeps a quantized base, and base.quantize = none makes none; set "
+            "base.quantize to int8, fp8 or nf4, or leave base.quantized_cache out"
+        )
+    if train.pipelined and train.accumulation == 1 and not run.config.prior.wanted:
+        raise UserError(
+            "train.pipelined overlaps the micro-batches of a step, and train.accumulation = 1 makes one; set "
+            "train.accumulation to 2 or more, or leave train.pipelined out"
+        )
+    if here:
+        check_preview_device(run)
+    kinds = dict.fromkeys(device.type for device in run.devices) if here else ()
+    check_backend(run.config.train.attention, training=True, devices=tuple(kinds))
+    optim = run.config.optim
+    check_swap(train.swap_blocks, run.config.adapter.method, fused_backward=optim.fused_backward, optimizer=optim.name)
+    check_fused_backward(train, optim, prior=run.config.prior.wanted)
+    check_sizes(parse_schedule(train.checkpointing).budget or (), len(run.devices) if here else None)
+    check_compiler(backend_of(train.compile), kinds)
+    quantized = base.quantize != "none" or run.stored_as != "none"
+    check_compiled(backend_of(train.compile), parse_schedule(train.checkpointing).distinct, quantized=quantized)
+    if run.precision.matmul == torch.float16:
+        raise UserError(
+            "model.dtype = fp16 cannot train: gradients underflow without a loss scaler; choose bf16 or fp32"
+        )
+    if run.config.adapter.method == "full" and run.precision.matmul == torch.float64:
+        raise UserError("adapter.method = full in fp64 is for comparisons alone; set model.dtype = fp32")
+    if _trains_bf16(run) and optim.rounding == "nearest":
+        raise UserError(
+            "adapter.method = full with model.dtype = bf16 and optim.rounding = nearest rounds most updates away; set "
+            "optim.rounding to stochastic, or to split (2 bytes more per weight), or model.dtype = fp32"
+        )
+    run.config.precision.check_training(optimizer=optim.name, fused_backward=optim.fused_backward)
+    for unused in _unused(run) if here else ():
+        warn(unused)
+
+
+def check_preview_device(run: Run) -> None:
+    """Refuse a `sample.device` that is not here, or that trains, and warn of one that does nothing.
+
+    Raises:
+        UserError: With what to set.
+    """
+    name = run.config.sample.device
+    if not name:
+        return
+    device = choose_device(name, "sample.device")
+    if device.type != "cpu" and (device.type, device.index or 0) in _training(run):
+        raise UserError(
+            f"sample.device = {name!r} is a device that trains; name another one or cpu, or leave it out: previews are then drawn where "
+            "the model is, and training waits for them"
+        )
+    if not run.spec.found_at:
+        raise UserError(
+            f"sample.device = {name!r}: another process cannot find the model {run.spec.name} (its ModelSpec.found_at is empty); "
+            "leave sample.device out"
+        )
+    try:
+        check_backend(run.config.train.attention, training=False, devices=[device.type])
+    except UserError as error:
+        raise UserError(f"sample.device = {name!r}: {error}") from error
+    if not run.config.sample.every_steps:
+        warn(f"sample.device = {name} is where previews are drawn, and sample.every_steps = 0 asks for none")
+
+
+def say_where_previews_could_be(run: Run) -> None:
+    """Name a GPU that does not train, where training waits for its previews."""
+    sample, training = run.config.sample, _training(run)
+    if sample.device or not sample.every_steps or not (sample.prompts or sample.captions) or not run.spec.found_at:
+        return
+    idle = [index for index in range(torch.cuda.device_count()) if ("cuda", index) not in training]
+    if idle:
+        say(
+            f"training waits for its previews; sample.device = cuda:{idle[0]}, which does not train, draws them meanwhile"
+        )
+
+
+def _training(run: Run) -> set[tuple[str, int]]:
+    """Kind and number of the devices that train."""
+    return {(device.type, device.index or 0) for device in run.devices}
+
+
+def check_parts(run: Run, samples: Sequence[Sample], *, drawing: bool = False) -> None:
+    """Find every part that the run will need and read what describes it, before hours go into the first of them.
+
+    Args:
+        run: The run.
+        samples: What it trains on; some are drawn from.
+        drawing: Whether pictures are drawn even if [sample] asks for none.
+
+    Raises:
+        UserError: If a part is missing or of another model, a library is, or what is to be drawn has not what the model takes.
+    """
+    assert run.encoders
+    assert run.conditioning or not run.columns
+    if (
+        run.conditioning is not None
+    ):  # raises here what is of no sample; the rest is encoding's, which may leave samples out
+        run.conditioning.used({sample.id: controls_of(sample, run.fps) for sample in samples}, keep_going=True)
+    if drawing or run.config.sample.prompts or run.config.sample.captions:
+        assert run.sampler
+    check_scenes(run, run.scenes(samples))
+
+
+def check_scenes(run: Run, scenes: Sequence[Scene]) -> None:
+    """Read what the samples to be drawn are conditioned by.
+
+    Args:
+        run: The run.
+        scenes: What is to be drawn.
+
+    Raises:
+        UserError: If one has not what the model takes, or it cannot be read.
+    """
+    for scene in scenes:
+        if run.readers is not None:
+            run.readers.check(scene.controls(run.fps))
+
+
+def _trains_bf16(run: Run) -> bool:
+    """Whether trained weights are kept in bf16; those of adapters never are."""
+    return run.config.adapter.method == "full" and run.precision.matmul == torch.bfloat16
+
+
+def _unused(run: Run) -> Iterator[str]:
+    """Settings that do nothing here."""
+    train, count = run.config.train, len(run.devices)
+    if run.config.optim.rounding != "nearest" and not _trains_bf16(run):
+        yield f"optim.rounding = {run.config.optim.rounding} is of bf16 weights that are trained, and this run has none"
+    if train.pipelined and count == 1:
+        yield "train.pipelined lets several devices work at once, and this run has one: it needs more memory and is no faster"
+    if any(train.reserve) and all(device.type == "cpu" for device in run.devices):
+        yield f"train.reserve = {list(train.reserve)} is of GPUs and is not used: this run is on the CPU"
+    offloads = any(entry.policy.offload for entry in parse_schedule(train.checkpointing).entries)
+    if offloads and not any(map(can_offload, run.devices)):
+        yield f"train.checkpointing = {train.checkpointing} moves what blocks keep to the host, and this run is on the host: nothing is moved"
+    if train.devices == (ALL,) and count == 1:
+        yield 'train.devices = ["all"] is one GPU here: the model is not divided'

@@ -1,0 +1,91 @@
+"""The runs of single experts that a run of a model with several comes to."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ditkit_core.io.console import warn
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.models.spec import Expert
+from ditkit_core.run.experts import own_settings
+from ditkit_core.run.prepare import arch_here
+from ditkit_core.run.run import Run
+from ditkit_core.training.checkpoint import latest
+
+
+def known(run: Run) -> Run:
+    """The run with its architecture known, for which what describes it is fetched if need be; weights never are."""
+    model = run.config.model
+    if run.arch is not None or not (model.base or model.transformer or model.transformer_2):
+        return run
+    return run.known_as(arch_here(run.spec, model, fetch=True)[1])
+
+
+def is_joint(run: Run) -> bool:
+    """Whether it trains several experts, each in a folder of its own."""
+    return bool(run.experts) and run.expert is None
+
+
+def runs_of(run: Run) -> list[Run]:
+    """What a run trains, one transformer each: itself, or the run of each expert."""
+    if not run.experts:
+        return [run]
+    return [run.having(config_of(run, expert)) for expert in run.experts if run.expert in (None, expert)]
+
+
+def config_of(run: Run, expert: Expert) -> Any:
+    """The configuration that trains one expert of a run, as its folder stores it.
+
+    Of a run of several: in a folder named after the expert, from the cache that all share, drawing nothing by itself.
+    """
+    config = own_settings(run.given_config, run.experts, expert)
+    if not is_joint(run):
+        return config
+    folder = Path(config.run.folder)
+    prior = config.prior
+    if prior.prompt and not prior.folder:
+        prior = replace(prior, folder=str(run.prior_folder))
+    return replace(
+        config,
+        run=replace(config.run, folder=str(folder / expert.name)),
+        encode=replace(config.encode, cache=str(run.cache.folder)),
+        prior=prior,
+        sample=replace(config.sample, prompts=(), captions=0, every_steps=0, device=""),
+    )
+
+
+def resident(run: Run) -> Run:
+    """Of the experts that a run trains the one that is largest to train: what is in memory at a time. It draws what the run draws."""
+    largest = max(runs_of(run), key=lambda each: (each.config.adapter.rank, each.stored_as == "none"))
+    if largest is run:
+        return run
+    return largest.having(replace(largest.given_config, sample=run.given_config.sample))
+
+
+def notes_on(run: Run) -> Iterator[str]:
+    """What a plan says of experts."""
+    if is_joint(run):
+        names = ", ".join(expert.name for expert in run.experts)
+        planned = resident(run).expert
+        assert planned is not None
+        yield f"experts {names} are trained one after the other, and one is in memory at a time: planned is {planned.name}"
+
+
+def saved_step(run: Run, passed_over: Callable[[str], None] = warn) -> int | None:
+    """The step of the latest save of a run that trains one transformer, whose files are read whole; None without a save.
+
+    Args:
+        run: The run.
+        passed_over: Called with one line for each save that is damaged.
+
+    Raises:
+        UserError: If there are saves, and none can be used.
+    """
+    save = latest(RunFolder(Path(run.config.run.folder)).state, passed_over)
+    return None if save is None else int(save.name.removeprefix("step-"))
+
+
+def folder_of(run: Run, expert: Expert | None) -> RunFolder:
+    """Where an expert of a run is trained; of a model with one transformer the run's folder."""
+    return RunFolder(Path((run.config if expert is None else config_of(run, expert)).run.folder))

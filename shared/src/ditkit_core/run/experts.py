@@ -1,0 +1,221 @@
+"""The `[experts]` section: which of a model's experts are trained, and what each has of its own.
+
+Experts share the noise levels among them and no weight, so each is trained as a run of its own, on the levels that it will see. A level
+reaches the model as the timestep 1000 · sigma in fp32, and that decides which expert's it is, as in the official sampler.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from ditkit_core.adapters.read import parse_merge
+from ditkit_core.config.field import setting
+from ditkit_core.errors import UserError
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import Expert, ModelSpec
+from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.validation import HeldOutConfig, sigmas_between
+
+Number = TypeVar("Number", int, float)
+
+_NAMED = re.compile(r"(?<![a-z])(high|low)[-_. ]?noise(?![a-z])", re.IGNORECASE)
+_SHOUTED = re.compile(r"(?<![A-Za-z])(HIGH|LOW)(?![A-Za-z])")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The `[experts]` section: for models of two transformers that share the noise levels among them (Wan 2.2 A14B)."""
+
+    train: Literal["both", "high_noise", "low_noise"] = setting("both", resume="refused")
+    """Which to train. Both are trained one after the other, each as a run of its own in a folder of the run, and only one is in memory."""
+    rank: tuple[int, ...] = setting((), resume="refused")
+    """adapter.rank of each, the high-noise expert's first; one number holds for both, empty means adapter.rank."""
+    lr: tuple[float, ...] = setting((), resume="stated")
+    """optim.lr of each, likewise."""
+    steps: tuple[int, ...] = setting((), resume="free")
+    """train.steps of each, likewise."""
+
+    def of(self, name: str, index: int, otherwise: Number) -> Number:
+        """One expert's `rank`, `lr` or `steps`.
+
+        Args:
+            name: Which of them.
+            index: The expert's place.
+            otherwise: The value where the section leaves it open.
+        """
+        values: tuple[Number, ...] = getattr(self, name)
+        return values[index if len(values) > 1 else 0] if values else otherwise
+
+
+def check_experts(config: ExpertsConfig, experts: Sequence[Expert], model: Components, having: Sequence[str]) -> None:
+    """Refuse what the section and [model] say of experts that the architecture does not have.
+
+    Args:
+        config: The section.
+        experts: The architecture's.
+        model: Where its parts lie.
+        having: Names of the presets that have experts.
+
+    Raises:
+        UserError: With the key, and what to set.
+    """
+    if not experts:
+        presets = f"set model.preset to one of {', '.join(having)}" if having else "no preset of this model has any"
+        given = [
+            name for name in ("train", "rank", "lr", "steps") if getattr(config, name) != getattr(ExpertsConfig(), name)
+        ]
+        if given:
+            raise UserError(
+                f"experts.{given[0]} is for a model of two experts, and this one has one transformer; {presets}, or leave it out"
+            )
+        if model.transformer_2:
+            raise UserError(
+                f"model.transformer_2 is the second of two experts, and this model has one transformer; {presets}, or leave it out"
+            )
+        if having and (said := named_after(model.transformer)):
+            raise UserError(
+                f"model.transformer = {model.transformer!r} is named after one of two experts ({said}), and nothing says that the model has "
+                f"two; {presets}, or rename it"
+            )
+        return
+    for name in ("rank", "lr", "steps"):
+        count = len(getattr(config, name))
+        if count not in (0, 1, len(experts)):
+            order = ", ".join(expert.name for expert in experts)
+            raise UserError(f"experts.{name} has {count} numbers; give one for each expert ({order}), or one for all")
+    for expert in experts:
+        path = getattr(model, expert.part)
+        if (said := named_after(path)) not in ("", expert.name):
+            others = " and ".join(f"model.{each.part} is the {each.name} expert" for each in experts)
+            raise UserError(
+                f"model.{expert.part} = {path!r} is named after the {said} expert; {others}: exchange them, or rename the file"
+            )
+        # The other way round says nothing: every checkpoint of one transformer calls it as the first is called.
+        folders = {Path(path).name, Path(path).parent.name}
+        if other := next((each for each in experts[1:] if each != expert and each.part in folders), None):
+            raise UserError(
+                f"model.{expert.part} = {path!r} lies in {other.part!r}, which is the folder of the {other.name} expert: exchange them, or "
+                "rename it"
+            )
+
+
+def check_files(expert: Expert, *, init: str, merge: Sequence[str]) -> None:
+    """Refuse adapter files that are named after the other expert.
+
+    Args:
+        expert: The one that they would be put into.
+        init: `adapter.init`.
+        merge: Paths of `base.merge`.
+    """
+    check_named(expert, {"adapter.init": init})
+    for path in merge:
+        check_named(expert, {"base.merge": path})
+
+
+def check_named(expert: Expert, files: Mapping[str, str]) -> None:
+    """Refuse files that are named after the other expert.
+
+    Args:
+        expert: The one that they are meant for.
+        files: By what they were given as.
+    """
+    for key, path in files.items():
+        if (said := named_after(path)) not in ("", expert.name):
+            raise UserError(
+                f"{key} = {path!r} is named after the {said} expert, and this is the {expert.name} one; give its own file"
+            )
+
+
+def named_after(path: str) -> str:
+    """The expert that a file or folder says it is of: `high_noise`, `low_noise`, or nothing.
+
+    Shapes do not tell experts apart; names do, of the file or else of its folder: `high_noise_model/`, `…_low_noise_14B.safetensors`,
+    `…-HIGH-fp8.safetensors`.
+    """
+    for part in (Path(path).name, Path(path).parent.name):
+        found = {match.lower() for pattern in (_NAMED, _SHOUTED) for match in pattern.findall(part)}
+        if found:
+            return f"{found.pop()}_noise" if len(found) == 1 else ""
+    return ""
+
+
+def levels(expert: Expert) -> tuple[float, float]:
+    """The lowest and the highest noise level that an expert sees, both fp32 numbers and both its own.
+
+    They are the outermost of those whose timestep in fp32 is on its side of the boundary, so that no level between them is on the other.
+    """
+    return _first_from(expert.min_sigma), 1.0 if expert.max_sigma >= 1 else _next(_first_from(expert.max_sigma), 0.0)
+
+
+def _first_from(sigma: float) -> float:
+    """The lowest fp32 level whose timestep is not below that of `sigma`."""
+    found = torch.tensor(sigma, dtype=torch.float32)
+    while _timestep(found) >= 1000 * sigma and found > 0:
+        found = torch.nextafter(found, torch.tensor(0.0))
+    while _timestep(found) < 1000 * sigma:
+        found = torch.nextafter(found, torch.tensor(1.0))
+    return float(found)
+
+
+def _timestep(sigma: torch.Tensor) -> float:
+    return float(1000 * sigma)
+
+
+def _next(sigma: float, towards: float) -> float:
+    return float(torch.nextafter(torch.tensor(sigma, dtype=torch.float32), torch.tensor(towards)))
+
+
+def restricted(expert: Expert, flow: FlowConfig, held_out: HeldOutConfig) -> tuple[FlowConfig, HeldOutConfig]:
+    """What an expert is trained and measured on: the configured noise levels that are its own, and a grid over all of those.
+
+    Raises:
+        UserError: If none of them is.
+    """
+    lowest, highest = levels(expert)
+    low, high = max(lowest, flow.min_sigma), min(highest, flow.max_sigma)
+    if low >= high:
+        raise UserError(
+            f"flow.min_sigma = {flow.min_sigma:g} and flow.max_sigma = {flow.max_sigma:g} leave nothing to the {expert.name} expert, which "
+            f"sees {expert.min_sigma:g} to {expert.max_sigma:g}; widen them, or choose another experts.train"
+        )
+    # Of the expert's whole range: what [flow] restricts may change while the run goes on, and the grid may not.
+    sigmas = tuple(min(max(sigma, lowest), highest) for sigma in sigmas_between(held_out.sigmas, lowest, highest))
+    return replace(flow, min_sigma=low, max_sigma=high), replace(held_out, sigmas=sigmas)
+
+
+def as_trained(config: Any, spec: ModelSpec, arch: Any) -> Any:
+    """A `RunConfig`, checked against the experts that the architecture has, as a run of one of them has it: its noise levels, and no
+    previews on its own devices, which would need the other beside it."""
+    experts = spec.experts(arch)
+    having = [name for name, other in spec.presets.items() if spec.experts(other)]
+    check_experts(config.experts, experts, config.model, having)
+    expert = next((each for each in experts if each.name == config.experts.train), None)
+    if expert is None:
+        return config
+    merged = [str(path) for path, _ in map(parse_merge, config.base.merge)]
+    check_files(expert, init=config.adapter.init, merge=merged)
+    flow, held_out = restricted(expert, config.flow, config.held_out)
+    sample = config.sample if config.sample.device else replace(config.sample, every_steps=0)
+    return replace(config, flow=flow, held_out=held_out, sample=sample)
+
+
+def described(expert: Expert, flow: FlowConfig, held_out: HeldOutConfig) -> str:
+    """One line on what an expert is trained and measured on."""
+    measured = f"; held-out levels {', '.join(f'{sigma:g}' for sigma in held_out.sigmas)}" if held_out.clips else ""
+    return f"{expert.name} expert (model.{expert.part}): noise levels {flow.min_sigma:.6g} to {flow.max_sigma:.6g}{measured}"
+
+
+def own_settings(config: Any, experts: Sequence[Expert], expert: Expert) -> Any:
+    """A `RunConfig` with one expert's rank, learning rate and steps in their usual keys, which trains this one alone."""
+    index, section = list(experts).index(expert), config.experts
+    return replace(
+        config,
+        adapter=replace(config.adapter, rank=section.of("rank", index, config.adapter.rank)),
+        optim=replace(config.optim, lr=section.of("lr", index, config.optim.lr)),
+        train=replace(config.train, steps=section.of("steps", index, config.train.steps)),
+        experts=ExpertsConfig(train=expert.name),  # type: ignore[arg-type]  # the literals are the experts' names
+    )

@@ -1,0 +1,389 @@
+"""From files to a model that is ready to train, in one written order.
+
+Build on `meta`; match every name and shape; inject adapters on `meta`; stream the base, with what is merged into it, to
+its devices and dtypes; initialise the adapters. Nothing is allocated twice, and nothing later may move or cast the model.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ditkit_core.adapters.inject import AdapterConfig, initialise, inject, trainable_parameters
+from ditkit_core.adapters.read import (
+    AdapterFile,
+    BaseConfig,
+    config_from_file,
+    merge_into,
+    open_adapter,
+    parse_merge,
+    start_from,
+)
+from ditkit_core.encoding.encoded_sample import EncodedSample
+from ditkit_core.encoding.loader import shapes_of
+from ditkit_core.engine.block_swap import BlockSwap, homes
+from ditkit_core.engine.placement import Placement
+from ditkit_core.errors import UserError
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.paths import Components
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import ModelSpec, Part
+from ditkit_core.run.quantized_cache import find_cache
+from ditkit_core.weights.fp8_scaled import num_scaled, open_weights
+from ditkit_core.weights.load import Advice, fits_shapes, load_into, match, read_in_fp32
+from ditkit_core.weights.quantize import (
+    check_quantize,
+    check_scaled,
+    convert,
+    described,
+    hold_as_stored,
+    linears_of_blocks,
+    num_bytes,
+    size,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A model with its weights, ready for the loop."""
+
+    model: Any
+    """The StagedModel."""
+    arch: Any
+    preset: str
+    """Its name; empty if the architecture was read from a config.json and is none of the presets."""
+    adapter: AdapterConfig
+    """As configured, with what an `adapter.init` file decided."""
+    trainable: dict[str, nn.Parameter] = field(repr=False)
+    """What is trained, by canonical name."""
+    source: SafetensorsSource
+    """The base's files."""
+    config_json: Path | None
+    """The transformer's config.json, if it has one."""
+    original: Callable[[str, tuple[int, ...]], Tensor]
+    """Name and shape of a parameter of the base to its fp32 values on the host, read once more: as the files have it and adapters
+    were merged into it, where the model holds something coarser."""
+    passage: BlockSwap | None = None
+    """What streams weights through the devices, for the engine; None if nothing is streamed."""
+
+    def readable(self) -> AbstractContextManager[None]:
+        """Inside the block every weight can be read, on the host or its device; the model may be unable to run."""
+        return nullcontext() if self.passage is None else self.passage.on_host()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unloaded:
+    """A model on `meta` whose files are known to fit, with its adapters in place: nothing large was read yet."""
+
+    spec: ModelSpec
+    model: Any
+    arch: Any
+    preset: str
+    adapter: AdapterConfig
+    precision: Precision
+    source: SafetensorsSource
+    mapping: Mapping[str, tuple[Part, ...]]
+    """Parameter name to the parts of the files' tensors that it is."""
+    merged: list[tuple[AdapterFile, float]]
+    start: Callable[[str], Mapping[str, Tensor]] | None
+    """First values of a module's adapter, if a file gives them."""
+    base: BaseConfig
+
+
+def build(
+    spec: ModelSpec,
+    components: Components,
+    adapter: AdapterConfig,
+    base: BaseConfig,
+    *,
+    precision: Precision,
+    part: str = "transformer",
+    say: Callable[[str], None] = lambda line: None,
+) -> Unloaded:
+    """Build the model on `meta` and check it against its files: seconds, before the hours that encoding may take.
+
+    Args:
+        spec: The model's family.
+        components: Where the transformer lies, and its preset.
+        adapter: What to train.
+        base: What to merge into the base.
+        precision: The dtypes.
+        part: The component that the transformer is, where a model has several.
+        say: Told, in one line, whatever was decided by a file.
+
+    Raises:
+        UserError: If a file is missing, damaged, or does not fit the model or the configuration.
+    """
+    check_quantize(base.quantize, adapter.method)
+    source = open_weights(components.locate(part))
+    if num_scaled(source):
+        check_scaled(str(source.path), adapter.method)
+    preset, arch = choose_arch(spec, components.preset, source)
+    model = build_on_meta(spec, arch, precision)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    advice = None if components.preset else _advice(source)
+    mapping = match(
+        source, spec.names, shapes, advice=advice
+    )  # before anything slow: peft alone takes seconds to import
+    linears = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+
+    def open_file(file: Path) -> AdapterFile:
+        return open_adapter(file, spec.names, linears)
+
+    merged = [(open_file(file), strength) for file, strength in map(parse_merge, base.merge)]
+    start = None
+    if adapter.init:
+        if adapter.method == "full":
+            raise UserError(
+                f"adapter.init = {adapter.init} needs adapter.method = 'lora'; for a full fine-tune add it to base.merge"
+            )
+        start = open_file(Path(adapter.init).expanduser())
+        adapter, line = config_from_file(adapter, start)
+        say(line)
+    if base.quantize in ("none", "fp8") and num_scaled(source):
+        say(_hold_as_stored(spec, model, source, mapping, precision, merges=bool(merged)))
+    if base.quantize != "none":
+        if base.quantize != "fp8" and num_scaled(source):
+            say(
+                f"{source.path} is in scaled 8 bits, and rounded once more; a bf16 file or base.quantize = fp8 loses less"
+            )
+        if any(not spec.keep_fp32(f"{name}.weight") for name in linears_of_blocks(model)):
+            say(_quantize(spec, model, base.quantize, precision))
+    adapted = inject(model, adapter, spec.adapter_targets)
+    for file, strength in merged:
+        say(f"base.merge: {len(file.modules)} modules of {file.source.path} at strength {strength:g}")
+    return Unloaded(
+        spec=spec, model=model, arch=arch, preset=preset, adapter=adapter, precision=precision, source=source,
+        mapping=mapping, merged=merged, start=start_from(start, adapted) if start else None, base=base,
+    )  # fmt: skip
+
+
+def check_item(spec: ModelSpec, model: Any, item: Mapping[str, Tensor]) -> None:
+    """Run the embedding on the outline of an encoded sample: encoders of another model show here, before weights are read.
+
+    Args:
+        spec: The model's family.
+        model: The model on `meta`.
+        item: A training item on `meta`.
+
+    Raises:
+        UserError: If the model cannot take it.
+    """
+    try:
+        with torch.no_grad():
+            sigma = torch.zeros(1, device="meta")
+            model.embed(spec.make_inputs([item["latents"]], sigma, [item], 1.0))
+    except RuntimeError as error:
+        found = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in item.items())
+        raise UserError(
+            f"the encoded samples do not fit the transformer ({found}: {str(error).splitlines()[0]}); "
+            "set model.vae and model.text_encoder to those that belong to it"
+        ) from error
+
+
+def check_items(spec: ModelSpec, model: Any, samples: Sequence[EncodedSample]) -> None:
+    """The same for one sample of each shape: one that the model cannot take would be met in the middle of an epoch.
+
+    Args:
+        spec: The model's family.
+        model: The model on `meta`.
+        samples: Everything that is trained on.
+
+    Raises:
+        UserError: If the model cannot take one of them, which is named.
+    """
+    for sample in {shapes_of(sample): sample for sample in reversed(samples)}.values():
+        try:
+            check_item(spec, model, sample.outline())
+        except UserError as error:
+            raise UserError(f"{sample.id}: {error}") from error
+
+
+def load(
+    unloaded: Unloaded,
+    *,
+    placement: Placement,
+    seed: int,
+    on_tensor: Callable[[str, nn.Module], None] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Prepared:
+    """Give the model its weights.
+
+    Args:
+        unloaded: The model on `meta`.
+        placement: Which device runs what; parameters of `spec.keep_fp32` go there in fp32, the others in the matmuls' dtype.
+        seed: The run's seed, for the adapters' first values.
+        on_tensor: Called with the name and module of each parameter of the base once it is there.
+        say: Told, in one line, whether a quantized base was read or is kept.
+
+    Raises:
+        UserError: If a file is damaged.
+    """
+    spec, model, source = unloaded.spec, unloaded.model, unloaded.source
+    device_of, edits = placement.device_of(model), merge_into(unloaded.merged)
+    dtype_of, home_of = _loaded_dtype(spec, unloaded.precision), homes(model, placement)
+    base, merged = unloaded.base, unloaded.merged
+    cache = find_cache(base.quantized_cache, base.quantize, model, source, merged, dtype_of=dtype_of)
+    if cache is None or not cache.load(model, device_of=home_of, dtype_of=dtype_of, on_tensor=on_tensor, say=say):
+        load_into(
+            model, source, unloaded.mapping, device_of=home_of, dtype_of=dtype_of, edits=edits, on_tensor=on_tensor
+        )  # fmt: skip
+        if cache is not None:
+            cache.write(model, dtype_of=dtype_of, say=say)
+    initialise(model, seed, device_of=device_of, start=unloaded.start)
+    on_meta = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    assert not on_meta, f"never given a value: {on_meta}"
+    is_full = unloaded.adapter.method == "full"
+    passage = (
+        BlockSwap(model, placement, trained=is_full) if placement.streamed else None
+    )  # last: what reads weights does so before
+    return Prepared(
+        model=model, arch=unloaded.arch, preset=unloaded.preset, adapter=unloaded.adapter,
+        trainable=trainable_parameters(model), source=source, config_json=_config_json(source.path),
+        original=lambda name, shape: read_in_fp32(source, unloaded.mapping[name], shape, edits.get(name)),
+        passage=passage,
+    )  # fmt: skip
+
+
+def _loaded_dtype(spec: ModelSpec, precision: Precision) -> Callable[[str], torch.dtype]:
+    """The dtype of the base's parameters that are not quantized, by name."""
+    return lambda name: torch.float32 if spec.keep_fp32(name) else precision.matmul
+
+
+def _quantize(spec: ModelSpec, model: Any, kind: str, precision: Precision) -> str:
+    """Have the blocks' matrices quantized when they are loaded; returns one line that says so."""
+    dtype_of, num_blocks = _loaded_dtype(spec, precision), len(model.blocks())
+    before = num_bytes(model, dtype_of)
+    converted = convert(model, kind, spec.keep_fp32)
+    return described(kind, converted, num_blocks, before, num_bytes(model, dtype_of))
+
+
+def _hold_as_stored(
+    spec: ModelSpec,
+    model: Any,
+    source: SafetensorsSource,
+    mapping: Mapping[str, tuple[Part, ...]],
+    precision: Precision,
+    *,
+    merges: bool,
+) -> str:
+    """Have the blocks' matrices that a file has in scaled 8 bits held so; returns one line that says it."""
+    dtype_of = _loaded_dtype(spec, precision)
+    before = num_bytes(model, dtype_of)
+    layers = [name for name in linears_of_blocks(model) if not spec.keep_fp32(f"{name}.weight")]
+    held = hold_as_stored(model, source, mapping, layers=layers)
+    line = (
+        f"{source.path}: {len(held)} matrices are held in its own scaled 8 bits; "
+        f"the base takes {size(num_bytes(model, dtype_of))} instead of {size(before)}"
+    )
+    return line + "; those that base.merge changes are rounded to 8 bits once more" * merges
+
+
+def build_on_meta(spec: ModelSpec, arch: Any, precision: Precision) -> Any:
+    """The model without memory."""
+    with torch.device("meta"):
+        return spec.build(arch, precision)
+
+
+def choose_arch(spec: ModelSpec, preset: str, source: SafetensorsSource) -> tuple[str, Any]:
+    """The architecture by its name, by the config.json beside the weights, or by the preset whose shapes they have.
+
+    A config.json of another form than diffusers' (authors have their own) leaves it to the shapes.
+
+    Returns:
+        The preset's name, empty if the architecture is none, and the architecture.
+
+    Raises:
+        UserError: If the name is unknown, or nothing says which architecture this is.
+    """
+    if preset:
+        if preset not in spec.presets:
+            raise UserError(f"model.preset = {preset!r} is unknown; choose one of {', '.join(spec.presets)}")
+        return preset, spec.presets[preset]
+    path = _config_json(source.path)
+    if path is not None and spec.infer_arch is not None:
+        try:
+            arch = spec.infer_arch(json.loads(path.read_text(encoding="utf-8")), _pipeline_index(source.path))
+            if arch is not None:
+                build_on_meta(spec, arch, Precision())  # where a value of another kind shows
+        except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            raise UserError(
+                f"{path} does not describe this model ({error!r}); set model.preset to one of {', '.join(spec.presets)}"
+            ) from error
+        if arch is not None:
+            return next((name for name, known in spec.presets.items() if known == arch), ""), arch
+    fitting = _fitting(spec, source)
+    if len(fitting) != 1:
+        what = f"{' and '.join(fitting)} fit" if fitting else "no preset fits"
+        raise UserError(
+            f"{what} the weights in {source.path}; set model.preset to one of {', '.join(fitting or spec.presets)}"
+        )
+    return fitting[0], spec.presets[fitting[0]]
+
+
+def _fitting(spec: ModelSpec, source: SafetensorsSource) -> list[str]:
+    """The presets that have the shapes of these weights."""
+    presets = spec.presets.items() if source.tensors else ()
+    return [name for name, arch in presets if fits_shapes(source, spec.names, _shapes(spec, arch))]
+
+
+def arch_here(spec: ModelSpec, components: Components, *, fetch: bool = False) -> tuple[str, Any]:
+    """The preset's name and the architecture, by its name or from what describes it.
+
+    Args:
+        spec: The model's family.
+        components: Where the transformer lies.
+        fetch: Whether a description that is not here is fetched from the hub; weights never are.
+
+    Raises:
+        UserError: If nothing says it.
+    """
+    if components.preset:
+        return choose_arch(spec, components.preset, SafetensorsSource(Path(), {}, {}))
+    path = components.here("transformer") or (components.fetched_description("transformer") if fetch else None)
+    path = path or components.here("transformer_2")  # all that there need be to train the second expert alone
+    if path is None:
+        is_here = bool(components.base) and Path(components.base).expanduser().exists()
+        lacks = "holds no transformer" if is_here else "is not here"
+        remedy = "set model.transformer to its file, and if need be " if is_here else "set "
+        raise UserError(
+            f"model.base = {components.base!r} {lacks} to say which architecture it is; "
+            f"{remedy}model.preset to one of {', '.join(spec.presets)}"
+        )
+    folder = path if path.is_dir() else path.parent
+    described = (folder / "config.json").is_file() and spec.infer_arch is not None
+    source = SafetensorsSource(path, {}, {}) if described else open_weights(path)
+    return choose_arch(spec, "", source)
+
+
+def _advice(source: SafetensorsSource) -> Advice:
+    """What to say of weights that do not fit what no preset describes."""
+    path = _config_json(source.path)
+    remedy = "take both from one download, or set model.preset"
+    return Advice(
+        described_by=str(path.name if path else "the preset"), if_unknown=remedy, if_depth_differs=remedy,
+        if_shapes_differ=remedy,
+    )  # fmt: skip
+
+
+def _shapes(spec: ModelSpec, arch: Any) -> Mapping[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in build_on_meta(spec, arch, Precision()).state_dict().items()}
+
+
+def _pipeline_index(transformer: Path) -> dict[str, Any]:
+    """The `model_index.json` of the pipeline that a transformer's folder is part of."""
+    try:
+        index = json.loads((transformer.parent / "model_index.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return index if isinstance(index, dict) else {}
+
+
+def _config_json(path: Path) -> Path | None:
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    return file if file.is_file() else None

@@ -1,0 +1,66 @@
+"""The trained weights of a save, or of a preview, put into a model."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from ditkit_core.adapters.inject import trainable_parameters
+from ditkit_core.config.resolve import resolve
+from ditkit_core.errors import UserError
+from ditkit_core.io.console import warn
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.nn.parameters import copy_values
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.prepare import Prepared
+from ditkit_core.training.checkpoint import best, latest, load_state
+from ditkit_core.training.train_state import Trained
+
+
+def take_trained(prepared: Prepared, folder: RunFolder, step: int | Literal["best"] | None = None) -> int:
+    """Put the weights of a run's save (averaged ones, if it averaged) into the model.
+
+    Args:
+        prepared: The model.
+        folder: The run's.
+        step: The save; `best` for the one with the lowest held-out loss, None for the latest.
+
+    Returns:
+        The save's step.
+
+    Raises:
+        UserError: If there is no such save, or it is of another model or adapter.
+    """
+    path = _save(folder, step)
+    if path is None or not path.is_dir():
+        saves = ", ".join(sorted(each.name for each in folder.state.glob("step-*"))) or "none"
+        remedy = "name a run that was trained" if step is None or saves == "none" else "choose another --step"
+        if step == "best" and saves != "none":
+            remedy = "none of them was measured, set held_out.clips when you train, or choose a --step by its number"
+        raise UserError(f"{folder.path} has no such save (it has {saves}); {remedy}")
+    # Its own settings: they decide which weights of a save are used, and what an adapter's values mean.
+    stored = resolve(RunConfig, stored=folder.path)
+    own, theirs = prepared.adapter, stored.adapter
+    if own.method == "lora" and not theirs.init and (own.rank, own.scaling) != (theirs.rank, theirs.scaling):
+        raise UserError(
+            f"{folder.path} trained an adapter of rank {theirs.rank} and scale {theirs.scaling:g}, this one has {own.rank} and "
+            f'{own.scaling:g}; set adapter.* as there, or build on it with base.merge = ["{folder.exports / "adapter.safetensors"}"]'
+        )
+    state = load_state(path)
+    # Of streamed weights those on the host, so that whatever optimizer that run had, none of its state is streamed. It updates nothing.
+    with prepared.readable():
+        parameters, optim = trainable_parameters(prepared.model), replace(stored.optim, fused_backward=False)
+        trained = Trained(prepared.model, parameters, optim, stored.ema)
+        trained.restore(state, path)
+        with trained.used():
+            used = {name: value.detach().clone() for name, value in parameters.items()}
+        copy_values(parameters, used)
+    if prepared.passage is not None:
+        prepared.passage.host_changed()
+    return state.step
+
+
+def _save(folder: RunFolder, step: int | Literal["best"] | None) -> Path | None:
+    if step == "best":
+        found = best(folder.state)
+        return None if found is None else found.path
+    return latest(folder.state, warn) if step is None else folder.save(step)

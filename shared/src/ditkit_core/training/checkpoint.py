@@ -1,0 +1,242 @@
+"""Saved training state: folders that are whole or recognised as not, so that a run can be killed at any moment.
+
+A save is made in a hidden folder beside its final place, flushed, and renamed into it; `state.json`, written last, lists
+size and digest of the other files. A reader takes the newest save that agrees with its list.
+"""
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ditkit_core.config.field import setting
+from ditkit_core.errors import UserError
+from ditkit_core.io.files import file_hash
+
+_FORMAT = {"format": "ditkit-state", "version": 1}
+_INDEX = "state.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveConfig:
+    """The `[save]` section. A run saves at its end and when it is interrupted, whatever is set here."""
+
+    every_steps: int = setting(0, resume="free")
+    """Optimizer steps between two saves; 0 does not save by steps."""
+    every_minutes: float = setting(30.0, resume="free")
+    """Minutes between two saves; 0 does not save by time."""
+    keep_last: int = setting(2, resume="free")
+    """Newest saves that are kept, at least 1; two survive a disk that damages one."""
+    keep_best: int = setting(1, resume="free")
+    """Saves with the lowest held-out loss that are kept beside them; needs held_out.clips."""
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 0 or self.every_minutes < 0 or self.keep_last < 1 or self.keep_best < 0:
+            raise UserError("save.keep_last must be at least 1, the other keys of [save] at least 0")
+
+    def due(self, step: int, seconds_since_save: float) -> bool:
+        """Whether to save after `step` optimizer steps."""
+        by_step = self.every_steps > 0 and step % self.every_steps == 0
+        return by_step or 0 < self.every_minutes * 60 <= seconds_since_save
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """Everything that a run needs to go on to the bit."""
+
+    step: int
+    """Optimizer steps done."""
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """By file (`trainable`, `ema`, `optimizer`): tensors by name; an empty group has no file."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """What is not a tensor, for JSON."""
+    held_out: float | None = None
+    """Held-out loss at this step, if it was measured."""
+
+
+def save_state(folder: Path, state: State, config: SaveConfig) -> Path:
+    """Write a save into `folder`, then remove those that need not be kept.
+
+    A save of the same step that is already there is replaced.
+
+    Returns:
+        The save, `folder/step-000020`.
+
+    Raises:
+        UserError: If it cannot be written (full disk, no permission); what was there stays, nothing is left over.
+    """
+    folder = Path(folder)
+    final = folder / f"step-{state.step:06d}"
+    with _errors_name(final):
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove(folder.glob(".step-*.tmp"))  # of a run that was killed while it saved
+        temporary, replaced = (folder / f".step-{state.step:06d}.{uuid.uuid4().hex[:8]}.tmp" for _ in range(2))
+        try:
+            temporary.mkdir()
+            _write_files(temporary, state)
+            if final.exists():  # damaged or abandoned; a folder cannot be renamed over another on Windows
+                os.rename(final, replaced)
+            os.rename(temporary, final)
+            _flush_folder(folder)
+        finally:
+            _remove([temporary, replaced])
+        _prune(folder, state.step, config)
+    return final
+
+
+def _write_files(folder: Path, state: State) -> None:
+    files = {}
+    for name, tensors in state.tensors.items():
+        if tensors:
+            path = folder / f"{name}.safetensors"
+            save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
+            _flush(path)
+            files[path.name] = {"bytes": path.stat().st_size, "blake2b": file_hash(path)}
+    index = _FORMAT | {
+        "step": state.step,
+        "held_out": state.held_out,
+        "values": state.values,
+        "versions": {"ditkit-core": version("ditkit-core"), "torch": torch.__version__},
+        "files": files,
+    }
+    (folder / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8", newline="\n")
+    _flush(folder / _INDEX)
+    _flush_folder(folder)
+
+
+def load_state(path: Path) -> State:
+    """Read a save; the tensors are copies on the CPU, so that the files can be removed meanwhile (Windows)."""
+    path = Path(path)
+    index = json.loads((path / _INDEX).read_text(encoding="utf-8"))
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name in index["files"]:
+        with safe_open(path / name, framework="pt") as file:
+            keys = list(file.keys())
+            tensors[name.removesuffix(".safetensors")] = {key: file.get_tensor(key).clone() for key in keys}
+    return State(step=index["step"], tensors=tensors, values=index["values"], held_out=index["held_out"])
+
+
+class Best(NamedTuple):
+    """The save that was measured best."""
+
+    path: Path
+    step: int
+    held_out: float
+    """Held-out loss at its step."""
+    values: Mapping[str, Any]
+    """As in `State`."""
+
+
+def best(folder: Path) -> Best | None:
+    """The save with the lowest held-out loss, of equals the earliest; None if none was measured. Tensors are not looked at."""
+    saves = {path: index for path in Path(folder).glob("step-*") if (index := _index(path)) is not None}
+    measured = [path for path in sorted(saves, key=_order) if saves[path]["held_out"] is not None]
+    if not measured:
+        return None
+    path = min(measured, key=lambda path: saves[path]["held_out"])
+    return Best(path, saves[path]["step"], saves[path]["held_out"], saves[path]["values"])
+
+
+def latest(folder: Path, warn: Callable[[str], None]) -> Path | None:
+    """The newest whole save in a folder, or None if there is no save.
+
+    Args:
+        folder: Where `save_state` wrote.
+        warn: Called with one line for each save that is passed over, and why.
+
+    Raises:
+        UserError: If there are saves and none is whole: to start again from nothing is not for us to decide.
+    """
+    fault = None
+    for path in sorted(Path(folder).glob("step-*"), key=_order, reverse=True):
+        fault = _fault(path)
+        if fault is None:
+            return path
+        warn(f"{path}: {fault}; looking for the save before it")
+    if fault is not None:
+        raise UserError(
+            f"no save in {folder} can be used; restore one, or remove the folder to start from the beginning"
+        )
+    return None
+
+
+def _order(path: Path) -> tuple[int, str]:
+    return len(path.name), path.name  # as the steps, which outgrow their six digits
+
+
+def _fault(path: Path) -> str | None:
+    """What is wrong with a save, or None."""
+    index = _index(path)
+    if index is None:
+        return "not a whole save of ours (state.json is missing, damaged or of another version)"
+    for name, expected in index["files"].items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != expected["bytes"] or file_hash(file) != expected["blake2b"]:
+            return f"{name} is missing or damaged"
+    return None
+
+
+def _index(path: Path) -> dict[str, Any] | None:
+    try:
+        index = json.loads((path / _INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    ours = isinstance(index, dict) and _FORMAT.items() <= index.items()
+    return index if ours and path.name == f"step-{index['step']:06d}" else None
+
+
+def _prune(folder: Path, step: int, config: SaveConfig) -> None:
+    """Keep the last and the best saves up to `step`; later ones are what a run left behind that resumed before them.
+
+    Folders that are not saves of ours are left alone.
+    """
+    saves = {path: index for path in folder.glob("step-*") if (index := _index(path)) is not None}
+    past = sorted((path for path, index in saves.items() if index["step"] <= step), key=_order)
+    measured = [path for path in past if saves[path]["held_out"] is not None]
+    best = sorted(measured, key=lambda path: saves[path]["held_out"])[: config.keep_best]
+    for path in saves.keys() - {*past[-config.keep_last :], *best}:
+        # Out of sight first: a save that a kill left half removed would be a torn one from then on.
+        hidden = folder / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
+        with suppress(OSError):  # one that is open on Windows goes at the next save
+            os.rename(path, hidden)
+            _remove([hidden])
+
+
+def _remove(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        if folder.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # one that is open on Windows goes at the next save
+
+
+def _flush(path: Path) -> None:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    if os.name != "nt":  # there a folder cannot be opened
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _errors_name(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot write {path}: {reason}; free some space or choose another folder") from error

@@ -1,0 +1,64 @@
+"""An exponential moving average of what is trained, kept beside it in fp32."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ditkit_core.config.field import setting
+from ditkit_core.errors import UserError
+from ditkit_core.nn.parameters import swapped
+
+
+@dataclass(frozen=True, kw_only=True)
+class EMAConfig:
+    """The `[ema]` section."""
+
+    decay: float = setting(0.0, resume="stated")
+    """Share of the average that one update keeps, in [0, 1); 0 keeps no average. 0.999 averages some thousand updates."""
+    update_every: int = setting(1, resume="stated")
+    """Optimizer steps between two updates, at least 1."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1 or self.update_every < 1:
+            raise UserError("ema.decay must be in [0, 1), ema.update_every at least 1")
+
+
+class EMA:
+    """The average of named parameters; with decay 0 it holds nothing and does nothing.
+
+    Early updates keep less, min(decay, (1 + n) / (10 + n)) at update n, so that the initial weights do not linger in the
+    average of a short run. The count n follows from the step: the values are the whole state.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: EMAConfig):
+        """Start from the parameters' present values."""
+        self._parameters = dict(parameters) if config.decay else {}
+        self._config = config
+        self.values: dict[str, Tensor] = {
+            name: parameter.detach().clone().float() for name, parameter in self._parameters.items()
+        }
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the parameters after optimizer step `step`, counted from 1."""
+        count, rest = divmod(step, self._config.update_every)
+        if rest:
+            return
+        keep = min(self._config.decay, (1 + count) / (10 + count))
+        for name, parameter in self._parameters.items():
+            self.values[name].lerp_(parameter.detach().float(), 1 - keep)
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Take over saved values; none at all (the run had no average so far) leaves the present weights."""
+        for name, value in values.items():
+            if name in self.values:
+                self.values[name].copy_(value)
+
+    @contextmanager
+    def swap(self) -> Iterator[None]:
+        """Inside the block the parameters hold the average; afterwards exactly what they held before."""
+        with swapped(self._parameters, self.values):
+            yield

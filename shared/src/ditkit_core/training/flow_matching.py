@@ -1,0 +1,193 @@
+"""Flow matching: how samples are noised, what the model is to predict, and how much each noise level counts.
+
+The noise level `sigma` is 0 for data and 1 for noise: x = (1 - sigma) * x0 + sigma * eps, and the target is the velocity
+eps - x0. Everything here is fp32 or wider: a noise level rounded to bf16 collapses a thousand timesteps to some three
+hundred, by far the largest of the known numerical faults of such trainers.
+
+A noise level is drawn by inverting the distribution's cumulative function at one uniform number. A range of noise
+levels then restricts the distribution; clamping the draws instead would pile them up at the ends of the range.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ditkit_core.config.field import setting
+from ditkit_core.errors import UserError
+from ditkit_core.io.rng import generator
+from ditkit_core.models.spec import Engine, StagedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowConfig:
+    """The `[flow]` section: which noise levels are trained, and how much each counts."""
+
+    sampling: Literal["uniform", "logit_normal"] = setting("uniform", resume="stated")
+    """Distribution of the noise level before it is shifted."""
+    shifting: Literal["model", "none", "constant"] = setting("model", resume="stated")
+    """What the drawn level is shifted by: what the model was trained with (which may depend on the resolution), nothing, or
+    `shift`."""
+    shift: float = setting(1.0, resume="stated")
+    """For `constant`: sigma' = shift * sigma / (1 + (shift - 1) * sigma), above 0; more than 1 moves towards noise."""
+    logit_mean: float = setting(0.0, resume="stated")
+    """For `logit_normal`: mean of logit(sigma); adding ln(s) is the same as a shift by s."""
+    logit_std: float = setting(1.0, resume="stated")
+    """For `logit_normal`: standard deviation of logit(sigma), above 0."""
+    min_sigma: float = setting(0.0, resume="stated")
+    """Lowest noise level that is drawn, in [0, 1)."""
+    max_sigma: float = setting(1.0, resume="stated")
+    """Highest noise level that is drawn, in (0, 1]."""
+    guidance: float = setting(1.0, resume="stated")
+    """What a model with an embedding of guidance is told in training; 1 trains the conditional velocity itself, which what it is
+    told when sampling then strengthens."""
+    weighting: Literal["none", "bell", "cosmap", "sigma_sqrt"] = setting("none", resume="stated")
+    """Weight of a sample's loss by noise level: `bell` is highest at 0.5, 0 at 1 and 1 on average; `cosmap` is
+    2 / (pi * (1 - 2 sigma + 2 sigma^2)); `sigma_sqrt` is sigma^-2."""
+
+    def __post_init__(self) -> None:
+        if self.shift <= 0 or self.logit_std <= 0:
+            raise UserError(f"flow.shift = {self.shift} and flow.logit_std = {self.logit_std} must be above 0")
+        if not 0 <= self.min_sigma < self.max_sigma <= 1:
+            raise UserError(
+                f"flow.min_sigma = {self.min_sigma} must be below flow.max_sigma = {self.max_sigma}, both in [0, 1]"
+            )
+        if self.guidance < 0:
+            raise UserError(f"flow.guidance = {self.guidance} must not be negative; 1 is usual")
+        if self.weighting == "sigma_sqrt" and self.min_sigma == 0:
+            raise UserError("flow.weighting = sigma_sqrt grows without bound; set flow.min_sigma above 0")
+        if (self.logit_mean, self.logit_std) != (0, 1) and self.sampling != "logit_normal":
+            raise UserError(
+                f"flow.logit_mean = {self.logit_mean} and flow.logit_std = {self.logit_std} need flow.sampling = "
+                '"logit_normal"'
+            )
+        if self.shift != 1 and self.shifting != "constant":
+            raise UserError(f'flow.shift = {self.shift} needs flow.shifting = "constant"')
+
+    def shift_for(self, model_shift: float) -> float:
+        """The shift of a sample's noise level, given the one that its model was trained with."""
+        return {"model": model_shift, "none": 1.0, "constant": self.shift}[self.shifting]
+
+
+def shift_sigma(sigma: Tensor, shift: float) -> Tensor:
+    """Move noise levels towards 1 (shift > 1) or 0 (shift < 1); `1 / shift` moves them back.
+
+    Source: "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis", section 5.3.2.
+    """
+    return shift * sigma / (1 + (shift - 1) * sigma)
+
+
+def _cumulative(sigma: Tensor, config: FlowConfig, shift: float) -> Tensor:
+    """Probability that the unrestricted distribution draws a level below `sigma`."""
+    sigma = shift_sigma(sigma, 1 / shift).clamp(0, 1)  # rounding may leave the interval, where the logit has no value
+    if config.sampling == "logit_normal":
+        return torch.special.ndtr((torch.logit(sigma) - config.logit_mean) / config.logit_std)
+    return sigma
+
+
+def sigma_at(probability: Float[Tensor, "*shape"], config: FlowConfig, shift: float = 1.0) -> Float[Tensor, "*shape"]:
+    """Noise level at a cumulative probability of the configured distribution.
+
+    Args:
+        probability: In [0, 1]; uniform numbers give draws, an even grid gives quantiles.
+        config: The distribution and its range.
+        shift: What levels are shifted by, from `FlowConfig.shift_for`.
+
+    Returns:
+        float64 noise levels in [min_sigma, max_sigma], increasing with the probability.
+    """
+    low, high = _cumulative(torch.tensor([config.min_sigma, config.max_sigma], dtype=torch.float64), config, shift)
+    u = low + (high - low) * probability.double()
+    if config.sampling == "logit_normal":
+        u = torch.sigmoid(config.logit_mean + config.logit_std * torch.special.ndtri(u))
+    return shift_sigma(u, shift).clamp(config.min_sigma, config.max_sigma)  # against rounding only
+
+
+def draw_noise(
+    latents: Float[Tensor, "..."], config: FlowConfig, shift: float, *names: int | str
+) -> tuple[Float[Tensor, ""], Float[Tensor, "..."]]:
+    """Noise level and float32 noise of one sample, as a function of names alone (seed, purpose, step, sample)."""
+    random = generator(*names)
+    sigma = sigma_at(torch.rand((), dtype=torch.float64, generator=random), config, shift).float()
+    return sigma, torch.randn(latents.shape, generator=random)
+
+
+def loss_weight(sigma: Float[Tensor, "*shape"], config: FlowConfig, shift: float = 1.0) -> Float[Tensor, "*shape"]:
+    """Factor of each sample's loss, in the dtype of `sigma`.
+
+    Source: `bell` is the training weight of DiffSynth-Studio (diffsynth/diffusion/flow_match.py), there tabulated over a
+    thousand shifted timesteps and here over a thousand quantiles of the configured distribution, which is the same when
+    that is uniform with shift 5; `cosmap` and `sigma_sqrt` are of Scaling Rectified Flow Transformers, section 3.1.
+    """
+    if config.weighting == "bell":
+        return (_bell(sigma) / _bell(sigma_at(torch.arange(1, 1001) / 1000, config, shift)).mean()).to(sigma.dtype)
+    if config.weighting == "cosmap":
+        return 2 / (torch.pi * (1 - 2 * sigma + 2 * sigma**2))
+    return sigma**-2 if config.weighting == "sigma_sqrt" else torch.ones_like(sigma)
+
+
+def _bell(sigma: Tensor) -> Tensor:
+    middle = torch.exp(-2 * (sigma.double() - 0.5) ** 2)
+    return middle - torch.exp(torch.tensor(-0.5, dtype=torch.float64))
+
+
+def velocity_errors(
+    model: StagedModel,
+    run: Engine,
+    make_inputs: Callable[[Sequence[Tensor], Tensor, Sequence[Mapping[str, Tensor]], float], Any],
+    items: Sequence[Mapping[str, Tensor]],
+    sigma: Float[Tensor, " batch"],
+    noise: Sequence[Float[Tensor, "..."]],
+    guidance: float,
+    targets: Sequence[Float[Tensor, "..."]] | None = None,
+    loss_mask: Callable[[Mapping[str, Tensor]], Tensor | None] = lambda item: None,
+    masks: Sequence[Tensor | None] | None = None,
+) -> Float[Tensor, " batch"]:
+    """Mean squared error of the predicted velocity, sample by sample.
+
+    Args:
+        model: Any staged model.
+        run: The engine that runs its forward.
+        make_inputs: The model's own, from its `ModelSpec`.
+        items: Training items, each with `latents` and what the model needs beside them.
+        sigma: float32 noise level of each sample.
+        noise: float32 noise of each sample, shaped like its latents.
+        guidance: `FlowConfig.guidance`.
+        targets: What is to be predicted, on the prediction's device, if it was sent there ahead; `velocity_target` of each sample.
+        loss_mask: The model's own, from its `ModelSpec`.
+        masks: What that gives of each sample, if it was sent there ahead.
+
+    Returns:
+        float32 errors on the prediction's device; each is a mean over its sample's elements, so samples of different size
+        count alike.
+    """
+    noised = [(1 - s) * item["latents"].float() + s * eps for s, item, eps in zip(sigma, items, noise, strict=True)]
+    prediction = model(make_inputs(noised, sigma, items, guidance), run=run)
+    if targets is None:
+        made = [velocity_target(item, eps) for item, eps in zip(items, noise, strict=True)]
+        targets = [target.to(velocity.device) for target, velocity in zip(made, prediction, strict=True)]
+    if masks is None:
+        masks = [loss_mask(item) for item in items]
+    triples = zip(prediction, targets, masks, strict=True)
+    return torch.stack([learnt_mean((v.float() - t).square(), mask) for v, t, mask in triples])
+
+
+def learnt_mean(squares: Float[Tensor, "..."], mask: Tensor | None) -> Float[Tensor, ""]:
+    """The mean of a sample's squared errors over what is learnt of it: where the mask is 1, or everywhere."""
+    if mask is None:
+        return squares.mean()
+    mask = mask.to(squares, non_blocking=True).expand_as(squares)
+    return (squares * mask).sum() / mask.sum()
+
+
+def velocity_target(item: Mapping[str, Tensor], noise: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """The float32 velocity of a sample, from data to noise."""
+    return noise - item["latents"].float()
+
+
+def to_device(item: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """A training item with all its tensors on one device, dtypes unchanged."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in item.items()}

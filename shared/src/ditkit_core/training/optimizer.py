@@ -1,0 +1,417 @@
+"""Optimizers by name, the learning-rate schedule, and optimizer state as plain named tensors."""
+
+import importlib
+import importlib.util
+import math
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ditkit_core.config.field import setting
+from ditkit_core.errors import UserError
+from ditkit_core.io.rng import seed_of
+from ditkit_core.nn.parameters import swapped
+from ditkit_core.nn.stochastic_rounding import Rounding, joined, write_split, write_stochastic
+from ditkit_core.training.optimizer_state import export_state, import_state
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The `[optim]` section."""
+
+    name: Literal["adamw", "adamw8bit", "muon", "adafactor", "prodigy", "schedulefree_adamw"] = setting(
+        "adamw", resume="refused"
+    )
+    """`adamw` (fused), `adamw8bit` (torchao), `muon` (block matrices by Muon, the rest by AdamW; full fine-tune only),
+    `adafactor`, or from the extra ditkit-core[optimizers]: `prodigy` (use lr = 1), `schedulefree_adamw`."""
+    lr: float = setting(1e-4, resume="stated")
+    """Highest learning rate, above 0; with `prodigy` a factor of the rate that it estimates."""
+    weight_decay: float = setting(0.01, resume="stated")
+    """Decoupled weight decay; vectors (biases, norms) have none."""
+    betas: tuple[float, float] = setting((0.9, 0.999), resume="stated")
+    """Decay of the averages of the gradient and of its square, in [0, 1); Muon and Adafactor have their own."""
+    eps: float = setting(1e-8, resume="stated")
+    """Added to the denominator, above 0."""
+    schedule: Literal["constant", "cosine", "linear"] = setting("constant", resume="stated")
+    """How the learning rate goes from its highest value to `final_lr_fraction` of it, over all of `train.steps`."""
+    warmup_steps: int = setting(0, resume="stated")
+    """Optimizer steps over which the learning rate rises linearly from 0, before the schedule."""
+    final_lr_fraction: float = setting(0.0, resume="stated")
+    """Learning rate at the last step of `cosine` and `linear`, as a fraction of `lr`."""
+    fused_backward: bool = setting(False, resume="stated")
+    """Update each parameter in the backward, as soon as its gradient is there, so that no full set of gradients exists. Needs
+    train.clip_norm = 0 and train.accumulation = 1."""
+    rounding: Rounding = setting("nearest", resume="stated")
+    """How updates of bf16 weights, those of a full fine-tune with model.dtype = bf16, are written: `stochastic`, or `split`, which keeps
+    the bits that bf16 drops in 2 more bytes per weight; `nearest` loses most updates and is for fp32. The optimizer computes in fp32."""
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or self.eps <= 0 or self.weight_decay < 0 or self.warmup_steps < 0:
+            raise UserError("optim.lr and optim.eps must be above 0, weight_decay and warmup_steps at least 0")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"optim.betas = {self.betas} must lie in [0, 1)")
+        if self.name == "prodigy" and self.lr < 0.01:
+            raise UserError(f"optim.lr = {self.lr:g} is a factor of the rate that prodigy estimates; set optim.lr = 1")
+        if self.name == "schedulefree_adamw" and self.schedule != "constant":
+            raise UserError(f"optim.schedule = {self.schedule} does not go with schedulefree_adamw; use constant")
+        if self.rounding != "nearest" and self.name not in _ONE_BY_ONE:
+            raise UserError(
+                f"optim.rounding = {self.rounding} does not go with optim.name = {self.name}, which updates all weights together or "
+                f"computes those to be used from those trained; use {', '.join(_ONE_BY_ONE)}"
+            )
+        if self.name == "prodigy" and self.fused_backward:
+            raise UserError(
+                "optim.fused_backward does not go with prodigy, which estimates one rate from all gradients together; "
+                "use adamw, adamw8bit, adafactor, muon or schedulefree_adamw"
+            )
+
+
+_ONE_BY_ONE = ("adamw", "adamw8bit", "adafactor", "muon")
+"""Optimizers that can update one weight at a time, with nothing of it in fp32 before or after."""
+
+_REST = "rounding_rest"
+"""Entry of a parameter's state: what `split` keeps."""
+
+
+def learning_rate(step: int, config: OptimConfig, total_steps: int) -> float:
+    """Learning rate of optimizer step `step`, counted from 0: a function of the step, with no state to save."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps))
+    remaining = (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
+    return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * remaining)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How one optimizer is built, and what else it needs."""
+
+    build: Callable[[list[dict[str, Any]], OptimConfig], torch.optim.Optimizer]
+    progress: tuple[str, ...] = ()
+    """Scalars of its parameter groups that change as it steps, and are therefore state."""
+    averages: bool = False
+    """Whether it trains weights beside those to be used, and has `train()` and `eval()` to go between them."""
+    compiles: bool = False
+    """Whether its step goes through torch's compiler, which threads have to enter one after another."""
+
+
+def _from_extra(module: str, cls: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), cls)
+    except ImportError as error:
+        raise UserError(f"this optimizer needs the package {module}; pip install 'ditkit-core[optimizers]'") from error
+
+
+def _adamw(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _adamw8bit(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit
+
+    on_gpu = any(parameter.device.type == "cuda" for group in groups for parameter in group["params"])
+    if on_gpu and importlib.util.find_spec("triton") is None:
+        raise UserError("optim.name = adamw8bit compiles its step with triton, which is not installed; use adamw")
+    return AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+
+def _muon(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+    # updates of AdamW's size, so that one learning rate and one weight decay serve both parts
+    return torch.optim.Muon(groups, lr=config.lr, adjust_lr_fn="match_rms_adamw")
+
+
+def _adafactor(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(groups, lr=config.lr)
+
+
+def _prodigy(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+    cls = _from_extra("prodigyopt", "Prodigy")
+    # what its authors advise for diffusion models; without the safeguard a warm-up spoils the estimate of the rate
+    return cls(
+        groups, lr=config.lr, betas=config.betas, eps=config.eps, use_bias_correction=True, safeguard_warmup=True
+    )
+
+
+def _schedulefree(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+    cls = _from_extra("schedulefree", "AdamWScheduleFree")
+    # it hands all tensors to one operation, which is for those of one device; torch's own optimizers group them
+    at_once = len({parameter.device for group in groups for parameter in group["params"]}) == 1
+    return cls(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=at_once)
+
+
+_KINDS = {
+    "adamw": _Kind(_adamw),
+    "adamw8bit": _Kind(_adamw8bit, compiles=True),
+    "muon": _Kind(_muon),
+    "adafactor": _Kind(_adafactor),
+    "prodigy": _Kind(_prodigy, ("k", "d", "d_max", "d_numerator", "d_denom", "d_hat")),
+    "schedulefree_adamw": _Kind(_schedulefree, ("k", "weight_sum", "lr_max", "scheduled_lr", "train_mode"), True),
+}
+
+
+@dataclass(frozen=True)
+class _Single:
+    """What updates one parameter alone."""
+
+    optimizer: torch.optim.Optimizer
+    part: torch.optim.Optimizer
+    """The optimizer that has the parameter among others: its state is what is saved."""
+    group: int
+    """Which of the part's parameter groups it is in."""
+    kind: _Kind
+    guard: AbstractContextManager[Any]
+    """Around each update."""
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao compiles its step and takes the rate as a tensor
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+class NamedOptimizer:
+    """The optimizer of a run: one torch optimizer, or Muon and AdamW side by side, over parameters known by name."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimConfig,
+        *,
+        matrices: Collection[str] = (),
+        accumulation: torch.dtype | None = None,
+    ):
+        """Build it.
+
+        Args:
+            parameters: What is trained, by name; the names are those of the saved state.
+            config: The optimizer and its settings.
+            matrices: Names of the weight matrices in the blocks, for Muon.
+            accumulation: What gradients are summed in over micro-batches; None: in the parameters' dtype, or fp32 if that is wider.
+
+        Raises:
+            UserError: If the optimizer's package is missing, or Muon has no matrices to train.
+        """
+        self.parameters = dict(parameters)
+        self.fused_backward = config.fused_backward
+        self._rounding = config.rounding
+        self._draw: tuple[int, int] = (0, 0)
+        self._held = {name: self._stand_in(parameter, config) for name, parameter in self.parameters.items()}
+        # with `fused_backward` there is one micro-batch, and nothing is summed
+        self._accumulation = None if config.fused_backward else accumulation
+        self._expect_gradients()
+        self._rounds = any(self._held[name] is not parameter for name, parameter in self.parameters.items())
+        self._kinds: list[_Kind] = []
+        self.parts: list[torch.optim.Optimizer] = []
+        self._singles: dict[str, _Single] = {}
+        self._counted_on_host: set[str] = set()
+        rest = self.parameters
+        if config.name == "muon":
+            if not matrices:
+                raise UserError("optim.name = muon is for a full fine-tune; with an adapter use adamw or adamw8bit")
+            self._add("muon", {name: self.parameters[name] for name in matrices}, config)
+            rest = {name: parameter for name, parameter in self.parameters.items() if name not in set(matrices)}
+        if rest:
+            self._add("adamw" if config.name == "muon" else config.name, rest, config)
+
+    @staticmethod
+    def _stand_in(parameter: nn.Parameter, config: OptimConfig) -> nn.Parameter:
+        """What torch's optimizers hold of a parameter: itself, or of a bf16 one a parameter that has its values in fp32 during its update.
+
+        Where gradients of several micro-batches are added up, and clipped, that is done in fp32, too.
+        """
+        if parameter.dtype != torch.bfloat16 or config.name not in _ONE_BY_ONE:
+            return parameter
+        if not config.fused_backward:
+            parameter.grad_dtype = torch.float32
+        return nn.Parameter(torch.empty((0,) * parameter.ndim, dtype=torch.float32, device=parameter.device))
+
+    def _add(self, name: str, parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> None:
+        parameters = {one: self._held[one] for one in parameters}
+        wide = [parameter for parameter in parameters.values() if parameter.ndim > 1]
+        flat = [parameter for parameter in parameters.values() if parameter.ndim <= 1]
+        groups = [
+            {"params": params, "weight_decay": decay}
+            for params, decay in ((wide, config.weight_decay), (flat, 0.0))
+            if params
+        ]
+        kind = _KINDS[name]
+        self._kinds.append(kind)
+        self.parts.append(kind.build(groups, config))
+        if kind.averages:
+            self.parts[-1].train()  # type: ignore[attr-defined]
+        names = {parameter: one for one, parameter in parameters.items()}
+        for group in self.parts[-1].param_groups:
+            if not (group.get("fused") or group.get("capturable")):  # torch's rule, when it loads a state too
+                self._counted_on_host |= {names[parameter] for parameter in group["params"]}
+        if config.fused_backward or self._rounds:
+            guard: AbstractContextManager[Any] = threading.Lock() if kind.compiles else nullcontext()
+            for place, group in enumerate(self.parts[-1].param_groups):
+                for parameter in group["params"]:
+                    alone = kind.build([{"params": [parameter], "weight_decay": group["weight_decay"]}], config)
+                    if kind.averages:
+                        alone.train()  # type: ignore[attr-defined]
+                    self._singles[names[parameter]] = _Single(alone, self.parts[-1], place, kind, guard)
+            self._share_state()
+
+    def _share_state(self) -> None:
+        """Give what updates one parameter the state of its part, so that a save looks the same however the parameters are updated."""
+        for single in self._singles.values():
+            single.optimizer.state = single.part.state
+            group = single.part.param_groups[single.group]
+            single.optimizer.param_groups[0].update({key: group[key] for key in single.kind.progress if key in group})
+
+    @property
+    def averages(self) -> bool:
+        """Whether the parameters to be used are others than those trained."""
+        return any(kind.averages for kind in self._kinds)
+
+    def begin(self, seed: int, step: int) -> None:
+        """Say which step of which run comes next: what stochastic rounding draws is a function of these and the parameter's name."""
+        self._draw = seed, step
+
+    def step(self, lr: float) -> None:
+        """Update the parameters from their gradients, at this learning rate."""
+        for name, parameter in self.parameters.items():
+            own = self._held[name] is parameter  # what stands in for one takes its gradient in fp32
+            if own and (gradient := parameter.grad) is not None and gradient.dtype != parameter.dtype:
+                parameter.grad = None
+                parameter.grad_dtype = parameter.dtype  # torch refuses a gradient of any other
+                parameter.grad = gradient.to(parameter.dtype)
+        if self._rounds:  # one by one, so that one at a time is there in fp32
+            names = list(self.gradients())
+            for name in names:
+                self.step_one(name, lr)
+            self.end_step(lr, names)
+            return
+        for part in self.parts:
+            _set_rate(part, lr)
+            part.step()
+
+    def step_one(self, name: str, lr: float) -> None:
+        """Update one parameter from its gradient, as `step` would; for `optim.fused_backward`.
+
+        Several threads may do so at once, each with parameters of its own: each parameter has a torch optimizer of its own, which
+        shares nothing with the others but the dictionary in which each has an entry.
+        """
+        single = self._singles[name]
+        with single.guard, self._in_fp32(name):
+            _set_rate(single.optimizer, lr)
+            single.optimizer.step()
+
+    @contextmanager
+    def _in_fp32(self, name: str) -> Iterator[None]:
+        """Inside the block what stands in for a bf16 parameter has its values and its gradient; then they are rounded."""
+        parameter, wide = self.parameters[name], self._held[name]
+        if wide is parameter or parameter.grad is None:
+            yield
+            return
+        with torch.no_grad():
+            wide.data = joined(parameter.detach(), rest := self.state_of(name).get(_REST))
+            wide.grad = parameter.grad.float()
+            yield
+            wide.grad = None
+            if self._rounding == "stochastic":
+                seed, step = self._draw
+                write_stochastic(parameter, wide.data, seed_of(seed, "rounding", step, name))
+            elif self._rounding == "split":
+                state = self.state_of(name)
+                if rest is None:  # only now: an optimizer takes a state that has anything for its own
+                    rest = state[_REST] = torch.empty(parameter.shape, dtype=torch.int16, device=parameter.device)
+                write_split(parameter, wide.data, rest)
+            else:
+                parameter.copy_(wide)
+            wide.data = torch.empty((0,) * parameter.ndim, dtype=torch.float32, device=parameter.device)
+
+    def end_step(self, lr: float, updated: Collection[str]) -> None:
+        """After `step_one` of these parameters: what a step changes for all, those without a gradient included."""
+        for name in self._singles.keys() - set(updated):
+            assert self.parameters[name].grad is None, name
+            self.step_one(name, lr)  # updates nothing, but counts the step where counting is the group's
+        for single in self._singles.values():
+            group, own = single.part.param_groups[single.group], single.optimizer.param_groups[0]
+            group.update({key: own[key] for key in single.kind.progress if key in own})
+
+    def state_of(self, name: str) -> MutableMapping[str, Any]:
+        """The optimizer's state of one parameter, by entry: empty before its first update.
+
+        It may be changed between two updates of the parameter: a tensor may be put in another's place, on another device too, as
+        long as it is back on the parameter's for the update.
+        """
+        for part in self.parts:
+            if (state := part.state.get(self._held[name])) is not None:
+                found: MutableMapping[str, Any] = state
+                return found
+        return {}
+
+    def is_kept_on_host(self, name: str, entry: str) -> bool:
+        """Whether an entry of a parameter's state is on the host wherever the parameter is: torch's optimizers count steps there."""
+        return entry == "step" and name in self._counted_on_host
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients that there are, by name, in the parameters' order."""
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+
+    def zero_grad(self) -> None:
+        """Free all gradients."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self._expect_gradients()
+
+    def _expect_gradients(self) -> None:
+        """Have torch sum gradients in their dtype."""
+        for parameter in self.parameters.values():
+            if self._accumulation is not None and parameter.grad_dtype != self._accumulation:
+                parameter.grad_dtype = self._accumulation
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside the block the parameters are those to be used; for most optimizers, the trained ones as they are.
+
+        Going there and back by the optimizer's own `eval()` and `train()` rounds, so the trained values are put back.
+        """
+        averaging = [part for part, kind in zip(self.parts, self._kinds, strict=True) if kind.averages]
+        with swapped(self.parameters, self.parameters if averaging else {}):
+            try:
+                for part in averaging:
+                    part.eval()  # type: ignore[attr-defined]
+                yield
+            finally:
+                for part in averaging:
+                    part.train()  # type: ignore[attr-defined]
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything that `load_state` needs to go on to the bit: tensors by name, and values for JSON."""
+        return export_state(self.parts, self._progress(), self._held)
+
+    def load_state(
+        self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], *, on_host: Collection[str] = ()
+    ) -> None:
+        """Take over a saved state.
+
+        Args:
+            tensors, values: As `state` gave them.
+            on_host: Names of parameters whose state stays on the host for now, wherever they are.
+
+        Raises:
+            UserError: If it is the state of other parameters or another optimizer.
+        """
+        import_state(self.parts, self._progress(), self._held, tensors, values, untouched=on_host)
+        for name, parameter in self.parameters.items():
+            state = self.state_of(name)
+            if _REST in state:  # torch gave it the dtype of what it holds
+                rest = state.pop(_REST)
+                if self._rounding == "split" and self._held[name] is not parameter:
+                    state[_REST] = rest.to(torch.int16)
+        self._share_state()  # loading gave the parts new dictionaries
+
+    def _progress(self) -> list[tuple[str, ...]]:
+        return [kind.progress for kind in self._kinds]

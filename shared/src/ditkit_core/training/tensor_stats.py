@@ -1,0 +1,221 @@
+"""Numeric sentinels: on a schedule, the largest activation of each block, values that are not finite, and gradients that underflow.
+
+A step that is watched has one more passage in its engine and is otherwise the same: nothing is changed, and what is found stays on its
+device, as numbers, until it comes to the host together with the step's loss. Steps between are not touched at all.
+
+What a block made is what comes out of it in memory that did not go in; that is told by the storages of the carry before, held weakly.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from ditkit_core.engine.block_hooks import Passage
+from ditkit_core.engine.engine import Engine
+
+_AT_ONCE = 2**20
+"""Values looked at at once: it bounds what is held beside them to some 10 MiB."""
+
+GROWTH = 10.0
+"""By how much a block's largest activation may grow before it is said."""
+
+
+class Made(NamedTuple):
+    """What a block made: its index in `blocks()`, and which part of the carry."""
+
+    block: int
+    part: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What one watched step showed, over all its micro-batches."""
+
+    largest: dict[Made, float]
+    """Largest finite magnitude."""
+    not_finite: dict[Made, int]
+    """How many values are infinite or not a number."""
+    underflow: float
+    """Share of the gradients' elements that are 0 or below the smallest normal number of the dtype they are stored in, over the parameters
+    whose gradient is not 0 everywhere: there nothing arrived, as at an adapter's first matrix while its second is 0. 1 if all are."""
+    worst: str
+    """The parameter with the largest such share, or empty."""
+
+
+def with_passage(run: Any, passage: Passage) -> Any:
+    """The engine with one passage more, told last; any other callable as it is."""
+    return replace(run, passages=(*run.passages, passage)) if isinstance(run, Engine) else run
+
+
+def magnitudes(tensor: Tensor) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """Largest finite magnitude of a floating tensor, and how many of its values are not finite; float64, on its device."""
+    flat = tensor.detach().reshape(-1)
+    largest = torch.zeros((), dtype=torch.float64, device=flat.device)
+    count = torch.zeros_like(largest)
+    for part in flat.split(_AT_ONCE):
+        size = part.abs()
+        bad = ~(size <= torch.finfo(size.dtype).max)  # a NaN is not, either
+        largest = torch.maximum(largest, size.masked_fill_(bad, 0).amax().double())
+        count += bad.sum()
+    return largest, count
+
+
+def smallness(gradient: Tensor) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """How many elements of a gradient are below the smallest normal number of its dtype, and how many of these are 0; float64."""
+    flat = gradient.detach().reshape(-1)
+    small = torch.zeros((), dtype=torch.float64, device=flat.device)
+    zero = torch.zeros_like(small)
+    for part in flat.split(_AT_ONCE):
+        size = part.abs()
+        small += (size < torch.finfo(size.dtype).tiny).sum()
+        zero += (size == 0).sum()
+    return small, zero
+
+
+class Watch:
+    """Watches one step: a passage for its engine, and told of its gradients."""
+
+    def __init__(self) -> None:
+        self._found: dict[Made, list[tuple[Tensor, Tensor]]] = {}
+        self._guessed: set[Made] = set()
+        """Entries of blocks of which it is not known what went in."""
+        self._gradients: dict[str, tuple[int, Tensor, Tensor]] = {}
+        self._before: dict[int, weakref.ref[Any]] = {}
+        self._device: torch.device | None = None
+        self._last = -1
+        self.reading: Reading | None = None
+        """What was seen, once it has come to the host."""
+
+    def enter(self, index: int, block: nn.Module) -> None:
+        """Nothing: the carry is not told here."""
+
+    def leave(self, index: int, block: nn.Module, carry: Any) -> None:
+        """Look at what the block made."""
+        if not torch.is_grad_enabled():
+            return
+        leaves = [
+            (keystr(path).lstrip("."), x) for path, x in tree_flatten_with_path(carry)[0] if isinstance(x, Tensor)
+        ]
+        device = next((x.device for _, x in leaves), None)
+        # another forward begins, or the carry was sent here: all of it is new
+        guessed = index <= self._last or self._last < 0 or device != self._device
+        for part, leaf in leaves:
+            storage = leaf.untyped_storage()
+            known = self._before.get(storage._cdata)
+            if leaf.is_floating_point() and leaf.numel() and (known is None or known() is None):
+                made = Made(index, part)
+                if guessed:
+                    self._guessed.add(made)
+                self._found.setdefault(made, []).append(magnitudes(leaf))
+        storages = [leaf.untyped_storage() for _, leaf in leaves]
+        self._before = {storage._cdata: weakref.ref(storage) for storage in storages}
+        self._last, self._device = index, device
+
+    def backward(self, index: int, block: nn.Module) -> None:
+        """Nothing: gradients are told one by one."""
+
+    def gradient(self, name: str, gradient: Tensor) -> None:
+        """Look at a parameter's gradient, before it is clipped."""
+        self._gradients[name] = (gradient.numel(), *smallness(gradient))
+
+    def packed(self) -> list[Float[Tensor, "numbers"]]:
+        """All numbers in the order in which `read` takes them, stacked by device to send as few pieces as there are devices."""
+        # The first block of a device is only asked for what the others change: it seems to have made all that the carry brings.
+        changed = {made.part for made in self._found.keys() - self._guessed}
+        if changed:
+            self._found = {
+                made: found for made, found in self._found.items() if made not in self._guessed or made.part in changed
+            }
+        numbers = [
+            number
+            for found in self._found.values()
+            for number in (torch.stack([x for x, _ in found]).amax(), torch.stack([x for _, x in found]).sum())
+        ]
+        numbers += [number for _, small, zero in self._gradients.values() for number in (small, zero)]
+        stacked, start = [], 0
+        for end in range(1, len(numbers) + 1):
+            if end == len(numbers) or numbers[end].device != numbers[start].device:
+                stacked.append(torch.stack(numbers[start:end]))
+                start = end
+        return stacked
+
+    def read(self, numbers: Sequence[float]) -> None:
+        """Take what was packed, on the host."""
+        pairs = list(zip(numbers[::2], numbers[1::2], strict=True))
+        activations = dict(zip(self._found, pairs, strict=False))
+        shares, lost, total = {}, 0.0, 0
+        for (name, (size, *_)), (small, zero) in zip(self._gradients.items(), pairs[len(self._found) :], strict=True):
+            if zero < size:
+                shares[name], lost, total = small / size, lost + small, total + size
+        worst = max(shares, key=lambda name: shares[name], default="")
+        self.reading = Reading(
+            largest={made: largest for made, (largest, _) in activations.items()},
+            not_finite={made: int(count) for made, (_, count) in activations.items()},
+            underflow=lost / total if total else float(bool(self._gradients)),
+            worst=worst if worst and shares[worst] else "",
+        )
+
+
+@dataclass
+class Drift:
+    """Readings across steps: numbers to report, and a line where one of them goes wrong."""
+
+    limit: float
+    """Largest finite number of the dtype that blocks multiply in."""
+    warn: Callable[[str], None]
+    first: dict[str, float] = field(default_factory=dict)
+    """What each block's largest activation was when first seen, by `block.part`: kept in saves, so that a run that goes on compares with
+    its beginning."""
+    _warned: set[str] = field(default_factory=set)
+
+    def take(self, step: int, reading: Reading) -> dict[str, float | str]:
+        """Numbers of a step, by name; and a warning, once for each kind, that names the first block that gives cause.
+
+        Args:
+            step: Optimizer steps done.
+            reading: What was seen in the last of them.
+        """
+        growth: dict[Made, float] = {}
+        for made, largest in reading.largest.items():
+            first = self.first.setdefault(f"{made.block}.{made.part}", largest)
+            if first > 0:
+                growth[made] = largest / first
+        for made, largest in sorted(reading.largest.items()):
+            where, ratio = f"step {step}: {made.part} of block {made.block}", growth.get(made, 1.0)
+            if ratio > GROWTH:
+                before = largest / ratio
+                self._say("growth", f"{where}: the largest activation is {largest:.3g}, {ratio:.1f} times its first {before:.3g}; "
+                          "look at samples of this step, lower optim.lr, or go back to an earlier save")  # fmt: skip
+            if largest > self.limit / 2:
+                self._say("range", f"{where}: the largest activation is {largest:.3g}, within a factor of 2 of {self.limit:.5g}, "
+                          "the largest number of model.dtype; choose a wider one, or lower optim.lr")  # fmt: skip
+            if reading.not_finite[made]:
+                self._say("not finite", f"{where}: {reading.not_finite[made]} activations are not finite")
+        numbers: dict[str, float | str] = {"grad_underflow": reading.underflow}
+        if reading.worst:
+            numbers["grad_underflow_worst"] = reading.worst
+        if reading.largest:
+            highest = max(reading.largest, key=lambda made: reading.largest[made])
+            numbers |= {
+                "activation_max": reading.largest[highest],
+                "activation_max_block": highest.block,
+                "activation_drift": max(growth.values(), default=1.0),
+                "nonfinite": sum(reading.not_finite.values()),
+            }
+        return numbers
+
+    def _say(self, kind: str, line: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            self.warn(line)
+
+
+def resumed(limit: float, warn: Callable[[str], None], values: Mapping[str, Any]) -> Drift:
+    """The readings of a run that goes on; one that had none so far begins here."""
+    return Drift(limit, warn, {name: float(value) for name, value in values.items()})

@@ -1,0 +1,108 @@
+"""What training changes, as one thing: the parameters, their optimizer, their average."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ditkit_core.engine.block_swap import BlockSwap
+from ditkit_core.errors import UserError
+from ditkit_core.models.precision import precision_of
+from ditkit_core.nn.parameters import copy_values
+from ditkit_core.training.checkpoint import State
+from ditkit_core.training.ema import EMA, EMAConfig
+from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+
+
+class Trained:
+    """What training changes, saved and restored together: parameters, optimizer, average.
+
+    Attributes:
+        parameters: What is trained, by name.
+        values: What holds their values between two steps: the parameters, or those on the host in place of streamed ones.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        parameters: Mapping[str, nn.Parameter],
+        optim: OptimConfig,
+        ema: EMAConfig,
+        swap: BlockSwap | None = None,
+    ):
+        """Make optimizer and average.
+
+        Args:
+            model: The staged model.
+            parameters: What is trained of it, by name.
+            optim, ema: Sections of the configuration.
+            swap: What streams weights of the model. Averages of streamed ones are kept on the host.
+        """
+        self.parameters = dict(parameters)
+        self.values = {name: swap.host_of(p) if swap else p for name, p in self.parameters.items()}
+        self._swap = swap
+        accumulation = precision_of(model.embed).accumulation
+        matrices = _block_matrices(model, parameters)
+        self.optimizer = NamedOptimizer(parameters, optim, matrices=matrices, accumulation=accumulation)
+        if self.optimizer.averages and ema.decay:
+            raise UserError(f"optim.name = {optim.name} averages weights itself; set ema.decay = 0")
+        self._ema_config = ema
+        self.average = EMA(self.values, ema)
+        if swap is not None:
+            swap.attach(self.optimizer)
+
+    def state(self, step: int, held_out: float | None, values: Mapping[str, Any]) -> State:
+        """Everything after `step` optimizer steps."""
+        with self._swap.on_host() if self._swap else nullcontext():
+            tensors, scalars = self.optimizer.state()
+        groups: dict[str, Mapping[str, Tensor]] = {
+            "trainable": self.values,
+            "ema": self.average.values,
+            "optimizer": tensors,
+        }
+        return State(step=step, tensors=groups, values={"optimizer": scalars, **values}, held_out=held_out)
+
+    def restore(self, state: State, path: Path) -> None:
+        """Take over a saved state, to the bit.
+
+        Raises:
+            UserError: If it is of other parameters.
+        """
+        saved = state.tensors.get("trainable", {})
+        shapes = {name: tensor.shape for name, tensor in saved.items()}
+        if shapes != {name: parameter.shape for name, parameter in self.parameters.items()}:
+            raise UserError(
+                f"{path} was saved with other trained parameters; make [model] and [adapter] equal to that run's, or train in another run.folder"
+            )
+        copy_values(self.values, saved)
+        streamed = {name for name, parameter in self.parameters.items() if self.values[name] is not parameter}
+        self.optimizer.load_state(state.tensors.get("optimizer", {}), state.values["optimizer"], on_host=streamed)
+        if self._swap is not None:
+            self._swap.attach(self.optimizer)
+            self._swap.host_changed()
+        self.average = EMA(self.values, self._ema_config)  # anew: an average that was not kept starts from here
+        self.average.load(state.tensors.get("ema", {}))
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Inside the block the parameters are those to measure and export: averaged, where something averages."""
+        with self.average.swap() if self.average.values else self.optimizer.averaged():
+            self._host_changed()
+            try:
+                yield
+            finally:
+                self._host_changed()
+
+    def _host_changed(self) -> None:
+        if self._swap is not None and self.average.values:
+            self._swap.host_changed()
+
+
+def _block_matrices(model: Any, trainable: Mapping[str, nn.Parameter]) -> list[str]:
+    """Names of the blocks' weight matrices, or none if the blocks are not trained whole."""
+    in_blocks = {id(parameter): parameter for block in model.blocks() for parameter in block.parameters()}
+    if not all(parameter.requires_grad for parameter in in_blocks.values()):
+        return []
+    return [name for name, parameter in trainable.items() if id(parameter) in in_blocks and parameter.ndim == 2]

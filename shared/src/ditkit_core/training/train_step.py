@@ -1,0 +1,408 @@
+"""One optimizer step: gradients accumulated over micro-batches, clipped once, applied once, or not at all."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ditkit_core.engine.engine import Engine as BlockEngine
+from ditkit_core.errors import UserError
+from ditkit_core.io.memory import is_out_of_memory
+from ditkit_core.io.rng import seed_of
+from ditkit_core.models.precision import autocast_disabled
+from ditkit_core.models.spec import Engine, ModelSpec
+from ditkit_core.training.flow_matching import (
+    FlowConfig,
+    draw_noise,
+    loss_weight,
+    to_device,
+    velocity_errors,
+    velocity_target,
+)
+from ditkit_core.training.nan_debug import described, first_not_finite
+from ditkit_core.training.optimizer import NamedOptimizer
+from ditkit_core.training.optimizer_in_backward import Updates
+from ditkit_core.training.tensor_stats import Watch, with_passage
+
+
+@runtime_checkable
+class MicroBatch(Protocol):
+    """Samples that go through the model together."""
+
+    @property
+    def ids(self) -> Sequence[str]:
+        """Stable names of the samples."""
+        ...
+
+    @property
+    def items(self) -> Sequence[Mapping[str, Tensor]]:
+        """Their tensors: `latents` [channels, frames, height, width] and the model's own."""
+        ...
+
+    @property
+    def weights(self) -> Sequence[float]:
+        """Factor of each sample's loss; empty: 1 each."""
+        ...
+
+    @property
+    def counted(self) -> float | None:
+        """How many samples it counts for in the step's mean: None for as many as it has, 0 for what is added to the mean."""
+        ...
+
+
+class StepResult(NamedTuple):
+    """What one optimizer step reports."""
+
+    loss: float
+    """Sum of the samples' weighted losses, by the number of samples that are counted: the weighted mean, plus prior.weight times
+    that of the prior's samples where there are some."""
+    grad_norm: float
+    """Norm of all gradients, before clipping."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The micro-batches of a step as they went through: what a failure is explained by."""
+
+    ids: list[Sequence[str]]
+    sigmas: list[Tensor]
+    weighted: list[Tensor]
+    """Loss of each sample, float32 [batch] per micro-batch."""
+
+
+class NonFiniteLoss(Exception):
+    """A loss or gradient that is infinite or not a number; the weights and the optimizer are as before the step.
+
+    Not so with `optim.fused_backward`, where a gradient that is not finite is found after some parameters were updated: only what
+    was saved before counts then.
+
+    Attributes:
+        evidence: What is known about it, for JSON.
+    """
+
+    def __init__(self, evidence: dict[str, Any]):
+        message = f"the loss or gradient of step {evidence['step']} is not finite"
+        if where := evidence.get("where"):
+            message += f" ({described(where)}; samples {', '.join(where['ids'])})"
+        elif reason := evidence.get("where_not_found"):
+            message += f" (where it came from was not found: {reason})"
+        if updated := evidence.get("num_parameters_updated_before"):
+            message += f" and {updated} parameters were updated before it was found"
+            message += ", and before its origin was looked for, so that only the last save counts"
+        super().__init__(message)
+        self.evidence = evidence
+
+
+def training_step(
+    model: Any,
+    run: Engine,
+    spec: ModelSpec,
+    micro_batches: Sequence[MicroBatch],
+    optimizer: NamedOptimizer,
+    *,
+    step: int,
+    lr: float,
+    seed: int,
+    flow: FlowConfig,
+    clip_norm: float,
+    pipelined: bool = False,
+    watch: Watch | None = None,
+) -> StepResult:
+    """Update the trained parameters once.
+
+    Args:
+        model: The staged model.
+        run: The engine for its forward.
+        spec: The model's spec.
+        micro_batches: The step's samples; how they are cut into micro-batches changes nothing but the order of summation
+            (and the masks of dropout).
+        optimizer: Holds the parameters that are trained.
+        step: Optimizer steps done before this one.
+        lr: Learning rate of this step.
+        seed: The run's seed.
+        flow: Noise levels and weights.
+        clip_norm: Longest gradient that is applied as it is; 0 applies any.
+        pipelined: Run the forwards of all micro-batches, then one backward.
+        watch: Looks at activations and gradients of this step, and has its reading afterwards.
+
+    Raises:
+        NonFiniteLoss: If a loss or gradient is not finite; nothing is updated, unless the optimizer updates in the backward.
+    """
+    optimizer.zero_grad()
+    optimizer.begin(seed, step)
+    watched = run if watch is None else with_passage(run, watch)
+    accumulate = partial(accumulate_gradients, model, watched, spec, micro_batches, step=step, seed=seed, flow=flow)
+    try:
+        if optimizer.fused_backward:
+            assert len(micro_batches) == 1 and not clip_norm, "refused with the remedies before anything was loaded"
+            return _fused_step(accumulate, optimizer, step=step, lr=lr, watch=watch)
+        num_samples = sum(len(batch.ids) for batch in micro_batches if batch.counted != 0)
+        losses = accumulate(pipelined=pipelined)
+        return _finish_step(losses, optimizer, num_samples, step=step, lr=lr, clip_norm=clip_norm, watch=watch)
+    except NonFiniteLoss as error:
+        evidence = error.evidence
+    # the step's graph, which the error held, is freed by now
+    try:
+        evidence["where"] = _first_not_finite(
+            model, run, spec, micro_batches, evidence, step=step, seed=seed, flow=flow
+        )
+    except (RuntimeError, MemoryError, UserError) as error:
+        # no room for a second look, or nothing that can be looked into; the failure itself is what has to be said
+        if not (is_out_of_memory(error) or isinstance(error, (NotImplementedError, UserError))):
+            raise
+        evidence |= {"where": None, "where_not_found": str(error).partition("\n")[0] or type(error).__name__}
+    raise NonFiniteLoss(evidence)
+
+
+def _finish_step(
+    losses: Losses, optimizer: NamedOptimizer, num_samples: int, *, step: int, lr: float, clip_norm: float, watch: Watch | None
+) -> StepResult:  # fmt: skip
+    """Look at the gradients that were added up, and apply them."""
+    gradients = optimizer.gradients()
+    if watch is not None:
+        for name, gradient in gradients.items():
+            watch.gradient(name, gradient)
+    norm = total_norm(list(gradients.values()))
+    result = StepResult(*_to_host(torch.cat(losses.weighted).double().sum() / num_samples, norm, watch))
+    if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+        broken = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+        evidence = _evidence(step, losses, broken, result)
+        optimizer.zero_grad()
+        raise NonFiniteLoss(evidence)
+    update(optimizer, norm, lr=lr, clip_norm=clip_norm)
+    return result
+
+
+def _to_host(loss: Tensor, norm: Tensor, watch: Watch | None) -> tuple[float, float]:
+    """Loss, norm and what was watched, in the one transfer from the accelerator that a step has: each would wait for all work before it."""
+    pieces = [norm.reshape(1), *(watch.packed() if watch is not None else ())]
+    total, *others = torch.cat(
+        [loss.reshape(1), *(piece.double().to(loss.device, non_blocking=True) for piece in pieces)]
+    ).cpu().tolist()  # fmt: skip
+    if watch is not None:
+        watch.read(others[1:])
+    return total, others[0]
+
+
+def _fused_step(
+    accumulate: Callable[..., Losses], optimizer: NamedOptimizer, *, step: int, lr: float, watch: Watch | None = None
+) -> StepResult:
+    """The same of one micro-batch, each parameter updated in the backward as soon as its gradient is there."""
+    loss = math.nan
+
+    def check(losses: Losses) -> None:
+        nonlocal loss
+        loss = float(torch.cat(losses.weighted).double().sum() / len(losses.ids[0]))
+        if not math.isfinite(loss):  # before the backward, which would update
+            raise NonFiniteLoss(_evidence(step, losses, [], StepResult(loss, math.nan)))
+
+    with Updates(optimizer, lr, watch=None if watch is None else watch.gradient) as updates:
+        losses = accumulate(before_backward=check)
+    norm = joined_norm(updates.norms())
+    result = StepResult(loss, _to_host(norm.new_zeros((), dtype=torch.float64), norm, watch)[1])
+    if not math.isfinite(result.grad_norm):
+        before = len(updates.updated)
+        updated = {"num_parameters_updated_before": before, "weights_were_updated": before > 0}
+        raise NonFiniteLoss({**_evidence(step, losses, updates.broken(), result), **updated})
+    return result
+
+
+def update(optimizer: NamedOptimizer, norm: Tensor, *, lr: float, clip_norm: float) -> None:
+    """Clip the gradients to a norm of `clip_norm` all together, unless that is 0, and step."""
+    if clip_norm:
+        torch.nn.utils.clip_grads_with_norm_(optimizer.parameters.values(), clip_norm, norm)
+    optimizer.step(lr)
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The norm of all gradients together, on the device of the first.
+
+    Summed in the order given, wherever each lies: torch's own groups them by device, and would give a divided model other last bits.
+    """
+    norms: list[Tensor] = [torch.empty(0)] * len(gradients)
+    for chosen in _by_device(gradients).values():
+        found = torch._foreach_norm([gradients[place] for place in chosen])
+        for place, norm in zip(chosen, found, strict=True):
+            norms[place] = norm
+    return joined_norm(norms)
+
+
+def joined_norm(norms: Sequence[Tensor]) -> Tensor:
+    """The norm of a whole from the norms of its parts, numbers on any devices, on the device of the first."""
+    first = norms[0]
+    joined = torch.zeros(len(norms), device=first.device, dtype=torch.promote_types(first.dtype, torch.float32))
+    for chosen in _by_device(norms).values():
+        found = torch.stack([norms[place] for place in chosen])  # one transfer from each device
+        joined[torch.tensor(chosen, device="cpu").to(joined.device)] = found.to(joined)
+    return torch.linalg.vector_norm(joined)
+
+
+def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
+    places: dict[torch.device, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.device, []).append(place)
+    return places
+
+
+def accumulate_gradients(
+    model: Any,
+    run: Engine,
+    spec: ModelSpec,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    step: int,
+    seed: int,
+    flow: FlowConfig,
+    pipelined: bool = False,
+    before_backward: Callable[[Losses], None] = lambda losses: None,
+) -> Losses:
+    """Add the gradient of the step's loss to the parameters: the sum of the samples' weighted losses, by what they count for.
+
+    That is the weighted mean where every micro-batch counts for the samples it has. Where all count for their mean size, a
+    sample weighs the same in a small micro-batch as in a large one.
+
+    Noise level and noise of a sample are a function of (seed, step, place in the step, id), whatever micro-batch it is in;
+    its place counts, because a small dataset can have one sample several times in a step. Dropout is drawn by (seed, step, micro-batch).
+
+    Args:
+        pipelined: Run all forwards, then one backward over the sum of the losses. Forwards are only launched, and autograd runs
+            backwards of different devices side by side, so that a divided model's devices work at once. What all micro-batches keep
+            for the backward is alive together. Sums of gradients come in another order: for two micro-batches equal to the bit
+            wherever a parameter is used once in a forward.
+        before_backward: Called before each backward with the losses so far, those that it is of included.
+    """
+    counted = sum(len(batch.ids) if batch.counted is None else batch.counted for batch in micro_batches)
+    losses = Losses(ids=[batch.ids for batch in micro_batches], sigmas=[], weighted=[])
+    parts: list[Tensor] = []
+    sent = _sent(model, spec, micro_batches, step=step, seed=seed, flow=flow)
+    # A copy waits for all that both its ends were given before, on the device or on the host: between two forwards it would stop
+    # what is to overlap. So everything but the carry is where it is needed before the first of them.
+    for micro, batch in enumerate(list(sent) if pipelined else sent):
+        torch.manual_seed(seed_of(seed, "dropout", step, micro))  # all devices' generators
+        errors = velocity_errors(
+            model, run, spec.make_inputs, batch.items, batch.levels, batch.noise, flow.guidance, batch.targets,
+            masks=batch.masks,
+        )  # fmt: skip
+        weighted = errors * batch.weights
+        losses.sigmas.append(batch.sigma)
+        losses.weighted.append(weighted.detach())
+        parts.append(weighted.sum() / counted)
+        if not pipelined:
+            before_backward(losses)
+            _backward(parts.pop())
+    if pipelined:
+        before_backward(losses)
+        _backward(torch.stack(parts).sum())
+    return losses
+
+
+def _backward(loss: Tensor) -> None:
+    with autocast_disabled(loss.device.type):
+        loss.backward()
+
+
+class _Sent(NamedTuple):
+    """A micro-batch on the devices that need it."""
+
+    sigma: Tensor
+    """Noise levels, on the host."""
+    items: list[dict[str, Tensor]]
+    levels: Tensor
+    noise: list[Tensor]
+    targets: list[Tensor]
+    """What is to be predicted: where predictions are made."""
+    masks: list[Tensor | None]
+    """What of each sample is learnt, there too."""
+    weights: Tensor
+    """Of the samples' losses, there too."""
+
+
+def _sent(
+    model: Any, spec: ModelSpec, micro_batches: Sequence[MicroBatch], *, step: int, seed: int, flow: FlowConfig
+) -> Iterator[_Sent]:
+    """Draw each micro-batch's noise, and send what its forward needs to the first and the last device."""
+    first, last = (next(stage.parameters()).device for stage in (model.embed, model.head))
+    place = 0
+    for batch in micro_batches:
+        shifts = [flow.shift_for(spec.training_shift(item["latents"])) for item in batch.items]
+        drawn = [
+            draw_noise(item["latents"], flow, shift, seed, "noise", step, place + i, name)
+            for i, (name, item, shift) in enumerate(zip(batch.ids, batch.items, shifts, strict=True))
+        ]
+        place += len(drawn)
+        sigma, noise = torch.stack([level for level, _ in drawn]), [eps for _, eps in drawn]
+        factors = batch.weights or [1.0] * len(drawn)
+        weights = [
+            factor * loss_weight(level, flow, shift)
+            for factor, (level, _), shift in zip(factors, drawn, shifts, strict=True)
+        ]
+        targets = [velocity_target(item, eps) for item, eps in zip(batch.items, noise, strict=True)]
+        masks = [spec.loss_mask(item) for item in batch.items]
+        yield _Sent(
+            sigma=sigma,
+            items=[to_device(item, first) for item in batch.items],
+            levels=sigma.to(first, non_blocking=True),
+            noise=[eps.to(first, non_blocking=True) for eps in noise],
+            targets=[target.to(last, non_blocking=True) for target in targets],
+            masks=[None if mask is None else mask.to(last, non_blocking=True) for mask in masks],
+            weights=torch.stack(weights).to(last, non_blocking=True),
+        )
+
+
+def _first_not_finite(
+    model: Any, run: Engine, spec: ModelSpec, micro_batches: Sequence[MicroBatch], evidence: Mapping[str, Any], *, step: int,
+    seed: int, flow: FlowConfig,
+) -> dict[str, Any] | None:  # fmt: skip
+    """Run the micro-batches that failed once more and look at each number; all of them if it was a gradient.
+
+    Returns:
+        What `first_not_finite` found, with the micro-batch and the ids of its samples, or of those whose loss is not finite. None if
+        nothing was found: a norm of finite gradients was too large, or the machine does not compute the same twice.
+    """
+    if isinstance(run, BlockEngine) and run.backend == "flex":
+        run = replace(run, backend="sdpa")  # not compiled, flex would hold every score
+    failed = [sample for sample in evidence["samples"] if not isinstance(sample["loss"], float)]
+    suspects = {sample["micro_batch"] for sample in failed} or set(range(len(micro_batches)))
+    for micro, batch in enumerate(_sent(model, spec, micro_batches, step=step, seed=seed, flow=flow)):
+        if micro not in suspects:
+            continue
+
+        def loss_of(micro: int = micro, batch: _Sent = batch) -> Tensor:
+            torch.manual_seed(seed_of(seed, "dropout", step, micro))
+            errors = velocity_errors(
+                model, run, spec.make_inputs, batch.items, batch.levels, batch.noise, flow.guidance, batch.targets,
+                masks=batch.masks,
+            )  # fmt: skip
+            return (errors * batch.weights).sum()
+
+        with autocast_disabled(batch.weights.device.type):
+            found = first_not_finite(model, loss_of)
+        if found is not None:
+            ids = [sample["id"] for sample in failed if sample["micro_batch"] == micro]
+            return {**found, "micro_batch": micro, "ids": ids or list(micro_batches[micro].ids)}
+    return None
+
+
+def _evidence(step: int, losses: Losses, broken: Sequence[str], result: StepResult) -> dict[str, Any]:
+    """What went wrong where; numbers that JSON does not know are written as text."""
+    samples = [
+        {"micro_batch": micro, "id": name, "sigma": float(level), "loss": _number(float(loss))}
+        for micro, (ids, sigma, weighted) in enumerate(zip(losses.ids, losses.sigmas, losses.weighted, strict=True))
+        for name, level, loss in zip(ids, sigma, weighted, strict=True)
+    ]
+    return {
+        "step": step,
+        "loss": _number(result.loss),
+        "grad_norm": _number(result.grad_norm),
+        "samples": samples,
+        "num_parameters_with_non_finite_gradients": len(broken),
+        "first_parameters_with_non_finite_gradients": broken[:10],
+    }
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

@@ -1,0 +1,213 @@
+"""The loss on a fixed grid of (clip, noise level, noise): the one number of a run that is comparable from step to step.
+
+Its confidence interval is of the change since before training. Clips are the independent units (noise levels of one clip are not: a clip
+that is hard at one is hard at the next; nor are windows of one file, which count as one), and each is compared with itself, so that how much
+clips differ from each other drops out: Student's t over the clips' differences. It is written around the loss of now: where it does not hold
+the loss before training, the change is more than the choice of clips explains. Clips of one file have no interval. Which of many measurements is lowest is chosen by these numbers themselves, so the
+interval of the best one is too hopeful.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ditkit_core.config.field import setting
+from ditkit_core.errors import UserError
+from ditkit_core.io.rng import generator
+from ditkit_core.models.spec import Engine, ModelSpec
+from ditkit_core.training.confidence import half_width
+from ditkit_core.training.flow_matching import to_device, velocity_errors
+
+_SEED = 0
+"""The grid's own seed: runs that differ in `train.seed` are measured by the same noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutConfig:
+    """The `[held_out]` section."""
+
+    clips: int = setting(0, resume="refused")
+    """Clips that are kept from training and measured instead, or more: windows of one file go together. 0 measures nothing."""
+    sigmas: tuple[float, ...] = setting((0.1, 0.3, 0.5, 0.7, 0.9), resume="refused")
+    """Noise levels at which each clip is measured, in [0, 1]."""
+    every_steps: int = setting(0, resume="free")
+    """Optimizer steps between two measurements; 0 measures at each scheduled save. Always before and after training."""
+
+    def __post_init__(self) -> None:
+        if self.clips < 0 or self.every_steps < 0:
+            raise UserError("held_out.clips and held_out.every_steps must be at least 0")
+        if not self.sigmas or not all(0 <= sigma <= 1 for sigma in self.sigmas):
+            raise UserError(f"held_out.sigmas = {list(self.sigmas)} must be noise levels in [0, 1], at least one")
+        if len({f"{sigma:g}" for sigma in self.sigmas}) < len(self.sigmas):
+            raise UserError(
+                f"held_out.sigmas = {list(self.sigmas)} has a noise level twice, to six digits; leave one of them out"
+            )
+
+    def due(self, step: int, *, saving: bool) -> bool:
+        """Whether to measure after `step` optimizer steps, given whether the run saves there."""
+        return step % self.every_steps == 0 if self.every_steps else saving
+
+
+def sigmas_between(sigmas: Sequence[float], low: float, high: float) -> tuple[float, ...]:
+    """The noise levels to measure a model at that sees only some of them.
+
+    Those of the list that it sees, where these are three or more (or as many as there are). Otherwise the whole list, mapped from [0, 1] to
+    the range: one level at its edge would say little.
+
+    Args:
+        sigmas: `HeldOutConfig.sigmas`.
+        low: Lowest level that it sees.
+        high: Its levels are below this one; 1 is its own.
+    """
+    seen = tuple(sigma for sigma in sigmas if low <= sigma < high or sigma == high == 1)
+    if len(seen) >= min(3, len(sigmas)):
+        return seen
+    return tuple(round(low + (high - low) * sigma, 6) for sigma in sigmas)
+
+
+class HeldOutLoss(NamedTuple):
+    """Unweighted velocity error."""
+
+    mean: float
+    """Over clips and noise levels."""
+    per_sigma: dict[float, float]
+    """By noise level, over clips."""
+    per_clip: dict[float, list[float]]
+    """By noise level, clip by clip."""
+
+    @classmethod
+    def of(cls, per_clip: Mapping[float, Sequence[float]]) -> "HeldOutLoss":
+        """The means of errors by noise level, clip by clip."""
+        per_sigma = {sigma: sum(values) / len(values) for sigma, values in per_clip.items()}
+        mean = sum(per_sigma.values()) / len(per_sigma)
+        return cls(mean, per_sigma, {sigma: list(values) for sigma, values in per_clip.items()})
+
+    def broken(self) -> tuple[float, int] | None:
+        """Noise level and place of the first clip whose error is not finite; None if all are."""
+        places = ((sigma, i) for sigma, values in self.per_clip.items() for i in range(len(values)))
+        return next(((sigma, i) for sigma, i in places if not math.isfinite(self.per_clip[sigma][i])), None)
+
+    def half_widths(self, before: "HeldOutLoss", files: Sequence[str] = ()) -> tuple[float | None, dict[float, float]]:
+        """Half the 95 % intervals of the changes since `before`: over all, and by noise level where both have it.
+
+        Args:
+            before: An earlier measurement of the same clips.
+            files: Of each clip; clips of one file are not independent. Empty: each is a file of its own.
+        """
+        shared = [sigma for sigma in self.per_clip if sigma in before.per_clip]
+        changes = {
+            sigma: [now - then for now, then in zip(self.per_clip[sigma], before.per_clip[sigma], strict=True)]
+            for sigma in shared
+        }
+        found = {sigma: half for sigma in shared if (half := half_width(changes[sigma], files)) is not None}
+        if before.per_clip.keys() != self.per_clip.keys():
+            return None, found
+        by_clip = [sum(clip) / len(clip) for clip in zip(*changes.values(), strict=True)]
+        return half_width(by_clip, files), found
+
+
+class Course:
+    """What a run's measurements came to: before training, and last. Kept in its saves."""
+
+    def __init__(self, values: Mapping[str, Any] | None = None, files: Sequence[str] = ()):
+        """Begin anew, or go on from what a save holds.
+
+        Args:
+            values: `State.values` of the save.
+            files: Of each clip, as in `HeldOutLoss.half_widths`.
+        """
+        self._files = files
+        stored = values or {}
+        self.before: float | None = stored.get("held_out_before")
+        self.last: float | None = stored.get("held_out_last")
+        self.interval: tuple[float, float] | None = tuple(found) if (found := stored.get("held_out_interval")) else None
+        clips = stored.get("held_out_before_clips")
+        self._first = HeldOutLoss.of({float(sigma): errors for sigma, errors in clips.items()}) if clips else None
+
+    def take(self, loss: HeldOutLoss, *, first: bool) -> dict[str, float]:
+        """Take a measurement.
+
+        Args:
+            loss: What was measured.
+            first: Whether nothing has been trained yet.
+
+        Returns:
+            Numbers by name: `held_out`, `held_out/sigma_0.3`, … and but for the first the ends of each one's interval, `held_out_low`,
+            `held_out/sigma_0.3_high`, ….
+        """
+        numbers = {"held_out": loss.mean} | {f"held_out/sigma_{sigma:g}": x for sigma, x in loss.per_sigma.items()}
+        self.last, self.interval = loss.mean, None
+        if first:
+            self.before, self._first = loss.mean, loss
+        elif self._first is not None:
+            half, by_sigma = loss.half_widths(self._first, self._files)
+            if half is not None:
+                self.interval = (loss.mean - half, loss.mean + half)
+            halves = {"held_out": half} | {f"held_out/sigma_{sigma:g}": x for sigma, x in by_sigma.items()}
+            for name, width in halves.items():
+                if width is not None:
+                    numbers |= {f"{name}_low": numbers[name] - width, f"{name}_high": numbers[name] + width}
+        return numbers
+
+    def state(self) -> dict[str, Any]:
+        """For JSON: what `Course(values)` goes on from."""
+        clips = self._first.per_clip if self._first else {}
+        return {
+            "held_out_before": self.before,
+            "held_out_last": self.last,
+            "held_out_interval": self.interval,
+            "held_out_before_clips": {repr(float(sigma)): errors for sigma, errors in clips.items()},
+        }
+
+
+def held_out_loss(
+    model: Any,
+    run: Engine,
+    spec: ModelSpec,
+    ids: Sequence[str],
+    items: Sequence[Mapping[str, Tensor]],
+    sigmas: Sequence[float],
+    guidance: float = 1.0,
+) -> HeldOutLoss:
+    """Measure the model without touching anything: no gradients, no dropout, no shared random numbers.
+
+    Args:
+        model: The staged model; its train and eval modes are put back.
+        run: The engine for its forward.
+        spec: The model's spec.
+        ids: Stable names of the clips, at least one.
+        items: Their training items.
+        sigmas: Noise levels, at least one.
+        guidance: What a model with an embedding of guidance is told, as in training.
+    """
+    device = next(model.embed.parameters()).device
+    errors: dict[float, list[float]] = {sigma: [] for sigma in sigmas}
+    with torch.no_grad(), _evaluating(model):
+        for name, item in zip(ids, items, strict=True):
+            moved = [to_device(item, device)]
+            for sigma, values in errors.items():
+                random = generator(_SEED, "held-out", name, str(float(sigma)))
+                noise = [torch.randn(item["latents"].shape, generator=random).to(device)]
+                level = torch.full((1,), sigma, dtype=torch.float32, device=device)
+                # one sample at a time: a clip's number does not depend on the others
+                found = velocity_errors(
+                    model, run, spec.make_inputs, moved, level, noise, guidance, loss_mask=spec.loss_mask
+                )
+                values.append(float(found[0]))
+    return HeldOutLoss.of(errors)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training

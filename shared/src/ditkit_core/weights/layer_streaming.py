@@ -1,0 +1,179 @@
+"""Frozen modules that are read, used and dropped one after the other, for encoders that do not fit into memory as a whole."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.spec import Part, Streaming
+
+MARGIN_BYTES = 2 * 2**30
+"""What weights that lie in memory as a whole must leave free: activations, and whatever else runs."""
+
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class PassingMemory:
+    """Memory through which modules pass one after the other, each for as long as it is used.
+
+    Allocated once, so that nothing depends on how well the allocator finds freed blocks again.
+    """
+
+    def __init__(self, source: SafetensorsSource, *, device: torch.device, dtype: torch.dtype):
+        """Nothing is read or allocated yet.
+
+        Args:
+            source: The file.
+            device: Where weights go.
+            dtype: Of the weights there.
+        """
+        self._source, self._device, self._dtype = source, device, dtype
+        self._kept: dict[tuple[str, torch.Size], Tensor] = {}
+        self._passing = torch.empty(0, dtype=torch.uint8)
+
+    @contextmanager
+    def holding(self, module: Module, mapping: Mapping[str, tuple[Part, ...]]) -> Iterator[Module]:
+        """The module with its weights: read now, overwritten by the next module's.
+
+        Args:
+            module: On `meta`, before and after; in eval mode and frozen in between.
+            mapping: Parts of the file's tensors by the module's own names.
+
+        Raises:
+            UserError: If a file ends before its tensor does.
+        """
+        state = module.state_dict()
+        for name in sorted(mapping, key=lambda name: self._place_in_files(mapping[name][0])):
+            owner, _, leaf = name.rpartition(".")
+            weight = self._read(name, state[name].shape, mapping[name])
+            module.get_submodule(owner).register_parameter(leaf, nn.Parameter(weight, requires_grad=False))
+        try:
+            yield module.eval()
+        finally:
+            module.to("meta")
+
+    def _place_in_files(self, part: Part) -> tuple[Path, int]:
+        stored = self._source.tensors[part.name]
+        return stored.file, stored.offset + stored.num_bytes * part.index // part.of
+
+    def _read(self, name: str, shape: torch.Size, parts: tuple[Part, ...]) -> Tensor:
+        if (name, shape) not in self._kept:
+            self._kept[name, shape] = torch.empty(shape, device=self._device, dtype=self._dtype)
+        weight = self._kept[name, shape]
+        for part, rows in zip(parts, weight.view(-1).tensor_split(len(parts)), strict=True):
+            stored = self._source.tensors[part.name]
+            if self._device.type == "cpu" and self._dtype == stored.dtype:
+                self._source.read(part.name, rows.view(torch.uint8), index=part.index, of=part.of)
+                continue  # no codes: those are read into a wider dtype
+            num_bytes = stored.num_bytes // part.of
+            if len(self._passing) < num_bytes:
+                self._passing = torch.empty(num_bytes, dtype=torch.uint8)
+            # A copy that is waited for: the bytes that it reads are overwritten by the next weight's.
+            rows.copy_(self._source.read(part.name, self._passing[:num_bytes], index=part.index, of=part.of).view(-1))
+            self._source.apply_scale(rows, part.name, index=part.index, of=part.of)
+        return weight
+
+
+def give_back_large_blocks() -> None:
+    """From here on, have freed blocks of 128 KiB or more go back to the system at once, where the C library is glibc.
+
+    That is where it starts; but it learns from what is freed and soon keeps blocks of up to 32 MiB for later, and before version
+    2.38 does not find them again when aligned ones are asked for, as torch does: a process grew by an activation for each layer and
+    caption (measured). The price is that the system clears the pages of every large activation, which is little beside the matmul
+    that fills them.
+    """
+    import ctypes
+
+    if sys.platform != "linux":
+        return
+    try:
+        ctypes.CDLL("libc.so.6").mallopt(_MMAP_THRESHOLD, 2**17)
+    except (OSError, AttributeError):  # another C library
+        return
+
+
+def below(prefix: str, mapping: Mapping[str, tuple[Part, ...]]) -> dict[str, tuple[Part, ...]]:
+    """What a mapping says of the submodule of this name, by the submodule's own names."""
+    return {name.removeprefix(f"{prefix}."): parts for name, parts in mapping.items() if name.startswith(f"{prefix}.")}
+
+
+def decide(streaming: Streaming, needed_bytes: int, device: torch.device) -> tuple[bool, str]:
+    """Whether weights pass through memory layer by layer, and why, in a few words.
+
+    Args:
+        streaming: `auto` streams what would leave less than `MARGIN_BYTES` free.
+        needed_bytes: All the weights on the device.
+        device: The device.
+    """
+    if streaming != "auto":
+        return streaming == "always", f"encode.streaming = {streaming}"
+    free = free_memory_bytes(device)
+    if free is None:
+        return False, f"free memory of {device} is not known; encode.streaming = always reads layer by layer"
+    figures = f"{needed_bytes / 2**30:.1f} GiB of weights, {free / 2**30:.1f} GiB free on {device}"
+    return too_large(needed_bytes, free), figures
+
+
+def too_large(needed_bytes: int, free_bytes: int) -> bool:
+    """Whether weights of this size leave too little of what is free, so that `auto` streams them."""
+    return needed_bytes + MARGIN_BYTES > free_bytes
+
+
+def free_memory_bytes(device: torch.device) -> int | None:
+    """What can be allocated on a device without pushing anything out; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if sys.platform == "win32":
+        return _windows_free_bytes()
+    available = _numbers(Path("/proc/meminfo")).get("MemAvailable")
+    if available is None:
+        return None
+    return min(available * 1024, _left_in_group(Path("/sys/fs/cgroup")))
+
+
+def _left_in_group(group: Path) -> int:
+    """What the process's control group, which is how containers are limited, still allows."""
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):
+        return sys.maxsize
+    reclaimable = _numbers(group / "memory.stat").get("inactive_file", 0)  # files' pages, which go when memory is short
+    return max(0, int(limit) - used + reclaimable) if limit.isdecimal() else sys.maxsize
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """By their first word, the numbers that lines of a system file begin with; none if there is no such file."""
+    try:
+        lines = [line.replace(":", " ").split() for line in file.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
+
+
+def _windows_free_bytes() -> int:
+    import ctypes
+
+    class Status(ctypes.Structure):
+        """MEMORYSTATUSEX of sysinfoapi.h."""
+
+        _fields_ = [
+            ("size", ctypes.c_uint32),
+            ("load", ctypes.c_uint32),
+            ("total", ctypes.c_uint64),
+            ("available", ctypes.c_uint64),
+            ("rest", ctypes.c_uint64 * 5),
+        ]
+
+    status = Status(size=ctypes.sizeof(Status))
+    kernel = ctypes.WinDLL("kernel32", use_last_error=True)  # type: ignore[attr-defined]
+    if not kernel.GlobalMemoryStatusEx(ctypes.byref(status)):
+        raise ctypes.WinError(ctypes.get_last_error())  # type: ignore[attr-defined]
+    return int(status.available)

@@ -1,0 +1,318 @@
+"""Weights from files to parameters: every name and shape accounted for, then one tensor after the other.
+
+A tensor goes from its file to the device and dtype of its parameter before the next one is read, so that the host holds
+at most what stays there and one tensor more. Rows of a tensor lie one after the other in a file, so that a form which stacks
+parameters is read as directly as one that does not.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ditkit_core.errors import UserError
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.spec import Part, StateDictNames
+from ditkit_core.nn.quantized_linear import QuantizedLinear
+from ditkit_core.weights.tensor_parts import Assembly
+
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What `match` says of weights that do not fit: what described the model, and how each mistake is mended."""
+
+    described_by: str = "the preset"
+    if_unknown: str = "name another file or preset"
+    if_depth_differs: str = "choose another model.preset"
+    if_shapes_differ: str = "choose another model.preset or other weights"
+
+
+def match(
+    source: SafetensorsSource,
+    names: StateDictNames,
+    wanted: Mapping[str, tuple[int, ...]],
+    *,
+    ignore: Callable[[str], bool] = lambda name: False,
+    advice: Advice | None = None,
+) -> dict[str, tuple[Part, ...]]:
+    """Find each of the model's parameters in a file, in whatever form the file names and stacks them.
+
+    Trailing ones of a shape say nothing: the weight [C, C, 1, 1] of a convolution is the matrix [C, C].
+
+    Args:
+        source: The file.
+        names: The model's names.
+        wanted: Shape by our name.
+        ignore: Names of the file, as written there, that may be left over.
+        advice: Words for the user; by default those for a transformer that a preset describes.
+
+    Returns:
+        By our name: the parts of the file's tensors that the parameter's rows are, in order.
+
+    Raises:
+        UserError: If one is missing, unexpected or mis-shaped: the first ten of each, and the likely reason.
+    """
+    prefix = _prefix_of(source, names, wanted)
+    assembly = Assembly()
+    unexpected: list[str] = []
+    misshapen: list[str] = []
+    for key, stored in source.tensors.items():
+        parts = _native_parts(key, prefix, names)
+        if not parts or not all(part.name in wanted for part in parts) or not assembly.add(key, parts):
+            if not ignore(key):
+                unexpected.append(key)
+            continue
+        expected = _shape_in_file(parts, wanted)
+        if _trimmed(stored.shape) != _trimmed(expected):
+            misshapen.append(f"{key} {list(stored.shape)} instead of {list(expected)}")
+    found = dict(assembly.complete)
+    missing = [name for name in wanted if name not in found]
+    if missing or unexpected or misshapen:
+        lists = "; ".join(
+            f"{len(keys)} {what}: {first_ten(keys)}"
+            for what, keys in (("missing", missing), ("unexpected", unexpected), ("mis-shaped", misshapen))
+            if keys
+        )
+        natives = [part.name for key in source.tensors for part in _native_parts(key, prefix, names)]
+        reason = _likely_reason(wanted, natives, found, unexpected, advice or Advice())
+        raise UserError(f"{source.path} does not fit the model: {reason}; {lists}")
+    return found
+
+
+def _native_parts(key: str, prefix: str, names: StateDictNames) -> tuple[Part, ...]:
+    """The parts of our parameters that a file's tensor is; none if no form knows it."""
+    return (names.to_native(key.removeprefix(prefix)) or ()) if key.startswith(prefix) else ()
+
+
+def _shape_in_file(parts: tuple[Part, ...], wanted: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Shape of a file's tensor that is these parts of our parameters."""
+    if len(parts) == 1 and parts[0].of == 1:
+        return tuple(wanted[parts[0].name])
+    shapes = {(wanted[part.name][0] // part.of, *wanted[part.name][1:]) for part in parts}
+    assert len(shapes) == 1, f"{parts} are not equally large: {shapes}"
+    rows, *rest = shapes.pop()
+    return (rows * len(parts), *rest)
+
+
+def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without its trailing ones."""
+    kept = len(shape)
+    while kept and shape[kept - 1] == 1:
+        kept -= 1
+    return tuple(shape[:kept])
+
+
+def first_ten(items: list[str]) -> str:
+    """Up to ten items in one line, and how many more there are."""
+    return ", ".join(items[:10]) + (f" and {len(items) - 10} more" if len(items) > 10 else "")
+
+
+def fits_shapes(source: SafetensorsSource, names: StateDictNames, wanted: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a file's tensors are these parameters, by name and shape; what no form knows is left out."""
+    prefix = _prefix_of(source, names, None)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for key, stored in source.tensors.items():
+        parts = _native_parts(key, prefix, names)
+        for part in parts:
+            rows, *rest = stored.shape or (1,)
+            shapes[part.name] = _trimmed((rows * part.of // len(parts), *rest))
+    return shapes == {name: _trimmed(shape) for name, shape in wanted.items()}
+
+
+def _prefix_of(source: SafetensorsSource, names: StateDictNames, wanted: Mapping[str, object] | None) -> str:
+    """The prefix under which most of a file's names are known."""
+
+    def num_known(prefix: str) -> int:
+        natives = [_native_parts(key, prefix, names) for key in source.tensors]
+        return sum(bool(parts) and (wanted is None or all(part.name in wanted for part in parts)) for parts in natives)
+
+    return max((*names.prefixes, ""), key=num_known)
+
+
+def _likely_reason(
+    wanted: Mapping[str, object],
+    natives: list[str],
+    found: Mapping[str, object],
+    unexpected: list[str],
+    advice: Advice,
+) -> str:
+    if any(key.endswith((".scale_weight", ".weight_scale", "scaled_fp8")) for key in unexpected):
+        return "it has scales of 8-bit weights that it does not have; fetch it again"
+    if len(found) < len(wanted) / 10:
+        return f"these are weights of another model, or names that are not known here; {advice.if_unknown}"
+    ours, theirs = _depths(wanted), _depths(natives)
+    for group in ours:
+        if ours[group] != theirs[group]:
+            return (
+                f"{advice.described_by} does not fit the weights, which have {theirs[group]} {group} "
+                f"where it has {ours[group]}; {advice.if_depth_differs}"
+            )
+    return f"{advice.described_by} does not fit the weights; {advice.if_shapes_differ}"
+
+
+def _depths(names: Iterable[str]) -> Counter[str]:
+    """How many numbered modules each list of modules has: `{"layers": 30}`."""
+    numbered = {found[0] for name in names if (found := re.match(r".*?\.\d+(?=\.)", name))}
+    return Counter(name.rpartition(".")[0] for name in numbered)
+
+
+def load_into(
+    model: nn.Module,
+    source: SafetensorsSource,
+    mapping: Mapping[str, tuple[Part, ...]],
+    *,
+    device_of: Callable[[str], torch.device],
+    dtype_of: Callable[[str], torch.dtype],
+    edits: Mapping[str, Callable[[Tensor], None]] | None = None,
+    on_tensor: Callable[[str, nn.Module], None] | None = None,
+) -> None:
+    """Put a file's tensors in the place of a model's parameters, in the order in which they lie in the files.
+
+    Parameters that an adapter library moved below a `base_layer` are found by the name that they had before. The weight of a
+    quantized layer goes to its device in fp32, and is quantized there before the next one is read.
+
+    Args:
+        model: The model, built on `meta`; each loaded parameter keeps its `requires_grad`.
+        source: The file.
+        mapping: Parts of the file's tensors by our name, from `match`.
+        device_of: Where the parameter of our name goes.
+        dtype_of: Its dtype there, if it is not quantized.
+        edits: By our name: changes the tensor in place, on the CPU in fp32, before it is converted and moved.
+        on_tensor: Called with our name and the module that holds the parameter, once it is there.
+
+    Raises:
+        UserError: If a file ends before its tensor does.
+    """
+    state = model.state_dict()
+    places = {name.replace(".base_layer.", "."): name for name in state}
+    reader = _Reader(source)
+
+    def place_in_files(name: str) -> tuple[Path, int]:
+        first = mapping[name][0]
+        stored = source.tensors[first.name]
+        return stored.file, stored.offset + stored.num_bytes * first.index // first.of
+
+    for name in sorted(mapping, key=place_in_files):
+        device, dtype, parts, edit = device_of(name), dtype_of(name), mapping[name], (edits or {}).get(name)
+        owner, _, leaf = places[name].rpartition(".")
+        module = model.get_submodule(owner)
+        if isinstance(module, QuantizedLinear) and leaf == "weight":
+            _quantize_into(module, reader, parts, device, edit)
+            if on_tensor is not None:
+                on_tensor(name, module)
+            continue
+        shape = state[places[name]].shape
+        if edit is not None:
+            tensor = reader.in_fp32(parts, shape, edit).to(device, dtype, copy=True)
+        else:
+            tensor = torch.empty(shape, device=device, dtype=dtype)
+            reader.fill(tensor, parts)
+        if leaf in module._parameters:
+            old = module._parameters[leaf]
+            assert old is not None, name
+            module._parameters[leaf] = nn.Parameter(tensor, requires_grad=old.requires_grad)
+        else:
+            module._buffers[leaf] = tensor
+        if on_tensor is not None:
+            on_tensor(name, module)
+
+
+def _quantize_into(
+    layer: QuantizedLinear,
+    reader: "_Reader",
+    parts: tuple[Part, ...],
+    device: torch.device,
+    edit: Callable[[Tensor], None] | None,
+) -> None:
+    """Give a quantized layer the codes and scales of a file's tensors."""
+    shape = torch.Size((layer.out_features, layer.in_features))
+    stored = {reader.source.tensors[part.name].dtype for part in parts}
+    if layer.kind == "fp8" and stored == {torch.float8_e4m3fn} and edit is None:
+        codes = torch.empty(shape, device=device, dtype=torch.float8_e4m3fn)
+        reader.fill(codes, parts, codes=True)  # as they are: another scale would round them once more
+        layer.set_values({"weight": codes, "weight_scale": reader.scales(parts, shape[0]).to(device)})
+    else:
+        layer.set_weight(reader.in_fp32(parts, shape, edit).to(device))
+
+
+def read_in_fp32(
+    source: SafetensorsSource,
+    parts: tuple[Part, ...],
+    shape: tuple[int, ...],
+    edit: Callable[[Tensor], None] | None = None,
+) -> Tensor:
+    """One parameter on the host in fp32, as its files have it.
+
+    Args:
+        source: The file.
+        parts: Parts of the file's tensors that it is, from `match`.
+        shape: Its shape.
+        edit: Changes it in place.
+
+    Raises:
+        UserError: If the file ends before its tensor does.
+    """
+    return _Reader(source).in_fp32(parts, torch.Size(shape), edit)
+
+
+class _Reader:
+    """Reads parameters one after the other through the same memory."""
+
+    def __init__(self, source: SafetensorsSource):
+        self.source = source
+        self._passing, self._editing = Scratch(torch.uint8), Scratch(torch.float32)
+
+    def scales(self, parts: tuple[Part, ...], num_rows: int) -> Tensor:
+        """What the codes of a matrix are multiplied with, fp32 [rows, 1]: several layers may have theirs in common, or one several."""
+        scales = torch.ones(len(parts), num_rows // len(parts))
+        for part, rows in zip(parts, scales, strict=True):
+            if (scale := self.source.scale_of(part.name, index=part.index, of=part.of)) is not None:
+                rows.copy_(scale)
+        return scales.view(num_rows, 1)
+
+    def fill(self, tensor: Tensor, parts: tuple[Part, ...], *, codes: bool = False) -> None:
+        """Give a tensor, on any device and in any dtype, the values of a file's parts; of scaled ones, perhaps the codes."""
+        for part, rows in zip(parts, tensor.view(-1).tensor_split(len(parts)), strict=True):
+            stored = self.source.tensors[part.name]
+            if tensor.device == _HOST and tensor.dtype == stored.dtype:
+                self.source.read(part.name, rows.view(torch.uint8), index=part.index, of=part.of)
+            else:
+                buffer = self._passing.of(stored.num_bytes // part.of)
+                rows.copy_(self.source.read(part.name, buffer, index=part.index, of=part.of).view(-1))
+            if not codes:
+                self.source.apply_scale(rows, part.name, index=part.index, of=part.of)
+
+    def in_fp32(
+        self, parts: tuple[Part, ...], shape: torch.Size, edit: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
+        """The values in fp32 on the host, edited, in memory that the next ones take again."""
+        in_place = all(self.source.tensors[part.name].dtype == torch.float32 for part in parts)
+        num = shape.numel()
+        scratch = self._passing.of(4 * num).view(torch.float32) if in_place else self._editing.of(num)
+        tensor = scratch.view(shape)
+        self.fill(tensor, parts)
+        if edit is not None:
+            edit(tensor)
+        return tensor
+
+
+class Scratch:
+    """Memory that tensors pass through one after the other.
+
+    Allocating it anew for each would not do: the allocator places what stays into the holes of what passed, finds no
+    hole for the next, and the process grows to twice the model (measured).
+    """
+
+    def __init__(self, dtype: torch.dtype):
+        self._memory = torch.empty(0, dtype=dtype)
+
+    def of(self, num_elements: int) -> Tensor:
+        if len(self._memory) < num_elements:
+            self._memory = torch.empty(num_elements, dtype=self._memory.dtype)
+        return self._memory[:num_elements]

@@ -1,0 +1,104 @@
+"""What files that people publish say of a run: every setting, but no folder of the machine that it ran on."""
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from ditkit_core.config.schema import config_fields
+from ditkit_core.config.toml import flatten
+from ditkit_core.models.paths import is_hub_id
+
+_COLUMN = re.compile(r"([^/\\=]*=)?(.*)", re.DOTALL)
+_BASE, _CONFIG = "ditkit.base", "ditkit.config"
+
+
+def published(tree: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with the last part alone of each path; ids of a hub stay whole.
+
+    Args:
+        tree: The configuration's dataclass.
+        values: By dotted key; keys that it does not have stay as they are.
+    """
+    fields = config_fields(tree)
+
+    def shown(key: str, value: Any) -> Any:
+        holds = fields[key].holds if key in fields else "value"
+        if isinstance(value, list):
+            return [shown(key, each) for each in value]
+        if holds == "value" or not isinstance(value, str):
+            return value
+        return published_part(value) if holds == "part" else _last(value)
+
+    return {key: shown(key, value) for key, value in values.items()}
+
+
+def published_part(value: str) -> str:
+    """The last part of a path, or the whole of what is the id of a hub."""
+    return value if is_hub_id(value) else _last(value)
+
+
+def published_header(tree: type, header: Mapping[str, str]) -> dict[str, str]:
+    """The header of a file that is made from another, which an older version may have written with its paths.
+
+    Args:
+        tree: The configuration's dataclass.
+        header: The other file's.
+    """
+    found = dict(header)
+    if _BASE in found:
+        found[_BASE] = published_part(found[_BASE])
+    if _CONFIG in found:
+        text = _published_config(tree, found[_CONFIG])
+        if text is None:
+            del found[_CONFIG]
+        else:
+            found[_CONFIG] = text
+    return found
+
+
+def _published_config(tree: type, text: str) -> str | None:
+    """A header's configuration without paths; None if it is none: whatever it is, it was not written here."""
+    with suppress(RecursionError, ValueError):
+        tables = tomllib.loads(text)
+        shown: dict[str, Any] = {}
+        for key, value in published(tree, flatten(tables)).items():
+            section, _, name = key.partition(".")
+            table = shown.setdefault(section, {} if name else value)
+            if name and isinstance(table, dict):
+                table[name] = value
+            elif name or table is not value:  # `a = 1` beside `"a.b" = 2`
+                return None
+        return text if shown == tables else tomli_w.dumps(shown)
+    return None
+
+
+def published_description(content: bytes) -> bytes:
+    """The bytes of a `config.json` in diffusers' layout, in which diffusers notes where it was loaded from."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(content)
+        if isinstance(found, dict) and isinstance(path := found.get("_name_or_path"), str):
+            return (json.dumps({**found, "_name_or_path": published_part(path)}, indent=2) + "\n").encode()
+    return content
+
+
+def _last(value: str) -> str:
+    match = _COLUMN.fullmatch(value)
+    assert match is not None, value
+    column, path = match[1] or "", match[2]
+    if path and _is_home(path):  # its last part is somebody's name
+        return f"{column}~"
+    return column + re.split(r"[/\\]", path.rstrip("/\\"))[-1]
+
+
+def _is_home(path: str) -> bool:
+    """Whether it is the home folder; nothing is where there is none, as for a user without an entry in a container."""
+    with suppress(ValueError):  # of characters that no path can have
+        return Path(os.path.expanduser(path)) == Path(os.path.expanduser("~"))  # Path's own raise where there is none
+    return False
