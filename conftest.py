@@ -22,7 +22,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background jo
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent
-HELPERS = [ROOT / "tools", ROOT / "tests", ROOT / "shared" / "tests", *sorted(ROOT.glob("packages/*/tests"))]
+HELPERS = [
+    ROOT / "tools",
+    ROOT / "tests",
+    ROOT / "shared" / "tests" / "support",
+    *sorted(ROOT.glob("packages/*/tests")),
+]
 # Modules that name shapes. Types alone are mypy's work: checking each call of every module took a third of the tests' time.
 CHECKED = [
     ".".join(path.relative_to(source).with_suffix("").parts)

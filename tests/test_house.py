@@ -10,7 +10,7 @@ import pytest
 from workspace import MEMBERS, ROOT, text_files
 
 SOURCES = [file for member in MEMBERS for file in member.modules]
-LARGEST_LINES = 455
+LARGEST_LINES = 450
 
 
 def where(file: Path, node: ast.AST) -> str:

@@ -26,7 +26,7 @@ from ditkit_core.adapters.inject import AdapterConfig, initialise, inject, train
 from ditkit_core.engine.ac_schedule import parse_schedule
 from ditkit_core.engine.engine import Engine
 from ditkit_core.models.precision import Precision, parse_dtype
-from ditkit_wan.model import WanInputs, WanTransformer
+from ditkit_wan.model.transformer import WanInputs, WanTransformer
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN
 

@@ -45,7 +45,7 @@ def wan_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
     """Wan blocks; the model's text is attended to across."""
     from diffusers import WanTransformer3DModel
 
-    from ditkit_wan.model import WanInputs, WanTransformer
+    from ditkit_wan.model.transformer import WanInputs, WanTransformer
     from ditkit_wan.presets import WanArch
     from ditkit_wan.spec import WAN
 
@@ -78,9 +78,9 @@ def flux2_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
     """Half as many double as single blocks; 512 rows of text beside the image's tokens."""
     from diffusers import Flux2Transformer2DModel
 
-    from ditkit_flux2.model import Flux2Inputs, Flux2Transformer
+    from ditkit_flux2.model.rope import token_positions
+    from ditkit_flux2.model.transformer import Flux2Inputs, Flux2Transformer
     from ditkit_flux2.presets import Flux2Arch
-    from ditkit_flux2.rope import token_positions
     from ditkit_flux2.spec import FLUX2
 
     grid = {256: (16, 16), 1024: (32, 32), 4096: (64, 64)}[args.tokens]

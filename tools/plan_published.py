@@ -29,7 +29,7 @@ from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.optimizer import OptimConfig
 from ditkit_flux2.presets import PRESETS as FLUX2_PRESETS
 from ditkit_flux2.spec import FLUX2
-from ditkit_wan.model import WanInputs
+from ditkit_wan.model.transformer import WanInputs
 from ditkit_wan.presets import PRESETS as WAN_PRESETS
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN

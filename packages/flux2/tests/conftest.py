@@ -8,7 +8,7 @@ import pytest
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete tiny klein base checkpoint in diffusers layout; tests only read it."""
-    from ditkit_flux2.demo import write_checkpoint
+    from ditkit_flux2.demo.write import write_checkpoint
 
     folder = tmp_path_factory.mktemp("demo") / "checkpoint"
     write_checkpoint(folder, ["a red circle on a dark background", "make the blue square red"])

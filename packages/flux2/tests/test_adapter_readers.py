@@ -14,7 +14,7 @@ from ditkit_core.adapters.inject import adapter_state
 from ditkit_core.adapters.read import open_adapter
 from ditkit_core.commands import cli
 from ditkit_core.errors import UserError
-from ditkit_flux2.adapter_rules import RULES
+from ditkit_flux2.adapters import RULES
 from ditkit_flux2.spec import FLUX2
 from ditkit_flux2.state_dict import NAMES
 

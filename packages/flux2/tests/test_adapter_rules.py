@@ -6,7 +6,7 @@ import pytest
 
 from adapted_flux2 import ADALN, Adapted, kinds_of_layers
 from ditkit_core.errors import UserError
-from ditkit_flux2.adapter_rules import check_adapter
+from ditkit_flux2.adapters import check_adapter
 
 
 def is_refused(form: str, modules: tuple[str, ...]) -> bool:

@@ -13,12 +13,12 @@ from ditkit_core.models.spec import Companion
 from ditkit_core.planner.auxiliary import measure
 from ditkit_core.planner.memory_tracker import Ledger
 from ditkit_core.testing.companions import check_tiles, live, num_parameters
-from ditkit_flux2 import text, vae
+from ditkit_flux2.encoders import text, vae
+from ditkit_flux2.encoders.prompt import MISTRAL, QWEN
+from ditkit_flux2.encoders.text_model import _PUBLISHED, build_layers
+from ditkit_flux2.encoders.vae import VaeEncoder
 from ditkit_flux2.presets import PRESETS
 from ditkit_flux2.spec import FLUX2
-from ditkit_flux2.text_model import _PUBLISHED, build_layers
-from ditkit_flux2.text_prompt import MISTRAL, QWEN
-from ditkit_flux2.vae import VaeEncoder
 from tiny_encoders import tiny_vae, write_mistral
 from tiny_flux2 import ARCHS
 

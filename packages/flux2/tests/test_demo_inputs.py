@@ -16,12 +16,12 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.files import file_hash
 from ditkit_core.models.paths import Components
 from ditkit_core.run.config import RunConfig
-from ditkit_flux2.demo import TEXT_DIM, WIDTH, write_demo
-from ditkit_flux2.demo_media import EXAMPLES, draw
+from ditkit_flux2.demo.media import EXAMPLES, draw
+from ditkit_flux2.demo.write import TEXT_DIM, WIDTH, write_demo
+from ditkit_flux2.encoders.text import TextEncoder
+from ditkit_flux2.encoders.vae import VaeEncoder
 from ditkit_flux2.presets import arch_from_config
 from ditkit_flux2.spec import FLUX2
-from ditkit_flux2.text import TextEncoder
-from ditkit_flux2.vae import VaeEncoder
 
 
 @pytest.fixture(scope="module")

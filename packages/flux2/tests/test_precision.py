@@ -5,7 +5,7 @@ import torch
 
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.rope import timestep_features
-from ditkit_flux2.model import Flux2Transformer
+from ditkit_flux2.model.transformer import Flux2Transformer
 from ditkit_flux2.spec import FLUX2
 from tiny_flux2 import ARCHS
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ditkit_core.models.precision import Precision
-from ditkit_flux2.model import Flux2Transformer
+from ditkit_flux2.model.transformer import Flux2Transformer
 from ditkit_flux2.presets import PRESETS, arch_from_config
 
 COUNTS = {

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ditkit_core.errors import UserError
-from ditkit_flux2.references import reference_size
+from ditkit_flux2.conditioning.references import reference_size
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from ditkit_core.io.rng import generator
 from ditkit_core.models.paths import Components
 from ditkit_core.models.spec import SampleJob, run_plain
 from ditkit_core.sampling.denoise import latents_of
-from ditkit_flux2.sample import Flux2Sampler
+from ditkit_flux2.sampling import Flux2Sampler
 from ditkit_flux2.verify import diffusers_transformer
 from tiny_flux2 import ARCHS, tiny_model
 

@@ -12,7 +12,7 @@ from ditkit_core.models.paths import Components
 from ditkit_core.models.spec import Streaming
 from ditkit_core.nn.quantized_linear import QuantizedLinear
 from ditkit_core.weights import layer_streaming as streamed_module
-from ditkit_flux2.text import TextEncoder
+from ditkit_flux2.encoders.text import TextEncoder
 from tiny_encoders import write_mistral, write_qwen
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import Part
-from ditkit_flux2.model import Flux2Transformer
+from ditkit_flux2.model.transformer import Flux2Transformer
 from ditkit_flux2.presets import PRESETS, Flux2Arch
 from ditkit_flux2.state_dict import NAMES
 from flux2_pieces import foreign, native

@@ -20,7 +20,7 @@ import sys
 import torch
 from ditkit_core.models.paths import Components
 from ditkit_core.io.memory import process_peak_bytes
-from ditkit_flux2.text import TextEncoder
+from ditkit_flux2.encoders.text import TextEncoder
 
 def loaded(base, streaming):
     encoder = TextEncoder(Components(base=base), torch.device("cpu"), torch.float32, streaming)

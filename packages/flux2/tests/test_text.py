@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ditkit_core.models.paths import Components
-from ditkit_flux2 import text as text_module
-from ditkit_flux2.text import TextEncoder, attention_mask
-from ditkit_flux2.text_prompt import MISTRAL, QWEN, TEXT_TOKENS, Prompter, TextFamily
+from ditkit_flux2.encoders import text as text_module
+from ditkit_flux2.encoders.prompt import MISTRAL, QWEN, TEXT_TOKENS, Prompter, TextFamily
+from ditkit_flux2.encoders.text import TextEncoder, attention_mask
 from tiny_encoders import WIDTH, write_mistral, write_qwen
 
 CPU = torch.device("cpu")

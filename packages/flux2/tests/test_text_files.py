@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import Components
-from ditkit_flux2.text import TextEncoder
+from ditkit_flux2.encoders.text import TextEncoder
 from tiny_encoders import write_mistral, write_qwen
 
 CPU = torch.device("cpu")

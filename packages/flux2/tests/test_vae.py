@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import Components
-from ditkit_flux2.vae import VaeEncoder, patchify, to_diffusers, unpatchify
+from ditkit_flux2.encoders.vae import VaeEncoder, patchify, to_diffusers, unpatchify
 from tiny_encoders import tiny_vae
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import torch
 
 from ditkit_core.io.rng import generator
 from ditkit_core.models.precision import Precision
-from ditkit_flux2.model import Flux2Transformer
+from ditkit_flux2.model.transformer import Flux2Transformer
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2
 

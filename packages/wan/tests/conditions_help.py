@@ -9,7 +9,7 @@ from torch import Tensor
 from ditkit_core.data.media.clip import write_image, write_video
 from ditkit_core.models.conditions import Controls
 from ditkit_core.models.paths import Components
-from ditkit_wan.vae import VaeEncoder
+from ditkit_wan.encoders.vae import VaeEncoder
 
 CPU = torch.device("cpu")
 FRAMES, HEIGHT, WIDTH = 9, 32, 48

@@ -12,7 +12,7 @@ from safetensors import safe_open
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A complete tiny Wan checkpoint in diffusers layout; tests only read it."""
-    from ditkit_wan.demo import write_checkpoint
+    from ditkit_wan.demo.write import write_checkpoint
 
     folder = tmp_path_factory.mktemp("demo") / "checkpoint"
     write_checkpoint(folder, ["a red circle moves right on a dark background", "a blue square moves left"])
@@ -35,7 +35,7 @@ class Recording:
     def model(self, **extra: object) -> torch.nn.Module:
         """Ours with the recorded weights; `extra` are fields of the architecture beside those that all have."""
         from ditkit_core.models.precision import Precision
-        from ditkit_wan.model import WanTransformer
+        from ditkit_wan.model.transformer import WanTransformer
         from ditkit_wan.presets import WanArch
         from ditkit_wan.state_dict import to_native
 
@@ -57,7 +57,7 @@ class Recording:
             case: Its name.
             given: Recorded inputs by the fields of `WanInputs` that they are.
         """
-        from ditkit_wan.inputs import WanInputs
+        from ditkit_wan.model.inputs import WanInputs
         from ditkit_wan.state_dict import to_native
 
         recorded = self.group(f"in.{case}.")
@@ -106,7 +106,7 @@ def recording() -> Callable[[str], Recording]:
 @pytest.fixture(scope="session")
 def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A CLIP vision encoder of three narrow layers, as transformers stores it; tests only read it."""
-    from ditkit_wan.demo_models import build_image_encoder
+    from ditkit_wan.demo.models import build_image_encoder
 
     folder = tmp_path_factory.mktemp("clip") / "image_encoder"
     build_image_encoder().save_pretrained(folder)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.rope import timestep_features
-from ditkit_wan.model import WanInputs, WanTransformer
+from ditkit_wan.model.transformer import WanInputs, WanTransformer
 from ditkit_wan.presets import WanArch
 from ditkit_wan.state_dict import to_native
 
@@ -52,7 +52,7 @@ def exact_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "float", Tensor.double)
 
     def tables(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        from ditkit_wan.rope import rotary_angles
+        from ditkit_wan.model.rope import rotary_angles
 
         _, _, frames, height, width = hidden_states.shape
         angles = rotary_angles((frames, height // 2, width // 2), self.attention_head_dim, hidden_states.device)

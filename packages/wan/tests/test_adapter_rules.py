@@ -22,7 +22,7 @@ from ditkit_core.models.paths import Components
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import run_plain
 from ditkit_core.run.prepare import build, load
-from ditkit_wan.adapter_rules import fillers, readers
+from ditkit_wan.adapters import fillers, readers
 from ditkit_wan.presets import PRESETS
 from ditkit_wan.spec import WAN
 from ditkit_wan.verify import verify_export

@@ -7,7 +7,7 @@ from torch import Tensor
 import diffusers_pairs
 from diffusers_pairs import assert_close, compared, exact_diffusers
 from ditkit_core.models.precision import Precision
-from ditkit_wan.model import WanInputs, WanTransformer
+from ditkit_wan.model.transformer import WanInputs, WanTransformer
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN
 from ditkit_wan.state_dict import to_native

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch.overrides import TorchFunctionMode
 
 from ditkit_core.models.precision import Precision, PrecisionConfig
-from ditkit_wan.model import WanInputs, WanTransformer
+from ditkit_wan.model.transformer import WanInputs, WanTransformer
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN
 from ditkit_wan.state_dict import to_native

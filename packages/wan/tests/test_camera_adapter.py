@@ -5,7 +5,7 @@ import torch
 
 from ditkit_core.errors import UserError
 from ditkit_core.testing.world import make_model
-from ditkit_wan.camera import moving, path_of
+from ditkit_wan.conditioning.camera import moving, path_of
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN
 

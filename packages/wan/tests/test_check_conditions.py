@@ -11,8 +11,11 @@ import pytest
 from conditions_help import CPU, controls, encoded, picture_file, tiny_vae, video_file
 from ditkit_core.errors import NotEquipped, UserError
 from ditkit_core.models.conditions import Conditioner, Controls
-from ditkit_wan import control_conditions, dance_conditions, image_conditions, vace_conditions
-from ditkit_wan.conditions import conditioners
+from ditkit_wan.conditioning import control as control_conditions
+from ditkit_wan.conditioning import dance as dance_conditions
+from ditkit_wan.conditioning import images as image_conditions
+from ditkit_wan.conditioning import vace as vace_conditions
+from ditkit_wan.conditioning.columns import conditioners
 from ditkit_wan.presets import PRESETS
 from ditkit_wan.spec import WAN
 

@@ -10,12 +10,12 @@ from ditkit_core.models.paths import Components
 from ditkit_core.models.spec import Companion
 from ditkit_core.planner.auxiliary import measure
 from ditkit_core.testing.companions import check_tiles, live, num_parameters
-from ditkit_wan import vae
-from ditkit_wan.image_encoder import ImageEncoder
+from ditkit_wan.encoders import vae
+from ditkit_wan.encoders.clip import ImageEncoder
+from ditkit_wan.encoders.text import TextEncoder
+from ditkit_wan.encoders.vae import VaeEncoder
 from ditkit_wan.presets import PRESETS
 from ditkit_wan.spec import WAN
-from ditkit_wan.text import TextEncoder
-from ditkit_wan.vae import VaeEncoder
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,8 @@ from ditkit_core.data.control_files import control_headers, control_values
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import named_columns
 from ditkit_core.models.paths import Components
-from ditkit_wan.conditions import columns, conditioners
-from ditkit_wan.demo_models import IMAGE_DIM
+from ditkit_wan.conditioning.columns import columns, conditioners
+from ditkit_wan.demo.models import IMAGE_DIM
 from ditkit_wan.presets import PRESETS
 from ditkit_wan.spec import WAN
 

@@ -7,7 +7,7 @@ import torch
 
 from ditkit_core.testing.conformance import Conformance, CoreChecks
 from ditkit_core.testing.conformance_split import SplitChecks
-from ditkit_wan.camera import moving, path_of
+from ditkit_wan.conditioning.camera import moving, path_of
 from ditkit_wan.presets import MusicArch, WanArch
 from ditkit_wan.spec import WAN
 

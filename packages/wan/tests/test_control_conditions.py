@@ -11,10 +11,10 @@ from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Conditioner, other_ways
 from ditkit_core.models.paths import Components
-from ditkit_wan import camera
-from ditkit_wan.conditions import columns
-from ditkit_wan.control_conditions import Camera, Control, ControlVision, FirstLatent, Reference
-from ditkit_wan.image_encoder import ImageEncoder
+from ditkit_wan.conditioning import camera
+from ditkit_wan.conditioning.columns import columns
+from ditkit_wan.conditioning.control import Camera, Control, ControlVision, FirstLatent, Reference
+from ditkit_wan.encoders.clip import ImageEncoder
 from ditkit_wan.presets import PRESETS
 
 

@@ -7,12 +7,12 @@ from ditkit_core.adapters.inject import target_modules
 from ditkit_core.models.paths import Components
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.tiling import Tiles
-from ditkit_wan.keyframes import KeyframeVae, vae_class
-from ditkit_wan.model import WanTransformer
+from ditkit_wan.encoders.keyframes import KeyframeVae, vae_class
+from ditkit_wan.encoders.vae import VaeEncoder
+from ditkit_wan.model.transformer import WanTransformer
 from ditkit_wan.presets import MUSIC_LAYERS, PRESETS
 from ditkit_wan.spec import WAN
 from ditkit_wan.state_dict import to_native, to_official
-from ditkit_wan.vae import VaeEncoder
 
 # Parameters and keys of `WanModel` in modelscope/DiffSynth-Studio, built on `meta` with its own configurations.
 COUNTS = {
@@ -111,7 +111,7 @@ def test_keyframes_go_through_the_vae_one_by_one(checkpoint):
     assert plain.identity != alone.identity, "or the cache would hand out latents of a video"
     tiled = KeyframeVae(where, cpu, tiled=True).identity
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ditkit_wan.keyframes.TILES", Tiles(side=512, overlap=64))
+        patch.setattr("ditkit_wan.encoders.keyframes.TILES", Tiles(side=512, overlap=64))
         assert len({alone.identity, tiled, KeyframeVae(where, cpu, tiled=True).identity}) == 3
         assert KeyframeVae(where, cpu).identity == alone.identity
     plain.load()

@@ -8,9 +8,9 @@ import torch
 from ditkit_core.errors import UserError
 from ditkit_core.testing.full_size_split import balanced, divided_step
 from ditkit_core.testing.world import make_model
-from ditkit_wan.music import frame_steps
+from ditkit_wan.model.rope import rotary_angles
+from ditkit_wan.model.variants.music import frame_steps
 from ditkit_wan.presets import MusicArch, WanArch
-from ditkit_wan.rope import rotary_angles
 from ditkit_wan.spec import WAN
 
 GIVEN = {

@@ -15,14 +15,14 @@ from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Conditioner
 from ditkit_core.models.paths import Components
-from ditkit_wan import music_features
-from ditkit_wan.conditions import conditioners
-from ditkit_wan.dance_conditions import Keyframes, Music
-from ditkit_wan.demo_models import IMAGE_DIM
-from ditkit_wan.image_conditions import known_frames_mask
-from ditkit_wan.image_encoder import ImageEncoder
-from ditkit_wan.keyframes import KeyframeVae
-from ditkit_wan.music import frame_steps
+from ditkit_wan.conditioning import music_features
+from ditkit_wan.conditioning.columns import conditioners
+from ditkit_wan.conditioning.dance import Keyframes, Music
+from ditkit_wan.conditioning.images import known_frames_mask
+from ditkit_wan.demo.models import IMAGE_DIM
+from ditkit_wan.encoders.clip import ImageEncoder
+from ditkit_wan.encoders.keyframes import KeyframeVae
+from ditkit_wan.model.variants.music import frame_steps
 from ditkit_wan.presets import PRESETS
 
 ROWS = 90

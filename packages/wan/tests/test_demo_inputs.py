@@ -14,11 +14,11 @@ from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import file_hash
 from ditkit_core.models.paths import Components
-from ditkit_wan.demo import write_demo
-from ditkit_wan.demo_media import CLIPS, draw
-from ditkit_wan.demo_models import FRAMES, PIXELS
+from ditkit_wan.demo.media import CLIPS, draw
+from ditkit_wan.demo.models import FRAMES, PIXELS
+from ditkit_wan.demo.write import write_demo
+from ditkit_wan.encoders.vae import VaeEncoder
 from ditkit_wan.spec import WAN
-from ditkit_wan.vae import VaeEncoder
 
 
 @pytest.fixture(scope="module")

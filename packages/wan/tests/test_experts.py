@@ -23,13 +23,13 @@ from ditkit_core.run.experts import levels
 from ditkit_core.run.run import Run
 from ditkit_core.sampling.denoise import draw
 from ditkit_core.training.flow_matching import shift_sigma, sigma_at
-from ditkit_wan.demo import write_checkpoint
-from ditkit_wan.demo_media import CLIPS, write_clip
-from ditkit_wan.inputs import make_inputs
+from ditkit_wan.demo.media import CLIPS, write_clip
+from ditkit_wan.demo.write import write_checkpoint
+from ditkit_wan.encoders.text import TextEncoder
+from ditkit_wan.model.inputs import make_inputs
 from ditkit_wan.presets import PRESETS
-from ditkit_wan.sample import WanSampler
+from ditkit_wan.sampling import WanSampler
 from ditkit_wan.spec import WAN
-from ditkit_wan.text import TextEncoder
 
 MODELS = {"t2v-a14b": 0.875, "i2v-a14b": 0.900}
 CAPTIONS = ["a red circle moves right on a dark background", "a blue square moves left"]

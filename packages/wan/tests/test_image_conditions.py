@@ -11,8 +11,8 @@ from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Conditioner
 from ditkit_core.models.paths import Components
-from ditkit_wan.image_conditions import ClipVision, FirstFrame, FirstLast, known_frames_mask
-from ditkit_wan.image_encoder import ImageEncoder
+from ditkit_wan.conditioning.images import ClipVision, FirstFrame, FirstLast, known_frames_mask
+from ditkit_wan.encoders.clip import ImageEncoder
 
 
 def pixels(path: str) -> torch.Tensor:

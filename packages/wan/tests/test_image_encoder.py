@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import Components
-from ditkit_wan.image_encoder import ImageEncoder
+from ditkit_wan.encoders.clip import ImageEncoder
 
 CPU = torch.device("cpu")
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from media_files import picture
 
 from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
@@ -14,12 +15,11 @@ from ditkit_core.run.config import RunConfig
 from ditkit_core.run.run import Run
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.flow_matching import velocity_errors
-from ditkit_wan.inputs import assemble, loss_mask, make_inputs, num_tokens, outline
-from ditkit_wan.model import WanTransformer
+from ditkit_wan.model.inputs import assemble, loss_mask, make_inputs, num_tokens, outline
+from ditkit_wan.model.transformer import WanTransformer
 from ditkit_wan.presets import PRESETS, WanArch
 from ditkit_wan.spec import WAN
 from ditkit_wan.variants import experts, variant
-from media_files import picture
 
 SIGMA = torch.tensor([0.73125, 0.25])
 TINY = WanArch(

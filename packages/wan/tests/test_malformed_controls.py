@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from media_files import sound_only
+from one_line import check_line
 from safetensors.torch import save_file
 
 from conditions_help import picture_file, video_file
@@ -18,11 +20,9 @@ from ditkit_core.diagnostics.doctor.findings import Checkup
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.run import Run
 from ditkit_core.testing.toy import TOY
-from ditkit_wan import music_features
-from ditkit_wan.conditions import columns, conditioners
+from ditkit_wan.conditioning import music_features
+from ditkit_wan.conditioning.columns import columns, conditioners
 from ditkit_wan.presets import PRESETS
-from media_files import sound_only
-from one_line import check_line
 from test_dance_conditions import sound_file
 
 ROWS = np.zeros((90, 35), np.float32)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ditkit_core.models.precision import Precision, set_precision
-from ditkit_wan.model import WanInputs, WanTransformer
+from ditkit_wan.model.transformer import WanInputs, WanTransformer
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ditkit_core.models.precision import Precision
-from ditkit_wan.model import WanTransformer
+from ditkit_wan.model.transformer import WanTransformer
 from ditkit_wan.presets import PRESETS, arch_from_config
 from ditkit_wan.state_dict import to_diffusers, to_native, to_official
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from ditkit_core.models.precision import Precision
-from ditkit_wan.conditions import columns
-from ditkit_wan.model import WanTransformer
+from ditkit_wan.conditioning.columns import columns
+from ditkit_wan.model.transformer import WanTransformer
 from ditkit_wan.presets import PRESETS
 from ditkit_wan.spec import WAN
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ditkit_wan.rope import axis_pairs, rotary_angles
+from ditkit_wan.model.rope import axis_pairs, rotary_angles
 
 
 @pytest.mark.parametrize(

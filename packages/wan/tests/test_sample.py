@@ -19,9 +19,9 @@ from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import SampleJob, run_plain
 from ditkit_core.run.prepare import build, load
 from ditkit_core.sampling.denoise import latents_of
-from ditkit_wan.sample import WanSampler
+from ditkit_wan.encoders.text import TextEncoder
+from ditkit_wan.sampling import WanSampler
 from ditkit_wan.spec import WAN
-from ditkit_wan.text import TextEncoder
 
 CPU = torch.device("cpu")
 

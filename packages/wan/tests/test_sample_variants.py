@@ -21,12 +21,12 @@ from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import SampleJob, run_plain
 from ditkit_core.run.prepare import build, load
 from ditkit_core.sampling.denoise import latents_of
-from ditkit_wan.conditions import conditioners
-from ditkit_wan.demo import write_checkpoint
+from ditkit_wan.conditioning.columns import conditioners
+from ditkit_wan.demo.write import write_checkpoint
+from ditkit_wan.encoders.text import TextEncoder
 from ditkit_wan.presets import PRESETS
-from ditkit_wan.sample import WanSampler, default_shift
+from ditkit_wan.sampling import WanSampler, default_shift
 from ditkit_wan.spec import WAN
-from ditkit_wan.text import TextEncoder
 
 FRAMES, SIDE = 5, 64
 ASKED = {

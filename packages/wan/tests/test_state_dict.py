@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ditkit_core.models.precision import Precision
-from ditkit_wan.model import WanTransformer
+from ditkit_wan.model.transformer import WanTransformer
 from ditkit_wan.presets import WanArch
 from ditkit_wan.state_dict import NAMES, to_diffusers, to_native, to_official
 

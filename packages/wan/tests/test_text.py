@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import Components
 from ditkit_core.nn.quantized_linear import QuantizedLinear
-from ditkit_wan.text import TEXT_TOKENS, TextEncoder, clean
+from ditkit_wan.encoders.text import TEXT_TOKENS, TextEncoder, clean
 
 CPU = torch.device("cpu")
 CAPTION = "a red circle moves right"

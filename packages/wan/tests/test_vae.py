@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import Components
-from ditkit_wan.vae import VaeEncoder
-from ditkit_wan.vae_kinds import to_diffusers
+from ditkit_wan.encoders.vae import VaeEncoder
+from ditkit_wan.encoders.vae_kinds import to_diffusers
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import Components
-from ditkit_wan.vae import VaeEncoder
-from ditkit_wan.vae_kinds import WAN_2_2, to_diffusers
+from ditkit_wan.encoders.vae import VaeEncoder
+from ditkit_wan.encoders.vae_kinds import WAN_2_2, to_diffusers
 
 CPU = torch.device("cpu")
 

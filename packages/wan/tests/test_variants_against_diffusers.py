@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffusers_pairs import assert_close, compared, exact_diffusers, pair, random_inputs
-from ditkit_wan.inputs import make_inputs
+from ditkit_wan.model.inputs import make_inputs
 from ditkit_wan.presets import WanArch
 from ditkit_wan.state_dict import to_native
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ditkit_core.models.paths import Components
 from ditkit_core.models.spec import Companion, Encoder, Engine, ModelSpec, Sampler, Streaming
-from ditkit_flux2.adapter_rules import RULES, check_adapter
-from ditkit_flux2.model import Flux2Inputs, Flux2Transformer
+from ditkit_flux2.adapters import RULES, check_adapter
+from ditkit_flux2.conditioning.references import reference_size
+from ditkit_flux2.model.transformer import Flux2Inputs, Flux2Transformer
 from ditkit_flux2.presets import PRESETS, Flux2Arch, arch_from_config
-from ditkit_flux2.references import reference_size
 from ditkit_flux2.schedule import sample_defaults, training_shift
 from ditkit_flux2.state_dict import NAMES
 
@@ -94,32 +94,32 @@ def _outline(arch: Flux2Arch, size: tuple[int, int, int], references: Sequence[t
 
 
 def _companions(arch: Flux2Arch, components: Components) -> Sequence[Companion]:
-    from ditkit_flux2.companions import companions
+    from ditkit_flux2.auxiliary import companions
 
     return companions(arch, components)
 
 
 # The encoders and the sampler pull in diffusers and transformers: only the stages that need them pay for the import.
 def _media_encoder(components: Components, device: torch.device, tiled: bool) -> Encoder:
-    from ditkit_flux2.vae import VaeEncoder
+    from ditkit_flux2.encoders.vae import VaeEncoder
 
     return VaeEncoder(components, device, tiled=tiled)
 
 
 def _text_encoder(components: Components, device: torch.device, dtype: torch.dtype, streaming: Streaming) -> Encoder:
-    from ditkit_flux2.text import TextEncoder
+    from ditkit_flux2.encoders.text import TextEncoder
 
     return TextEncoder(components, device, dtype, streaming)
 
 
 def _sampler(components: Components, device: torch.device, dtype: torch.dtype, tiled: bool) -> Sampler:
-    from ditkit_flux2.sample import Flux2Sampler
+    from ditkit_flux2.sampling import Flux2Sampler
 
     return Flux2Sampler(components, device, tiled=tiled)
 
 
 def _write_demo(folder: Path) -> None:
-    from ditkit_flux2.demo import write_demo
+    from ditkit_flux2.demo.write import write_demo
 
     write_demo(folder)
 
@@ -157,7 +157,7 @@ FLUX2 = ModelSpec(
     fps=1.0,
     size=(1, 1024, 1024),
     write_demo=_write_demo,
-    demo_config=Path(__file__).parent / "demo.toml",
+    demo_config=Path(__file__).parent / "demo" / "demo.toml",
     found_at=f"{__name__}:FLUX2",
     reference_size=reference_size,
     training_advice=_training_advice,

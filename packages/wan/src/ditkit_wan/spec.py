@@ -9,10 +9,10 @@ import torch
 
 from ditkit_core.models.paths import Components
 from ditkit_core.models.spec import Companion, Encoder, Engine, ModelSpec, Sampler, Streaming
-from ditkit_wan.adapter_rules import RULES, RULES_WITHOUT_DIFFUSERS
-from ditkit_wan.conditions import columns, conditioners
-from ditkit_wan.inputs import assemble, loss_mask, make_inputs, num_tokens, outline
-from ditkit_wan.model import WanTransformer
+from ditkit_wan.adapters import RULES, RULES_WITHOUT_DIFFUSERS
+from ditkit_wan.conditioning.columns import columns, conditioners
+from ditkit_wan.model.inputs import assemble, loss_mask, make_inputs, num_tokens, outline
+from ditkit_wan.model.transformer import WanTransformer
 from ditkit_wan.presets import PRESETS, WanArch, arch_from_config
 from ditkit_wan.state_dict import NAMES
 from ditkit_wan.variants import experts, sample_defaults, variant
@@ -43,7 +43,7 @@ def _place_of(name: str) -> str:
 
 
 def _companions(arch: WanArch, components: Components) -> Sequence[Companion]:
-    from ditkit_wan.companions import companions
+    from ditkit_wan.auxiliary import companions
 
     return companions(arch, components)
 
@@ -52,13 +52,13 @@ def _companions(arch: WanArch, components: Components) -> Sequence[Companion]:
 def _media_encoder(
     components: Components, device: torch.device, tiled: bool, *, arch: WanArch | None = None
 ) -> Encoder:
-    from ditkit_wan.keyframes import vae_class
+    from ditkit_wan.encoders.keyframes import vae_class
 
     return vae_class(arch)(components, device, tiled=tiled, channels=arch.out_channels if arch else None)
 
 
 def _text_encoder(components: Components, device: torch.device, dtype: torch.dtype, streaming: Streaming) -> Encoder:
-    from ditkit_wan.text import TextEncoder
+    from ditkit_wan.encoders.text import TextEncoder
 
     return TextEncoder(components, device, dtype)
 
@@ -66,7 +66,7 @@ def _text_encoder(components: Components, device: torch.device, dtype: torch.dty
 def _sampler(
     components: Components, device: torch.device, dtype: torch.dtype, tiled: bool, *, arch: WanArch | None = None
 ) -> Sampler:
-    from ditkit_wan.sample import WanSampler
+    from ditkit_wan.sampling import WanSampler
 
     return WanSampler(components, device, tiled=tiled, arch=arch)
 
@@ -80,7 +80,7 @@ def _variant(arch: WanArch) -> Mapping[str, Any]:
 
 
 def _write_demo(folder: Path) -> None:
-    from ditkit_wan.demo import write_demo
+    from ditkit_wan.demo.write import write_demo
 
     write_demo(folder)
 
@@ -130,7 +130,7 @@ WAN = ModelSpec(
     assemble=assemble,
     loss_mask=loss_mask,
     write_demo=_write_demo,
-    demo_config=Path(__file__).parent / "demo.toml",
+    demo_config=Path(__file__).parent / "demo" / "demo.toml",
     found_at=f"{__name__}:WAN",
     adapter_rules=RULES,
     verify_export=_verify_export,

@@ -10,8 +10,8 @@ from typing import Any
 
 from ditkit_core.models.adapter_formats import AdapterLayout
 from ditkit_core.models.spec import Expert, SampleDefaults
-from ditkit_wan.adapter_rules import RULES, readers
-from ditkit_wan.conditions import is_told_first_latent
+from ditkit_wan.adapters import RULES, readers
+from ditkit_wan.conditioning.columns import is_told_first_latent
 from ditkit_wan.presets import WanArch
 
 _GUIDANCE = {"text": (4.0, 3.0), "image": (3.5, 3.5)}

@@ -10,7 +10,7 @@ from ditkit_core.adapters.verify import compare_with_pipeline, share_base
 from ditkit_core.io.rng import generator
 from ditkit_core.models.paths import Components
 from ditkit_core.models.spec import Engine
-from ditkit_wan.inputs import WanInputs, make_inputs, outline
+from ditkit_wan.model.inputs import WanInputs, make_inputs, outline
 from ditkit_wan.presets import WanArch
 from ditkit_wan.state_dict import NAMES
 

@@ -1,0 +1,81 @@
+"""What runs beside the transformer, for a plan: the text encoder and the VAE on `meta`, as large as the files that are here, or as published."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import Companion, Holding
+from ditkit_flux2.encoders import text, text_model, vae
+from ditkit_flux2.encoders.prompt import TEXT_TOKENS, TextFamily
+from ditkit_flux2.presets import Flux2Arch
+
+
+def companions(arch: Flux2Arch, components: Components) -> Sequence[Companion]:
+    """The VAE and the text encoder, as the encoders and the sampler use them.
+
+    Raises:
+        UserError: If files that are here are damaged or of another model; when the text encoder is built, if no published one is as
+            wide as the model reads.
+    """
+    vae_config = vae.PUBLISHED
+    if components.here("vae"):
+        vae_config = vae.VaeEncoder(components, torch.device("cpu")).config
+    described = None
+    if components.here("text_encoder"):
+        described = text_model.describe(SafetensorsSource.open(components.locate("text_encoder")))
+
+    def text_encoder() -> tuple[TextFamily, dict[str, Any]]:
+        return described or text_model.published(
+            arch.text_dim
+        )  # asked when it is needed: the VAE does without an answer
+
+    def build_vae(text_dtype: torch.dtype) -> nn.Module:
+        with torch.device("meta"):
+            return vae.build(vae_config).requires_grad_(False).eval()
+
+    def build_text(text_dtype: torch.dtype) -> nn.Module:
+        return text_model.build_layers(*text_encoder()).to(text_dtype)
+
+    def encode(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
+        return vae.encode_picture(module, torch.empty(3, *size), device)
+
+    def decode(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
+        _, height, width = size
+        return vae.decode_picture(
+            module, torch.empty(arch.in_channels, 1, height // 16, width // 16, device=device), device
+        )
+
+    def read(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> list[Tensor]:
+        family, _ = text_encoder()
+        return _read(family, module, 1, device, lambda: lambda name: nullcontext(module.get_submodule(name)))
+
+    def read_streamed(module: nn.Module, device: torch.device, passing: Callable[[], Holding]) -> list[Tensor]:
+        family, config = text_encoder()
+        hidden_size, dtype = config["hidden_size"], module.get_parameter("embed_tokens.weight").dtype
+        count = text.captions_at_once(len(family.layers) * hidden_size, hidden_size, dtype)
+        shallow = replace(
+            family, layers=(1,)
+        )  # the layers are alike, and no caption keeps anything of one but its hidden state
+        return _read(shallow, module, count, device, passing)
+
+    return (
+        Companion(name="VAE encoder", stage="encode", build=build_vae, run=encode, tiles=vae.TILES),
+        Companion(name="text encoder", stage="encode", build=build_text, run=read, run_streamed=read_streamed),
+        Companion(name="VAE decoder", stage="sample", build=build_vae, run=decode, tiles=vae.TILES),
+    )
+
+
+def _read(
+    family: TextFamily, module: Any, count: int, device: torch.device, passing: Callable[[], Holding]
+) -> list[Tensor]:
+    """Captions that are padded, and so have a mask each, through the layers."""
+    ids = [torch.zeros(TEXT_TOKENS, dtype=torch.long).to(device) for _ in range(count)]
+    shape = (1, 1, TEXT_TOKENS, TEXT_TOKENS)
+    masks = [torch.ones(shape, dtype=torch.bool).to(device) for _ in ids]
+    return text.features(family, text_model.rotary_of(module, device), ids, masks, passing)

@@ -1,0 +1,234 @@
+"""Captions to features: the Mistral 3 of FLUX.2-dev or the Qwen3 of FLUX.2-klein, from a folder or a single file.
+
+One loop over the layers serves two ways of holding them: all on the device, or each read from its file when it is needed, used
+for every caption of the call, and dropped. Both give the same bits, because captions pass through a layer one by one.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from ditkit_core.io.console import say, warn
+from ditkit_core.io.memory import process_peak_bytes
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import Holding, Part, Streaming, ignored
+from ditkit_core.weights.fp8_scaled import open_weights
+from ditkit_core.weights.frozen import fingerprint
+from ditkit_core.weights.layer_streaming import PassingMemory, below, decide, give_back_large_blocks
+from ditkit_core.weights.load import load_into
+from ditkit_core.weights.quantize import hold_as_stored, scaled_layers
+from ditkit_core.weights.tokenizer import find_tokenizer
+from ditkit_flux2.encoders.prompt import TEXT_TOKENS, Prompter, TextFamily
+from ditkit_flux2.encoders.text_model import ATTENTION, build, describe, locate_weights
+
+_MOST_AT_ONCE = 64
+_BYTES_AT_ONCE = 2**30  # of hidden states and results
+
+
+class TextEncoder:
+    """Captions to token features; an `Encoder` of the core."""
+
+    def __init__(self, components: Components, device: torch.device, dtype: torch.dtype, streaming: Streaming = "auto"):
+        """Find weights and tokenizer, and read the weights' headers; nothing is loaded.
+
+        Raises:
+            UserError: If either is missing, damaged, or not of a model that FLUX.2 uses, or weights are in a form that is not read.
+        """
+        self._source = open_weights(components.locate("text_encoder"))
+        self.family, self._config = describe(self._source)
+        self._prompter = Prompter(find_tokenizer(components), self.family)
+        self._device, self._dtype, self._streaming = device, dtype, streaming
+        self._mapping: dict[str, tuple[Part, ...]] = {}
+        self._peak_before = 0
+        self.truncated: list[str] = []
+        """Captions that were longer than 512 tokens, each with the number of tokens that were cut."""
+
+    @cached_property
+    def identity(self) -> str:
+        """Digest of weights, tokenizer, template, layers, dtype and attention."""
+        tokenizer = fingerprint(self._prompter.file)
+        return fingerprint(
+            self._source.path, tokenizer, repr(self.family), TEXT_TOKENS, str(self._dtype), ATTENTION, "layer-major"
+        )
+
+    @property
+    def width(self) -> int:
+        """Channels of a row of features."""
+        return len(self.family.layers) * self._config["hidden_size"]
+
+    @cached_property
+    def _built(self) -> tuple[Any, Any]:
+        return build(self.family, self._config, self._device)
+
+    @property
+    def _model(self) -> Any:
+        """On `meta` but for the modules in use."""
+        return self._built[0]
+
+    @cached_property
+    def _decision(self) -> tuple[bool, str]:
+        scaled = {f"{name}.weight" for name in scaled_layers(self._model, self._source, self._located)}
+        num_bytes = sum(
+            tensor.numel() * (1 if name in scaled else self._dtype.itemsize)
+            for name, tensor in self._model.state_dict().items()
+        )
+        return decide(self._streaming, num_bytes, self._device)
+
+    @cached_property
+    def _located(self) -> dict[str, tuple[Part, ...]]:
+        return locate_weights(self._model, self._source)
+
+    @property
+    def streams(self) -> bool:
+        """Whether layers pass through memory one by one."""
+        return self._decision[0]
+
+    @cached_property
+    def items_at_once(self) -> int:
+        """One caption; streamed, as many as a reading of all layers should serve and memory allows."""
+        if not self.streams:
+            return 1
+        return captions_at_once(self.width, self._config["hidden_size"], self._dtype)
+
+    def load(self) -> None:
+        """Read the weights onto the device; streamed, only find each.
+
+        Raises:
+            UserError: If the weights are incomplete, or tokenizer and encoder do not belong together.
+        """
+        if self._mapping:
+            return
+        mapping = self._located
+        self._prompter.load(self._model.config.vocab_size)
+        self._peak_before = process_peak_bytes()
+        streams, why = self._decision
+        if streams:
+            give_back_large_blocks()
+            say(f"text encoder: read layer by layer for {self.items_at_once} captions at a time ({why})")
+        else:
+            say(f"text encoder: held in memory as a whole ({why})")
+            hold_as_stored(self._model, self._source, mapping)
+            load_into(
+                self._model, self._source, mapping,
+                device_of=lambda name: self._device, dtype_of=lambda name: self._dtype,
+            )  # fmt: skip
+        self._mapping = mapping
+
+    def cut_of(self, caption: str) -> tuple[int, str] | None:
+        """How many tokens of a caption are cut, and what is read of it; None if all of it is. Needs no weights.
+
+        Raises:
+            UserError: If tokenizer and encoder do not belong together.
+        """
+        if not self._prompter.is_loaded:
+            self._prompter.load(self._model.config.vocab_size)
+        return self._prompter.cut_of(caption)
+
+    def unload(self) -> None:
+        """Free the weights, and say how much host memory it took."""
+        if not self._mapping:
+            return
+        peak = process_peak_bytes()
+        if peak > self._peak_before:
+            say(f"text encoder: peak host memory {peak / 2**30:.1f} GiB")
+        else:
+            say(f"text encoder: host memory stayed below its earlier peak of {peak / 2**30:.1f} GiB")
+        self._model.to("meta")
+        self._prompter.unload()
+        self._mapping = {}
+
+    @torch.no_grad()
+    def encode(self, items: Sequence[str], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
+        """Features of captions.
+
+        Args:
+            items: At most `items_at_once` captions, which may be empty.
+            advance: Told of each layer that a caption has passed.
+
+        Returns:
+            For each, `text` [512, width] in the encoder's dtype, on the CPU: the hidden states after three of the layers side
+            by side, padding included, because the transformer attends to it.
+        """
+        tokens = [self._tokens(item) for item in items]
+        ids = [each.to(self._device) for each, _ in tokens]
+        masks = [attention_mask(real.to(self._device)) for _, real in tokens]
+        texts = features(self.family, self._built[1], ids, masks, self._passing, advance)
+        return [{"text": text} for text in texts]
+
+    def _passing(self) -> Holding:
+        """New memory for weights to pass through; none is needed where all of them are there."""
+        model = self._model
+        if not self.streams:
+            return lambda name: nullcontext(model.get_submodule(name))
+        memory = PassingMemory(self._source, device=self._device, dtype=self._dtype)
+        return lambda name: memory.holding(model.get_submodule(name), below(name, self._mapping))
+
+    def _tokens(self, item: str) -> tuple[Int64[Tensor, " tokens"], Bool[Tensor, " tokens"]]:
+        ids, real, cut = self._prompter.tokens(item)
+        if cut:
+            self.truncated.append(
+                f"{item[:60]!r}… is {TEXT_TOKENS + cut} tokens long with what is said around it: {cut} were cut"
+            )
+            warn(self.truncated[-1])
+        return ids, real
+
+
+def features(
+    family: TextFamily,
+    rotary: Any,
+    ids: Sequence[Int64[Tensor, " tokens"]],
+    masks: Sequence[Bool[Tensor, "1 1 tokens tokens"] | None],
+    passing: Callable[[], Holding],
+    advance: Callable[[float], None] = ignored,
+) -> list[Float[Tensor, "tokens width"]]:
+    """Captions through the layers, one layer after the other.
+
+    Args:
+        family: Which hidden states are taken.
+        rotary: Computes the rotary tables.
+        ids: Tokens of each caption, on the device of the weights.
+        masks: What each attends to, there too.
+        passing: Makes memory for weights to pass through: each call another.
+        advance: Told of each layer that a caption has passed.
+
+    Returns:
+        The hidden states after the family's layers side by side, on the CPU.
+    """
+    with passing()("embed_tokens") as embedding:
+        hidden = torch.stack([embedding(each[None]) for each in ids])
+    positions = torch.arange(TEXT_TOKENS, device=hidden.device)[None]
+    tables = rotary(hidden[0], positions)
+    width = len(family.layers) * hidden.shape[-1]
+    texts = [torch.empty(TEXT_TOKENS, width, dtype=hidden.dtype) for _ in ids]
+    holding = passing()  # of the layers, which are alike; that of the embedding is free again
+    for index in range(family.layers[-1]):
+        with holding(f"layers.{index}") as layer:
+            for state, mask in zip(hidden, masks, strict=True):
+                state.copy_(layer(state, attention_mask=mask, position_ids=positions, position_embeddings=tables))
+                advance(1 / family.layers[-1])
+        if index + 1 in family.layers:
+            chunk = family.layers.index(index + 1)
+            for text, state in zip(texts, hidden, strict=True):
+                text.chunk(len(family.layers), dim=1)[chunk].copy_(state[0])
+    return texts
+
+
+def captions_at_once(width: int, hidden_size: int, dtype: torch.dtype) -> int:
+    """As many captions as one reading of all layers should serve and memory allows, given the widths of features and hidden states."""
+    bytes_each = TEXT_TOKENS * (width + hidden_size) * dtype.itemsize
+    return max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // bytes_each))
+
+
+def attention_mask(real: Bool[Tensor, " tokens"]) -> Bool[Tensor, "1 1 tokens tokens"] | None:
+    """What each token may attend to: itself and those before it that are no padding; None where that is all before it.
+
+    As transformers makes it, which leaves a mask out where a causal kernel does without; the rows differ in the last bits.
+    """
+    if bool(real.all()):
+        return None
+    return (real[None, :] & torch.ones(len(real), len(real), dtype=torch.bool, device=real.device).tril())[None, None]

@@ -1,0 +1,78 @@
+"""What runs beside the transformer, for a plan: text encoder, VAE and CLIP on `meta`, as large as the files that are here, or as published."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import Companion
+from ditkit_wan.encoders import clip as image_encoder
+from ditkit_wan.encoders import text, vae, vae_kinds
+from ditkit_wan.presets import WanArch
+
+
+def companions(arch: WanArch, components: Components) -> Sequence[Companion]:
+    """The VAE, the text encoder and, for models that look at pictures, CLIP, as the encoders and the sampler use them.
+
+    Raises:
+        UserError: If files that are here are damaged, or of another model.
+    """
+    encoder, decoder = _vae(arch, components)
+    looking = [_clip(components)] if arch.image_dim else []
+    return [encoder, _text(components), *looking, decoder]
+
+
+def _vae(arch: WanArch, components: Components) -> tuple[Companion, Companion]:
+    channels = arch.out_channels
+    config = vae_kinds.WAN_2_2 if channels == vae_kinds.WAN_2_2["z_dim"] else vae_kinds.WAN_2_1
+    if components.here("vae"):
+        config = vae.VaeEncoder(components, torch.device("cpu"), channels=channels).config
+    stride = config.get("scale_factor_spatial", 8)
+
+    def build(text_dtype: torch.dtype) -> nn.Module:
+        with torch.device("meta"):
+            return vae.build(config).requires_grad_(False).eval()
+
+    def encode(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
+        return vae.encode_clip(module, torch.empty(3, *size), device)
+
+    def decode(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
+        frames, height, width = size
+        latents = torch.empty(channels, 1 + (frames - 1) // 4, height // stride, width // stride, device=device)
+        return vae.decode_clip(module, latents, device)
+
+    return (
+        Companion(name="VAE encoder", stage="encode", build=build, run=encode, tiles=vae.TILES),
+        Companion(name="VAE decoder", stage="sample", build=build, run=decode, tiles=vae.TILES),
+    )
+
+
+def _text(components: Components) -> Companion:
+    config = text.config_of(components)[1] if components.here("text_encoder") else text.PUBLISHED
+
+    def build(text_dtype: torch.dtype) -> nn.Module:
+        with torch.device("meta"):
+            model = text.build(config)
+        text.tie(model)
+        return model.to(text_dtype).requires_grad_(False).eval()
+
+    def read(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
+        ids = torch.zeros(1, text.TEXT_TOKENS, dtype=torch.long).to(device)
+        return text.read(module, ids, torch.ones_like(ids))
+
+    return Companion(name="text encoder", stage="encode", build=build, run=read)
+
+
+def _clip(components: Components) -> Companion:
+    config = image_encoder.config_of(components)[1] if components.here("image_encoder") else image_encoder.PUBLISHED
+
+    def build(text_dtype: torch.dtype) -> nn.Module:
+        with torch.device("meta"):
+            return image_encoder.build(config).requires_grad_(False).eval()
+
+    def look(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
+        _, height, width = size
+        return image_encoder.read(module, torch.empty(3, 1, height, width), device, torch.float32)
+
+    return Companion(name="image encoder", stage="encode", build=build, run=look)

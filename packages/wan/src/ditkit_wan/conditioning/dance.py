@@ -1,0 +1,165 @@
+"""What WanToDance is told: music, a picture of who dances, and pictures of moments on the way.
+
+Source: diffsynth/pipelines/wan_video.py of modelscope/DiffSynth-Studio.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ditkit_core.encoding.cache import key
+from ditkit_core.errors import UserError
+from ditkit_core.models.conditions import Controls
+from ditkit_core.models.spec import ignored
+from ditkit_wan.conditioning import music_features
+from ditkit_wan.conditioning.images import ClipVision, VaeConditioner, known_frames_mask
+from ditkit_wan.conditioning.pictures import column_or_own, lacking, picture_or_own, video
+
+_ROUNDING = 2e-3  # of rows to a frame: 29.97 frames a second are meant as 30
+MUSIC, DANCER = "wantodance_music_path", "wantodance_reference_image"
+KEYFRAMES, KEYFRAMES_MASK = "wantodance_keyframes", "wantodance_keyframes_mask"
+
+
+class Music:
+    """`music` [rows, 35]: features of what is heard while the clip lasts."""
+
+    kind = "music"
+    optional = False
+    items_at_once = 1
+
+    def __init__(self, fps: float = music_features.RATE):
+        """Say how long a still is.
+
+        Args:
+            fps: The model's frames per second: a still is one frame of them.
+        """
+        self.fps = fps
+
+    @cached_property
+    def identity(self) -> str:
+        """There are no weights."""
+        rows = f"{music_features.FEATURES} features, {music_features.RATE} rows a second, of sound up to a clip's end"
+        return key(self.kind, rows, f"{self.fps:g}")
+
+    def uses(self, controls: Controls) -> tuple[str, ...]:
+        """The music.
+
+        Raises:
+            NotEquipped: If it is sound, and what makes features of it is not installed.
+            UserError: If there is none, or a frame does not last a whole number of its rows: so the model is told the frame rate.
+        """
+        if MUSIC not in controls.files:
+            raise lacking(controls, [MUSIC], "which this model dances to")
+        fps = controls.fps or self.fps
+        if abs(music_features.RATE / fps - _rows_to_frame(fps)) > _ROUNDING:
+            raise UserError(
+                f"data.fps = {fps:g}: WanToDance dances at {music_features.RATE} frames a second or a whole fraction of it; "
+                f"set {music_features.RATE / _rows_to_frame(fps):g}"
+            )
+        music_features.check_library(Path(controls.files[MUSIC]))
+        return (MUSIC,)
+
+    def load(self) -> None:
+        """There are no weights."""
+
+    def unload(self) -> None:
+        """There are no weights."""
+
+    def encode(self, items: Sequence[Any], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
+        """Features of one clip's music."""
+        (controls,) = items
+        part = self._part(controls)
+        advance(1.0)
+        return [{"music": part}]
+
+    def check(self, controls: Controls) -> None:
+        """Read the music, and count whether there is enough of it; sound is decoded, and no features are made of it."""
+        self.uses(controls)
+        music_features.check(Path(controls.files[MUSIC]), **self._heard(controls))
+
+    def _part(self, controls: Controls) -> Tensor:
+        return music_features.window(Path(controls.files[MUSIC]), **self._heard(controls))
+
+    def _heard(self, controls: Controls) -> dict[str, float]:
+        """Which part of the music goes with a clip."""
+        seconds = controls.frames / (controls.fps or self.fps)
+        return {"start_seconds": controls.start_seconds, "seconds": seconds}
+
+
+def _rows_to_frame(fps: float) -> int:
+    """How many rows of music a frame lasts, rounded."""
+    return max(1, round(music_features.RATE / fps))
+
+
+class Keyframes(VaeConditioner):
+    """`y`: a mask of the moments that are given, and latents of a video that is black between them.
+
+    Without keyframes the picture of the dancer, or the clip's own first frame, is the one moment that is given.
+    """
+
+    kind = "keyframes"
+
+    def uses(self, controls: Controls) -> tuple[str, ...]:
+        """The video of keyframes and which they are, or the picture that stands for the first.
+
+        Raises:
+            UserError: If there is only one of video and mask, the mask is none or too short, or there is neither they nor a picture.
+        """
+        given = [column for column in (KEYFRAMES, KEYFRAMES_MASK) if column in controls.files]
+        if len(given) == 1:
+            whose = controls.clip or "a drawing"
+            raise UserError(f"{whose} has {given[0]} alone; give {KEYFRAMES} and {KEYFRAMES_MASK}, or neither")
+        if given:
+            _known(controls)
+        return tuple(given) or (column_or_own(controls, DANCER, why="a dance"),)
+
+    def condition(self, controls: Controls) -> dict[str, Tensor]:
+        if KEYFRAMES in controls.files:
+            pixels, known = video(controls, KEYFRAMES), _known(controls)
+        else:
+            pixels = -torch.ones(3, controls.frames, controls.height, controls.width)  # black
+            pixels[:, :1] = picture_or_own(controls, DANCER)
+            known = [True] + [False] * (controls.frames - 1)
+        latents = self.latents(pixels)
+        return {"y": torch.cat([known_frames_mask(known, *latents.shape[2:]), latents])}
+
+
+class KeyframeVision(ClipVision):
+    """`image`: CLIP's tokens of the moment that the video of keyframes begins with, given or black; without one, of who dances."""
+
+    def uses(self, controls: Controls) -> tuple[str, ...]:
+        """The video of keyframes, or what stands for the first of them."""
+        return (KEYFRAMES,) if KEYFRAMES in controls.files else super().uses(controls)
+
+    def pictures(self, controls: Controls) -> list[Float[Tensor, "3 1 height width"]]:
+        """The one picture that is shown."""
+        if KEYFRAMES in controls.files:
+            return [video(controls, KEYFRAMES, frames=1)]
+        return super().pictures(controls)
+
+
+def _known(controls: Controls) -> list[bool]:
+    """Which frames of the clip are keyframes, from a list of 0 and 1 for each frame from the beginning of the video."""
+    text = controls.files[KEYFRAMES_MASK]
+    try:
+        numbers = json.loads(text)
+    except (ValueError, RecursionError):
+        numbers = None
+    if not isinstance(numbers, list) or not all(number in (0, 1) for number in numbers):
+        raise UserError(
+            f"{KEYFRAMES_MASK} = {text[:60]!r} is no list of 0 and 1; write [1, 0, 0, …], one for each frame"
+        )
+    first = round(controls.start_seconds * controls.fps)
+    known = [bool(number) for number in numbers[first : first + controls.frames]]
+    if len(known) < controls.frames:
+        raise UserError(
+            f"{KEYFRAMES_MASK} has {len(numbers)} numbers, and the clip takes frames {first} to {first + controls.frames - 1}; "
+            "give one for each frame"
+        )
+    return known

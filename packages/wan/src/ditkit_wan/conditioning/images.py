@@ -1,0 +1,252 @@
+"""Pictures that a clip begins or ends with, as the image-to-video models take them: masked latents, CLIP tokens, or a clean first frame.
+
+Sources: Wan-Video/Wan2.1, wan/image2video.py and wan/first_last_frame2video.py; Wan-Video/Wan2.2, wan/textimage2video.py.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ditkit_core.encoding.cache import key
+from ditkit_core.models.conditions import Controls
+from ditkit_core.models.spec import ignored
+from ditkit_wan.conditioning.pictures import column_or_own, picture_or_own
+from ditkit_wan.encoders.clip import ImageEncoder
+from ditkit_wan.encoders.vae import VaeEncoder
+
+FIRST, LAST = "input_image", "end_image"
+"""Columns of the pictures that a clip begins and ends with."""
+
+
+class Outlined:
+    """In place of an encoder, where conditions are only looked at: gives zeros in the shape of its latents."""
+
+    identity = "nothing"
+    tokens, dim = 1, 1
+
+    def __init__(self, channels: int, strides: tuple[int, int]):
+        """Stand in for a VAE.
+
+        Args:
+            channels: Of its latents.
+            strides: Frames and pixels of one of its latents.
+        """
+        self.channels, self.strides = channels, strides
+
+    def load(self) -> None:
+        """There are no weights."""
+
+    def unload(self) -> None:
+        """There are no weights."""
+
+    def encode(
+        self, items: Sequence[Float[Tensor, "3 frames height width"]], advance: Callable[[float], None] = ignored
+    ) -> list[dict[str, Tensor]]:
+        """`latents` [channels, 1 + k, height / stride, width / stride], and one token of an `image`."""
+        (item,) = items
+        _, frames, height, width = item.shape
+        of_frames, of_pixels = self.strides
+        size = (1 + (frames - 1) // of_frames, height // of_pixels, width // of_pixels)
+        return [{"latents": torch.zeros(self.channels, *size), "image": torch.zeros(self.tokens, self.dim)}]
+
+
+class VaeConditioner:
+    """What the conditioners have in common that encode with the VAE; each says what it uses and encodes."""
+
+    kind: str
+    optional = False
+    items_at_once = 1
+
+    def __init__(self, vae: VaeEncoder | Outlined):
+        """Use a VAE, which is loaded and freed with this."""
+        self.vae = vae
+
+    @cached_property
+    def identity(self) -> str:
+        """Digest of the VAE and of how it is used."""
+        return key(self.vae.identity, self.kind, self.settings)
+
+    @property
+    def settings(self) -> str:
+        """What else changes the result."""
+        return ""
+
+    def load(self) -> None:
+        """Read the VAE's weights onto the device."""
+        self.vae.load()
+
+    def unload(self) -> None:
+        """Free them."""
+        self.vae.unload()
+
+    def latents(self, pixels: Float[Tensor, "3 frames height width"]) -> Float[Tensor, "channels f h w"]:
+        """Normalised latents of a clip, on the CPU."""
+        return self.vae.encode([pixels])[0]["latents"]
+
+    def encode(self, items: Sequence[Any], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
+        """The condition of one clip; reads what it is made of."""
+        (controls,) = items
+        tensors = self.condition(controls)
+        advance(1.0)
+        return [tensors]
+
+    def uses(self, controls: Controls) -> tuple[str, ...]:
+        """As `Conditioner.uses`."""
+        raise NotImplementedError
+
+    def check(self, controls: Controls) -> None:
+        """Read what is encoded, by the code that encodes it, with zeros for its latents.
+
+        Raises:
+            UserError: If a file of it cannot be read.
+        """
+        if self.uses(controls):
+            outlined = copy(self)
+            outlined.vae = Outlined(self.vae.channels, self.vae.strides)
+            outlined.condition(controls)
+
+    def condition(self, controls: Controls) -> dict[str, Tensor]:
+        """The condition's tensors by name, on the CPU.
+
+        Raises:
+            UserError: If a file of it cannot be read.
+        """
+        raise NotImplementedError
+
+
+def known_frames_mask(known: Sequence[bool], height: int, width: int) -> Float[Tensor, "4 f height width"]:
+    """Which pixel frames the model is given, as its mask channels say it.
+
+    The first latent frame is one pixel frame, which has all four channels; each later one is four, a channel each.
+
+    Args:
+        known: For each pixel frame, 4k + 1 of them.
+        height: Of a latent.
+        width: Of a latent.
+    """
+    assert len(known) % 4 == 1, f"{len(known)} frames"
+    frames = torch.tensor([known[0]] * 4 + list(known[1:]), dtype=torch.float32)
+    return frames.view(-1, 4).T[:, :, None, None].repeat(1, 1, height, width)
+
+
+class FirstLast(VaeConditioner):
+    """`y`: a mask of the known frames and the latents of a clip of which the model is told these frames alone.
+
+    The other frames are zeros as pixels, grey, and the VAE's latents of grey are not zeros.
+    """
+
+    kind = "first-last"
+
+    def __init__(self, vae: VaeEncoder | Outlined, *, both: bool):
+        """Say what is known.
+
+        Args:
+            vae: The VAE.
+            both: Whether the model is always told how a clip ends; else only a clip with an `end_image` says so.
+        """
+        super().__init__(vae)
+        self.both = both
+
+    @property
+    def settings(self) -> str:
+        return "both ends" if self.both else "begin"
+
+    def uses(self, controls: Controls) -> tuple[str, ...]:
+        """The picture it begins with, and ends with: columns, or the clip's own frames."""
+        used = [column_or_own(controls, FIRST, why="image to video")]
+        if self._has_last(controls):
+            used.append(column_or_own(controls, LAST, why="a last frame"))
+        return tuple(dict.fromkeys(used))
+
+    def condition(self, controls: Controls) -> dict[str, Tensor]:
+        frames = controls.frames
+        pixels = torch.zeros(3, frames, controls.height, controls.width)
+        pixels[:, :1] = picture_or_own(controls, FIRST)
+        known = [True] + [False] * (frames - 1)
+        if self._has_last(controls):
+            pixels[:, -1:] = picture_or_own(controls, LAST, last=True)
+            known[-1] = True
+        latents = self.latents(pixels)
+        return {"y": torch.cat([known_frames_mask(known, *latents.shape[2:]), latents])}
+
+    def _has_last(self, controls: Controls) -> bool:
+        return controls.frames > 1 and (self.both or LAST in controls.files)
+
+
+class FirstFrame(VaeConditioner):
+    """`first_frame`: clean latents of the picture that a clip begins with; without it the model draws from text alone."""
+
+    kind = "first-frame"
+    optional = True
+
+    def uses(self, controls: Controls) -> tuple[str, ...]:
+        """The picture, or the clip itself; nothing where a sample is drawn from text."""
+        if FIRST in controls.files:
+            return (FIRST,)
+        return () if controls.clip is None else ("",)
+
+    def condition(self, controls: Controls) -> dict[str, Tensor]:
+        return {"first_frame": self.latents(picture_or_own(controls, FIRST))}
+
+
+class ClipVision:
+    """`image`: the tokens that CLIP makes of pictures, one after the other."""
+
+    items_at_once = 1
+    optional = False
+
+    def __init__(
+        self, encoder: ImageEncoder | Outlined, columns: Sequence[str], *, name: str = "image", kind: str = "clip-vision",
+        own: bool = True,
+    ):  # fmt: skip
+        """Say which pictures.
+
+        Args:
+            encoder: CLIP.
+            columns: Of the pictures, in order; `end_image` is the last frame where the clip itself stands for it.
+            name: Of the tensor.
+            kind: Folder of the cache.
+            own: Whether the clip's own frames stand for columns that it has not; else a clip without has no tokens.
+        """
+        self.encoder, self.columns, self.name, self.kind, self.own = encoder, tuple(columns), name, kind, own
+
+    @cached_property
+    def identity(self) -> str:
+        """Digest of CLIP and of which pictures it is shown."""
+        return key(self.encoder.identity, self.name, str(self.own), *self.columns)
+
+    def uses(self, controls: Controls) -> tuple[str, ...]:
+        """The columns, and the clip itself in their place."""
+        if not self.own:
+            return tuple(column for column in self.columns if column in controls.files)
+        return tuple(dict.fromkeys(column_or_own(controls, column, why="image to video") for column in self.columns))
+
+    def load(self) -> None:
+        """Read CLIP's weights onto the device."""
+        self.encoder.load()
+
+    def unload(self) -> None:
+        """Free them."""
+        self.encoder.unload()
+
+    def encode(self, items: Sequence[Any], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
+        """Tokens of one clip's pictures [pictures · 257, 1280]."""
+        (controls,) = items
+        tokens = [self.encoder.encode([picture])[0]["image"] for picture in self.pictures(controls)]
+        advance(1.0)
+        return [{self.name: torch.cat(tokens)}]
+
+    def check(self, controls: Controls) -> None:
+        """Read the pictures."""
+        if self.uses(controls):
+            self.pictures(controls)
+
+    def pictures(self, controls: Controls) -> list[Float[Tensor, "3 1 height width"]]:
+        """What is shown of a clip, in order."""
+        shown = [column for column in self.columns if self.own or column in controls.files]
+        return [picture_or_own(controls, column, last=column == LAST) for column in shown]

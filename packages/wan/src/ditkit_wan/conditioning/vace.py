@@ -1,0 +1,63 @@
+"""What VACE is told: a video of which parts are kept and parts are made anew, a mask that says which, and pictures to refer to.
+
+Source: Wan-Video/Wan2.1, wan/vace.py.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from ditkit_core.models.conditions import Controls
+from ditkit_wan.conditioning.images import VaeConditioner
+from ditkit_wan.conditioning.pictures import on_white, video
+
+VIDEO, MASK = "vace_video", "vace_video_mask"
+REFERENCES = ("vace_reference_image", "vace_reference_image_2", "vace_reference_image_3")
+"""Columns of the pictures to refer to, in order."""
+_STRIDE = 8
+
+
+def mask_channels(mask: Float[Tensor, "frames height width"]) -> Float[Tensor, "64 f h w"]:
+    """A mask in pixels as 8 × 8 channels of a latent's size, of every latent frame the nearest pixel frame."""
+    frames, height, width = mask.shape
+    folded = rearrange(mask, "t (h p) (w q) -> 1 (p q) t h w", p=_STRIDE, q=_STRIDE)
+    size = ((frames + 3) // 4, height // _STRIDE, width // _STRIDE)
+    return F.interpolate(folded, size=size, mode="nearest-exact")[0]
+
+
+class Vace(VaeConditioner):
+    """`vace` [96, references + f, h, w]: latents of what is kept, of what is made anew, and the mask; and `vace_reference`.
+
+    A clip without a video is all grey, and one without a mask is made anew everywhere. References are latent frames in front.
+    """
+
+    kind = "vace"
+
+    def uses(self, controls: Controls) -> tuple[str, ...]:
+        """What there is of video, mask and references; "" where there is nothing, which is a condition too."""
+        return tuple(column for column in (VIDEO, MASK, *REFERENCES) if column in controls.files) or ("",)
+
+    def condition(self, controls: Controls) -> dict[str, Tensor]:
+        size = (controls.frames, controls.height, controls.width)
+        pixels = video(controls, VIDEO) if VIDEO in controls.files else torch.zeros(3, *size)
+        mask = torch.ones(size)
+        if MASK in controls.files:
+            mask = ((video(controls, MASK)[0] + 1) / 2).clamp(0, 1)
+        chosen = (mask > 0.5).float()  # pixels are one or the other; the mask keeps its greys, as in the official code
+        kept, anew = self.latents(pixels * (1 - chosen)), self.latents(pixels * chosen)
+        context = torch.cat([kept, anew, mask_channels(mask)])
+        pictures = [
+            on_white(Path(controls.files[column]), controls.height, controls.width)
+            for column in REFERENCES
+            if column in controls.files
+        ]
+        if not pictures:
+            return {"vace": context}
+        references = torch.cat([self.latents(picture) for picture in pictures], dim=1)
+        in_front = context.new_zeros(len(context), *references.shape[1:])
+        in_front[: len(references)] = references
+        return {"vace": torch.cat([in_front, context], dim=1), "vace_reference": references}

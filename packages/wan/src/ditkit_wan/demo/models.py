@@ -1,0 +1,186 @@
+"""The tiny models that a demo's checkpoint is made of: a real one's structure, few and narrow layers, drawn weights."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ditkit_core.data.media.synthetic import drawn, isometry
+from ditkit_wan.demo.media import CLIPS, draw
+from ditkit_wan.encoders.vae_kinds import WAN_2_2
+from ditkit_wan.presets import MUSIC_LAYERS, MusicArch, WanArch
+from ditkit_wan.state_dict import to_official
+
+HEADS, HEAD_DIM, LAYERS, FFN_DIM = 4, 24, 3, 192
+TEXT_DIM = 32
+IMAGE_DIM, IMAGE_TOKENS = 32, 257
+VAE_DIMS: Mapping[str, Any] = {"base_dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+PIXELS, FRAMES = 64, 9
+"""The size that the VAE's statistics are measured at: the demo's training size."""
+_LATENT_CHANNELS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What a variant's checkpoint has otherwise than that of text to video."""
+
+    pipeline: str = "WanPipeline"
+    """The class of diffusers that draws with it."""
+    transformer: str = "WanTransformer3DModel"
+    """The class of its transformer."""
+    config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Fields of its transformer's configuration."""
+    vae: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({"z_dim": _LATENT_CHANNELS}))
+    """Fields of the VAE's configuration."""
+    index: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Fields of `model_index.json`."""
+    looks: bool = False
+    """Whether it has an image encoder."""
+    experts: int = 1
+    """How many transformers it has."""
+    ours: WanArch | None = None
+    """Its architecture, where diffusers has no transformer of it: the checkpoint then has one file with official names, which a preset describes."""
+
+
+_WITH_PICTURE = {"in_channels": 36}
+_LOOKING = _WITH_PICTURE | {"image_dim": IMAGE_DIM, "added_kv_proj_dim": HEADS * HEAD_DIM}
+_FROM_PICTURE = "WanImageToVideoPipeline"
+_VAE_2_2 = {name: WAN_2_2[name] for name in WAN_2_2 if not name.startswith("latents")} | {"decoder_base_dim": 8}
+_OURS = WanArch(
+    dim=HEADS * HEAD_DIM, ffn_dim=FFN_DIM, heads=HEADS, layers=LAYERS, text_dim=TEXT_DIM, image_dim=IMAGE_DIM
+)
+VARIANTS: Mapping[str, Variant] = {
+    "t2v": Variant(),
+    "i2v": Variant(pipeline=_FROM_PICTURE, config=_LOOKING, looks=True),
+    "flf2v": Variant(
+        pipeline=_FROM_PICTURE, config=_LOOKING | {"pos_embed_seq_len": 2 * IMAGE_TOKENS}, looks=True
+    ),
+    "ti2v": Variant(
+        config={"in_channels": 48, "out_channels": 48, "num_attention_heads": 8}, vae=_VAE_2_2,
+        index={"expand_timesteps": True},
+    ),
+    "t2v-a14b": Variant(index={"boundary_ratio": 0.875}, experts=2),
+    "i2v-a14b": Variant(pipeline=_FROM_PICTURE, config=_WITH_PICTURE, index={"boundary_ratio": 0.9}, experts=2),
+    "vace": Variant(
+        pipeline="WanVACEPipeline", transformer="WanVACETransformer3DModel",
+        config={"vace_layers": [0, 2], "vace_in_channels": 96},
+    ),
+    "fun-control": Variant(ours=replace(_OURS, in_channels=48, ref_conv=True), looks=True),
+    "fun-control-camera": Variant(ours=replace(_OURS, in_channels=32, camera_channels=24), looks=True),
+    "wantodance": Variant(
+        ours=replace(
+            _OURS, in_channels=36, ref_conv=True,
+            music=MusicArch(layers=MUSIC_LAYERS[:1], width=32, heads=2, ffn_dim=64, skipped=1),
+        ),
+        looks=True,
+    ),
+}  # fmt: skip
+"""By name: every variant."""
+
+
+def build_tokenizer(captions: list[str]) -> Any:
+    """A unigram tokenizer of the T5 kind over the captions' words and characters.
+
+    The vocabulary is counted, not fitted by `UnigramTrainer`, whose threads may order equal pieces differently.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = Counter(f"▁{word}" for caption in captions for word in caption.split())
+    characters = Counter({character: 0.01 for word in sorted(words) for character in word})
+    total = sum(words.values()) + sum(characters.values())
+    pieces = sorted((words + characters).items(), key=lambda piece: (-piece[1], piece[0]))
+    special = ["<pad>", "</s>", "<unk>"]
+    vocabulary = [(piece, 0.0) for piece in special] + [(piece, math.log(n / total)) for piece, n in pieces]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=2))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=512
+    )
+
+
+def build_text_encoder(vocabulary_size: int) -> Any:
+    """A two-layer UMT5 encoder."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    config = UMT5Config(
+        vocab_size=vocabulary_size, d_model=TEXT_DIM, d_kv=16, d_ff=64, num_layers=2, num_heads=2,
+        feed_forward_proj="gated-gelu", tie_word_embeddings=False, pad_token_id=0, eos_token_id=1,
+        architectures=["UMT5EncoderModel"],
+    )  # fmt: skip
+    return drawn("text encoder", UMT5EncoderModel, config)
+
+
+def build_image_encoder() -> Any:
+    """A CLIP vision encoder of three layers that makes as many tokens of a picture as the real one."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    config = CLIPVisionConfig(
+        hidden_size=IMAGE_DIM, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, image_size=224,
+        patch_size=14, hidden_act="gelu",
+    )  # fmt: skip
+    return drawn("image encoder", CLIPVisionModel, config)
+
+
+def build_vae(variant: Variant) -> Any:
+    """A Wan VAE of few channels whose latents of the demo's clips have mean 0 and variance 1 in every channel."""
+    from diffusers import AutoencoderKLWan
+
+    vae = drawn("vae", AutoencoderKLWan, **{**variant.vae, **VAE_DIMS}).requires_grad_(False)
+    latents = torch.cat([vae.encode(clip[None]).latent_dist.mean[0].flatten(1) for clip in _clip_pixels()], dim=1)
+    vae.register_to_config(latents_mean=_rounded(latents.mean(dim=1)), latents_std=_rounded(latents.std(dim=1)))
+    return vae
+
+
+def build_transformer(variant: Variant, expert: int = 0) -> Any:
+    """A Wan transformer of three narrow blocks; each of a variant's experts has weights of its own."""
+    import diffusers
+
+    settings = {
+        "num_attention_heads": HEADS, "attention_head_dim": HEAD_DIM, "num_layers": LAYERS, "ffn_dim": FFN_DIM,
+        "in_channels": _LATENT_CHANNELS, "out_channels": _LATENT_CHANNELS, "text_dim": TEXT_DIM, "rope_max_seq_len": 1024,
+    } | dict(variant.config)  # fmt: skip
+    name = "transformer" if expert == 0 else f"transformer {expert}"
+    model = drawn(name, getattr(diffusers, variant.transformer), **settings)
+    dim, channels = settings["num_attention_heads"] * HEAD_DIM, settings["out_channels"]
+    with torch.no_grad():
+        model.condition_embedder.time_embedder.linear_2.weight.mul_(0.5)
+        model.condition_embedder.time_proj.weight.mul_(0.3)
+        for block in model.blocks:
+            block.scale_shift_table[:, [2, 5]] += 1.0  # the two gates
+        # Without its blocks the model would predict the noised latents: near the truth where noise is strong.
+        columns = isometry(dim, 4 * channels, "patch").unflatten(1, (channels, 1, 2, 2))
+        model.patch_embedding.weight[:, :channels] = columns * math.sqrt(dim / (4 * channels))
+        model.proj_out.weight.copy_(columns.permute(2, 3, 4, 1, 0).flatten(0, 3))
+    return model
+
+
+def build_official(arch: WanArch) -> dict[str, Tensor]:
+    """The weights of a transformer that diffusers has no class of, by their official names."""
+    from ditkit_core.models.precision import Precision
+    from ditkit_wan.model.transformer import WanTransformer
+
+    model = drawn("transformer", WanTransformer, arch, Precision(matmul=torch.float32))
+    return {to_official(name): tensor.contiguous() for name, tensor in model.state_dict().items()}
+
+
+def _clip_pixels() -> list[Float[Tensor, "3 frames height width"]]:
+    """The demo's clips at the training size, in [-1, 1], before encoding to mp4."""
+    clips = []
+    for clip in CLIPS:
+        frames = torch.from_numpy(draw(clip)[:FRAMES]).permute(0, 3, 1, 2).float() / 127.5 - 1
+        resized = torch.nn.functional.interpolate(frames, size=(PIXELS, PIXELS), mode="bilinear", antialias=True)
+        clips.append(resized.transpose(0, 1))
+    return clips
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(float(value), 6) for value in values]

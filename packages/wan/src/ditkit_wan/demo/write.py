@@ -1,0 +1,104 @@
+"""The demo's inputs: a complete tiny Wan checkpoint with random weights, and a dozen captioned videos.
+
+The demo trains on these by the same path as real weights: nothing else in ditkit knows about it. The checkpoint is in
+diffusers layout. Its random initialisation matters, because LoRA reaches only the attention and feed-forward layers of
+the blocks: the frozen patch embedding must keep the whole picture, the gates must let the blocks' result through, and
+the frozen head must be able to say it.
+"""
+
+import json
+from pathlib import Path
+
+from ditkit_core.data.media.synthetic import write_index, write_inputs, write_text_encoder
+from ditkit_core.io.files import write_text
+from ditkit_wan.demo import models as demo_models
+from ditkit_wan.demo.media import CLIPS, write_clip
+from ditkit_wan.demo.models import VARIANTS
+
+
+def write_demo(folder: Path) -> None:
+    """Write the demo's inputs: `checkpoint/` and `clips/`, the same bytes every time.
+
+    A folder that is complete is left alone; one that was half written is written again.
+
+    Args:
+        folder: Where to write; created if needed.
+
+    Raises:
+        UserError: If it cannot be written.
+    """
+    captions = [clip.caption for clip in CLIPS]
+    write_inputs(folder, {"clips": _write_clips, "checkpoint": lambda part: write_checkpoint(part, captions)})
+
+
+def _write_clips(folder: Path) -> None:
+    for index, clip in enumerate(CLIPS):
+        write_clip(folder / f"clip{index:02d}.mp4", clip)
+
+
+def write_checkpoint(folder: Path, captions: list[str], variant: str = "t2v") -> None:
+    """Write a complete tiny Wan checkpoint in diffusers layout, with random weights.
+
+    Args:
+        folder: The folder to write.
+        captions: Sentences whose words become the tokenizer's vocabulary.
+        variant: One of `VARIANTS`.
+    """
+    import diffusers
+    from diffusers import UniPCMultistepScheduler
+    from safetensors.torch import save_file
+
+    kind = VARIANTS[variant]
+    tokenizer = demo_models.build_tokenizer(captions)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    text_encoder = demo_models.build_text_encoder(len(tokenizer))
+    write_text_encoder(folder, text_encoder, tied="encoder.embed_tokens.weight")
+    demo_models.build_vae(kind).save_pretrained(folder / "vae")
+    if kind.ours is not None:
+        save_file(demo_models.build_official(kind.ours), folder / "transformer.safetensors")
+    for expert in range(0 if kind.ours is not None else kind.experts):
+        part = f"transformer_{expert + 1}" if expert else "transformer"
+        demo_models.build_transformer(kind, expert).save_pretrained(folder / part)
+    UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
+    ).save_pretrained(folder / "scheduler")
+    index = {
+        "_class_name": kind.pipeline,
+        "_diffusers_version": diffusers.__version__,
+        "boundary_ratio": None,
+        "scheduler": ["diffusers", "UniPCMultistepScheduler"],
+        "text_encoder": ["transformers", "UMT5EncoderModel"],
+        "tokenizer": ["transformers", type(tokenizer).__name__],
+        "transformer": [None, None] if kind.ours is not None else ["diffusers", kind.transformer],
+        "transformer_2": ["diffusers", kind.transformer] if kind.experts > 1 else [None, None],
+        "vae": ["diffusers", "AutoencoderKLWan"],
+    }
+    if kind.pipeline != "WanVACEPipeline":  # which knows no such setting
+        index["expand_timesteps"] = False
+    if kind.looks:
+        _write_image_encoder(folder)
+        index |= {
+            "image_encoder": ["transformers", "CLIPVisionModel"],
+            "image_processor": ["transformers", "CLIPImageProcessor"],
+        }
+    write_index(folder, index | dict(kind.index))
+
+
+def _write_image_encoder(folder: Path) -> None:
+    """CLIP, and how a pipeline prepares pictures for it; written here, because the library's class warns where torchvision is missing."""
+    from safetensors.torch import save_file
+
+    from ditkit_wan.encoders.clip import MEAN, STD
+
+    model = demo_models.build_image_encoder()
+    model.config.save_pretrained(folder / "image_encoder")
+    save_file(dict(model.state_dict()), folder / "image_encoder" / "model.safetensors", metadata={"format": "pt"})
+    side = model.config.image_size
+    prepared = {
+        "image_processor_type": "CLIPImageProcessor", "crop_size": {"height": side, "width": side},
+        "size": {"shortest_edge": side}, "do_center_crop": True, "do_convert_rgb": True, "do_normalize": True,
+        "do_rescale": True, "do_resize": True, "image_mean": MEAN, "image_std": STD, "resample": 3,
+        "rescale_factor": 1 / 255,
+    }  # fmt: skip
+    (folder / "image_processor").mkdir()
+    write_text(folder / "image_processor" / "preprocessor_config.json", json.dumps(prepared, indent=2) + "\n")

@@ -1,0 +1,152 @@
+"""The CLIP vision encoder of the image-to-video models, from a diffusers folder or ComfyUI's `clip_vision_h` file."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from ditkit_core.errors import UserError
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import StateDictNames, ignored
+from ditkit_core.weights.frozen import built_from, fill, find_weights, fingerprint
+from ditkit_wan.encoders.safe_names import SAFE_NAMES
+
+# transformers dropped the prefix from its own names in version 5; files have it or not
+IMAGE_NAMES = StateDictNames.renaming(prefixes=("vision_model.",), to_native=lambda name: name)
+_NOT_VISION = frozenset({"visual_projection.weight", "vision_model.embeddings.position_ids", "logit_scale"})
+PUBLISHED = {
+    "hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 16, "hidden_act": "gelu",
+    "num_hidden_layers": 32, "image_size": 224, "patch_size": 14,
+}  # fmt: skip
+"""CLIP ViT-H/14, which all models of Wan that look at pictures do it with."""
+_HEAD_DIM = 80  # of ViT-H/14, the one encoder that Wan uses
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""What CLIP's pixels, in [0, 1], are made standard with."""
+
+
+class ImageEncoder:
+    """A picture to the tokens of CLIP's last layer but one; an `Encoder` of the core."""
+
+    items_at_once = 1
+
+    def __init__(self, components: Components, device: torch.device, dtype: torch.dtype):
+        """Find the weights and read their headers; nothing is loaded.
+
+        Raises:
+            UserError: If there are none, or they are damaged or of another model.
+        """
+        self._source, self._config = config_of(components)
+        self._device, self._dtype = device, dtype
+        self._model: Any = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one picture: its patches, and one of all."""
+        config = _whole(self._config)
+        return int(config.image_size // config.patch_size) ** 2 + 1
+
+    @property
+    def dim(self) -> int:
+        """Width of a token."""
+        return int(_whole(self._config).hidden_size)
+
+    @cached_property
+    def identity(self) -> str:
+        """Digest of the weights, the dtype and how pictures are resized."""
+        return fingerprint(self._source.path, str(self._dtype), "bicubic, penultimate layer")
+
+    def load(self) -> None:
+        """Read the weights onto the device.
+
+        Raises:
+            UserError: If the weights are incomplete.
+        """
+        model = built_from(build, self._config, self._source)
+        fill(
+            model, self._source, IMAGE_NAMES, device=self._device, dtype_of=lambda name: self._dtype,
+            key="model.image_encoder", ignore=_NOT_VISION,
+        )  # fmt: skip
+        for name, buffer in model.named_buffers():  # not stored: the positions, in order
+            assert name.endswith("position_ids"), name
+            owner = model.get_submodule(name.rpartition(".")[0])
+            owner.position_ids = torch.arange(buffer.shape[1], device=self._device)[None]
+        self._model = model
+
+    def unload(self) -> None:
+        """Free the weights."""
+        self._model = None
+
+    @torch.no_grad()
+    def encode(
+        self, items: Sequence[Float[Tensor, "3 1 height width"]], advance: Callable[[float], None] = ignored
+    ) -> list[dict[str, Tensor]]:
+        """Tokens of one picture.
+
+        Args:
+            items: One picture: pixels in [-1, 1]; squeezed to the encoder's square, as the official code does.
+            advance: Told when it is done.
+
+        Returns:
+            `image` [tokens, dim], the class token first, in the encoder's dtype, on the CPU.
+        """
+        (item,) = items
+        tokens = read(self._model, item, self._device, self._dtype).cpu()
+        advance(1.0)
+        return [{"image": tokens}]
+
+
+def build(config: Mapping[str, Any]) -> Any:
+    """The encoder of a configuration, on the default device."""
+    from transformers import CLIPVisionModel
+
+    return CLIPVisionModel(_whole(config))
+
+
+def _whole(config: Mapping[str, Any]) -> Any:
+    """A configuration with the library's values where a file, as the library writes it, leaves them out."""
+    from transformers import CLIPVisionConfig
+
+    return CLIPVisionConfig.from_dict(dict(config))
+
+
+def read(
+    model: Any, pixels: Float[Tensor, "3 1 height width"], device: torch.device, dtype: torch.dtype
+) -> Float[Tensor, "tokens dim"]:
+    """Tokens of one picture, on the device of the encoder's weights."""
+    size = model.config.image_size
+    square = F.interpolate(pixels.transpose(0, 1), size=(size, size), mode="bicubic", align_corners=False)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
+    normal = ((square * 0.5 + 0.5 - mean) / std).to(device, dtype)
+    return model(normal, output_hidden_states=True).hidden_states[-2][0]
+
+
+def config_of(components: Components) -> tuple[SafetensorsSource, dict[str, Any]]:
+    """The weights' files, their headers read, and their configuration.
+
+    Raises:
+        UserError: If there are none, or they are damaged or of another model.
+    """
+    return find_weights(components, "image_encoder", _config_of_file, safe_names=SAFE_NAMES)
+
+
+def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:
+    """The configuration of a single file, read off its shapes."""
+    shapes = {name.removeprefix("vision_model."): stored.shape for name, stored in source.tensors.items()}
+    try:
+        dim, _, patch, _ = shapes["embeddings.patch_embedding.weight"]
+        positions = shapes["embeddings.position_embedding.weight"][0]
+        ffn_dim = shapes["encoder.layers.0.mlp.fc1.weight"][0]
+    except (KeyError, ValueError) as error:
+        raise UserError(
+            f"{source.path} is not a CLIP vision encoder; get clip_vision_h.safetensors, or name its folder"
+        ) from error
+    return {
+        "hidden_size": dim, "intermediate_size": ffn_dim, "num_attention_heads": dim // _HEAD_DIM, "hidden_act": "gelu",
+        "num_hidden_layers": sum(name.endswith(".mlp.fc1.weight") for name in shapes),
+        "image_size": round((positions - 1) ** 0.5) * patch, "patch_size": patch,
+    }  # fmt: skip

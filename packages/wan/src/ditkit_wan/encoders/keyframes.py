@@ -1,0 +1,52 @@
+"""Keyframes of a whole piece of music, as WanToDance draws them first: every fourth frame of a clip, which the VAE takes as a still.
+
+Source: `framewise_decoding` in modelscope/DiffSynth-Studio, diffsynth/pipelines/wan_video.py.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ditkit_core.models.spec import ignored
+from ditkit_core.weights.frozen import fingerprint
+from ditkit_wan.encoders.vae import TILES, VaeEncoder
+from ditkit_wan.presets import WanArch
+
+
+class KeyframeVae(VaeEncoder):
+    """The VAE, of which each latent frame is a picture of its own."""
+
+    @cached_property
+    def identity(self) -> str:
+        """Digest of the weights and of how latents are made from them."""
+        tiles = (str(TILES),) if self._tiled else ()
+        return fingerprint(self._source.path, "posterior mean, normalised, fp32, every fourth frame alone", *tiles)
+
+    def encode(
+        self, items: Sequence[Float[Tensor, "3 frames height width"]], advance: Callable[[float], None] = ignored
+    ) -> list[dict[str, Tensor]]:
+        """Latents of one clip's keyframes: as many as a video of it would have.
+
+        Args:
+            items: One clip: pixels in [-1, 1], 1 + 4k frames.
+            advance: Told of each keyframe.
+        """
+        (item,) = items
+        frames_per_latent, _ = self.strides
+        assert item.shape[1] % frames_per_latent == 1, f"{item.shape[1]} frames"
+        stills = item[:, ::frames_per_latent].split(1, dim=1)
+        latents = [super(KeyframeVae, self).encode([still])[0]["latents"] for still in stills]
+        advance(1.0)
+        return [{"latents": torch.cat(latents, 1)}]
+
+    def decode(self, latents: Float[Tensor, "channels f h w"]) -> Float[Tensor, "3 f height width"]:
+        """Pixels in [0, 1], fp32, on the CPU: one frame for each latent frame."""
+        return torch.cat([super(KeyframeVae, self).decode(frame) for frame in latents.split(1, dim=1)], 1)
+
+
+def vae_class(arch: WanArch | None) -> type[VaeEncoder]:
+    """How an architecture's clips go through the VAE."""
+    return KeyframeVae if arch is not None and arch.music is not None and arch.music.keyframes else VaeEncoder

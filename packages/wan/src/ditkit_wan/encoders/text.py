@@ -1,0 +1,243 @@
+"""The UMT5 text encoder, from a diffusers folder or a single file, and the tokenizer beside it."""
+
+import html
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from ditkit_core.errors import UserError
+from ditkit_core.io.console import warn
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import StateDictNames, ignored
+from ditkit_core.nn.quantized_linear import QuantizedLinear
+from ditkit_core.weights.frozen import built_from, fill, find_weights, fingerprint
+from ditkit_core.weights.tokenizer import find_tokenizer
+from ditkit_wan.encoders.safe_names import SAFE_NAMES
+
+TEXT_TOKENS = 512
+"""Tokens of a caption, its end included; what is beyond is cut."""
+
+# Official names to those of transformers. Source: `T5Encoder` in Wan-Video/Wan2.1, wan/modules/t5.py.
+_IN_BLOCK = {
+    "norm1": "layer.0.layer_norm",
+    **{f"attn.{part}": f"layer.0.SelfAttention.{part}" for part in "qkvo"},
+    "pos_embedding.embedding": "layer.0.SelfAttention.relative_attention_bias",
+    "norm2": "layer.1.layer_norm",
+    "ffn.gate.0": "layer.1.DenseReluDense.wi_0",
+    "ffn.fc1": "layer.1.DenseReluDense.wi_1",
+    "ffn.fc2": "layer.1.DenseReluDense.wo",
+}
+_OUTSIDE = {"token_embedding": "shared", "norm": "encoder.final_layer_norm"}
+_BLOCK = re.compile(r"^blocks\.(\d+)\.(.+)\.weight$")
+_TIED = {"encoder.embed_tokens": "shared"}
+_NOT_WEIGHTS = frozenset({"spiece_model"})  # ComfyUI stores the tokenizer beside the weights
+
+
+def to_transformers(name: str) -> str:
+    """The transformers name of a parameter of the UMT5 encoder, given in either form."""
+    block = _BLOCK.match(name)
+    if block and block[2] in _IN_BLOCK:
+        return f"encoder.block.{block[1]}.{_IN_BLOCK[block[2]]}.weight"
+    module = name.removesuffix(".weight")
+    return f"{_OUTSIDE[module]}.weight" if module in _OUTSIDE else name
+
+
+PUBLISHED = {
+    "vocab_size": 256384, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
+    "relative_attention_num_buckets": 32, "feed_forward_proj": "gated-gelu",
+}  # fmt: skip
+"""UMT5-XXL, which all models of Wan read captions with."""
+
+TEXT_NAMES = StateDictNames.renaming(to_native=to_transformers)
+
+
+def clean(caption: str) -> str:
+    """A caption as the model saw captions in training: mended encoding, no HTML entities, single spaces."""
+    import ftfy
+
+    caption = html.unescape(html.unescape(ftfy.fix_text(caption)))
+    return re.sub(r"\s+", " ", caption).strip()
+
+
+class TextEncoder:
+    """Captions to token features; an `Encoder` of the core."""
+
+    items_at_once = 1
+
+    def __init__(self, components: Components, device: torch.device, dtype: torch.dtype):
+        """Find weights and tokenizer, and read the weights' headers; nothing is loaded.
+
+        Raises:
+            UserError: If either is missing or damaged, or the weights are of no kind that is read.
+        """
+        self._source, self._config = config_of(components)
+        self._tokenizer_path = find_tokenizer(components, or_vocabulary="spiece.model", also=("tokenizer_config.json",))
+        self._device, self._dtype = device, dtype
+        self._model: Any = None
+        self._tokenizer: Any = None
+        self.truncated: list[str] = []
+        """Captions that were longer than 512 tokens, each with the number of tokens that were cut."""
+
+    @cached_property
+    def identity(self) -> str:
+        """Digest of weights, tokenizer, dtype and the way captions are cleaned and cut."""
+        tokenizer = fingerprint(self._tokenizer_path)
+        return fingerprint(self._source.path, tokenizer, str(self._dtype), "ftfy, unescaped twice, spaces", TEXT_TOKENS)
+
+    def load(self) -> None:
+        """Read the weights onto the device.
+
+        Raises:
+            UserError: If the weights are incomplete, or the tokenizer cannot be read.
+        """
+        if self._model is not None:
+            return
+        self._load_tokenizer()
+        model = built_from(build, self._config, self._source)
+        fill(
+            model, self._source, TEXT_NAMES, device=self._device, dtype_of=self._dtype_of, key="model.text_encoder",
+            tied=_TIED, ignore=_NOT_WEIGHTS,
+        )  # fmt: skip
+        for name, layer in list(model.named_modules()):
+            if isinstance(layer, QuantizedLinear) and name.endswith(".wo"):
+                model.set_submodule(name, _LastProjection(layer, self._dtype_of(f"{name}.weight")))
+        self._model = model
+
+    def _load_tokenizer(self) -> None:
+        if self._tokenizer is not None:
+            return
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                str(self._tokenizer_path), local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise UserError(
+                f"{self._tokenizer_path} holds no tokenizer that can be read ({reason}); set model.tokenizer"
+            ) from error
+        if self._tokenizer.pad_token is None:
+            raise UserError(
+                f"{self._tokenizer_path} has no padding token: tokenizer_config.json is not the model's; fetch it "
+                "again, or set model.tokenizer"
+            )
+
+    def cut_of(self, caption: str) -> tuple[int, str] | None:
+        """How many tokens of a caption are cut, and what is read of it; None if all of it is. Needs no weights.
+
+        Raises:
+            UserError: If the tokenizer cannot be read.
+        """
+        self._load_tokenizer()
+        ids = self._tokenizer(clean(caption), verbose=False).input_ids
+        if len(ids) <= TEXT_TOKENS:
+            return None
+        # the last of the tokens that are read is the caption's end
+        return len(ids) - TEXT_TOKENS, self._tokenizer.decode(ids[: TEXT_TOKENS - 1])
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        # the last projection of T5 overflows fp16
+        return torch.float32 if self._dtype == torch.float16 and name.endswith(".wo.weight") else self._dtype
+
+    def unload(self) -> None:
+        """Free the weights."""
+        self._model = self._tokenizer = None
+
+    @torch.no_grad()
+    def encode(self, items: Sequence[str], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
+        """Features of one caption.
+
+        Padded to 512 tokens with the padding masked, as in training: rounding depends on the shape. The result is
+        trimmed to the caption's true length; the zeros that the model expects after it are added when inputs are made.
+
+        Args:
+            items: One caption; the empty one is a single end-of-sentence token.
+            advance: Told when it is done.
+
+        Returns:
+            `text` [tokens, dim] in the encoder's own dtype: a wider one would only make the cache larger.
+        """
+        (item,) = items
+        ids = self._tokenizer(clean(item), verbose=False).input_ids
+        if len(ids) > TEXT_TOKENS:
+            self.truncated.append(f"{item[:60]!r}… is {len(ids)} tokens long: {len(ids) - TEXT_TOKENS} were cut")
+            warn(self.truncated[-1])
+        tokens = self._tokenizer(
+            clean(item), padding="max_length", max_length=TEXT_TOKENS, truncation=True, return_tensors="pt"
+        ).to(self._device)
+        features = read(self._model, tokens.input_ids, tokens.attention_mask)
+        features = features[: int(tokens.attention_mask.sum())].to("cpu", self._dtype, copy=True)
+        advance(1.0)
+        return [{"text": features}]
+
+
+class _LastProjection(nn.Module):
+    """The last projection of a block, over a weight of 8-bit codes.
+
+    transformers converts its input to the dtype of `weight` if that is a tensor: to 8 bits, here.
+    """
+
+    weight = None
+
+    def __init__(self, layer: QuantizedLinear, dtype: torch.dtype):
+        super().__init__()
+        self.layer, self.dtype = layer, dtype
+
+    def forward(self, x: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch dim"]:
+        """The product in the dtype that a dense weight would have."""
+        product: Tensor = self.layer(x.to(self.dtype))
+        return product
+
+
+def build(config: Mapping[str, Any]) -> Any:
+    """The encoder of a configuration, on the default device."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    return UMT5EncoderModel(UMT5Config.from_dict(dict(config)))
+
+
+def tie(model: Any) -> None:
+    """Have the encoder's embedding be the shared one, as `load` does."""
+    for name, other in _TIED.items():
+        model.get_submodule(name).weight = model.get_submodule(other).weight
+
+
+def read(model: Any, ids: Int64[Tensor, "1 tokens"], mask: Int64[Tensor, "1 tokens"]) -> Float[Tensor, "tokens dim"]:
+    """Features of a padded caption, padding included."""
+    return model(ids, mask).last_hidden_state[0]
+
+
+def config_of(components: Components) -> tuple[SafetensorsSource, dict[str, Any]]:
+    """The weights' files, their headers read, and their configuration.
+
+    Raises:
+        UserError: If there are none, or they are damaged or of no kind that is read.
+    """
+    return find_weights(components, "text_encoder", _config_of_file, safe_names=SAFE_NAMES)
+
+
+def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:
+    """The configuration of a single file, read off its shapes; all UMT5 encoders share the rest."""
+    shapes = {to_transformers(name): stored.shape for name, stored in source.tensors.items()}
+    block = "encoder.block.0.layer"
+    try:
+        vocabulary, dim = shapes["shared.weight"]
+        attention_dim = shapes[f"{block}.0.SelfAttention.q.weight"][0]
+        buckets, heads = shapes[f"{block}.0.SelfAttention.relative_attention_bias.weight"]
+        ffn_dim = shapes[f"{block}.1.DenseReluDense.wi_0.weight"][0]
+    except (KeyError, ValueError) as error:
+        raise UserError(
+            f"{source.path} is not a UMT5 encoder; get umt5_xxl_fp16.safetensors, or name a text_encoder folder"
+        ) from error
+    layers = sum(name.endswith(".SelfAttention.q.weight") for name in shapes)
+    return {
+        "vocab_size": vocabulary, "d_model": dim, "d_kv": attention_dim // heads, "d_ff": ffn_dim, "num_layers": layers,
+        "num_heads": heads, "relative_attention_num_buckets": buckets, "feed_forward_proj": "gated-gelu",
+    }  # fmt: skip

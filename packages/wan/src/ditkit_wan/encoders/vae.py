@@ -1,0 +1,167 @@
+"""The Wan VAEs: diffusers' `AutoencoderKLWan` from a diffusers folder or from the official single file, of 2.1 or of 2.2.
+
+Latents are the posterior's mean, normalised per channel, in fp32: what the official code samples with. A drawn latent
+would put the encoder's noise into the training data.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ditkit_core.errors import UserError
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import ignored
+from ditkit_core.models.tiling import Tiles, in_tiles
+from ditkit_core.weights.frozen import built_from, fill, find_weights, fingerprint
+from ditkit_wan.encoders.safe_names import SAFE_NAMES
+from ditkit_wan.encoders.vae_kinds import VAE_NAMES, config_of
+
+TILES = Tiles(side=256, overlap=64)
+"""As diffusers cuts clips for this VAE."""
+_REMEDIES = {
+    16: "get wan_2.1_vae.safetensors, or name a diffusers vae folder",
+    48: "get wan2.2_vae.safetensors, or name the vae folder of Wan2.2-TI2V-5B-Diffusers",
+}
+"""By latent channels: where a person finds the VAE."""
+
+
+class VaeEncoder:
+    """Pixels to normalised latents and back; an `Encoder` of the core."""
+
+    items_at_once = 1
+
+    def __init__(
+        self, components: Components, device: torch.device, *, tiled: bool = False, channels: int | None = None
+    ):
+        """Find the weights and read their headers; nothing is loaded.
+
+        Args:
+            components: Where the model's files are.
+            device: Where the VAE works.
+            tiled: Whether it works in tiles, one after the other: less memory, and other results.
+            channels: Latent channels that the model was trained on; None takes either VAE.
+
+        Raises:
+            UserError: If there are none, a file is damaged, or they are those of another VAE.
+        """
+        remedy = _REMEDIES.get(channels or 0, " or ".join(_REMEDIES.values()))
+        self._source, self.config = find_weights(
+            components, "vae", _config_of_file, kind="AutoencoderKLWan", remedy=remedy, safe_names=SAFE_NAMES
+        )
+        if channels not in (None, self.channels):
+            raise UserError(
+                f"{self._source.path} makes {self.channels} latent channels and the model takes {channels}; "
+                f"set model.vae to the model's own: {remedy}"
+            )
+        self._device, self._tiled = device, tiled
+        self._vae: Any = None
+
+    @cached_property
+    def identity(self) -> str:
+        """Digest of the weights and of how latents are made from them."""
+        tiles = (str(TILES),) if self._tiled else ()  # untiled, as ever: caches stay valid
+        return fingerprint(self._source.path, "posterior mean, normalised, fp32", *tiles)
+
+    @property
+    def channels(self) -> int:
+        """Latent channels."""
+        return self.config.get("z_dim", 16)
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Pixel frames per latent frame after the first, and pixels per latent pixel."""
+        return self.config.get("scale_factor_temporal", 4), self.config.get("scale_factor_spatial", 8)
+
+    def load(self) -> None:
+        """Read the weights onto the device, in fp32.
+
+        Raises:
+            UserError: If the weights do not fit the configuration, or a file is damaged.
+        """
+        if self._vae is not None:
+            return
+        vae = built_from(build, self.config, self._source)
+        fill(
+            vae, self._source, VAE_NAMES, device=self._device, dtype_of=lambda name: torch.float32, key="model.vae"
+        )  # fmt: skip
+        self._vae = vae
+
+    def unload(self) -> None:
+        """Free the weights."""
+        self._vae = None
+
+    @torch.no_grad()
+    def encode(
+        self, items: Sequence[Float[Tensor, "3 frames height width"]], advance: Callable[[float], None] = ignored
+    ) -> list[dict[str, Tensor]]:
+        """Latents of one clip.
+
+        Args:
+            items: One clip: pixels in [-1, 1]; 1 + 4k frames, because the VAE drops what is beyond without a word.
+            advance: Told when it is done.
+
+        Returns:
+            `latents` [channels, 1 + k, height / stride, width / stride], fp32, on the CPU; about unit variance.
+        """
+        (item,) = items
+        frames_per_latent, _ = self.strides
+        assert item.shape[1] % frames_per_latent == 1, f"{item.shape[1]} frames"
+        latents = self._work(encode_clip, item, pixels=1, scale=Fraction(1, self.strides[1]))
+        advance(1.0)
+        return [{"latents": latents}]
+
+    @torch.no_grad()
+    def decode(self, latents: Float[Tensor, "channels f h w"]) -> Float[Tensor, "3 frames height width"]:
+        """Pixels in [0, 1], fp32, on the CPU."""
+        return self._work(decode_clip, latents, pixels=self.strides[1], scale=Fraction(self.strides[1]))
+
+    def _work(self, work: Callable[..., Tensor], clip: Tensor, *, pixels: int, scale: Fraction) -> Tensor:
+        def of_part(part: Tensor) -> Tensor:
+            return work(self._vae, part, self._device)
+
+        return in_tiles(of_part, clip, TILES, pixels=pixels, scale=scale) if self._tiled else of_part(clip).cpu()
+
+
+def build(config: Mapping[str, Any]) -> Any:
+    """The VAE of a configuration, on the default device."""
+    from diffusers import AutoencoderKLWan
+
+    return AutoencoderKLWan.from_config(dict(config))
+
+
+def encode_clip(
+    vae: Any, pixels: Float[Tensor, "3 frames height width"], device: torch.device
+) -> Float[Tensor, "channels f h w"]:
+    """Normalised latents of one clip, on the device of the VAE's weights."""
+    mean, std = _statistics(vae, device)
+    posterior = vae.encode(pixels[None].to(device, torch.float32)).latent_dist
+    return (posterior.mode()[0] - mean) / std
+
+
+def decode_clip(
+    vae: Any, latents: Float[Tensor, "channels f h w"], device: torch.device
+) -> Float[Tensor, "3 frames height width"]:
+    """Pixels in [0, 1] of normalised latents, on the device of the VAE's weights."""
+    mean, std = _statistics(vae, device)
+    pixels = vae.decode((latents.to(device, torch.float32) * std + mean)[None]).sample[0]
+    return ((pixels + 1) / 2).clamp(0, 1)
+
+
+def _statistics(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each latent channel over the VAE's own training data."""
+    config = vae.config
+    mean, std = (torch.tensor(values).to(device) for values in (config.latents_mean, config.latents_std))
+    return mean.view(-1, 1, 1, 1), std.view(-1, 1, 1, 1)
+
+
+def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:
+    config = config_of({name: stored.shape for name, stored in source.tensors.items()})
+    if config is None:
+        raise UserError(f"{source.path} is no VAE of Wan 2.1 or 2.2; {' or '.join(_REMEDIES.values())}")
+    return config

@@ -1,0 +1,163 @@
+"""The embedding of the Wan transformer: inputs to the first carry."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from ditkit_core.models.precision import Precision
+from ditkit_core.nn.functional import plain_sum
+from ditkit_core.nn.linear import CastLinear
+from ditkit_core.nn.padding import key_mask
+from ditkit_core.nn.rope import timestep_features
+from ditkit_wan.model.carry import WanCarry
+from ditkit_wan.model.image_embedding import WanImageEmbedding
+from ditkit_wan.model.inputs import WanInputs, check_conditions
+from ditkit_wan.model.rope import rotary_angles
+from ditkit_wan.model.variants.camera_adapter import CameraAdapter
+from ditkit_wan.model.variants.music import MusicEmbedding, frame_steps
+from ditkit_wan.model.variants.reference_conv import ReferenceConv, in_front, times_in_front
+from ditkit_wan.presets import WanArch
+
+
+class WanPatchEmbedding(nn.Module):
+    """The official Conv3d whose stride is its kernel, computed as the matmul that it is."""
+
+    def __init__(self, arch: WanArch, channels: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(arch.dim, channels, *arch.patch))
+        self.bias = nn.Parameter(torch.zeros(arch.dim))
+        nn.init.xavier_uniform_(self.weight.data.flatten(1))
+
+    def forward(self, patches: Float[Tensor, "*batch features"]) -> Float[Tensor, "*batch dim"]:
+        return F.linear(patches, self.weight.flatten(1), self.bias)
+
+
+class WanEmbed(nn.Module):
+    """Inputs to the carry."""
+
+    def __init__(self, arch: WanArch, precision: Precision):
+        super().__init__()
+        self.arch, self.precision = arch, precision
+        dim = arch.dim
+        self.patch_embedding = WanPatchEmbedding(arch, arch.in_channels)
+        self.text_embedding = nn.Sequential(
+            nn.Linear(arch.text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim)
+        )
+        self.time_embedding = nn.Sequential(CastLinear(arch.freq_dim, dim), nn.SiLU(), CastLinear(dim, dim))
+        self.time_projection = nn.Sequential(nn.SiLU(), CastLinear(dim, 6 * dim))
+        if arch.image_dim:
+            self.img_emb = WanImageEmbedding(arch, precision)
+        if arch.vace_layers:
+            self.vace_patch_embedding = WanPatchEmbedding(arch, arch.vace_channels)
+            self.vace_before_proj = nn.Linear(dim, dim)
+            nn.init.zeros_(self.vace_before_proj.weight)
+            nn.init.zeros_(self.vace_before_proj.bias)
+        if arch.ref_conv:
+            self.ref_conv = ReferenceConv(arch)
+        if arch.camera_channels:
+            self.control_adapter = CameraAdapter(arch)
+        if arch.music:
+            self.patch_embedding_global = WanPatchEmbedding(arch, arch.in_channels)
+            self.img_emb_refimage = WanImageEmbedding(arch, precision)
+            self.music = MusicEmbedding(arch, arch.music, precision)
+
+    def forward(self, inputs: WanInputs) -> WanCarry:
+        check_conditions(self.arch, inputs)
+        precision = self.precision
+        grids = tuple(self._grid(latent) for latent in inputs.latents)
+        given = inputs.latents if inputs.y is None else map(_channels, inputs.latents, inputs.y)
+        patches = [self._patches(latent) for latent in given]
+        lengths = [len(rows) for rows in patches]
+        steps = () if inputs.music is None else frame_steps(inputs.music, inputs.latents)
+        tokens = self._tokens(patches, steps).to(precision.entry)
+        timestep = inputs.timestep if inputs.timestep.ndim == 2 else inputs.timestep[:, None]
+        fronts: tuple[int, ...] = ()
+        if inputs.camera is not None:
+            tokens = plain_sum(self._moved(inputs.camera, tokens, lengths), tokens)
+        if inputs.reference is not None:
+            pictures = [None if it is None else self.ref_conv(it.to(precision.matmul)) for it in inputs.reference]
+            tokens = in_front(pictures, tokens, lengths).to(precision.entry)
+            if timestep.shape[1] > 1 and inputs.late is None:
+                timestep = times_in_front(timestep, [0 if it is None else len(it) for it in pictures], lengths)
+            fronts = tuple(int(it is not None) for it in pictures)
+            grids = tuple((f + front, h, w) for (f, h, w), front in zip(grids, fronts, strict=True))
+        layouts = list(zip(grids, steps or [1] * len(grids), strict=True))
+        if len(set(layouts)) == 1:
+            layouts = layouts[:1]
+        angles = [rotary_angles(grid, self.arch.head_dim, tokens.device, step) for grid, step in layouts]
+        table = pad_sequence(angles, batch_first=True)[:, :, None]  # angle 0 on padding: unrotated
+        features = timestep_features(timestep, self.arch.freq_dim, precision.timestep)
+        time = self.time_embedding(features.to(precision.time_mlp))
+        text = self.text_embedding(self._padded_text(inputs.text).to(precision.matmul))
+        image = None if inputs.image is None else self.img_emb(inputs.image)
+        if inputs.refimage is not None:  # which takes the place of the first frame's tokens; these go with the text
+            text, image = torch.cat([image, text], 1), self.img_emb_refimage(inputs.refimage)
+        return WanCarry(
+            tokens=tokens,
+            modulation=self.time_projection(time).unflatten(-1, (6, -1)).to(precision.modulation),
+            time=time,
+            cos=table.cos().to(precision.rotary_tables),
+            sin=table.sin().to(precision.rotary_tables),
+            text=text,
+            key_mask=key_mask([math.prod(grid) for grid in grids], tokens.device),
+            grids=grids,
+            late=inputs.late,
+            image=image,
+            vace=None if inputs.vace is None else self._vace(inputs.vace, tokens),
+            music=None if inputs.music is None else self.music(inputs.music, [frames for frames, _, _ in grids]),
+            fronts=fronts,
+            steps=steps,
+            skips=inputs.skips,
+        )
+
+    def _tokens(self, patches: Sequence[Tensor], steps: Sequence[int]) -> Float[Tensor, "batch tokens dim"]:
+        """Embedded patches; WanToDance's keyframes, of which each lasts several rows of music, have an embedding of their own."""
+        embeddings = [self.patch_embedding_global if step > 1 else self.patch_embedding for step in steps]
+        if len(set(embeddings)) <= 1:
+            return self._embedded((embeddings or [self.patch_embedding])[0], patches)
+        pairs = zip(embeddings, patches, strict=True)
+        return pad_sequence([embedding(rows.to(self.precision.matmul)) for embedding, rows in pairs], batch_first=True)
+
+    def _moved(
+        self, cameras: Sequence[Tensor | None], tokens: Float[Tensor, "batch tokens dim"], lengths: Sequence[int]
+    ) -> Float[Tensor, "batch tokens dim"]:
+        """What each sample's camera adds to its tokens; nothing where it has none."""
+        none = [tokens.new_zeros(length, tokens.shape[2], dtype=self.precision.matmul) for length in lengths]
+        pairs = zip(cameras, none, strict=True)
+        rows = [
+            zeros if rays is None else self.control_adapter(rays.to(self.precision.matmul)) for rays, zeros in pairs
+        ]
+        return pad_sequence(rows, batch_first=True)
+
+    def _embedded(self, embedding: nn.Module, patches: Sequence[Tensor]) -> Float[Tensor, "batch tokens dim"]:
+        embedded: Tensor = embedding(pad_sequence(list(patches), batch_first=True).to(self.precision.matmul))
+        return embedded
+
+    def _vace(
+        self, controls: Sequence[Tensor], tokens: Float[Tensor, "batch tokens dim"]
+    ) -> Float[Tensor, "batch tokens dim"]:
+        """The stream that VACE's blocks begin with; the official code has this in the first of them."""
+        stream = self._embedded(self.vace_patch_embedding, [self._patches(control) for control in controls])
+        return plain_sum(self.vace_before_proj(stream), tokens)
+
+    def _grid(self, latent: Tensor) -> tuple[int, int, int]:
+        frames, height, width = (size // step for size, step in zip(latent.shape[1:], self.arch.patch, strict=True))
+        return frames, height, width
+
+    def _patches(self, latent: Float[Tensor, "channels frames height width"]) -> Float[Tensor, "tokens features"]:
+        pf, ph, pw = self.arch.patch
+        return rearrange(latent, "c (f pf) (h ph) (w pw) -> (f h w) (c pf ph pw)", pf=pf, ph=ph, pw=pw)
+
+    def _padded_text(self, text: Sequence[Tensor]) -> Float[Tensor, "batch text text_dim"]:
+        return torch.stack([F.pad(rows, (0, 0, 0, self.arch.text_tokens - len(rows))) for rows in text])
+
+
+def _channels(latents: Tensor, y: Tensor) -> Float[Tensor, "channels frames height width"]:
+    """Noised latents with what stands behind them, which is not noised."""
+    return torch.cat([latents, y.to(latents.dtype)])

@@ -1,0 +1,42 @@
+"""The Wan 2.x transformer as embed → blocks → head.
+
+Names follow Wan-Video/Wan2.1, wan/modules/model.py; `state_dict.py` has the few that differ. Single-device code: no device, no
+autocast, no checkpointing in here. Every place of `Precision` (timestep, modulation, norms, rotation, residual stream, head, …) is cast to
+explicitly, and nothing takes its dtype from a neighbour.
+"""
+
+from torch import Tensor, nn
+
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import Engine, run_plain
+from ditkit_wan.model.block import WanBlock
+from ditkit_wan.model.embed import WanEmbed
+from ditkit_wan.model.head import WanHead
+from ditkit_wan.model.inputs import WanInputs
+from ditkit_wan.model.variants.dance import MusicBlock, SkippedBlock
+from ditkit_wan.model.variants.vace import VaceBlock
+from ditkit_wan.presets import WanArch
+
+
+class WanTransformer(nn.Module):
+    """A StagedModel: velocity of each sample from its noised latents, timestep, text and what else the variant takes."""
+
+    def __init__(self, arch: WanArch, precision: Precision):
+        super().__init__()
+        self.embed = WanEmbed(arch, precision)
+        kinds: dict[int, type[WanBlock]] = {}
+        if arch.music:
+            kinds = {arch.music.skipped: SkippedBlock} | dict.fromkeys(arch.music.layers, MusicBlock)
+        self.layers = nn.ModuleList(kinds.get(index, WanBlock)(arch, precision) for index in range(arch.layers))
+        self.vace_blocks = nn.ModuleList(VaceBlock(arch, precision) for _ in arch.vace_layers)
+        self.head = WanHead(arch, precision)
+
+    def blocks(self) -> list[nn.Module]:
+        behind = dict(zip(self.embed.arch.vace_layers, self.vace_blocks, strict=True))
+        blocks: list[nn.Module] = []
+        for index, layer in enumerate(self.layers):
+            blocks += [layer, behind[index]] if index in behind else [layer]
+        return blocks
+
+    def forward(self, inputs: WanInputs, run: Engine = run_plain) -> list[Tensor]:
+        return run(self, inputs)

@@ -1,0 +1,87 @@
+"""WanToDance's blocks: those that end with music, and the one that guidance leaves out.
+
+Source: Wan-Video/Wan-Dancer, diffsynth/models/wan_video_dit.py and diffsynth/pipelines/wan_video_new.py.
+"""
+
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from ditkit_core.models.precision import Precision
+from ditkit_core.nn.functional import gated_sum, plain_sum
+from ditkit_core.nn.remat import last_step
+from ditkit_wan.model.block import WanBlock
+from ditkit_wan.model.carry import WanCarry
+from ditkit_wan.model.variants.music import GROUPS
+from ditkit_wan.presets import WanArch
+
+
+class _Unused(nn.Module):
+    """A linear layer that files have and nothing depends on; not an nn.Linear, so that no adapter goes there."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(dim, dim)), nn.Parameter(torch.zeros(dim))
+
+
+class MusicInjector(nn.Module):
+    """What each row of music adds to the tokens that hear it.
+
+    The authors have cross-attention here, from each group of tokens to its one row of music. A softmax over one key is 1 whatever the query:
+    what attention returns is the value, to the bit, and queries, keys and their norms have gradients of zero. So they are not computed.
+    They are parameters still, because the files have them.
+    """
+
+    def __init__(self, arch: WanArch, precision: Precision):
+        super().__init__()
+        self.precision = precision
+        self.q, self.k = _Unused(arch.dim), _Unused(arch.dim)
+        self.v, self.o = nn.Linear(arch.dim, arch.dim), nn.Linear(arch.dim, arch.dim)
+        self.norm_q, self.norm_k = (nn.RMSNorm(arch.dim, eps=arch.eps) for _ in range(2))
+
+    def forward(self, music: Float[Tensor, "batch music dim"]) -> Float[Tensor, "batch music dim"]:
+        return self.o(self.v(music).to(self.precision.attention).to(self.precision.matmul))
+
+
+class MusicBlock(WanBlock):
+    """A block, and behind it the music.
+
+    The two are one block because what is between them would be kept by checkpoints that keep what ends a block: the music needs
+    nothing of it.
+    """
+
+    def __init__(self, arch: WanArch, precision: Precision):
+        super().__init__(arch, precision)
+        self.music = MusicInjector(arch, precision)
+
+    def forward(self, carry: WanCarry) -> WanCarry:
+        assert carry.music is not None, "embed makes it"
+        heard = self.music(carry.music)
+        h, _, x, gate = self.unfinished(carry.tokens, carry)
+        end = partial(_sum_with_music, grids=carry.grids)
+        return carry._replace(tokens=last_step(self.ffn[2], h, end, x, gate, heard))
+
+
+class SkippedBlock(WanBlock):
+    """A block that the negative side of guidance leaves out: what is drawn without it is what is steered away from."""
+
+    def forward(self, carry: WanCarry) -> WanCarry:
+        return carry if carry.skips else super().forward(carry)
+
+
+def _sum_with_music(
+    y: Float[Tensor, "batch tokens dim"],
+    x: Float[Tensor, "batch tokens dim"],
+    gate: Float[Tensor, "batch times dim"],
+    heard: Float[Tensor, "batch music dim"],
+    *,
+    grids: tuple[tuple[int, int, int], ...],
+) -> Float[Tensor, "batch tokens dim"]:
+    """x + y · gate, and to every token what its group hears; nothing to padding."""
+    rows = [
+        row[: GROUPS * f].repeat_interleave(h * w // GROUPS, dim=0) for row, (f, h, w) in zip(heard, grids, strict=True)
+    ]
+    return plain_sum(pad_sequence(rows, batch_first=True), gated_sum(y, x, gate))

@@ -1,0 +1,123 @@
+"""What WanToDance hears: the music of each clip, encoded once and spread over its tokens.
+
+Sources: Wan-Video/Wan-Dancer, diffsynth/models/wan_video_dit.py and diffsynth/pipelines/wan_video_new.py; modelscope/DiffSynth-Studio,
+diffsynth/models/wantodance.py. Their encoder drops a tenth of everything while it is trained; here it drops nothing.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from ditkit_core.errors import UserError
+from ditkit_core.models.precision import Precision
+from ditkit_core.nn.attention import attend
+from ditkit_core.nn.rope import axis_angles, rotate
+from ditkit_wan.model.norms import affine_norm
+from ditkit_wan.model.rope import THETA
+from ditkit_wan.presets import MusicArch, WanArch
+
+GROUPS = 8
+"""Of a latent frame's tokens, one after the other: each hears one row of the music."""
+_FRAMES, _WIDTH = 149, 4800
+"""What encoded music is stretched to before it is stretched to the clip; the clips of the authors have as many frames."""
+
+
+class _Attention(nn.Module):
+    """torch's MultiheadAttention, of one sample; rotated before queries and keys are made of it."""
+
+    def __init__(self, music: MusicArch, precision: Precision):
+        super().__init__()
+        self.heads, self.precision = music.heads, precision
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * music.width, music.width))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * music.width))
+        nn.init.xavier_uniform_(self.in_proj_weight.data)
+        self.out_proj = nn.Linear(music.width, music.width)
+
+    def forward(self, x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+        precision, width = self.precision, x.shape[-1]
+        angles = axis_angles(torch.arange(len(x), device=x.device), width // 2, THETA)
+        cos, sin = (table.to(precision.rotary_tables)[None, :, None] for table in (angles.cos(), angles.sin()))
+        cos, sin = cos.to(precision.rotary), sin.to(precision.rotary)
+        turned = rotate(x.to(precision.rotary)[None, :, None], cos, sin)[0, :, 0].to(precision.matmul)
+        weight, bias = self.in_proj_weight, self.in_proj_bias
+        q, k = F.linear(turned, weight[: 2 * width], bias[: 2 * width]).chunk(2, -1)
+        v = F.linear(x.to(precision.matmul), weight[2 * width :], bias[2 * width :])
+        heads = [each.unflatten(-1, (self.heads, -1))[None].to(precision.attention) for each in (q, k, v)]
+        return self.out_proj(attend(*heads, name="music")[0].flatten(1).to(precision.matmul))
+
+
+class _EncoderLayer(nn.Module):
+    """Attention along the music, then a feed-forward, each behind a norm."""
+
+    def __init__(self, music: MusicArch, precision: Precision):
+        super().__init__()
+        self.precision = precision
+        self.self_attn = _Attention(music, precision)
+        self.norm1, self.norm2 = (nn.LayerNorm(music.width) for _ in range(2))
+        self.linear1, self.linear2 = nn.Linear(music.width, music.ffn_dim), nn.Linear(music.ffn_dim, music.width)
+
+    def forward(self, x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+        norms, matmul = self.precision.norms, self.precision.matmul
+        x = x + self.self_attn(affine_norm(self.norm1, x, norms)).to(norms)
+        h = affine_norm(self.norm2, x, norms).to(matmul)
+        return x + self.linear2(F.gelu(self.linear1(h))).to(norms)
+
+
+class MusicEmbedding(nn.Module):
+    """Features of music to rows as wide as the tokens, `GROUPS` for each latent frame."""
+
+    def __init__(self, arch: WanArch, music: MusicArch, precision: Precision):
+        super().__init__()
+        self.dim, self.precision = arch.dim, precision
+        self.projection = nn.Linear(music.features, music.width)
+        self.encoder = nn.Sequential(*(_EncoderLayer(music, precision) for _ in range(2)))
+
+    def forward(self, music: Sequence[Tensor], frames: Sequence[int]) -> Float[Tensor, "batch music dim"]:
+        """The music of every sample, in the matmuls' dtype, padded with zeros.
+
+        Args:
+            music: [rows, features] each.
+            frames: Latent frames of each.
+        """
+        rows = [self._stretched(features, GROUPS * num) for features, num in zip(music, frames, strict=True)]
+        return pad_sequence(rows, batch_first=True).to(self.precision.matmul)
+
+    def _stretched(self, features: Float[Tensor, "rows features"], num: int) -> Float[Tensor, "groups dim"]:
+        x = self.encoder(self.projection(features.to(self.precision.matmul)).to(self.precision.norms))
+        x = F.interpolate(x[None, None], size=(_FRAMES, _WIDTH), mode="bilinear")
+        return F.interpolate(x, size=(num, self.dim), mode="bilinear")[0, 0]
+
+
+def frame_steps(music: Sequence[Tensor], latents: Sequence[Tensor]) -> tuple[int, ...]:
+    """How many rows of music, 30 a second, each frame of every clip lasts.
+
+    Its authors tell the model a clip's rate by this whole number: 1 for a clip of 30 frames a second, which is drawn between keyframes
+    (`local`); more for keyframes of a whole piece of music (`global`), which have a patch embedding and a head of their own.
+
+    Args:
+        music: [rows, features] each.
+        latents: [channels, frames, height, width] each.
+    """
+    clips = [1 + 4 * (clip.shape[1] - 1) for clip in latents]
+    return tuple(max(1, int(len(rows) / frames + 0.5)) for rows, frames in zip(music, clips, strict=True))
+
+
+def check_music(music: Sequence[Tensor], latents: Sequence[Tensor]) -> None:
+    """Refuse music, if there is any, that has no row, and clips whose frames it cannot be spread over.
+
+    Raises:
+        UserError: Naming the size.
+    """
+    for rows, clip in zip(music, latents, strict=False):
+        height, width = clip.shape[2:]
+        if not len(rows):
+            raise UserError("'music' has no row: give features for at least one frame of the clip")
+        if height * width // 4 % GROUPS:
+            raise UserError(
+                f"WanToDance hears music in {GROUPS} parts of each frame, and {8 * width} × {8 * height} pixels are "
+                f"{height * width // 4} tokens; make width and height multiples of 64, or one of them of 128"
+            )

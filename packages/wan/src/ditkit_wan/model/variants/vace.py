@@ -1,0 +1,33 @@
+"""VACE: blocks beside the main ones, whose results are hints to them. Source: Wan-Video/Wan2.1, wan/modules/vace_model.py."""
+
+from torch import nn
+
+from ditkit_core.models.precision import Precision
+from ditkit_core.nn.functional import plain_sum
+from ditkit_core.nn.remat import last_step
+from ditkit_wan.model.block import WanBlock
+from ditkit_wan.model.carry import WanCarry
+from ditkit_wan.presets import WanArch
+
+
+class VaceBlock(WanBlock):
+    """One step of VACE's own stream, and the hint that it gives to the main stream.
+
+    The official code runs all blocks of this kind first and keeps their hints for the main blocks. Their stream takes nothing of the main
+    one but its tokens before the first block, which `embed` adds. So each may as well run right behind the main block that its hint is
+    added behind: the numbers are the same, and no hint is ever carried. The last one hands its stream on too, to nobody: under `attn_only`
+    it is kept in any case, in place of the matmul that made it.
+    """
+
+    def __init__(self, arch: WanArch, precision: Precision):
+        super().__init__(arch, precision)
+        self.after_proj = nn.Linear(arch.dim, arch.dim)
+        nn.init.zeros_(self.after_proj.weight)
+        nn.init.zeros_(self.after_proj.bias)
+
+    def forward(self, carry: WanCarry) -> WanCarry:
+        assert carry.vace is not None, "embed makes the stream"
+        stream = self.advanced(carry.vace, carry)
+        h = stream.to(self.precision.matmul)
+        tokens = last_step(self.after_proj, h, plain_sum, carry.tokens, name="hint")
+        return carry._replace(tokens=tokens, vace=stream)

@@ -1,0 +1,154 @@
+"""Draw samples with our transformer under diffusers' scheduler and the Wan VAE."""
+
+import json
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ditkit_core.errors import UserError
+from ditkit_core.io.memory import release_memory
+from ditkit_core.io.rng import generator
+from ditkit_core.models.paths import Components
+from ditkit_core.models.spec import Denoiser, SampleJob
+from ditkit_wan.encoders.keyframes import vae_class
+from ditkit_wan.model.inputs import make_inputs
+from ditkit_wan.presets import WanArch
+
+_SCHEDULER: Mapping[str, Any] = {
+    "prediction_type": "flow_prediction", "use_flow_sigmas": True, "num_train_timesteps": 1000,
+}  # fmt: skip
+"""The official sampler's settings, for weights that come without a scheduler's configuration."""
+_SMALL_PIXELS = 480 * 832
+
+
+def default_shift(arch: WanArch | None, height: int, width: int) -> float:
+    """How the authors shift noise levels: by variant, and of image to video and Fun by size.
+
+    Source: generate.py of Wan-Video/Wan2.1, wan/configs of Wan-Video/Wan2.2; examples/wan2.1_fun of aigc-apps/VideoX-Fun;
+    gen_video_global.py and gen_video_local.py of Wan-Video/Wan-Dancer, whose shift is 5 at any size.
+    """
+    if arch is None:
+        return 5.0
+    from_picture = arch.in_channels > arch.out_channels
+    if arch.boundary:
+        return 5.0 if from_picture else 12.0
+    if arch.vace_layers or arch.image_positions:
+        return 16.0
+    shifted_by_size = arch.image_dim and not arch.music
+    return 3.0 if shifted_by_size and height * width <= _SMALL_PIXELS else 5.0
+
+
+class WanSampler:
+    """UniPC with classifier-free guidance; a `Sampler` of the core."""
+
+    def __init__(
+        self, components: Components, device: torch.device, *, tiled: bool = False, arch: WanArch | None = None
+    ):
+        """Find the VAE and the scheduler's configuration; nothing is loaded.
+
+        Args:
+            components: Where the model's files are.
+            device: Where samples are drawn.
+            tiled: Whether the VAE works in tiles.
+            arch: The architecture, which says what VAE it takes and how noise levels are shifted; None means a text-to-video model's.
+
+        Raises:
+            UserError: If the VAE is missing or another model's, or the configuration is damaged.
+        """
+        self._vae = vae_class(arch)(components, device, tiled=tiled, channels=arch.out_channels if arch else None)
+        self._device, self._arch = device, arch
+        self._scheduler_config = _scheduler_config(components)
+
+    def denoise(self, job: SampleJob) -> Generator[float, Denoiser, Tensor]:
+        """Draw one sample.
+
+        Timesteps are whole numbers, as in the official sampler. Noise is drawn on the CPU. A clean first frame is put back after each
+        step; frames of VACE's references are drawn with the others and cut off at the end.
+
+        Args:
+            job: What to draw; a shift of 0 takes that of the scheduler's configuration, or else the authors'. Without a negative, or
+                at a guidance of 1 or less, the model is called once a step.
+
+        Yields:
+            The noise level of each step; what is sent back takes it.
+
+        Returns:
+            fp32 [channels, frames, height, width] on the sampler's device.
+        """
+        conditions = {name: tensor.to(self._device) for name, tensor in job.conditions.items()}
+        negative = {name: tensor.to(self._device) for name, tensor in (job.negative or {}).items()}
+        references, first = conditions.get("vace_reference"), conditions.get("first_frame")
+        in_front = 0 if references is None else references.shape[1]
+        latents = self._noise(job, in_front)
+        scheduler = self._scheduler(job)
+        for t in scheduler.timesteps:
+            sigma = t.double().reshape(1) / 1000  # in fp32, a thousandth of some whole numbers is not what it was
+            denoiser = yield float(sigma)
+            guided = self._velocity(denoiser, latents, sigma, conditions)
+            if denoiser.guidance > 1 and negative:
+                without = self._velocity(denoiser, latents, sigma, conditions | negative, negative=True)
+                guided = without + denoiser.guidance * (guided - without)
+            latents = scheduler.step(guided[None], t, latents[None], return_dict=False)[0][0]
+            if first is not None:
+                latents[:, :1] = first
+        return latents[:, in_front:]
+
+    def _noise(self, job: SampleJob, in_front: int) -> Float[Tensor, "channels f h w"]:
+        frames_per_latent, pixels_per_latent = self._vae.strides
+        assert job.frames % frames_per_latent == 1, f"{job.frames} frames"
+        frames = job.frames // frames_per_latent + 1 + in_front
+        size = (frames, job.height // pixels_per_latent, job.width // pixels_per_latent)
+        noise = torch.randn((1, self._vae.channels, *size), generator=generator(job.seed, "sample"))
+        return noise[0].to(self._device)
+
+    def _velocity(
+        self,
+        denoiser: Denoiser,
+        latents: Tensor,
+        sigma: Tensor,
+        conditions: Mapping[str, Tensor],
+        *,
+        negative: bool = False,
+    ) -> Float[Tensor, "channels f h w"]:
+        """What the model says of noised latents, asked as in training; `negative` also leaves out what a variant's guidance leaves out."""
+        inputs = make_inputs([latents], sigma, [{**conditions, "latents": latents}], 1.0)
+        return denoiser(inputs._replace(skips=negative))[0].to(self._device, torch.float32)
+
+    def decode(self, latents: Float[Tensor, "channels f h w"]) -> Float[Tensor, "3 frames height width"]:
+        """Pixels in [0, 1] on the CPU; the VAE is loaded by the first call."""
+        self._vae.load()
+        return self._vae.decode(latents)
+
+    def release(self) -> None:
+        """Free the VAE."""
+        self._vae.unload()
+        release_memory()
+
+    def _scheduler(self, job: SampleJob) -> Any:
+        from diffusers import UniPCMultistepScheduler
+
+        config = self._scheduler_config
+        if job.shift or "flow_shift" not in config:
+            config = config | {"flow_shift": job.shift or default_shift(self._arch, job.height, job.width)}
+        scheduler = UniPCMultistepScheduler.from_config(config)
+        scheduler.set_timesteps(job.steps, device=self._device)
+        scheduler.set_begin_index(0)  # otherwise the scheduler looks each timestep up, and a repeated one twice
+        return scheduler
+
+
+def _scheduler_config(components: Components) -> dict[str, Any]:
+    """The checkpoint's, or the official settings; without a `flow_shift` where none is known."""
+    if not components.base:
+        return dict(_SCHEDULER)
+    path = components.locate("scheduler") / "scheduler_config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is missing or no readable JSON; fetch it again") from error
+    if config.get("_class_name") == "UniPCMultistepScheduler":
+        return dict(config)
+    shift = config.get("flow_shift", config.get("shift"))
+    return {**_SCHEDULER, **({} if shift is None else {"flow_shift": shift})}

@@ -1,0 +1,251 @@
+"""`--fit` as a person meets it, on the toy."""
+
+import tomllib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from made_profiles import made_profile
+
+from ditkit_core.commands import cli
+from ditkit_core.commands import fit as fit_stage
+from ditkit_core.commands.fit import apply, cards_of, changes
+from ditkit_core.commands.options import TrainOptions
+from ditkit_core.config.sizes import GIB
+from ditkit_core.config.toml import read_config_file
+from ditkit_core.planner import plan as plan_stage
+from ditkit_core.planner.autotune import Task, fit, least_missing
+from ditkit_core.planner.auxiliary import CompanionRow
+from ditkit_core.planner.gpus import parse_gpus
+from ditkit_core.planner.suggestions import best_first, levers
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.run import Run
+from ditkit_core.testing.toy import TOY
+
+RUN = """
+[run]
+folder = "runs/x"
+[model]
+preset = "tiny"
+[data]
+frames = 5
+height = 64
+width = 96
+[adapter]
+rank = 4
+[train]
+steps = 7
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+def test_fit_prints_a_run_file_that_keeps_what_was_set(run_file, tmp_path, capsys):
+    assert cli.run(TOY, "train", [str(run_file), "--fit", "--gpus", "2x24GiB"]) == 0
+    printed = capsys.readouterr()
+    values = tomllib.loads(printed.out)
+    assert (values["train"]["steps"], values["adapter"]["rank"], values["data"]["width"]) == (7, 4, 96)
+    assert (values["train"]["checkpointing"], values["train"]["device"], values["base"]["quantize"]) == (
+        "none",
+        "cuda:0",
+        "none",
+    )
+    assert "fits: checkpointing none" in printed.err and "assumed as of rtx3090" in printed.err
+    fitted = tmp_path / "fitted.toml"
+    fitted.write_text(printed.out)
+    assert read_config_file(RunConfig, fitted)["train.steps"] == 7
+
+
+@pytest.mark.parametrize(
+    ("device", "names"),
+    [
+        ("", ("cuda:0", "cuda:1")),
+        ("cpu", ("cuda:0", "cuda:1")),
+        ("cuda", ("cuda:1", "cuda:2")),
+        ("cuda:1", ("cuda:0", "cuda:2")),
+    ],
+)
+def test_the_card_that_draws_previews_is_not_trained_on(device, names):
+    config = config_of(sample={"device": device})
+    assert fit_stage.cards_of(config, "2x24GiB")[1] == names
+    cards, (left,) = fit_stage.cards_of(config, "24GiB")
+    chosen = fit(replace(made_task(cards, config), quantizations=("none",))).chosen
+    assert left == names[0]
+    for given, kept in (("auto", "cuda:0"), ("cuda", "cuda:0"), ("cpu", ""), (left, left)):
+        train = replace(config.train, device=given)
+        fitted = apply(replace(config, train=train), chosen, (left,)).train
+        assert (fitted.device, fitted.devices) == (given if kept == left else left, ())
+
+
+def test_a_card_that_is_named_and_draws_previews_is_not_handed_out(run_file, made, monkeypatch, capsys):
+    card = SimpleNamespace(name="a card", total_memory=24 * GIB)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    argv = [str(run_file), "--fit", "--sample.every_steps", "5", "--sample.device", "cuda:0"]
+    assert cli.run(TOY, "train", [*argv, "--train.device", "cuda:0"]) == 1
+    assert "sample.device = 'cuda:0' is a device that trains" in capsys.readouterr().err
+    assert cli.run(TOY, "train", argv) == 0
+    assert tomllib.loads(capsys.readouterr().out)["train"]["device"] == "cuda:1"
+
+
+def test_fit_writes_a_file_but_overwrites_none(run_file, tmp_path, capsys):
+    out = tmp_path / "fitted.toml"
+    argv = [str(run_file), "--fit", "--gpus", "24GiB", "--write", str(out)]
+    assert cli.run(TOY, "train", argv) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "" and f"written to {out}" in printed.err
+    written = out.read_text()
+    assert cli.run(TOY, "train", argv) == 1
+    assert "is there already" in capsys.readouterr().err and out.read_text() == written
+
+
+def test_a_wrong_text_about_cards_is_one_line(run_file, capsys):
+    assert cli.run(TOY, "train", [str(run_file), "--fit", "--gpus", "24"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_without_gpu_and_without_gpus_the_option_is_named(run_file, capsys):
+    assert cli.run(TOY, "train", [str(run_file), "--fit", "--train.device", "cpu"]) == 1
+    assert "--gpus 24GiB" in capsys.readouterr().err
+
+
+def config_of(**sections):
+    base = Run(TOY, RunConfig()).config
+    return replace(base, **{name: replace(getattr(base, name), **values) for name, values in sections.items()})
+
+
+def made_task(cards, config, run=None):
+    """Hand-made profiles that answer to frames, size, rank and batch."""
+    data = config.data
+    work = data.frames * data.height * data.width * config.train.batch_size / (49 * 480 * 832)
+
+    def profile_of(policy, quantize):
+        return made_profile(policy, quantize, work=work)
+
+    return Task(cards=tuple(cards), profile_of=profile_of, micro_batches=config.train.accumulation)
+
+
+BIG = {"data": {"frames": 49, "height": 480, "width": 832}, "adapter": {"rank": 4}}
+
+
+@pytest.fixture
+def made(monkeypatch):
+    monkeypatch.setattr(fit_stage, "task_for", lambda run, cards: made_task(cards, run.config))
+    monkeypatch.setattr(fit_stage, "beside_of", lambda *args, **kwargs: ())
+
+
+def test_what_is_chosen_is_set_and_nothing_else():
+    config = config_of(train={"steps": 3, "reserve": (1.0, 2.0, 0.0)}, **BIG)
+    cards, names = cards_of(config, "24GiB,14GiB,4GiB")
+    assert [
+        card.reserve - plain.reserve for card, plain in zip(cards, parse_gpus("24GiB,14GiB,4GiB"), strict=True)
+    ] == [GIB, 2 * GIB, 0]
+    found = fit(replace(made_task(cards, config), quantizations=("none",)))
+    setting = found.chosen.setting
+    fitted = apply(config, found.chosen, names)
+    assert fitted.train.checkpointing == setting.policy
+    if len(setting.cards) > 1:
+        assert fitted.train.devices == tuple(f"cuda:{i}" for i in setting.cards) and fitted.train.cuts == setting.cuts
+        assert fitted.train.reserve == tuple((1.0, 2.0, 0.0)[i] for i in setting.cards)
+    else:
+        assert fitted.train.device == f"cuda:{setting.cards[0]}" and fitted.train.devices == ()
+        assert fitted.train.reserve == ((1.0, 2.0, 0.0)[setting.cards[0]],)
+    searched = {"checkpointing", "device", "devices", "cuts", "swap_blocks", "pipelined", "reserve"}
+    for name, value in vars(config.train).items():
+        assert name in searched or getattr(fitted.train, name) == value
+    assert replace(fitted, train=config.train, base=config.base) == config
+
+
+def test_where_nothing_fits_the_single_change_that_helps_most_is_planned(made, capsys):
+    config = config_of(**BIG, train={"batch_size": 4})
+    task = made_task(parse_gpus("7GiB"), config)
+    assert least_missing(task) > 0
+    planned = changes(TOY, config, task)
+    assert planned[0].change.words.startswith("train.batch_size = 1 (now 4) with train.accumulation = 4")
+    for each in planned:  # what is said of a change is what planning it says
+        again = made_task(each.change.cards, each.change.config)
+        assert least_missing(again) == each.missing
+        assert (fit(again).chosen is not None) == (each.missing == 0)
+    assert planned == best_first(planned)
+    assert any("frames" in each.change.words for each in planned) and any(
+        "card" in each.change.words for each in planned
+    )
+
+
+def test_the_mildest_change_that_fits_is_offered():
+    config = config_of(**BIG)
+    ladders = list(levers(TOY, config, parse_gpus("24GiB")))
+    for ladder in ladders:
+        lost = [change.gives_up for change in ladder]
+        assert lost == sorted(lost)
+    cards = [change.cards[0].total // GIB for change in ladders[-2]]
+    assert cards[0] == 32 and ladders[-1][0].cards == (*parse_gpus("24GiB"), *parse_gpus("24GiB"))
+
+
+def test_nothing_fits_is_an_exit_status_and_says_what_would(made, monkeypatch, capsys):
+    monkeypatch.setattr(plan_stage, "check_training", lambda run, *, here: None)
+    assert fit_stage.fit_stage(TOY, config_of(**BIG, train={"batch_size": 4}), TrainOptions(fit=True, gpus="7GiB")) == 3
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "nothing fits" in printed.err and "the single change that helps most: " in printed.err
+
+
+def test_the_host_is_a_limit_that_can_be_given(made, monkeypatch, capsys):
+    monkeypatch.setattr(plan_stage, "check_training", lambda run, *, here: None)
+    options = TrainOptions(fit=True, gpus="10GiB")
+    assert fit_stage.fit_stage(TOY, config_of(**BIG), options) == 0
+    assert "stay in host memory, page-locked; --host says how much there is" in capsys.readouterr().err
+    assert fit_stage.fit_stage(TOY, config_of(**BIG), replace(options, host="9GiB")) == 0
+    assert "of 9.0 GiB that it can give" in capsys.readouterr().err
+    assert fit_stage.fit_stage(TOY, config_of(**BIG), replace(options, gpus="5GiB", host="0.1GiB")) == 3
+    assert "which can give 0.10 GiB" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_beside_the_steps_is_said_with_the_status_of_a_plan(made, monkeypatch, capsys):
+    row = CompanionRow(
+        stage="sample", name="VAE decoder", device="10GiB", size=(1, 64, 64), mode="whole", weights=1, beside=1,
+        peak=11 * GIB, available=10 * GIB, remedy="sample.vae_tiling = true would need 2.0 GiB",
+    )  # fmt: skip
+    monkeypatch.setattr(fit_stage, "beside_of", lambda *args, **kwargs: (row,))
+    monkeypatch.setattr(plan_stage, "check_training", lambda run, *, here: None)
+    assert fit_stage.fit_stage(TOY, config_of(**BIG), TrainOptions(fit=True, gpus="24GiB")) == 3
+    printed = capsys.readouterr()
+    assert "sample: VAE decoder does not fit 10GiB; sample.vae_tiling = true" in printed.err
+    assert "the steps fit, and what is said above does not" in printed.err and "[train]" in printed.out
+
+
+def test_activations_go_to_the_host_where_nothing_fits_without(made, monkeypatch, capsys):
+    monkeypatch.setattr(plan_stage, "check_training", lambda run, *, here: None)
+    config = config_of(**BIG, train={"batch_size": 4})
+    assert fit_stage.fit_stage(TOY, config, TrainOptions(fit=True, gpus="9GiB")) == 0
+    printed = capsys.readouterr()
+    assert tomllib.loads(printed.out)["train"]["checkpointing"] == "full+offload"
+    assert "GiB of activations wait in host memory for their backward" in printed.err
+
+
+@pytest.mark.parametrize("policy", ["budget", "full, 0=none", "cuda:7=full", "every_n(2)"])
+def test_whatever_is_set_for_checkpointing_is_replaced(policy, run_file, capsys):
+    flags = ["--fit", "--gpus", "24GiB", "--train.checkpointing", policy]
+    assert cli.run(TOY, "train", [str(run_file), *flags]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["train"]["checkpointing"] == "none"
+
+
+@pytest.mark.parametrize("option", ["--plan", "--fit"])
+def test_what_a_run_refuses_is_refused_before_it_is_planned(option, run_file, capsys):
+    refused = {
+        "train.swap_blocks": ["--adapter.method", "full", "--model.dtype", "fp32", "--train.swap_blocks", "1"],
+        "base.quantize": ["--adapter.method", "full", "--model.dtype", "fp32", "--base.quantize", "int8"],
+        "sample.height": ["--sample.height", "3"],
+        "base.quantized_cache": ["--base.quantized_cache", "there"],
+    }
+    for key, flags in refused.items():
+        assert cli.run(TOY, "train", [str(run_file), option, "--gpus", "24GiB", *flags]) == 1, key
+        (line,) = capsys.readouterr().err.splitlines()
+        assert key in line

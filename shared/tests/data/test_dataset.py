@@ -1,0 +1,267 @@
+"""From a folder to a checked list of samples."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from media_files import numbered_video, picture
+from PIL import Image
+
+from ditkit_core.data.config import DataConfig
+from ditkit_core.data.dataset import Dataset, scan
+from ditkit_core.errors import UserError
+
+
+def look(folder: Path, **settings: object) -> Dataset:
+    config = {"folder": str(folder), "frames": 9, "height": 32, "width": 48, **settings}
+    return scan(DataConfig(**config), frame_step=4, size_step=16, fps=16.0)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "set"
+    numbered_video(folder / "b.mp4")
+    numbered_video(folder / "sub" / "A.MKV")
+    picture(folder / "a.png")
+    for name, caption in (("b.txt", " a bee \n"), ("sub/A.txt", "\ufeffcafé"), ("a.txt", "an ant\nand more")):
+        (folder / name).write_text(caption, encoding="utf-8")
+    return folder
+
+
+def summary(dataset: Dataset) -> list[tuple[str, str, int]]:
+    return [(sample.id, sample.captions[0], sample.frames) for sample in dataset.samples]
+
+
+def test_captions_lie_beside_the_media(folder: Path) -> None:
+    dataset = look(folder)
+    assert summary(dataset) == [("a", "an ant\nand more", 1), ("b", "a bee", 9), ("sub/A", "café", 9)]
+    assert dataset.samples[2].media == folder / "sub" / "A.MKV"
+    assert (dataset.excluded, dataset.fps) == ([], 16.0)
+
+
+def test_hidden_and_foreign_files_are_ignored(folder: Path) -> None:
+    numbered_video(folder / ".hidden.mp4")
+    numbered_video(folder / ".cache" / "c.mp4")
+    (folder / "readme.txt").write_text("about this set")
+    (folder / "list.pdf").write_bytes(b"x")
+    assert [sample.id for sample in look(folder).samples] == ["a", "b", "sub/A"]
+
+
+@pytest.mark.parametrize("media", ["file_name", "video", "image", "file_path", "path"])
+@pytest.mark.parametrize("caption", ["text", "prompt", "caption"])
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_metadata_takes_the_columns_in_use(folder: Path, kind: str, media: str, caption: str) -> None:
+    if kind == "jsonl":
+        rows = [{media: "sub/A.MKV", caption: "one, two", "width": 3}, {media: "a.png", caption: "café"}]
+        text = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    else:
+        text = f'width,{media},{caption}\n3,sub/A.MKV,"one, two"\n,a.png,café\n'
+    (folder / f"metadata.{kind}").write_text("\ufeff" + text, encoding="utf-8")
+    assert summary(look(folder)) == [("a", "café", 1), ("sub/A", "one, two", 9)]
+
+
+def test_metadata_may_be_named_and_may_be_ambiguous(folder: Path) -> None:
+    for name in ("metadata.csv", "other.csv"):
+        (folder / name).write_text(f"video,text\nb.mp4,{name}\n")
+    (folder / "metadata.jsonl").write_text('{"video": "b.mp4", "text": "json"}')
+    assert summary(look(folder, metadata="other.csv")) == [("b", "other.csv", 9)]
+    with pytest.raises(UserError, match="both metadata.jsonl and metadata.csv; name the right one in data.metadata"):
+        look(folder)
+    for name, said in (("gone.csv", "does not exist"), ("b.txt", "no known kind; accepted are .jsonl, .csv, .json")):
+        with pytest.raises(UserError, match=said):
+            look(folder, metadata=name)
+
+
+def test_paths_in_metadata_may_be_written_in_different_ways(folder: Path) -> None:
+    rows = [{"path": str(folder / "b.mp4"), "text": "absolute"}, {"path": "sub/../a.png", "text": "roundabout"}]
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert summary(look(folder)) == [("a", "roundabout", 1), ("b", "absolute", 9)]
+
+
+def test_paths_may_leave_the_folder_when_that_is_allowed(folder: Path) -> None:
+    numbered_video(folder.parent / "outside.mp4")
+    (folder / "metadata.jsonl").write_text('{"path": "../outside.mp4", "text": "out"}')
+    (sample,) = look(folder, allow_outside=True).samples
+    assert sample.id == (folder.parent / "outside").as_posix()
+
+
+def test_links_count_under_their_own_name(folder: Path) -> None:
+    content = numbered_video(folder.parent / "blob.mp4").rename(
+        folder.parent / "3f9a"
+    )  # no extension, as in a download cache
+    try:
+        (folder / "linked.mp4").symlink_to(content)
+    except OSError:
+        pytest.skip("this system does not let us make symbolic links")
+    (folder / "linked.txt").write_text("linked")
+    (folder / "loop").symlink_to(folder, target_is_directory=True)
+    dataset = look(folder, allow_outside=True)
+    assert [sample.id for sample in dataset.samples] == ["a", "b", "linked", "sub/A"]
+
+
+def test_the_frame_rate_is_the_models_unless_set(folder: Path) -> None:
+    assert look(folder, fps=8.0, frames=5).fps == 8.0
+    with pytest.raises(UserError, match="b.mp4 has 8 frames at 8 fps, data.frames asks for 9"):
+        look(folder, fps=8.0)
+
+
+def test_order_and_ids_do_not_depend_on_where_the_folder_lies(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    absolute = look(folder)
+    monkeypatch.chdir(folder.parent)
+    assert summary(look(Path("set"))) == summary(absolute)
+    rows = [{"path": str(sample.media), "text": sample.captions[0]} for sample in absolute.samples]
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for written in ("set", "set/sub/.."):
+        assert summary(look(Path(written))) == summary(absolute)
+    monkeypatch.chdir(folder)
+    assert summary(look(Path("."))) == summary(absolute)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"frames": 10}, r"data.frames = 10 is not 1 \+ k \* 4; set 9 or 13"),
+        ({"frames": -1}, "data.frames = -1 is not between 0 and 65536; set 0"),
+        ({"height": 40}, "data.height = 40 is not a multiple of 16; set 32 or 48"),
+        ({"width": 8}, "data.width = 8 is not a multiple of 16; set 16 or 32"),
+        ({"width": -16}, "data.width = -16 is not between 0 and 16384; set 0"),
+        ({"fps": -1.0}, "data.fps = -1.0 is not between 0 and 1000; set 0"),
+        ({"fps": float("nan")}, "data.fps = nan is not between 0 and 1000; set 0"),
+    ],
+)
+def test_settings_that_do_not_fit_say_what_would(folder: Path, settings: dict[str, object], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        look(folder, **settings)
+
+
+@pytest.mark.parametrize(("name", "said"), [("", "data.folder is not set"), ("x/y", "data.folder x/y does not exist")])
+def test_a_folder_has_to_be_there(name: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        scan(DataConfig(folder=name), frame_step=4, size_step=16, fps=16.0)
+
+
+def test_two_caption_columns_are_refused(tmp_path):
+    (tmp_path / "metadata.csv").write_text("file_name,text,caption\na.mp4,one,two\n")
+    with pytest.raises(UserError, match="2 caption columns, text, caption"):
+        look(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"file_name": "a\\u0000.mp4", "text": "x"}', '{"file_name": "%s.mp4", "text": "x"}' % ("a" * 500), "[" * 100_000],
+)
+def test_a_line_that_no_file_system_or_parser_takes_is_a_bad_entry(tmp_path, line):
+    (tmp_path / "metadata.jsonl").write_text(line + "\n")
+    with pytest.raises(UserError, match="line 1") as caught:
+        look(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_called_like_a_clip_is_said(tmp_path):
+    (tmp_path / "clip.mp4").mkdir()
+    with pytest.raises(UserError, match="is a folder, not a media file"):
+        look(tmp_path)
+
+
+def test_a_caption_may_be_several(folder: Path) -> None:
+    rows = [{"path": "a.png", "text": [" one ", "two\nlines"]}, {"path": "b.mp4", "text": "first\n\n second "}]
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert [sample.captions for sample in look(folder).samples] == [("one", "two\nlines"), ("first\n\n second",)]
+    by_lines = look(folder, captions="lines")
+    assert [sample.captions for sample in by_lines.samples] == [("one", "two", "lines"), ("first", "second")]
+    assert by_lines.captions == ["one", "first"]
+
+
+def test_each_line_of_a_text_beside_the_media_may_be_a_caption(folder: Path) -> None:
+    (folder / "b.txt").write_text("\n one\n\ntwo \r\nthree", newline="")
+    captions = {sample.id: sample.captions for sample in look(folder, captions="lines").samples}
+    assert captions == {"a": ("an ant", "and more"), "b": ("one", "two", "three"), "sub/A": ("café",)}
+
+
+def test_each_picture_and_clip_gets_the_bucket_of_its_aspect(tmp_path: Path) -> None:
+    sizes = {"square": (50, 50), "wide": (40, 60), "tall": (90, 60), "long": (10, 100)}
+    for name, size in sizes.items():
+        picture(tmp_path / f"{name}.png", size)
+    numbered_video(tmp_path / "clip.mp4", size=(48, 64), rotation=90)
+    photograph = Image.new("RGB", (60, 40))
+    exif = photograph.getexif()
+    exif[0x0112] = 6  # lies on its side
+    photograph.save(tmp_path / "upright.jpg", exif=exif)
+    for name in (*sizes, "clip", "upright"):
+        (tmp_path / f"{name}.txt").write_text(name)
+
+    def found(**settings: object) -> dict[str, tuple[int, int]]:
+        return {s.id: (s.height, s.width) for s in look(tmp_path, height=96, width=96, **settings).samples}
+
+    assert set(found().values()) == {(96, 96)}
+    assert found(buckets=True, bucket_step=16, max_aspect=1.7) == {
+        "square": (96, 96), "wide": (80, 128), "tall": (128, 80), "long": (80, 128), "clip": (112, 80),
+        "upright": (128, 80),
+    }  # fmt: skip
+    assert found(buckets=True)["long"] == (64, 128), "steps of 64, four times the model's own"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"bucket_step": 24}, "data.bucket_step = 24 is not a multiple of 16; set 16 or 32"),
+        ({"bucket_step": -16}, "data.bucket_step = -16 is not between 0 and 4096; set 0"),
+        ({"max_aspect": 0.5}, "data.max_aspect = 0.5 is not between 1 and 16; set 1"),
+        ({"buckets": True, "bucket_step": 256}, "lower data.bucket_step"),
+    ],
+)
+def test_buckets_that_do_not_fit_say_what_would(folder: Path, settings: dict[str, object], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        look(folder, **settings)
+
+
+def test_a_model_of_still_images_refuses_videos_one_by_one(folder: Path) -> None:
+    def stills(**settings: object) -> Dataset:
+        config = {"folder": str(folder), "frames": 1, "height": 32, "width": 48, **settings}
+        return scan(DataConfig(**config), frame_step=0, size_step=16, fps=0.0)  # type: ignore[arg-type]
+
+    with pytest.raises(UserError, match=r"b.mp4 is a video, .* convert it to pictures or remove it \(and 1 more"):
+        stills()
+    assert [sample.id for sample in stills(on_bad="skip").samples] == ["a"]
+    with pytest.raises(UserError, match="data.frames = 5: this model knows still images alone; set 1"):
+        stills(frames=5)
+
+
+def test_a_name_that_is_no_utf_8_is_one_line(folder: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    try:
+        picture(folder / f"{name}.png")
+        (folder / f"{name}.txt").write_text("x")
+    except (OSError, UnicodeError):
+        pytest.skip("this file system has no such names")
+    with pytest.raises(UserError, match="is no name in UTF-8; rename the file"):
+        look(folder)
+    assert len(look(folder, on_bad="skip").samples) == 3
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        ("video;prompt", "fields are separated by commas and not by ';': save it again with commas"),
+        ("video\tprompt", "fields are separated by commas and not by '.t': save it again"),
+        ("video,Prompt", "has no caption column: found video, Prompt; write 'Prompt' as 'prompt'"),
+    ],
+)
+def test_a_table_that_another_program_saved_is_told_what_to_change(folder: Path, head: str, said: str) -> None:
+    (folder / "metadata.csv").write_text(f"{head}\nb.mp4,x\n")
+    with pytest.raises(UserError, match=said):
+        look(folder)
+    (folder / "metadata.csv").write_text('video, prompt\nb.mp4, "a cat, asleep"\n')
+    assert look(folder).captions == ["a cat, asleep"]
+
+
+def test_a_list_under_another_name_is_pointed_at_where_no_caption_is_there(folder: Path) -> None:
+    (folder / "my clips.json").write_text("[]")
+    (folder / "b.txt").unlink()
+    with pytest.raises(UserError, match=r"has no caption; write one to \S+b.txt \("):
+        look(folder)
+    for file in folder.glob("*.txt"):
+        file.unlink()
+    with pytest.raises(UserError, match='or set data.metadata = "my clips.json" if that lists'):
+        look(folder)

@@ -1,0 +1,121 @@
+"""What goes with clips is looked at before anything is encoded: by the doctor, by training, and for what is to be drawn."""
+
+import json
+from pathlib import Path
+
+import pytest
+from doctor_codes import codes, error, errors
+from media_files import numbered_video
+from toy_controls import Guided
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Guided:
+    return Guided(tmp_path)
+
+
+def trained(world: Guided, name: str) -> set[str]:
+    return json.loads((world.folder / name / "data.json").read_text()).keys() - {"(base weights)", "(empty caption)"}
+
+
+def test_a_sound_dataset_is_accepted_and_trained(world: Guided) -> None:
+    status, found = world.check()
+    assert status == 0 and codes(found) == [] and found["excluded"] == []
+    assert len(world.way.asked) >= 4
+    assert world.train("a", 1) == 0
+
+
+def test_texts_and_tables_that_cannot_be_encoded_are_excluded_as_training_does(
+    world: Guided, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (world.folder / "clips" / "poses.txt").write_text("no number")
+    world.put("far.png", direction="Forward")
+    world.put("table.png", poses="poses.txt")
+    world.put("lost.png")
+    status, found = world.check()
+    reasons = {each["name"]: each["reason"] for each in found["excluded"]}
+    assert status == 1 and codes(found) == ["D03"] * 3 and set(reasons) == {"far", "table", "lost"}
+    assert "use left or right" in reasons["far"] and "is no number" in reasons["table"]
+    assert "has no direction and no poses" in reasons["lost"]
+    assert found["steps"], "what is left was tried"
+    lenient = ("--data.on_bad", "skip")
+    status, found = world.check(*lenient)
+    assert status == 0 and found["samples"] == 4
+    capsys.readouterr()
+    assert world.train("skip", 1, *lenient) == 0
+    assert trained(world, "skip") == {"0", "1", "2", "3"}
+    assert "left out: far: direction = 'Forward'" in capsys.readouterr().err
+    assert world.train("strict", 1) == 1 and "has no direction and no poses" in error(capsys)
+    world.lines = world.lines[:4]
+    world.put("far.png", direction="Forward")
+    assert world.train("strict", 1) == 1 and "far.png: direction = 'Forward'" in error(capsys)
+
+
+def test_what_has_no_condition_is_said_before_any_clip_is_encoded(
+    world: Guided, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.put("lost.png")
+    assert world.train("a", 1, "--sample.captions", "0") == 1
+    assert "has no direction" in error(capsys) and (world.media.loads, world.text.loads) == (0, 0)
+
+
+def test_a_control_is_looked_at_where_its_window_begins(world: Guided) -> None:
+    numbered_video(world.clips / "long.mp4", frames=24)
+    numbered_video(world.clips / "other.mp4", frames=24)
+    world.list("long.mp4", direction="left", control_video="other.mp4")
+    flags = ("--data.frames", "5", "--data.fps", "16", "--data.windows", "all", "--data.on_bad", "skip")
+    world.check(*flags)
+    starts = {asked.start_seconds for asked in world.way.asked if asked.clip and asked.clip.name == "long.mp4"}
+    assert starts == {0.0, 0.3125, 0.625}
+
+
+def test_what_is_to_be_drawn_is_checked_before_anything_is_encoded(
+    world: Guided, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = ("--sample.prompts", '["a cat"]')
+    assert world.train("a", 1, *prompt) == 1
+    assert "a drawing has no direction" in error(capsys) and world.media.loads == 0
+    status, found = world.check(*prompt)
+    assert status == 1 and codes(found) == ["D21"] and "a drawing has no direction" in errors(found)
+    for given, says in (("direction=up", "use left or right"), ("poses=gone.txt", "does not exist")):
+        control = (*prompt, "--sample.controls", f'["{given}"]')
+        loads = world.media.loads
+        assert world.train("a", 1, *control) == 1
+        assert says in error(capsys) and world.media.loads == loads
+        status, found = world.check(*control)
+        assert status == 1 and codes(found) == ["D21"] and says in errors(found)
+    assert world.train("a", 1, *prompt, "--sample.controls", '["direction=left"]') == 0
+    loads = world.text.loads
+    assert world.run("sample", "--run.folder", str(world.folder / "a"), "--prompt", "another") == 1
+    assert "a drawing has no direction" in error(capsys) and world.text.loads == loads
+
+
+def test_captions_of_clips_that_are_left_out_are_not_drawn(world: Guided) -> None:
+    world.put("0.bad.png", direction="up")
+    assert world.train("a", 1, "--data.on_bad", "skip", "--sample.captions", "2") == 0
+    drawn = json.loads((world.folder / "a" / "samples" / "step-000001.json").read_text())["samples"]
+    assert len(drawn) == 2 and not any("bad" in each["prompt"] for each in drawn)
+
+
+@pytest.mark.parametrize("flags", [(), ("--audit-precision",)])
+def test_nothing_that_can_be_encoded_is_one_line(
+    world: Guided, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
+    for line in world.lines:
+        line["direction"] = "up"
+    world.put("last.png", direction="down")
+    assert world.train("a", 1, "--data.on_bad", "skip", *flags) == 1
+    said = error(capsys)
+    assert "none of 5 samples can be encoded" in said and "use left or right" in said and "and 2 more" in said
+
+
+def test_what_is_not_installed_is_said_once_and_leaves_no_sample_out(
+    world: Guided, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.way.lacks = "a library"
+    assert world.train("a", 1, "--data.on_bad", "skip", "--sample.captions", "0") == 1
+    said = capsys.readouterr().err
+    assert said.count("a library is not installed") == 1 and "left out" not in said
+    assert (world.media.loads, world.text.loads) == (0, 0)
+    status, found = world.check("--data.on_bad", "skip")
+    assert status == 1 and found["excluded"] == [] and codes(found) == ["D21"] and found["samples"] == 4

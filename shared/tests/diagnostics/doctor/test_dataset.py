@@ -1,0 +1,241 @@
+"""The doctor's findings as values: codes that stay, JSON that stays, a page that holds whatever files are called."""
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from ditkit_core.data.dataset import Sample
+from ditkit_core.data.media.clip import MediaInfo
+from ditkit_core.diagnostics.doctor.findings import (
+    CODES,
+    BucketRow,
+    CaptionRow,
+    Checkup,
+    CutCaption,
+    DeviceRow,
+    Excluded,
+    FileRow,
+    Finding,
+    MemoryPlan,
+    StepRow,
+    to_json,
+)
+from ditkit_core.diagnostics.doctor.media import Look
+from ditkit_core.diagnostics.doctor.render import page, show, verdict, write
+from ditkit_core.diagnostics.doctor.rules import (
+    captions_of,
+    file_row,
+    of_buckets,
+    of_captions,
+    of_duplicates,
+    of_excluded,
+    of_file,
+    of_look,
+    of_unused,
+    same_content,
+)
+
+DOCS = Path(__file__).parents[4] / "docs" / "doctor.md"
+HOSTILE = '<script>alert("x")</script>&\'[bold]{0}'
+
+
+def sample(id: str = "a", captions: tuple[str, ...] = ("a clip",), frames: int = 9, start: float = 0.0) -> Sample:
+    return Sample(
+        id=id, media=Path(f"{id}.mp4"), captions=captions, frames=frames, height=64, width=64, start_seconds=start
+    )
+
+
+def info(seconds: float = 2.0, fps: float = 24.0, height: int = 64, width: int = 64) -> MediaInfo:
+    return MediaInfo(kind="video", width=width, height=height, seconds=seconds, fps=fps, rotation=0)
+
+
+def a_look(**changes: object) -> Look:
+    plain = {"frames": 9, "cuts": (), "blank": 0, "is_black": False, "is_still": False, "frozen_seconds": 0.0}
+    return Look(**{**plain, "fingerprint": None, **changes})  # type: ignore[arg-type]
+
+
+def codes(findings: object) -> list[str]:
+    return [finding.code for finding in findings]  # type: ignore[attr-defined]
+
+
+def a_checkup() -> Checkup:
+    return Checkup(
+        model="toy", samples=3, fps=16.0, seconds=2.5,
+        buckets=(
+            BucketRow(frames=9, height=64, width=64, references=0, samples=3, held_out=1, tokens=48, batch_size=2, micro_batches=1),
+            BucketRow(frames=1, height=64, width=32, references=1, samples=1, held_out=0, tokens=None, batch_size=None, micro_batches=None),
+        ),
+        files=(
+            FileRow(
+                file=HOSTILE, samples=2, seconds=2.0, fps=23.976, trained_fps=16.0, frames=32, kept=9, dropped=23, height=64, width=64,
+                enlarged=1.5,
+            ),
+        ),
+        excluded=(Excluded(name=HOSTILE, reason=f"{HOSTILE} is empty; remove it", stops=True),),
+        captions=CaptionRow(count=3, distinct=2, empty=0, cut=(CutCaption(sample=HOSTILE, tokens=7, kept=HOSTILE),)),
+        same=(("a", HOSTILE),), alike=(("a", "c"),),
+        memory=MemoryPlan(
+            batch="2 x 64x64", fits=False,
+            devices=(DeviceRow(device=HOSTILE, peak=3 * 2**30, reserve=2**30, total=2**31, fits=False),),
+        ),
+        steps=(StepRow(
+            expert="", frames=9, height=64, width=64, samples=("a", HOSTILE), tokens=96, losses=(1.0, 0.5), grad_norms=(2.0, 3.0), parameters=4,
+            without_gradient=("x",), reloaded=True, peak_bytes=2.0**30, seconds=1.0,
+        ),),
+        findings=(
+            Finding(code="D02", severity="error", where=HOSTILE, what="it is empty", remedy="remove it"),
+            Finding(code="D06", severity="warning", where=HOSTILE, what="a cut", remedy="cut it"),
+            Finding(code="D20", severity="note", where="", what="not tried", remedy=""),
+        ),
+    )  # fmt: skip
+
+
+def test_every_code_is_in_the_docs_with_its_meaning_and_no_other() -> None:
+    listed = dict(re.findall(r"^\| (D\d\d) \| ([^|]+?) \|", DOCS.read_text(encoding="utf-8"), re.MULTILINE))
+    assert listed == dict(CODES)
+
+
+def test_json_has_these_keys() -> None:
+    found = json.loads(json.dumps(to_json(a_checkup()), allow_nan=False))
+    assert set(found) == {
+        "schema", "trainable", "model", "samples", "class_pictures", "fps", "buckets", "files", "excluded", "captions", "same", "alike", "memory", "steps", "findings",
+        "seconds", "frames",
+    }  # fmt: skip
+    assert found["schema"] == 1 and found["trainable"] is False and found["frames"] == {"kept": 9, "dropped": 23}
+    assert set(found["findings"][0]) == {"code", "severity", "where", "what", "remedy"}
+    assert set(found["excluded"][0]) == {"name", "reason", "stops"}
+    assert set(found["captions"]) == {"count", "distinct", "empty", "cut"}
+    listed = DOCS.read_text(encoding="utf-8")
+    assert all(f"`{key}`" in listed for key in found), "docs/doctor.md says what each key is"
+
+
+class Page(HTMLParser):
+    """Collects tags, attributes and text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.links: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.links += [str(value) for name, value in attrs if name in ("src", "href")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_the_page_holds_any_name_and_needs_nothing_else(tmp_path: Path) -> None:
+    files = write(a_checkup(), tmp_path)
+    assert [file.name for file in files] == ["check.json", "check.html"]
+    made = files[1].read_text(encoding="utf-8")
+    assert made == page(a_checkup())
+    found = Page()
+    found.feed(made)
+    assert not found.open and "script" not in found.tags and not found.links and "http:" not in made
+    assert found.text.count(HOSTILE) >= 4
+    assert verdict(a_checkup()) in "".join(found.text)
+
+
+def test_a_page_of_nothing_is_a_page() -> None:
+    found = Page()
+    found.feed(page(Checkup(model="toy", samples=0, fps=8.0)))
+    assert not found.open and "toy: can be trained; checked in 0 s" in "".join(found.text)
+
+
+def test_what_is_printed_lists_tables_and_findings(capsys: pytest.CaptureFixture[str]) -> None:
+    show(a_checkup())
+    said = capsys.readouterr().out
+    assert (
+        "toy: 3 samples of 1 files, 1 micro-batches in an epoch; 9 frames are kept, 23 of these files are not" in said
+    )
+    row = next(line for line in said.splitlines() if line.startswith("data  "))
+    assert row.split() == ["data", "9", "64", "64", "0", "3", "1", "48", "2", "1"]
+    assert f"warning: D06 {HOSTILE}: a cut; cut it" in said and "not tried" in said
+    row = next(line for line in said.splitlines() if line.startswith(HOSTILE) and "lacks" in line)
+    assert row.removeprefix(HOSTILE).split() == ["3.00", "1.00", "2.00", "0.00", "lacks", "2.00"]
+    assert "captions: 3, 2 different, 0 empty, 1 too long for the text encoder" in said
+    assert said.splitlines()[-1] == "cannot be trained as it is (1 error, 1 warning, 1 note); checked in 2 s"
+
+
+def test_many_findings_are_counted_and_not_all_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    found = [Finding(code="D07", severity="warning", where=f"clip {i}", what="black", remedy="") for i in range(50)]
+    last = Finding(code="D14", severity="warning", where="z", what="too long", remedy="")
+    show(Checkup(model="toy", samples=50, fps=8.0, findings=(*found, last)))
+    said = capsys.readouterr().out
+    assert said.count("black") == 8 and "warning: D07 and 42 more, which are in the files" in said
+    assert "warning: D14 z: too long" in said, "one thing of every file does not hide another"
+
+
+def test_frames_of_windows_that_overlap_are_counted_once() -> None:
+    row = file_row("a", info(seconds=2.0), [sample(), sample("a #1", start=0.25), sample("a #2", start=1.0)], 16.0)
+    assert (row.frames, row.kept, row.dropped) == (32, 22, 10)
+    still = MediaInfo(kind="image", width=32, height=64, seconds=0.0, fps=0.0, rotation=0)
+    row = file_row("a.png", still, [sample(frames=1)], 16.0)
+    assert (row.frames, row.kept, row.dropped, row.enlarged) == (1, 1, 0, 2.0)
+
+
+def test_what_a_file_says() -> None:
+    assert codes(of_file(file_row("a", info(0.6), [sample()], 16.0))) == []
+    long, whole = (file_row("a", info(seconds), [sample()], 16.0) for seconds in (9.0, 0.6))
+    (unused,) = of_unused([long, whole, long])
+    assert unused.code == "D13" and unused.where == "2 of 3 files" and "18 of their 288 frames" in unused.what
+    assert codes(of_unused([whole])) == []
+    (slow,) = of_file(file_row("a", info(0.6, fps=12.0), [sample()], 16.0))
+    assert slow.code == "D12" and "set data.fps to 12 or less" in slow.remedy
+    assert codes(of_file(file_row("a", info(0.6, fps=15.98), [sample()], 16.0))) == []
+    assert codes(of_file(file_row("a", info(0.6, height=40), [sample()], 16.0))) == ["D11"]
+    assert codes(of_file(file_row("a", info(0.6), [sample()], 16.0), is_hdr=True)) == ["D10"]
+
+
+def test_what_a_look_says() -> None:
+    assert codes(of_look("a", a_look(), 16.0)) == []
+    (cut,) = of_look("a", a_look(cuts=(0.5, 1.25)), 16.0)
+    assert cut.code == "D06" and "0.50 s, 1.25 s" in cut.what
+    assert codes(of_look("a", a_look(blank=9, is_still=True), 16.0)) == ["D07"]
+    assert codes(of_look("a", a_look(frames=81, blank=3), 16.0)) == [], "films begin black"
+    assert codes(of_look("a", a_look(is_still=True), 16.0)) == ["D08"]
+    assert codes(of_look("a", a_look(frozen_seconds=1.5), 16.0)) == ["D09"]
+
+
+def test_what_is_left_out_keeps_its_remedy_and_its_name_once() -> None:
+    reason = "x/a.mp4 is empty (0 bytes); copy it again or remove it"
+    warned, stopped, other = of_excluded([
+        Excluded(name="a.mp4", reason=reason, stops=False), Excluded(name="a.mp4", reason=reason, stops=True),
+        Excluded(name="b.png", reason="no sample has this name", stops=False),
+    ])  # fmt: skip
+    assert str(warned) == f"D02 {reason}" and warned.severity == "warning"
+    assert str(stopped) == f'D02 {reason}, or leave it out: data.on_bad = "skip"' and stopped.severity == "error"
+    assert str(other) == "D02 b.png: no sample has this name; mend it or remove it"
+
+
+def test_captions_and_duplicates() -> None:
+    samples = [sample("a", ("one",)), sample("b", ("one", " ")), sample("c", ("one",)), sample("d", ("two",))]
+    row = captions_of(samples, [CutCaption(sample="d", tokens=9, kept="what is read of it")])
+    assert (row.count, row.distinct, row.empty) == (5, 3, 1)
+    found = list(of_captions(samples, row))
+    assert codes(found) == ["D14", "D16", "D15"]
+    assert "last 9 tokens" in found[0].what and "'what is read of it'" in found[0].what
+    assert found[1].where == "b" and "3 of 4 files" in found[2].where
+    windows = [replace(sample("a", ("one",)), id=f"a#{i}") for i in range(3)]
+    assert codes(of_captions(windows, captions_of(windows, None))) == [], "windows of a file share its caption"
+    same = same_content({"a": ("1", Path("a")), "b": ("1", Path("b")), "a #1": ("1", Path("a")), "c": ("2", Path("c"))})
+    assert same == [("a", "b")]
+    assert codes(of_duplicates(same, [("c", "d")])) == ["D04", "D05"]
+
+
+def test_a_shape_of_few_samples_is_noted_where_there_are_others() -> None:
+    rows = a_checkup().buckets
+    few = BucketRow(frames=1, height=8, width=8, references=0, samples=1, held_out=0, tokens=4, batch_size=4, micro_batches=1)  # fmt: skip
+    assert codes(of_buckets([*rows, few])) == ["D17"] and codes(of_buckets([few])) == []

@@ -1,0 +1,117 @@
+"""The report in a real browser without a window: it renders, its script runs, nothing complains, and it loads nothing."""
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+
+import pytest
+from made_runs import HOSTILE, write_run
+
+from ditkit_core.diagnostics.report.page import write_report
+
+NAMES = ("google-chrome", "chromium", "chromium-browser")
+BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
+
+pytestmark = [
+    pytest.mark.skipif(BROWSER is None, reason=f"no browser is installed (looked for {', '.join(NAMES)})"),
+    pytest.mark.timeout(180),
+]
+
+
+def opened(page: Path, profile: Path, *flags: str) -> tuple[str, list[str]]:
+    """The document after its script ran, and what was said on the console."""
+    assert BROWSER is not None
+    command = [
+        BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+        f"--user-data-dir={profile}", "--enable-logging=stderr", "--v=0", *flags, "--dump-dom", page.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, check=False, capture_output=True, encoding="utf-8", errors="replace", timeout=150)
+    assert done.returncode == 0 and "</html>" in done.stdout, done.stderr[-2000:]
+    return done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+
+
+def test_the_page_renders_runs_its_script_and_says_nothing_on_the_console(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", captions=HOSTILE)
+    write_run(tmp_path / "run" / "low_noise", 10)
+    path = write_report(run)
+    document, console = opened(path, tmp_path / "profile")
+    assert console == []
+    assert 'data-script="ran"' in document, "the script that the policy names ran to its end"
+    assert "<title>run: report</title>" in document, "no caption ran"
+    written = path.read_text(encoding="utf-8")
+    assert document.count("<svg ") == written.count("<svg ") >= 20
+    assert document.count("<path ") == written.count("<path ") and document.count("<figure>") == written.count(
+        "<figure>"
+    )
+
+
+def test_the_numbers_shown_are_those_of_the_metrics_file(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    document, _ = opened(write_report(run), tmp_path / "profile")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    truth = {(name, row["step"]): value for row in rows for name, value in row.items()}
+    shown = re.findall(r'<data value="([^"]+)" data-key="([^"]+)" data-step="(\d+)">([^<]+)</data>', document)
+    assert len(shown) > 50
+    for value, key, step, text in shown:
+        assert float(value) == truth[unescape(key), int(step)]
+        assert float(text) == pytest.approx(float(value) / (2**30 if key.endswith("_bytes") else 1), rel=1e-5)
+    (numbers,) = re.findall(r'<script type="application/json" id="numbers">(.*?)</script>', document, re.DOTALL)
+    for name, series in json.loads(numbers)["sections"][0]["series"].items():
+        assert [truth[name, step] for step in series["steps"]] == series["values"]
+
+
+def test_the_console_is_heard_and_the_policy_holds(tmp_path: Path) -> None:
+    """What the tests above rest on: an error is seen, and what was smuggled into the page neither runs nor loads."""
+    path = write_report(write_run(tmp_path / "run"))
+    broken = path.read_text(encoding="utf-8")
+    smuggled = "<script>document.title = 'owned'</script><img src='https://example.invalid/x.png'></body>"
+    path.write_text(broken.replace("</body>", smuggled), encoding="utf-8")
+    document, console = opened(path, tmp_path / "profile")
+    assert "<title>run: report</title>" in document and 'data-script="ran"' in document
+    assert len(console) >= 2 and all("Content Security Policy" in line for line in console)
+
+
+def test_keys_and_the_pointer_read_numbers_off_a_chart(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    path = write_report(run)
+    page = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", path.read_text(encoding="utf-8"))
+    played = """<script>
+      function say(name, event) {
+        const svg = document.querySelector(`svg[data-name="${name}"]`);
+        svg.dispatchEvent(event(svg.getBoundingClientRect()));
+        document.body.append(Object.assign(document.createElement("pre"), {
+          textContent: svg.parentElement.querySelector("output").textContent }));
+      }
+      const key = (name) => () => new KeyboardEvent("keydown", { key: name });
+      say("loss", key("Home")); say("loss", key("ArrowRight")); say("held_out", key("End")); say("held_out", key("ArrowRight"));
+      say("peak_memory_bytes", (box) => new PointerEvent("pointermove", { clientX: box.right, clientY: box.top }));
+    </script></body>"""
+    path.write_text(page.replace("</body>", played), encoding="utf-8")
+    document, console = opened(path, tmp_path / "profile")
+    assert console == []
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    truth = {(name, row["step"]): value for row in rows for name, value in row.items()}
+    wanted = [("loss", 1), ("loss", 2), ("held_out", 40), ("held_out", 40), ("peak_memory_bytes", 40)]
+    for text, (name, step) in zip(re.findall("<pre>(.*?)</pre>", document), wanted, strict=True):
+        shown, value = re.fullmatch(r"step (\d+): (\S+)", text).groups()  # type: ignore[union-attr]
+        assert int(shown) == step
+        assert float(value) == truth[name, step] / (2**30 if name.endswith("_bytes") else 1)
+
+
+def test_it_fits_a_telephone_with_everything_open(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", captions=(*HOSTILE, "w" * 400))
+    path = write_report(run)
+    page = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", path.read_text(encoding="utf-8"))
+    measured = """<script>
+      document.querySelectorAll("details").forEach((each) => { each.open = true; });
+      const widths = [document.documentElement.scrollWidth, window.innerWidth];
+      document.body.append(Object.assign(document.createElement("pre"), { textContent: widths.join(" ") }));
+    </script></body>"""
+    path.write_text(page.replace("</body>", measured), encoding="utf-8")
+    document, _ = opened(path, tmp_path / "profile", "--window-size=360,800")
+    (found,) = re.findall("<pre>(.*?)</pre>", document)
+    needed, given = map(int, found.split())
+    assert needed <= given <= 520, "the page itself never scrolls sideways; wide tables do"

@@ -1,0 +1,153 @@
+"""What a report reads of a run's folder, and how its curves are drawn."""
+
+import math
+import random
+import re
+from pathlib import Path
+
+import pytest
+from made_runs import SIGMAS, write_drawing, write_run
+
+from ditkit_core.diagnostics.report.charts import HEIGHT, WIDTH, Chart, Line, figure
+from ditkit_core.diagnostics.report.data import MOST_DRAWINGS, MOST_POINTS, Series, read_metrics, read_sections
+from ditkit_core.diagnostics.report.html import Html, element, escaped, joined
+from ditkit_core.errors import UserError
+from ditkit_core.io.run_dir import next_drawing
+
+
+def series(values: list[float]) -> Series:
+    return Series(steps=list(range(len(values))), values=values)
+
+
+def test_metrics_are_read_by_name_and_torn_lines_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"step": 0, "held_out": 2.0}\n{"step": 1, "loss": 0.5, "worst": "a"}\n[3]\nnull\n{"loss": 1}\n\n'
+        '{"step": 2, "loss": 0.1, "worst": "b"}\n{"step": 3, "loss": NaN, "held_out": null, "lr": [1]}\n{"step": 4, "lo'
+    )
+    found, texts = read_metrics(path)
+    assert found == {"held_out": Series(steps=[0], values=[2.0]), "loss": Series(steps=[1, 2], values=[0.5, 0.1])}
+    assert texts == {"worst": (2, "b")}
+
+
+def test_a_run_and_the_runs_below_it_are_sections(tmp_path: Path) -> None:
+    write_run(tmp_path / "both")
+    write_run(tmp_path / "both" / "high_noise", 10)
+    write_run(tmp_path / "parts" / "low_noise", 10)
+    write_run(tmp_path / "parts" / "high_noise", 20)
+    assert [section.name for section in read_sections(tmp_path / "both")] == ["", "high_noise"]
+    high, low, whole = read_sections(tmp_path / "parts")
+    assert (whole.name, whole.series, whole.drawings) == ("", {}, [])
+    assert (high.name, high.step, low.name, low.step) == ("high_noise", 20, "low_noise", 10)
+    assert high.sigmas == list(SIGMAS) and high.config["train.steps"] == 1000
+    with pytest.raises(UserError, match=r"has no metrics\.jsonl; name the folder of a run"):
+        read_sections(tmp_path / "nowhere")
+
+
+def test_a_thinned_curve_keeps_its_ends_and_its_spikes() -> None:
+    rng = random.Random(0)
+    values = [rng.random() for _ in range(50_000)]
+    values[31_234], values[777] = 900.0, -3.0
+    thin = series(values).thinned()
+    assert len(thin.steps) <= MOST_POINTS and (thin.steps[0], thin.steps[-1]) == (0, 49_999)
+    assert {31_234, 777} <= set(thin.steps) and list(thin.steps) == sorted(set(thin.steps))
+    assert all(values[step] == value for step, value in zip(thin.steps, thin.values, strict=True)), "points as they are"
+    short = series(values[:MOST_POINTS])
+    assert short.thinned() is short
+
+
+def test_smoothing_gives_the_first_values_no_more_weight() -> None:
+    assert series([3.0, 3.0, 3.0]).smoothed(10).values == pytest.approx([3.0, 3.0, 3.0])
+    once = series([1.0, 3.0]).smoothed(2).values
+    assert once == pytest.approx([1.0, (0.5 * 1 + 3) / 1.5])
+    assert series([5.0, 1.0]).smoothed(1).values == [5.0, 1.0]
+
+
+def test_drawings_are_few_with_the_first_and_the_last(tmp_path: Path) -> None:
+    run = write_run(tmp_path, 40)
+    for step in range(0, 400, 10):
+        write_drawing(run / "samples", step, ("a",))
+    (run / "samples" / "step-000390.json").write_text("{")  # torn
+    (run / "samples" / "step-000380.json").write_text('{"shown": "../../elsewhere.png"}')
+    for number in (1, 2, 999, 1000):
+        write_drawing(run / "samples", number, ("by hand",), name=f"drawn-{number:03d}-mine")
+    (section,) = read_sections(run)
+    assert [drawing.title for drawing in section.by_hand] == [f"drawn-{i}-mine" for i in ("001", "002", "999", "1000")]
+    with next_drawing(run / "samples") as one, next_drawing(run) as other:
+        assert (one, other) == ("drawn-1001", "drawn-001")
+    steps = [int(drawing.title.removeprefix("Step ")) for drawing in section.drawings]
+    assert len(steps) == MOST_DRAWINGS and (steps[0], steps[-1]) == (0, 370) and steps == sorted(steps)
+
+
+# Markup
+
+
+def test_text_is_escaped_and_markup_is_not() -> None:
+    made = element("p", "<b>", element("i", "x & y"), title='"quoted"', data_key="'k'", class_="c", id=None)
+    assert made == '<p title="&quot;quoted&quot;" data-key="&#x27;k&#x27;" class="c">&lt;b&gt;<i>x &amp; y</i></p>'
+    assert isinstance(joined("<", Html("<br>")), Html) and joined("<", Html("<br>")) == "&lt;<br>"
+    assert escaped("a\x00b\ud800c\nd\te") == "a\ufffdb\ufffdc\nd\te"
+    assert element("img", src="a") == '<img src="a">' and element("td") == "<td></td>"
+
+
+# Curves
+
+
+def coordinates(svg: str) -> list[tuple[float, float]]:
+    paths = re.findall(r' d="([^"]*)"', svg)
+    return [tuple(map(float, pair.split())) for path in paths for pair in re.split("[MLZ]", path) if pair.strip()]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.0], [0.0, 0.0], [-1.0, 1.0], [1e-12, 2e-12, 1.5e-12], [1e30, 2e30], [5.0, 5.0, 5.0], [0.0, 1e-300],
+        [1.0, 1.0 + 2**-52], [math.exp(i) for i in range(40)],
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("logarithmic", [False, True])
+def test_every_curve_stays_inside_its_frame(values: list[float], logarithmic: bool) -> None:
+    line = Line(series=series(values))
+    chart = Chart(name="x", title="X", lines=[line], level=values[0], logarithmic=logarithmic)
+    svg = figure(chart, section=0)
+    found = coordinates(svg)
+    assert len(found) == len(values)
+    assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in found)
+    assert "nan" not in svg and "inf" not in svg
+
+
+def test_the_axes_are_named_and_no_label_is_cut_off() -> None:
+    """Of 1000000 at the right edge 10000 was left to read."""
+    for values in ([12_000.0, 54_321.0], [1.0e-5, 1.25e-4], [1.001, 1.0025], [-1e30, 1e30]):
+        svg = figure(
+            Chart(name="x", title="X", lines=[Line(series=Series(steps=[0, 1_000_000], values=values))]), section=0
+        )
+        labels = re.findall(r'<text x="([^"]*)" y="[^"]*" text-anchor="(\w+)">([^<]*)</text>', svg)
+        assert {"step", "1000000"} <= {text for _, _, text in labels}
+        for x, anchor, text in labels:
+            width = 7 * len(text)
+            left = float(x) - (width if anchor == "end" else width / 2)
+            assert -5 <= left and left + width <= WIDTH, text
+    assert ">20000<" in figure(Chart(name="x", title="X", lines=[Line(series=series([12_000.0, 54_321.0]))]), section=0)
+
+
+def test_higher_values_and_later_steps_lie_higher_and_further_right() -> None:
+    chart = Chart(name="x", title="X", lines=[Line(series=Series(steps=[10, 20, 40], values=[1.0, 3.0, 2.0]))])
+    (x1, y1), (x2, y2), (x3, y3) = coordinates(figure(chart, section=0))
+    assert y1 > y3 > y2 and (x3 - x2) == pytest.approx(2 * (x2 - x1), abs=0.3)
+    assert (y1 - y2) == pytest.approx(2 * (y1 - y3), abs=0.3)
+
+
+def test_a_chart_says_in_words_what_it_shows() -> None:
+    measured = Series(steps=[0, 5, 10], values=[2.0, 1.0, 1.5])
+    svg = figure(Chart(name="held_out", title="held-out loss", lines=[Line(series=measured)]), section=3)
+    assert 'role="img"' in svg and "2 at step 0, 1.5 at step 10; lowest 1 at step 5" in svg
+    names = re.search(r'aria-labelledby="(\S+) (\S+)"', svg)
+    assert names is not None and all(f'id="{name}"' in svg for name in names.groups())
+    assert svg.count("<circle") == 3, "few measurements have a dot each"
+
+
+def test_bytes_are_shown_in_gib() -> None:
+    used = Series(steps=[1, 2], values=[2.0**31, 3.0 * 2**30])
+    svg = figure(Chart(name="peak_memory_bytes", title="memory", lines=[Line(series=used)], unit=2.0**30), section=0)
+    assert "2 at step 1, 3 at step 2" in svg and ">2.5<" in svg and "e+09" not in svg

@@ -1,0 +1,283 @@
+"""The page of a run: its numbers are the metrics file's, its texts are texts, and it needs nothing beside it."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from made_runs import HOSTILE, SIGMAS, write_drawing, write_run
+from toy_world import World
+from two_experts import TwoExperts
+
+from ditkit_core.data.media import image as still
+from ditkit_core.diagnostics.report.page import _PICTURE_BYTES, picture, write_report
+from ditkit_core.diagnostics.report.sections import verdict
+
+
+class Page(HTMLParser):
+    """A page in pieces."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.text = text
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.scripts: list[str] = []
+        self.shown = ""
+        self._open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in ("img", "meta"):
+            self._open.append(tag)
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag, f"{tag} closes what it did not open"
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] == "script":
+            self.scripts[-1] += data
+        elif self._open and self._open[-1] != "style":
+            self.shown += data
+
+    @property
+    def numbers(self) -> list[dict]:
+        return json.loads(self.scripts[0])["sections"]
+
+    def all(self, tag: str) -> list[dict[str, str]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def read(folder: Path) -> Page:
+    return Page(write_report(folder).read_text(encoding="utf-8"))
+
+
+def metrics(folder: Path) -> dict[tuple[str, int], float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {(name, row["step"]): value for row in rows for name, value in row.items() if not isinstance(value, str)}
+
+
+def check_numbers(page: Page, folder: Path) -> None:
+    """Every number of the page is the metrics file's, and every series of the file is on the page."""
+    truth = metrics(folder)
+    (section,) = page.numbers
+    embedded = {
+        (name, step): value
+        for name, found in section["series"].items()
+        for step, value in zip(found["steps"], found["values"], strict=True)
+    }
+    assert embedded == {key: value for key, value in truth.items() if key[0] != "step"}
+    cells = page.all("data")
+    assert len(cells) > 10
+    for cell in cells:
+        assert float(cell["value"]) == truth[cell["data-key"], int(cell["data-step"])]
+
+
+def test_numbers_are_those_of_the_metrics_file(tmp_path: Path) -> None:
+    page = read(write_run(tmp_path))
+    check_numbers(page, tmp_path)
+    shown = re.findall(r'<data value="([^"]+)" data-key="([^"]+)" data-step="\d+">([^<]+)</data>', page.text)
+    assert len(shown) == len(page.all("data"))
+    for value, key, text in shown:
+        assert float(text) == pytest.approx(float(value) / (2**30 if key.endswith("_bytes") else 1), rel=1e-5)
+
+
+def test_every_number_has_a_chart_and_noise_levels_have_their_intervals(tmp_path: Path) -> None:
+    page = read(write_run(tmp_path))
+    drawn = {svg["data-name"] for svg in page.all("svg")}
+    names = {name for name, _ in metrics(tmp_path) if not name.endswith(("_low", "_high")) and name != "step"}
+    assert drawn == names and len(page.all("svg")) == len(names)
+    assert page.text.count('class="band"') == 1 + len(SIGMAS) == page.text.count('class="level"')
+    assert all(svg["role"] == "img" and svg["aria-labelledby"] for svg in page.all("svg"))
+
+
+def test_what_a_chart_shows_is_said_also_where_nothing_was_measured_before_training(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    later = [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"step": 0' not in line]
+    (run / "metrics.jsonl").write_text("\n".join(later) + "\n")
+    page = read(run)
+    assert "held-out loss – band: 95 % interval" in page.shown and "dashed" not in page.shown
+
+
+def test_the_page_loads_nothing_and_names_what_may_run(tmp_path: Path) -> None:
+    page = read(write_run(tmp_path))
+    (policy,) = [meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy and "http" not in policy
+    (style,) = re.findall("<style>(.*?)</style>", page.text, re.DOTALL)
+    for kind, text in (("style", style), ("script", page.scripts[1])):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    assert len(page.scripts) == 2 and not page.all("link") and not page.all("iframe")
+    assert "style" not in {name for _, attributes in page.elements for name in attributes}, "the policy would refuse it"
+    sources = [image["src"] for image in page.all("img")]
+    assert len(sources) == 2 and all(source.startswith("data:image/jpeg;base64,") for source in sources)
+    outside = {
+        value for _, attributes in page.elements for name, value in attributes.items() if name in ("src", "href")
+    }
+    assert outside == set(sources) and "url(" not in style and "@import" not in style
+
+
+def test_hostile_captions_and_file_names_are_shown_as_text(tmp_path: Path) -> None:
+    plain = read(write_run(tmp_path / "plain", captions=("a",) * len(HOSTILE)))
+    page = read(write_run(tmp_path / "<b>hostile & run", captions=HOSTILE))
+    assert [tag for tag, _ in page.elements] == [tag for tag, _ in plain.elements], "no caption made an element"
+    for caption in HOSTILE[:3]:
+        assert page.shown.count(caption) >= 4, "prompts, files left out, reasons"
+        assert any(caption in image["alt"] for image in page.all("img"))
+    assert "<b>hostile & run" in page.shown
+    assert "\x00" not in page.text and "\x1b" not in page.text and "猫が走る 🐈 \ufffd half" in page.shown
+    check_numbers(page, tmp_path / "<b>hostile & run")
+
+
+def test_a_name_in_the_metrics_cannot_end_the_script(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 40, "</script><!-- x & y": 1.5}) + "\n")
+    page = read(run)
+    assert page.numbers[0]["series"]["</script><!-- x & y"] == {"steps": [40], "values": [1.5]}
+    assert len(page.scripts) == 2
+
+
+def test_runs_of_several_experts_are_sections_of_one_page(tmp_path: Path) -> None:
+    write_run(tmp_path / "high_noise", 20)
+    write_run(tmp_path / "low_noise", 10, captions=("other",))
+    write_drawing(tmp_path / "samples", 20, ("drawn by both",))
+    page = read(tmp_path)
+    assert [section["name"] for section in page.numbers] == ["high_noise", "low_noise", ""]
+    assert len(page.all("img")) == 5 and "drawn by both" in page.shown
+    assert {svg["data-section"] for svg in page.all("svg")} == {"0", "1"}
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+
+
+def test_a_long_run_makes_no_long_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path, 30_000)
+    text = write_report(run).read_text(encoding="utf-8")
+    assert len(text) < 2_500_000
+    truth = metrics(run)
+    for name, found in Page(text).numbers[0]["series"].items():
+        assert all(truth[name, step] == value for step, value in zip(found["steps"], found["values"], strict=True))
+        assert found["steps"][-1] == max(step for key, step in truth if key == name)
+
+
+def test_pictures_are_made_to_take_little(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (3000, 2000, 3), dtype=np.uint8)
+    still.write(tmp_path / "noise.png", noise)
+    assert len(picture(tmp_path / "noise.png")) * 3 / 4 < _PICTURE_BYTES + 100
+
+
+def test_a_damaged_picture_is_a_line_on_the_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    (run / "samples" / "step-000000-sheet.png").write_bytes(b"no picture")
+    page = read(run)
+    assert len(page.all("img")) == 1 and "cannot be read as an image" in page.shown
+    assert "Drawn by hand" not in page.shown
+    write_drawing(run / "samples", 40, ("my prompt",), name="drawn-001-step-000040")
+    page = read(run)
+    assert page.shown.index("Step 40") < page.shown.index("Drawn by hand") < page.shown.index("drawn-001-step-000040")
+    assert page.all("img")[-1]["alt"] == "drawn-001-step-000040: my prompt"
+
+
+def test_the_verdict_says_what_the_interval_says(tmp_path: Path) -> None:
+    from ditkit_core.diagnostics.report.data import Section, Series
+
+    def said(after: float, low: float | None, high: float | None) -> str:
+        series = {"held_out": Series(steps=[0, 10], values=[2.0, after])}
+        if low is not None and high is not None:
+            series |= {
+                "held_out_low": Series(steps=[10], values=[low]),
+                "held_out_high": Series(steps=[10], values=[high]),
+            }
+        return " ".join(verdict(Section(name="", series=series)))
+
+    assert "25.0% lower" in said(1.5, 1.2, 1.8) and "does not hold 0" in said(1.5, 1.2, 1.8)
+    assert "holds 0: it may be chance" in said(1.5, 0.9, 2.1)
+    assert "50.0% higher" in said(3.0, 2.5, 3.5) and "lowest at step 0" in said(3.0, 2.5, 3.5)
+    assert "no confidence interval" in said(1.5, None, None)
+    assert "does not tell" in " ".join(verdict(Section(name="", series={})))
+
+
+# In a run
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.chdir(tmp_path)
+    return World(tmp_path)
+
+
+def test_a_run_keeps_its_page_up_to_date(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ditkit_core.commands import export as export_stage
+
+    steps: list[int] = []
+
+    def spy(folder: Path) -> Path:
+        path = write_report(folder)
+        found = Page(path.read_text(encoding="utf-8"))
+        check = [max(series["steps"]) for series in found.numbers[0]["series"].values()]
+        steps.append(max(check, default=0))
+        return path
+
+    monkeypatch.setattr(export_stage, "write_report", spy)
+    flags = ("--held_out.clips", "2", "--save.every_steps", "2", "--sample.every_steps", "3")
+    assert world.train("run", 4, *flags) == 0
+    assert steps == [0, 2, 3, 4, 4], "previews at 0 and 3, saves at 2 and 4, the last samples"
+    page = Page((world.folder / "run" / "report.html").read_text(encoding="utf-8"))
+    check_numbers(page, world.folder / "run")
+    assert "Complete at step 4." in page.shown and len(page.all("img")) == 3
+    assert torch.__version__ in page.shown and "picture number 0" in page.shown
+    about = json.loads((world.folder / "run" / "about.json").read_text())
+    assert about["data"]["samples"] == 5 and len(about["data"]["held_out"]) == 2 and len(about["environments"]) == 1
+    assert about["data"]["shapes"] == [{"frames": 1, "height": 16, "width": 16, "samples": 5}]
+    assert not list((world.folder / "run").glob("*.tmp"))
+
+
+def test_the_page_is_written_anew_by_a_command_that_needs_no_model(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert world.train("run", 2, "--sample.captions", "0") == 0
+    run = world.folder / "run"
+    (run / "report.html").unlink()
+    (world.folder / "toy.safetensors").unlink()
+    capsys.readouterr()
+    assert world.run("train", "--run", str(run), "--report") == 0
+    assert str(run / "report.html") in capsys.readouterr().out
+    check_numbers(Page((run / "report.html").read_text(encoding="utf-8")), run)
+    assert world.run("train", "--run.folder", str(world.folder / "nowhere"), "--report") == 1
+    error = capsys.readouterr().err
+    assert "nowhere has no metrics.jsonl" in error and error.count("\n") == 1
+    assert world.run("train", "--run", str(run), "--report", "--plan") == 2
+    assert "--report writes the page of a run and stops" in capsys.readouterr().err
+
+
+def test_a_run_of_two_experts_has_a_page_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    world = TwoExperts(tmp_path)
+    assert world.train("both", 2, "--held_out.clips", "2", "--save.every_steps", "1") == 0
+    page = Page((world.folder / "both" / "report.html").read_text(encoding="utf-8"))
+    assert [section["name"] for section in page.numbers] == ["high_noise", "low_noise", ""]
+    high, low = (section["series"].keys() for section in page.numbers[:2])
+    assert any("sigma" in name for name in high) and not any(name in low for name in high if "sigma" in name)
+    assert page.shown.count("Complete at step 2.") == 2 and len(page.all("img")) == 1
+    for name in ("high_noise", "low_noise"):
+        check_numbers(
+            Page((world.folder / "both" / name / "report.html").read_text("utf-8")), world.folder / "both" / name
+        )
+
+
+def test_a_run_that_goes_on_elsewhere_keeps_both_environments(tmp_path: Path) -> None:
+    from ditkit_core.diagnostics.report.environment import write_about
+    from ditkit_core.io.run_dir import RunFolder
+
+    folder = RunFolder(tmp_path)
+    for device in ("cpu", "cpu", "cuda:0", "cuda:0"):
+        write_about(folder, environment={"devices": device}, data={})
+    kept = json.loads(folder.about.read_text())["environments"]
+    assert [each["devices"] for each in kept] == ["cpu", "cuda:0"] and all(each["since"] for each in kept)

@@ -1,0 +1,409 @@
+"""Streamed weights that are trained: updated in the backward, brought back once, and nobody notices."""
+
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from saved_states import CLIPS, assert_same_state, numbers
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from toy_training import ToyBatch, ToyData
+
+from ditkit_core.adapters.inject import trainable_parameters
+from ditkit_core.engine.block_swap import BlockSwap, _Lane, check_swap
+from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.placement import Placement
+from ditkit_core.errors import UserError
+from ditkit_core.models.precision import compute_fp32_in_fp32
+from ditkit_core.testing.conformance_swap import Watched, stream, train_streamed
+from ditkit_core.testing.pretend_devices import PretendDevices, move_to
+from ditkit_core.testing.toy import TOY, ToyArch, toy_items
+from ditkit_core.testing.world import make_model
+from ditkit_core.training.checkpoint import SaveConfig
+from ditkit_core.training.ema import EMAConfig
+from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.metrics import LogConfig
+from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_step import training_step
+from ditkit_core.training.trainer import TrainConfig, train
+from ditkit_core.training.validation import HeldOutConfig
+
+CPU, ONE, TWO = torch.device("cpu"), torch.device("cpu:1"), torch.device("cpu:2")
+ARCH = ToyArch(depth=4, dim=16, dropout=0.1)
+OPTIMIZERS = ["adamw", "adafactor", "muon"]
+
+
+def model_of(arch=ARCH):
+    return make_model(TOY, arch)
+
+
+def differences(one, other):
+    assert one.keys() == other.keys()
+    return [name for name, value in one.items() if not torch.equal(value, other[name])]
+
+
+# Numbers
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "policy", "one_of"),
+    [
+        *(("adamw", policy, 2) for policy in POLICIES),  # all of them: `SwapChecks`
+        ("adafactor", "none", 1),
+        ("adafactor", "attn_only", 2),
+        ("muon", "full", 1),
+        ("muon", "none", 2),
+    ],
+)
+def test_steps_are_those_of_the_ordinary_loop_to_the_bit(optimizer, policy, one_of):
+    """Losses, norms, weights, and the optimizer's state."""
+    numbers, values = train_streamed(TOY, model_of(), toy_items(2), "none", optimizer=optimizer, num_steps=3)
+    model = model_of()
+    swap = stream(model, one_of, trained=True)
+    with Watched(swap) as watch:
+        others = train_streamed(TOY, model, toy_items(2), policy, swap, optimizer=optimizer, num_steps=3)
+    assert others[0] == numbers and differences(values, others[1]) == []
+    assert any(name.startswith("optimizer layers.3.out.weight|") for name in values)
+    assert watch.returned == 3 * len(swap.buffers) and watch.most == 2
+    assert (
+        not watch.there() and swap.state_buffers and not any(b.untyped_storage().nbytes() for b in swap.state_buffers)
+    )
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_on_devices_that_are_not_the_host(optimizer):
+    devices = [ONE, ONE, TWO, TWO]
+    numbers, values = train_streamed(TOY, model_of(), toy_items(2), "none", optimizer=optimizer)
+    model = model_of()
+    move_to(model.embed, devices[0])
+    move_to(model.head, devices[-1])
+    with PretendDevices():
+        swap = stream(model, devices=devices, trained=True)
+        with Watched(swap) as watch:
+            others = train_streamed(TOY, model, toy_items(2), "full", swap, optimizer=optimizer)
+    assert others[0] == numbers and differences(values, others[1]) == []
+    assert {buffer.device for buffer in swap.state_buffers} == set(devices)
+    assert watch.returned == 8 and watch.most == 2 and not watch.there()
+
+
+def run(folder, steps, one_of=None, **given):
+    """A run in the folder with as many blocks streamed; None is the ordinary loop."""
+    model = model_of()
+    swap = stream(model, one_of, trained=True) if one_of else None
+    arguments = {
+        "config": TrainConfig(steps=steps, batch_size=2, clip_norm=0.0, seed=5),
+        "optim": OptimConfig(lr=3e-3, warmup_steps=3, fused_backward=one_of is not None),
+        "ema": EMAConfig(decay=0.9),
+        "save": SaveConfig(every_steps=2),
+        "held_out": HeldOutConfig(sigmas=(0.3, 0.8)),
+        "held_out_clips": CLIPS,
+        "log": LogConfig(tensorboard=False),
+        **given,
+    }
+    trainable, flow = trainable_parameters(model), FlowConfig(weighting="bell")
+    return train(
+        model,
+        Engine(passages=() if swap is None else (swap,)),
+        TOY,
+        ToyData(),
+        trainable,
+        folder=folder,
+        flow=flow,
+        swap=swap,
+        **arguments,
+    )
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (1, None), (None, 1)])
+def test_a_run_goes_on_under_another_swap_to_the_bit(first, second, tmp_path):
+    """With an average, which is exchanged for the weights where they are measured, every other step."""
+    whole = run(tmp_path / "whole", 5)
+    run(tmp_path / "halves", 3, first)
+    halves = run(tmp_path / "halves", 5, second)
+    assert_same_state(whole.save, halves.save)
+    assert numbers(tmp_path / "whole") == numbers(tmp_path / "halves")
+    assert (whole.held_out_before, whole.held_out) == (halves.held_out_before, halves.held_out)
+
+
+def test_a_weight_whose_first_gradient_comes_late_is_streamed_from_then_on():
+    kept = []
+    for streams in (False, True):
+        model = model_of()
+        swap = stream(model, trained=True) if streams else None
+        trained = Trained(
+            model, trainable_parameters(model), OptimConfig(fused_backward=streams), EMAConfig(), swap
+        )  # fmt: skip
+        out = model.layers[1].out
+        for step in range(3):
+            out.forward = partial(F.linear, weight=out.weight, bias=out.bias if step else None)
+            batch = ToyBatch(["a", "b"], toy_items(2))
+            training_step(
+                model, Engine(passages=() if swap is None else (swap,)), TOY, [batch], trained.optimizer,
+                step=step, lr=0.01, seed=1, flow=FlowConfig(), clip_norm=0.0,
+            )  # fmt: skip
+        state = trained.state(3, None, {}).tensors
+        kept.append({**state["trainable"], **state["optimizer"]})
+    assert differences(*kept) == [] and "layers.1.out.bias|exp_avg" in kept[0]
+    assert len(swap.state_buffers) == 5 and not any(b.untyped_storage().nbytes() for b in swap.state_buffers)
+
+
+# A stream of its own
+
+
+class Lazy(_Lane):
+    """Has a side stream, in whose order things happen, but not before somebody waits for them."""
+
+    def __init__(self, device, pages):
+        super().__init__(device, pages)
+        self.waiting = []
+        self.stream = SimpleNamespace(
+            synchronize=self.catch_up, wait_stream=lambda other: None, record_event=lambda: None
+        )  # fmt: skip
+
+    def catch_up(self):
+        while self.waiting:
+            self.waiting.pop(0)()
+
+    def side(self):
+        return nullcontext()
+
+    def _streamed(self, found, *, returns=False):
+        part = super()._streamed(found, returns=returns)
+        fetch = part.fetch
+
+        def fetch_after_what_waits():
+            self.catch_up()
+            fetch()
+
+        def store_later():
+            size = part._num_returned
+            brought = part._filled[:size].clone()
+            self.waiting.append(lambda: part.host[:size].copy_(brought))
+
+        part.fetch, part.store = fetch_after_what_waits, store_later
+        return part
+
+
+@pytest.mark.parametrize("one_of", [1, 2, 4])
+def test_what_is_brought_back_is_waited_for(one_of, monkeypatch):
+    """The average reads the weights on the host after each step, a save those of the optimizer; with 2 and 4 the first block stays."""
+    given = {"num_steps": 3, "ema": EMAConfig(decay=0.9)}
+    numbers, values = train_streamed(TOY, model_of(), toy_items(2), "none", **given)
+    monkeypatch.setattr("ditkit_core.engine.block_swap._Lane", Lazy)
+    monkeypatch.setattr("ditkit_core.engine.swap_buffers.page_lock", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    model = model_of()
+    swap = stream(model, one_of, trained=True)
+    lane, waited = swap._lanes[CPU], []
+    monkeypatch.setattr(lane.stream, "synchronize", lambda: (waited.append(len(lane.waiting)), lane.catch_up()))
+    others = train_streamed(TOY, model, toy_items(2), "none", swap, **given)
+    assert others[0] == numbers and differences(values, others[1]) == []
+    assert any(name.startswith("ema ") for name in values) and not lane.waiting
+    assert len(waited) == 3 and all(waited), "once a step, and for something"
+
+
+# Memory
+
+
+class Live(TorchDispatchMode):
+    """The most bytes of streamed blocks that were on the device at once, by what they are."""
+
+    def __init__(self, swap, optimizer):
+        super().__init__()
+        self.swap, self.optimizer, self.most = swap, optimizer, {}
+        self.streamed = [name for name, p in optimizer.parameters.items() if swap.host_of(p) is not p]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        state = [t for name in self.streamed for t in self.optimizer.state_of(name).values()]
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in state}  # in buffers, or not yet
+        gradients = [self.optimizer.parameters[name].grad for name in self.streamed]
+        found = {
+            "weights": sum(buffer.untyped_storage().nbytes() for buffer in self.swap.buffers),
+            "state": sum(storage.nbytes() for storage in storages.values()),
+            "gradients": sum(gradient.nbytes for gradient in gradients if gradient is not None),
+        }
+        found["together"] = sum(found.values())
+        self.most = {key: max(value, self.most.get(key, 0)) for key, value in found.items()}
+        return out
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_more_than_two_blocks_are_there(policy):
+    model = model_of(ToyArch(depth=4, dim=16))
+    swap = stream(model, trained=True)
+    trained = Trained(model, trainable_parameters(model), OptimConfig(fused_backward=True), EMAConfig(), swap)
+    block, largest = swap.num_bytes // 4, 3 * 16 * 16 * 4
+    for step in range(2):
+        with Live(swap, trained.optimizer) as live:
+            batch = ToyBatch(["a", "b"], toy_items(2))
+            training_step(
+                model, Engine(policy=policy, passages=() if swap is None else (swap,)), TOY, [batch], trained.optimizer,
+                step=step, lr=0.01, seed=1, flow=FlowConfig(), clip_norm=0.0,
+            )  # fmt: skip
+        state = max(buffer.num_bytes for parts in swap._lanes[CPU].states.values() for buffer in parts)
+        assert state > 2 * block
+        assert live.most["weights"] == 2 * block
+        # in the first step a block's state exists beside the buffer that takes it over
+        assert state / 2 < live.most["state"] <= 2 * state
+        assert 0 < live.most["gradients"] <= largest
+        assert live.most["together"] <= 2 * (block + state) + largest
+        assert not any(b.untyped_storage().nbytes() for b in [*swap.buffers, *swap.state_buffers])
+
+
+def test_the_optimizer_of_another_run_holds_nothing():
+    model = model_of()
+    swap = stream(model, trained=True)
+    train_streamed(TOY, model, toy_items(2), "none", swap, num_steps=1)
+    assert swap.state_buffers
+    swap.attach(None)
+    assert not swap.state_buffers
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_gpu_updates_streamed_weights_to_the_bit(policy):
+    """Large enough that a copy takes longer than what launches it: one that is not waited for, there or back, shows."""
+    compute_fp32_in_fp32()
+    cuda, results, peaks = torch.device("cuda", 0), [], []
+    for streams in (False, True):
+        model = model_of(ToyArch(depth=6, dim=2048, heads=16))
+        for stage in (model.embed, model.head, *(() if streams else model.blocks())):
+            stage.to(cuda)
+        placement = Placement(embed=cuda, blocks=(cuda,) * 6, head=cuda, streamed=frozenset(range(6)))
+        swap = BlockSwap(model, placement, trained=True) if streams else None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        with sdpa_kernel(SDPBackend.MATH):  # the others sum in any order
+            results.append(train_streamed(TOY, model, toy_items(2), policy, swap, num_steps=3))
+        peaks.append(torch.cuda.max_memory_allocated())
+        assert swap is None or swap.locked
+    assert results[0][0] == results[1][0] and differences(results[0][1], results[1][1]) == []
+    # of weights, gradients and two averages of all blocks, those of two blocks, and a gradient or two
+    assert peaks[1] < peaks[0] * (2 * 3 + 2) / (6 * 4)
+
+
+@pytest.mark.gpu
+def test_a_gpu_brings_back_what_an_average_reads():
+    """The first block stays, so that what is streamed was all sent back before the end of the backward."""
+    compute_fp32_in_fp32()
+    cuda, results = torch.device("cuda", 0), []
+    for streamed in ((), (2, 5)):
+        model = model_of(ToyArch(depth=6, dim=2048, heads=16))
+        blocks = [block for i, block in enumerate(model.blocks()) if i not in streamed]
+        for stage in (model.embed, model.head, *blocks):
+            stage.to(cuda)
+        placement = Placement(embed=cuda, blocks=(cuda,) * 6, head=cuda, streamed=frozenset(streamed))
+        swap = BlockSwap(model, placement, trained=True) if streamed else None
+        with sdpa_kernel(SDPBackend.MATH):  # the others sum in any order
+            results.append(
+                train_streamed(TOY, model, toy_items(2), "none", swap, num_steps=3, ema=EMAConfig(decay=0.9))
+            )
+    assert results[0][0] == results[1][0]
+    averages = [{name: t for name, t in values.items() if name.startswith("ema ")} for _, values in results]
+    others = [{name: t for name, t in values.items() if not name.startswith("ema ")} for _, values in results]
+    assert averages[0] and differences(*others) == []
+    for name, value in averages[0].items():  # computed on the host for what is streamed, where it may round otherwise
+        torch.testing.assert_close(averages[1][name], value, rtol=1e-6, atol=1e-6, msg=name)
+
+
+# What goes wrong is seen
+
+
+class Forgetful(BlockSwap):
+    """Brings nothing back."""
+
+    def backward(self, index, block):
+        super().backward(index, block)
+        for lane in self._lanes.values():
+            lane._updated.clear()
+
+
+class Hasty(BlockSwap):
+    """Brings a block back before its update."""
+
+    def backward(self, index, block):
+        super().backward(index, block)
+        for lane in self._lanes.values():
+            lane.blocks[index].store()
+            lane._updated.clear()
+
+
+class Early(BlockSwap):
+    """Empties a block when its backward begins."""
+
+    def backward(self, index, block):
+        super().backward(max(0, index - 1), block)
+
+
+class Stale(BlockSwap):
+    """Takes what is there for what it is."""
+
+    def host_changed(self):
+        pass
+
+
+@pytest.mark.parametrize("wrong", [Forgetful, Hasty, Early])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_swap_that_goes_wrong_is_seen(policy, wrong, monkeypatch):
+    numbers, values = train_streamed(TOY, model_of(), toy_items(2), policy)
+    monkeypatch.setattr("ditkit_core.testing.conformance_swap.BlockSwap", wrong)
+    model = model_of()
+    swap = stream(model, trained=True)
+    if wrong is Early:
+        with pytest.raises((AssertionError, RuntimeError), match="not there|out of bounds for storage"), Watched(swap):
+            train_streamed(TOY, model, toy_items(2), policy, swap)
+    else:
+        others = train_streamed(TOY, model, toy_items(2), policy, swap)
+        assert others[0] != numbers and "trainable layers.1.out.weight" in differences(values, others[1])
+
+
+def test_an_average_that_stays_on_the_device_is_seen(tmp_path, monkeypatch):
+    whole = run(tmp_path / "whole", 3)
+    monkeypatch.setattr("ditkit_core.testing.conformance_swap.BlockSwap", Stale)
+    stale = run(tmp_path / "stale", 3, 1)
+    assert (whole.held_out, numbers(tmp_path / "whole")) != (stale.held_out, numbers(tmp_path / "stale"))
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, r"optim.fused_backward = true \(it needs train.clip_norm = 0 and train.accumulation = 1\)"),
+        ({"fused_backward": True, "optimizer": "schedulefree_adamw"}, "use adamw, adafactor, muon"),
+        ({"fused_backward": True, "optimizer": "adamw8bit"}, "optim.name = adamw8bit cannot"),
+    ],
+)
+def test_what_cannot_be_streamed_is_one_line(given, says):
+    with pytest.raises(UserError, match=says) as error:
+        check_swap((2,), "full", **given)
+    assert "\n" not in str(error.value)
+
+
+def test_what_can_be_streamed_is_not_refused():
+    check_swap((2,), "lora")
+    check_swap((0,), "full")
+    for name in OPTIMIZERS:
+        check_swap((2,), "full", fused_backward=True, optimizer=name)
+
+
+@pytest.mark.parametrize("other", ["head", "layers.0"])
+def test_a_trained_weight_of_two_stages_is_refused(other):
+    model = model_of()
+    shared = nn.Parameter(torch.zeros(16))
+    model.layers[3].shared = model.get_submodule(other).shared = shared
+    blocks = (CPU,) * 4
+    BlockSwap(model, Placement(embed=CPU, blocks=blocks, head=CPU, streamed=frozenset({1, 2})), trained=True)
+    assert model.layers[3].shared is shared
+    with pytest.raises(UserError, match=r"trained weight shared is used elsewhere"):
+        BlockSwap(model, Placement(embed=CPU, blocks=blocks, head=CPU, streamed=frozenset({3})), trained=True)

@@ -1,0 +1,162 @@
+"""Compiled blocks: every policy is in force, numbers are those of compiled blocks that keep everything, and what cannot work is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ditkit_core.config.resolve import resolve
+from ditkit_core.engine import compile as compiled
+from ditkit_core.engine.ac_schedule import parse_policy
+from ditkit_core.engine.compile import backend_of, check_compiled, check_compiler
+from ditkit_core.engine.engine import Engine
+from ditkit_core.errors import UserError
+from ditkit_core.run.checks import check_training
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.run import Run
+from ditkit_core.testing.compiled_runs import check_levers, printed
+from ditkit_core.testing.toy import TOY, ToyBlock
+
+SCRIPT = Path(__file__).parents[1] / "support" / "compiled_toy.py"
+
+
+def refused(use: Callable[[], object], *words: str) -> None:
+    """Refused in one line, which has these words."""
+    with pytest.raises(UserError) as caught:
+        use()
+    message = str(caught.value)
+    assert "\n" not in message and all(word in message for word in words), message
+
+
+def check_in_force(found: Any, *, graphs: int, tolerance: float) -> None:
+    """Three blocks, each with two attentions: N forwards of attention where it is kept, 2 N where it is not."""
+    assert all(under["equal"] for under in found.values()), found
+    assert {policy: under["forwards"] for policy, under in found.items()} == {
+        "none": 6, "full": 12, "attn_only": 6, "attn_only(self)": 9, "ops(matmul)": 12,
+    }  # fmt: skip
+    assert all(under["graphs"] <= graphs for under in found.values()), found
+    assert max(under["from_eager"] for under in found.values()) <= tolerance, found
+
+
+def test_policies_are_in_force_in_compiled_blocks_and_exact_with_dropout():
+    check_in_force(printed(SCRIPT, "policies"), graphs=1, tolerance=2e-6)
+
+
+@pytest.mark.slow
+def test_they_are_with_adapters_that_drop_in_bf16_and_samples_of_two_sizes():
+    """LoRA over a frozen base takes at most two graphs for all blocks: the first carry may need no gradient."""
+    check_in_force(printed(SCRIPT, "adapters"), graphs=2, tolerance=0.02)
+
+
+def test_compiled_blocks_go_with_weights_that_come_and_go_offloading_schedules_and_new_sizes():
+    found = printed(SCRIPT, "levers")
+    for policy in ("none", "full", "attn_only"):
+        assert found[f"swap {policy}"] and found[f"refilled {policy}"] > 0
+        assert found[f"offload {policy}"] and found[f"moved {policy}"] > 0
+    assert found["moved full"] < found["moved attn_only"] < found["moved none"]
+    assert found["schedule"] and found["schedule forwards"] == 4 + 2 + 2
+    assert found["graphs of new sizes"] == 1  # the second size makes a symbol of it
+    assert found["forwards of force_eager"] == 6
+    assert found["graphs without a backward"] == 0
+    assert "slef" in found["unknown region"] and "the blocks call cross, self" in found["unknown region"]
+    # buckets, frame counts and numbers of samples: one sample and several, each of one size and then of any; and a mask
+    assert found["batches"] == 40 and found["graphs of batches"][0] <= 6
+    assert found["graphs of batches"][1] == 0  # neither depth nor another model, such as a second expert, takes one
+    assert not found["kept"]
+    assert "Shortening changes sizes" in found["changed beside tensors"]
+    assert "more kinds than the 1 that are compiled" in found["too many graphs"]
+
+
+@pytest.mark.slow
+def test_a_divided_streamed_pipelined_model_and_one_that_steps_in_its_backward_compile_to_the_same_numbers():
+    check_levers("few_levers", SCRIPT.parent, ["TestToyWithDropoutInBlockAndAttention"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3100)
+def test_levers_compose_with_compiled_blocks():
+    check_levers("levers", SCRIPT.parent, ["TestToyWithDropoutInBlockAndAttention"])
+
+
+@pytest.mark.slow
+def test_compiled_blocks_go_with_a_quantized_base():
+    for kind, found in printed(SCRIPT, "quantized").items():
+        assert all(under["equal"] for under in found.values()), (kind, found)
+        assert [under["forwards"] for under in found.values()] == [8, 4], (kind, found)
+        assert max(under["from_eager"] for under in found.values()) <= 0.02, (kind, found)
+
+
+@pytest.mark.slow
+def test_inductor_is_near_eager_and_keeps_the_same():
+    """Fused loops of fp32 sum in another order. Dropout draws masks of its own, under each policy: gradients are held to be those of the loss
+    that came out, by its slope."""
+    found = printed(SCRIPT, "inductor")
+    for policy, (slope, by_difference) in found["slopes"].items():
+        assert slope == pytest.approx(by_difference, rel=1e-7), policy
+    assert max(under["from_first"] for under in found["plain"].values()) <= 2e-5, found["plain"]
+    assert max(under["from_eager"] for under in found["plain"].values()) <= 2e-5, found["plain"]
+    assert [under["forwards"] for under in found["plain"].values()] == [4, 4]
+
+
+def test_a_setting_is_a_switch_or_the_name_of_a_backend():
+    assert (backend_of(False), backend_of(True), backend_of("aot_eager"), backend_of("")) == (
+        "",
+        "inductor",
+        "aot_eager",
+        "",
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"), [("inducter", "no backend"), ("eager", "no backward"), ("cudagraphs", "overwrite")]
+)
+def test_backends_that_cannot_train_are_refused(backend, reason):
+    refused(lambda: check_compiler(backend), backend, reason, "aot_eager")
+
+
+def test_a_missing_compiler_is_said_in_one_line(monkeypatch):
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    refused(lambda: check_compiler("inductor", ["cpu"]), "g++", "train.compile")
+    check_compiler("aot_eager", ["cpu"])
+    check_compiler("", ["cpu"])
+    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    refused(lambda: check_compiler("inductor", ["cuda"]), "triton", "train.compile")
+
+
+def test_policies_that_would_not_be_exact_are_refused_before_a_forward():
+    draws = "ops(matmul, aten.bernoulli.p)"
+    refused(lambda: Engine(policy=draws, compile=True), "random numbers", "train.compile")
+    Engine(policy=draws)
+    Engine(policy="ops(matmul)", compile=True)
+
+
+def test_a_model_that_is_spread_over_ranks_is_refused():
+    from torch.distributed.fsdp import FSDPModule
+
+    class FSDPToyBlock(FSDPModule, ToyBlock):
+        """As `fully_shard` makes it."""
+
+    refused(lambda: compiled._compiled(FSDPToyBlock, parse_policy("full"), "aot_eager", None), "ranks", "train.compile")
+
+
+def test_a_quantized_base_that_would_be_kept_dense_is_refused():
+    for policy, is_refused in (("none", True), ("none+offload", True), ("full", False), ("attn_only", False)):
+        if is_refused:
+            refused(lambda p=policy: check_compiled("inductor", [parse_policy(p)], quantized=True), "second time")
+        else:
+            check_compiled("inductor", [parse_policy(policy)], quantized=True)
+        check_compiled("", [parse_policy(policy)], quantized=True)
+
+
+@pytest.mark.parametrize(
+    ("texts", "names"),
+    [
+        ({"train.compile": "inducter"}, ["inducter"]),
+        ({"train.compile": True, "base.quantize": "int8"}, ["train.checkpointing", "full"]),
+        ({"train.compile": "aot_eager", "base.quantize": "int8", "train.checkpointing": "budget"}, ["second time"]),
+    ],
+)
+def test_a_run_refuses_before_anything_is_loaded(texts, names):
+    config = resolve(RunConfig, flags={"train.device": "cpu", **texts})
+    refused(lambda: check_training(Run(TOY, config)), *names)

@@ -1,0 +1,167 @@
+"""A plan put together from a few blocks against the whole step run on fake tensors, and against real tensors."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from toy_jobs import ARCH, toy_job
+
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.encoding.loader import Batch
+from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.planner.memory import Budget, DevicePlan
+from ditkit_core.planner.memory_tracker import Ledger
+from ditkit_core.planner.profiler import Profile, StageCost, profile
+from ditkit_core.testing.plans import check_kept, check_plan, divided, planned
+from ditkit_core.testing.toy import TOY
+from ditkit_core.testing.world import make_model
+from ditkit_core.training.ema import EMAConfig
+from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_step import training_step
+
+
+@pytest.mark.parametrize(
+    ("policy", "method"),
+    [
+        pytest.param(policy, method, marks=() if (policy, method) == ("full", "lora") else pytest.mark.slow)
+        for policy in POLICIES
+        for method in ("lora", "full")
+    ],
+)
+def test_three_blocks_say_what_six_hold_on_any_number_of_devices(policy, method):
+    of = toy_job(method, policy=policy, ema=EMAConfig(decay=0.9))
+    found = profile(of)
+    for cuts in ((), (3,), (2, 4)):
+        # One device: to the byte. On several, the loss's few tensors lie partly on the first and partly on the last.
+        check_plan(found, of, cuts, rel=0.01 if cuts else 0.0)
+
+
+LARGE = {"size": (17, 128, 128)}
+"""Of which a carry is more than `offload.SMALLEST`."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "size"),
+    [
+        ("attn_only, 0-1=none, 4-=full", {}),
+        ("full+offload, 2-3=none", LARGE),
+        *(
+            pytest.param(policy, size, marks=pytest.mark.exhaustive)
+            for policy, size in [
+                ("full, 0-2=none", {}),
+                ("full, 3-=none", {}),
+                ("full, 2-4=attn_only(self)", {}),
+                ("every_n(2)", {}),
+                ("every_n(3)", {}),
+                ("full+offload", LARGE),
+                ("attn_only+offload", LARGE),
+                ("none+offload", LARGE),
+                ("full, 0-2=full+offload", LARGE),
+                ("attn_only+offload, 2-3=full", LARGE),
+                ("full, 1=full+offload, 3=full+offload", LARGE),
+            ]
+        ),
+    ],
+)
+def test_blocks_of_different_policies_are_put_together_from_steps_of_one(policy, size):
+    of = toy_job(policy=policy, **size)
+    found = profile(of)
+    check_plan(found, of, (), rel=0.0)
+    check_plan(found, of, (3,), rel=0.005)
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "attn_only", "attn_only(self)", "full, 1-3=none"])
+def test_what_blocks_keep_is_what_real_tensors_leave_alive(policy):
+    check_kept(toy_job(policy=policy))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"optim": OptimConfig(fused_backward=True), "clip_norm": 0.0},
+        {"optim": OptimConfig(name="muon")},
+        {"optim": OptimConfig(name="adafactor")},
+        {"optim": OptimConfig(name="adamw8bit")},
+        {"micro_batches": 2},
+        {"kind": "cpu"},
+    ],
+    ids=["fused", "muon", "adafactor", "adamw8bit", "accumulation", "cpu"],
+)
+def test_so_they_do_with_other_optimizers_and_several_micro_batches(changed):
+    of = toy_job("full", policy="full", **changed)
+    for cuts in ((), (2,)):
+        check_plan(profile(of), of, cuts, rel=0.01)
+
+
+def test_an_adapter_on_some_blocks_makes_kinds_of_its_own():
+    of = toy_job(adapter=AdapterConfig(rank=4, targets=("layers.[2345].qkv",)), arch=replace(ARCH, depth=8))
+    found = profile(of)
+    assert [block.adapters > 0 for block in found.blocks] == [False, False, True, True, True, True, False, False]
+    assert found.blocks[0].flops_backward == 0 < found.blocks[7].flops_backward
+    check_plan(found, of, (), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "policy", ["attn_only", *(pytest.param(name, marks=pytest.mark.slow) for name in POLICIES if name != "attn_only")]
+)
+def test_the_plan_of_a_cpu_is_what_real_tensors_hold(policy):
+    of = toy_job(policy=policy, kind="cpu")
+    model = make_model(TOY, ARCH, dtype=torch.bfloat16, adapter=of.adapter)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained = Trained(model, parameters, of.optim, of.ema)
+    item = {name: torch.randn(x.shape).to(x.dtype) for name, x in of.batch[0].items()}
+
+    def step(number: int) -> None:
+        training_step(
+            model, Engine(policy=policy), TOY, [Batch(ids=["a"], items=[item])], trained.optimizer, step=number, lr=1e-4, seed=0,
+            flow=of.flow, clip_norm=1.0,
+        )  # fmt: skip
+
+    step(0)
+    trained.optimizer.zero_grad()
+    with Ledger() as ledger:
+        ledger.track(model, "weights")
+        ledger.track([state for part in trained.optimizer.parts for state in part.state.values()], "optimizer")
+        step(1)
+    found = profile(of)
+    (plan,) = planned(found, divided(len(found.blocks), ()))
+    # the noise and the caption, which the host has before they are sent, are the host's where that is the device
+    assert plan.peak == pytest.approx(ledger.peak[torch.device("cpu")], rel=0.02)
+
+
+def test_streamed_weights_are_on_the_host_but_for_two_blocks():
+    block = StageCost(weights=100, kept=10, released=10)
+    found = Profile(
+        embed=StageCost(weights=1),
+        blocks=(block,) * 6,
+        head=StageCost(weights=2),
+        crossing=(0,) * 7,
+        crossing_back=(0,) * 7,
+    )
+    for streamed, expected in (((), 603), ((5,), 603), ((1, 3), 603), ((0, 2, 4), 503), ((0, 1, 2, 3, 4, 5), 203)):
+        (plan,) = planned(found, divided(6, (), streamed))
+        assert plan.purposes["weights"] == expected, streamed
+
+
+def test_pipelined_micro_batches_keep_all_at_once():
+    block = StageCost(kept=10, released=10, forward_extra=15, backward_extra=5)
+    found = Profile(embed=StageCost(), blocks=(block,) * 4, head=StageCost(), crossing=(8,) * 5, crossing_back=(3,) * 5)
+
+    def peaks(**settings) -> list[int]:
+        return [plan.peak for plan in planned(found, divided(4, (2,)), **settings)]
+
+    assert peaks(micro_batches=4) == [
+        28,
+        33,
+    ]  # first device: 20 and the gradient 3 sent back, and 5; second: with the carry's 8
+    assert peaks(micro_batches=4, pipelined=True) == [28 + 3 * 20, 33 + 3 * 28]
+
+
+def test_a_device_that_is_too_small_says_what_it_lacks():
+    plan = DevicePlan(
+        budget=Budget(name="a", total=100, reserve=10), purposes={"weights": 60, "activations": 40}, crossing=0
+    )
+    assert (plan.peak, plan.fits, plan.missing) == (100, False, 10)
+    assert replace(plan, purposes={"weights": 90}).fits

@@ -1,0 +1,220 @@
+"""Cuts chosen by what a step holds: against trying all, and the same for a run as for its plan."""
+
+import itertools
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from toy_world import World
+
+from ditkit_core.config.resolve import resolve
+from ditkit_core.config.sizes import GIB
+from ditkit_core.errors import UserError
+from ditkit_core.planner import plan as plan_stage
+from ditkit_core.planner.gpus import default_reserve, keeping_reserves, parse_gpus
+from ditkit_core.planner.memory import Budget, Division, compose
+from ditkit_core.planner.partition import budgets_here, budgets_of, choose_cuts, place, streamed_of, weights_profile
+from ditkit_core.planner.plan import divided_for_training, make_report
+from ditkit_core.planner.profiler import Profile, StageCost, profile
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.prepare import build_on_meta
+from ditkit_core.run.run import Run
+from ditkit_core.testing.toy import TOY, ToyArch
+
+DEEP = ToyArch(depth=9)
+
+
+def made(draw, num_blocks):
+    """A profile of blocks that are all different, one of them without parameters."""
+
+    def cost(weights):
+        kept = draw.randint(0, 60)
+        return StageCost(
+            weights=weights, adapters=draw.randint(1, 9) if weights else 0, gradients=draw.randint(0, 9), kept=kept,
+            released=kept, freed_at_cut=draw.randint(0, kept), forward_extra=draw.randint(0, 90),
+            backward_extra=draw.randint(0, 90), backward_extra_again=draw.randint(0, 99),
+        )  # fmt: skip
+
+    blocks = tuple(cost(0 if i == 3 else draw.randint(1, 80)) for i in range(num_blocks))
+    crossing = tuple(draw.randint(0, 60) for _ in range(num_blocks + 1))
+    return Profile(embed=cost(40), blocks=blocks, head=cost(20), crossing=crossing, crossing_back=crossing[::-1])
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_no_other_cuts_leave_the_fullest_device_less_full(seed, num_devices):
+    draw = random.Random(seed)
+    profile = made(draw, 9)
+    budgets = [Budget(name="", total=draw.randint(200, 900), reserve=draw.randint(0, 99), workspace=7)] * num_devices
+    budgets[-1] = Budget(name="", total=700)
+    counts = [draw.randint(0, 2) for _ in range(num_devices)]
+    work = {"micro_batches": 1 + seed % 3, "pipelined": seed % 3 > 1}
+    has_weights = [i != 3 for i in range(9)]
+
+    def fullest(cuts):
+        bounds = [0, *cuts, 9]
+        spans = list(itertools.pairwise(bounds))
+        if any(sum(has_weights[a:b]) < count for (a, b), count in zip(spans, counts, strict=True)):
+            return float("inf")
+        streamed = [streamed_of(has_weights, a, b, count) for (a, b), count in zip(spans, counts, strict=True)]
+        devices = tuple(i for i, (a, b) in enumerate(spans) for _ in range(a, b))
+        division = Division(devices=devices, streamed=frozenset().union(*streamed))
+        plans = compose(profile, division, budgets, **work)
+        return max(plan.peak / (plan.budget.total - plan.budget.reserve) for plan in plans)
+
+    cuts = choose_cuts(profile, budgets, swap_blocks=counts, **work)
+    every = [cuts for cuts in itertools.combinations(range(1, 9), num_devices - 1) if 3 not in cuts]
+    assert cuts in every
+    assert fullest(cuts) == min(map(fullest, every)) < float("inf")
+
+
+def test_what_is_streamed_makes_room_for_other_blocks():
+    block = StageCost(weights=10, adapters=1)
+    profile = Profile(
+        embed=StageCost(), blocks=(block,) * 20, head=StageCost(), crossing=(0,) * 21, crossing_back=(0,) * 21
+    )
+    budgets = [Budget(name="", total=100, workspace=0)] * 2
+    assert choose_cuts(profile, budgets) == (10,)
+    (cut,) = choose_cuts(profile, budgets, swap_blocks=(6, 0))
+    assert cut > 11
+    (cut,) = choose_cuts(profile, budgets, swap_blocks=(16, 2))
+    assert cut >= 16, "a device has as many blocks as it streams"
+
+
+@pytest.mark.parametrize(
+    ("count", "swap", "says"),
+    [
+        (10, (), "name fewer"),
+        (2, (5, 5), "the model has 9 blocks; lower it"),
+        (3, (1, 1), "2 numbers for 3 devices"),
+        (2, (2, -1), "at least 0"),
+    ],
+)
+def test_what_divides_nothing_is_refused_in_one_line(count, swap, says):
+    profile = weights_profile(build_on_meta(TOY, DEEP, run_of().precision), TOY, run_of().precision)
+    with pytest.raises(UserError, match=says) as caught:
+        choose_cuts(profile, [Budget(name="", total=100)] * count, swap_blocks=swap)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Pretends GPUs of these sizes in GiB."""
+
+    def pretend(*sizes):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
+        properties = [SimpleNamespace(name="a card", total_memory=int(size * GIB)) for size in sizes]
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(sizes[device.index] * GIB),) * 2)
+        return [torch.device("cuda", index) for index in range(len(sizes))]
+
+    return pretend
+
+
+def test_a_gpu_gives_what_cuda_and_others_leave(machine):
+    gpus = machine(24, 16)
+    own = [default_reserve(24 * GIB), default_reserve(16 * GIB)]
+    assert [budget.reserve for budget in budgets_here(gpus, ())] == own
+    assert [budget.reserve for budget in budgets_here(gpus, (1.5,))] == [each + 1.5 * GIB for each in own]
+    assert [budget.reserve for budget in budgets_here(gpus, (0.0, 2.0))] == [own[0], own[1] + 2 * GIB]
+    assert [budget.total for budget in budgets_here(gpus, ())] == [24 * GIB, 16 * GIB]
+
+
+def test_cards_here_and_cards_that_are_named_have_one_budget(machine):
+    here = budgets_here(machine(24, 16), (1.0, 2.0))
+    named = budgets_of(keeping_reserves(parse_gpus("24GiB,16GiB"), (1.0, 2.0)))
+    assert [(each.total, each.reserve, each.workspace) for each in here] == [
+        (each.total, each.reserve, each.workspace) for each in named
+    ]
+
+
+def test_reserves_that_leave_nothing_are_refused(machine):
+    gpus = machine(24, 16)
+    for reserve in (16.0, 15.2):  # with what CUDA itself takes
+        with pytest.raises(UserError, match=r"leaves nothing of a card \(number 1\), which has 16.0 GiB"):
+            budgets_here(gpus, (0.0, reserve))
+
+
+def test_the_host_and_gpus_are_divided_by_hand(machine):
+    with pytest.raises(UserError, match=r"train\.cuts"):
+        budgets_here([*machine(24), torch.device("cpu")], ())
+
+
+def run_of(**flags):
+    named = {
+        "model.preset": "deep", "data.frames": 1, "data.height": 64, "data.width": 64, "adapter.rank": 2,
+        **{name.replace("__", "."): value for name, value in flags.items()},
+    }  # fmt: skip
+    return Run(replace(TOY, presets={**TOY.presets, "deep": DEEP}), resolve(RunConfig, flags=named))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"train__reserve": (0.005, 0.01), "train__swap_blocks": (1, 2)},
+        {"train__accumulation": 3, "train__pipelined": True, "train__batch_size": 6},
+    ],
+)
+def test_a_run_is_cut_where_its_plan_says_and_not_where_weights_alone_would(machine, monkeypatch, flags):
+    """With pictures that weigh more than the weights, and a kind of block in front that keeps nothing."""
+    machine(2.0, 1.4)
+    made, jobs = profile, []
+
+    def once(job):
+        jobs.append({**vars(job), "batch": [{name: x.shape for name, x in item.items()} for item in job.batch]})
+        assert jobs[-1] == jobs[0], "the run's step is the plan's"
+        return found[0] if found else found.append(made(job)) or found[0]
+
+    found = []
+    monkeypatch.setattr(plan_stage, "profile", once)
+    run = run_of(train__devices=("cuda:0", "cuda:1"), data__width=1024, data__height=1024, **flags)
+    model = build_on_meta(run.spec, DEEP, run.precision)
+    placed = divided_for_training(run, model, DEEP, run.config.adapter).placement
+    assert placed.cuts != place(run, model).cuts
+    report = make_report(run)
+    assert report.division.devices == tuple(device.index for device in placed.blocks)
+    assert report.division.streamed == placed.streamed
+    assert make_report(run, "2GiB,1.4GiB").division == report.division
+    assert len(jobs) == 3
+    fullness = [plan.peak / (plan.budget.total - plan.budget.reserve) for plan in report.devices]
+    assert max(fullness) > 0.1 and 0 < placed.cuts[0] < 9
+
+
+def test_cuts_by_hand_need_no_plan(machine, monkeypatch):
+    machine(24, 24)
+    monkeypatch.setattr(plan_stage, "profile", lambda job: pytest.fail("was planned"))
+    run = run_of(train__devices=("cuda:0", "cuda:1"), train__cuts=(2,))
+    model = build_on_meta(run.spec, DEEP, run.precision)
+    assert divided_for_training(run, model, DEEP, run.config.adapter).placement.cuts == (2,)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--train.devices", '["cpu", "cpu:1"]', "--train.cuts", "[2]"), "below 2"),
+        (("--train.swap_blocks", "[3]"), "choose 0 to 2"),
+        (("--train.devices", '["cpu", "cpu:1"]', "--train.swap_blocks", "[1, 2]"), "lower it"),
+        (("--train.devices", '["cpu", "cpu:1", "cpu:2"]'), "name fewer"),
+    ],
+)
+def test_what_does_not_divide_the_model_shows_before_anything_is_encoded(tmp_path, capsys, flags, says):
+    world = World(tmp_path)
+    assert world.train("run", 1, *flags) == 1
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+    assert (world.media.loads, world.text.loads) == (0, 0)
+
+
+def test_streamed_trained_weights_are_not_on_the_device():
+    precision = run_of().precision
+    model = build_on_meta(TOY, DEEP, precision)
+    profile = weights_profile(model.requires_grad_(True), TOY, precision)
+    assert profile.trains_all
+    budgets = [Budget(name="", total=2**30, workspace=0)] * 2
+    plain = choose_cuts(profile, budgets)
+    assert choose_cuts(profile, budgets, swap_blocks=(5, 0)) > plain
+    model.embed.requires_grad_(False)
+    assert not weights_profile(model, TOY, precision).trains_all

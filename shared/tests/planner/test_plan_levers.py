@@ -1,0 +1,110 @@
+"""What a plan puts together from single stages, lever by lever, against whole steps of whole models on fake tensors, as the trainer runs them."""
+
+from dataclasses import replace
+
+import pytest
+from toy_jobs import toy_job
+from whole_steps import DEPTH, agree
+
+from ditkit_core.planner.memory import on_host
+from ditkit_core.planner.profiler import Profile, StageCost
+from ditkit_core.testing.toy import ToyArch
+from ditkit_core.training.ema import EMAConfig
+from ditkit_core.training.optimizer import OptimConfig
+
+SMALL = {"arch": ToyArch(dim=256, depth=DEPTH), "size": (1, 32, 32)}
+"""Of which a block's weights are more than what it keeps."""
+
+
+# Pairs of values rather than all combinations: each case is a step of all blocks.
+@pytest.mark.parametrize(
+    ("policy", "cuts", "streamed"),
+    [
+        ("full", (3,), (1, 3, 5)),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                ("none", (), (3,)),
+                ("none", (3,), range(DEPTH)),
+                ("full", (), range(DEPTH)),
+                ("attn_only", (), (1, 3, 5)),
+                ("attn_only", (3,), (3,)),
+            ]
+        ),
+    ],
+)
+def test_streamed_blocks_are_two_at_a_time(policy, cuts, streamed):
+    agree(toy_job(policy=policy, **SMALL), cuts, streamed)
+
+
+@pytest.mark.parametrize(
+    ("policy", "optimizer", "cuts", "streamed"),
+    [
+        ("full", "adamw", (), (1, 3, 5)),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                ("none", "adamw", (3,), range(DEPTH)),
+                ("none", "adafactor", (), (1, 3, 5)),
+                ("full", "adafactor", (3,), range(DEPTH)),
+                ("none", "muon", (), range(DEPTH)),
+                ("full", "muon", (3,), (1, 3, 5)),
+            ]
+        ),
+    ],
+)
+def test_trained_weights_are_streamed_with_what_the_optimizer_keeps(policy, optimizer, cuts, streamed):
+    fused = {"optim": OptimConfig(name=optimizer, fused_backward=True), "clip_norm": 0.0}
+    agree(toy_job("full", policy=policy, ema=EMAConfig(decay=0.9), **SMALL, **fused), cuts, streamed)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("method", "cuts", "pipelined", "micro_batches"),
+    [
+        ("lora", (), False, 2),
+        ("lora", (3,), True, 3),
+        ("lora", (2, 4), True, 2),
+        ("lora", (2, 4), False, 3),
+        ("full", (), True, 2),
+        ("full", (3,), False, 3),
+        ("full", (2, 4), True, 3),
+    ],
+)
+def test_micro_batches_one_by_one_and_at_once(method, cuts, pipelined, micro_batches):
+    agree(toy_job(method, policy="full", micro_batches=micro_batches), cuts, pipelined=pipelined)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("policy", "kind", "quantize"),
+    [
+        ("none", "cuda", "int8"),
+        ("full", "cuda", "nf4"),
+        ("full", "cuda", "fp8"),
+        ("none", "cpu", "nf4"),
+        ("full", "cpu", "int8"),
+    ],
+)
+def test_a_quantized_weight_is_made_whole_while_it_is_multiplied(policy, kind, quantize):
+    of = toy_job(policy=policy, quantize=quantize, kind=kind, **SMALL)
+    agree(of, ())
+    if kind == "cuda":
+        agree(of, (3,), (1, 3, 5))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("cuts", "optimizer"), [((), "adamw"), ((3,), "adafactor"), ((3,), "muon")])
+def test_an_update_in_the_backward_leaves_no_full_set_of_gradients(cuts, optimizer):
+    fused = {"optim": OptimConfig(name=optimizer, fused_backward=True), "clip_norm": 0.0}
+    agree(toy_job("full", policy="full", **SMALL, **fused), cuts)
+
+
+def test_the_host_has_what_is_streamed():
+    block = StageCost(weights=100, adapters=7, optimizer=14, average=7)
+    nothing = (0,) * (DEPTH + 1)
+    found = Profile(
+        embed=StageCost(), blocks=(block,) * DEPTH, head=StageCost(), crossing=nothing, crossing_back=nothing
+    )
+    assert on_host(found, {1, 3}) == 200
+    assert on_host(replace(found, trains_all=True), {1, 3}) == 2 * 128

@@ -1,0 +1,114 @@
+"""The estimate of a step's time: what must hold of it whatever is assumed."""
+
+from dataclasses import replace
+
+import pytest
+from made_profiles import made_profile
+
+from ditkit_core.planner.gpus import parse_gpus
+from ditkit_core.planner.memory import Division
+from ditkit_core.planner.step_time import LINK_SHARE, UTILISATION, Workload, assumptions, step_seconds, streaming_time
+
+ONE, TWO = Division(devices=(0,) * 12), Division(devices=(0,) * 6 + (1,) * 6)
+(CARD,) = parse_gpus("rtx4090")
+
+
+def test_a_step_is_its_arithmetic_over_the_assumed_rate():
+    profile = made_profile("full")
+    flops = sum(stage.flops_forward + stage.flops_backward for stage in (profile.embed, *profile.blocks, profile.head))
+    seconds = step_seconds(profile, ONE, [CARD], Workload()).seconds
+    assert seconds == pytest.approx(flops / (165.2e12 * UTILISATION), rel=0.01)  # the rest is the optimizer's
+    assert step_seconds(profile, ONE, [CARD], Workload(micro_batches=3)).seconds == pytest.approx(3 * seconds, rel=0.01)
+
+
+def test_fp32_takes_the_rate_of_fp32():
+    profile = made_profile("full")
+    half, full = (step_seconds(profile, ONE, [CARD], Workload(fp32=fp32)).seconds for fp32 in (False, True))
+    assert full == pytest.approx(2 * half, rel=0.01)
+
+
+def test_what_is_streamed_hides_behind_arithmetic_or_is_waited_for():
+    profile, every = made_profile("full"), Division(devices=(0,) * 12, streamed=frozenset(range(12)))
+    hidden = step_seconds(profile, every, [CARD], Workload())
+    resident = step_seconds(profile, ONE, [CARD], Workload())
+    copy = profile.blocks[0].weights / (CARD.host_bandwidth * LINK_SHARE)
+    assert 0 < hidden.waiting_seconds <= copy * 1.01, "only the first block is waited for"
+    assert hidden.seconds == pytest.approx(resident.seconds + hidden.waiting_seconds)
+    short = made_profile("full", work=0.02)
+    waited = step_seconds(short, every, [CARD], Workload())
+    assert waited.seconds >= 22 * copy, "12 blocks are copied in the forward, and 10 again in the backward"
+    assert waited.waiting_seconds > 0.8 * waited.seconds
+
+
+def test_with_two_buffers_a_copy_waits_for_the_block_before_the_last():
+    assert streaming_time([(10, 1)] * 4, ahead=False) == 1 + 40
+    assert streaming_time([(1, 10)] * 4, ahead=False) == 40 + 1
+    assert streaming_time([(1, 10)] * 4, ahead=True) == 1 + 10 + 10 + 1
+    assert streaming_time([(10, 0), (1, 30), (10, 0), (1, 30)], ahead=False) == 30 + 1 + 29 + 1
+    # the third copy cannot begin before the first block has run
+    assert streaming_time([(100, 1), (1, 1), (1, 50)], ahead=False) == 101 + 50 + 1
+
+
+def test_divided_devices_work_in_turn_and_send_twice_through_the_host():
+    profile = made_profile("full")
+    one, two = step_seconds(profile, ONE, [CARD], Workload()), step_seconds(profile, TWO, [CARD, CARD], Workload())
+    sent = (profile.crossing[6] + profile.crossing_back[6]) * 2 / (CARD.host_bandwidth * LINK_SHARE)
+    assert two.crossing_seconds == pytest.approx(sent, rel=0.01)
+    assert two.seconds == pytest.approx(one.seconds + sent, rel=0.01)
+    assert two.busy == pytest.approx((0.5, 0.5), abs=0.03)
+
+
+def test_pipelined_micro_batches_overlap():
+    profile = made_profile("full")
+    count = 4
+    apart = step_seconds(profile, TWO, [CARD, CARD], Workload(micro_batches=count))
+    overlapping = step_seconds(profile, TWO, [CARD, CARD], Workload(micro_batches=count, pipelined=True))
+    assert overlapping.seconds == pytest.approx(apart.seconds * (count + 1) / (2 * count), rel=0.05)
+    assert min(overlapping.busy) > 1.5 * max(apart.busy)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_quantized_weights_cost_their_conversion(kind):
+    profile = made_profile("full", kind)
+    plain = step_seconds(profile, ONE, [CARD], Workload()).seconds
+    converted = step_seconds(profile, ONE, [CARD], Workload(quantize=kind)).seconds
+    assert plain < converted < 1.2 * plain
+
+
+def test_a_faster_card_is_faster():
+    profile = made_profile("full")
+    names = ("rtx4060ti", "rtx3090", "rtx4090", "a100-80", "h100")
+    seconds = [step_seconds(profile, ONE, parse_gpus(name), Workload()).seconds for name in names]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_what_is_assumed_is_said_for_each_card_once():
+    lines = assumptions(parse_gpus("2x24GiB,rtx4090"), Workload())
+    assert len(lines) == 2
+    assert "50% of 71 in bf16" in lines[0] and "assumed as of rtx3090" in lines[0] and "25.2 GB/s" in lines[0]
+    assert "fp32" in assumptions(parse_gpus("rtx4090"), Workload(fp32=True))[0]
+
+
+def test_equal_ways_of_dividing_take_equal_times():
+    profile = replace(made_profile("full"), embed=made_profile().blocks[0])
+    cuts = (3, 6, 9)
+    times = {
+        step_seconds(profile, Division(devices=(0,) * cut + (1,) * (12 - cut)), [CARD, CARD], Workload()).seconds
+        for cut in cuts
+    }
+    assert max(times) - min(times) < 1e-6
+
+
+def trained(profile):
+    """The same when all of its blocks' weights are trained."""
+    blocks = [replace(b, weights=0, adapters=2**30, gradients=0, optimizer=2**31) for b in profile.blocks]
+    return replace(profile, blocks=tuple(blocks), trains_all=True)
+
+
+def test_streamed_trained_weights_are_copied_both_ways_with_what_the_optimizer_keeps():
+    profile = trained(made_profile("full", work=0.001))
+    every = Division(devices=(0,) * 12, streamed=frozenset(range(12)))
+    seconds = step_seconds(profile, every, [CARD], Workload()).waiting_seconds
+    gib = 2**30 / (CARD.host_bandwidth * LINK_SHARE)
+    # 12 forwards of 1 GiB, and 10 backwards (two are there from the forward) of 3 GiB there and 3 back
+    assert seconds == pytest.approx((12 + 10 * 6) * gib, rel=0.05)

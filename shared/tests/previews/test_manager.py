@@ -1,0 +1,60 @@
+"""Previews disturb nothing: a run with them and one without are equal to the bit in all that training makes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from preview_runs import FLAGS, check_equal, numbers
+from toy_world import World
+
+from ditkit_core.training.checkpoint import load_state
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.chdir(tmp_path)
+    return World(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_training_is_equal_to_the_bit_with_previews_and_without(world: World, method: str) -> None:
+    flags = (*FLAGS, "--adapter.method", method)
+    assert world.train("without", 6, *flags, "--sample.captions", "0") == 0
+    assert world.train("every", 6, *flags, "--sample.every_steps", "1", "--sample.seed", "3") == 0
+    drawn = {path.name[:11] for path in (world.folder / "every" / "samples").iterdir()}
+    assert drawn == {f"step-{step:06d}" for step in range(7)}
+    check_equal(world.folder / "without", world.folder / "every")
+    held_out = [row for row in numbers(world.folder / "every") if "held_out_low" in row]
+    assert [row["step"] for row in held_out] == [2, 4, 6]
+
+
+def test_a_run_with_previews_that_is_continued_equals_one_that_was_not(world: World) -> None:
+    """Neither the previews nor the interval's first measurement are forgotten by a save."""
+    flags = (*FLAGS, "--sample.every_steps", "2")
+    assert world.train("whole", 6, *flags) == 0
+    assert world.train("parts", 3, *flags) == 0
+    assert world.train("parts", 6, *flags, "--sample.every_steps", "0") == 0
+    last = [load_state(world.folder / name / "state" / "step-000006") for name in ("whole", "parts")]
+    assert all(torch.equal(last[0].tensors["trainable"][k], v) for k, v in last[1].tensors["trainable"].items())
+    assert last[0].values["held_out_interval"] == last[1].values["held_out_interval"]
+    assert last[0].values["held_out_before_clips"] == last[1].values["held_out_before_clips"]
+
+
+def test_a_second_process_may_draw_from_a_run_that_trains(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no lock and reads whole saves alone: that is how previews leave the critical path where there is a second device."""
+    from ditkit_core.commands.export import Exporter
+
+    out, drawn = world.folder / "drawn", []
+    after_save = Exporter.after_save
+
+    def drawing(exporter: Exporter, step: int) -> None:
+        after_save(exporter, step)
+        if step == 2:
+            run = str(world.folder / "run")
+            drawn.append(world.run("sample", "--run", run, "--prompt", "while it trains", "--out", str(out)))
+
+    assert world.train("alone", 4, "--save.every_steps", "2", "--ema.decay", "0.9", "--sample.captions", "0") == 0
+    monkeypatch.setattr(Exporter, "after_save", drawing)
+    assert world.train("run", 4, "--save.every_steps", "2", "--ema.decay", "0.9", "--sample.captions", "0") == 0
+    assert drawn == [0] and (out / "drawn-001-step-000002-0-while-it-trains.png").exists()
+    check_equal(world.folder / "alone", world.folder / "run")

@@ -1,0 +1,454 @@
+"""Previews drawn by a process of their own: the same pictures, training untouched, nothing lost however things end."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drawing_child import Child, children
+from preview_runs import FLAGS, check_equal
+from safetensors.torch import save_file
+from toy_world import World, equal
+from two_experts import EXPERTS, TwoExperts
+
+from ditkit_core.commands import cli
+from ditkit_core.config.resolve import resolve
+from ditkit_core.diagnostics.report.data import read_sections
+from ditkit_core.errors import UserError
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.models.spec import Expert
+from ditkit_core.previews import stages as expert_turns
+from ditkit_core.previews import worker as preview_process
+from ditkit_core.previews.manager import Previews, visible_devices
+from ditkit_core.previews.queue import Preview, drop_after, put, read, read_weights, tidy, waiting
+from ditkit_core.previews.stages import Trained
+from ditkit_core.run import expert_runs
+from ditkit_core.run.checks import check_preview_device, say_where_previews_could_be
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.run import Run
+from ditkit_core.sampling.denoise import Turn
+from ditkit_core.training import trainer as train
+
+EVERY = ("--ema.decay", "0.9", "--sample.every_steps", "2", "--log.every_steps", "1")
+ELSEWHERE = (*EVERY, "--sample.device", "cpu")
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.chdir(tmp_path)
+    return World(tmp_path)
+
+
+def drawn(run: Path) -> dict[str, bytes]:
+    """The files of all samples."""
+    return {path.name: path.read_bytes() for path in (run / "samples").iterdir() if path.is_file()}
+
+
+@pytest.fixture
+def experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TwoExperts:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("gc.collect", lambda *_: 0)  # half a second each time, and nothing here is large
+    return TwoExperts(tmp_path)
+
+
+def pending(run: Path) -> list[str]:
+    return [path.name for path in waiting(run / "samples" / "pending")]
+
+
+def stopping(monkeypatch: pytest.MonkeyPatch, at: int, *, saves: bool = True) -> None:
+    """Have SIGTERM come in optimizer step `at`, or the second Ctrl-C, after which nothing is saved."""
+    original = train.training_step
+
+    def step(*arguments: Any, **settings: Any) -> Any:
+        if settings["step"] == at:
+            if not saves:
+                raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGTERM)
+        return original(*arguments, **settings)
+
+    monkeypatch.setattr(train, "training_step", step)
+
+
+STREAMED = (
+    "--held_out.clips", "1", "--ema.decay", "0.9", "--adapter.method", "full", "--train.swap_blocks", "1",
+    "--optim.fused_backward", "true", "--train.clip_norm", "0",
+)  # fmt: skip
+"""Trained weights that are streamed, which the parameters do not hold between two steps."""
+
+
+@pytest.mark.parametrize("given", [FLAGS, STREAMED], ids=["lora", "streamed"])
+def test_they_are_those_drawn_in_place_and_disturb_nothing(
+    world: World, given: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Child, "streamed", int(given is STREAMED))
+    flags = (*given, "--sample.every_steps", "2", "--sample.images", "2")
+    assert world.train("here", 6, *flags) == 0
+    with children(world.spec, "draws") as started:
+        assert world.train("there", 6, *flags, "--sample.device", "cpu") == 0
+    here, there = world.folder / "here", world.folder / "there"
+    check_equal(here, there)
+    assert drawn(here) == drawn(there) and len(drawn(here)) == 4 * (2 * 2 + 2)
+    assert len(started) == 1 and started[0].environment["CUDA_VISIBLE_DEVICES"] == "" and pending(there) == []
+    assert "waiting for 3 previews that cpu draws" in capsys.readouterr().out
+    assert [drawing.title for drawing in read_sections(there)[0].drawings] == [f"Step {step}" for step in (0, 2, 4, 6)]
+    assert (there / "report.html").read_text().count("<img") == 4
+
+
+@pytest.mark.slow
+def test_a_real_process_draws_the_same(world: World) -> None:
+    """Started while training goes on, and found by `ModelSpec.found_at`."""
+    assert world.train("here", 6, *EVERY) == 0
+    assert world.train("there", 6, *ELSEWHERE) == 0
+    here, there = world.folder / "here", world.folder / "there"
+    check_equal(here, there)
+    log = (there / "previews.log").read_text()
+    assert re.findall("process [0-9]+ draws (.*)", log) == [f"step-{step:06d}.safetensors" for step in (0, 2, 4)]
+    assert drawn(here) == drawn(there) and pending(there) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="asks /proc whether a process of which it is not the parent is there"
+)
+def test_a_real_process_ends_with_a_parent_that_is_killed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(cli, "run", lambda spec, command, argv: given.extend(argv) or 0)
+        world.train("run", 2, *ELSEWHERE, "--sample.steps", "10000000")
+    program = "import sys; from ditkit_core.commands import cli; from ditkit_core.testing.toy import TOY; cli.run(TOY, 'train', sys.argv[1:])"
+    run = world.folder / "run"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, *given], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        found = wait_for(lambda: re.findall("process ([0-9]+) draws", text_of(run / "previews.log")), seconds=200)
+    finally:
+        parent.kill()
+        parent.wait()
+    status = Path(f"/proc/{found[0]}/stat")
+    wait_for(lambda: not status.exists() or text_of(status).rpartition(")")[2].split()[0] == "Z", seconds=60)
+    assert pending(run) == ["step-000000.safetensors"] and not (run / "complete.json").exists()
+    with children(world.spec, "draws"):
+        assert world.train("run", 2, *ELSEWHERE) == 0
+    assert {name[:11] for name in drawn(run)} == {"step-000000", "step-000002"} and pending(run) == []
+
+
+def text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for(condition: Callable[[], Any], *, seconds: float) -> Any:
+    """What it gives when it gives something."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.2)
+    return found
+
+
+def test_what_a_stopped_run_leaves_is_drawn_when_it_goes_on(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert world.train("whole", 6, *EVERY) == 0
+    run = world.folder / "run"
+    with monkeypatch.context() as patched, children(world.spec, "goes on") as started:
+        stopping(patched, at=3)
+        assert world.train("run", 6, *ELSEWHERE) == 130
+    assert len(started) == 1 and started[0].returncode == 130, "one at a time, ended with the run"
+    assert pending(run) == [f"step-{step:06d}.safetensors" for step in (0, 2, 4)], "the step that was stopped at, too"
+    torn = run / "samples" / "pending" / ".step-000004.safetensors.0.tmp"
+    torn.touch()
+    with children(world.spec, "draws") as started:
+        assert world.train("run", 6, *ELSEWHERE) == 0
+    assert drawn(run) == drawn(world.folder / "whole")
+    assert len(started) == 1 and pending(run) == [] and not torn.exists()
+    put(run / "samples" / "pending", Preview(step=2), {})
+    capsys.readouterr()
+    assert world.train("run", 6, *EVERY) == 0
+    said = capsys.readouterr()
+    assert "is complete at step 6" in said.out and pending(run) == ["step-000002.safetensors"]
+    assert "samples/pending: 1; set sample.device to draw them, or remove them" in said.err.replace("\\", "/")
+
+
+def test_what_waits_of_a_run_that_was_given_up_is_not_drawn_into_the_next(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not saved, so that another one may begin in its folder."""
+    assert world.train("whole", 3, *EVERY) == 0
+    run = world.folder / "run"
+    with monkeypatch.context() as patched, children(world.spec, "goes on"):
+        stopping(patched, at=5, saves=False)
+        assert world.train("run", 6, *ELSEWHERE, "--optim.lr", "0.5") == 130
+    assert pending(run) == [f"step-{step:06d}.safetensors" for step in (0, 2, 4)] and not any(run.glob("state/step-*"))
+    with children(world.spec, "draws"):
+        assert world.train("run", 3, *ELSEWHERE) == 0
+    assert drawn(run) == drawn(world.folder / "whole") and pending(run) == []
+
+
+def test_a_signal_while_the_last_previews_are_drawn_loses_none(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with children(world.spec, "is interrupted") as started:
+        assert world.train("run", 4, *ELSEWHERE) == 130
+    run = world.folder / "run"
+    assert "stopped with 2 previews not drawn" in capsys.readouterr().err and started[0].returncode == 130
+    assert pending(run) == ["step-000000.safetensors", "step-000002.safetensors"]
+    assert "Complete at step 4." in (run / "report.html").read_text()
+    with children(world.spec, "draws"):
+        assert world.train("run", 4, *ELSEWHERE) == 0
+    assert "is complete at step 4; nothing is left to do" in capsys.readouterr().out, "it was not ended once more"
+    assert pending(run) == [] and (run / "report.html").read_text().count("<img") == 3
+
+
+def test_one_that_fails_costs_a_warning_and_can_be_drawn_later(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = world.folder / "run"
+    with children(world.spec, "fails") as started:
+        assert world.train("run", 4, *ELSEWHERE) == 0
+    said = capsys.readouterr().err
+    for name in pending(run):
+        assert f"preview {name} was not drawn (status 1): error: no room on this device; it stays in" in said
+    assert "previews not drawn: 2" in said and "the same command tries again" in said
+    assert pending(run) == ["step-000000.safetensors", "step-000002.safetensors"]
+    assert [len(child.command) - len(started[0].command) for child in started] == [0, 1], "one was left out"
+    assert (run / "complete.json").exists() and {name[:11] for name in drawn(run)} == {"step-000004"}
+    with children(world.spec, "draws"):
+        assert world.train("run", 4, *ELSEWHERE) == 0, "which is complete"
+    assert pending(run) == [] and {name[:11] for name in drawn(run)} == {f"step-{step:06d}" for step in (0, 2, 4)}
+    assert [drawing.title for drawing in read_sections(run)[0].drawings] == [f"Step {step}" for step in (0, 2, 4)]
+
+
+def bare(world: World, **flags: Any) -> tuple[Run, RunFolder]:
+    """A run that draws elsewhere, of which there is the configuration alone."""
+    given = {"run.folder": "run", "sample.device": "cpu", "sample.every_steps": 2, "sample.prompts": ("a",)}
+    config = resolve(RunConfig, flags={"model.preset": next(iter(world.spec.presets)), **given, **flags})
+    folder = RunFolder(world.folder / "run")
+    folder.pending.mkdir(parents=True)
+    folder.store(config)
+    return Run(world.spec, config), folder
+
+
+def test_the_preview_that_failed_is_named_whatever_else_waits(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    run, folder = bare(world)
+    names = {step: f"step-{step:06d}.safetensors" for step in (3, 5, 7, 8)}
+    put(folder.pending, Preview(step=5), {})
+    with children(world.spec, "fails") as started, Previews(run, folder, 2, lambda path: None) as previews:
+        put(folder.pending, Preview(step=3), {})
+        take = previews.taker()
+        take(7, {})
+        assert f"preview {names[5]} was not drawn (status 1): error: no room on this device" in capsys.readouterr().err
+        folder.previews_log.unlink()
+        take(8, {})
+        said = capsys.readouterr().err
+    assert "previews that were not drawn: 2 (status 1): its log cannot be read; they stay in" in said
+    left_out = [child.command[len(started[0].command) :] for child in started]
+    assert left_out == [[], [names[5]], [names[3], names[5], names[7]]]
+
+
+def test_a_preview_that_is_removed_while_it_is_drawn_is_not_missed(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, folder = bare(world)
+    came: list[str] = []
+
+    def drawing(run: Run, prepared: None, file: Path, scenes: Any) -> None:
+        came.append(file.name)
+        if file.name != "step-000006.safetensors":
+            file.unlink()
+        if file.name == "step-000002.safetensors":
+            read(file)
+
+    monkeypatch.setattr(preview_process, "_draw", drawing)
+    for step in (2, 4, 6):
+        put(folder.pending, Preview(step=step), {})
+    preview_process.draw_waiting(world.spec, folder.path, "cpu", 0)
+    assert came == [f"step-{step:06d}.safetensors" for step in (2, 4, 6)] and pending(folder.path) == []
+    assert "step-000002.safetensors was removed" in capsys.readouterr().out
+
+
+def test_a_disk_that_is_full_costs_previews_and_no_training(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ditkit_core.previews import manager as previews
+
+    def full(*_: Any) -> None:
+        raise UserError("cannot write: No space left on device")
+
+    monkeypatch.setattr(previews, "put", full)
+    with children(world.spec, "draws") as started:
+        assert world.train("run", 2, *ELSEWHERE) == 0
+    assert "no preview of step 0: cannot write: No space left on device" in capsys.readouterr().err and not started
+    assert world.run("train", "--run", "run", "--train.steps", "3", "--sample.every_steps", "0") == 0
+    assert "sample.device = cpu is where previews are drawn, and sample.every_steps = 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("cuda:7",), "sample.device = 'cuda:7': this machine has no CUDA devices"),
+        (("auto",), "sample.device = 'auto' must be a device that does not train, as cuda:1, or cpu"),
+        (("cpu", "--train.attention", "flash2"), "attention backend 'flash2'"),
+    ],
+)
+def test_what_cannot_draw_is_refused_before_anything_is_encoded(
+    world: World, flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert world.train("run", 2, *EVERY, "--sample.device", *flags) in (1, 2)
+    said = capsys.readouterr().err
+    assert says in said and said.startswith("error: ") and said.count("\n") == 1 and world.media.loads == 0
+
+
+def test_a_device_that_trains_and_a_model_that_is_not_found_are_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = resolve(RunConfig, flags={"sample.device": "cuda:0", "train.devices": ("cuda:0", "cuda:1")})
+    with pytest.raises(UserError, match="'cuda:0' is a device that trains; name another one or cpu"):
+        check_preview_device(Run(world.spec, config))
+    config = replace(config, train=replace(config.train, devices=("cuda:1",)))
+    check_preview_device(Run(world.spec, config))
+    with pytest.raises(UserError, match="another process cannot find the model toy"):
+        check_preview_device(Run(replace(world.spec, found_at=""), config))
+    for devices, every_steps, told in [
+        (("cuda:1",), 5, True),
+        (("cuda:1",), 0, False),
+        (("cuda:0", "cuda:1"), 5, False),
+    ]:
+        capsys.readouterr()
+        here = replace(config, sample=replace(config.sample, device="", every_steps=every_steps, captions=1))
+        say_where_previews_could_be(Run(world.spec, replace(here, train=replace(here.train, devices=devices))))
+        said = "".join(capsys.readouterr())
+        assert ("sample.device = cuda:0, which does not train, draws them meanwhile" in said) is told
+
+
+def test_a_run_that_waits_for_its_previews_is_told_of_an_idle_gpu(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert world.train("run", 1, *EVERY) == 0
+    said = "".join(capsys.readouterr())
+    assert said.count("sample.device = cuda:0, which does not train") == 1
+
+
+def test_each_of_two_experts_is_drawn_while_it_trains(experts: TwoExperts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the weights of the preview; the other one as it was trained by then, or as it is."""
+    world, tmp_path, names = experts, experts.folder, tuple(expert.name for expert in EXPERTS)
+    flags = ("--ema.decay", "0.9", "--sample.steps", "2")
+    assert world.train("plain", 2, *flags, "--sample.captions", "0") == 0
+    loaded: list[tuple[str, str]] = []
+    turn = expert_turns._turn
+
+    def noted(run: Run, expert: Expert, trained: Trained, guidance: float) -> Turn:
+        loaded.append((expert.name, trained.preview.name if trained.preview else str(trained.step)))
+        return turn(run, expert, trained, guidance)
+
+    asked: list[str] = []
+    latest = expert_runs.latest
+
+    def counted(state: Path, warn: Callable[[str], None]) -> Path | None:
+        asked.append(state.parent.name)
+        return latest(state, warn)
+
+    monkeypatch.setattr(expert_turns, "_turn", noted)
+    monkeypatch.setattr(expert_runs, "latest", counted)
+    with children(world.spec, "draws") as started:
+        every = ("--sample.every_steps", "1", "--sample.device", "cpu", "--sample.captions", "1")
+        assert world.train("both", 2, *flags, *every) == 0
+    assert len(started) == 1
+    assert asked == [names[1], names[0], *names], (
+        "saves are read whole: those of the others once, those of all at the end"
+    )
+    previews = [f"{name}-step-{step:06d}.safetensors" for name in names for step in (0, 1)]
+    at_the_end, drawn_late = loaded[:2], loaded[2:]
+    assert at_the_end == [(name, "2") for name in names]
+    assert drawn_late == [
+        (names[0], previews[0]), (names[1], "None"), (names[0], previews[1]), (names[1], "None"),
+        (names[0], "2"), (names[1], previews[2]), (names[0], "2"), (names[1], previews[3]),
+    ]  # fmt: skip
+    for name in names:
+        assert equal(world.exported("plain", name), world.exported("both", name))
+        folder = world.folder / "both" / name
+        pictures = {file[:11]: picture for file, picture in drawn(folder).items() if file.endswith(".png")}
+        assert pictures.keys() == {"step-000000", "step-000001"} and len(set(pictures.values())) == 2
+    sections = {section.name: [each.title for each in section.drawings] for section in read_sections(tmp_path / "both")}
+    drawn_in = {"high_noise": ["Step 0", "Step 1"], "low_noise": ["Step 0", "Step 1"], "": ["Step 2"]}
+    assert sections == drawn_in
+    assert (tmp_path / "both" / names[0] / "report.html").read_text().count("<img") == 2
+    assert pending(tmp_path / "both") == [] and {file[:11] for file in drawn(tmp_path / "both")} == {"step-000002"}
+
+
+def test_a_signal_in_the_last_wait_of_two_experts_leaves_a_complete_run(
+    experts: TwoExperts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--sample.device", "cpu", "--sample.captions", "1", "--sample.steps", "2")
+    with children(experts.spec, "is interrupted"):
+        assert experts.train("both", 1, *flags, "--sample.every_steps", "1") == 130
+    assert RunFolder(experts.folder / "both").completed_step() == 1
+    assert pending(experts.folder / "both") == [f"{expert.name}-step-000000.safetensors" for expert in EXPERTS]
+    capsys.readouterr()
+    with children(experts.spec, "draws"):
+        assert experts.train("both", 1, *flags, "--sample.every_steps", "0") == 0
+    said = capsys.readouterr()
+    assert "is complete; nothing is left to do" in said.out and pending(experts.folder / "both") == []
+    assert said.err.count("sample.device = cpu is where previews are drawn, and sample.every_steps = 0") == 1
+
+
+def test_a_run_of_one_expert_draws_with_the_other_as_it_is(
+    experts: TwoExperts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world, tmp_path = experts, experts.folder
+    flags = (*ELSEWHERE, "--sample.captions", "1", "--sample.steps", "2", "--experts.train", "low_noise")
+    with children(world.spec, "draws"):
+        assert world.train("low", 3, *flags) == 0
+    assert "drawing with the high_noise expert as it is" in capsys.readouterr().out
+    assert {name[:11] for name in drawn(tmp_path / "low")} == {f"step-{step:06d}" for step in (0, 2, 3)}
+    (tmp_path / "toy_high_noise.safetensors").unlink()
+    with children(world.spec, "draws") as started:
+        assert world.train("alone", 3, *flags) == 0
+    assert "no previews: " in capsys.readouterr().err and not started
+
+
+def test_the_queue_holds_what_it_is_given(tmp_path: Path) -> None:
+    weights = {"a": torch.randn(3, 2), "b": torch.randn(4).bfloat16()}
+    asked = Preview(step=12, expert="low_noise", others={"high_noise": 40})
+    for step in (1000000, 3, 999999):
+        put(tmp_path, Preview(step=step, expert="high_noise"), weights)
+    put(tmp_path, asked, weights)
+    (tmp_path / ".step-000001.safetensors.1.tmp").touch()
+    tidy(tmp_path)
+    files = waiting(tmp_path)
+    assert set(files) == set(tmp_path.iterdir())
+    assert [read(file).step for file in files] == [3, 999999, 1000000, 12] and read(files[-1]) == asked
+    found = read_weights(files[-1])
+    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+    save_file(weights, tmp_path / "step-000007.safetensors")
+    with pytest.raises(UserError, match="is no preview that waits to be drawn; remove it"):
+        read(tmp_path / "step-000007.safetensors")
+    drop_after(tmp_path, {"high_noise": 999999, "low_noise": -1})
+    assert [file.name for file in waiting(tmp_path)] == [
+        "step-000007.safetensors", "high_noise-step-000003.safetensors", "high_noise-step-999999.safetensors",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "seen", "visible"),
+    [
+        ("cpu", None, ""),
+        ("cuda", None, "0"),
+        ("cuda:1", None, "1"),
+        ("cuda:1", "3, GPU-ab", "GPU-ab"),
+        ("cuda:0", "5", "5"),
+    ],
+)
+def test_the_process_sees_its_device_alone(device: str, seen: str | None, visible: str) -> None:
+    environment = {} if seen is None else {"CUDA_VISIBLE_DEVICES": seen}
+    assert visible_devices(torch.device(device), environment) == visible

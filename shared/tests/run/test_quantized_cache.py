@@ -1,0 +1,175 @@
+"""A quantized base that is kept: read back to the bit without the weights that it was made of, and never another's."""
+
+import errno
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from toy_world import World, equal
+
+from ditkit_core.adapters.export import ExportConfig, export_adapter
+from ditkit_core.adapters.inject import AdapterConfig, adapter_layers, is_adapter_name
+from ditkit_core.adapters.read import BaseConfig
+from ditkit_core.engine.placement import place
+from ditkit_core.io import safetensors as safetensors_file
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.paths import Components
+from ditkit_core.models.precision import Precision
+from ditkit_core.run.prepare import build, load
+from ditkit_core.testing.conformance_quantized import KINDS
+from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
+
+BF16, FP32 = Precision(), Precision(matmul=torch.float32)
+ARCH = ToyArch(dim=64)
+SPEC = replace(TOY, presets={"tiny": ARCH})
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    save_file(in_form(ToyModel(ARCH, FP32).state_dict(), "official"), tmp_path / "base.safetensors")
+    return tmp_path / "base.safetensors"
+
+
+def prepared(
+    base: Path, kind: str, say: Callable[[str], None] = lambda line: None, *, merge: tuple[str, ...] = (),
+    precision: Precision = BF16, cache: Path | None = None, streamed: frozenset[int] = frozenset(),
+    on_tensor: Callable[[str, nn.Module], None] | None = None,
+) -> nn.Module:  # fmt: skip
+    config = BaseConfig(quantize=kind, merge=merge, quantized_cache=str(cache or base.parent / "kept"))
+    where = Components(transformer=str(base), preset="tiny")
+    unloaded = build(SPEC, where, AdapterConfig(rank=4), config, precision=precision)
+    placement = replace(place(unloaded.model, [torch.device("cpu")]), streamed=streamed)
+    result = load(unloaded, placement=placement, seed=0, on_tensor=on_tensor, say=say)
+    with result.readable():  # streamed weights lie on the host
+        result.model.values = {name: tensor.clone() for name, tensor in result.model.state_dict().items()}
+    return result.model
+
+
+def kept(base: Path) -> list[Path]:
+    return sorted((base.parent / "kept").iterdir())
+
+
+def spoil(file: Path) -> None:
+    """Everything but what a fingerprint is made of: the header, and both ends of every tensor."""
+    tensors = SafetensorsSource.open(file).tensors.values()
+    with open(file, "r+b") as stream:
+        for stored in tensors:
+            stream.seek(stored.offset + 1024)
+            stream.write(b"\1" * max(0, stored.num_bytes - 2048))
+
+
+@pytest.mark.parametrize("precision", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_read_to_the_bit_without_the_weights_that_it_was_made_of(base, kind, precision):
+    lines: list[str] = []
+    seen: tuple[list[str], list[str]] = ([], [])
+    models = []
+    for names in seen:
+        models.append(
+            prepared(
+                base, kind, lines.append, precision=precision, on_tensor=lambda name, _, names=names: names.append(name)
+            )
+        )
+        spoil(base)
+    (file,) = kept(base)
+    assert lines == [
+        f"base.quantized_cache: the quantized base is written to {file}",
+        f"base.quantized_cache: the quantized base is read from {file}",
+    ]
+    first, second = (model.state_dict() for model in models)
+    assert equal(first, second) and [t.dtype for t in first.values()] == [t.dtype for t in second.values()]
+    assert [p.requires_grad for p in models[0].parameters()] == [p.requires_grad for p in models[1].parameters()]
+    assert sorted(seen[0]) == sorted(seen[1])
+    anew = prepared(base, kind, precision=precision, cache=base.parent / "other").state_dict()
+    assert not equal(first, anew)  # the weights were spoilt
+
+
+def test_blocks_that_are_streamed_are_read_too(base):
+    first = prepared(base, "int8").state_dict()
+    lines: list[str] = []
+    assert equal(prepared(base, "int8", lines.append, streamed=frozenset({1})).values, first)
+    assert "is read from" in lines[0]
+
+
+def test_what_it_is_made_of_is_its_name(base, tmp_path):
+    model = prepared(base, "none")
+    assert not (tmp_path / "kept").exists()  # of a base that is not quantized nothing is kept
+    for layer in adapter_layers(model).values():
+        nn.init.normal_(layer.lora_B["default"].weight)
+    (lora,) = export_adapter(model, SPEC, tmp_path / "lora", "adapter", ExportConfig(), metadata={})
+    states = [prepared(base, "int8").state_dict()]
+    states.append(prepared(base, "int8", merge=(str(lora),)).state_dict())
+    states.append(prepared(base, "int8", merge=(f"{lora}@0.5",)).state_dict())
+    prepared(base, "int8", precision=FP32)
+    prepared(base, "fp8")
+    assert len(kept(base)) == 5
+    code = "layers.0.qkv.base_layer.weight"
+    assert not torch.equal(states[0][code], states[1][code]) and not torch.equal(states[1][code], states[2][code])
+    tensors = {name: SafetensorsSource.open(base).read(name).clone() for name in SafetensorsSource.open(base).tensors}
+    tensors["blocks.1.out.weight"][0, 0] += 1
+    save_file(tensors, base)
+    prepared(base, "int8")
+    assert len(kept(base)) == 6
+
+
+def flip(file: Path) -> None:
+    stored = next(iter(SafetensorsSource.open(file).tensors.values()))
+    data = bytearray(file.read_bytes())
+    data[stored.offset + 5] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def foreign(file: Path) -> None:
+    save_file({"layers.0.qkv.weight": torch.zeros(2)}, file)
+
+
+@pytest.mark.parametrize("damage", [flip, cut, foreign])
+def test_a_damaged_or_foreign_file_is_said_and_made_anew(base, damage):
+    first = prepared(base, "nf4").state_dict()
+    (file,) = kept(base)
+    whole = file.read_bytes()
+    damage(file)
+    lines: list[str] = []
+    assert equal(prepared(base, "nf4", lines.append).state_dict(), first)
+    assert f"{file} is damaged or foreign" in lines[0] and "it is made anew" in lines[0] and "\n" not in lines[0]
+    assert "is written to" in lines[1] and len(lines) == 2
+    assert kept(base) == [file] and file.read_bytes() == whole
+
+
+def test_a_full_disk_leaves_nothing_and_stops_nothing(base, monkeypatch):
+    first, lines = prepared(base, "int8", cache=base.parent / "elsewhere").state_dict(), []
+
+    def full(tensor: torch.Tensor) -> memoryview:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(safetensors_file, "_bytes_of", full)
+    model = prepared(base, "int8", lines.append)
+    assert "is not kept" in lines[0] and "No space left on device" in lines[0] and len(lines) == 1
+    assert kept(base) == [] and equal(model.state_dict(), first)
+
+
+def test_adapters_are_no_part_of_it(base):
+    prepared(base, "int8")
+    (file,) = kept(base)
+    assert not any(is_adapter_name(name) for name in SafetensorsSource.open(file).tensors)
+
+
+def test_a_run_goes_on_over_the_kept_base(tmp_path, capsys):
+    world = World(tmp_path)
+    flags = ("--base.quantize", "nf4")
+    keeping = (*flags, "--base.quantized_cache", str(tmp_path / "kept"))
+    assert world.train("plain", 3, *flags) == 0
+    assert world.train("kept", 2, *keeping) == 0
+    assert "the quantized base is written to" in capsys.readouterr().out
+    assert world.train("kept", 3, *keeping) == 0
+    assert "the quantized base is read from" in capsys.readouterr().out
+    assert equal(world.adapter("plain"), world.adapter("kept"))

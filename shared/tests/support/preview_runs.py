@@ -1,0 +1,39 @@
+"""Runs with previews, compared with runs without."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from ditkit_core.training.checkpoint import load_state
+
+FLAGS = (
+    "--held_out.clips", "2", "--held_out.every_steps", "2", "--train.caption_dropout", "0.5", "--ema.decay", "0.9",
+    "--train.accumulation", "2", "--save.every_steps", "3", "--save.keep_last", "9",
+)  # fmt: skip
+
+
+MACHINE = ("seconds", "tokens_per_second", "peak_memory_bytes")
+
+
+def numbers(run: Path) -> list[dict[str, float]]:
+    """All lines of the metrics file but for what the machine's load decides."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name not in MACHINE} for row in rows]
+
+
+def check_equal(one: Path, other: Path) -> None:
+    """Assert that weights, averages, optimizer state and every number of every step are the same bits."""
+    saves = sorted(path.name for path in (one / "state").iterdir())
+    assert saves == sorted(path.name for path in (other / "state").iterdir()) and saves
+    for name in saves:
+        first, second = load_state(one / "state" / name), load_state(other / "state" / name)
+        assert first.tensors.keys() == second.tensors.keys() == {"trainable", "ema", "optimizer"}
+        for group, tensors in first.tensors.items():
+            assert tensors.keys() == second.tensors[group].keys() and tensors
+            assert all(torch.equal(tensor, second.tensors[group][key]) for key, tensor in tensors.items()), (
+                name,
+                group,
+            )
+        assert (first.values, first.held_out) == (second.values, second.held_out)
+    assert numbers(one) == numbers(other)

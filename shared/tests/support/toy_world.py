@@ -1,0 +1,52 @@
+"""A folder with everything that the toy's commands need, for the tests of the stages."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from media_files import picture
+from safetensors.torch import load_file, save_file
+
+from ditkit_core.commands import cli
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.testing.toy import TOY, ToyMediaEncoder, ToyTextEncoder, official_name
+from ditkit_core.testing.world import make_model
+
+
+class World:
+    """A folder with a toy checkpoint and captioned pictures, and the commands at work in it."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.media, self.text = ToyMediaEncoder(), ToyTextEncoder()
+        self.spec: ModelSpec = replace(
+            TOY, media_encoder=lambda *_: self.media, text_encoder=lambda *_: self.text, infer_arch=None
+        )
+        state = {
+            official_name(name): t.contiguous() for name, t in make_model(TOY, TOY.presets["tiny"]).state_dict().items()
+        }
+        save_file(state, folder / "toy.safetensors")
+        for i, colour in enumerate(("teal", "red", "navy", "gold", "white")):
+            self.add(f"clips/{i}.png", (16, 16), colour, f"picture number {i}")
+
+    def add(self, name: str, size: tuple[int, int], colour: str, caption: str) -> None:
+        """Write a picture, and its caption beside it."""
+        path = picture(self.folder / name, size, colour)
+        path.with_suffix(".txt").write_text(caption)
+
+    def run(self, command: str, *flags: str) -> int:
+        common = ["--model.preset", "tiny", "--model.transformer", str(self.folder / "toy.safetensors")]
+        common += ["--model.dtype", "fp32", "--data.folder", str(self.folder / "clips"), "--adapter.rank", "2"]
+        common += ["--data.height", "16", "--data.width", "16", "--data.frames", "1", "--log.tensorboard", "false"]
+        common += ["--encode.cache", str(self.folder / "cache"), "--sample.steps", "2", "--adapter.dropout", "0.1"]
+        return cli.run(self.spec, command, [*common, *flags])
+
+    def train(self, name: str, steps: int, *flags: str) -> int:
+        return self.run("train", "--run.folder", str(self.folder / name), "--train.steps", str(steps), *flags)
+
+    def adapter(self, name: str) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / name / "exports" / "adapter.safetensors")
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

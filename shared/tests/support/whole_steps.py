@@ -1,0 +1,112 @@
+"""Plans of divided toys, compared with whole steps on fake tensors."""
+
+import gc
+import warnings
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from toy_jobs import ARCH
+
+from ditkit_core.adapters.inject import trainable_parameters
+from ditkit_core.encoding.loader import Batch
+from ditkit_core.engine.block_swap import BlockSwap
+from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.placement import Placement
+from ditkit_core.nn.lora import as_on
+from ditkit_core.planner.memory import Division
+from ditkit_core.planner.profiler import Job, Meter, profile
+from ditkit_core.planner.reduced_model import materialise, thinned
+from ditkit_core.testing.plans import divided, planned
+from ditkit_core.training.optimizer_in_backward import Updates
+from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_step import accumulate_gradients, total_norm, update
+
+HOST = torch.device("cpu")
+
+
+DEPTH = ARCH.depth
+
+
+TOLERANCE = 0.02
+
+
+@contextmanager
+def fake(kind: str):
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(as_on(kind))
+        stack.enter_context(FakeTensorMode())
+        yield stack.enter_context(Meter(kind))
+
+
+def to_host(block: nn.Module, *, trained: bool) -> None:
+    for module in block.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and (trained or not parameter.requires_grad):
+                there = torch.empty(parameter.shape, dtype=parameter.dtype, device=HOST)
+                module._parameters[name] = nn.Parameter(there, requires_grad=parameter.requires_grad)
+
+
+def held(of: Job, division: Division, *, pipelined: bool = False) -> list[int]:
+    """The highest of each device in the second step of a training: every block is there, and is streamed if it is to be."""
+    full = of.adapter.method == "full"
+    model = thinned(of.spec, of.arch, of.precision, of.adapter, quantize=of.quantize, of_each=None).whole
+    names = {id(module): name for name, module in model.named_modules()}
+    devices = [torch.device("cpu", 1 + index) for index in range(1 + max(division.devices))]
+    blocks = tuple(devices[index] for index in division.devices)
+    with fake(of.kind) as meter:
+        for stage, device in zip((model.embed, *model.blocks(), model.head), (devices[0], *blocks, devices[-1])):
+            materialise(stage, names[id(stage)], of.spec, dtype=of.precision.matmul, device=device)
+        for index in division.streamed:
+            to_host(model.blocks()[index], trained=full)
+        swap = None
+        if division.streamed:
+            placement = Placement(embed=devices[0], blocks=blocks, head=devices[-1], streamed=division.streamed)
+            swap = BlockSwap(model, placement, trained=full)
+        trained = Trained(model, trainable_parameters(model), of.optim, of.ema, swap)
+        items = [
+            {name: torch.empty(x.shape, dtype=x.dtype, device=HOST) for name, x in item.items()} for item in of.batch
+        ]
+        batches = [
+            Batch(ids=[f"{micro} {i}" for i in range(len(items))], items=items) for micro in range(of.micro_batches)
+        ]
+        fused = of.optim.fused_backward
+        for step in range(2):
+            for buffer in () if swap is None else (*swap.buffers, *swap.state_buffers):
+                meter.watch(buffer)
+            gc.collect()
+            meter.poll()
+            meter.restart_peak()
+            meter.is_updating = fused
+            with Updates(trained.optimizer, of.optim.lr, readable=False) if fused else nullcontext():
+                accumulate_gradients(
+                    model, Engine(policy=of.policy, passages=() if swap is None else (swap,)), of.spec, batches,
+                    step=step, seed=0, flow=of.flow, pipelined=pipelined,
+                )  # fmt: skip
+            meter.is_updating = True
+            if not fused:
+                if of.kind == "cuda":
+                    for group in (group for part in trained.optimizer.parts for group in part.param_groups):
+                        group["foreach"] = True
+                norm = total_norm(list(trained.optimizer.gradients().values()))
+                update(trained.optimizer, norm, lr=of.optim.lr, clip_norm=of.clip_norm)
+            meter.is_updating = False
+            trained.optimizer.zero_grad()
+            trained.average.update(step + 1)
+        meter.poll()
+        return [meter.peak[device] for device in devices]
+
+
+def agree(of: Job, cuts: Sequence[int], streamed: Collection[int] = (), *, pipelined: bool = False) -> None:
+    division = divided(DEPTH, cuts, streamed)
+    plans = planned(profile(of), division, micro_batches=of.micro_batches, pipelined=pipelined)
+    plan, truth = [each.peak for each in plans], held(of, division, pipelined=pipelined)
+    for device, (one, other) in enumerate(zip(plan, truth, strict=True)):
+        assert one == pytest.approx(other, rel=TOLERANCE), (device, plan, truth)
