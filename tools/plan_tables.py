@@ -1,8 +1,8 @@
-"""What fits on which cards: the tables of README.md, from the planner's own search.
+"""What fits on which GPU: the table of docs/memory.md, from the planner's own search.
 
-    uv run tools/plan_tables.py                       # print them
+    uv run tools/plan_tables.py                       # print it
     uv run tools/plan_tables.py --only klein-base-4b  # the rows whose name contains this
-    uv run tools/plan_tables.py --write               # put them between the markers of README.md, with a plan as it is printed
+    uv run tools/plan_tables.py --write               # write it into docs/memory.md, with a plan, and a part of the plan into README.md
 
 No GPU and no weights: every profile is a step on fake tensors.
 """
@@ -32,9 +32,12 @@ from ditkit_wan.spec import WAN
 from marked import replaced
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
+MEMORY, README = ROOT / "docs" / "memory.md", ROOT / "README.md"
 TABLE = "<!-- what fits: written by tools/plan_tables.py -->", "<!-- end of what fits -->"
 EXAMPLE = "<!-- a plan: written by tools/plan_tables.py -->", "<!-- end of a plan -->"
+EXCERPT = "<!-- an excerpt of a plan: written by tools/plan_tables.py -->", "<!-- end of an excerpt of a plan -->"
+SHOWN = ("GiB ", "weights ", "optimizer ", "activations ", "peak ", "free ", "blocks ", "streamed ", " ")
+"""How those lines of a plan's first table begin that README.md shows."""
 COMMAND = (
     "wan-train packages/wan/configs/t2v_14b_lora.toml --plan --gpus 24GiB,32GiB --train.cuts 16 --train.swap_blocks 16"
 )
@@ -154,12 +157,13 @@ def notes() -> str:
         )
     reserves = ", ".join(f"{card.reserve / GIB:.1f} of {card.total // GIB}" for (card,) in map(parse_gpus, CARDS[:-1]))
     return (
-        "Each cell is what `--fit` chooses: checkpointing, what the frozen weights are held in where that is not bf16, blocks whose weights "
-        "are streamed from the host (`swap`), and the block before which the second card begins (`cut`); then the planned peak of each card, "
-        "page-locked host memory for streamed weights and offloaded activations, and an **estimate** of the seconds per step. One sample in a micro-batch, "
-        f"AdamW, the other keys as in the run files. Left free of a card: {reserves} GiB. –: nothing fits, and the mildest single change with which "
-        f"something does. The rates assumed are {UTILISATION:.0%} of published ones, for each size those of the slowest known card "
-        f"that has as much memory: {'; '.join(rates.values())}. Training alone: encoders and samples are in the table of `--plan`. Planned, not measured: fake tensors, torch {_torch()}."
+        "Each cell is what `--fit` chooses: the checkpointing policy, the format of the frozen weights where it is not bf16, the number of blocks "
+        "whose weights are streamed from the host (`swap`), and the block before which the second GPU begins (`cut`). Then come the planned peak of "
+        "each GPU, page-locked host memory for streamed weights and offloaded activations, and an **estimate** of the seconds per step. A micro-batch "
+        "has one sample, the optimizer is AdamW, and the other keys are those of the run files. A dash means that nothing fits; the cell then names the "
+        f"mildest single change with which something does. Each GPU keeps free: {reserves} GiB. The assumed rates are {UTILISATION:.0%} of the published "
+        f"rates of the slowest known GPU with as much memory: {'; '.join(rates.values())}. The table is of training alone; `--plan` has a second table "
+        f"for encoders and samples. Planned, not measured: fake tensors, torch {_torch()}."
     )
 
 
@@ -179,20 +183,32 @@ def section(lines: list[str]) -> str:
     return "\n".join(["", *lines, "", notes(), ""])
 
 
-def example() -> str:
+def plan() -> str:
     """A plan as a command prints it."""
     program, *arguments = COMMAND.split()
     command = [str(Path(sys.executable).parent / program), *arguments]
-    printed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8", check=True).stdout
-    return f"\n```\n$ uv run {COMMAND}\n{printed.strip()}\n```\n"
+    return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8", check=True).stdout.strip()
+
+
+def example(printed: str) -> str:
+    """A plan and its command as docs/memory.md has them."""
+    return f"\n```\n$ uv run {COMMAND}\n{printed}\n```\n"
+
+
+def excerpt(printed: str) -> str:
+    """The lines of it that README.md has: of its first table, which is of training."""
+    lines = [line for line in printed.partition("\n\n")[0].splitlines() if line.startswith(SHOWN)]
+    return "\n".join(["```", f"$ uv run {COMMAND}", *lines, "```"])
 
 
 def main() -> int:
-    """Print or write the tables."""
+    """Print or write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument(
-        "--write", action="store_true", help=f"rewrite the table of {README.name}, and the plan shown there"
+        "--write",
+        action="store_true",
+        help=f"rewrite the table of {MEMORY.name}, and the plan there and in {README.name}",
     )
     args = parser.parse_args()
     if args.only and args.write:
@@ -202,9 +218,12 @@ def main() -> int:
         print(each, flush=True)
         lines.append(each)
     if args.write:
-        text = replaced(README.read_text(encoding="utf-8"), TABLE, section(lines), README.name)
-        README.write_text(replaced(text, EXAMPLE, example(), README.name), encoding="utf-8")
-        print(f"written to {README}", file=sys.stderr)
+        printed = plan()
+        text = replaced(MEMORY.read_text(encoding="utf-8"), TABLE, section(lines), MEMORY.name)
+        MEMORY.write_text(replaced(text, EXAMPLE, example(printed), MEMORY.name), encoding="utf-8")
+        text = README.read_text(encoding="utf-8")
+        README.write_text(replaced(text, EXCERPT, excerpt(printed), README.name), encoding="utf-8")
+        print(f"written to {MEMORY} and {README}", file=sys.stderr)
     else:
         print(f"\n{notes()}")
     return 0
