@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from drawing_child import Child, children
-from preview_runs import FLAGS, check_equal
+from preview_runs import FLAGS, check_equal, drawn, pending
 from safetensors.torch import save_file
 from toy_world import World, equal
 from two_experts import EXPERTS, TwoExperts
@@ -46,20 +46,11 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return World(tmp_path)
 
 
-def drawn(run: Path) -> dict[str, bytes]:
-    """The files of all samples."""
-    return {path.name: path.read_bytes() for path in (run / "samples").iterdir() if path.is_file()}
-
-
 @pytest.fixture
 def experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TwoExperts:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("gc.collect", lambda *_: 0)  # half a second each time, and nothing here is large
     return TwoExperts(tmp_path)
-
-
-def pending(run: Path) -> list[str]:
-    return [path.name for path in waiting(run / "samples" / "pending")]
 
 
 def stopping(monkeypatch: pytest.MonkeyPatch, at: int, *, saves: bool = True) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from ditkit_core.previews.queue import waiting
 from ditkit_core.training.checkpoint import load_state
 
 FLAGS = (
@@ -37,3 +38,12 @@ def check_equal(one: Path, other: Path) -> None:
             )
         assert (first.values, first.held_out) == (second.values, second.held_out)
     assert numbers(one) == numbers(other)
+
+
+def drawn(run: Path) -> dict[str, bytes]:
+    """The files of all samples."""
+    return {path.name: path.read_bytes() for path in (run / "samples").iterdir() if path.is_file()}
+
+
+def pending(run: Path) -> list[str]:
+    return [path.name for path in waiting(run / "samples" / "pending")]
