@@ -23,7 +23,7 @@ def test_annotations_of_modules_that_name_shapes_are_checked():
 
 
 def test_a_protocol_counts_as_any_and_what_stands_beside_it_is_still_checked():
-    from ditkit_core.models.spec import StagedModel
+    from ditkit_core.models.protocol import StagedModel
 
     assert _checkable(StagedModel | None) == (_checkable(StagedModel) | None)
     assert _checkable(dict[str, StagedModel | int]) != dict[str, StagedModel | int]

@@ -111,8 +111,8 @@ def build(args: argparse.Namespace, device: torch.device) -> tuple[WanTransforme
     with torch.device(device):
         model = WanTransformer(arch, Precision(matmul=dtype)).train().requires_grad_(False)
     for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(torch.float32 if WAN.keep_fp32(name) else dtype)
-    inject(model, AdapterConfig(rank=32, targets=("q,k,v,o",)), WAN.adapter_targets)
+        parameter.data = parameter.data.to(torch.float32 if WAN.precision.keep_fp32(name) else dtype)
+    inject(model, AdapterConfig(rank=32, targets=("q,k,v,o",)), WAN.adapters.targets)
     initialise(model, 0, device_of=lambda module: device)
     for name, parameter in trainable_parameters(model).items():
         if "lora_B" in name:  # as in training: at zero nothing would reach lora_A

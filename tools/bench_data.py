@@ -278,7 +278,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
-        WAN.write_demo(place / "inputs")
+        WAN.demo.write(place / "inputs")
         print(
             f"# Looking at data, on a CPU\n\n`uv run tools/bench_data.py --repeats {args.repeats}`, torch {torch.__version__}, Python {platform.python_version()}.\n"
         )

@@ -65,7 +65,7 @@ def row(name: str, teacher: nn.Module, arch: ToyArch, args: argparse.Namespace) 
         optimizer.begin(args.seed, step)
         error(model, teacher, step).backward()
         optimizer.step(args.lr)
-    matrices = [one for one, weight in trained.items() if not TOY.keep_fp32(one)]
+    matrices = [one for one, weight in trained.items() if not TOY.precision.keep_fp32(one)]
     moved = sum(int((trained[one] != before[one]).sum()) for one in matrices) / sum(before[o].numel() for o in matrices)
     count = sum(weight.numel() for weight in trained.values())
     tensors = [*trained.values(), *optimizer.gradients().values(), *optimizer.state()[0].values()]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ditkit_core.adapters.inject import AdapterConfig, initialise, inject
 from ditkit_core.engine.engine import Engine
 from ditkit_core.models.precision import Precision, parse_dtype
-from ditkit_core.models.spec import StateDictNames
+from ditkit_core.models.state_dict import StateDictNames
 
 MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product", "aten::mkldnn_linear")
 Predict = Callable[[], Tensor]
@@ -57,8 +57,8 @@ def wan_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
     )
     arch = WanArch(dim=args.width, ffn_dim=4 * args.width, heads=heads, layers=args.blocks)
     ours = WanTransformer(arch, Precision(matmul=dtype))
-    share_weights(ours, theirs, WAN.names, WAN.keep_fp32, dtype)
-    share_adapters(ours, theirs, WAN.names, ("q,k,v,o",), WAN.adapter_targets, args.rank)
+    share_weights(ours, theirs, WAN.architecture.names, WAN.precision.keep_fp32, dtype)
+    share_adapters(ours, theirs, WAN.architecture.names, ("q,k,v,o",), WAN.adapters.targets, args.rank)
     latents, target = torch.randn(2, 1, 16, *size)
     text, timestep = torch.randn(1, 512, 4096).to(dtype), torch.tensor([731.25])
     return Pair(
@@ -95,10 +95,10 @@ def flux2_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
         guidance=False,
     )  # fmt: skip
     ours = Flux2Transformer(arch, Precision(matmul=dtype))
-    share_weights(ours, theirs, FLUX2.names, FLUX2.keep_fp32, dtype)
+    share_weights(ours, theirs, FLUX2.architecture.names, FLUX2.precision.keep_fp32, dtype)
     targets = ("img_attn.q", "img_attn.k", "img_attn.v", "img_attn.proj", "txt_attn.q", "txt_attn.k", "txt_attn.v", "txt_attn.proj",
                "linear1", "linear2")  # fmt: skip
-    share_adapters(ours, theirs, FLUX2.names, targets, FLUX2.adapter_targets, args.rank)
+    share_adapters(ours, theirs, FLUX2.architecture.names, targets, FLUX2.adapters.targets, args.rank)
     latents, target = torch.randn(2, 1, 128, 1, *grid)
     text, sigma = torch.randn(1, 512, text_dim).to(dtype), torch.tensor([0.73125])
     positions = token_positions(512, grid, [], torch.device("cpu"))

@@ -30,8 +30,8 @@ def control_columns() -> Iterator[str]:
     """What goes with a clip, by the presets of Wan that take it."""
     presets: dict[str, list[str]] = {}
     columns: dict[str, Column] = {}
-    for preset, arch in WAN.presets.items():
-        for column in WAN.columns(arch):
+    for preset, arch in WAN.architecture.presets.items():
+        for column in WAN.data.columns(arch):
             presets.setdefault(column.name, []).append(preset)
             columns[column.name] = column
     yield "| column | also called | kind | | presets |"

@@ -39,7 +39,7 @@ def planned(family: str, policy: str, precision: Precision = Precision()) -> Pro
     """A step of a LoRA with one sample, the base in bf16."""
     spec, arch, size, targets = SUBJECTS[family]
     with torch.device("meta"):
-        item = spec.outline(arch, size, [])
+        item = spec.training.empty_item(arch, size, [])
     return profile(
         Job(
             spec=spec, arch=arch, adapter=AdapterConfig(rank=32, targets=(targets,)), precision=precision, batch=[item],

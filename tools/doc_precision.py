@@ -60,7 +60,7 @@ def backends() -> Iterator[str]:
 
 def precision_of(family: str, **fields: Any) -> Precision:
     """The dtypes of a run with `model.dtype = "bf16"` and these keys of `[precision]`."""
-    return PrecisionConfig(**fields).precision(torch.bfloat16, SPECS[family].reference_precision)
+    return PrecisionConfig(**fields).precision(torch.bfloat16, SPECS[family].precision.reference)
 
 
 def places() -> Iterator[str]:
@@ -118,14 +118,14 @@ def _step(spec: ModelSpec, model: Any, arch: Any) -> tuple[Tensor, Tensor]:
     """The velocity and all gradients, in one row each, in fp64."""
     random = torch.Generator().manual_seed(5)
     with torch.device("meta"):
-        outline = spec.outline(arch, (9 if spec.frame_step else 1, 128, 128), [])
+        outline = spec.training.empty_item(arch, (9 if spec.data.frame_step else 1, 128, 128), [])
     items = [
         {key: torch.randn(value.shape, generator=random) if value.is_floating_point() else torch.zeros_like(value, device="cpu")
          for key, value in outline.items()}
         for _ in SIGMAS
     ]  # fmt: skip
     model.zero_grad(set_to_none=True)
-    inputs = spec.make_inputs([item["latents"] for item in items], torch.tensor(SIGMAS), items, 1.0)
+    inputs = spec.training.make_inputs([item["latents"] for item in items], torch.tensor(SIGMAS), items, 1.0)
     velocity = torch.cat([each.double().flatten() for each in model(inputs, run=Engine())])
     target = torch.randn(velocity.shape, generator=random, dtype=torch.float64)
     (velocity - target).square().mean().backward()

@@ -24,6 +24,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.memory import Budget, DevicePlan, Division, compose
 from ditkit_core.planner.profiler import Job, Profile, StageCost, profile
 from ditkit_core.run.prepare import build_on_meta
+from ditkit_core.testing.specs import altered
 from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.optimizer import OptimConfig
@@ -71,7 +72,7 @@ def _item(arch: Any, latents: Sequence[int]) -> dict[str, Tensor]:
 @cache
 def _wan_full(arch: WanArch, latents: tuple[int, ...], batch: int, policy: str, *, per_token: bool) -> Profile:
     """A full fine-tune whose matmuls are in bf16."""
-    spec = replace(WAN, make_inputs=_with_timestep_per_token) if per_token else WAN
+    spec = altered(WAN, make_inputs=_with_timestep_per_token) if per_token else WAN
     return profile(
         Job(
             spec=spec, arch=arch, adapter=AdapterConfig(method="full"), precision=Precision(),
@@ -84,14 +85,14 @@ def _with_timestep_per_token(
     noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]], guidance: float
 ) -> WanInputs:
     tokens = noised[0][0].numel() // 4
-    inputs = WAN.make_inputs(noised, sigma, items, guidance)
+    inputs = WAN.training.make_inputs(noised, sigma, items, guidance)
     return inputs._replace(timestep=inputs.timestep[:, None].expand(-1, tokens))
 
 
 def _with_a_picture(
     noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]], guidance: float
 ) -> WanInputs:
-    inputs = WAN.make_inputs(noised, sigma, items, guidance)
+    inputs = WAN.training.make_inputs(noised, sigma, items, guidance)
     return inputs._replace(latents=[torch.cat([x, x.new_zeros(20, *x.shape[1:])]) for x in noised])
 
 
@@ -220,12 +221,12 @@ def _adapter_bytes(made: Profile) -> int:
 
 def split_a14b() -> Iterator[Line]:
     """Wan 2.2 I2V-A14B over two cards."""
-    spec, item = replace(WAN, make_inputs=_with_a_picture), _item(I2V_A14B, (16, 13, 60, 104))
+    spec, item = altered(WAN, make_inputs=_with_a_picture), _item(I2V_A14B, (16, 13, 60, 104))
     made = _adapted(spec, I2V_A14B, item, "q,k,v,o,ffn.0,ffn.2", 32)
     plans = _divided(made, 20)
     beside = {
         companion.name: sum(p.numel() * 2 for p in companion.build(torch.bfloat16).parameters())
-        for companion in WAN.companions(I2V_A14B, Components())
+        for companion in WAN.auxiliary.models(I2V_A14B, Components())
     }
     encoders = beside["text encoder"] + beside["VAE decoder"]
     for index, figure in enumerate((19.5, 8.4)):
@@ -252,7 +253,7 @@ def split_flux2() -> Iterator[Line]:
     """FLUX.2 dev over two cards."""
     arch = FLUX2_PRESETS["dev"]
     with torch.device("meta"):
-        item = FLUX2.outline(arch, (1, 512, 512), [])
+        item = FLUX2.training.empty_item(arch, (1, 512, 512), [])
     made = _adapted(FLUX2, arch, item, "blocks", 16)
     cut = arch.double_layers + 1 + arch.single_layers // 2  # the join is a block
     plans = _divided(made, cut)

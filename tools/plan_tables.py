@@ -59,7 +59,7 @@ class Row:
         """The run file, with this size for all samples."""
         frames, height, width = self.size
         flags = {"data.height": height, "data.width": width, "data.buckets": False}
-        if self.spec.frame_step:
+        if self.spec.data.frame_step:
             flags["data.frames"] = frames
         return resolve(
             RunConfig, file=ROOT / "packages" / self.spec.name / "configs" / f"{self.file}.toml", flags=flags

@@ -75,7 +75,7 @@ def described(case: Case) -> tuple[Any, Any, Any, list[dict[str, Tensor]]]:
 
             arch: Any = WanArch(dim=case.width, ffn_dim=4 * case.width, heads=heads, layers=case.blocks)
             frames = 13  # 4 frames of latents, so that a quarter of the tokens lie in each
-            item = spec.outline(arch, (frames, 16 * side // 2, 16 * side // 2), ())
+            item = spec.training.empty_item(arch, (frames, 16 * side // 2, 16 * side // 2), ())
         else:
             from ditkit_flux2.presets import Flux2Arch
             from ditkit_flux2.spec import FLUX2 as spec
@@ -84,7 +84,7 @@ def described(case: Case) -> tuple[Any, Any, Any, list[dict[str, Tensor]]]:
                 dim=case.width, heads=heads, double_layers=case.blocks // 3, single_layers=case.blocks,
                 text_dim=5 * case.width // 2, guidance=False,
             )  # fmt: skip
-            item = spec.outline(arch, (1, 16 * side, 16 * side), ())
+            item = spec.training.empty_item(arch, (1, 16 * side, 16 * side), ())
         return spec, arch, adapter, [dict(item) for _ in range(case.batch)]
 
 
@@ -110,8 +110,8 @@ def measure(case: Case, device: torch.device) -> dict[str, float]:
     if case.quantize != "none":
         from ditkit_core.weights.quantize import convert
 
-        convert(model, case.quantize, spec.keep_fp32)
-    inject(model, adapter, spec.adapter_targets)
+        convert(model, case.quantize, spec.precision.keep_fp32)
+    inject(model, adapter, spec.adapters.targets)
     base = resident() if device.type == "cpu" else 0
     fill(model, spec, precision, device)
     trained = Trained(model, trainable_parameters(model), OptimConfig(), EMAConfig(decay=case.ema))
@@ -136,7 +136,7 @@ def fill(model: nn.Module, spec: Any, precision: Any, device: torch.device) -> N
             if old is None:
                 continue
             name = f"{prefix}.{leaf}"
-            wide = is_adapter_name(name) or spec.keep_fp32(canonical_name(name))
+            wide = is_adapter_name(name) or spec.precision.keep_fp32(canonical_name(name))
             dtype = old.dtype if not old.is_floating_point() or old.itemsize == 1 else None
             if dtype is None:
                 values = 0.02 * torch.randn(old.shape, device=device, dtype=torch.float32 if wide else precision.matmul)

@@ -11,7 +11,7 @@ from ditkit_core.adapters.inject import AdapterConfig, adapter_layers, adapter_s
 from ditkit_core.adapters.write import write_adapter
 from ditkit_core.io.rng import generator
 from ditkit_core.models.paths import Components
-from ditkit_core.models.spec import run_plain
+from ditkit_core.models.protocol import run_plain
 from ditkit_flux2.state_dict import NAMES
 from ditkit_flux2.verify import verify_export
 from tiny_flux2 import tiny_model

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from ditkit_core.models.spec import Part
+from ditkit_core.models.state_dict import Part
 from ditkit_flux2.state_dict import NAMES
 
 

@@ -232,7 +232,7 @@ def test_bf16_is_closer_to_fp64_than_diffusers(arch, references):
     exact = ours_with(theirs, guidance, torch.float64).double()
     half = ours_with(theirs, guidance, torch.bfloat16)
     for name, parameter in half.named_parameters():
-        if not FLUX2.keep_fp32(name):
+        if not FLUX2.precision.keep_fp32(name):
             parameter.data = parameter.data.bfloat16()
     grids = REFERENCES[references]
     with torch.no_grad():
@@ -262,7 +262,7 @@ def test_in_bf16_reference_is_nearer_to_diffusers_than_default():
         parameter.data = (random / parameter.shape[1] ** 0.5 if parameter.ndim > 1 else 1 + 0.1 * random).bfloat16()
     ours = ours_with(theirs.float(), True, torch.bfloat16)
     for name, parameter in ours.named_parameters():
-        parameter.data = parameter.data if FLUX2.keep_fp32(name) else parameter.data.bfloat16()
+        parameter.data = parameter.data if FLUX2.precision.keep_fp32(name) else parameter.data.bfloat16()
 
     def off(precision: Precision) -> float:
         set_precision(ours, precision)
@@ -272,6 +272,6 @@ def test_in_bf16_reference_is_nearer_to_diffusers_than_default():
     given.sigma = torch.tensor([0.7313, 0.2517], dtype=torch.float64)
     with torch.no_grad():
         target = given.theirs(theirs.bfloat16())
-        reference = off(Precision(**dict.fromkeys(FLUX2.reference_precision, torch.bfloat16)))
+        reference = off(Precision(**dict.fromkeys(FLUX2.precision.reference, torch.bfloat16)))
         default = off(Precision())
     assert reference < 0.5 * default, (reference, default)

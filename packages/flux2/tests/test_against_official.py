@@ -111,7 +111,7 @@ def test_rotary_tables_equal_the_recording():
 
 
 def preset(name: str, matmul: torch.dtype = torch.bfloat16, **fields: str) -> Precision:
-    return PrecisionConfig(preset=name, **fields).precision(matmul, FLUX2.reference_precision)
+    return PrecisionConfig(preset=name, **fields).precision(matmul, FLUX2.precision.reference)
 
 
 def test_in_fp32_reference_is_nearer_to_the_official_recording_than_default():
@@ -136,7 +136,7 @@ def test_fast_loses_little_and_a_timestep_in_bf16_much():
         model.load_state_dict(state)
         for name, parameter in model.named_parameters():
             wide = torch.promote_types(precision.matmul, torch.float32)
-            parameter.data = parameter.data.to(wide if FLUX2.keep_fp32(name) else precision.matmul)
+            parameter.data = parameter.data.to(wide if FLUX2.precision.keep_fp32(name) else precision.matmul)
         rows, text = tensors["in.x"].bfloat16(), tensors["in.ctx"].bfloat16()
         sigma = torch.tensor([0.7313, 0.2517])
         with torch.no_grad():

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ditkit_core.config.sizes import GIB
+from ditkit_core.models.encoders import Companion
 from ditkit_core.models.paths import Components
-from ditkit_core.models.spec import Companion
 from ditkit_core.planner.auxiliary import measure
 from ditkit_core.planner.memory_tracker import Ledger
 from ditkit_core.testing.companions import check_tiles, live, num_parameters
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def companion(name: str, preset: str = "dev", **where: str) -> Companion:
-    (found,) = (each for each in FLUX2.companions(PRESETS[preset], Components(**where)) if each.name == name)
+    (found,) = (each for each in FLUX2.auxiliary.models(PRESETS[preset], Components(**where)) if each.name == name)
     return found
 
 
@@ -84,7 +84,7 @@ def vae_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_the_vae_holds_is_what_was_planned(vae_folder: Path, height: int) -> None:
     encoder = VaeEncoder(Components(vae=str(vae_folder)), CPU)
     encoder.load()
-    encode, _, decode = FLUX2.companions(replace(ARCHS["dev"], in_channels=16), Components(vae=str(vae_folder)))
+    encode, _, decode = FLUX2.auxiliary.models(replace(ARCHS["dev"], in_channels=16), Components(vae=str(vae_folder)))
     size = (1, height, 64)
     planned = [measure(each, size, text_dtype=torch.float32, kind="cpu").peak for each in (encode, decode)]
     assert live(encoder._vae, lambda: encoder.encode([torch.zeros(3, *size)])) == pytest.approx(planned[0], rel=0.05)
@@ -95,7 +95,7 @@ def test_what_the_vae_holds_is_what_was_planned(vae_folder: Path, height: int) -
 def test_tiles_give_other_latents_under_another_identity(vae_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where = Components(vae=str(vae_folder))
     whole, tiled = VaeEncoder(where, CPU), VaeEncoder(where, CPU, tiled=True)
-    assert whole.identity != tiled.identity == FLUX2.media_encoder(where, CPU, True).identity
+    assert whole.identity != tiled.identity == FLUX2.auxiliary.media_encoder(where, CPU, True).identity
     whole.load()
     tiled.load()
     small = torch.rand(3, 1, 512, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
@@ -109,7 +109,7 @@ def test_a_streamed_text_encoder_holds_what_was_planned(tmp_path: Path, monkeypa
     monkeypatch.setattr(text, "captions_at_once", lambda *_: 3)
     write_mistral(tmp_path)
     where = Components(base=str(tmp_path))
-    _, planner, _ = FLUX2.companions(ARCHS["dev"], where)
+    _, planner, _ = FLUX2.auxiliary.models(ARCHS["dev"], where)
     for streaming in ("always", "never"):
         encoder = text.TextEncoder(where, CPU, torch.float32, streaming)
         encoder.load()

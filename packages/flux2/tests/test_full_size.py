@@ -49,7 +49,7 @@ def item(arch: Flux2Arch, side: int, references: int = 0) -> dict[str, Tensor]:
 
 def adapted(arch: Flux2Arch) -> torch.nn.Module:
     model = build_on_meta(FLUX2, arch, Precision())
-    inject(model, AdapterConfig(rank=RANK), FLUX2.adapter_targets)
+    inject(model, AdapterConfig(rank=RANK), FLUX2.adapters.targets)
     return model
 
 
@@ -99,7 +99,7 @@ def held(model: torch.nn.Module, sample: dict[str, Tensor], policy: str) -> int:
     """Bytes alive after the forward of all blocks that were not there before it."""
     moved = {name: tensor.to(DEVICE) for name, tensor in sample.items()}
     sigma = torch.full((1,), 0.5, device=DEVICE)
-    carry = model.embed(FLUX2.make_inputs([moved["latents"]], sigma, [moved], 1.0))
+    carry = model.embed(FLUX2.training.make_inputs([moved["latents"]], sigma, [moved], 1.0))
     with LiveBytes(carry, *model.parameters()) as live:
         for index, block in enumerate(model.blocks()):
             carry = run_block(block, carry, policy=parse_policy(policy), name=f"block {index}")
@@ -115,7 +115,7 @@ def test_policies_hold_what_their_blocks_are_written_to_keep(preset):
         sample = item(arch, 1024, references=1)
         materialise(model, FLUX2)
         found = {policy: held(model, sample, policy) for policy in POLICIES}
-    unit = FLUX2.num_tokens(sample) * arch.dim
+    unit = FLUX2.training.num_tokens(sample) * arch.dim
     double, single = arch.double_layers, arch.single_layers
     expected = {
         # The fp32 stream that each block hands on; what the join takes is gone, what it makes is there.
@@ -136,7 +136,7 @@ def test_policies_hold_what_their_blocks_are_written_to_keep(preset):
 def test_what_is_kept_in_fp32_is_a_small_part(preset):
     """The modulations, and little beside them: two bytes more for each of at most a twentieth of the parameters."""
     model = build_on_meta(FLUX2, PRESETS[preset], Precision())
-    wide = sum(p.numel() for name, p in model.named_parameters() if FLUX2.keep_fp32(name))
+    wide = sum(p.numel() for name, p in model.named_parameters() if FLUX2.precision.keep_fp32(name))
     modulation = (6 + 6 + 3 + 2) * PRESETS[preset].dim ** 2
     assert modulation < wide < 1.2 * modulation
     assert wide < sum(p.numel() for p in model.parameters()) / 20

@@ -14,6 +14,6 @@ from ditkit_flux2.spec import FLUX2
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("policy", "cuts"), [("none", ()), ("full", (18,)), ("attn_only", ())])
 def test_the_plan_is_what_all_blocks_hold(policy, cuts):
-    step = step_of(FLUX2, FLUX2.presets["dev"], (1, 1024, 1024), AdapterConfig(rank=32))
+    step = step_of(FLUX2, FLUX2.architecture.presets["dev"], (1, 1024, 1024), AdapterConfig(rank=32))
     job = replace(step, policy=policy)
     check_plan(profile(job), job, cuts, rel=1e-3)

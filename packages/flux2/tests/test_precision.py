@@ -22,7 +22,7 @@ def test_the_timestep_is_rounded_before_it_is_scaled_and_its_sinusoid_is_fp32_or
 
 def test_parameters_compute_where_their_names_say():
     model = Flux2Transformer(ARCHS["dev"], Precision())
-    places = {name: FLUX2.place_of(name) for name, _ in model.named_parameters()}
+    places = {name: FLUX2.precision.op_group_of(name) for name, _ in model.named_parameters()}
     assert places["embed.time_in.in_layer.weight"] == places["embed.guidance_in.out_layer.weight"] == "time_mlp"
     assert places["embed.double_stream_modulation_txt.lin.weight"] == "modulation"
     assert places["head.adaLN_modulation.1.weight"] == places["head.linear.weight"] == "head"

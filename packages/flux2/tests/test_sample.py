@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ditkit_core.io.rng import generator
+from ditkit_core.models.encoders import SampleJob
 from ditkit_core.models.paths import Components
-from ditkit_core.models.spec import SampleJob, run_plain
+from ditkit_core.models.protocol import run_plain
 from ditkit_core.sampling.denoise import latents_of
 from ditkit_flux2.sampling import Flux2Sampler
 from ditkit_flux2.verify import diffusers_transformer

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ditkit_core.models.encoders import Streaming
 from ditkit_core.models.paths import Components
-from ditkit_core.models.spec import Streaming
 from ditkit_core.nn.quantized_linear import QuantizedLinear
 from ditkit_core.weights import layer_streaming as streamed_module
 from ditkit_flux2.encoders.text import TextEncoder

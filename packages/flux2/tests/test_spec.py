@@ -9,6 +9,7 @@ import torch
 from ditkit_core.adapters.inject import target_modules
 from ditkit_core.engine.engine import Engine
 from ditkit_core.models.spec import SampleDefaults
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.world import make_model, train_shortly
 from ditkit_flux2.presets import PRESETS, Flux2Arch
 from ditkit_flux2.spec import FLUX2
@@ -29,7 +30,7 @@ def items(count: int = 1, references: int = 0) -> list[dict[str, torch.Tensor]]:
 
 
 def made(given: list[dict[str, torch.Tensor]], sigma: torch.Tensor, guidance: float = 1.0):
-    return FLUX2.make_inputs([item["latents"] for item in given], sigma, given, guidance)
+    return FLUX2.training.make_inputs([item["latents"] for item in given], sigma, given, guidance)
 
 
 def test_the_noise_level_is_handed_over_as_it_is():
@@ -46,7 +47,9 @@ def test_a_bf16_model_sees_a_noise_level_that_moves_by_half_a_thousandth(latents
 
     def velocity(sigma: float) -> torch.Tensor:
         with torch.no_grad():
-            return model(FLUX2.make_inputs([item["latents"].to(latents)], torch.tensor([sigma]), [item], 1.0))[0]
+            return model(FLUX2.training.make_inputs([item["latents"].to(latents)], torch.tensor([sigma]), [item], 1.0))[
+                0
+            ]
 
     assert torch.equal(velocity(0.9), velocity(0.9))
     assert not torch.equal(velocity(0.9), velocity(0.9005))
@@ -56,11 +59,11 @@ def test_training_in_bf16_hands_over_noise_levels_in_fp32():
     seen = []
 
     def spied(*given):
-        seen.append(FLUX2.make_inputs(*given).sigma)
-        return FLUX2.make_inputs(*given)
+        seen.append(FLUX2.training.make_inputs(*given).sigma)
+        return FLUX2.training.make_inputs(*given)
 
     model = make_model(FLUX2, ARCH, dtype=torch.bfloat16)
-    train_shortly(replace(FLUX2, make_inputs=spied), model, items(2), Engine())
+    train_shortly(altered(FLUX2, make_inputs=spied), model, items(2), Engine())
     assert {sigma.dtype for sigma in seen} == {torch.float32}
     drawn = torch.cat([sigma for sigma in seen if len(sigma) == 2])
     assert drawn.max() <= 1 and not torch.equal(drawn, drawn.bfloat16().float())
@@ -92,23 +95,24 @@ def test_references_come_in_order_and_change_the_prediction():
 def test_text_and_references_move_to_the_device_of_the_latents():
     given = items(2, references=1)
     noised = [item["latents"].to("meta") for item in given]
-    inputs = FLUX2.make_inputs(noised, torch.tensor([0.5, 0.6]), given, 1.0)
+    inputs = FLUX2.training.make_inputs(noised, torch.tensor([0.5, 0.6]), given, 1.0)
     moved = [*inputs.text, *(reference for each in inputs.references for reference in each)]
     assert {tensor.device.type for tensor in moved} == {"meta"} and len(moved) == 4
 
 
 def test_tokens_are_text_rows_target_and_references():
-    assert FLUX2.num_tokens(items()[0]) == 5 + 6
+    assert FLUX2.training.num_tokens(items()[0]) == 5 + 6
     assert (
-        FLUX2.num_tokens({name: tensor.to("meta") for name, tensor in items(references=2)[0].items()}) == 5 + 6 + 4 + 6
+        FLUX2.training.num_tokens({name: tensor.to("meta") for name, tensor in items(references=2)[0].items()})
+        == 5 + 6 + 4 + 6
     )
 
 
 def test_the_default_targets_are_every_linear_layer_of_the_blocks():
     model = make_model(FLUX2, ARCH)
     linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    sets = {name: set(target_modules(model, (name,), FLUX2.adapter_targets)) for name in FLUX2.adapter_targets}
-    assert set(target_modules(model, (), FLUX2.adapter_targets)) == sets["blocks"]
+    sets = {name: set(target_modules(model, (name,), FLUX2.adapters.targets)) for name in FLUX2.adapters.targets}
+    assert set(target_modules(model, (), FLUX2.adapters.targets)) == sets["blocks"]
     assert sets["blocks"] == {name for name in linears if "_blocks." in name} and len(sets["blocks"]) == 2 * 12 + 2 * 2
     assert sets["attention"] == {name for name in sets["blocks"] if "_mlp." not in name}
     assert sets["modulation"] == {name for name in linears if name.endswith(".lin")} | {"head.adaLN_modulation.1"}
@@ -120,16 +124,16 @@ def test_what_is_computed_in_fp32_is_stored_in_it():
     narrow = {name for name, dtype in dtypes.items() if dtype == torch.bfloat16}
     assert {dtypes[name] for name in dtypes.keys() - narrow} == {torch.float32}
     modules = {name.removesuffix(".weight") for name in narrow}
-    assert modules == {"embed.img_in", "embed.txt_in", *target_modules(model, ("blocks",), FLUX2.adapter_targets)}
+    assert modules == {"embed.img_in", "embed.txt_in", *target_modules(model, ("blocks",), FLUX2.adapters.targets)}
 
 
 def test_the_shift_of_training_is_that_of_the_pictures_size():
     for side, mu in ((256, 0.5), (1024, 1.15)):  # the two ends of the authors' line
-        assert FLUX2.training_shift(torch.empty(128, 1, side // 16, side // 16)) == pytest.approx(math.exp(mu))
+        assert FLUX2.training.shift(torch.empty(128, 1, side // 16, side // 16)) == pytest.approx(math.exp(mu))
 
 
 def test_samples_are_drawn_as_the_authors_do():
-    drawn = {name: FLUX2.sample_defaults(arch) for name, arch in PRESETS.items()}
+    drawn = {name: FLUX2.auxiliary.sample_defaults(arch) for name, arch in PRESETS.items()}
     few = SampleDefaults(steps=4, guidance=1.0, guided_by="nothing")
     base = SampleDefaults(steps=50, guidance=4.0, guided_by="negative")
     assert drawn == {
@@ -142,9 +146,9 @@ def test_samples_are_drawn_as_the_authors_do():
 
 
 def test_training_a_distilled_model_is_advised_against_and_its_base_named():
-    assert 'model.preset = "klein-base-4b"' in FLUX2.training_advice(PRESETS["klein-4b"])
-    assert 'model.preset = "klein-base-9b"' in FLUX2.training_advice(PRESETS["klein-9b"])
-    assert "base" in FLUX2.training_advice(replace(ARCH, distilled=True))
+    assert 'model.preset = "klein-base-4b"' in FLUX2.training.advice(PRESETS["klein-4b"])
+    assert 'model.preset = "klein-base-9b"' in FLUX2.training.advice(PRESETS["klein-9b"])
+    assert "base" in FLUX2.training.advice(replace(ARCH, distilled=True))
     for name in ("dev", "klein-base-4b", "klein-base-9b"):
-        assert FLUX2.training_advice(PRESETS[name]) == ""
-    assert "\n" not in FLUX2.training_advice(PRESETS["klein-4b"])
+        assert FLUX2.training.advice(PRESETS[name]) == ""
+    assert "\n" not in FLUX2.training.advice(PRESETS["klein-4b"])

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import Part
+from ditkit_core.models.state_dict import Part
 from ditkit_flux2.model.transformer import Flux2Transformer
 from ditkit_flux2.presets import PRESETS, Flux2Arch
 from ditkit_flux2.state_dict import NAMES

@@ -30,5 +30,7 @@ def tiny_model(kind: str, dtype: torch.dtype = torch.float32) -> Flux2Transforme
         values = torch.randn(parameter.shape, generator=generator("weight", name))
         fan_in = parameter.shape[-1] if parameter.ndim > 1 else 1
         values = values * fan_in**-0.5 if parameter.ndim > 1 else 1 + 0.2 * values
-        parameter.data = values.to(torch.promote_types(dtype, torch.float32) if FLUX2.keep_fp32(name) else dtype)
+        parameter.data = values.to(
+            torch.promote_types(dtype, torch.float32) if FLUX2.precision.keep_fp32(name) else dtype
+        )
     return model.requires_grad_(False).eval()

@@ -20,7 +20,7 @@ from ditkit_core.io.rng import generator
 from ditkit_core.models.adapter_formats import AdapterLayout
 from ditkit_core.models.paths import Components
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import run_plain
+from ditkit_core.models.protocol import run_plain
 from ditkit_core.run.prepare import build, load
 from ditkit_wan.adapters import fillers, readers
 from ditkit_wan.presets import PRESETS
@@ -41,7 +41,7 @@ class Trained:
         precision = Precision(matmul=torch.float32)
         unloaded = build(WAN, self.components, adapter, BaseConfig(), precision=precision)
         self.model = load(unloaded, placement=place(unloaded.model, [torch.device("cpu")]), seed=0).model
-        self.layers = layers_of(WAN.build, unloaded.arch)
+        self.layers = layers_of(WAN.architecture.build, unloaded.arch)
         for name, layer in adapter_layers(self.model).items():
             up = layer.lora_B["default"].weight
             up.data.copy_(0.2 * torch.randn(up.shape, generator=generator("up", name)))
@@ -71,7 +71,7 @@ def test_what_is_said_of_diffusers_is_what_it_does(checkpoint: Path, tmp_path: P
     assert trained.loads(file) == (said == ""), said
     found = find_adapter(file, WAN, layers=trained.layers)
     assert found.layout.form == form
-    assert (WAN.adapter_rules.readers(found.layout, list(found.shapes))["diffusers"] == "") == (said == "")
+    assert (WAN.adapters.rules.readers(found.layout, list(found.shapes))["diffusers"] == "") == (said == "")
 
 
 def rewritten(file: Path, rename: Callable[[str], str], *, alpha: bool = False) -> Path:
@@ -101,7 +101,7 @@ def test_so_it_is_of_files_that_others_write(checkpoint: Path, tmp_path: Path, o
     rename, alpha = OTHERS[other]
     file = rewritten(trained.write(tmp_path, "official"), rename, alpha=alpha)
     found = find_adapter(file, WAN, layers=trained.layers)
-    said = WAN.adapter_rules.readers(found.layout, list(found.shapes))["diffusers"]
+    said = WAN.adapters.rules.readers(found.layout, list(found.shapes))["diffusers"]
     assert trained.loads(file) == (said == ""), said
 
 
@@ -119,7 +119,7 @@ def test_musubis_names_without_all_of_a_block_or_alpha_or_with_two_underscores_a
     for what, tensors in parts.items():
         save_file(tensors, tmp_path / "x.safetensors")
         found = find_adapter(tmp_path / "x.safetensors", WAN, layers=trained.layers)
-        said = WAN.adapter_rules.readers(found.layout, list(found.shapes))["diffusers"]
+        said = WAN.adapters.rules.readers(found.layout, list(found.shapes))["diffusers"]
         assert trained.loads(tmp_path / "x.safetensors") == (said == "") == (what == "complete"), what
 
 
@@ -146,7 +146,7 @@ def test_a_partial_adapter_is_converted_for_musubi_and_back_without_its_zeros(
     assert cli.run(WAN, "export", ["--adapter", str(musubi), "--to", "official", *flags, str(back)]) == 0
     ours, theirs = load_file(official), load_file(back)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert len(open_adapter(musubi, WAN.names, trained.layers).modules) == 30
+    assert len(open_adapter(musubi, WAN.architecture.names, trained.layers).modules) == 30
 
 
 def test_an_adapter_of_a_published_size_is_known_by_its_shapes(tmp_path: Path) -> None:
@@ -170,10 +170,10 @@ def test_diffusers_loads_nothing_of_an_architecture_that_it_has_no_model_of() ->
     """An adapter of the blocks alone says nothing of the model: the architecture does."""
     official, blocks = AdapterLayout(form="official"), ["layers.0.ffn.0"]
     for preset, arch in PRESETS.items():
-        rules = WAN.variant(arch).get("adapter_rules", WAN.adapter_rules)
+        rules = WAN.for_arch(arch).adapters.rules
         has_none = preset.startswith(("fun-", "wantodance"))
         assert ("has no such model" in rules.readers(official, blocks)["diffusers"]) == has_none, preset
-        assert not rules.readers(official, blocks)["ComfyUI"] and rules.strangers == WAN.adapter_rules.strangers
+        assert not rules.readers(official, blocks)["ComfyUI"] and rules.strangers == WAN.adapters.rules.strangers
     for name in ("layers.4.music.v", "embed.img_emb_refimage.proj.1", "head.head_global.head"):
         assert "has no such model" in readers(official, [*blocks, name])["diffusers"]
 

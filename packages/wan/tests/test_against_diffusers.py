@@ -127,7 +127,7 @@ def test_bf16_is_closer_to_fp64_than_diffusers(monkeypatch):
     exact.load_state_dict(state)
     half = WanTransformer(ours.embed.arch, Precision(matmul=torch.bfloat16))
     for name, parameter in half.named_parameters():
-        parameter.data = state[name].float() if WAN.keep_fp32(name) else state[name].bfloat16()
+        parameter.data = state[name].float() if WAN.precision.keep_fp32(name) else state[name].bfloat16()
 
     latents, text, timestep, _ = inputs(torch.float64)
     latents, text = latents.detach().bfloat16().double(), text.detach().bfloat16().double()

@@ -150,13 +150,13 @@ def test_the_bf16_recording_is_met_within_rounding():
 
 
 def preset(name: str, matmul: torch.dtype = torch.bfloat16, **fields: str) -> Precision:
-    return PrecisionConfig(preset=name, **fields).precision(matmul, WAN.reference_precision)
+    return PrecisionConfig(preset=name, **fields).precision(matmul, WAN.precision.reference)
 
 
 def bf16_model(recording: Recording, precision: Precision) -> WanTransformer:
     model = recording.model(precision, recording.config["text_len"])
     for name, parameter in model.named_parameters():
-        if not WAN.keep_fp32(name):
+        if not WAN.precision.keep_fp32(name):
             parameter.data = parameter.data.bfloat16()
     return model
 

@@ -22,7 +22,7 @@ def test_the_last_matmul_of_a_block_is_never_recomputed(policy, repeated):
     items = [{"latents": torch.randn(4, 1, 4, 4), "text": torch.randn(3, 5)}]
 
     def num_frozen_matmuls(policy: str) -> int:
-        inputs = WAN.make_inputs([items[0]["latents"]], torch.tensor([0.5]), items, 1.0)
+        inputs = WAN.training.make_inputs([items[0]["latents"]], torch.tensor([0.5]), items, 1.0)
         with CountAddmm() as count:
             model(inputs, run=Engine(policy=policy))[0].sum().backward()
         return count.number
@@ -49,7 +49,7 @@ def test_the_residual_stream_of_a_bf16_model_is_never_rounded_to_bf16():
         block.ffn[2].weight.data.zero_()
         block.ffn[2].bias.data.zero_()
     items = [{"text": torch.randn(3, 5)}]
-    carry = model.embed(WAN.make_inputs([torch.randn(4, 1, 4, 4)], torch.tensor([0.5]), items, 1.0))
+    carry = model.embed(WAN.training.make_inputs([torch.randn(4, 1, 4, 4)], torch.tensor([0.5]), items, 1.0))
     for block in model.blocks():
         carry = block(carry)
         assert carry.tokens.dtype == torch.float32

@@ -31,7 +31,9 @@ def item(seed: int, direction: str, size: tuple[int, int, int] = (2, 4, 6)) -> d
 
 def run(model, *items):
     with torch.no_grad():
-        return model(WAN.make_inputs([one["latents"] for one in items], torch.full((len(items),), 0.4), items, 1.0))
+        return model(
+            WAN.training.make_inputs([one["latents"] for one in items], torch.full((len(items),), 0.4), items, 1.0)
+        )
 
 
 def test_outputs_and_gradients_equal_the_recordings(recording):
@@ -69,6 +71,6 @@ def test_a_path_with_fewer_poses_than_frames_is_refused():
 
 
 def test_a_plan_has_the_path_of_the_whole_clip():
-    planned = WAN.outline(WAN.presets["fun-v1.1-control-camera-14b"], (81, 480, 832), ())
+    planned = WAN.training.empty_item(WAN.architecture.presets["fun-v1.1-control-camera-14b"], (81, 480, 832), ())
     assert planned["camera_path"].shape == (81, 16)
     assert planned["y"].shape == (16, 21, 60, 104)

@@ -158,6 +158,6 @@ def test_sound_without_librosa_is_no_samples_fault(tmp_path: Path) -> None:
 
 
 def test_only_models_that_look_take_an_image_encoder() -> None:
-    looking = {name for name, arch in PRESETS.items() if WAN.companion_parts(arch) == ("image_encoder",)}
+    looking = {name for name, arch in PRESETS.items() if WAN.auxiliary.components(arch) == ("image_encoder",)}
     assert "i2v-14b-480p" in looking and "i2v-a14b" not in looking and "t2v-14b" not in looking
     assert looking == {name for name, arch in PRESETS.items() if arch.image_dim}

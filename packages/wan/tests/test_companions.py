@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ditkit_core.config.sizes import GIB
+from ditkit_core.models.encoders import Companion
 from ditkit_core.models.paths import Components
-from ditkit_core.models.spec import Companion
 from ditkit_core.planner.auxiliary import measure
 from ditkit_core.testing.companions import check_tiles, live, num_parameters
 from ditkit_wan.encoders import vae
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def companions(preset: str = "t2v-1.3b", **where: str) -> dict[str, Companion]:
-    return {each.name: each for each in WAN.companions(PRESETS[preset], Components(**where))}
+    return {each.name: each for each in WAN.auxiliary.models(PRESETS[preset], Components(**where))}
 
 
 def test_the_built_in_sizes_are_those_of_the_published_files() -> None:
@@ -59,7 +59,7 @@ def test_what_clip_holds_is_what_was_planned(clip_folder: Path) -> None:
 
 
 def test_the_text_encoder_takes_its_weights_and_little_more() -> None:
-    weights, peak = measure(companions()["text encoder"], WAN.size, text_dtype=torch.bfloat16)
+    weights, peak = measure(companions()["text encoder"], WAN.data.size, text_dtype=torch.bfloat16)
     assert weights == 2 * 5_680_910_336 and weights < peak < weights + 0.2 * GIB
 
 
@@ -90,14 +90,16 @@ def test_what_the_vae_holds_is_what_was_planned(checkpoint: Path, size: tuple[in
 def test_what_the_text_encoder_holds_is_what_was_planned(checkpoint: Path) -> None:
     encoder = TextEncoder(Components(base=str(checkpoint)), CPU, torch.float32)
     encoder.load()
-    planned = measure(companions(base=str(checkpoint))["text encoder"], WAN.size, text_dtype=torch.float32, kind="cpu")
+    planned = measure(
+        companions(base=str(checkpoint))["text encoder"], WAN.data.size, text_dtype=torch.float32, kind="cpu"
+    )
     assert live(encoder._model, lambda: encoder.encode(["a red circle"])) == pytest.approx(planned.peak, rel=0.05)
 
 
 def test_tiles_give_other_latents_under_another_identity(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where = Components(base=str(checkpoint))
     whole, tiled = VaeEncoder(where, CPU), VaeEncoder(where, CPU, tiled=True)
-    assert whole.identity != tiled.identity == WAN.media_encoder(where, CPU, True).identity
+    assert whole.identity != tiled.identity == WAN.auxiliary.media_encoder(where, CPU, True).identity
     whole.load()
     tiled.load()
     large = torch.rand(3, 5, 288, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1

@@ -63,7 +63,7 @@ def test_every_variant_encodes_what_its_model_takes(
         wanted = controls(clip, files, height=64, width=64, fps=15.0 if arch.music else 16.0)
         assert set(conditioner.uses(wanted)) <= {"", *files}
         item |= encoded(conditioner, wanted)
-    outlined = WAN.outline(arch, (FRAMES, 64, 64), ())
+    outlined = WAN.training.empty_item(arch, (FRAMES, 64, 64), ())
     assert [name for name in item if name != "vace_reference"] == tensors
     for name in tensors:  # music may be of any length, VACE's references are in front
         ours, theirs = item[name].shape, outlined[name].shape
@@ -96,16 +96,19 @@ def test_the_vae_of_another_model_is_refused_before_anything_is_encoded(checkpoi
     with pytest.raises(UserError, match="makes 16 latent channels and the model takes 48"):
         conditioners(arch, components, CPU, False)
     special = replace_fields(arch)
-    for make in (special.media_encoder, lambda *given: special.sampler(*given[:2], torch.float32, given[2])):
+    for make in (
+        special.auxiliary.media_encoder,
+        lambda *given: special.auxiliary.sampler(*given[:2], torch.float32, given[2]),
+    ):
         with pytest.raises(UserError, match=r"wan2\.2_vae\.safetensors"):
             make(components, CPU, False)
     with pytest.raises(UserError, match="makes 16 latent channels"):
-        WAN.companions(arch, components)
-    assert replace_fields(PRESETS["t2v-1.3b"]).media_encoder(components, CPU, False).identity
+        WAN.auxiliary.models(arch, components)
+    assert replace_fields(PRESETS["t2v-1.3b"]).auxiliary.media_encoder(components, CPU, False).identity
 
 
 def replace_fields(arch: Any) -> Any:
-    return replace(WAN, **WAN.variant(arch))
+    return WAN.for_arch(arch)
 
 
 VIDEOS = [

@@ -41,16 +41,16 @@ def kind(preset):
 
 
 def test_there_are_run_files_for_every_preset():
-    assert {resolve(RunConfig, file=file).model.preset for file in CONFIGS} == set(WAN.presets)
+    assert {resolve(RunConfig, file=file).model.preset for file in CONFIGS} == set(WAN.architecture.presets)
 
 
-@pytest.mark.parametrize("file", [*CONFIGS, WAN.demo_config], ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", [*CONFIGS, WAN.demo.config], ids=lambda file: file.stem)
 def test_a_run_file_is_accepted(file):
     run = run_of(file)
     config, spec = run.config, run.spec
-    assert config.model.preset in (*WAN.presets, "")
-    assert config.data.frames % spec.frame_step == 1 and config.data.frames <= spec.size[0]
-    assert config.data.height % spec.size_step == config.data.width % spec.size_step == 0
+    assert config.model.preset in (*WAN.architecture.presets, "")
+    assert config.data.frames % spec.data.frame_step == 1 and config.data.frames <= spec.data.size[0]
+    assert config.data.height % spec.data.size_step == config.data.width % spec.data.size_step == 0
     check_export(spec, config.export, config.adapter)
     check_training(run, here=False)
     assert config.ema.decay > 0 or config.adapter.method != "full"
@@ -60,18 +60,18 @@ def test_a_run_file_is_accepted(file):
 def test_a_run_file_has_what_its_variant_is_trained_with(file):
     run = run_of(file)
     config = run.config
-    assert config.data.fps in (0, run.spec.fps), "the model's own rate"
+    assert config.data.fps in (0, run.spec.data.fps), "the model's own rate"
     size = {config.data.height, config.data.width}
     trained = re.search(r"(480|720)p$", config.model.preset)
     if trained or config.model.preset == "ti2v-5b":
         assert size == {"480p": {480, 832}, "720p": {720, 1280}}.get(
-            trained[0] if trained else "", set(run.spec.size[1:])
+            trained[0] if trained else "", set(run.spec.data.size[1:])
         )
     else:
-        assert size in ({480, 832}, set(run.spec.size[1:]))
+        assert size in ({480, 832}, set(run.spec.data.size[1:]))
     assert ("[experts]" in file.read_text()) == bool(run.experts)
     assert config.experts.train == "both" or not run.experts
-    assert config.train.control_dropout == run.spec.control_dropout
+    assert config.train.control_dropout == run.spec.training.control_dropout
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)

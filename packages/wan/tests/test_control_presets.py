@@ -76,26 +76,26 @@ def test_every_stage_of_wantodance_has_its_parameters_and_none_is_left():
 
 
 def test_clips_are_as_long_large_and_fast_as_the_authors():
-    local, whole = (WAN.variant(PRESETS[name]) for name in ("wantodance-14b", "wantodance-14b-global"))
-    assert (local["fps"], local["size"]) == (30.0, (149, 1280, 720))
-    assert (whole["fps"], whole["size"]) == (7.5, (149, 1280, 720))
-    assert WAN.sample_defaults(PRESETS["wantodance-14b"]).steps == 24
-    assert WAN.sample_defaults(PRESETS["wantodance-14b-global"]).steps == 48
-    assert WAN.sample_defaults(PRESETS["fun-v1.1-control-1.3b"]).guidance == 6.0
+    local, whole = (WAN.for_arch(PRESETS[name]) for name in ("wantodance-14b", "wantodance-14b-global"))
+    assert (local.data.fps, local.data.size) == (30.0, (149, 1280, 720))
+    assert (whole.data.fps, whole.data.size) == (7.5, (149, 1280, 720))
+    assert WAN.auxiliary.sample_defaults(PRESETS["wantodance-14b"]).steps == 24
+    assert WAN.auxiliary.sample_defaults(PRESETS["wantodance-14b-global"]).steps == 48
+    assert WAN.auxiliary.sample_defaults(PRESETS["fun-v1.1-control-1.3b"]).guidance == 6.0
 
 
 def test_nothing_is_compared_with_a_model_that_diffusers_has_not():
     """Its transformer would be built without what these have beside."""
     for preset in COUNTS:
-        assert WAN.variant(PRESETS[preset])["verify_export"] is None
-    assert "verify_export" not in WAN.variant(PRESETS["i2v-14b-480p"])
+        assert WAN.for_arch(PRESETS[preset]).adapters.verify is None
+    assert WAN.for_arch(PRESETS["i2v-14b-480p"]).adapters.verify is not None
 
 
 def test_music_may_have_an_adapter_where_it_matters():
     """Values and outputs; queries and keys have no say, so that an adapter on them would be trained by nothing."""
     with torch.device("meta"):
         model = WanTransformer(PRESETS["wantodance-14b"], Precision())
-    chosen = target_modules(model, ("q,k,v,o,ffn.0,ffn.2,music",), WAN.adapter_targets)
+    chosen = target_modules(model, ("q,k,v,o,ffn.0,ffn.2,music",), WAN.adapters.targets)
     assert {name for name in chosen if ".music." in name} == {
         f"layers.{layer}.music.{part}" for layer in MUSIC_LAYERS for part in ("v", "o")
     }

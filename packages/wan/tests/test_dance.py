@@ -35,7 +35,7 @@ def item(seed: int, size: tuple[int, int, int] = (2, 4, 8), *, step: int = 1) ->
 
 
 def run(model, *items, **extra):
-    inputs = WAN.make_inputs([one["latents"] for one in items], torch.full((len(items),), 0.4), items, 1.0)
+    inputs = WAN.training.make_inputs([one["latents"] for one in items], torch.full((len(items),), 0.4), items, 1.0)
     with torch.no_grad():
         return model(inputs._replace(**extra))
 
@@ -79,7 +79,7 @@ def test_queries_and_keys_of_music_have_no_say_in_the_recordings_either(recorded
 def test_the_negative_side_of_guidance_leaves_out_the_ninth_block(recorded, theirs):
     given = {name: recorded.tensors[f"in.local.{name}"] for name in (*GIVEN.values(), "timestep")}
     items = {field: given[name] if field == "music" else given[name][0] for field, name in GIVEN.items()}
-    inputs = WAN.make_inputs([items["latents"]], given["timestep"] / 1000, [items], 1.0)
+    inputs = WAN.training.make_inputs([items["latents"]], given["timestep"] / 1000, [items], 1.0)
     with torch.no_grad():
         (skipped,) = theirs(inputs._replace(skips=True, timestep=given["timestep"]))
     expected = recorded.tensors["out.local.skipped"][0]
@@ -108,7 +108,9 @@ def test_music_crosses_between_blocks_in_the_carry_alone():
     items = [item(0), item(1, (2, 8, 8), step=4)]
     expected = [run(model, one)[0] for one in items]
     with torch.no_grad():
-        carries = [model.embed(WAN.make_inputs([one["latents"]], torch.tensor([0.4]), [one], 1.0)) for one in items]
+        carries = [
+            model.embed(WAN.training.make_inputs([one["latents"]], torch.tensor([0.4]), [one], 1.0)) for one in items
+        ]
         for block in model.blocks():
             carries = [block(carry) for carry in carries]
         assert all(
@@ -121,7 +123,7 @@ def test_a_reference_in_front_hears_the_beginning():
     """The authors' code counts it as one more frame of the music too."""
     model, one = make_model(WAN, ARCH), item(0)
     one["reference"] = torch.ones(16, 1, 4, 8)
-    carry = model.embed(WAN.make_inputs([one["latents"]], torch.tensor([0.4]), [one], 1.0))
+    carry = model.embed(WAN.training.make_inputs([one["latents"]], torch.tensor([0.4]), [one], 1.0))
     assert carry.music.shape[1] == 8 * 3 and carry.grids == ((3, 2, 4),)
     assert run(model, one)[0].shape == (4, 2, 4, 8)
 
@@ -152,7 +154,7 @@ def test_clips_that_music_cannot_be_spread_over_are_refused():
 
 @pytest.mark.parametrize(("preset", "rows"), [("wantodance-14b", 149), ("wantodance-14b-global", 596)])
 def test_a_plan_has_all_that_the_form_is_given(preset, rows):
-    planned = WAN.outline(WAN.presets[preset], (149, 1280, 720), ())
+    planned = WAN.training.empty_item(WAN.architecture.presets[preset], (149, 1280, 720), ())
     assert planned["music"].shape == (rows, 35)
     assert planned["refimage"].shape == planned["image"].shape == (257, 1280)
     assert planned["y"].shape == (20, 38, 160, 90)
@@ -163,10 +165,10 @@ def test_a_plan_has_all_that_the_form_is_given(preset, rows):
 @pytest.mark.parametrize("preset", ["wantodance-14b", pytest.param("wantodance-14b-global", marks=pytest.mark.slow)])
 def test_at_its_published_size_it_is_divided_over_devices_that_refuse_to_mix(preset, monkeypatch):
     """The case that was seen to fail: music was an attribute, used on whatever device the tokens were."""
-    published = WAN.presets[preset]
+    published = WAN.architecture.presets[preset]
     arch = replace(published, layers=5, music=replace(published.music, layers=(0, 4)))
     with torch.device("meta"):
-        planned = [WAN.outline(arch, (149, 1280, 720), ())]
+        planned = [WAN.training.empty_item(arch, (149, 1280, 720), ())]
     divided = divided_step(WAN, arch, balanced(WAN, 3), planned, policy="full", rank=32, patch=monkeypatch)
     divided.check()
     # tokens, modulation, time, cos, sin, text, image, music; of these the tokens alone come from an adapter

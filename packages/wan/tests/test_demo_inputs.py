@@ -110,7 +110,7 @@ def test_the_shape_moves_as_its_caption_says() -> None:
 
 def test_latents_of_the_clips_as_training_reads_them_have_about_unit_variance(inputs: Path) -> None:
     config = DataConfig(folder=str(inputs / "clips"), frames=FRAMES, height=PIXELS, width=PIXELS)
-    dataset = scan(config, frame_step=WAN.frame_step, size_step=WAN.size_step, fps=WAN.fps)
+    dataset = scan(config, frame_step=WAN.data.frame_step, size_step=WAN.data.size_step, fps=WAN.data.fps)
     assert len(dataset.samples) == 12 and not dataset.excluded
     encoder = VaeEncoder(Components(base=str(inputs / "checkpoint")), torch.device("cpu"))
     encoder.load()

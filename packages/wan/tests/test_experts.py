@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from ditkit_core.commands import cli
 from ditkit_core.config.resolve import resolve
 from ditkit_core.io.rng import generator
-from ditkit_core.models.spec import SampleJob
+from ditkit_core.models.encoders import SampleJob
 from ditkit_core.previews.stages import trained_in, turns_of
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.expert_runs import runs_of
@@ -57,7 +57,7 @@ def test_each_step_of_the_official_sampler_goes_to_the_expert_that_was_trained_o
     )
     scheduler.set_timesteps(40)
     assert scheduler.timesteps.dtype == torch.int64
-    high, low = WAN.experts(PRESETS[name])
+    high, low = WAN.architecture.experts(PRESETS[name])
     counts = [0, 0]
     for t in scheduler.timesteps:
         is_low = bool(t < MODELS[name] * 1000)  # the official rule: from the boundary on it is the high-noise expert's
@@ -72,7 +72,7 @@ def test_each_step_of_the_official_sampler_goes_to_the_expert_that_was_trained_o
 @pytest.mark.parametrize("name", MODELS)
 def test_every_timestep_of_training_and_of_drawing_has_the_same_expert(name: str) -> None:
     """All thousand whole timesteps, those at the boundary among them: 875 is the high-noise expert's of text to video alone."""
-    high, low = WAN.experts(PRESETS[name])
+    high, low = WAN.architecture.experts(PRESETS[name])
     for t in range(1001):
         sigma = torch.tensor(t / 1000)
         is_high = levels(high)[0] <= float(sigma) <= 1
@@ -87,7 +87,7 @@ def test_the_shares_at_shift_5_are_those_that_diffsynth_is_told(name: str, fract
     index = int((table >= 1000 * MODELS[name]).sum())
     assert index / 1000 == fraction
     draws = sigma_at((torch.arange(100_000) + 0.5) / 100_000, Run(WAN, RunConfig(), PRESETS[name]).config.flow, 5.0)
-    high, _ = WAN.experts(PRESETS[name])
+    high, _ = WAN.architecture.experts(PRESETS[name])
     assert abs(float((draws >= levels(high)[0]).double().mean()) - fraction) < 1e-3
 
 
@@ -95,7 +95,7 @@ def test_a_timestep_next_to_the_boundary_is_not_rounded_over_it() -> None:
     """In bf16 DiffSynth's last low-noise timestep, 874.85, is 876: the low-noise expert is trained on the other's."""
     trap = torch.tensor(874.8467)
     assert float(trap.bfloat16()) == 876.0
-    _, low = WAN.experts(PRESETS["t2v-a14b"])
+    _, low = WAN.architecture.experts(PRESETS["t2v-a14b"])
     item = {"latents": torch.zeros(16, 1, 2, 2), "text": torch.zeros(2, 8)}
     for sigma in (float(trap) / 1000, levels(low)[1]):
         timestep = make_inputs([item["latents"]], torch.tensor([sigma]), [item], 1.0).timestep
@@ -105,7 +105,7 @@ def test_a_timestep_next_to_the_boundary_is_not_rounded_over_it() -> None:
 def test_boundaries_guidance_and_parts_are_each_models_own(checkpoints: dict[str, Path]) -> None:
     for name, boundary in MODELS.items():
         for arch in (PRESETS[name], Run(WAN, _config(checkpoints[name])).arch):
-            high, low = WAN.experts(arch)
+            high, low = WAN.architecture.experts(arch)
             assert (high.name, high.part, low.name, low.part) == (
                 "high_noise",
                 "transformer",
@@ -114,7 +114,7 @@ def test_boundaries_guidance_and_parts_are_each_models_own(checkpoints: dict[str
             )
             assert (low.max_sigma, high.min_sigma, low.min_sigma, high.max_sigma) == (boundary, boundary, 0, 1)
             assert (high.guidance, low.guidance) == {"t2v-a14b": (4.0, 3.0), "i2v-a14b": (3.5, 3.5)}[name]
-    assert not any(WAN.experts(arch) for name, arch in PRESETS.items() if name not in MODELS)
+    assert not any(WAN.architecture.experts(arch) for name, arch in PRESETS.items() if name not in MODELS)
 
 
 def _config(base: Path, **model: str) -> RunConfig:

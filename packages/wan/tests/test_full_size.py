@@ -35,13 +35,13 @@ RANK = 32
 )
 def test_a_step_stays_on_its_device_in_its_dtypes(preset, policy, monkeypatch):
     as_on_a_gpu(monkeypatch)
-    arch = WAN.presets[preset]
+    arch = WAN.architecture.presets[preset]
     model = build_on_meta(WAN, replace(arch, layers=2, vace_layers=arch.vace_layers[:1]), Precision())
-    inject(model, AdapterConfig(rank=RANK), WAN.adapter_targets)
+    inject(model, AdapterConfig(rank=RANK), WAN.adapters.targets)
     with FakeTensorMode():
         materialise(model, WAN)
         trained = trainable_parameters(model)
-        item = WAN.outline(arch, (81, 480, 832), ())
+        item = WAN.training.empty_item(arch, (81, 480, 832), ())
         optimizer = NamedOptimizer(trained, OptimConfig())
         with Arithmetic() as arithmetic:
             accumulate_gradients(

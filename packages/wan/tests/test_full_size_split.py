@@ -9,14 +9,14 @@ from ditkit_core.engine.engine import POLICIES
 from ditkit_core.testing.full_size_split import balanced, divided_step
 from ditkit_wan.spec import WAN
 
-ARCH = WAN.presets["t2v-14b"]
+ARCH = WAN.architecture.presets["t2v-14b"]
 # torch_remat looks at the addresses of tensors, of which fake ones have none.
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
 
 
 def items(arch):
     with torch.device("meta"):
-        return [WAN.outline(arch, (81, 480, 832), ())]
+        return [WAN.training.empty_item(arch, (81, 480, 832), ())]
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,17 @@ from media_files import picture
 from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import run_plain
+from ditkit_core.models.protocol import run_plain
 from ditkit_core.planner.plan import largest_bucket
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.run import Run
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.flow_matching import velocity_errors
-from ditkit_wan.model.inputs import assemble, loss_mask, make_inputs, num_tokens, outline
+from ditkit_wan.model.inputs import assemble, empty_item, loss_mask, make_inputs, num_tokens
 from ditkit_wan.model.transformer import WanTransformer
 from ditkit_wan.presets import PRESETS, WanArch
 from ditkit_wan.spec import WAN
-from ditkit_wan.variants import experts, variant
+from ditkit_wan.variants import experts
 
 SIGMA = torch.tensor([0.73125, 0.25])
 TINY = WanArch(
@@ -83,7 +83,14 @@ def test_the_loss_is_the_same_whatever_is_predicted_in_the_first_frame():
     def error(given: dict[str, torch.Tensor]) -> torch.Tensor:
         with torch.no_grad():
             return velocity_errors(
-                model, run_plain, WAN.make_inputs, [given], SIGMA[:1], [noise], 1.0, loss_mask=WAN.loss_mask
+                model,
+                run_plain,
+                WAN.training.make_inputs,
+                [given],
+                SIGMA[:1],
+                [noise],
+                1.0,
+                loss_mask=WAN.training.loss_mask,
             )
 
     before = error(given)
@@ -143,7 +150,7 @@ def test_references_of_vace_are_frames_in_front_of_the_clips():
 )
 def test_tokens_of_a_clip(preset, size, tokens):
     with torch.device("meta"):
-        assert num_tokens(outline(PRESETS[preset], size)) == tokens
+        assert num_tokens(empty_item(PRESETS[preset], size)) == tokens
 
 
 def test_reference_columns_of_vace_are_tokens_of_the_plan(tmp_path):
@@ -164,10 +171,10 @@ def test_reference_columns_of_vace_are_tokens_of_the_plan(tmp_path):
 def test_outlines_with_references_are_items_that_vace_takes_and_others_have_none():
     arch = PRESETS["vace-1.3b"]
     with torch.device("meta"):
-        sample = WAN.outline(arch, (9, 64, 96), ((64, 96),) * 3)
+        sample = WAN.training.empty_item(arch, (9, 64, 96), ((64, 96),) * 3)
         model = WanTransformer(replace(arch, layers=1, vace_layers=(0,)), Precision(matmul=torch.float32))
-        (velocity,) = model(WAN.make_inputs([sample["latents"]], torch.zeros(1), [sample], 1.0))
-        plain = WAN.outline(PRESETS["t2v-1.3b"], (9, 64, 96), ((64, 96),))
+        (velocity,) = model(WAN.training.make_inputs([sample["latents"]], torch.zeros(1), [sample], 1.0))
+        plain = WAN.training.empty_item(PRESETS["t2v-1.3b"], (9, 64, 96), ((64, 96),))
     assert velocity.shape == sample["latents"].shape == (16, 6, 8, 12)
     assert plain["latents"].shape == (16, 3, 8, 12)
 
@@ -176,23 +183,24 @@ def test_outlines_with_references_are_items_that_vace_takes_and_others_have_none
 def test_the_outline_of_a_clip_is_an_item_that_the_model_takes(preset):
     arch = PRESETS[preset]
     with torch.device("meta"):
-        sample = WAN.outline(arch, (9, 64, 96), ())
+        sample = WAN.training.empty_item(arch, (9, 64, 96), ())
         model = WanTransformer(
             replace(arch, layers=1, vace_layers=arch.vace_layers[:1]), Precision(matmul=torch.float32)
         )
-        (velocity,) = model(WAN.make_inputs([sample["latents"]], torch.zeros(1), [sample], 1.0))
+        (velocity,) = model(WAN.training.make_inputs([sample["latents"]], torch.zeros(1), [sample], 1.0))
     assert velocity.shape == sample["latents"].shape
     assert velocity.shape[0] == (48 if preset == "ti2v-5b" else 16)
 
 
 def test_ti2v_has_its_own_sizes():
-    changed = replace(WAN, **variant(PRESETS["ti2v-5b"]))
-    assert (changed.fps, changed.size, changed.size_step) == (24, (121, 704, 1280), 32)
-    assert (WAN.control_dropout, changed.control_dropout) == (0, 0.5), (
+    changed = WAN.for_arch(PRESETS["ti2v-5b"])
+    assert (changed.data.fps, changed.data.size, changed.data.size_step) == (24, (121, 704, 1280), 32)
+    assert (WAN.training.control_dropout, changed.training.control_dropout) == (0, 0.5), (
         "it draws from text alone as well as from a picture"
     )
-    assert variant(PRESETS["t2v-14b"]) == {}
-    told = {name for name, arch in PRESETS.items() if variant(arch).get("fewest_frames") == 5}
+    plain = WAN.for_arch(PRESETS["t2v-14b"])
+    assert (plain.training, plain.data, plain.adapters) == (WAN.training, WAN.data, WAN.adapters)
+    told = {name for name, arch in PRESETS.items() if WAN.for_arch(arch).training.fewest_frames == 5}
     cameras = {"fun-v1.1-control-camera-1.3b", "fun-v1.1-control-camera-14b"}
     assert told == {"i2v-14b-480p", "i2v-14b-720p", "i2v-a14b", "flf2v-14b-720p", *cameras}
 
@@ -205,7 +213,7 @@ def test_experts_meet_at_the_boundary(preset, boundary, guidance):
     assert (high.part, low.part) == ("transformer", "transformer_2")
     assert (high.min_sigma, high.max_sigma) == (boundary, 1) and (low.min_sigma, low.max_sigma) == (0, boundary)
     assert [high.guidance, low.guidance] == guidance
-    assert WAN.sample_defaults(PRESETS[preset]).guidance == guidance[0]
+    assert WAN.auxiliary.sample_defaults(PRESETS[preset]).guidance == guidance[0]
 
 
 def test_one_transformer_has_no_experts():
@@ -213,6 +221,6 @@ def test_one_transformer_has_no_experts():
 
 
 def test_steps_are_the_authors():
-    steps = {name: WAN.sample_defaults(arch).steps for name, arch in PRESETS.items()}
+    steps = {name: WAN.auxiliary.sample_defaults(arch).steps for name, arch in PRESETS.items()}
     assert {name for name, number in steps.items() if number == 40} >= {"i2v-14b-480p", "t2v-a14b", "i2v-a14b"}
     assert [steps[name] for name in ("t2v-14b", "flf2v-14b-720p", "vace-14b", "ti2v-5b")] == [50] * 4

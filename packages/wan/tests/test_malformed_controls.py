@@ -3,7 +3,6 @@
 import json
 import wave
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from ditkit_core.diagnostics.doctor.dataset import examine
 from ditkit_core.diagnostics.doctor.findings import Checkup
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.run import Run
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY
 from ditkit_wan.conditioning import music_features
 from ditkit_wan.conditioning.columns import columns, conditioners
@@ -41,7 +41,7 @@ def look(folder: Path, preset: str, **row: str) -> Checkup:
         video_file(folder / f"{name}.mp4", len(name))
     rows = [{"file_name": "good.mp4", "text": "x"} | required, {"file_name": "bad.mp4", "text": "x"} | required | row]
     (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    spec = replace(
+    spec = altered(
         TOY, columns=lambda arch: columns(PRESETS[preset]), fps=15.0,
         conditioners=lambda arch, *given: conditioners(PRESETS[preset], *given),
     )  # fmt: skip

@@ -14,6 +14,6 @@ from ditkit_wan.spec import WAN
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("policy", "cuts"), [("none", ()), ("full", (13,)), ("attn_only", ())])
 def test_the_plan_is_what_all_blocks_hold(policy, cuts):
-    step = step_of(WAN, WAN.presets["t2v-14b"], (49, 480, 832), AdapterConfig(rank=32))
+    step = step_of(WAN, WAN.architecture.presets["t2v-14b"], (49, 480, 832), AdapterConfig(rank=32))
     job = replace(step, policy=policy)
     check_plan(profile(job), job, cuts, rel=1e-3)

@@ -26,7 +26,7 @@ def test_carry_and_heads_have_the_dtypes_of_their_places(per_token):
     model = WanTransformer(ARCH, Precision())
     set_precision(model, precision)
     for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(torch.float32 if WAN.keep_fp32(name) else torch.bfloat16)
+        parameter.data = parameter.data.to(torch.float32 if WAN.precision.keep_fp32(name) else torch.bfloat16)
     timestep = torch.full((1, 24), 731.3) if per_token else torch.tensor([731.3])
     seen: dict[str, torch.dtype] = {}
 
@@ -47,7 +47,7 @@ def test_carry_and_heads_have_the_dtypes_of_their_places(per_token):
 
 
 def test_parameters_compute_where_their_names_say():
-    places = {name: WAN.place_of(name) for name, _ in WanTransformer(ARCH, Precision()).named_parameters()}
+    places = {name: WAN.precision.op_group_of(name) for name, _ in WanTransformer(ARCH, Precision()).named_parameters()}
     assert places["embed.time_embedding.0.weight"] == places["embed.time_projection.1.bias"] == "time_mlp"
     assert places["layers.1.modulation"] == "modulation" and places["head.modulation"] == "head"
     assert places["layers.0.norm3.weight"] == "norms" and places["layers.0.cross_attn.norm_k.weight"] == "qk_norms"
@@ -58,7 +58,7 @@ def test_parameters_of_the_variants_compute_where_official_code_has_them():
     """Norms of image tokens and their positions are fp32 under its autocast; every matmul is narrow."""
     arch = replace(ARCH, in_channels=8, image_dim=14, image_positions=6, vace_layers=(0,), vace_channels=6)
     names = [name for name, _ in WanTransformer(arch, Precision()).named_parameters()]
-    places = {name: WAN.place_of(name) for name in names}
+    places = {name: WAN.precision.op_group_of(name) for name in names}
     assert {places[f"embed.img_emb.{name}"] for name in ("emb_pos", "proj.0.weight", "proj.4.bias")} == {"norms"}
     assert (
         places["layers.0.cross_attn.norm_k_img.weight"] == places["vace_blocks.0.self_attn.norm_q.weight"] == "qk_norms"

@@ -1,6 +1,5 @@
 """The table of presets in the README says what the code says."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,6 +28,6 @@ def test_every_preset_is_in_the_readme_as_it_is() -> None:
         named = [f"*`{column.name}`*" if column.required else f"`{column.name}`" for column in columns(arch)]
         assert told == ", ".join(named), preset
         assert vae == ("2.2" if arch.out_channels == 48 else "2.1")
-        assert int(transformers) == (len(WAN.experts(arch)) or 1)
-        spec = replace(WAN, **WAN.variant(arch))
-        assert size == f"{' × '.join(map(str, spec.size))}, {spec.fps:g}", preset
+        assert int(transformers) == (len(WAN.architecture.experts(arch)) or 1)
+        spec = WAN.for_arch(arch)
+        assert size == f"{' × '.join(map(str, spec.data.size))}, {spec.data.fps:g}", preset

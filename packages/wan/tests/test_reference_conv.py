@@ -28,7 +28,7 @@ def item(seed: int, size: tuple[int, int, int] = (2, 4, 6), *, reference: bool =
 
 
 def run(model, *items, sigma=0.4, **extra):
-    inputs = WAN.make_inputs([one["latents"] for one in items], torch.full((len(items),), sigma), items, 1.0)
+    inputs = WAN.training.make_inputs([one["latents"] for one in items], torch.full((len(items),), sigma), items, 1.0)
     with torch.no_grad():
         return model(inputs._replace(**extra))
 
@@ -61,7 +61,9 @@ def test_the_tokens_of_a_reference_have_the_time_of_the_last_of_the_clip():
     (spread,) = run(model, one, timestep=torch.full((1, num), 400.0))
     torch.testing.assert_close(spread, plain, rtol=1e-5, atol=1e-5)
     times = torch.linspace(0, 400, num)[None]
-    carry = model.embed(WAN.make_inputs([one["latents"]], torch.tensor([0.4]), [one], 1.0)._replace(timestep=times))
+    carry = model.embed(
+        WAN.training.make_inputs([one["latents"]], torch.tensor([0.4]), [one], 1.0)._replace(timestep=times)
+    )
     assert carry.grids == ((3, 2, 3),) and carry.tokens.shape[1] == 6 + num
     assert carry.time.shape[1] == 6 + num
     assert torch.equal(carry.time[0, :6], carry.time[0, -1:].expand(6, -1))
@@ -69,8 +71,8 @@ def test_the_tokens_of_a_reference_have_the_time_of_the_last_of_the_clip():
 
 
 def test_a_reference_is_counted_as_tokens():
-    assert WAN.num_tokens(item(0)) == WAN.num_tokens(item(0, reference=False)) + 6
-    planned = WAN.outline(WAN.presets["fun-v1.1-control-1.3b"], (81, 480, 832), ())
+    assert WAN.training.num_tokens(item(0)) == WAN.training.num_tokens(item(0, reference=False)) + 6
+    planned = WAN.training.empty_item(WAN.architecture.presets["fun-v1.1-control-1.3b"], (81, 480, 832), ())
     assert planned["reference"].shape == (16, 1, 60, 104)
     assert planned["y"].shape == (32, 21, 60, 104)
 

@@ -14,9 +14,10 @@ from ditkit_core.adapters.read import BaseConfig
 from ditkit_core.engine.placement import place
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
+from ditkit_core.models.encoders import SampleJob
 from ditkit_core.models.paths import Components
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import SampleJob, run_plain
+from ditkit_core.models.protocol import run_plain
 from ditkit_core.run.prepare import build, load
 from ditkit_core.sampling.denoise import latents_of
 from ditkit_wan.encoders.text import TextEncoder

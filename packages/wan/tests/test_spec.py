@@ -1,11 +1,10 @@
 """What the spec makes of noised latents, noise levels and items: the timestep in full precision, the text beside the latents."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from ditkit_core.engine.engine import Engine
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.world import make_model, train_shortly
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN
@@ -25,7 +24,9 @@ def items(count: int = 1) -> list[dict[str, torch.Tensor]]:
 
 def test_the_timestep_is_a_thousand_times_the_noise_level_in_fp32():
     """731.25 and 900.5 have no bf16 form: the nearest are 732 and 900."""
-    made = WAN.make_inputs([item["latents"] for item in items(2)], torch.tensor([0.73125, 0.9005]), items(2), 1.0)
+    made = WAN.training.make_inputs(
+        [item["latents"] for item in items(2)], torch.tensor([0.73125, 0.9005]), items(2), 1.0
+    )
     assert made.timestep.dtype == torch.float32
     assert made.timestep.tolist() == [731.25, 900.5]
 
@@ -38,7 +39,7 @@ def test_a_bf16_model_sees_a_timestep_that_moves_by_a_half(latents):
 
     def velocity(sigma: float) -> torch.Tensor:
         with torch.no_grad():
-            return model(WAN.make_inputs([item["latents"].to(latents)], torch.tensor([sigma]), [item], 1.0))[0]
+            return model(WAN.training.make_inputs([item["latents"].to(latents)], torch.tensor([sigma]), [item], 1.0))[0]
 
     assert torch.equal(velocity(0.9), velocity(0.9))
     assert not torch.equal(velocity(0.9), velocity(0.9005))
@@ -48,11 +49,11 @@ def test_training_in_bf16_hands_over_timesteps_in_fp32():
     seen = []
 
     def spied(*given):
-        seen.append(WAN.make_inputs(*given).timestep)
-        return WAN.make_inputs(*given)
+        seen.append(WAN.training.make_inputs(*given).timestep)
+        return WAN.training.make_inputs(*given)
 
     model = make_model(WAN, ARCH, dtype=torch.bfloat16)
-    train_shortly(replace(WAN, make_inputs=spied), model, items(2), Engine())
+    train_shortly(altered(WAN, make_inputs=spied), model, items(2), Engine())
     assert {len(timestep) for timestep in seen} == {1, 2}, "held-out clips one by one, and micro-batches"
     assert {timestep.dtype for timestep in seen} == {torch.float32}
     drawn = torch.cat([timestep for timestep in seen if len(timestep) == 2])
@@ -60,6 +61,8 @@ def test_training_in_bf16_hands_over_timesteps_in_fp32():
 
 
 def test_text_moves_to_the_device_of_the_latents():
-    made = WAN.make_inputs([item["latents"].to("meta") for item in items(2)], torch.tensor([0.5, 0.6]), items(2), 1.0)
+    made = WAN.training.make_inputs(
+        [item["latents"].to("meta") for item in items(2)], torch.tensor([0.5, 0.6]), items(2), 1.0
+    )
     assert [text.device.type for text in made.text] == ["meta", "meta"]
     assert [text.shape for text in made.text] == [(3, 20), (3, 20)]

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ from safetensors.torch import load_file
 
 from ditkit_core.data.media.clip import write_image
 from ditkit_core.testing.demo import Demo
+from ditkit_core.testing.specs import altered
 from ditkit_wan.demo.media import CLIPS, write_clip
 from ditkit_wan.demo.models import VARIANTS
 from ditkit_wan.demo.write import write_checkpoint
@@ -87,7 +87,9 @@ def test_a_variant_trains_exports_verifies_and_draws(
     variant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny = {name: kind.ours for name, kind in VARIANTS.items() if kind.ours is not None}
-    spec = replace(WAN, presets={**WAN.presets, **tiny}, write_demo=lambda folder: write_inputs(folder, variant))
+    spec = altered(
+        WAN, presets={**WAN.architecture.presets, **tiny}, write=lambda folder: write_inputs(folder, variant)
+    )
     demo = Demo.write(spec, tmp_path)
     run = tmp_path / "run"
     # a base that is there from the start says how many experts it has

@@ -15,7 +15,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
 from ditkit_core.models.paths import Components
 from ditkit_core.models.precision import Precision, parse_dtype
-from ditkit_core.models.spec import run_plain
+from ditkit_core.models.protocol import run_plain
 from ditkit_core.run.prepare import build, load
 from ditkit_wan.spec import WAN
 from ditkit_wan.verify import verify_export

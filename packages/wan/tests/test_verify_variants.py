@@ -1,6 +1,5 @@
 """An adapter of every variant that diffusers has is what diffusers computes with it."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from ditkit_core.adapters.export import ExportConfig, export_adapter, read_by
 from ditkit_core.adapters.inject import AdapterConfig
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import Components
-from ditkit_core.models.spec import run_plain
+from ditkit_core.models.protocol import run_plain
 from ditkit_core.testing.world import make_model
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN
@@ -73,7 +72,7 @@ def test_diffusers_does_not_load_vace_blocks_in_the_official_form(targets: tuple
 @pytest.mark.parametrize("more", [{"ref_conv": True}, {"camera_channels": 24}])
 def test_what_diffusers_has_no_transformer_for_is_not_tried(more: dict[str, Any]) -> None:
     arch = WanArch(**SIZES | IMAGE | more)
-    spec = replace(WAN, **WAN.variant(arch))
+    spec = WAN.for_arch(arch)
     model = make_model(spec, arch, adapter=AdapterConfig(rank=4))
     assert "has no such model" in read_by(spec, "official", model)["diffusers"]
     assert read_by(spec, "official", model)["ComfyUI"] == read_by(WAN, "official", model)["ComfyUI"]

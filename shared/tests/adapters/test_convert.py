@@ -20,11 +20,12 @@ from ditkit_core.engine.placement import place
 from ditkit_core.models.adapter_formats import AdapterRules
 from ditkit_core.models.paths import Components
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import run_plain
+from ditkit_core.models.protocol import run_plain
 from ditkit_core.run.prepare import build, load
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, in_form
 
-SPEC = replace(TOY, presets={"tiny": ToyArch()})
+SPEC = altered(TOY, presets={"tiny": ToyArch()})
 LAYERS = layers_of(ToyModel, ToyArch())
 MODULES = [name for name in LAYERS if name.startswith("layers.")]
 FORMS = ("official", "diffusers", "diffsynth", "musubi")
@@ -79,7 +80,7 @@ def convert(path: Path, out: Path, *argv: object, spec: Any = SPEC) -> Path:
 
 def scaled(path: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """A and B of each module, with the scale in B."""
-    file = open_adapter(path, SPEC.names, LAYERS)
+    file = open_adapter(path, SPEC.architecture.names, LAYERS)
     return {
         name: (file.read(name).down, file.read(name).up.double() * module.scale)
         for name, module in file.modules.items()
@@ -158,7 +159,7 @@ def test_each_form_has_its_readers_keys(tmp_path: Path, form: str, example: str)
 
 
 def test_the_names_of_a_file_without_prefixes_are_the_familys(tmp_path: Path) -> None:
-    spec = replace(SPEC, names=replace(SPEC.names, bare="diffusers"))
+    spec = altered(SPEC, names=replace(SPEC.architecture.names, bare="diffusers"))
     file = convert(official(tmp_path / "x.safetensors"), tmp_path / "y.safetensors", "--to", "diffsynth", spec=spec)
     assert "transformer_blocks.0.to_q.lora_A.default.weight" in load_file(file)
     assert same(tmp_path / "x.safetensors", file)
@@ -259,7 +260,7 @@ def test_readers_that_want_all_of_a_block_get_zeros_and_they_go_again(
     def said_of(layout: Any, modules: Any) -> dict[str, str]:
         return {"one": "" if len(modules) == len(MODULES) else "rejects it", "other": "loads nothing"}
 
-    spec = replace(SPEC, adapter_rules=AdapterRules(fillers=all_of_a_block, readers=said_of))
+    spec = altered(SPEC, rules=AdapterRules(fillers=all_of_a_block, readers=said_of))
     source = official(tmp_path / "x.safetensors", MODULES[:2])
     file = convert(source, tmp_path / "y.safetensors", "--to", "musubi", spec=spec)
     said = capsys.readouterr().out
@@ -292,7 +293,9 @@ def test_dora_goes_where_it_is_exact(tmp_path: Path, capsys: pytest.CaptureFixtu
     save_file(tensors, source)
     assert run("--adapter", source, "--to", "musubi") == 1
     assert "do not reproduce DoRA" in capsys.readouterr().err
-    file = open_adapter(convert(source, tmp_path / "y.safetensors", "--to", "diffusers"), SPEC.names, LAYERS)
+    file = open_adapter(
+        convert(source, tmp_path / "y.safetensors", "--to", "diffusers"), SPEC.architecture.names, LAYERS
+    )
     for module in MODULES:
         magnitude = file.read(module).magnitude
         assert magnitude is not None

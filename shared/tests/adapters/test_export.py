@@ -2,7 +2,6 @@
 
 import errno
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,10 @@ from ditkit_core.io.safetensors import SafetensorsSource, StoredTensor
 from ditkit_core.models.paths import Components
 from ditkit_core.models.precision import Precision
 from ditkit_core.run.prepare import Prepared, build, load
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, in_form, native_name
 
-SPEC = replace(TOY, presets={"tiny": ToyArch()})
+SPEC = altered(TOY, presets={"tiny": ToyArch()})
 BOTH = ("official", "diffusers")
 FP32 = Precision(matmul=torch.float32)
 
@@ -155,7 +155,7 @@ def test_a_full_fine_tune_is_exported_whole_in_its_dtypes(base, tmp_path):
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
     stored = {native_name(key): t.dtype for key, t in stored_in(folder).items()}
-    assert stored == {n: torch.float32 if SPEC.keep_fp32(n) else torch.bfloat16 for n in model.state_dict()}
+    assert stored == {n: torch.float32 if SPEC.precision.keep_fp32(n) else torch.bfloat16 for n in model.state_dict()}
 
 
 def test_a_second_export_leaves_nothing_of_the_first(base, tmp_path):

@@ -30,14 +30,14 @@ def on_meta(precision: Precision | None = None) -> ToyModel:
 def adapted(config: AdapterConfig, *, base: torch.dtype = torch.float32, seed: int = 0, **start) -> ToyModel:
     """A toy with fixed random weights, prepared in the written order."""
     model = on_meta(Precision(matmul=base))
-    inject(model, config, TOY.adapter_targets)
+    inject(model, config, TOY.adapters.targets)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in list(model.named_parameters()):
         if ".lora_" in name:
             continue
         module = model.get_submodule(name.rpartition(".")[0])
         value = torch.randn(parameter.shape, generator=generator) * 0.2
-        value = value if TOY.keep_fp32(canonical_name(name)) else value.to(base)
+        value = value if TOY.precision.keep_fp32(canonical_name(name)) else value.to(base)
         setattr(module, name.rpartition(".")[2], nn.Parameter(value, requires_grad=parameter.requires_grad))
     initialise(model, seed, device_of=lambda module: CPU, **start)
     return model
@@ -51,9 +51,9 @@ def toy_inputs() -> ToyInputs:
 
 
 def test_the_default_is_the_first_named_set_and_head_and_embedding_stay_out_of_a_narrower_one():
-    assert set(ATTENTION) < set(inject(on_meta(), AdapterConfig(), TOY.adapter_targets))
+    assert set(ATTENTION) < set(inject(on_meta(), AdapterConfig(), TOY.adapters.targets))
     model = on_meta()
-    assert inject(model, AdapterConfig(targets=("attention",)), TOY.adapter_targets) == ATTENTION
+    assert inject(model, AdapterConfig(targets=("attention",)), TOY.adapters.targets) == ATTENTION
     assert tuple(adapter_layers(model)) == ATTENTION
 
 
@@ -68,7 +68,7 @@ def test_the_default_is_the_first_named_set_and_head_and_embedding_stay_out_of_a
     ],
 )  # fmt: skip
 def test_targets_are_endings_patterns_and_named_sets(targets, expected):
-    assert target_modules(on_meta(), targets, TOY.adapter_targets) == expected
+    assert target_modules(on_meta(), targets, TOY.adapters.targets) == expected
 
 
 def test_an_ending_fits_whole_components_only():
@@ -96,7 +96,7 @@ def test_a_target_may_be_a_list_of_modules_in_one_place_and_a_layer_in_another()
 @pytest.mark.parametrize("targets", [("self_attn.q",), ("qkv", "nothing"), ("layers.9.*",)])
 def test_a_target_that_fits_nothing_is_an_error_that_lists_what_could(targets):
     with pytest.raises(UserError) as error:
-        inject(on_meta(), AdapterConfig(targets=targets), TOY.adapter_targets)
+        inject(on_meta(), AdapterConfig(targets=targets), TOY.adapters.targets)
     message = str(error.value)
     assert repr(targets[-1]) in message
     assert "layers.*.qkv, layers.*.query" in message
@@ -129,7 +129,7 @@ def test_full_trains_every_parameter_and_adds_none():
     model = on_meta()
     before = [name for name, _ in model.named_parameters()]
     model.requires_grad_(False)
-    assert inject(model, AdapterConfig(method="full"), TOY.adapter_targets) == ()
+    assert inject(model, AdapterConfig(method="full"), TOY.adapters.targets) == ()
     assert list(trainable_parameters(model)) == before
 
 
@@ -203,5 +203,5 @@ def test_given_values_are_taken_and_the_dora_magnitude_then_includes_them():
 def test_our_scaling_is_pefts(config, scaling):
     assert config.scaling == scaling
     model = on_meta()
-    inject(model, config, TOY.adapter_targets)
+    inject(model, config, TOY.adapters.targets)
     assert {layer.scaling["default"] for layer in adapter_layers(model).values()} == {scaling}

@@ -15,7 +15,7 @@ from ditkit_core.adapters.read import AdapterFile, config_from_file, merge_into,
 from ditkit_core.adapters.write import write_adapter
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import StateDictNames
+from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, native_name, official_name
 
 
@@ -25,7 +25,7 @@ def _in_block(name: str) -> str:
 
 # The toy with a second form that differs in names alone, where Wan's do: the module itself and what lies above it.
 NAMES = StateDictNames.renaming(
-    prefixes=TOY.names.prefixes,
+    prefixes=TOY.architecture.names.prefixes,
     to_native=lambda name: native_name(name.replace("attn1.to_qkv", "qkv").replace("ff.net.0", "mlp.0")),
     from_native={"official": official_name, "diffusers": _in_block},
 )

@@ -14,7 +14,7 @@ from ditkit_core.adapters.verify import base_in_form, compare_with_pipeline
 from ditkit_core.adapters.write import write_adapter
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import Components
-from ditkit_core.models.spec import StateDictNames
+from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, in_form, toy_items
 from ditkit_core.testing.world import make_model
 
@@ -34,7 +34,7 @@ class Pipeline:
             name: tuple(m.weight.shape) for name, m in self.transformer.named_modules() if isinstance(m, nn.Linear)
         }
         file = open_adapter(Path(path), NAMES, layers)
-        inject(self.transformer, AdapterConfig(rank=2, targets=self.targets), TOY.adapter_targets)
+        inject(self.transformer, AdapterConfig(rank=2, targets=self.targets), TOY.adapters.targets)
         start = start_from(file, file.modules)
         initialise(self.transformer, 0, device_of=lambda name: torch.device("cpu"), start=start)
         self.spoil(self.transformer)
@@ -102,9 +102,9 @@ def test_the_base_is_handed_over_in_any_form_and_copied_only_where_it_is_stacked
     model: Any = make_model(TOY, ToyArch(), adapter=CONFIG)
     bare: Any = make_model(TOY, ToyArch())
     for form in ("official", "diffusers"):
-        found, expected = base_in_form(model, TOY.names, form), in_form(bare.state_dict(), form)
+        found, expected = base_in_form(model, TOY.architecture.names, form), in_form(bare.state_dict(), form)
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    theirs = base_in_form(model, TOY.names, "diffusers").items()
+    theirs = base_in_form(model, TOY.architecture.names, "diffusers").items()
     copied = {name.split(".")[2] for name, tensor in theirs if tensor.untyped_storage().data_ptr() not in own}
     assert copied == {"to_out_query", "to_vk"}

@@ -6,13 +6,17 @@ import pytest
 from safetensors.torch import load_file
 from toy_world import World, equal
 
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY
 from ditkit_core.training.checkpoint import load_state
 
 
 def test_the_command_streams_a_full_fine_tune_to_the_bit(tmp_path, capsys):
     world = World(tmp_path)
-    world.spec = replace(TOY, names=replace(TOY.names, from_native={"official": TOY.names.from_native["official"]}))
+    world.spec = altered(
+        TOY,
+        names=replace(TOY.architecture.names, from_native={"official": TOY.architecture.names.from_native["official"]}),
+    )
     full = ("--adapter.method", "full", "--train.clip_norm", "0", "--optim.lr", "0.01", "--ema.decay", "0.9")
     full += ("--held_out.clips", "1", "--save.every_steps", "1")
     fused = ("--optim.fused_backward", "true", "--train.checkpointing", "full")
@@ -55,7 +59,10 @@ def test_the_command_streams_a_full_fine_tune_to_the_bit(tmp_path, capsys):
 def test_a_run_that_streamed_nothing_is_drawn_and_exported_streamed(flags, tmp_path, capsys):
     """What its optimizer is, and whether it steps in the backward, matters to training alone."""
     world = World(tmp_path)
-    world.spec = replace(TOY, names=replace(TOY.names, from_native={"official": TOY.names.from_native["official"]}))
+    world.spec = altered(
+        TOY,
+        names=replace(TOY.architecture.names, from_native={"official": TOY.architecture.names.from_native["official"]}),
+    )
     full = ("--adapter.method", "full", "--optim.lr", "0.01", *flags)
     assert world.train("run", 2, *full) == 0
     asked = ("--adapter.method", "full", "--run.folder", str(tmp_path / "run"))

@@ -19,6 +19,7 @@ from toy_world import World, equal
 
 from ditkit_core.diagnostics.doctor import trial as doctor_step
 from ditkit_core.diagnostics.doctor.findings import CutsCaptions
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyBlock, ToyModel, ToyTextEncoder
 
 
@@ -275,7 +276,7 @@ class _Deaf(ToyModel):
 
 
 def test_parameters_that_nothing_reaches_are_an_error(world: World) -> None:
-    world.spec = replace(world.spec, build=_Deaf)
+    world.spec = altered(world.spec, build=_Deaf)
     status, found = check(world)
     assert status == 1 and codes(found) == ["D23"]
     silent = found["steps"][0]["without_gradient"]
@@ -315,9 +316,9 @@ def test_memory_that_runs_out_is_an_error_with_a_remedy(world: World) -> None:
     def full(*given: Any) -> Any:
         if given[0][0].device.type != "meta":
             raise MemoryError
-        return TOY.make_inputs(*given)
+        return TOY.training.make_inputs(*given)
 
-    world.spec = replace(world.spec, make_inputs=full)
+    world.spec = altered(world.spec, make_inputs=full)
     status, found = check(world)
     assert status == 1 and codes(found) == ["D25"] and "--fit" in found["findings"][0]["remedy"]
 

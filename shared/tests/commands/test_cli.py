@@ -1,6 +1,5 @@
 """The command line as a person meets it, and what is printed."""
 
-import dataclasses
 import io
 import json
 import logging
@@ -22,6 +21,7 @@ from ditkit_core.commands.options import ExportOptions, SampleOptions, TrainOpti
 from ditkit_core.errors import UserError
 from ditkit_core.io import console
 from ditkit_core.run.config import RunConfig
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY
 
 
@@ -73,7 +73,7 @@ def test_a_command_computes_fp32_in_fp32(stages: Stages, tmp_path: Path) -> None
 
 def test_the_demo_combines_with_every_other_flag(stages: Stages, tmp_path: Path) -> None:
     (tmp_path / "demo.toml").write_text('[data]\nfolder = "{run}/inputs/clips"\n[train]\nsteps = 3\n')
-    spec = dataclasses.replace(TOY, demo_config=tmp_path / "demo.toml")
+    spec = altered(TOY, config=tmp_path / "demo.toml")
     assert cli.run(spec, "train", ["--demo", "--run.folder", "here", "--adapter.rank=2"]) == 0
     _, config, options = stages.called
     assert (config.data.folder, config.train.steps, config.adapter.rank) == ("here/inputs/clips", 3, 2)

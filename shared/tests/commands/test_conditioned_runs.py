@@ -16,10 +16,11 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Column, Conditioner, Controls
-from ditkit_core.models.spec import ignored
+from ditkit_core.models.encoders import ignored
 from ditkit_core.planner.plan import largest_bucket
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.run import Run
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY
 
 
@@ -70,9 +71,9 @@ def told(world: World, conditioner: Conditioner, column: Column = START, **field
     def seeing(noised: Any, sigma: Any, items: Sequence[Mapping[str, Tensor]], guidance: float) -> Any:
         if torch.is_grad_enabled() and not noised[0].is_meta:
             world.seen.append([item.get("start") for item in items])  # type: ignore[attr-defined]
-        return TOY.make_inputs(noised, sigma, items, guidance)
+        return TOY.training.make_inputs(noised, sigma, items, guidance)
 
-    world.spec = replace(
+    world.spec = altered(
         world.spec, make_inputs=seeing, columns=lambda arch: (column,), conditioners=lambda *_: (conditioner,), **fields
     )
 
@@ -106,7 +107,7 @@ def test_class_pictures_that_cannot_be_drawn_from_text_are_refused_while_nothing
 def test_class_pictures_are_drawn_with_the_condition_of_having_none(world: World) -> None:
     told(world, Start(needed=False))
     jobs: list[Any] = []
-    sampler = world.spec.sampler
+    sampler = world.spec.auxiliary.sampler
 
     def recording(*arguments: Any) -> Any:
         made = sampler(*arguments)
@@ -114,7 +115,7 @@ def test_class_pictures_are_drawn_with_the_condition_of_having_none(world: World
         made.denoise = lambda job: jobs.append(job) or denoise(job)  # type: ignore[method-assign, func-returns-value]
         return made
 
-    world.spec = replace(world.spec, sampler=recording)
+    world.spec = altered(world.spec, sampler=recording)
     assert world.train("run", 2, *PROMPT) == 0
     assert len(jobs) == 2 and all(torch.equal(job.conditions["start"], torch.zeros(1)) for job in jobs)
     assert len(list((world.folder / "run" / "prior").glob("*.png"))) == 2
@@ -167,7 +168,7 @@ def test_a_share_is_a_share(share: float) -> None:
 
 def run_of(folder: Path, **flags: Any) -> Run:
     columns = (START, Column(name="pose", kind="video"))
-    spec = replace(TOY, columns=lambda arch: columns)
+    spec = altered(TOY, columns=lambda arch: columns)
     given = {
         "model.preset": "tiny",
         "data.folder": str(folder),
@@ -215,6 +216,6 @@ def test_what_is_in_front_of_a_clip_is_planned(tmp_path: Path) -> None:
     picture(tmp_path / "starts" / "b.png")
     run = run_of(tmp_path / "clips", **{"data.controls": (f"start={tmp_path / 'starts'}",)})
     assert {references for _, references in largest_bucket(run, run.arch).shapes} == {()}
-    spec = replace(run.spec, columns=lambda arch: (replace(START, in_front=True),))
+    spec = altered(run.spec, columns=lambda arch: (replace(START, in_front=True),))
     run = Run(spec, run.given_config)
     assert {references for _, references in largest_bucket(run, run.arch).shapes} == {(), ((32, 32),)}

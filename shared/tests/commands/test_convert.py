@@ -1,7 +1,6 @@
 """What the export command says of files: what they are, and what is wrong with them or with the flags."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,14 @@ from ditkit_core.errors import UserError
 from ditkit_core.models.adapter_formats import AdapterRules
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import Expert
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
 
 RULES = AdapterRules(
     readers=lambda layout, modules: {"one": "", "other": f"rejects {layout.form}"},
     strangers={"double_blocks": "Bloom's"},
 )
-SPEC = replace(
-    TOY, presets={"small": ToyArch(), "deep": ToyArch(depth=3), "wide": ToyArch(dim=64)}, adapter_rules=RULES
-)
+SPEC = altered(TOY, presets={"small": ToyArch(), "deep": ToyArch(depth=3), "wide": ToyArch(dim=64)}, rules=RULES)
 
 
 @pytest.fixture
@@ -308,7 +306,7 @@ def test_nothing_is_written_over_and_a_rank_only_falls(tmp_path: Path, capsys: p
 
 
 def test_presets_that_differ_in_no_weight_need_not_be_told_apart(tmp_path: Path) -> None:
-    spec = replace(SPEC, presets={"small": ToyArch(), "the same": ToyArch(dropout=0.1)})
+    spec = altered(SPEC, presets={"small": ToyArch(), "the same": ToyArch(dropout=0.1)})
     path, base = adapter(tmp_path / "x.safetensors"), transformer(tmp_path / "base.safetensors", ToyArch())
     assert cli.run(spec, "export", ["--adapter", str(path), "--merge", "--base", str(base), "--dtype", "fp32"]) == 0
     folder = tmp_path / "x_merged" / "transformer_official"
@@ -323,7 +321,7 @@ def test_an_adapter_of_one_expert_is_not_merged_into_the_other(
     """Shapes do not tell them apart, and names do: the adapter's, and the folder's of a pair or the base's own."""
     high = Expert(name="high_noise", part="transformer", min_sigma=0.5, max_sigma=1.0, guidance=1.0)
     low = Expert(name="low_noise", part="transformer_2", min_sigma=0.0, max_sigma=0.5, guidance=1.0)
-    spec = replace(SPEC, experts=lambda arch: (high, low))
+    spec = altered(SPEC, experts=lambda arch: (high, low))
     bases = ("pair/transformer", "pair/transformer_2", "alone/transformer", "x_high_noise_model")
     for name in bases:
         (tmp_path / name).mkdir(parents=True)
@@ -359,7 +357,7 @@ def test_a_run_exports_the_other_forms_and_asks_diffusers_of_those_it_reads(
         return f"{file.name} was looked at"
 
     rules = AdapterRules(readers=lambda layout, modules: {"diffusers": "loads nothing" * (layout.form == "diffsynth")})
-    world.spec = replace(world.spec, verify_export=verify, adapter_rules=rules)
+    world.spec = altered(world.spec, verify=verify, rules=rules)
     forms = (
         "--export.forms",
         '["official", "musubi", "diffsynth"]',

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from media_files import picture
 from toy_world import World, equal
 
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY
 
 BUCKETS = ("--data.buckets", "true", "--data.bucket_step", "4", "--sample.captions", "0")
@@ -29,9 +29,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
         shapes = [{name: tuple(t.shape) for name, t in item.items() if name != "text"} for item in items]
         if not noised[0].is_meta:  # a first look at whether items fit
             world.seen.append(shapes)  # type: ignore[attr-defined]
-        return TOY.make_inputs(noised, sigma, items, guidance)
+        return TOY.training.make_inputs(noised, sigma, items, guidance)
 
-    world.spec = replace(world.spec, make_inputs=seeing, reference_size=lambda height, width, count: (16 // count, 16))
+    world.spec = altered(world.spec, make_inputs=seeing, reference_size=lambda height, width, count: (16 // count, 16))
     return world
 
 
@@ -95,7 +95,7 @@ def test_everything_at_once_is_resumed_to_the_bit_after_being_killed(world: Worl
         return world.train(name, steps, *common, *chosen)
 
     assert train("whole") == 0
-    make_inputs, left, saved = world.spec.make_inputs, [3], world.folder / "killed" / "state" / "step-000004"
+    make_inputs, left, saved = world.spec.training.make_inputs, [3], world.folder / "killed" / "state" / "step-000004"
 
     def dying(*given: Any) -> Any:
         if saved.is_dir() and torch.is_grad_enabled():  # not while measuring
@@ -104,7 +104,7 @@ def test_everything_at_once_is_resumed_to_the_bit_after_being_killed(world: Worl
                 raise Killed
         return make_inputs(*given)
 
-    world.spec = replace(world.spec, make_inputs=dying)
+    world.spec = altered(world.spec, make_inputs=dying)
     with pytest.raises(Killed):
         train("killed")
     assert max(saved.parent.glob("step-*")) == saved, "in the midst of a step"
@@ -122,9 +122,9 @@ def test_training_and_measuring_tell_the_model_the_same_guidance(world: World) -
     def hearing(noised: Any, sigma: Any, items: Any, guidance: float) -> Any:
         if not noised[0].is_meta:
             told.add((guidance, torch.is_grad_enabled()))
-        return TOY.make_inputs(noised, sigma, items, guidance)
+        return TOY.training.make_inputs(noised, sigma, items, guidance)
 
-    world.spec = replace(world.spec, make_inputs=hearing)
+    world.spec = altered(world.spec, make_inputs=hearing)
     flags = ("--held_out.clips", "1", "--sample.captions", "0")
     assert world.train("usual", 1, *flags) == 0
     assert told == {(1.0, True), (1.0, False)}
@@ -180,14 +180,14 @@ def test_pairs_train_beside_pictures_without_references(world: World, capsys: py
 
 def test_a_model_without_references_says_so_in_one_line(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     picture(world.folder / "before" / "1.png")
-    world.spec = replace(world.spec, reference_size=None)
+    world.spec = altered(world.spec, reference_size=None)
     assert world.train("run", 1, "--data.references", "before") == 1
     error = capsys.readouterr().err
     assert "does not edit pictures" in error and error.count("\n") == 1
 
 
 def test_a_model_of_still_images_trains_on_pictures(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    world.spec = replace(world.spec, frame_step=0, size=(1, 16, 16))
+    world.spec = altered(world.spec, frame_step=0, size=(1, 16, 16))
     assert world.train("run", 1) == 0
     capsys.readouterr()
     assert world.train("other", 1, "--data.frames", "5") == 1
@@ -195,7 +195,7 @@ def test_a_model_of_still_images_trains_on_pictures(world: World, capsys: pytest
 
 
 def test_advice_on_an_architecture_is_given_once(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    world.spec = replace(world.spec, training_advice=lambda arch: f"depth {arch.depth}: train something else")
+    world.spec = altered(world.spec, advice=lambda arch: f"depth {arch.depth}: train something else")
     assert world.train("run", 1) == 0
     assert capsys.readouterr().err.count("depth 2: train something else") == 1
     assert world.run("encode", "--run.folder", str(world.folder / "run")) == 0

@@ -1,7 +1,6 @@
 """A run that lacks memory: what it says, and that nothing of it is kept alive meanwhile."""
 
 import weakref
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +17,7 @@ from ditkit_core.io.memory import is_out_of_memory, let_go
 from ditkit_core.planner import partition as division
 from ditkit_core.planner import plan as plan_stage
 from ditkit_core.run.config import RunConfig
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
 
 GIB = 2**30
@@ -30,9 +30,9 @@ def spec_that_lacks(world, fail):
         latents = args[0][0]
         if not latents.is_meta and not isinstance(latents, FakeTensor):
             fail()
-        return TOY.make_inputs(*args)
+        return TOY.training.make_inputs(*args)
 
-    return replace(world.spec, make_inputs=make_inputs)
+    return altered(world.spec, make_inputs=make_inputs)
 
 
 def allocate_far_too_much():
@@ -131,7 +131,7 @@ def test_a_plan_that_fails_does_not_hide_what_happened(monkeypatch, capsys):
     assert "error: out of memory: try train.checkpointing = full" in error and "(the failure)" in error
 
 
-DEEP = replace(TOY, presets={**TOY.presets, "deep": ToyArch(depth=12)})
+DEEP = altered(TOY, presets={**TOY.architecture.presets, "deep": ToyArch(depth=12)})
 
 
 def explained(monkeypatch, capsys, sizes, free, failure="CUDA out of memory", **flags):

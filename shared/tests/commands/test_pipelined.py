@@ -52,7 +52,7 @@ def test_one_micro_batch_is_refused_in_one_line_unless_a_prior_adds_to_it(world,
 
 
 def losses(pipelined, num):
-    model = make_model(TOY, TOY.presets["dropout"], adapter=ADAPTERS["lora with dropout"])
+    model = make_model(TOY, TOY.architecture.presets["dropout"], adapter=ADAPTERS["lora with dropout"])
     batches = micro_batches(toy_items(2), num)
     made = accumulate_gradients(model, Engine(), TOY, batches, step=2, seed=1, flow=FlowConfig(), pipelined=pipelined)
     return made, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}

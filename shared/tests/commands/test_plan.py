@@ -1,7 +1,6 @@
 """`train --plan`: what it prints, its exit status, and what it leaves alone."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +8,10 @@ from PIL import Image
 from torch import nn
 
 from ditkit_core.commands.cli import run
-from ditkit_core.models.spec import Companion
+from ditkit_core.models.encoders import Companion
 from ditkit_core.models.tiling import Tiles
 from ditkit_core.planner import beside_training as plan_beside
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY
 
 WIDTH = 2**14
@@ -32,9 +32,9 @@ def companion(name: str, stage, rows_per_pixel: float, **more) -> Companion:
     return Companion(name=name, stage=stage, build=build, run=forward, **more)
 
 
-WITH_COMPANIONS = replace(
+WITH_COMPANIONS = altered(
     TOY,
-    companions=lambda arch, components: (
+    models=lambda arch, components: (
         companion("VAE encoder", "encode", 1 / 16, tiles=Tiles(64, 16)),
         companion("text encoder", "encode", 0),
         companion("VAE decoder", "sample", 1 / 4, tiles=Tiles(64, 16)),

@@ -3,7 +3,6 @@
 import json
 import signal
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from toy_world import World, equal
 from ditkit_core.data.media import image as still
 from ditkit_core.errors import UserError
 from ditkit_core.run.run import Run
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
 
 
@@ -275,10 +275,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_evidence(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*args: Any) -> Any:
-        inputs = TOY.make_inputs(*args)
+        inputs = TOY.training.make_inputs(*args)
         return inputs._replace(latents=[latent * float("nan") for latent in inputs.latents])
 
-    world.spec = replace(world.spec, make_inputs=broken)
+    world.spec = altered(world.spec, make_inputs=broken)
     assert world.train("run", 2, "--sample.captions", "0") == 1
     error = capsys.readouterr().err
     (evidence,) = (world.folder / "run").glob("failure-step-*.json")
@@ -290,9 +290,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_evidence(
 def test_encoding_first_leaves_the_folder_to_training(world: World) -> None:
     demo = world.folder / "demo.toml"
     demo.write_text("")
-    world.spec = replace(
-        world.spec, demo_config=demo, write_demo=lambda folder: folder.mkdir(parents=True, exist_ok=True)
-    )
+    world.spec = altered(world.spec, config=demo, write=lambda folder: folder.mkdir(parents=True, exist_ok=True))
     assert world.run("encode", "--demo", "--run.folder", str(world.folder / "run")) == 0
     assert world.train("run", 1, "--demo") == 0
 
@@ -338,7 +336,7 @@ def test_exports_stand_beside_the_saves_that_are_kept(world: World) -> None:
 def test_encoders_of_another_model_are_found_before_the_weights_are_read(
     world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.spec = replace(world.spec, presets={"tiny": ToyArch(text_dim=9)})
+    world.spec = altered(world.spec, presets={"tiny": ToyArch(text_dim=9)})
     save_file(
         {**load_file(world.folder / "toy.safetensors"), "text_in.weight": torch.ones(32, 9)},
         world.folder / "toy.safetensors",
@@ -353,13 +351,13 @@ def test_a_signal_ends_with_a_save_and_a_status_that_says_so(world: World, capsy
     def interrupting(*args: Any) -> Any:
         if not args[0][0].is_meta:  # a step, not the look at an outline
             signal.raise_signal(signal.SIGINT)
-        return TOY.make_inputs(*args)
+        return TOY.training.make_inputs(*args)
 
-    world.spec = replace(world.spec, make_inputs=interrupting)
+    world.spec = altered(world.spec, make_inputs=interrupting)
     assert world.train("run", 3) == 130
     assert "stopped at step 1" in capsys.readouterr().err
     assert (world.folder / "run" / "state" / "step-000001").is_dir()
-    world.spec = replace(world.spec, make_inputs=TOY.make_inputs)
+    world.spec = altered(world.spec, make_inputs=TOY.training.make_inputs)
     assert world.train("run", 3) == 0
 
 
@@ -380,7 +378,7 @@ def test_a_part_that_is_missing_is_said_before_anything_is_encoded(
     def missing(*_: Any) -> Any:
         raise UserError("model.base holds no scheduler; name another")
 
-    world.spec = replace(world.spec, sampler=missing)
+    world.spec = altered(world.spec, sampler=missing)
     assert world.train("run", 1) == 1
     assert "no scheduler" in capsys.readouterr().err
     assert (world.media.loads, world.text.loads) == (0, 0)
@@ -394,7 +392,7 @@ def test_dropout_is_off_when_the_export_is_verified(world: World) -> None:
         seen.append(model.training)
         return "looked at"
 
-    world.spec = replace(world.spec, verify_export=verify)
+    world.spec = altered(world.spec, verify=verify)
     assert world.train("run", 1) == 0
     assert seen == [False]
 

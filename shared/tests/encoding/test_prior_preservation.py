@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Generator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,9 @@ from ditkit_core.encoding.loader import BatchSize, TrainingData
 from ditkit_core.encoding.prior_preservation import PriorConfig, WithPrior
 from ditkit_core.engine.engine import Engine
 from ditkit_core.errors import UserError
-from ditkit_core.models.spec import Denoiser, SampleDefaults, SampleJob
+from ditkit_core.models.encoders import Denoiser, SampleJob
+from ditkit_core.models.spec import SampleDefaults
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyInputs, ToySampler
 from ditkit_core.training.flow_matching import FlowConfig, draw_noise
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
@@ -79,7 +80,7 @@ def test_the_pairs_are_a_function_of_seed_and_index(tmp_path: Path) -> None:
 
 
 def test_a_budget_of_tokens_holds_for_the_prior_too(tmp_path: Path) -> None:
-    size = BatchSize(tokens=8, num_tokens=TOY.num_tokens)
+    size = BatchSize(tokens=8, num_tokens=TOY.training.num_tokens)
     for index in range(6):
         instance, *prior = paired(tmp_path, size=size, prior_widths=(4,)).micro_batches(index)
         assert [len(instance.ids), *(len(batch.ids) for batch in prior)] == [2, 1, 1]
@@ -175,7 +176,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.chdir(tmp_path)
     world = World(tmp_path)
     world.sampler = Recording()  # type: ignore[attr-defined]
-    world.spec = replace(world.spec, sampler=lambda *_: world.sampler)  # type: ignore[attr-defined]
+    world.spec = altered(world.spec, sampler=lambda *_: world.sampler)  # type: ignore[attr-defined]
     return world
 
 
@@ -212,7 +213,7 @@ def test_missing_class_pictures_are_drawn_with_the_base_before_training(
 @pytest.mark.parametrize(("defaults", "guided"), [("negative", True), ("embedding", False)])
 def test_class_pictures_are_drawn_as_the_models_authors_draw(world: World, defaults: Any, guided: bool) -> None:
     own = SampleDefaults(steps=3, guidance=2.5, guided_by=defaults)
-    world.spec = replace(world.spec, sample_defaults=lambda arch: own)
+    world.spec = altered(world.spec, sample_defaults=lambda arch: own)
     assert prior_run(world, "run", 1, "--sample.steps", "0") == 0
     jobs = world.sampler.jobs  # type: ignore[attr-defined]
     assert {(job.steps, job.guidance, job.negative is not None) for job in jobs} == {(3, 2.5, guided)}

@@ -89,7 +89,7 @@ def test_a_budget_names_sizes():
 def test_a_schedule_by_devices_of_the_training_is_no_obstacle_without_a_backward():
     """A run that was trained on two GPUs is sampled on a CPU."""
     model, items = make_model(TOY, ToyArch(depth=2)), toy_items(1)
-    given = TOY.make_inputs([items[0]["latents"]], torch.tensor([0.3]), items, 1.0)
+    given = TOY.training.make_inputs([items[0]["latents"]], torch.tensor([0.3]), items, 1.0)
     run = Engine(policy="cuda:0=full, cuda:1=none")
     with torch.no_grad():
         found, expected = model(given, run=run), model(given, run=Engine())

@@ -52,7 +52,7 @@ def whole(depth=4):
 def inputs_of(model, device=ONE):
     items, sigma = toy_items(2), torch.tensor([0.3, 0.8])
     there = [{name: tensor.to(device) for name, tensor in item.items()} for item in items]
-    return TOY.make_inputs([item["latents"] for item in there], sigma.to(device), there, 1.0)
+    return TOY.training.make_inputs([item["latents"] for item in there], sigma.to(device), there, 1.0)
 
 
 def loss_of(model, run):

@@ -29,6 +29,7 @@ from ditkit_core.testing.conformance_quantized import KINDS, make_quantized
 from ditkit_core.testing.conformance_swap import SwapChecks, Watched, stream
 from ditkit_core.testing.full_size import DEVICE, materialise
 from ditkit_core.testing.pretend_devices import PretendDevices
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model, outcome, train_shortly
 
@@ -247,7 +248,10 @@ def test_a_quantized_base_is_streamed_to_the_bit(kind, policy):
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_a_streamed_model_is_merged_as_another(tmp_path, use_dora):
     model = make_model(TOY, ToyArch(depth=3), dtype=torch.bfloat16, adapter=AdapterConfig(rank=4, use_dora=use_dora))
-    spec = replace(TOY, names=replace(TOY.names, from_native={"official": TOY.names.from_native["official"]}))
+    spec = altered(
+        TOY,
+        names=replace(TOY.architecture.names, from_native={"official": TOY.architecture.names.from_native["official"]}),
+    )
     export_merged(model, spec, tmp_path / "plain", ExportConfig(), metadata={})
     swap = stream(model)
     with swap.on_host():
@@ -274,8 +278,8 @@ def test_fake_weights_stream_and_are_counted():
     peaks, streamed_bytes = [], 0
     for streamed in ((), range(6)):
         with torch.device("meta"):
-            model = TOY.build(ToyArch(depth=6, dim=128), Precision())
-            inject(model, replace(LORA, dropout=0.0), TOY.adapter_targets)
+            model = TOY.architecture.build(ToyArch(depth=6, dim=128), Precision())
+            inject(model, replace(LORA, dropout=0.0), TOY.adapters.targets)
         with FakeTensorMode(), Ledger() as ledger:
             materialise(model, TOY)
             swap = BlockSwap(model, placed(*[DEVICE] * 6, streamed=streamed))
@@ -283,7 +287,7 @@ def test_fake_weights_stream_and_are_counted():
             for buffer in swap.buffers:
                 ledger.watch(buffer)
             latents = torch.empty(4, 1, 2, 2, device=DEVICE)
-            inputs = TOY.make_inputs(
+            inputs = TOY.training.make_inputs(
                 [latents], torch.empty(1, device=DEVICE), [{"text": torch.empty(4, 8, device=DEVICE)}], 1.0
             )
             gc.collect()
@@ -312,14 +316,14 @@ class Verified(World):
     def __init__(self, folder):
         super().__init__(folder)
         self.seen = []
-        self.spec = replace(self.spec, verify_export=self.verify)
+        self.spec = altered(self.spec, verify=self.verify)
         assert self.train("plain", 2, *self.flags) == 0
 
     def verify(self, file, components, model, run):
         """Reads all weights at once, and runs the model."""
-        base = base_in_form(model, TOY.names, "diffusers")
+        base = base_in_form(model, TOY.architecture.names, "diffusers")
         (item,) = toy_items(1)
-        inputs = TOY.make_inputs([item["latents"]], torch.tensor([0.5]), [item], 1.0)
+        inputs = TOY.training.make_inputs([item["latents"]], torch.tensor([0.5]), [item], 1.0)
         with torch.no_grad():
             self.seen.append((sum(float(t.double().sum()) for t in base.values()), float(run(model, inputs)[0].sum())))
         return "seen"

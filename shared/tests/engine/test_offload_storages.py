@@ -28,7 +28,7 @@ def toy(depth: int) -> nn.Module:
 
 def loss_of(model: nn.Module, policy: str) -> Tensor:
     there = [{name: tensor.to(ONE) for name, tensor in item.items()} for item in toy_items(2)]
-    given = TOY.make_inputs([item["latents"] for item in there], torch.tensor([0.3, 0.8]).to(ONE), there, 1.0)
+    given = TOY.training.make_inputs([item["latents"] for item in there], torch.tensor([0.3, 0.8]).to(ONE), there, 1.0)
     outputs = model(given, run=Engine(policy=policy, host=HostMemory(smallest=0)))
     return sum((output.square().mean() for output in outputs), torch.zeros(()))
 

@@ -130,7 +130,7 @@ def test_attention_that_drops_weights_is_run_again_and_without_dropout_kept():
 @pytest.mark.parametrize("adapter", ["full", "lora", "lora with dropout"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_no_kept_operation_runs_again(adapter, dtype):
-    model: Any = make_model(TOY, TOY.presets["tiny"], dtype=dtype, adapter=ADAPTERS[adapter])
+    model: Any = make_model(TOY, TOY.architecture.presets["tiny"], dtype=dtype, adapter=ADAPTERS[adapter])
     counts, outcomes = {}, {}
     for policy in ("none", "full", "ops(matmul)", "ops(attention)", "ops(matmul, attention)"):
         with Executed() as executed:
@@ -149,7 +149,7 @@ def test_no_kept_operation_runs_again(adapter, dtype):
 @pytest.mark.parametrize("policy", ["ops(matmul)", "ops(attention)", "ops(matmul, attention)"])
 @pytest.mark.parametrize("adapter", ["full", "lora with dropout"])
 def test_dropout_in_block_and_attention_is_replayed(policy, adapter):
-    model: Any = make_model(TOY, TOY.presets["dropout"], adapter=ADAPTERS[adapter])
+    model: Any = make_model(TOY, TOY.architecture.presets["dropout"], adapter=ADAPTERS[adapter])
     plain = outcome(TOY, model, toy_items(2), None)
     under = outcome(TOY, model, toy_items(2), Engine(policy=policy))
     assert under.differences(plain) == []
@@ -246,13 +246,13 @@ def test_a_block_that_runs_other_operations_in_its_recompute_is_refused_in_one_l
 
 @pytest.mark.parametrize(("preset", "policy"), [("tiny", "ops(matmul, attention)"), ("dropout", "ops(matmul)")])
 def test_operations_that_are_kept_pass_the_first_step(preset, policy):
-    model: Any = make_model(TOY, TOY.presets[preset])
+    model: Any = make_model(TOY, TOY.architecture.presets[preset])
     with counted_calls(AttentionCalls()) as _:
         outcome(TOY, model, toy_items(1), Engine(policy=policy))
 
 
 def test_attention_that_is_not_one_operation_is_refused_in_the_first_step():
-    model: Any = make_model(TOY, TOY.presets["dropout"])
+    model: Any = make_model(TOY, TOY.architecture.presets["dropout"])
     with counted_calls(AttentionCalls()), pytest.raises(UserError) as refused:
         outcome(TOY, model, toy_items(1), Engine(policy="ops(matmul, attention)"))
     assert str(refused.value) == (

@@ -1,7 +1,6 @@
 """What dividing a model over devices trips over elsewhere: each has a test here, and each naive way fails in it."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from ditkit_core.engine.placement import place
 from ditkit_core.testing.conformance import check_carry
 from ditkit_core.testing.conformance_split import layouts
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model, outcome, train_shortly
 from ditkit_core.training.checkpoint import SaveConfig, load_state
@@ -46,7 +46,9 @@ def divided(spec, arch, devices, adapter=None):
 
 def test_the_variant_hands_on_what_it_says():
     model = make_model(VARIANT, VARIANT_ARCH)
-    carry = model.embed(VARIANT.make_inputs([i["latents"] for i in ITEMS], torch.tensor([0.3, 0.8]), ITEMS, 1.0))
+    carry = model.embed(
+        VARIANT.training.make_inputs([i["latents"] for i in ITEMS], torch.tensor([0.3, 0.8]), ITEMS, 1.0)
+    )
     for block in model.blocks():
         carry = block(carry)
         check_carry(carry)
@@ -84,12 +86,12 @@ def test_bare_parameters_go_where_they_are_used():
 
 
 def test_a_parameter_outside_the_stages_is_refused_before_anything_is_loaded():
-    class Rootless(VARIANT.build):
+    class Rootless(VARIANT.architecture.build):
         def __init__(self, arch, precision):
             super().__init__(arch, precision)
             self.scale_shift_table = nn.Parameter(torch.zeros(2, arch.dim))
 
-    model = make_model(replace(VARIANT, build=Rootless), VARIANT_ARCH)
+    model = make_model(altered(VARIANT, build=Rootless), VARIANT_ARCH)
     device_of = place(model, (ONE, TWO), (3,)).device_of(model)
     with pytest.raises(LookupError, match="scale_shift_table belongs neither"):
         [device_of(name) for name, _ in model.named_parameters()]
@@ -187,7 +189,7 @@ def test_nothing_moves_a_model_after_it_was_loaded(tmp_path, monkeypatch):
     """Training, measuring, previews, saves, exports, verifying and drawing: a `.to(device)` would put the halves back together."""
     monkeypatch.chdir(tmp_path)
     world, applied, verified = World(tmp_path), [], []
-    world.spec = replace(world.spec, verify_export=lambda *given: verified.append(given) or "yes")
+    world.spec = altered(world.spec, verify=lambda *given: verified.append(given) or "yes")
     apply = nn.Module._apply
 
     def recorded(module, *given, **options):

@@ -21,11 +21,13 @@ from ditkit_core.encoding.loader import BatchSize, TrainingData
 from ditkit_core.engine.engine import Engine
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Column, Controls
-from ditkit_core.models.spec import ignored
+from ditkit_core.models.encoders import ignored
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.run import Run
 from ditkit_core.sampling.prompts import SampleConfig
-from ditkit_core.testing.toy import TOY, toy_items
+from ditkit_core.testing.specs import altered
+from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.flow_matching import velocity_errors
 
@@ -180,16 +182,16 @@ def test_assembly_is_part_of_every_item(world: World) -> None:
 
 
 def test_velocity_is_learnt_where_the_mask_is() -> None:
-    model = make_model(TOY, TOY.presets["tiny"])
+    model = make_model(TOY, TOY.architecture.presets["tiny"])
     items = toy_items(2)
     sigma, noise = torch.tensor([0.3, 0.6]), [torch.randn_like(item["latents"]) for item in items]
-    plain = velocity_errors(model, Engine(), TOY.make_inputs, items, sigma, noise, 1.0)
+    plain = velocity_errors(model, Engine(), TOY.training.make_inputs, items, sigma, noise, 1.0)
     halves = []
     for part in (slice(None, None, 2), slice(1, None, 2)):
         mask = torch.zeros(items[0]["latents"].shape[-1])
         mask[part] = 1
         of_mask = {"loss_mask": lambda item, mask=mask: mask}
-        halves.append(velocity_errors(model, Engine(), TOY.make_inputs, items, sigma, noise, 1.0, **of_mask))
+        halves.append(velocity_errors(model, Engine(), TOY.training.make_inputs, items, sigma, noise, 1.0, **of_mask))
     shares = [len(range(items[0]["latents"].shape[-1])[part]) for part in (slice(None, None, 2), slice(1, None, 2))]
     mean = sum(half * share for half, share in zip(halves, shares, strict=True)) / sum(shares)
     torch.testing.assert_close(mean, plain)  # summed in another order
@@ -223,15 +225,18 @@ def test_captions_are_drawn_with_what_goes_with_their_clips(world: World) -> Non
 
 
 def test_an_architecture_may_differ_from_its_family() -> None:
-    spec = replace(TOY, variant=lambda arch: {"size": (1, 48, 64), "size_step": 48} if arch.dim > 8 else {})
-    small = replace(TOY.presets["tiny"], dim=8)
-    spec = replace(spec, presets={"tiny": TOY.presets["tiny"], "small": small})
+    def variant(spec: ModelSpec, arch: ToyArch) -> ModelSpec:
+        return altered(spec, size=(1, 48, 64), size_step=48) if arch.dim > 8 else spec
+
+    spec = replace(TOY, variant=variant)
+    small = replace(TOY.architecture.presets["tiny"], dim=8)
+    spec = altered(spec, presets={"tiny": TOY.architecture.presets["tiny"], "small": small})
     config = resolve(RunConfig, flags={"model.preset": "tiny"})
     run = Run(spec, config)
-    assert (run.config.data.height, run.config.data.width, run.spec.size_step) == (48, 64, 48)
-    assert run.having(run.config).spec.size_step == 48
+    assert (run.config.data.height, run.config.data.width, run.spec.data.size_step) == (48, 64, 48)
+    assert run.having(run.config).spec.data.size_step == 48
     unknown = Run(spec, RunConfig())
-    assert unknown.arch is None and unknown.spec.size_step == TOY.size_step
-    known = unknown.known_as(TOY.presets["tiny"])
-    assert known.spec.size_step == 48 and known.config.data.height == 48
-    assert unknown.known_as(small).config.data.height == TOY.size[1]
+    assert unknown.arch is None and unknown.spec.data.size_step == TOY.data.size_step
+    known = unknown.known_as(TOY.architecture.presets["tiny"])
+    assert known.spec.data.size_step == 48 and known.config.data.height == 48
+    assert unknown.known_as(small).config.data.height == TOY.data.size[1]

@@ -146,8 +146,8 @@ def test_dtypes_may_change_between_parts_of_a_run_but_for_what_a_save_holds() ->
 
 def test_parameters_are_kept_in_fp32_where_their_place_is_not_the_matmuls() -> None:
     for name, _ in ToyModel(ToyArch(), Precision()).named_parameters():
-        assert TOY.place_of(name) in PLACES
-        assert TOY.keep_fp32(name) == (TOY.place_of(name) != "matmul")
+        assert TOY.precision.op_group_of(name) in PLACES
+        assert TOY.precision.keep_fp32(name) == (TOY.precision.op_group_of(name) != "matmul")
     assert isinstance(TOY, ModelSpec)
 
 
@@ -173,11 +173,11 @@ def test_a_linear_layer_multiplies_in_its_inputs_dtype_and_gives_its_gradient_in
 def test_an_adapter_on_a_layer_of_another_place_stays_fp32() -> None:
     model: Any = ToyModel(ToyArch(), Precision(time_mlp=BF16, head=BF16)).requires_grad_(False)
     for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(FP32 if TOY.keep_fp32(name) else BF16)
+        parameter.data = parameter.data.to(FP32 if TOY.precision.keep_fp32(name) else BF16)
     inject(model, AdapterConfig(rank=2, targets=("embed.time", "head.out")), {})
     initialise(model, 0, device_of=lambda name: torch.device("cpu"))
     items = toy_items(1)
-    outputs = model(TOY.make_inputs([items[0]["latents"]], torch.tensor([0.7]), items, 1.0))
+    outputs = model(TOY.training.make_inputs([items[0]["latents"]], torch.tensor([0.7]), items, 1.0))
     assert outputs[0].dtype == BF16
     outputs[0].float().sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}

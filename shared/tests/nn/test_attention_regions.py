@@ -178,7 +178,7 @@ class Forgetful(AttentionOnly):
 def test_a_policy_that_computes_attention_again_in_silence_stops_the_first_step(monkeypatch):
     monkeypatch.setitem(policy_schedule.MAKERS, "forgetful", lambda arguments: Forgetful())
     policy_schedule.parse_schedule.cache_clear()
-    model: Any = make_model(TOY, TOY.presets["tiny"])
+    model: Any = make_model(TOY, TOY.architecture.presets["tiny"])
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     with pytest.raises(UserError, match="attention 'cross'|attention 'self'") as refused:
         train_shortly(TOY, model, toy_items(2), Engine(policy="forgetful"))
@@ -243,7 +243,7 @@ def test_a_second_backward_of_a_graph_gives_the_same_gradients(policy, preset):
             loss.backward(retain_graph=True)
             twice.append({name: p.grad.clone() for name, p in model.named_parameters()})
 
-    model: Any = make_model(TOY, TOY.presets[preset])
+    model: Any = make_model(TOY, TOY.architecture.presets[preset])
     plain = outcome(TOY, model, toy_items(2), None)
     outcome(TOY, model, toy_items(2), Engine(policy=policy), backward=backward)
     assert len(twice) == 2
@@ -325,7 +325,7 @@ def test_a_collective_inside_attention_is_issued_once_where_attention_is_kept(
     sdpa = BACKENDS["sdpa"]
     exchanged = replace(sdpa, kernel=lambda q, *others: exchange(sdpa.kernel(q, *others)))
     monkeypatch.setitem(BACKENDS, "exchanged", exchanged)
-    model: Any = make_model(TOY, TOY.presets["tiny"])
+    model: Any = make_model(TOY, TOY.architecture.presets["tiny"])
     plain = outcome(TOY, model, toy_items(2), None)
     InPlaceAllToAll.issued = 0
     under = outcome(TOY, model, toy_items(2), Engine(policy=policy, backend="exchanged"))

@@ -15,7 +15,9 @@ from ditkit_core.testing.world import make_model
 
 
 def layer_of(dtype: torch.dtype, **config: object) -> nn.Module:
-    model = make_model(TOY, TOY.presets["tiny"], dtype=dtype, adapter=AdapterConfig(rank=4, alpha=6.0, **config))
+    model = make_model(
+        TOY, TOY.architecture.presets["tiny"], dtype=dtype, adapter=AdapterConfig(rank=4, alpha=6.0, **config)
+    )
     return adapter_layers(model)["layers.0.out"]
 
 

@@ -143,7 +143,7 @@ def test_a_run_goes_on_to_the_bit(rounding, name, tmp_path):
     kinds = {one: tensor.dtype for one, tensor in state["optimizer"].items()}
     kept = {one for one in kinds if one.endswith("|rounding_rest")}
     bf16 = {one for one, tensor in state["trainable"].items() if tensor.dtype == BF16}
-    assert bf16 == {one for one in state["trainable"] if not TOY.keep_fp32(one)}
+    assert bf16 == {one for one in state["trainable"] if not TOY.precision.keep_fp32(one)}
     assert kept == ({f"{one}|rounding_rest" for one in bf16} if rounding == "split" else set())
     assert {kinds[one] for one in kept} <= {torch.int16} and {kinds[one] for one in kinds.keys() - kept} == {
         torch.float32
@@ -284,5 +284,5 @@ def test_the_command_fine_tunes_in_bf16_and_exports(tmp_path, capsys):
     assert "rounds most updates away; set optim.rounding to stochastic" in capsys.readouterr().err
     assert world.train("run", 2, *flags, "--optim.rounding", "stochastic") == 0
     trained = load_state(tmp_path / "run" / "state" / "step-000002").tensors["trainable"]
-    assert {tensor.dtype for name, tensor in trained.items() if not TOY.keep_fp32(name)} == {BF16}
+    assert {tensor.dtype for name, tensor in trained.items() if not TOY.precision.keep_fp32(name)} == {BF16}
     assert list((tmp_path / "run" / "exports").glob("transformer_*"))

@@ -25,6 +25,7 @@ from ditkit_core.run.config import RunConfig
 from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.run.run import Run
 from ditkit_core.testing.plans import divided, whole
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
 
 MIB = 2**20
@@ -177,7 +178,7 @@ def test_sizes_are_of_each_device_or_of_all():
             limited(budgets, sizes)
 
 
-DEEP = replace(TOY, presets={**TOY.presets, "deep": ToyArch(dim=64, depth=8)})
+DEEP = altered(TOY, presets={**TOY.architecture.presets, "deep": ToyArch(dim=64, depth=8)})
 
 
 def run_of(policy: str, **flags) -> Run:

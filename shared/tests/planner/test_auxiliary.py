@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.models.encoders import Companion, Holding
 from ditkit_core.models.paths import Components
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import Companion, Holding, run_plain
+from ditkit_core.models.protocol import run_plain
 from ditkit_core.models.tiling import Tiles
 from ditkit_core.planner.auxiliary import (
     CompanionRow,
@@ -154,13 +155,13 @@ def test_the_largest_picture_and_the_largest_clip_are_both_looked_at() -> None:
 @pytest.mark.parametrize("frames", [1, 9])
 def test_denoising_takes_what_the_whole_model_does(frames: int) -> None:
     """Two blocks more hold nothing more, and the real model what the fake one says."""
-    arch, size = replace(TOY.presets["tiny"], depth=5), (frames, 32, 32)
+    arch, size = replace(TOY.architecture.presets["tiny"], depth=5), (frames, 32, 32)
     planned = denoising_bytes(TOY, arch, Precision(matmul=torch.float32), AdapterConfig(rank=2), size, kind="cpu")
     model = make_model(TOY, arch, adapter=AdapterConfig(rank=2)).eval()
     with torch.no_grad(), Ledger() as ledger:
         ledger.track(model, "weights")
         weights = ledger.total(torch.device("cpu"))
-        item = TOY.outline(arch, size, ())
-        run_plain(model, TOY.make_inputs([item["latents"]], torch.empty(1), [item], 1.0))
+        item = TOY.training.empty_item(arch, size, ())
+        run_plain(model, TOY.training.make_inputs([item["latents"]], torch.empty(1), [item], 1.0))
     assert planned == pytest.approx(ledger.peak[torch.device("cpu")] - weights, rel=0.05)
-    assert TOY.companions(arch, Components()) == ()
+    assert TOY.auxiliary.models(arch, Components()) == ()

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +20,7 @@ from ditkit_core.planner.profiler import Profile, StageCost, profile
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.run.run import Run
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
 
 DEEP = ToyArch(depth=9)
@@ -147,7 +147,7 @@ def run_of(**flags):
         "model.preset": "deep", "data.frames": 1, "data.height": 64, "data.width": 64, "adapter.rank": 2,
         **{name.replace("__", "."): value for name, value in flags.items()},
     }  # fmt: skip
-    return Run(replace(TOY, presets={**TOY.presets, "deep": DEEP}), resolve(RunConfig, flags=named))
+    return Run(altered(TOY, presets={**TOY.architecture.presets, "deep": DEEP}), resolve(RunConfig, flags=named))
 
 
 @pytest.mark.parametrize(

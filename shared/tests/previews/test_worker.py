@@ -220,7 +220,7 @@ def test_one_that_fails_costs_a_warning_and_can_be_drawn_later(
 def bare(world: World, **flags: Any) -> tuple[Run, RunFolder]:
     """A run that draws elsewhere, of which there is the configuration alone."""
     given = {"run.folder": "run", "sample.device": "cpu", "sample.every_steps": 2, "sample.prompts": ("a",)}
-    config = resolve(RunConfig, flags={"model.preset": next(iter(world.spec.presets)), **given, **flags})
+    config = resolve(RunConfig, flags={"model.preset": next(iter(world.spec.architecture.presets)), **given, **flags})
     folder = RunFolder(world.folder / "run")
     folder.pending.mkdir(parents=True)
     folder.store(config)

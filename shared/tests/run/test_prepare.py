@@ -1,7 +1,7 @@
 """From files to a model that is ready to train."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,11 +15,12 @@ from ditkit_core.errors import UserError
 from ditkit_core.models.paths import Components
 from ditkit_core.models.precision import Precision
 from ditkit_core.run.prepare import Prepared, Unloaded, build, load
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, in_form, native_name
 
 FP32 = Precision(matmul=torch.float32)
-SPEC = replace(TOY, infer_arch=lambda config, index: ToyArch(depth=config["depth"], heads=config["heads"]))
-ONE = replace(SPEC, presets={"tiny": ToyArch()})  # the toy's own two differ in no shape
+SPEC = altered(TOY, infer_arch=lambda config, index: ToyArch(depth=config["depth"], heads=config["heads"]))
+ONE = altered(SPEC, presets={"tiny": ToyArch()})  # the toy's own two differ in no shape
 
 
 def weights(depth: int = 2, form: str = "official") -> dict[str, torch.Tensor]:
@@ -95,7 +96,7 @@ def test_the_base_has_the_files_values_and_the_adapters_are_new(base):
 def test_parameters_take_the_dtype_of_the_matmuls_except_those_kept_in_fp32_and_the_adapters(base):
     result = prepared(base, precision=Precision(matmul=torch.bfloat16))
     for name, parameter in result.model.named_parameters():
-        wide = ".lora_" in name or TOY.keep_fp32(canonical_name(name))
+        wide = ".lora_" in name or TOY.precision.keep_fp32(canonical_name(name))
         assert parameter.dtype == (torch.float32 if wide else torch.bfloat16), name
 
 
@@ -104,7 +105,7 @@ def test_a_full_fine_tune_trains_every_parameter_in_the_dtypes_of_the_base(base)
     assert result.trainable.keys() == native(result.model).keys()
     for name, parameter in result.trainable.items():
         assert parameter.requires_grad
-        assert parameter.dtype == (torch.float32 if TOY.keep_fp32(name) else torch.bfloat16), name
+        assert parameter.dtype == (torch.float32 if TOY.precision.keep_fp32(name) else torch.bfloat16), name
 
 
 def test_two_preparations_are_equal_to_the_bit_and_another_seed_changes_the_adapters_alone(base):
@@ -201,7 +202,7 @@ def test_a_config_json_of_something_else_is_an_error(base, content):
 
 def test_a_config_json_in_its_authors_own_form_leaves_the_choice_to_the_shapes(base):
     (base / "transformer" / "config.json").write_text('{"num_layers": 2}')
-    spec = replace(SPEC, presets={"deep": ToyArch(depth=3), "fits": ToyArch()}, infer_arch=lambda config, index: None)
+    spec = altered(SPEC, presets={"deep": ToyArch(depth=3), "fits": ToyArch()}, infer_arch=lambda config, index: None)
     assert prepared(base, spec=spec).preset == "fits"
 
 
@@ -214,7 +215,7 @@ def test_a_config_json_of_other_weights_is_blamed_itself(base):
 
 
 def test_without_a_config_json_the_preset_is_the_one_whose_shapes_fit(base):
-    spec = replace(SPEC, presets={"deep": ToyArch(depth=3), "fits": ToyArch(), "wide": ToyArch(dim=64)})
+    spec = altered(SPEC, presets={"deep": ToyArch(depth=3), "fits": ToyArch(), "wide": ToyArch(dim=64)})
     result = prepared(base, spec=spec)
     assert (result.preset, result.arch, result.config_json) == ("fits", ToyArch(), None)
     with pytest.raises(
@@ -222,7 +223,7 @@ def test_without_a_config_json_the_preset_is_the_one_whose_shapes_fit(base):
     ):
         prepared(base, spec=TOY)
     with pytest.raises(UserError, match="no preset fits the weights in .*; set model.preset to one of deep"):
-        prepared(base, spec=replace(SPEC, presets={"deep": ToyArch(depth=3)}))
+        prepared(base, spec=altered(SPEC, presets={"deep": ToyArch(depth=3)}))
     save_file(weights(form="diffusers"), base / "transformer" / "model.safetensors")
     assert prepared(base, spec=spec).preset == "fits"
 
@@ -236,6 +237,6 @@ def test_every_form_of_the_base_is_the_same_model(base):
 
 
 def test_a_preset_that_does_not_fit_the_weights_is_an_error(base):
-    spec = replace(SPEC, presets={"deep": ToyArch(depth=3)})
+    spec = altered(SPEC, presets={"deep": ToyArch(depth=3)})
     with pytest.raises(UserError, match="the preset does not fit the weights, which have 2 layers where it has 3"):
         prepared(base, spec=spec, preset="deep")

@@ -21,11 +21,12 @@ from ditkit_core.models.paths import Components
 from ditkit_core.models.precision import Precision
 from ditkit_core.run.prepare import build, load
 from ditkit_core.testing.conformance_quantized import KINDS
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
 
 BF16, FP32 = Precision(), Precision(matmul=torch.float32)
 ARCH = ToyArch(dim=64)
-SPEC = replace(TOY, presets={"tiny": ARCH})
+SPEC = altered(TOY, presets={"tiny": ARCH})
 
 
 @pytest.fixture

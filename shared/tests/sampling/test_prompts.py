@@ -18,10 +18,13 @@ from ditkit_core.data.media import image as still
 from ditkit_core.data.media.clip import probe
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Column
-from ditkit_core.models.spec import Denoiser, ModelSpec, SampleDefaults, SampleJob, run_plain
+from ditkit_core.models.encoders import Denoiser, SampleJob
+from ditkit_core.models.protocol import run_plain
+from ditkit_core.models.spec import ModelSpec, SampleDefaults
 from ditkit_core.sampling.contact_sheet import GAP, SHEET_FRAMES, contact_sheet, grid
 from ditkit_core.sampling.denoise import only
 from ditkit_core.sampling.prompts import SampleConfig, Scene, draw_samples
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel
 from ditkit_core.testing.world import make_model
 
@@ -297,12 +300,14 @@ class World:
 
     def __init__(self, folder: Path, defaults: SampleDefaults):
         self.folder, self.sampler = folder, RecordingSampler()
-        self.spec: ModelSpec = replace(
+        self.spec: ModelSpec = altered(
             TOY, sampler=lambda *_: self.sampler, sample_defaults=lambda arch: defaults, frame_step=0, size=(1, 16, 16),
             reference_size=lambda height, width, count: (8, 8 * count),
         )  # fmt: skip
-        model: ToyModel = make_model(TOY, TOY.presets["tiny"])  # type: ignore[assignment]
-        state = {TOY.names.from_native["official"](name)[0].name: t for name, t in model.state_dict().items()}
+        model: ToyModel = make_model(TOY, TOY.architecture.presets["tiny"])  # type: ignore[assignment]
+        state = {
+            TOY.architecture.names.from_native["official"](name)[0].name: t for name, t in model.state_dict().items()
+        }
         save_file(state, folder / "toy.safetensors")
         (folder / "clips").mkdir()
         for i, colour in enumerate(("teal", "red", "navy")):

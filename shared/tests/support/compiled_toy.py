@@ -74,7 +74,7 @@ def levers() -> Any:
         )
     with torch.no_grad():
         counters.clear()
-        inputs = TOY.make_inputs([item["latents"] for item in items], torch.tensor([0.3, 0.8]), items, 1.0)
+        inputs = TOY.training.make_inputs([item["latents"] for item in items], torch.tensor([0.3, 0.8]), items, 1.0)
         model(inputs, run=Engine(compile="aot_eager"))
         found["graphs without a backward"] = counters["stats"]["unique_graphs"]
     found["unknown region"] = refusal(model, items, Engine(policy="attn_only(slef)", compile="aot_eager"))
@@ -153,7 +153,7 @@ def slopes(policy: str) -> tuple[float, float]:
                 parameter.add_(shift * direction)
         torch.manual_seed(11)
         sigma = torch.tensor([0.3, 0.8], dtype=torch.float64)
-        outputs = model(TOY.make_inputs([item["latents"] for item in items], sigma, items, 1.0), run=run)
+        outputs = model(TOY.training.make_inputs([item["latents"] for item in items], sigma, items, 1.0), run=run)
         return sum((output.square().mean() for output in outputs), torch.zeros(()))
 
     loss(0.0).backward()

@@ -1,7 +1,6 @@
 """A variant of the toy with what models in the wild have, and dividing upstream trips over: an optional module of the embedding, a block
 between blocks with fields and tables of its own, tables that are bare parameters, a second head."""
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +8,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import Engine, run_plain
+from ditkit_core.models.protocol import Engine, run_plain
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyBlock, ToyCarry, ToyEmbed, ToyHead, ToyInputs
 
 
@@ -108,5 +108,5 @@ class VariantModel(nn.Module):
         return run(self, inputs)
 
 
-VARIANT = replace(TOY, build=VariantModel)
+VARIANT = altered(TOY, build=VariantModel)
 VARIANT_ARCH = ToyArch(dim=16, depth=4, dropout=0.1)

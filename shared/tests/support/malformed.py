@@ -5,7 +5,7 @@ The toy family of these tests takes five frames at 8 per second; `COLUMNS` are w
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +17,9 @@ from torch import Tensor
 
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.models.conditions import Column, Controls
-from ditkit_core.models.spec import ModelSpec, ignored
+from ditkit_core.models.encoders import ignored
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.testing.specs import altered
 
 Kind = Literal["media", "caption", "metadata", "control"]
 Outcome = Literal["excluded", "accepted", "refused"]
@@ -65,7 +67,7 @@ class Given:
 
 def controlled(spec: ModelSpec) -> ModelSpec:
     """A family that is told what goes with a clip."""
-    return replace(spec, columns=lambda arch: COLUMNS, conditioners=lambda *given: [Given()])
+    return altered(spec, columns=lambda arch: COLUMNS, conditioners=lambda *given: [Given()])
 
 
 @dataclass(frozen=True, kw_only=True)

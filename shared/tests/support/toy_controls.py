@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from toy_world import World
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import NotEquipped, UserError
 from ditkit_core.models.conditions import Column, Controls
-from ditkit_core.models.spec import ignored
+from ditkit_core.models.encoders import ignored
+from ditkit_core.testing.specs import altered
 
 COLUMNS = (
     Column(name="direction", kind="text", doc="left or right."),
@@ -81,7 +81,7 @@ class Guided(World):
     def __init__(self, folder: Path):
         super().__init__(folder)
         self.way = Way()
-        self.spec = replace(self.spec, columns=lambda arch: COLUMNS, conditioners=lambda *given: [self.way])
+        self.spec = altered(self.spec, columns=lambda arch: COLUMNS, conditioners=lambda *given: [self.way])
         self.clips = folder / "clips"
         shutil.rmtree(self.clips)
         self.lines: list[dict[str, Any]] = []

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ditkit_core.models.spec import ignored
+from ditkit_core.models.encoders import ignored
 
 
 class CountingEncoder:

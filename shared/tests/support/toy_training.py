@@ -49,9 +49,9 @@ def toy_model(method: str = "full", *, dropout: float = 0.0) -> tuple[nn.Module,
     """A small fp32 toy and what is trained of it; `dropout` is the model's for `full`, the adapter's for `lora`."""
     torch.manual_seed(0)
     arch = ToyArch(dim=16, depth=2, dropout=dropout if method == "full" else 0.0)
-    model = TOY.build(arch, Precision(matmul=torch.float32))
+    model = TOY.architecture.build(arch, Precision(matmul=torch.float32))
     config = adapters.AdapterConfig(method=method, rank=4, dropout=dropout if method == "lora" else 0.0)
-    adapters.inject(model.requires_grad_(False), config, TOY.adapter_targets)
+    adapters.inject(model.requires_grad_(False), config, TOY.adapters.targets)
     adapters.initialise(model, 0, device_of=lambda module: torch.device("cpu"))
     return model, adapters.trainable_parameters(model)
 

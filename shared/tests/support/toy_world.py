@@ -1,6 +1,5 @@
 """A folder with everything that the toy's commands need, for the tests of the stages."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from ditkit_core.commands import cli
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyMediaEncoder, ToyTextEncoder, official_name
 from ditkit_core.testing.world import make_model
 
@@ -19,11 +19,12 @@ class World:
     def __init__(self, folder: Path):
         self.folder = folder
         self.media, self.text = ToyMediaEncoder(), ToyTextEncoder()
-        self.spec: ModelSpec = replace(
+        self.spec: ModelSpec = altered(
             TOY, media_encoder=lambda *_: self.media, text_encoder=lambda *_: self.text, infer_arch=None
         )
         state = {
-            official_name(name): t.contiguous() for name, t in make_model(TOY, TOY.presets["tiny"]).state_dict().items()
+            official_name(name): t.contiguous()
+            for name, t in make_model(TOY, TOY.architecture.presets["tiny"]).state_dict().items()
         }
         save_file(state, folder / "toy.safetensors")
         for i, colour in enumerate(("teal", "red", "navy", "gold", "white")):

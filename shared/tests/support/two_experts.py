@@ -1,7 +1,6 @@
 """A toy of two experts, and the folder with everything that its commands need."""
 
 from collections.abc import Generator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,9 @@ from torch import Tensor
 from toy_world import World
 
 from ditkit_core.commands import cli
-from ditkit_core.models.spec import Denoiser, Expert, SampleDefaults, SampleJob
+from ditkit_core.models.encoders import Denoiser, SampleJob
+from ditkit_core.models.spec import Expert, SampleDefaults
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToySampler, official_name
 from ditkit_core.testing.world import make_model
 
@@ -53,7 +54,7 @@ class TwoExperts(World):
     def __init__(self, folder: Path):
         super().__init__(folder)
         self.sampler = Watching()
-        self.spec = replace(
+        self.spec = altered(
             self.spec,
             presets={"one": ToyArch(), "two": TWO},
             experts=lambda arch: EXPERTS if arch == TWO else (),

@@ -18,7 +18,7 @@ class TestToyWithDropoutInBlockAndAttention(Conformance):
     """Wan and FLUX.2, which have none, pass the same checks without dropout."""
 
     spec = TOY
-    arch = TOY.presets["dropout"]
+    arch = TOY.architecture.presets["dropout"]
     places_without = ("rotary_tables", "rotary", "qk_norms")
 
     def items(self, count: int, ragged: bool = False) -> Items:
@@ -37,7 +37,7 @@ class TestToyWithDropoutInBlockAndAttention(Conformance):
 
 class _ToyWithoutDropout(Conformance):
     spec = TOY
-    arch = TOY.presets["tiny"]
+    arch = TOY.architecture.presets["tiny"]
 
     def items(self, count: int, ragged: bool = False) -> Items:
         return toy_items(count, ragged=ragged)
@@ -72,7 +72,7 @@ def test_a_carry_that_hides_tensors_is_named() -> None:
 
 
 def test_two_attention_calls_of_one_name_in_a_block_are_refused_before_backward() -> None:
-    model: Any = make_model(TOY, TOY.presets["tiny"])
+    model: Any = make_model(TOY, TOY.architecture.presets["tiny"])
     block = model.layers[0]
     forward = block.forward
     block.forward = lambda carry: forward(forward(carry))
@@ -87,7 +87,7 @@ def test_without_the_generator_hook_dropout_would_be_replayed_wrong(
     """Why the hook is there: the equality checks above fail without it, so they are checks."""
     from ditkit_core.engine.ac_policies import GeneratorHook
 
-    model: Any = make_model(TOY, TOY.presets["dropout"])
+    model: Any = make_model(TOY, TOY.architecture.presets["dropout"])
     plain = outcome(TOY, model, toy_items(2), None)
     monkeypatch.setattr(GeneratorHook, "restore", lambda self, state: None)
     assert outcome(TOY, model, toy_items(2), Engine(policy=policy)).differences(plain)

@@ -90,7 +90,7 @@ def test_a_module_moves_there_and_back_without_sharing_memory():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_table_that_a_block_leaves_elsewhere_is_caught(policy):
-    model: Any = make_model(TOY, TOY.presets["tiny"])
+    model: Any = make_model(TOY, TOY.architecture.presets["tiny"])
     block, table = model.layers[1], torch.ones(32)
     forward = block.forward
     block.forward = lambda carry: forward(carry._replace(tokens=carry.tokens * table))

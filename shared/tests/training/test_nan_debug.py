@@ -55,7 +55,7 @@ def looked_at(model: Any, compute: Any) -> dict[str, Any] | None:
     plain = model.layers[1].forward
     model.layers[1].forward = lambda carry: plain(carry._replace(tokens=compute(carry.tokens)))
     item = toy_items(1)[0]
-    inputs = TOY.make_inputs([item["latents"]], torch.tensor([0.5]), [item], 1.0)
+    inputs = TOY.training.make_inputs([item["latents"]], torch.tensor([0.5]), [item], 1.0)
     return first_not_finite(model, lambda: model(inputs, Engine())[0].square().mean())
 
 

@@ -247,7 +247,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_leaves_its_saves(tmp_pat
 def bytes_above(policy, *, fused):
     """The most bytes that a step holds above what there was before it, the optimizer's state included, and the gradients' sizes."""
     torch.manual_seed(0)
-    model = TOY.build(ToyArch(dim=128, depth=6), Precision(matmul=torch.float32))
+    model = TOY.architecture.build(ToyArch(dim=128, depth=6), Precision(matmul=torch.float32))
     optimizer = NamedOptimizer(dict(model.named_parameters()), optim("adamw", fused=fused))
     one_token = ToyBatch(["clip"], [{"latents": torch.ones(4, 1, 1, 1), "text": torch.ones(1, 8)}])
 

@@ -1,7 +1,6 @@
 """The held-out loss: a fixed grid, measured without touching anything."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from toy_training import toy_model
 
 from ditkit_core.engine.engine import Engine
 from ditkit_core.errors import UserError
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.validation import Course, HeldOutConfig, HeldOutLoss, held_out_loss, sigmas_between
@@ -27,10 +27,10 @@ def test_noise_levels_reach_the_model_in_fp32_as_they_were_named():
 
     def seeing(noised, sigma, items, guidance):
         seen.append((sigma, guidance))
-        return TOY.make_inputs(noised, sigma, items, guidance)
+        return TOY.training.make_inputs(noised, sigma, items, guidance)
 
-    model = make_model(TOY, TOY.presets["tiny"], dtype=torch.bfloat16)
-    held_out_loss(model, Engine(), replace(TOY, make_inputs=seeing), ["a"], toy_items(1), (0.9937,), 3.5)
+    model = make_model(TOY, TOY.architecture.presets["tiny"], dtype=torch.bfloat16)
+    held_out_loss(model, Engine(), altered(TOY, make_inputs=seeing), ["a"], toy_items(1), (0.9937,), 3.5)
     ((sigma, guidance),) = seen
     assert torch.equal(sigma, torch.tensor([0.9937])) and guidance == 3.5
 

@@ -96,7 +96,7 @@ def prepared(
 def outputs(model: nn.Module) -> torch.Tensor:
     items = toy_items(1)
     with torch.no_grad():
-        inputs = TOY.make_inputs([items[0]["latents"]], torch.tensor([0.4]), items, 1.0)
+        inputs = TOY.training.make_inputs([items[0]["latents"]], torch.tensor([0.4]), items, 1.0)
         return model.eval()(inputs)[0]
 
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.spec import Part
+from ditkit_core.models.state_dict import Part
 from ditkit_core.weights import layer_streaming as streamed
 from ditkit_core.weights.layer_streaming import MARGIN_BYTES, PassingMemory, below, decide, free_memory_bytes
 

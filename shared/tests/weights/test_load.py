@@ -14,7 +14,7 @@ from torch import nn
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource, write_safetensors
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import Part, StateDictNames
+from ditkit_core.models.state_dict import Part, StateDictNames
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
 from ditkit_core.weights.load import Advice, load_into, match
 
@@ -70,7 +70,7 @@ def test_a_model_is_loaded_from_every_layout_and_form(tmp_path, prefix, layout, 
     where = {"file": "x.safetensors", "folder": ".", "shards": "s", "index": "s/model.safetensors.index.json"}
     loaded = on_meta()
     source = SafetensorsSource.open(tmp_path / where[layout])
-    mapping = match(source, TOY.names, shapes(loaded))
+    mapping = match(source, TOY.architecture.names, shapes(loaded))
     load_into(loaded, source, mapping, device_of=lambda name: CPU, dtype_of=lambda name: torch.float32)
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
@@ -83,12 +83,12 @@ def test_each_parameter_gets_its_own_dtype_and_keeps_requires_grad(tmp_path):
     source = SafetensorsSource.open(tmp_path)
     seen = []
     load_into(
-        model, source, match(source, TOY.names, shapes(model)), device_of=lambda name: CPU,
-        dtype_of=lambda name: torch.float32 if TOY.keep_fp32(name) else torch.bfloat16,
+        model, source, match(source, TOY.architecture.names, shapes(model)), device_of=lambda name: CPU,
+        dtype_of=lambda name: torch.float32 if TOY.precision.keep_fp32(name) else torch.bfloat16,
         on_tensor=lambda name, module: seen.append((name, module)),
     )  # fmt: skip
     for name, parameter in model.named_parameters():
-        assert parameter.dtype == (torch.float32 if TOY.keep_fp32(name) else torch.bfloat16), name
+        assert parameter.dtype == (torch.float32 if TOY.precision.keep_fp32(name) else torch.bfloat16), name
         assert parameter.requires_grad == (not name.startswith("layers.0.")), name
     assert {name for name, _ in seen} == set(shapes(model))
     assert all(isinstance(module, nn.Linear) for _, module in seen)
@@ -104,7 +104,7 @@ def test_an_edit_gets_its_tensor_in_fp32_and_no_other_is_touched(tmp_path):
         tensor *= 2
 
     load_into(
-        model, source, match(source, TOY.names, shapes(model)), device_of=lambda name: CPU,
+        model, source, match(source, TOY.architecture.names, shapes(model)), device_of=lambda name: CPU,
         dtype_of=lambda name: torch.float16 if "layers" in name else torch.float32,
         edits={"head.out.weight": double, "layers.1.out.weight": double},
     )  # fmt: skip
@@ -123,7 +123,7 @@ def test_missing_unexpected_and_misshapen_keys_are_listed_ten_of_each(tmp_path):
     tensors |= {f"extra.{number}": torch.zeros(1) for number in range(12)}
     save_file(tensors, tmp_path / "x.safetensors")
     with pytest.raises(UserError) as error:
-        match(SafetensorsSource.open(tmp_path), TOY.names, shapes(toy(depth=4)))
+        match(SafetensorsSource.open(tmp_path), TOY.architecture.names, shapes(toy(depth=4)))
     message = one_line(error)
     assert f"{len(gone)} missing" in message
     assert "12 unexpected: extra.0, " in message
@@ -135,29 +135,31 @@ def test_missing_unexpected_and_misshapen_keys_are_listed_ten_of_each(tmp_path):
 def test_another_number_of_blocks_is_named_as_the_reason(tmp_path):
     save_file(official(toy(depth=3)), tmp_path / "x.safetensors")
     with pytest.raises(UserError, match="does not fit the weights, which have 3 layers where it has 2") as error:
-        match(SafetensorsSource.open(tmp_path), TOY.names, shapes(toy(depth=2)))
+        match(SafetensorsSource.open(tmp_path), TOY.architecture.names, shapes(toy(depth=2)))
     one_line(error)
 
 
 def test_weights_of_another_model_are_named_as_such(tmp_path):
     save_file({"conv.weight": torch.zeros(2)}, tmp_path / "x.safetensors")
     with pytest.raises(UserError, match="weights of another model"):
-        match(SafetensorsSource.open(tmp_path), TOY.names, shapes(toy()))
+        match(SafetensorsSource.open(tmp_path), TOY.architecture.names, shapes(toy()))
 
 
 def test_scales_that_belong_to_no_weight_are_named_as_such(tmp_path):
     tensors = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in official(toy()).items()}
     save_file({**tensors, "blocks.0.out.scale_weight": torch.ones(1)}, tmp_path / "x.safetensors")
     with pytest.raises(UserError, match="scales of 8-bit weights that it does not have; fetch it again"):
-        match(SafetensorsSource.open(tmp_path), TOY.names, shapes(toy()))
+        match(SafetensorsSource.open(tmp_path), TOY.architecture.names, shapes(toy()))
 
 
 def test_left_over_names_may_be_ignored_by_the_caller_alone(tmp_path):
     save_file({**official(toy()), "first_stage_model.conv": torch.zeros(2)}, tmp_path / "x.safetensors")
     source = SafetensorsSource.open(tmp_path)
     with pytest.raises(UserError, match="1 unexpected: first_stage_model.conv"):
-        match(source, TOY.names, shapes(toy()))
-    found = match(source, TOY.names, shapes(toy()), ignore=lambda name: name.startswith("first_stage_model."))
+        match(source, TOY.architecture.names, shapes(toy()))
+    found = match(
+        source, TOY.architecture.names, shapes(toy()), ignore=lambda name: name.startswith("first_stage_model.")
+    )
     assert found.keys() == shapes(toy()).keys()
 
 
@@ -267,7 +269,7 @@ def test_the_words_about_what_does_not_fit_are_the_callers(tmp_path):
     ):
         save_file(tensors, tmp_path / "x.safetensors")
         with pytest.raises(UserError, match=said):
-            match(SafetensorsSource.open(tmp_path), TOY.names, shapes(toy()), advice=advice)
+            match(SafetensorsSource.open(tmp_path), TOY.architecture.names, shapes(toy()), advice=advice)
 
 
 def test_a_truncated_file_is_refused(tmp_path):

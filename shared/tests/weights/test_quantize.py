@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear, dense_weig
 from ditkit_core.planner.memory_tracker import Ledger
 from ditkit_core.run.prepare import Prepared, build, load
 from ditkit_core.testing.conformance_quantized import KINDS
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
 from ditkit_core.weights.quantize import check_quantize
 
@@ -214,7 +214,7 @@ def write_base(folder: Path, dtype: torch.dtype, arch: ToyArch | None = None) ->
 
 
 def prepared(base, kind, *, adapter=None, merge=(), arch=None, precision=FP32, say=lambda line: None) -> Prepared:
-    spec = replace(TOY, presets={"tiny": arch or ToyArch()})
+    spec = altered(TOY, presets={"tiny": arch or ToyArch()})
     unloaded = build(
         spec, Components(transformer=str(base)), adapter or AdapterConfig(rank=4),
         BaseConfig(quantize=kind, merge=tuple(merge)), precision=precision, say=say,

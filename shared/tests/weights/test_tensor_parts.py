@@ -1,7 +1,6 @@
 """Adapters in forms that stack modules otherwise than the model: written, read, and what other programs wrote."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,8 @@ from ditkit_core.adapters.read import AdapterFile, config_from_file, merge_into,
 from ditkit_core.adapters.write import write_adapter
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import Part
+from ditkit_core.models.state_dict import Part
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel
 from ditkit_core.weights.tensor_parts import Assembly, Matrices, columns_of_owners, join
 
@@ -52,12 +52,12 @@ def state(modules=MODULES, *, dora: bool = False, untrained=()) -> dict[str, Ten
 
 def written(path: Path, values: dict[str, Tensor], scaling: float = 1.0, dtype=torch.float32) -> dict[str, Tensor]:
     """The file's tensors by their module and matrix, of the diffusers form."""
-    write_adapter(path, values, scaling, TOY.names, form="diffusers", dtype=dtype, metadata={})
+    write_adapter(path, values, scaling, TOY.architecture.names, form="diffusers", dtype=dtype, metadata={})
     return {key.removeprefix("transformer."): tensor for key, tensor in load_file(path).items()}
 
 
 def opened(path: Path) -> AdapterFile:
-    return open_adapter(path, TOY.names, SHAPES)
+    return open_adapter(path, TOY.architecture.names, SHAPES)
 
 
 def change(file: AdapterFile, module: str) -> Tensor:
@@ -240,7 +240,7 @@ def test_magnitudes_of_some_rows_alone_are_an_error(tmp_path):
 def test_dora_beside_a_module_without_adapter_is_refused_before_training(tmp_path, use_dora):
     with torch.device("meta"):
         model = ToyModel(ToyArch(), Precision())
-    inject(model, AdapterConfig(rank=RANK, use_dora=use_dora, targets=("attention",)), TOY.adapter_targets)
+    inject(model, AdapterConfig(rank=RANK, use_dora=use_dora, targets=("attention",)), TOY.adapters.targets)
     config = ExportConfig(forms=("diffusers",))
     if not use_dora:
         return check_adapted(TOY, config, model)
@@ -260,12 +260,12 @@ def test_the_model_is_asked_about_every_form_and_its_adapted_modules(tmp_path):
         if form == "diffusers":
             raise UserError("its readers would ignore layers.0.qkv")
 
-    spec = replace(TOY, check_adapter=check)
+    spec = altered(TOY, check=check)
     with torch.device("meta"):
         model = ToyModel(ToyArch(depth=1), Precision())
     check_adapted(spec, ExportConfig(), model)
     assert asked == []  # nothing is adapted: nothing can be ignored
-    inject(model, AdapterConfig(rank=RANK, targets=("qkv",)), TOY.adapter_targets)
+    inject(model, AdapterConfig(rank=RANK, targets=("qkv",)), TOY.adapters.targets)
     initialise(model, 0, device_of=lambda module: torch.device("cpu"))
     assert adapter_state(model).keys() == {"layers.0.qkv.lora_A.weight", "layers.0.qkv.lora_B.weight"}
     check_adapted(spec, ExportConfig(), model)

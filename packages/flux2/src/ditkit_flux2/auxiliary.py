@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.encoders import Companion, Holding
 from ditkit_core.models.paths import Components
-from ditkit_core.models.spec import Companion, Holding
 from ditkit_flux2.encoders import text, text_model, vae
 from ditkit_flux2.encoders.prompt import TEXT_TOKENS, TextFamily
 from ditkit_flux2.presets import Flux2Arch

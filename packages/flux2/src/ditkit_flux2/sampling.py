@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.rng import generator
+from ditkit_core.models.encoders import Denoiser, SampleJob
 from ditkit_core.models.paths import Components
-from ditkit_core.models.spec import Denoiser, SampleJob
 from ditkit_flux2.encoders.vae import VaeEncoder
 from ditkit_flux2.model.transformer import Flux2Inputs
 from ditkit_flux2.presets import Flux2Arch

@@ -1,24 +1,34 @@
 """FLUX.2 as plain values and functions: everything the core needs to train it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from ditkit_core.models.encoders import Companion, Encoder, Sampler, Streaming
 from ditkit_core.models.paths import Components
-from ditkit_core.models.spec import Companion, Encoder, Engine, ModelSpec, Sampler, Streaming
+from ditkit_core.models.protocol import Engine
+from ditkit_core.models.spec import (
+    AdapterSpec,
+    ArchitectureSpec,
+    AuxiliarySpec,
+    DataSpec,
+    DemoSpec,
+    ModelSpec,
+    PrecisionSpec,
+    TrainingSpec,
+)
 from ditkit_flux2.adapters import RULES, check_adapter
 from ditkit_flux2.conditioning.references import reference_size
-from ditkit_flux2.model.transformer import Flux2Inputs, Flux2Transformer
+from ditkit_flux2.model.inputs import empty_item, make_inputs, num_tokens
+from ditkit_flux2.model.transformer import Flux2Transformer
 from ditkit_flux2.presets import PRESETS, Flux2Arch, arch_from_config
 from ditkit_flux2.schedule import sample_defaults, training_shift
 from ditkit_flux2.state_dict import NAMES
 
-# The place that a parameter computes in, by how its name begins, then by how it ends; the rest are the matmuls'.
+# The operation group that a parameter computes in, by how its name begins, then by how it ends; the rest are the matmuls'.
 _PARTS = {
     "embed.time_in.": "time_mlp",
     "embed.guidance_in.": "time_mlp",
@@ -42,36 +52,10 @@ _MODULATION = (
 )
 
 
-def _place_of(name: str) -> str:
-    found = [place for part, place in _PARTS.items() if name.startswith(part)]
-    found += [place for leaf, place in _LEAVES.items() if name.endswith(leaf)]
+def _op_group_of(name: str) -> str:
+    found = [group for part, group in _PARTS.items() if name.startswith(part)]
+    found += [group for leaf, group in _LEAVES.items() if name.endswith(leaf)]
     return found[0] if found else "matmul"
-
-
-def _references(item: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """Latents of the pictures that an item is made from, in order."""
-    for index in count():
-        if (name := f"reference.{index}") not in item:
-            return
-        yield item[name]
-
-
-def _make_inputs(
-    noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]], guidance: float
-) -> Flux2Inputs:
-    device = noised[0].device
-    return Flux2Inputs(
-        latents=noised,
-        sigma=sigma,
-        guidance=torch.full_like(sigma, guidance),
-        text=[item["text"].to(device) for item in items],
-        references=[[reference.to(device) for reference in _references(item)] for item in items],
-    )
-
-
-def _num_tokens(item: Mapping[str, Tensor]) -> int:
-    """Rows of text, and one token for each latent pixel of the target and of every reference."""
-    return len(item["text"]) + sum(latents[0].numel() for latents in (item["latents"], *_references(item)))
 
 
 def _training_advice(arch: Flux2Arch) -> str:
@@ -84,16 +68,7 @@ def _training_advice(arch: Flux2Arch) -> str:
     return f"this klein is distilled to a few steps, which makes it a poor start for training; train its base model instead{base}"
 
 
-def _outline(arch: Flux2Arch, size: tuple[int, int, int], references: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
-    def latents(height: int, width: int) -> Tensor:
-        return torch.empty(arch.in_channels, 1, height // 16, width // 16)
-
-    text = torch.empty(arch.text_tokens, arch.text_dim, dtype=torch.bfloat16)
-    edited = {f"reference.{index}": latents(*reference) for index, reference in enumerate(references)}
-    return {"latents": latents(*size[1:]), "text": text, **edited}
-
-
-def _companions(arch: Flux2Arch, components: Components) -> Sequence[Companion]:
+def _auxiliary_models(arch: Flux2Arch, components: Components) -> Sequence[Companion]:
     from ditkit_flux2.auxiliary import companions
 
     return companions(arch, components)
@@ -132,36 +107,33 @@ def _verify_export(adapter: Path, components: Components, model: Any, run: Engin
 
 FLUX2 = ModelSpec(
     name="flux2",
-    presets=PRESETS,
-    build=Flux2Transformer,
-    place_of=_place_of,
-    reference_precision=_REFERENCE,
-    names=NAMES,
-    adapter_targets={
-        "blocks": (*_ATTENTION, *_MLP, *_SINGLE),
-        "attention": (*_ATTENTION, *_SINGLE),
-        "modulation": _MODULATION,
-    },
-    make_inputs=_make_inputs,
-    outline=_outline,
-    companions=_companions,
-    num_tokens=_num_tokens,
-    training_shift=training_shift,
-    sample_defaults=sample_defaults,
-    infer_arch=arch_from_config,
-    media_encoder=_media_encoder,
-    text_encoder=_text_encoder,
-    sampler=_sampler,
-    frame_step=0,
-    size_step=16,
-    fps=1.0,
-    size=(1, 1024, 1024),
-    write_demo=_write_demo,
-    demo_config=Path(__file__).parent / "demo" / "demo.toml",
+    architecture=ArchitectureSpec(presets=PRESETS, build=Flux2Transformer, names=NAMES, infer_arch=arch_from_config),
+    precision=PrecisionSpec(op_group_of=_op_group_of, reference=_REFERENCE),
+    training=TrainingSpec(
+        make_inputs=make_inputs,
+        empty_item=empty_item,
+        num_tokens=num_tokens,
+        shift=training_shift,
+        advice=_training_advice,
+    ),
+    data=DataSpec(frame_step=0, size_step=16, fps=1.0, size=(1, 1024, 1024), reference_size=reference_size),
+    auxiliary=AuxiliarySpec(
+        media_encoder=_media_encoder,
+        text_encoder=_text_encoder,
+        sampler=_sampler,
+        sample_defaults=sample_defaults,
+        models=_auxiliary_models,
+    ),
+    adapters=AdapterSpec(
+        targets={
+            "blocks": (*_ATTENTION, *_MLP, *_SINGLE),
+            "attention": (*_ATTENTION, *_SINGLE),
+            "modulation": _MODULATION,
+        },
+        check=check_adapter,
+        rules=RULES,
+        verify=_verify_export,
+    ),
+    demo=DemoSpec(write=_write_demo, config=Path(__file__).parent / "demo" / "demo.toml"),
     found_at=f"{__name__}:FLUX2",
-    reference_size=reference_size,
-    training_advice=_training_advice,
-    check_adapter=check_adapter,
-    adapter_rules=RULES,
-    verify_export=_verify_export,
 )

@@ -10,7 +10,7 @@ official double blocks stack q, k and v in one tensor, and diffusers has scale a
 import re
 from collections.abc import Mapping
 
-from ditkit_core.models.spec import Part, StateDictNames
+from ditkit_core.models.state_dict import Part, StateDictNames
 
 # ours -> diffusers, what runs before and after the blocks; official names are ours without `embed.`, unless they stand in _OFFICIAL
 _OUTSIDE = {

@@ -10,7 +10,7 @@ from torch import Tensor
 from ditkit_core.adapters.verify import compare_with_pipeline, share_base
 from ditkit_core.io.rng import generator
 from ditkit_core.models.paths import Components
-from ditkit_core.models.spec import Engine
+from ditkit_core.models.protocol import Engine
 from ditkit_flux2.model.rope import token_positions
 from ditkit_flux2.model.transformer import Flux2Inputs
 from ditkit_flux2.presets import Flux2Arch

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ditkit_core.models.encoders import Companion
 from ditkit_core.models.paths import Components
-from ditkit_core.models.spec import Companion
 from ditkit_wan.encoders import clip as image_encoder
 from ditkit_wan.encoders import text, vae, vae_kinds
 from ditkit_wan.presets import WanArch

@@ -11,8 +11,8 @@ from torch import Tensor
 from ditkit_core.errors import UserError
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.rng import generator
+from ditkit_core.models.encoders import Denoiser, SampleJob
 from ditkit_core.models.paths import Components
-from ditkit_core.models.spec import Denoiser, SampleJob
 from ditkit_wan.encoders.keyframes import vae_class
 from ditkit_wan.model.inputs import make_inputs
 from ditkit_wan.presets import WanArch

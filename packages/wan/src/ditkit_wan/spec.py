@@ -1,23 +1,35 @@
 """Wan as plain values and functions: everything the core needs to train it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ditkit_core.models.encoders import Companion, Encoder, Sampler, Streaming
 from ditkit_core.models.paths import Components
-from ditkit_core.models.spec import Companion, Encoder, Engine, ModelSpec, Sampler, Streaming
+from ditkit_core.models.protocol import Engine
+from ditkit_core.models.spec import (
+    AdapterSpec,
+    ArchitectureSpec,
+    AuxiliarySpec,
+    DataSpec,
+    DemoSpec,
+    ModelSpec,
+    PrecisionSpec,
+    TrainingSpec,
+)
 from ditkit_wan.adapters import RULES, RULES_WITHOUT_DIFFUSERS
 from ditkit_wan.conditioning.columns import columns, conditioners
-from ditkit_wan.model.inputs import assemble, loss_mask, make_inputs, num_tokens, outline
+from ditkit_wan.model.inputs import assemble, empty_item, loss_mask, make_inputs, num_tokens
 from ditkit_wan.model.transformer import WanTransformer
 from ditkit_wan.presets import PRESETS, WanArch, arch_from_config
 from ditkit_wan.state_dict import NAMES
-from ditkit_wan.variants import experts, sample_defaults, variant
+from ditkit_wan.variants import data_of, experts, sample_defaults, training_of
 
-# The place that a parameter computes in, by how its name begins, then by how it ends; the rest are the matmuls'.
+# The operation group that a parameter computes in, by how its name begins, then by how it ends; the rest are the matmuls'.
 _PARTS = {"embed.time_embedding.": "time_mlp", "embed.time_projection.": "time_mlp", "head.": "head"}
 _LEAVES = {
     ".modulation": "modulation", ".norm3.weight": "norms", ".norm3.bias": "norms", ".norm_q.weight": "qk_norms",
@@ -36,13 +48,13 @@ _REFERENCE = {"rotary_tables": "fp64", "rotary": "fp64", "qk_norms": "matmul", "
 _ATTENTION = tuple(f"{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo")
 
 
-def _place_of(name: str) -> str:
-    found = [place for part, place in _PARTS.items() if name.startswith(part)]
-    found += [place for leaf, place in _LEAVES.items() if name.endswith(leaf)]
+def _op_group_of(name: str) -> str:
+    found = [group for part, group in _PARTS.items() if name.startswith(part)]
+    found += [group for leaf, group in _LEAVES.items() if name.endswith(leaf)]
     return found[0] if found else "matmul"
 
 
-def _companions(arch: WanArch, components: Components) -> Sequence[Companion]:
+def _auxiliary_models(arch: WanArch, components: Components) -> Sequence[Companion]:
     from ditkit_wan.auxiliary import companions
 
     return companions(arch, components)
@@ -71,12 +83,19 @@ def _sampler(
     return WanSampler(components, device, tiled=tiled, arch=arch)
 
 
-def _variant(arch: WanArch) -> Mapping[str, Any]:
+def _variant(spec: ModelSpec, arch: WanArch) -> ModelSpec:
+    """What an architecture has otherwise than its family."""
     encoder, sampler = partial(_media_encoder, arch=arch), partial(_sampler, arch=arch)
-    fields = {**variant(arch), "media_encoder": encoder, "sampler": sampler}
+    adapters = spec.adapters
     if arch.ref_conv or arch.camera_channels or arch.music:  # diffusers has no such model to compare with
-        fields |= {"verify_export": None, "adapter_rules": RULES_WITHOUT_DIFFUSERS}
-    return fields
+        adapters = replace(adapters, verify=None, rules=RULES_WITHOUT_DIFFUSERS)
+    return replace(
+        spec,
+        training=training_of(spec.training, arch),
+        data=data_of(spec.data, arch),
+        auxiliary=replace(spec.auxiliary, media_encoder=encoder, sampler=sampler),
+        adapters=adapters,
+    )
 
 
 def _write_demo(folder: Path) -> None:
@@ -93,45 +112,43 @@ def _verify_export(adapter: Path, components: Components, model: Any, run: Engin
 
 WAN = ModelSpec(
     name="wan",
-    presets=PRESETS,
-    build=WanTransformer,
-    place_of=_place_of,
-    reference_precision=_REFERENCE,
-    names=NAMES,
-    adapter_targets={
-        "q,k,v,o,ffn.0,ffn.2": (*_ATTENTION, "ffn.0", "ffn.2"),
-        "q,k,v,o": _ATTENTION,
-        "self": tuple(name for name in _ATTENTION if name.startswith("self")),
-        "q,k,v,o,ffn.0,ffn.2,k_img,v_img": (*_ATTENTION, "ffn.0", "ffn.2", "cross_attn.k_img", "cross_attn.v_img"),
-        # WanToDance's blocks that end with music; DiffSynth's recipe has an adapter there as well.
-        "q,k,v,o,ffn.0,ffn.2,music": (*_ATTENTION, "ffn.0", "ffn.2", "music.v", "music.o"),
-        # VACE's default is all blocks of both kinds; these are the ones beside the main ones.
-        "vace": tuple(f"vace_blocks.*.{name}" for name in (*_ATTENTION, "ffn.0", "ffn.2")),
-    },
-    make_inputs=make_inputs,
-    outline=outline,
-    companions=_companions,
-    num_tokens=num_tokens,
-    training_shift=lambda latents: 5.0,
-    sample_defaults=sample_defaults,
-    infer_arch=arch_from_config,
-    media_encoder=_media_encoder,
-    text_encoder=_text_encoder,
-    sampler=_sampler,
-    frame_step=4,
-    size_step=16,
-    fps=16.0,
-    size=(81, 480, 832),
-    variant=_variant,
-    columns=columns,
-    conditioners=conditioners,
-    companion_parts=lambda arch: ("image_encoder",) if arch.image_dim else (),
-    experts=experts,
-    assemble=assemble,
-    loss_mask=loss_mask,
-    write_demo=_write_demo,
-    demo_config=Path(__file__).parent / "demo" / "demo.toml",
+    architecture=ArchitectureSpec(
+        presets=PRESETS, build=WanTransformer, names=NAMES, infer_arch=arch_from_config, experts=experts
+    ),
+    precision=PrecisionSpec(op_group_of=_op_group_of, reference=_REFERENCE),
+    training=TrainingSpec(
+        make_inputs=make_inputs,
+        empty_item=empty_item,
+        num_tokens=num_tokens,
+        shift=lambda latents: 5.0,
+        assemble=assemble,
+        loss_mask=loss_mask,
+    ),
+    data=DataSpec(frame_step=4, size_step=16, fps=16.0, size=(81, 480, 832), columns=columns),
+    auxiliary=AuxiliarySpec(
+        media_encoder=_media_encoder,
+        text_encoder=_text_encoder,
+        sampler=_sampler,
+        sample_defaults=sample_defaults,
+        models=_auxiliary_models,
+        components=lambda arch: ("image_encoder",) if arch.image_dim else (),
+        conditioners=conditioners,
+    ),
+    adapters=AdapterSpec(
+        targets={
+            "q,k,v,o,ffn.0,ffn.2": (*_ATTENTION, "ffn.0", "ffn.2"),
+            "q,k,v,o": _ATTENTION,
+            "self": tuple(name for name in _ATTENTION if name.startswith("self")),
+            "q,k,v,o,ffn.0,ffn.2,k_img,v_img": (*_ATTENTION, "ffn.0", "ffn.2", "cross_attn.k_img", "cross_attn.v_img"),
+            # WanToDance's blocks that end with music; DiffSynth's recipe has an adapter there as well.
+            "q,k,v,o,ffn.0,ffn.2,music": (*_ATTENTION, "ffn.0", "ffn.2", "music.v", "music.o"),
+            # VACE's default is all blocks of both kinds; these are the VACE blocks alone.
+            "vace": tuple(f"vace_blocks.*.{name}" for name in (*_ATTENTION, "ffn.0", "ffn.2")),
+        },
+        rules=RULES,
+        verify=_verify_export,
+    ),
+    demo=DemoSpec(write=_write_demo, config=Path(__file__).parent / "demo" / "demo.toml"),
     found_at=f"{__name__}:WAN",
-    adapter_rules=RULES,
-    verify_export=_verify_export,
+    variant=_variant,
 )

@@ -11,7 +11,7 @@ Ours are the official names, put where the seam wants them: what runs before the
 import re
 from collections.abc import Mapping
 
-from ditkit_core.models.spec import StateDictNames
+from ditkit_core.models.state_dict import StateDictNames
 from ditkit_wan.presets import MUSIC_LAYERS
 
 # official -> diffusers, modules and free parameters of one block

@@ -4,13 +4,10 @@ Sources: the configurations in Wan-Video/Wan2.1 and Wan2.2, wan/configs, and the
 gen_video_global.sh and gen_video_local.sh; aigc-apps/VideoX-Fun, examples/wan2.1_fun.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from ditkit_core.models.adapter_formats import AdapterLayout
-from ditkit_core.models.spec import Expert, SampleDefaults
-from ditkit_wan.adapters import RULES, readers
+from ditkit_core.models.spec import DataSpec, Expert, SampleDefaults, TrainingSpec
 from ditkit_wan.conditioning.columns import is_told_first_latent
 from ditkit_wan.presets import WanArch
 
@@ -18,27 +15,23 @@ _GUIDANCE = {"text": (4.0, 3.0), "image": (3.5, 3.5)}
 """Strength that the high-noise and the low-noise expert are guided with, by what starts a video."""
 
 
-def _not_in_diffusers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
-    """What readers make of an adapter of a transformer that diffusers has not."""
-    return readers(layout, modules) | {"diffusers": "has no transformer for what this variant is conditioned on"}
-
-
-_OURS_ALONE = replace(RULES, readers=_not_in_diffusers)
-
-
-def variant(arch: WanArch) -> Mapping[str, Any]:
-    """Fields of the spec that this architecture has otherwise."""
+def training_of(training: TrainingSpec, arch: WanArch) -> TrainingSpec:
+    """How this architecture is trained otherwise than its family."""
     if arch.token_times:
-        # one model draws from text and from a picture: as VideoX-Fun trains it, half of the time without the picture
-        return {"fps": 24.0, "size": (121, 704, 1280), "size_step": 32, "control_dropout": 0.5}
-    told = {"fewest_frames": 5} if is_told_first_latent(arch) else {}
+        # One model generates from text and from an image: as VideoX-Fun trains it, half of the time without the image.
+        return replace(training, control_dropout=0.5)
+    return replace(training, fewest_frames=5) if is_told_first_latent(arch) and not arch.music else training
+
+
+def data_of(data: DataSpec, arch: WanArch) -> DataSpec:
+    """Sizes and frame rate that this architecture has otherwise than its family."""
+    if arch.token_times:
+        return replace(data, fps=24.0, size=(121, 704, 1280), size_step=32)
     if arch.image_positions:
-        return {**told, "size": (81, 720, 1280)}
+        return replace(data, size=(81, 720, 1280))
     if arch.music:
-        return {"fps": arch.music.fps, "size": (149, 1280, 720), "adapter_rules": _OURS_ALONE}
-    if arch.ref_conv or arch.camera_channels:
-        return {**told, "adapter_rules": _OURS_ALONE}
-    return told
+        return replace(data, fps=arch.music.fps, size=(149, 1280, 720))
+    return data
 
 
 def experts(arch: WanArch) -> Sequence[Expert]:

@@ -9,8 +9,8 @@ from torch import Tensor
 from ditkit_core.adapters.verify import compare_with_pipeline, share_base
 from ditkit_core.io.rng import generator
 from ditkit_core.models.paths import Components
-from ditkit_core.models.spec import Engine
-from ditkit_wan.model.inputs import WanInputs, make_inputs, outline
+from ditkit_core.models.protocol import Engine
+from ditkit_wan.model.inputs import WanInputs, empty_item, make_inputs
 from ditkit_wan.presets import WanArch
 from ditkit_wan.state_dict import NAMES
 
@@ -54,7 +54,7 @@ def _inputs(model: Any) -> WanInputs:
     random = generator("verify export")
     side = 4 * arch.latent_stride
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in outline(arch, (5, side, side)).items()}
+        shapes = {name: tensor.shape for name, tensor in empty_item(arch, (5, side, side)).items()}
     item = {name: torch.randn(shape, generator=random).to(device) for name, shape in shapes.items()}
     item["text"][8:] = 0
     return make_inputs([item["latents"]], torch.tensor([0.6], device=device), [item], 1.0)

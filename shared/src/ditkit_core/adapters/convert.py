@@ -105,7 +105,7 @@ def completed(
     Raises:
         UserError: If the shape of such a layer is not known.
     """
-    wanted = [name for name in spec.adapter_rules.fillers(form, list(adapters)) if name not in adapters]
+    wanted = [name for name in spec.adapters.rules.fillers(form, list(adapters)) if name not in adapters]
     of_kind = {kind_of(name): (len(a.matrices.up), a.matrices.down.shape[1]) for name, a in adapters.items()}
     shapes = {name: layers.get(name) or of_kind.get(kind_of(name)) for name in wanted}
     if unknown := [name for name, shape in shapes.items() if shape is None]:
@@ -143,7 +143,7 @@ def write(
     Raises:
         UserError: If the form cannot say the adapter, the file cannot be written, or it says something else.
     """
-    spec.check_adapter(form, list(adapters))
+    spec.adapters.check(form, list(adapters))
     worst: list[float] = [0.0]
     exact: list[bool] = [True]
     if ADAPTER_FORMS[form].alpha:
@@ -167,7 +167,7 @@ def write(
                 "give --dtype fp32"
             )
 
-    write_matrices(path, adapters, spec.names, form=form, dtype=dtype, metadata=metadata, check=check)
+    write_matrices(path, adapters, spec.architecture.names, form=form, dtype=dtype, metadata=metadata, check=check)
     ranks = tuple(sorted({len(adapter.matrices.down) for adapter in adapters.values()}))
     return Written(path=path, worst=worst[0], exact=exact[0], ranks=ranks)
 

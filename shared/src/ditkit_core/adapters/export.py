@@ -18,7 +18,8 @@ from ditkit_core.io.files import atomic_write, write_text
 from ditkit_core.io.safetensors import write_safetensors
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS
 from ditkit_core.models.precision import parse_dtype
-from ditkit_core.models.spec import ModelSpec, Part
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.models.state_dict import Part
 from ditkit_core.nn.quantized_linear import dense_weight, quantized_weights, without_scales
 from ditkit_core.weights.fp8_scaled import in_scaled_8_bits, open_weights
 from ditkit_core.weights.load import match
@@ -79,7 +80,7 @@ def check_export(spec: ModelSpec, config: ExportConfig, adapter: AdapterConfig) 
             "set export.merged = true (--merge), or export.dtype = bf16"
         )
     for form in config.forms:
-        check_form(form, spec.names, use_dora=adapter.use_dora and adapter.method == "lora")
+        check_form(form, spec.architecture.names, use_dora=adapter.use_dora and adapter.method == "lora")
     if config.merged or adapter.method == "full":
         whole_forms(spec, config)
 
@@ -90,7 +91,7 @@ def whole_forms(spec: ModelSpec, config: ExportConfig) -> list[str]:
     Raises:
         UserError: If there is none.
     """
-    known = spec.names.from_native
+    known = spec.architecture.names.from_native
     forms = [form for form in config.forms if form in known]
     if not forms:
         raise UserError(
@@ -113,16 +114,16 @@ def check_adapted(spec: ModelSpec, config: ExportConfig, model: Any) -> None:
     layers = adapter_layers(model)
     use_dora = any(layer.lora_magnitude_vector for layer in layers.values())
     for form in config.forms if layers else ():
-        check_stacks(form, spec.names, layers, use_dora=use_dora)
-        spec.check_adapter(form, layers)
+        check_stacks(form, spec.architecture.names, layers, use_dora=use_dora)
+        spec.adapters.check(form, layers)
 
 
 def read_by(spec: ModelSpec, form: str, model: Any) -> Mapping[str, str]:
     """Programs that read adapter files to what each makes of a model's adapter in a form: empty where one loads all of it."""
     layers = adapter_layers(model)
     about, use_dora = ADAPTER_FORMS[form], any(layer.lora_magnitude_vector for layer in layers.values())
-    layout = about.layout(form, spec.names.bare, use_dora=use_dora)
-    return spec.adapter_rules.readers(layout, [*layers, *spec.adapter_rules.fillers(form, list(layers))])
+    layout = about.layout(form, spec.architecture.names.bare, use_dora=use_dora)
+    return spec.adapters.rules.readers(layout, [*layers, *spec.adapters.rules.fillers(form, list(layers))])
 
 
 def loaded_by(read: Mapping[str, str]) -> str:
@@ -168,10 +169,17 @@ def export_adapter(
     for form in config.forms:
         path = folder / (f"{stem}.safetensors" if exact or form == "official" else f"{stem}_{form}.safetensors")
         fillers = {
-            module: tuple(base[f"{module}.weight"].shape) for module in spec.adapter_rules.fillers(form, list(layers))
+            module: tuple(base[f"{module}.weight"].shape) for module in spec.adapters.rules.fillers(form, list(layers))
         }
         write_adapter(
-            path, state, scaling, spec.names, form=form, dtype=config.torch_dtype, metadata=metadata, fillers=fillers
+            path,
+            state,
+            scaling,
+            spec.architecture.names,
+            form=form,
+            dtype=config.torch_dtype,
+            metadata=metadata,
+            fillers=fillers,
         )
         files.append(path)
     return files
@@ -234,13 +242,15 @@ def _write_transformer(
     tensors, coarse = _base_tensors(model), quantized_weights(model)
     assembly = Assembly()
     for name in tensors:
-        assert assembly.add(name, spec.names.from_native[form](name)), f"{name} shares rows with another parameter"
+        assert assembly.add(name, spec.architecture.names.from_native[form](name)), (
+            f"{name} shares rows with another parameter"
+        )
     natives = assembly.complete
     assert len(natives) == len(assembly.found), "the form has rows that the model does not"
 
     def about(parts: Sequence[Part]) -> tuple[tuple[int, ...], torch.dtype]:
         pieces = [rows_of(tensors[part.name], part.index, part.of) for part in parts]
-        wide = any(spec.keep_fp32(part.name) for part in parts)
+        wide = any(spec.precision.keep_fp32(part.name) for part in parts)
         return _stacked_shape(pieces), torch.float32 if wide else config.torch_dtype
 
     shapes = {key: about(parts) for key, parts in natives.items()}
@@ -285,7 +295,9 @@ def _write_transformer(
         total = sum(_num_bytes(*about) for about in shapes.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         write_text(folder / f"{stem}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
-    match(open_weights(folder), spec.names, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    match(
+        open_weights(folder), spec.architecture.names, {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    )
 
 
 def _matrices_of_blocks(model: Any) -> set[str]:
@@ -301,7 +313,7 @@ def _matrices_of_blocks(model: Any) -> set[str]:
 
 def _can_scale(parts: Sequence[Part], matrices: Collection[str], spec: ModelSpec) -> bool:
     """Whether a tensor is matrices of the blocks alone, none of which stays in fp32."""
-    return all(part.name in matrices and not spec.keep_fp32(part.name) for part in parts)
+    return all(part.name in matrices and not spec.precision.keep_fp32(part.name) for part in parts)
 
 
 def _base_tensors(model: Any) -> dict[str, Tensor]:

@@ -70,9 +70,9 @@ def extract(
     Raises:
         UserError: If one of them does not fit the architecture, or they do not differ, or a value is not finite.
     """
-    shapes = parameters_of(spec.build, arch)
-    places = [(source, match(source, spec.names, shapes)) for source in (tuned, base)]
-    layers = layers_of(spec.build, arch)
+    shapes = parameters_of(spec.architecture.build, arch)
+    places = [(source, match(source, spec.architecture.names, shapes)) for source in (tuned, base)]
+    layers = layers_of(spec.architecture.build, arch)
     adapters, kept, sizes, left = {}, {}, {}, {}
     for name, shape in shapes.items():
         theirs, ours = (read_in_fp32(source, mapping[name], shape) for source, mapping in places)

@@ -77,22 +77,26 @@ def parameters_of(build: Callable[[Any, Precision], Any], arch: Any) -> Shapes:
 def presets_of(source: SafetensorsSource, spec: ModelSpec) -> tuple[str, ...]:
     """The presets whose parameters a whole transformer's are, by name and shape; several may differ in what has no weight."""
     return tuple(
-        name for name, arch in spec.presets.items() if fits_shapes(source, spec.names, parameters_of(spec.build, arch))
+        name
+        for name, arch in spec.architecture.presets.items()
+        if fits_shapes(source, spec.architecture.names, parameters_of(spec.architecture.build, arch))
     )
 
 
 def known_names(spec: ModelSpec, extra: Shapes | None = None) -> KnownNames:
     """The names of the Linear layers of all presets, and of one more architecture."""
     layers = dict(extra or {})
-    for arch in spec.presets.values():
-        layers |= layers_of(spec.build, arch)
-    return KnownNames.of(spec.names, layers)
+    for arch in spec.architecture.presets.values():
+        layers |= layers_of(spec.architecture.build, arch)
+    return KnownNames.of(spec.architecture.names, layers)
 
 
 def fitting(spec: ModelSpec, shapes: Shapes) -> tuple[str, ...]:
     """The presets that have all these layers in these shapes."""
     return tuple(
-        name for name, arch in spec.presets.items() if shapes.items() <= dict(layers_of(spec.build, arch)).items()
+        name
+        for name, arch in spec.architecture.presets.items()
+        if shapes.items() <= dict(layers_of(spec.architecture.build, arch)).items()
     )
 
 
@@ -183,10 +187,10 @@ def other_methods(source: SafetensorsSource, known: KnownNames) -> dict[str, lis
 
 def is_whole(source: SafetensorsSource, spec: ModelSpec) -> bool:
     """Whether a file's names are those of a transformer of this family."""
-    prefixes = (*spec.names.prefixes, "")
+    prefixes = (*spec.architecture.names.prefixes, "")
     known = max(
         sum(
-            name.startswith(prefix) and spec.names.to_native(name.removeprefix(prefix)) is not None
+            name.startswith(prefix) and spec.architecture.names.to_native(name.removeprefix(prefix)) is not None
             for name in source.tensors
         )
         for prefix in prefixes
@@ -215,7 +219,7 @@ def _is_none(source: SafetensorsSource, spec: ModelSpec) -> UserError:
 
 def _likeness(names: Collection[str], spec: ModelSpec) -> str:
     """Which other model the names look like, in words that follow others; empty if like none that is known."""
-    for pattern, what in {**_OTHER_PARTS, **spec.adapter_rules.strangers}.items():
+    for pattern, what in {**_OTHER_PARTS, **spec.adapters.rules.strangers}.items():
         if any(re.search(pattern, name) for name in names):
             return f" (its names look like {what})"
     return ""

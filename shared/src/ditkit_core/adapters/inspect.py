@@ -96,7 +96,7 @@ def _adapter(path: Path, spec: ModelSpec, part: str | None, base: Shapes | None)
         "changes_nothing": [name for name, norm in norms.items() if norm == 0],
         "not_finite": broken,
         "presets": list(found.presets),
-        "readers": dict(spec.adapter_rules.readers(found.layout, list(modules))),
+        "readers": dict(spec.adapters.rules.readers(found.layout, list(modules))),
     }
     if base is not None:
         about["fits_base"] = found.shapes.items() <= dict(base).items()
@@ -110,9 +110,12 @@ def _scales(found: FoundAdapter) -> set[float]:
 def _whole(raw: SafetensorsSource, spec: ModelSpec) -> dict[str, Any]:
     """What a whole transformer is."""
     source = understood(raw)
-    prefix = max((*spec.names.prefixes, ""), key=lambda prefix: sum(name.startswith(prefix) for name in source.tensors))
+    prefix = max(
+        (*spec.architecture.names.prefixes, ""),
+        key=lambda prefix: sum(name.startswith(prefix) for name in source.tensors),
+    )
     forms = [
-        form for form, rename in spec.names.from_native.items() if _is_form(source, prefix, spec, rename)
+        form for form, rename in spec.architecture.names.from_native.items() if _is_form(source, prefix, spec, rename)
     ]  # fmt: skip
     sizes: dict[str, list[float]] = {}
     broken = []
@@ -139,7 +142,7 @@ def _is_form(source: SafetensorsSource, prefix: str, spec: ModelSpec, rename: An
     """Whether every name is one of a form."""
     for name in source.tensors:
         theirs = name.removeprefix(prefix)
-        parts = spec.names.to_native(theirs) or ()
+        parts = spec.architecture.names.to_native(theirs) or ()
         if not any(part.name == theirs for ours in parts for part in rename(ours.name)):
             return False
     return True

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.adapter_formats import FORM_OF_PREFIX, AdapterLayout
-from ditkit_core.models.spec import Part, StateDictNames
+from ditkit_core.models.state_dict import Part, StateDictNames
 from ditkit_core.weights.tensor_parts import Assembly
 
 _PARTS = {

@@ -33,7 +33,7 @@ from ditkit_core.adapters.keys import KnownNames
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.spec import Part, StateDictNames
+from ditkit_core.models.state_dict import Part, StateDictNames
 from ditkit_core.weights.load import first_ten
 from ditkit_core.weights.tensor_parts import Assembly, Matrices, columns_of_owners, join
 

@@ -17,7 +17,7 @@ from ditkit_core.adapters.inject import adapter_layers, canonical_name, is_adapt
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import Components
-from ditkit_core.models.spec import Part, StateDictNames
+from ditkit_core.models.state_dict import Part, StateDictNames
 from ditkit_core.nn.parameters import swapped
 from ditkit_core.nn.quantized_linear import dense_weight, quantized_weights, without_scales
 from ditkit_core.weights.load import first_ten

@@ -17,7 +17,7 @@ from ditkit_core.adapters.read import DIFFUSERS_METADATA, AdapterFile, open_adap
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import write_safetensors
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS, nearest_form
-from ditkit_core.models.spec import Part, StateDictNames
+from ditkit_core.models.state_dict import Part, StateDictNames
 from ditkit_core.weights.tensor_parts import Assembly, Matrices, join
 
 

@@ -58,7 +58,7 @@ def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainO
     check(run)
     check_training(run)
     if options.demo:
-        spec.write_demo(folder.inputs)
+        spec.demo.write(folder.inputs)
         run = Run(spec, config)  # of an architecture that was not there before
     assert run.dataset.samples  # what is wrong with the data is said before weights are fetched
     unloaded = run.build()
@@ -104,7 +104,7 @@ def _audit(subject: Subject, weights: str, prepared: Prepared, seed: int) -> Fin
     with with_adapters_at_work(prepared.model, seed) as changed:
         if changed:
             weights += "; B of the adapters, which is zero, is drawn small so that gradients reach A"
-        tokens = sum(map(subject.spec.num_tokens, subject.items))
+        tokens = sum(map(subject.spec.training.num_tokens, subject.items))
         notes = (
             f"weights: {weights}",
             f"samples: {', '.join(subject.ids)}: {tokens} tokens, each sample at a noise level in every range of σ",

@@ -65,7 +65,7 @@ def dump_samples(run: Run, folder: Path, encoded: Sequence[EncodedSample]) -> No
     samples = [sample for sample in run.dataset.samples if sample.id in there]
     with progress("dump", len(samples)) as bar:
         dump(
-            samples, folder, fps=run.dataset.fps, columns=run.columns, reference_size=run.spec.reference_size,
+            samples, folder, fps=run.dataset.fps, columns=run.columns, reference_size=run.spec.data.reference_size,
             advance=bar.advance,
         )  # fmt: skip
     say(f"{len(samples)} samples as they are encoded: {folder}")

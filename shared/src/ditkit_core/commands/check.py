@@ -42,7 +42,7 @@ def check_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
         for each in runs_of(run):
             check_training(each)
         if options.demo:
-            spec.write_demo(folder.inputs)
+            spec.demo.write(folder.inputs)
             run = Run(spec, config)  # of an architecture that was not there before
         with nothing_fetched():
             with suppress(UserError):  # said where the model is tried

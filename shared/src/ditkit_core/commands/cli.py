@@ -123,7 +123,7 @@ def _resolve(prog: str, spec: ModelSpec, flags: Flags) -> RunConfig:
         raise UserError(f"nothing to work on: give a run file ({prog} run.toml), or see it work with {prog} --demo")
     return resolve(
         RunConfig,
-        demo=spec.demo_config if demo else None,
+        demo=spec.demo.config if demo else None,
         stored=Path(common.run) if common.run else None,
         file=Path(common.config) if common.config else None,
         flags=flags.values,

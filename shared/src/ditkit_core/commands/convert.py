@@ -68,7 +68,7 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     if layers is not None:
         _check_fits(found, layers)
     form = options.to or (found.layout.form if found.layout.form in ADAPTER_FORMS else "official")
-    check_form(form, spec.names, use_dora=found.layout.use_dora)
+    check_form(form, spec.architecture.names, use_dora=found.layout.use_dora)
     rank, energy = parse_rank(options.rank) if options.rank else (None, 1.0)
     marks = [f"_rank{rank}" if rank else "_reduced"] * bool(options.rank) + [f"_{form}"] * bool(options.to)
     out = _out(options.out, path, "".join(marks) or f"_{options.dtype}")
@@ -77,7 +77,7 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
         adapters, kept = reduced(adapters, rank, energy, path)
         say(_kept_lines(kept, "energy kept"))
     if layers is None and found.presets:
-        layers = layers_of(spec.build, spec.presets[found.presets[0]])
+        layers = layers_of(spec.architecture.build, spec.architecture.presets[found.presets[0]])
     elif layers is None:
         warn(f"{path} fits no preset of {spec.name}: names are converted, sizes are taken as they are")
     complete = completed(adapters, spec, form, layers or {}, path)
@@ -97,14 +97,14 @@ def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     """A low-rank adapter out of the difference of two transformers."""
     rank, energy = parse_rank(options.rank)
     form, tuned_path = options.to or "official", Path(options.extract).expanduser()
-    check_form(form, spec.names, use_dora=False)
+    check_form(form, spec.architecture.names, use_dora=False)
     out = _out(options.out, tuned_path, f"_rank{rank}" if rank else "_extracted")
     base, arch, layers = _base(spec, config, options)
     tuned = open_weights(tuned_path)
     only = None
     if config.adapter.targets:
-        only = target_modules(build_on_meta(spec, arch, Precision()), config.adapter.targets, spec.adapter_targets)
-    with progress("extract", len(parameters_of(spec.build, arch))) as bar:
+        only = target_modules(build_on_meta(spec, arch, Precision()), config.adapter.targets, spec.adapters.targets)
+    with progress("extract", len(parameters_of(spec.architecture.build, arch))) as bar:
         found = extract(spec, arch, tuned, base, rank=rank, energy=energy, only=only, advance=bar.advance)
     say(_kept_lines(found.kept, "of the difference's energy kept"))
     say(f"the adapter leaves {found.residual:.2%} of the norm of what its modules differ by")
@@ -154,8 +154,8 @@ def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     found = find_adapter(path, spec, part=options.part, layers=layers)
     _check_fits(found, layers)
     read_adapter(found)  # a value that is not finite is said now
-    shapes = parameters_of(spec.build, arch)
-    mapping, edits = match(source, spec.names, shapes), merge_into([(found.file, strength)])
+    shapes = parameters_of(spec.architecture.build, arch)
+    mapping, edits = match(source, spec.architecture.names, shapes), merge_into([(found.file, strength)])
 
     def merged(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return read_in_fp32(source, mapping[name], shape, edits.get(name))
@@ -175,7 +175,7 @@ def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
 
 def _difference(source: SafetensorsSource, spec: ModelSpec, shapes: Shapes, names: list[str], expected: Any) -> float:
     """Largest relative difference of some parameters of a file to what they should be."""
-    mapping, worst = match(source, spec.names, shapes), 0.0
+    mapping, worst = match(source, spec.architecture.names, shapes), 0.0
     for name in names:
         wanted = expected(name, shapes[name]).clone()
         read = read_in_fp32(source, mapping[name], shapes[name])
@@ -190,7 +190,11 @@ def _difference(source: SafetensorsSource, spec: ModelSpec, shapes: Shapes, name
 
 def _check_expert(spec: ModelSpec, adapter: Path, base: SafetensorsSource) -> None:
     """Refuse to put an adapter that is named after one expert into the weights of the other: their shapes are equal."""
-    parts = {expert.part: expert.name for arch in spec.presets.values() for expert in spec.experts(arch)}
+    parts = {
+        expert.part: expert.name
+        for arch in spec.architecture.presets.values()
+        for expert in spec.architecture.experts(arch)
+    }
     if not parts:  # of another family such a name says nothing
         return
     folder = base.path if base.path.is_dir() else base.path.parent
@@ -222,16 +226,16 @@ def _check_fits(found: FoundAdapter, layers: Shapes) -> None:
 def _layers(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> tuple[ModelSpec, Shapes | None]:
     """The family as the base or preset that was named has it, and its Linear layers; None if none was."""
     name = config.model.preset
-    if name and name not in spec.presets:
-        raise UserError(f"model.preset = {name!r} is unknown; choose one of {', '.join(spec.presets)}")
+    if name and name not in spec.architecture.presets:
+        raise UserError(f"model.preset = {name!r} is unknown; choose one of {', '.join(spec.architecture.presets)}")
     if options.base:
         _, arch, layers = _base(spec, config, options)
     elif name:
-        arch = spec.presets[name]
-        layers = layers_of(spec.build, arch)
+        arch = spec.architecture.presets[name]
+        layers = layers_of(spec.architecture.build, arch)
     else:
         return spec, None
-    return replace(spec, **spec.variant(arch)), layers
+    return spec.for_arch(arch), layers
 
 
 def _base(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> tuple[SafetensorsSource, Any, Shapes]:
@@ -254,8 +258,8 @@ def _base(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> tuple[S
     source = open_weights(model.locate("transformer" if model.transformer else part))
     # Presets may differ in what has no weight: for what is done here any that fits will do.
     fitting = () if model.preset else presets_of(source, spec)
-    arch = spec.presets[fitting[0]] if fitting else choose_arch(spec, model.preset, source)[1]
-    return source, arch, layers_of(spec.build, arch)
+    arch = spec.architecture.presets[fitting[0]] if fitting else choose_arch(spec, model.preset, source)[1]
+    return source, arch, layers_of(spec.architecture.build, arch)
 
 
 def _out(given: str, beside: Path, mark: str) -> Path:
@@ -288,7 +292,7 @@ def _say_written(
     )
     say(f"{written.path}: {form}, {len(adapters)} modules, {ranks}, {short}; read again, products are the same {same}")
     use_dora = any(adapter.matrices.magnitude is not None for adapter in adapters.values())
-    layout = ADAPTER_FORMS[form].layout(form, spec.names.bare, use_dora=use_dora)
-    read = spec.adapter_rules.readers(layout, list(adapters))
+    layout = ADAPTER_FORMS[form].layout(form, spec.architecture.names.bare, use_dora=use_dora)
+    read = spec.adapters.rules.readers(layout, list(adapters))
     if read:
         say(loaded_by(read))

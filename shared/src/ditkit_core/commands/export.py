@@ -116,7 +116,7 @@ class Exporter:
     def finish(self, step: int) -> None:
         """Export under the final names, verify the adapter where it will be used, draw samples."""
         run, config = self._run, self._run.config
-        model, verify, passage = self._prepared.model, run.spec.verify_export, self._prepared.passage
+        model, verify, passage = self._prepared.model, run.spec.adapters.verify, self._prepared.passage
         files = self._export_adapter("adapter", step) if config.adapter.method == "lora" else []
         files_of = replace(config.model, transformer=str(self._prepared.source.path))  # which may be a second expert
         model.eval()  # dropout is no part of what was exported

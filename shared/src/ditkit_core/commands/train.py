@@ -74,7 +74,7 @@ def train(run: Run, options: TrainOptions, *, in_turn: bool = False, shared_prev
         say(f"precision {config.precision.preset}: {places}")
         if options.demo:
             say(f"writing the demo's checkpoint and media into {folder.inputs}")
-            spec.write_demo(folder.inputs)
+            spec.demo.write(folder.inputs)
             run = Run(spec, config)  # of an architecture that was not there before
         say_where_previews_could_be(run)
         with nullcontext(shared_previews) if in_turn else previews_of(run, folder, write_report) as previews:
@@ -108,9 +108,9 @@ def _train(run: Run, folder: RunFolder, options: TrainOptions, previews: Preview
     # before hours of encoding: what is wrong with it is said now
     divided = divided_for_training(run, unloaded.model, unloaded.arch, unloaded.adapter)
     spec, config = run.spec, run.config
-    if advice := spec.training_advice(unloaded.arch):
+    if advice := spec.training.advice(unloaded.arch):
         warn(advice)
-    if config.flow.guidance != 1 and spec.sample_defaults(unloaded.arch).guided_by != "embedding":
+    if config.flow.guidance != 1 and spec.auxiliary.sample_defaults(unloaded.arch).guided_by != "embedding":
         warn(f"flow.guidance = {config.flow.guidance:g} is not used: this model is told no strength of guidance")
     check_parts(run, run.dataset.samples, drawing=num_class_pictures > 0)
     if num_class_pictures:
@@ -185,7 +185,7 @@ def training_data(
 ) -> TrainingData | WithPrior:
     """What a run trains on, in its order."""
     config = run.config.train
-    size = BatchSize(samples=config.batch_size, tokens=config.batch_tokens, num_tokens=run.spec.num_tokens)
+    size = BatchSize(samples=config.batch_size, tokens=config.batch_tokens, num_tokens=run.spec.training.num_tokens)
     data = TrainingData(
         samples, seed=config.seed, batch_size=size, caption_dropout=config.caption_dropout,
         control_dropout=config.control_dropout,
@@ -205,7 +205,7 @@ def encode(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> None:
     run = Run(spec, config)
     check(run)
     if options.demo:
-        spec.write_demo(RunFolder(Path(config.run.folder)).inputs)
+        spec.demo.write(RunFolder(Path(config.run.folder)).inputs)
         run = Run(spec, config)
     run = known(run)
     rule = parse_rule(options.prune_cache) if options.prune_cache else None

@@ -37,7 +37,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         Stopped: If a signal ended it early.
     """
     run = Run(spec, config)
-    if not options.demo and any(map(spec.experts, spec.presets.values())):
+    if not options.demo and any(map(spec.architecture.experts, spec.architecture.presets.values())):
         run = known(run)
     if run.experts and config.sample.every_steps and not config.sample.device:
         warn(

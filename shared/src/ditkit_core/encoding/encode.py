@@ -21,7 +21,8 @@ from ditkit_core.encoding.encoded_sample import Condition, EncodedSample
 from ditkit_core.encoding.tasks import Jobs, Progress, fill, goes_on, no_progress, of_whom
 from ditkit_core.errors import NotEquipped, UserError
 from ditkit_core.models.conditions import Conditioner, Controls
-from ditkit_core.models.spec import Encoder, no_change
+from ditkit_core.models.encoders import Encoder
+from ditkit_core.models.spec import no_change
 
 _LONG_HASH_BYTES = 2**28
 """So many take seconds to read; less is over before a progress bar says anything."""

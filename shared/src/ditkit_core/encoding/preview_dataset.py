@@ -8,7 +8,7 @@ from ditkit_core.data.media.clip import kind_of, read_clip, write_image, write_v
 from ditkit_core.data.references import ReferenceSize, encoded_sizes
 from ditkit_core.io.files import write_text
 from ditkit_core.models.conditions import Column
-from ditkit_core.models.spec import ignored
+from ditkit_core.models.encoders import ignored
 
 
 def dump(

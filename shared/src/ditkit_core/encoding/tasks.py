@@ -14,7 +14,7 @@ from ditkit_core.errors import NotEquipped, UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.memory import release_memory
 from ditkit_core.models.conditions import Conditioner
-from ditkit_core.models.spec import Encoder, ignored
+from ditkit_core.models.encoders import Encoder, ignored
 
 _JUDGED_BY = 2
 """Entries of a kind by which the size of the rest is judged; the first caption is the empty one, which some models keep short."""

@@ -19,7 +19,7 @@ from ditkit_core.engine.activation_offload import HostMemory, HostStore, can_off
 from ditkit_core.engine.block_hooks import Passage, marked
 from ditkit_core.engine.compile import backend_of, check_compiled, check_traced, run_compiled
 from ditkit_core.models.precision import autocast_disabled
-from ditkit_core.models.spec import StagedModel
+from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.attention import AttentionSettings, attention_settings, calls_in_force
 
 POLICIES = ("none", "full", "attn_only")

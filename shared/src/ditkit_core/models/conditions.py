@@ -23,7 +23,7 @@ class Column:
     moment: Literal["", "begin", "end"] = ""
     """Which frame of the clip a picture shows, if it shows one: no other window of the file has it."""
     in_front: bool = False
-    """Whether it is one latent frame more in front of the clip's: `ModelSpec.outline` is given it as a reference of the clip's size."""
+    """Whether it is one latent frame more in front of the clip's: `TrainingSpec.empty_item` is given it as a reference of the clip's size."""
     instead_of: tuple[str, ...] = ()
     """Columns that say the same in another way: where a clip has both, this one holds, and one that is given for a drawing takes the place
     of the clip's own of the other way."""

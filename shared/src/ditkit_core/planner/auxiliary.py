@@ -14,8 +14,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.models.encoders import Companion, Holding
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import Companion, Holding, ModelSpec, run_plain
+from ditkit_core.models.protocol import run_plain
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.lora import as_on
 from ditkit_core.planner.memory_tracker import Ledger
 from ditkit_core.planner.reduced_model import materialise, thinned
@@ -192,7 +194,7 @@ def denoising_bytes(
     """
     model: Any = thinned(spec, arch, precision, adapter, quantize=quantize)
     with torch.device("meta"):
-        item = spec.outline(arch, size, references)
+        item = spec.training.empty_item(arch, size, references)
     with _fake(kind) as ledger:
         with ledger.purpose("weights"):
             names = {id(module): name for name, module in model.whole.named_modules()}
@@ -201,7 +203,7 @@ def denoising_bytes(
         weights = ledger.total(_DEVICE)
         item = {name: torch.empty(t.shape, dtype=t.dtype, device=_DEVICE) for name, t in item.items()}
         sigma = torch.empty(1, device=_DEVICE)
-        run_plain(model, spec.make_inputs([item["latents"].float()], sigma, [item], 1.0))
+        run_plain(model, spec.training.make_inputs([item["latents"].float()], sigma, [item], 1.0))
     return ledger.peak[_DEVICE] - weights
 
 

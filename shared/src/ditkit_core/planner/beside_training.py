@@ -71,7 +71,7 @@ def beside_training(
 
     def rows(drawn: Drawn, room: Room, beside: int, **given: Any) -> list[CompanionRow]:
         return companion_rows(
-            run.spec.companions(arch, config.model),
+            run.spec.auxiliary.models(arch, config.model),
             drawn=[shape[0] for shape in drawn.shapes],
             text_dtype=parse_dtype(config.encode.text_dtype),
             streaming=config.encode.streaming,
@@ -141,7 +141,7 @@ def _samples(run: Run, shapes: Sequence[Shape], samples: Sequence[Sample] | None
         scenes = run.scenes([] if config.prompts or samples is None else samples)
         found: list[Shape] = []
         for scene in scenes:
-            found.append(shape_of(scene, scene.files, run.columns, run.spec.reference_size))
+            found.append(shape_of(scene, scene.files, run.columns, run.spec.data.reference_size))
         return Drawn(tuple(found), len(scenes) * config.images)
     sizes_drawn = {
         ((config.frames or frames, config.height or height, config.width or width), references)

@@ -186,7 +186,7 @@ def weights_profile(model: Any, spec: ModelSpec, precision: Precision, *, averag
                 if parameter is None or id(parameter) in seen:
                     continue
                 seen.add(id(parameter))
-                wide = spec.keep_fp32(canonical_name(f"{prefix}.{leaf}"))
+                wide = spec.precision.keep_fp32(canonical_name(f"{prefix}.{leaf}"))
                 dtype = final_dtype(module, leaf, torch.float32 if wide else precision.matmul)
                 if parameter.requires_grad:
                     trained += parameter.numel() * torch.float32.itemsize

@@ -94,7 +94,7 @@ def report_of(
         chosen=divided.chosen,
         quantize=config.base.quantize,
         bucket=bucket.described(),
-        tokens=sum(map(run.spec.num_tokens, bucket.items)),
+        tokens=sum(map(run.spec.training.num_tokens, bucket.items)),
         micro_batches=micro_batches,
         pipelined=pipelined,
         devices=plans,
@@ -214,7 +214,9 @@ def _adapter(run: Run, arch: Any) -> AdapterConfig:
         return adapter
     model = build_on_meta(run.spec, arch, Precision())
     linears = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    return config_from_file(adapter, open_adapter(Path(adapter.init).expanduser(), run.spec.names, linears))[0]
+    return config_from_file(
+        adapter, open_adapter(Path(adapter.init).expanduser(), run.spec.architecture.names, linears)
+    )[0]
 
 
 def _divisible(run: Run, arch: Any, adapter: AdapterConfig, targets: _Targets) -> Any:
@@ -356,7 +358,7 @@ def largest_bucket(
         shapes = _shapes(run, samples)
         source = f"the largest in {', '.join(data.folders or (data.folder,))}"
     elif data.buckets:
-        step = data.bucket_step or 4 * run.spec.size_step
+        step = data.bucket_step or 4 * run.spec.data.size_step
         buckets = bucket_sizes(data.height, data.width, step=step, max_aspect=data.max_aspect)
         shapes = {((data.frames, height, width), ()) for height, width in buckets}
         source = "the largest bucket of data.height and data.width"
@@ -366,15 +368,17 @@ def largest_bucket(
 
     def batch(shape: Shape) -> list[dict[str, Tensor]]:
         with torch.device("meta"):
-            item = run.spec.outline(arch, *shape)
-        count = max(1, train.batch_tokens // run.spec.num_tokens(item)) if train.batch_tokens else train.batch_size
+            item = run.spec.training.empty_item(arch, *shape)
+        count = (
+            max(1, train.batch_tokens // run.spec.training.num_tokens(item)) if train.batch_tokens else train.batch_size
+        )
         return [item] * count
 
     of_class = _class_shapes(run, class_pictures)
     batches = {shape: batch(shape) for shape in sorted(shapes)}
     most = max(map(len, batches.values()))
     batches.update((shape, batch(shape)[:most]) for shape in sorted(of_class - shapes))
-    largest = max(batches, key=lambda shape: sum(map(run.spec.num_tokens, batches[shape])))
+    largest = max(batches, key=lambda shape: sum(map(run.spec.training.num_tokens, batches[shape])))
     if largest not in shapes:
         source = "the largest of the class pictures, which is larger than the data's"
     return Bucket(
@@ -384,7 +388,7 @@ def largest_bucket(
 
 
 def _shapes(run: Run, samples: Sequence[Sample]) -> set[Shape]:
-    return {shape_of(sample, sample.controls, run.columns, run.spec.reference_size) for sample in samples}
+    return {shape_of(sample, sample.controls, run.columns, run.spec.data.reference_size) for sample in samples}
 
 
 def _class_shapes(run: Run, class_pictures: Sequence[Sample] | None) -> set[Shape]:

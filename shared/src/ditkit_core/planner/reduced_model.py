@@ -19,7 +19,8 @@ from ditkit_core.adapters.inject import (
     trainable_parameters,
 )
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import Engine, ModelSpec, run_plain
+from ditkit_core.models.protocol import Engine, run_plain
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_linear import final_dtype
 from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.weights.quantize import check_quantize, convert
@@ -90,8 +91,8 @@ def thinned(
     model = build_on_meta(spec, arch, precision)
     check_quantize(quantize, adapter.method)
     if quantize != "none":
-        convert(model, quantize, spec.keep_fp32)
-    targets = () if adapter.method == "full" else target_modules(model, adapter.targets, spec.adapter_targets)
+        convert(model, quantize, spec.precision.keep_fp32)
+    targets = () if adapter.method == "full" else target_modules(model, adapter.targets, spec.adapters.targets)
     kinds = _kinds(model, set(targets), whole=adapter.method == "full")
     indices, stands_for = _choose(kinds, of_each)
     chosen = Thinned(model, indices, stands_for)
@@ -100,7 +101,7 @@ def thinned(
         prefixes = tuple(f"{names[id(stage)]}." for stage in chosen.stages())
         inject(model, replace(adapter, targets=tuple(t for t in targets if t.startswith(prefixes))), {})
     else:
-        inject(model, adapter, spec.adapter_targets)
+        inject(model, adapter, spec.adapters.targets)
     return chosen
 
 
@@ -149,7 +150,7 @@ def materialise(stage: nn.Module, name: str, spec: ModelSpec, *, dtype: torch.dt
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
                 full = canonical_name(f"{prefix}.{leaf}".lstrip("."))
-                wide = is_adapter_name(full) or spec.keep_fp32(full)
+                wide = is_adapter_name(full) or spec.precision.keep_fp32(full)
                 final = final_dtype(module, leaf, torch.float32 if wide else dtype)
                 fake = torch.empty(parameter.shape, dtype=final, device=device)
                 module._parameters[leaf] = nn.Parameter(fake, requires_grad=parameter.requires_grad)

@@ -65,7 +65,7 @@ def _batches(config: RunConfig, cards: tuple[Card, ...]) -> list[Change]:
 
 
 def _frames(spec: ModelSpec, config: RunConfig, cards: tuple[Card, ...]) -> list[Change]:
-    now, step = config.data.frames, spec.frame_step
+    now, step = config.data.frames, spec.data.frame_step
     if step == 0 or now <= 1:
         return []
     wanted = dict.fromkeys(1 + int((now - 1) * share) // step * step for share in (0.8, 0.65, 0.5, 0.3))
@@ -80,7 +80,7 @@ def _frames(spec: ModelSpec, config: RunConfig, cards: tuple[Card, ...]) -> list
 
 
 def _sizes(spec: ModelSpec, config: RunConfig, cards: tuple[Card, ...]) -> list[Change]:
-    data, step = config.data, spec.size_step
+    data, step = config.data, spec.data.size_step
     changes = []
     for share in (0.85, 0.7, 0.5):
         height, width = (max(step, int(side * share) // step * step) for side in (data.height, data.width))

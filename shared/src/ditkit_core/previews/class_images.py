@@ -16,7 +16,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say, warn
 from ditkit_core.io.files import write_text
 from ditkit_core.models.conditions import Controls
-from ditkit_core.models.spec import SampleJob
+from ditkit_core.models.encoders import SampleJob
 from ditkit_core.run.run import Run
 from ditkit_core.sampling.denoise import Turn, draw
 
@@ -93,7 +93,7 @@ def draw_class_pictures(
         UserError: If one cannot be written, or is not finite.
     """
     config, folder = run.config, run.prior_folder
-    defaults = run.spec.sample_defaults(run.arch)
+    defaults = run.spec.auxiliary.sample_defaults(run.arch)
     drawing = config.sample.resolved(defaults, warn)
     wanted = {**_conditions(run, config.prior.prompt), **told}
     guided = replace(drawing, guidance=max(turn.guidance or drawing.guidance for turn in turns))

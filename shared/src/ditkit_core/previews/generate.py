@@ -17,7 +17,7 @@ def draw(run: Run, turns: Sequence[Turn], scenes: Sequence[Scene], folder: Path,
     """Draw what the section asks for, with the transformers that take the steps in turn."""
     if not scenes:
         return []
-    defaults = run.spec.sample_defaults(run.arch)
+    defaults = run.spec.auxiliary.sample_defaults(run.arch)
     config = run.config.sample.resolved(defaults, warn)
     guided = replace(config, guidance=max(turn.guidance or config.guidance for turn in turns))
     run.encode_scenes(scenes)

@@ -36,9 +36,9 @@ def check_settings(run: Run) -> None:
     check_export(run.spec, run.config.export, run.config.adapter)
     check_backend(run.config.train.attention, training=False)
     run.config.sample.check(
-        frame_step=run.spec.frame_step,
-        size_step=run.spec.size_step,
-        takes_references=run.spec.reference_size is not None,
+        frame_step=run.spec.data.frame_step,
+        size_step=run.spec.data.size_step,
+        takes_references=run.spec.data.reference_size is not None,
     )
 
 

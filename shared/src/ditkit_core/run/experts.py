@@ -190,8 +190,8 @@ def restricted(expert: Expert, flow: FlowConfig, held_out: HeldOutConfig) -> tup
 def as_trained(config: Any, spec: ModelSpec, arch: Any) -> Any:
     """A `RunConfig`, checked against the experts that the architecture has, as a run of one of them has it: its noise levels, and no
     previews on its own devices, which would need the other beside it."""
-    experts = spec.experts(arch)
-    having = [name for name, other in spec.presets.items() if spec.experts(other)]
+    experts = spec.architecture.experts(arch)
+    having = [name for name, other in spec.architecture.presets.items() if spec.architecture.experts(other)]
     check_experts(config.experts, experts, config.model, having)
     expert = next((each for each in experts if each.name == config.experts.train), None)
     if expert is None:

@@ -32,7 +32,8 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import Components
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import ModelSpec, Part
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.models.state_dict import Part
 from ditkit_core.run.quantized_cache import find_cache
 from ditkit_core.weights.fp8_scaled import num_scaled, open_weights
 from ditkit_core.weights.load import Advice, fits_shapes, load_into, match, read_in_fp32
@@ -128,12 +129,12 @@ def build(
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     advice = None if components.preset else _advice(source)
     mapping = match(
-        source, spec.names, shapes, advice=advice
+        source, spec.architecture.names, shapes, advice=advice
     )  # before anything slow: peft alone takes seconds to import
     linears = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
 
     def open_file(file: Path) -> AdapterFile:
-        return open_adapter(file, spec.names, linears)
+        return open_adapter(file, spec.architecture.names, linears)
 
     merged = [(open_file(file), strength) for file, strength in map(parse_merge, base.merge)]
     start = None
@@ -152,9 +153,9 @@ def build(
             say(
                 f"{source.path} is in scaled 8 bits, and rounded once more; a bf16 file or base.quantize = fp8 loses less"
             )
-        if any(not spec.keep_fp32(f"{name}.weight") for name in linears_of_blocks(model)):
+        if any(not spec.precision.keep_fp32(f"{name}.weight") for name in linears_of_blocks(model)):
             say(_quantize(spec, model, base.quantize, precision))
-    adapted = inject(model, adapter, spec.adapter_targets)
+    adapted = inject(model, adapter, spec.adapters.targets)
     for file, strength in merged:
         say(f"base.merge: {len(file.modules)} modules of {file.source.path} at strength {strength:g}")
     return Unloaded(
@@ -177,7 +178,7 @@ def check_item(spec: ModelSpec, model: Any, item: Mapping[str, Tensor]) -> None:
     try:
         with torch.no_grad():
             sigma = torch.zeros(1, device="meta")
-            model.embed(spec.make_inputs([item["latents"]], sigma, [item], 1.0))
+            model.embed(spec.training.make_inputs([item["latents"]], sigma, [item], 1.0))
     except RuntimeError as error:
         found = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in item.items())
         raise UserError(
@@ -252,14 +253,14 @@ def load(
 
 def _loaded_dtype(spec: ModelSpec, precision: Precision) -> Callable[[str], torch.dtype]:
     """The dtype of the base's parameters that are not quantized, by name."""
-    return lambda name: torch.float32 if spec.keep_fp32(name) else precision.matmul
+    return lambda name: torch.float32 if spec.precision.keep_fp32(name) else precision.matmul
 
 
 def _quantize(spec: ModelSpec, model: Any, kind: str, precision: Precision) -> str:
     """Have the blocks' matrices quantized when they are loaded; returns one line that says so."""
     dtype_of, num_blocks = _loaded_dtype(spec, precision), len(model.blocks())
     before = num_bytes(model, dtype_of)
-    converted = convert(model, kind, spec.keep_fp32)
+    converted = convert(model, kind, spec.precision.keep_fp32)
     return described(kind, converted, num_blocks, before, num_bytes(model, dtype_of))
 
 
@@ -275,7 +276,7 @@ def _hold_as_stored(
     """Have the blocks' matrices that a file has in scaled 8 bits held so; returns one line that says it."""
     dtype_of = _loaded_dtype(spec, precision)
     before = num_bytes(model, dtype_of)
-    layers = [name for name in linears_of_blocks(model) if not spec.keep_fp32(f"{name}.weight")]
+    layers = [name for name in linears_of_blocks(model) if not spec.precision.keep_fp32(f"{name}.weight")]
     held = hold_as_stored(model, source, mapping, layers=layers)
     line = (
         f"{source.path}: {len(held)} matrices are held in its own scaled 8 bits; "
@@ -287,7 +288,7 @@ def _hold_as_stored(
 def build_on_meta(spec: ModelSpec, arch: Any, precision: Precision) -> Any:
     """The model without memory."""
     with torch.device("meta"):
-        return spec.build(arch, precision)
+        return spec.architecture.build(arch, precision)
 
 
 def choose_arch(spec: ModelSpec, preset: str, source: SafetensorsSource) -> tuple[str, Any]:
@@ -302,34 +303,38 @@ def choose_arch(spec: ModelSpec, preset: str, source: SafetensorsSource) -> tupl
         UserError: If the name is unknown, or nothing says which architecture this is.
     """
     if preset:
-        if preset not in spec.presets:
-            raise UserError(f"model.preset = {preset!r} is unknown; choose one of {', '.join(spec.presets)}")
-        return preset, spec.presets[preset]
+        if preset not in spec.architecture.presets:
+            raise UserError(
+                f"model.preset = {preset!r} is unknown; choose one of {', '.join(spec.architecture.presets)}"
+            )
+        return preset, spec.architecture.presets[preset]
     path = _config_json(source.path)
-    if path is not None and spec.infer_arch is not None:
+    if path is not None and spec.architecture.infer_arch is not None:
         try:
-            arch = spec.infer_arch(json.loads(path.read_text(encoding="utf-8")), _pipeline_index(source.path))
+            arch = spec.architecture.infer_arch(
+                json.loads(path.read_text(encoding="utf-8")), _pipeline_index(source.path)
+            )
             if arch is not None:
                 build_on_meta(spec, arch, Precision())  # where a value of another kind shows
         except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise UserError(
-                f"{path} does not describe this model ({error!r}); set model.preset to one of {', '.join(spec.presets)}"
+                f"{path} does not describe this model ({error!r}); set model.preset to one of {', '.join(spec.architecture.presets)}"
             ) from error
         if arch is not None:
-            return next((name for name, known in spec.presets.items() if known == arch), ""), arch
+            return next((name for name, known in spec.architecture.presets.items() if known == arch), ""), arch
     fitting = _fitting(spec, source)
     if len(fitting) != 1:
         what = f"{' and '.join(fitting)} fit" if fitting else "no preset fits"
         raise UserError(
-            f"{what} the weights in {source.path}; set model.preset to one of {', '.join(fitting or spec.presets)}"
+            f"{what} the weights in {source.path}; set model.preset to one of {', '.join(fitting or spec.architecture.presets)}"
         )
-    return fitting[0], spec.presets[fitting[0]]
+    return fitting[0], spec.architecture.presets[fitting[0]]
 
 
 def _fitting(spec: ModelSpec, source: SafetensorsSource) -> list[str]:
     """The presets that have the shapes of these weights."""
-    presets = spec.presets.items() if source.tensors else ()
-    return [name for name, arch in presets if fits_shapes(source, spec.names, _shapes(spec, arch))]
+    presets = spec.architecture.presets.items() if source.tensors else ()
+    return [name for name, arch in presets if fits_shapes(source, spec.architecture.names, _shapes(spec, arch))]
 
 
 def arch_here(spec: ModelSpec, components: Components, *, fetch: bool = False) -> tuple[str, Any]:
@@ -353,10 +358,10 @@ def arch_here(spec: ModelSpec, components: Components, *, fetch: bool = False) -
         remedy = "set model.transformer to its file, and if need be " if is_here else "set "
         raise UserError(
             f"model.base = {components.base!r} {lacks} to say which architecture it is; "
-            f"{remedy}model.preset to one of {', '.join(spec.presets)}"
+            f"{remedy}model.preset to one of {', '.join(spec.architecture.presets)}"
         )
     folder = path if path.is_dir() else path.parent
-    described = (folder / "config.json").is_file() and spec.infer_arch is not None
+    described = (folder / "config.json").is_file() and spec.architecture.infer_arch is not None
     source = SafetensorsSource(path, {}, {}) if described else open_weights(path)
     return choose_arch(spec, "", source)
 

@@ -33,9 +33,10 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say, warn
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.conditions import Column
+from ditkit_core.models.encoders import Encoder, Sampler
 from ditkit_core.models.paths import Components
 from ditkit_core.models.precision import Precision, parse_dtype
-from ditkit_core.models.spec import Encoder, Expert, ModelSpec, Sampler
+from ditkit_core.models.spec import Expert, ModelSpec
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.experts import as_trained
 from ditkit_core.run.prepare import Prepared, Unloaded, arch_here, build, load
@@ -71,16 +72,16 @@ class Run:
             with suppress(UserError):  # said where the model is built
                 object.__setattr__(self, "arch", arch_here(self.spec, self.config.model)[1])
         if self.arch is not None:
-            object.__setattr__(self, "spec", replace(self.spec, **self.spec.variant(self.arch)))
+            object.__setattr__(self, "spec", self.spec.for_arch(self.arch))
         data = self.config.data
-        frames, height, width = self.spec.size
+        frames, height, width = self.spec.data.size
         data = replace(
             data, frames=max(data.frame_buckets, default=data.frames) or frames, height=data.height or height,
             width=data.width or width,
         )  # fmt: skip
         train = self.config.train
         if train.control_dropout < 0:
-            train = replace(train, control_dropout=self.spec.control_dropout)
+            train = replace(train, control_dropout=self.spec.training.control_dropout)
         config = replace(self.config, data=data, train=train)  # what the model decides, decided once
         object.__setattr__(self, "config", config if self.arch is None else as_trained(config, self.spec, self.arch))
         if self.config.train.threads:
@@ -94,7 +95,7 @@ class Run:
     @property
     def experts(self) -> Sequence[Expert]:
         """The architecture's; none where one transformer sees all noise levels."""
-        return () if self.arch is None else self.spec.experts(self.arch)
+        return () if self.arch is None else self.spec.architecture.experts(self.arch)
 
     @property
     def expert(self) -> Expert | None:
@@ -164,7 +165,7 @@ class Run:
     def precision(self) -> Precision:
         """The dtypes of the model."""
         matmul = parse_dtype(self.config.model.dtype)
-        return self.config.precision.precision(matmul, self.spec.reference_precision)
+        return self.config.precision.precision(matmul, self.spec.precision.reference)
 
     def engine(self, prepared: Prepared, schedule: str = "") -> Engine:
         """Runs the model as configured.
@@ -199,8 +200,8 @@ class Run:
         """A dataset as this model reads it, without a word about what it holds."""
         spec = self.spec
         return scan(
-            config, frame_step=spec.frame_step, size_step=spec.size_step, fps=spec.fps,
-            reference_size=spec.reference_size, columns=self.columns, key=key,
+            config, frame_step=spec.data.frame_step, size_step=spec.data.size_step, fps=spec.data.fps,
+            reference_size=spec.data.reference_size, columns=self.columns, key=key,
         )  # fmt: skip
 
     def _scan(self, config: DataConfig, key: str) -> Dataset:
@@ -221,7 +222,7 @@ class Run:
     @property
     def columns(self) -> Sequence[Column]:
         """What the model is conditioned by beside text."""
-        return () if self.arch is None else self.spec.columns(self.arch)
+        return () if self.arch is None else self.spec.data.columns(self.arch)
 
     @cached_property
     def conditioning(self) -> Conditioning | None:
@@ -237,7 +238,7 @@ class Run:
         if self.arch is None:
             return None
         config, device = self.config.encode, choose_device(self.config.encode.device, "encode.device")
-        conditioners = self.spec.conditioners(self.arch, components, device, config.vae_tiling)
+        conditioners = self.spec.auxiliary.conditioners(self.arch, components, device, config.vae_tiling)
         texts = [column.name for column in self.columns if column.kind == "text"]
         return Conditioning(conditioners=conditioners, texts=texts) if conditioners else None
 
@@ -245,8 +246,8 @@ class Run:
     def encoders(self) -> tuple[Encoder, Encoder]:
         """Media and text encoder, not loaded."""
         config, device = self.config.encode, choose_device(self.config.encode.device, "encode.device")
-        media = self.spec.media_encoder(self.config.model, device, config.vae_tiling)
-        return media, self.spec.text_encoder(
+        media = self.spec.auxiliary.media_encoder(self.config.model, device, config.vae_tiling)
+        return media, self.spec.auxiliary.text_encoder(
             self.config.model, device, parse_dtype(config.text_dtype), config.streaming
         )
 
@@ -254,7 +255,7 @@ class Run:
     def sampler(self) -> Sampler:
         """The family's sampler, not loaded."""
         tiled = self.config.sample.vae_tiling
-        return self.spec.sampler(self.config.model, self.device, self.precision.matmul, tiled)
+        return self.spec.auxiliary.sampler(self.config.model, self.device, self.precision.matmul, tiled)
 
     def build(self) -> Unloaded:
         """The model on `meta`, its files matched and its adapters in place: what is wrong with either shows here."""
@@ -323,9 +324,9 @@ class Run:
             media_encoder=media,
             text_encoder=text,
             fps=fps,
-            reference_size=self.spec.reference_size,
+            reference_size=self.spec.data.reference_size,
             conditioning=self.conditioning,
-            assemble=self.spec.assemble,
+            assemble=self.spec.training.assemble,
             extra_captions=texts,
             progress=_encode_progress,
             on_bad=left_out if self.config.data.on_bad == "skip" else None,
@@ -341,7 +342,10 @@ class Run:
         if readers is not None:
             config = replace(config, captions=len(samples) if config.captions else 0)
         found = config.scenes(
-            samples, size=(data.frames, data.height, data.width), size_step=self.spec.size_step, columns=self.columns
+            samples,
+            size=(data.frames, data.height, data.width),
+            size_step=self.spec.data.size_step,
+            columns=self.columns,
         )
         fitted = (scene.fitted(self.columns, self.fps, warn) for scene in found)
         if readers is None:
@@ -352,11 +356,11 @@ class Run:
     @property
     def fps(self) -> float:
         """Frames per second of what is drawn, and of clips unless the dataset says otherwise."""
-        return self.config.data.fps or self.spec.fps
+        return self.config.data.fps or self.spec.data.fps
 
     def encode_scenes(self, scenes: Sequence[Scene]) -> None:
         """The texts and references of the samples to be drawn into the cache."""
-        self.encode_samples([], self.spec.fps, self._texts(scenes))
+        self.encode_samples([], self.spec.data.fps, self._texts(scenes))
         self._encode_controls(scenes)
 
     def _encode_controls(self, scenes: Sequence[Scene]) -> None:
@@ -377,12 +381,12 @@ class Run:
         """The latents of the pictures that a sample is drawn from, encoded if the cache lacks them."""
         if not pictures:
             return []
-        assert self.spec.reference_size is not None, "checked"
+        assert self.spec.data.reference_size is not None, "checked"
         return encode_references(
             pictures,
             cache=self.cache,
             media_encoder=self.encoders[0],
-            reference_size=self.spec.reference_size,
+            reference_size=self.spec.data.reference_size,
             progress=_encode_progress,
         )
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ditkit_core.io.memory import release_memory
-from ditkit_core.models.spec import Denoiser, Engine, SampleJob, Sampler
+from ditkit_core.models.encoders import Denoiser, SampleJob, Sampler
+from ditkit_core.models.protocol import Engine
 
 
 @dataclass(frozen=True, kw_only=True)

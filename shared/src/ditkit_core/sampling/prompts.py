@@ -19,7 +19,8 @@ from ditkit_core.data.references import ReferenceSize, encoded_sizes
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import write_text
 from ditkit_core.models.conditions import Column, Controls, named_columns, other_ways
-from ditkit_core.models.spec import SampleDefaults, SampleJob, Sampler
+from ditkit_core.models.encoders import SampleJob, Sampler
+from ditkit_core.models.spec import SampleDefaults
 from ditkit_core.sampling.contact_sheet import contact_sheet, evenly_spaced, grid
 from ditkit_core.sampling.denoise import Turn, draw
 

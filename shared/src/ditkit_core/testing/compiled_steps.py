@@ -99,7 +99,7 @@ def numbers(spec: ModelSpec, model: Any, items: Items, run: Engine) -> list[Tens
     model.zero_grad(set_to_none=True)
     torch.manual_seed(11)
     latents = [item["latents"].clone().requires_grad_() for item in items]
-    outputs = list(model(spec.make_inputs(latents, torch.linspace(0.3, 0.8, len(items)), items, 1.0), run=run))
+    outputs = list(model(spec.training.make_inputs(latents, torch.linspace(0.3, 0.8, len(items)), items, 1.0), run=run))
     sum((output.float().square().mean() for output in outputs), torch.zeros(())).backward()
     gradients = [tensor.grad for tensor in (*latents, *model.parameters())]
     return [*(output.detach() for output in outputs), *(gradient for gradient in gradients if gradient is not None)]

@@ -34,7 +34,8 @@ from ditkit_core.engine.engine import POLICIES, Engine, run_block
 from ditkit_core.engine.selective_ac import SETS
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision, autocast_disabled, compute_fp32_in_fp32
-from ditkit_core.models.spec import ModelSpec, StagedModel, run_plain
+from ditkit_core.models.protocol import StagedModel, run_plain
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn import attention
 from ditkit_core.nn.attention_backends import BACKENDS
 from ditkit_core.run.prepare import check_item
@@ -85,7 +86,7 @@ class CoreChecks:
 
     def test_it_builds_on_meta_and_is_staged(self) -> None:
         with torch.device("meta"):
-            model: Any = self.spec.build(self.arch, Precision())
+            model: Any = self.spec.architecture.build(self.arch, Precision())
         assert isinstance(model, StagedModel)
         model = typing.cast(Any, model)
         assert all(parameter.is_meta for parameter in model.parameters())
@@ -102,7 +103,7 @@ class CoreChecks:
         for ragged in (False, True):
             items = self.items(2, ragged)
             carry = model.embed(
-                self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
+                self.spec.training.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
             )
             check_carry(carry)
             for block in model.blocks():
@@ -137,7 +138,9 @@ class CoreChecks:
         items = self.items(1)
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
             patch.setattr(attention, "remat", Names)
-            carry = model.embed(self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.5]), items, 1.0))
+            carry = model.embed(
+                self.spec.training.make_inputs([i["latents"] for i in items], torch.tensor([0.5]), items, 1.0)
+            )
             for block in model.blocks():
                 names.clear()
                 with attention.attention_settings(attention.AttentionSettings(keep=())):
@@ -145,7 +148,7 @@ class CoreChecks:
                 assert len(names) == len(set(names)), names
 
     def test_names_go_to_every_form_and_back(self) -> None:
-        names = self.spec.names
+        names = self.spec.architecture.names
         native = list(make_model(self.spec, self.arch).state_dict())
         for form, from_native in names.from_native.items():
             assembly = Assembly()
@@ -216,7 +219,7 @@ class CoreChecks:
         full, attn_only = (self._held(model, items, policy)[0] for policy in ("full", "attn_only"))
         # Columns beside [tokens, dim]: the A product of an adapter on the last layer, and the mask as attention takes it.
         num_columns = len(model.blocks()) * (4 + 2)
-        narrow = 4 * num_columns * len(items) * max(self.spec.num_tokens(item) for item in items)
+        narrow = 4 * num_columns * len(items) * max(self.spec.training.num_tokens(item) for item in items)
         assert none > attn_only > full
         # The result of a last step is kept, which costs nothing where the next block holds it too: one without parameters does not.
         assert -narrow <= attn_only - full - by_attention <= narrow + joined
@@ -224,7 +227,9 @@ class CoreChecks:
     def _held(self, model: Any, items: Items, policy: str) -> tuple[int, int, int]:
         """Bytes alive after the forward of all blocks under a policy, the part that was added by calls of attention, and what blocks
         without parameters took and did not pass on."""
-        carry = model.embed(self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0))
+        carry = model.embed(
+            self.spec.training.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
+        )
         backend, by_attention, joined = BACKENDS["sdpa"], 0, 0
         with pytest.MonkeyPatch.context() as patch, LiveBytes(carry, *model.parameters()) as live:
 
@@ -298,8 +303,8 @@ class CoreChecks:
         model: Any = make_model(self.spec, self.arch, dtype=dtype)
         items = [_differentiable(item, dtype) for item in self.items(3, ragged=True)]
         shapes = [item["latents"].shape for item in items]
-        assert self.spec.num_tokens(items[0]) < self.spec.num_tokens(items[1])
-        assert self.spec.num_tokens(items[0]) == self.spec.num_tokens(items[2])
+        assert self.spec.training.num_tokens(items[0]) < self.spec.training.num_tokens(items[1])
+        assert self.spec.training.num_tokens(items[0]) == self.spec.training.num_tokens(items[2])
         assert shapes[0] != shapes[2], "as many tokens in another grid: what is padded shows no mistake there"
         sigma = torch.tensor([0.2, 0.5, 0.9])
         weight = [torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=dtype) for shape in shapes]
@@ -308,7 +313,7 @@ class CoreChecks:
             """Outputs, and gradients by name."""
             model.zero_grad(set_to_none=True)
             latents = [items[i]["latents"] for i in chosen]
-            outputs = model(self.spec.make_inputs(latents, sigma[chosen], [items[i] for i in chosen], 1.0))
+            outputs = model(self.spec.training.make_inputs(latents, sigma[chosen], [items[i] for i in chosen], 1.0))
             loss = sum(((weight[i] - o).square().sum() for i, o in zip(chosen, outputs, strict=True)), torch.zeros(()))
             leaves = {f"{key} {i}": tensor for i in chosen for key, tensor in items[i].items() if tensor.requires_grad}
             leaves |= dict(model.named_parameters())
@@ -351,14 +356,14 @@ class CoreChecks:
             assert not is_adapter or parameter.dtype == torch.float32, name
 
     def test_what_stays_fp32_is_a_part_and_not_all(self) -> None:
-        kept = [self.spec.keep_fp32(name) for name in make_model(self.spec, self.arch).state_dict()]
+        kept = [self.spec.precision.keep_fp32(name) for name in make_model(self.spec, self.arch).state_dict()]
         assert any(kept) and not all(kept)
 
     @pytest.mark.parametrize("adapter", ["full", "lora"])
     def test_steps_on_one_batch_lower_its_loss(self, adapter: str) -> None:
         model: Any = make_model(self.spec, self.arch, adapter=ADAPTERS[adapter])
         items = self.items(2)
-        inputs = self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
+        inputs = self.spec.training.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         losses = []
         for _ in range(8):

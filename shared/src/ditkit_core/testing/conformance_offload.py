@@ -58,7 +58,7 @@ class OffloadChecks:
         model = self._made("lora")
         items = self.items(2, ragged=True)
         taken, latents = 0, [item["latents"] for item in items]
-        carry = model.embed(self.spec.make_inputs(latents, torch.tensor([0.3, 0.8]), items, 1.0))
+        carry = model.embed(self.spec.training.make_inputs(latents, torch.tensor([0.3, 0.8]), items, 1.0))
         for block in model.blocks():
             after = block(carry)
             if next(block.parameters(), None) is not None:

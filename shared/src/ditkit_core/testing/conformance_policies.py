@@ -210,7 +210,9 @@ class PolicyChecks:
     def _work(self, model: Any, backend: str, last_layers: Collection[str]) -> list[Work | None]:
         """Each block's; None for one without parameters, which is never repeated."""
         items = [{name: x.clone().requires_grad_() for name, x in item.items()} for item in self.items(2, ragged=True)]
-        carry = model.embed(self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0))
+        carry = model.embed(
+            self.spec.training.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
+        )
         found: list[Work | None] = []
         for block in model.blocks():
             if next(block.parameters(), None) is None:

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditkit_core.engine.engine import POLICIES, Engine
 from ditkit_core.models.precision import FAST, PLACES, Precision, autocast_disabled, set_precision
-from ditkit_core.models.spec import ModelSpec, run_plain
+from ditkit_core.models.protocol import run_plain
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.world import ADAPTERS, Items, make_model, outcome
 
 MODEL_PLACES = tuple(place for place in PLACES if place not in ("accumulation", "optimizer", "reduction"))
@@ -84,14 +85,14 @@ class PrecisionChecks:
         model: Any = make_model(self.spec, self.arch, dtype=torch.float64)
         set_precision(model, precision)
         for name, parameter in model.named_parameters():
-            parameter.data = parameter.data.bfloat16().to(getattr(precision, self.spec.place_of(name)))
+            parameter.data = parameter.data.bfloat16().to(getattr(precision, self.spec.precision.op_group_of(name)))
         items = items or self.items(2)
         latents = [item["latents"].double().requires_grad_() for item in items]
         wide = [{name: tensor.double() for name, tensor in item.items()} for item in items]
         sigma = torch.tensor([0.7313, 0.2517], dtype=torch.float64)[: len(items)]
         torch.manual_seed(3)
         with _Dtypes() as forward:
-            outputs = model(self.spec.make_inputs(latents, sigma, wide, 3.3), run=Engine(policy=policy))
+            outputs = model(self.spec.training.make_inputs(latents, sigma, wide, 3.3), run=Engine(policy=policy))
         sum((output.double().square().mean() for output in outputs), torch.zeros(())).backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         gradients |= {f"input {i}": latent.grad for i, latent in enumerate(latents) if latent.grad is not None}
@@ -172,7 +173,7 @@ class PrecisionChecks:
         """Carries between blocks: what `full` keeps of a block is the stream."""
         model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16)
         items = self.items(1)
-        inputs = self.spec.make_inputs([item["latents"] for item in items], torch.tensor([0.7]), items, 1.0)
+        inputs = self.spec.training.make_inputs([item["latents"] for item in items], torch.tensor([0.7]), items, 1.0)
 
         def carried(precision: Precision) -> int:
             set_precision(model, precision)
@@ -188,11 +189,11 @@ class PrecisionChecks:
             carried(Precision()),
             carried(replace(Precision(), residual=torch.bfloat16, entry=torch.bfloat16)),
         )
-        stream = 2 * self.spec.num_tokens(items[0]) * self.arch.dim
+        stream = 2 * self.spec.training.num_tokens(items[0]) * self.arch.dim
         assert wide - narrow == self.num_streams * stream
 
     def _preset(self, name: str) -> Precision:
-        chosen = {"fast": FAST, "reference": self.spec.reference_precision, "default": {}}[name]
+        chosen = {"fast": FAST, "reference": self.spec.precision.reference, "default": {}}[name]
         dtypes = {"matmul": torch.bfloat16, "fp64": torch.float64, "fp32": torch.float32}
         return Precision(**{place: dtypes[dtype] for place, dtype in chosen.items()})
 

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +23,7 @@ from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear, quantized_
 from ditkit_core.run.prepare import build, load
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.world import ADAPTERS, Items, make_model, outcome, train_shortly
 from ditkit_core.weights.quantize import convert, linears_of_blocks
 from ditkit_core.weights.tensor_parts import rows_of
@@ -42,7 +42,7 @@ def make_quantized(
     """`make_model` with a quantized base of the same weights, frozen, and an adapter that does something."""
     model: Any = make_model(spec, arch, dtype=dtype).requires_grad_(False)
     values = dict(model.named_parameters())
-    for name in convert(model, kind, spec.keep_fp32).quantized:
+    for name in convert(model, kind, spec.precision.keep_fp32).quantized:
         layer = model.get_submodule(name)
         layer.set_weight(values[f"{name}.weight"].float().clone())
         if layer.bias is not None:
@@ -54,7 +54,7 @@ def make_quantized(
 
 def add_adapter(model: nn.Module, spec: ModelSpec, adapter: AdapterConfig) -> None:
     """An adapter whose B is not zero."""
-    inject(model, adapter, spec.adapter_targets)
+    inject(model, adapter, spec.adapters.targets)
     initialise(model, 0, device_of=lambda name: torch.device("cpu"))
     random = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
@@ -87,7 +87,7 @@ class QuantizedChecks:
         expected = {
             f"{name}.weight"
             for name in linears_of_blocks(plain)
-            if not self.spec.keep_fp32(f"{name}.weight") and fits(*_shape(plain, name))
+            if not self.spec.precision.keep_fp32(f"{name}.weight") and fits(*_shape(plain, name))
         }
         assert expected and quantized_weights(model).keys() == expected
         assert not any(isinstance(m, QuantizedLinear) for stage in (model.embed, model.head) for m in stage.modules())
@@ -134,7 +134,9 @@ class QuantizedChecks:
         held = []
         for model in (dense, self._quantized(kind, "lora", "bf16")):
             with LiveBytes(*model.parameters(), *items) as live:
-                inputs = self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
+                inputs = self.spec.training.make_inputs(
+                    [i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0
+                )
                 outputs = Engine()(model, inputs)
                 held.append(live.total())
             del outputs
@@ -155,7 +157,7 @@ class QuantizedChecks:
 
     def test_a_model_written_in_scaled_8_bits_is_read_back_as_it_is(self, tmp_path: Path) -> None:
         """ComfyUI's form: one scale to a tensor of the file, which several of our layers may share."""
-        spec = replace(self.spec, presets={"this": self.arch})
+        spec = altered(self.spec, presets={"this": self.arch})
         model: Any = make_model(spec, self.arch)
         config = ExportConfig(dtype="fp8_scaled", merged=True)
         (folder,) = export_merged(model, spec, tmp_path, config, metadata={})
@@ -168,12 +170,12 @@ class QuantizedChecks:
         read = load(unloaded, placement=place(unloaded.model, [torch.device("cpu")]), seed=0).model
         held, stored = quantized_weights(read), SafetensorsSource.open(file)
         assert held.keys() == {
-            f"{name}.weight" for name in linears_of_blocks(model) if not spec.keep_fp32(f"{name}.weight")
+            f"{name}.weight" for name in linears_of_blocks(model) if not spec.precision.keep_fp32(f"{name}.weight")
         }
         for key in (key for key in stored.tensors if key.endswith(".scale_weight")):
             weight = key.replace("scale_weight", "weight")
             values = stored.read(weight).float() * stored.read(key)
-            parts = spec.names.to_native(weight)
+            parts = spec.architecture.names.to_native(weight)
             assert parts
             for part, rows in zip(parts, values.chunk(len(parts)), strict=True):
                 assert torch.equal(rows_of(held.pop(part.name).dequantize(), part.index, part.of), rows), part
@@ -183,7 +185,7 @@ class QuantizedChecks:
         for name, parameter in model.named_parameters():
             if "lora_" not in name and name not in quantized_weights(read):
                 found = read.state_dict().get(name, read.state_dict().get(_below_base_layer(name)))
-                dtype = torch.float32 if spec.keep_fp32(name) else torch.bfloat16
+                dtype = torch.float32 if spec.precision.keep_fp32(name) else torch.bfloat16
                 assert torch.equal(found, parameter.to(dtype).float()), name
 
     def num_last_matmuls(self, blocks: Sequence[nn.Module]) -> int:

@@ -201,7 +201,7 @@ def one_backward(spec: ModelSpec, model: Any, batches: Sequence[Batch], chosen: 
     counted = sum(len(batch.ids) if batch.counted is None else batch.counted for batch in batches)
     total, place = torch.zeros(()), 0
     for micro, batch in enumerate(batches):
-        shifts = [FLOW.shift_for(spec.training_shift(item["latents"])) for item in batch.items]
+        shifts = [FLOW.shift_for(spec.training.shift(item["latents"])) for item in batch.items]
         named = enumerate(zip(batch.ids, batch.items, shifts, strict=True), start=place)
         drawn = [draw_noise(item["latents"], FLOW, shift, 1, "noise", 3, i, name) for i, (name, item, shift) in named]
         place += len(drawn)
@@ -210,7 +210,14 @@ def one_backward(spec: ModelSpec, model: Any, batches: Sequence[Batch], chosen: 
         torch.manual_seed(seed_of(1, "dropout", 3, micro))
         sigma, noise = torch.stack([level for level, _ in drawn]), [eps for _, eps in drawn]
         errors = velocity_errors(
-            model, Engine(), spec.make_inputs, batch.items, sigma, noise, FLOW.guidance, loss_mask=spec.loss_mask
+            model,
+            Engine(),
+            spec.training.make_inputs,
+            batch.items,
+            sigma,
+            noise,
+            FLOW.guidance,
+            loss_mask=spec.training.loss_mask,
         )
         factors = zip(batch.weights or [1.0] * len(drawn), sigma, shifts, strict=True)
         weights = torch.stack([factor * loss_weight(level, FLOW, shift) for factor, level, shift in factors])

@@ -173,7 +173,7 @@ class SwapChecks:
             model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=_ADAPTERS[adapter])
             swap = stream(model) if streamed else None
             existing = [*model.parameters(), *(swap.buffers if swap else [])]
-            inputs = self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
+            inputs = self.spec.training.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
             with LiveBytes(existing, inputs) as live:
                 outputs = model(inputs, run=Engine(policy=policy, passages=() if swap is None else (swap,)))
                 kept.append(live.total())
@@ -220,7 +220,7 @@ class SwapChecks:
         torch.manual_seed(3)
         loss = torch.zeros(())
         for item in self.items(3, ragged=True):
-            inputs = self.spec.make_inputs([item["latents"]], torch.tensor([0.4]), [item], 1.0)
+            inputs = self.spec.training.make_inputs([item["latents"]], torch.tensor([0.4]), [item], 1.0)
             loss = loss + model(inputs, run=run)[0].float().square().mean()
         loss.backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -244,7 +244,7 @@ class SwapChecks:
         assert watch.returned == num_steps * count
         assert watch.fetched.total() == num_steps * (2 * count - 2 if count > 1 else 1)
         with torch.no_grad(), Watched(swap) as watch:
-            inputs = self.spec.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
+            inputs = self.spec.training.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
             model(inputs, run=Engine(policy=policy, passages=(swap,)))
         assert watch.fetched.total() and not watch.returned
 
@@ -252,7 +252,7 @@ class SwapChecks:
         """Forwards without gradients, one after the other."""
         model: Any = make_model(self.spec, self.arch, adapter=_ADAPTERS["lora"]).eval()
         (item,) = self.items(1)
-        inputs = self.spec.make_inputs([item["latents"]], torch.tensor([0.5]), [item], 1.0)
+        inputs = self.spec.training.make_inputs([item["latents"]], torch.tensor([0.5]), [item], 1.0)
         with torch.no_grad():
             (expected,) = model(inputs, run=Engine())
             swap = stream(model)

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ditkit_core.commands import cli
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.testing.specs import altered
 
 _FEW = ("--train.steps", "2", "--held_out.clips", "1", "--sample.captions", "1", "--sample.steps", "2")
 
@@ -35,7 +36,7 @@ class Demo:
     @classmethod
     def write(cls, spec: ModelSpec, folder: Path) -> "Demo":
         """Write the inputs into an empty folder."""
-        spec.write_demo(folder / "inputs")
+        spec.demo.write(folder / "inputs")
         return cls(spec, folder / "inputs", folder / "cache")
 
     def train(self, run: Path, *flags: str) -> int:
@@ -45,7 +46,7 @@ class Demo:
             shutil.copytree(self.inputs, folder, dirs_exist_ok=True)
 
         return cli.run(
-            replace(self.spec, write_demo=copy), "train", [*self._arguments(run), "--log.tensorboard", "false", *flags]
+            altered(self.spec, write=copy), "train", [*self._arguments(run), "--log.tensorboard", "false", *flags]
         )
 
     def check_run(self, run: Path, said: Callable[[], str], *, samples: str) -> dict[str, Tensor]:

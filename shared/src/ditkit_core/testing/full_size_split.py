@@ -134,7 +134,7 @@ def divided_step(
         spec: The family.
         arch: The architecture.
         placement: The model on `meta` to where its stages are.
-        items: Of one micro-batch, as `spec.outline` makes them.
+        items: Of one micro-batch, as `spec.training.empty_item` makes them.
         policy: Of activation checkpointing.
         rank: Of the adapters.
         patch: pytest's `monkeypatch`; it watches what the engine moves.
@@ -143,7 +143,7 @@ def divided_step(
     from ditkit_core.engine import engine as activation_checkpoint
 
     model = build_on_meta(spec, arch, Precision())
-    inject(model, AdapterConfig(rank=rank), spec.adapter_targets)
+    inject(model, AdapterConfig(rank=rank), spec.adapters.targets)
     placed = placement(model)
     names = {id(module): name for name, module in model.named_modules()}
     carried: list[Counter[str]] = []

@@ -35,7 +35,7 @@ def step_of(spec: ModelSpec, arch: Any, size: tuple[int, int, int], adapter: Ada
         adapter: What is trained.
     """
     with torch.device("meta"):
-        item = spec.outline(arch, size, [])
+        item = spec.training.empty_item(arch, size, [])
     return Job(
         spec=spec, arch=arch, adapter=adapter, batch=[item],
         precision=Precision(matmul=torch.float32 if adapter.method == "full" else torch.bfloat16),

@@ -22,7 +22,7 @@ def check_planned(spec: ModelSpec, file: Path, *, most_bytes: float) -> None:
     config = resolve(RunConfig, file=file)
     report = make_report(Run(spec, config), "80GiB")
     (device,) = report.devices
-    model = build_on_meta(spec, spec.presets[config.model.preset], Precision())
+    model = build_on_meta(spec, spec.architecture.presets[config.model.preset], Precision())
     count = sum(parameter.numel() for parameter in model.parameters())
     held = device.purposes
     if config.adapter.method == "full":

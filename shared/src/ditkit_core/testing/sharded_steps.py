@@ -18,7 +18,7 @@ from ditkit_core.engine.engine import Engine
 from ditkit_core.engine.fsdp import check_reduced, shard
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import Engine as Run
+from ditkit_core.models.protocol import Engine as Run
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.world import ADAPTERS, Items, make_model, offloadable
 
@@ -85,7 +85,7 @@ def step_of(spec: ModelSpec, model: Any, items: Items, run: Run, *, first: int =
     sigma = torch.linspace(0.3, 0.8, of)[first : first + len(items)]
     model.zero_grad(set_to_none=True)
     torch.manual_seed(11)
-    outputs = model(spec.make_inputs([item["latents"] for item in items], sigma, items, 1.0), run)
+    outputs = model(spec.training.make_inputs([item["latents"] for item in items], sigma, items, 1.0), run)
     loss = torch.stack([output.float().square().mean() for output in outputs]).mean()
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -16,18 +16,21 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from ditkit_core.models.encoders import Denoiser, SampleJob, ignored
 from ditkit_core.models.precision import Precision
+from ditkit_core.models.protocol import Engine, run_plain
 from ditkit_core.models.spec import (
-    Denoiser,
-    Engine,
+    AdapterSpec,
+    ArchitectureSpec,
+    AuxiliarySpec,
+    DataSpec,
+    DemoSpec,
     ModelSpec,
-    Part,
+    PrecisionSpec,
     SampleDefaults,
-    SampleJob,
-    StateDictNames,
-    ignored,
-    run_plain,
+    TrainingSpec,
 )
+from ditkit_core.models.state_dict import Part, StateDictNames
 from ditkit_core.nn.attention import attend
 from ditkit_core.nn.functional import plain_sum
 from ditkit_core.nn.linear import CastLinear
@@ -274,39 +277,43 @@ def _to_native(name: str) -> tuple[Part, ...] | None:
     return None if native is None else (Part(native),)
 
 
-def _place_of(name: str) -> str:
+def _op_group_of(name: str) -> str:
     return "time_mlp" if name.startswith("embed.time.") else "head" if name.startswith("head.") else "matmul"
 
 
 TOY = ModelSpec(
     name="toy",
-    presets={"tiny": ToyArch(), "dropout": ToyArch(dropout=0.2)},
-    build=ToyModel,
-    place_of=_place_of,
-    names=StateDictNames(
-        prefixes=("model.",),
-        to_native=_to_native,
-        from_native={"official": lambda name: (Part(official_name(name)),), "diffusers": _to_diffusers},
+    architecture=ArchitectureSpec(
+        presets={"tiny": ToyArch(), "dropout": ToyArch(dropout=0.2)},
+        build=ToyModel,
+        names=StateDictNames(
+            prefixes=("model.",),
+            to_native=_to_native,
+            from_native={"official": lambda name: (Part(official_name(name)),), "diffusers": _to_diffusers},
+        ),
     ),
-    adapter_targets={"all": ("qkv", "out", "query", "key_value", "mlp.0", "mlp.2"), "attention": ("qkv", "query")},
-    make_inputs=_make_inputs,
-    outline=lambda arch, size, references: {
-        "latents": torch.empty(arch.channels, 1 + (size[0] - 1) // 4, size[1] // 4, size[2] // 4),
-        "text": torch.empty(16, arch.text_dim),
-    },
-    companions=lambda arch, components: (),
-    num_tokens=lambda item: math.prod(item["latents"].shape[1:]),
-    training_shift=lambda latents: 5.0,
-    sample_defaults=lambda arch: SampleDefaults(steps=4, guidance=2.0),
-    media_encoder=lambda components, device, tiled: ToyMediaEncoder(),
-    text_encoder=lambda components, device, dtype, streaming: ToyTextEncoder(),
-    sampler=lambda components, device, dtype, tiled: ToySampler(device),
-    frame_step=4,
-    size_step=4,
-    fps=8.0,
-    size=(5, 16, 16),
-    write_demo=lambda folder: None,
-    demo_config=Path("demo.toml"),
+    precision=PrecisionSpec(op_group_of=_op_group_of),
+    training=TrainingSpec(
+        make_inputs=_make_inputs,
+        empty_item=lambda arch, size, references: {
+            "latents": torch.empty(arch.channels, 1 + (size[0] - 1) // 4, size[1] // 4, size[2] // 4),
+            "text": torch.empty(16, arch.text_dim),
+        },
+        num_tokens=lambda item: math.prod(item["latents"].shape[1:]),
+        shift=lambda latents: 5.0,
+    ),
+    data=DataSpec(frame_step=4, size_step=4, fps=8.0, size=(5, 16, 16)),
+    auxiliary=AuxiliarySpec(
+        media_encoder=lambda components, device, tiled: ToyMediaEncoder(),
+        text_encoder=lambda components, device, dtype, streaming: ToyTextEncoder(),
+        sampler=lambda components, device, dtype, tiled: ToySampler(device),
+        sample_defaults=lambda arch: SampleDefaults(steps=4, guidance=2.0),
+        models=lambda arch, components: (),
+    ),
+    adapters=AdapterSpec(
+        targets={"all": ("qkv", "out", "query", "key_value", "mlp.0", "mlp.2"), "attention": ("qkv", "query")}
+    ),
+    demo=DemoSpec(write=lambda folder: None, config=Path("demo.toml")),
     found_at="ditkit_core.testing.toy:TOY",
 )
 
@@ -315,7 +322,7 @@ def in_form(state: Mapping[str, Tensor], form: str) -> dict[str, Tensor]:
     """The toy's parameters as a file of this form has them."""
     rows: dict[str, dict[int, Tensor]] = {}
     for name, tensor in state.items():
-        parts = TOY.names.from_native[form](name)
+        parts = TOY.architecture.names.from_native[form](name)
         for part, piece in zip(parts, tensor.chunk(len(parts)), strict=True):
             rows.setdefault(part.name, {})[part.index] = piece.clone()
     return {name: torch.cat([piece for _, piece in sorted(pieces.items())]) for name, pieces in rows.items()}

@@ -14,7 +14,8 @@ from ditkit_core.adapters.inject import AdapterConfig, initialise, inject, train
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.selective_ac import SEEN_BY_HOOKS
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import Engine, ModelSpec
+from ditkit_core.models.protocol import Engine
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.pretend_devices import on_host
 from ditkit_core.training.flow_matching import FlowConfig, to_device
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
@@ -47,14 +48,16 @@ def make_model(
     """
     random = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
-        model: nn.Module = spec.build(arch, Precision(matmul=dtype))
+        model: nn.Module = spec.architecture.build(arch, Precision(matmul=dtype))
     for name, parameter in model.named_parameters():
         values = torch.randn(parameter.shape, generator=random) * parameter[0].numel() ** -0.5
         if parameter.ndim == 1:
             values = 0.1 * values + (1.0 if name.endswith("weight") else 0.0)
-        parameter.data = values.to(torch.promote_types(dtype, torch.float32) if spec.keep_fp32(name) else dtype)
+        parameter.data = values.to(
+            torch.promote_types(dtype, torch.float32) if spec.precision.keep_fp32(name) else dtype
+        )
     if adapter is not None:
-        inject(model, adapter, spec.adapter_targets)
+        inject(model, adapter, spec.adapters.targets)
         initialise(model, 0, device_of=lambda name: torch.device("cpu"))
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -112,7 +115,7 @@ def outcome(
     with _CountAttention() as count, count.without(model.embed):
         first = next(model.embed.parameters()).device
         there = [to_device(item, first) for item in items]
-        inputs = spec.make_inputs([latent.to(first) for latent in latents], sigma.to(first), there, 1.0)
+        inputs = spec.training.make_inputs([latent.to(first) for latent in latents], sigma.to(first), there, 1.0)
         outputs = list(model(inputs) if run is None else model(inputs, run=run))
         loss = sum((output.float().square().mean() for output in outputs), torch.zeros(()))
         (backward or torch.Tensor.backward)(loss)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
-from ditkit_core.models.spec import Engine, StagedModel
+from ditkit_core.models.protocol import Engine, StagedModel
 
 
 @dataclass(frozen=True, kw_only=True)

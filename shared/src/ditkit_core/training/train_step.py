@@ -14,7 +14,8 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.memory import is_out_of_memory
 from ditkit_core.io.rng import seed_of
 from ditkit_core.models.precision import autocast_disabled
-from ditkit_core.models.spec import Engine, ModelSpec
+from ditkit_core.models.protocol import Engine
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.training.flow_matching import (
     FlowConfig,
     draw_noise,
@@ -284,7 +285,7 @@ def accumulate_gradients(
     for micro, batch in enumerate(list(sent) if pipelined else sent):
         torch.manual_seed(seed_of(seed, "dropout", step, micro))  # all devices' generators
         errors = velocity_errors(
-            model, run, spec.make_inputs, batch.items, batch.levels, batch.noise, flow.guidance, batch.targets,
+            model, run, spec.training.make_inputs, batch.items, batch.levels, batch.noise, flow.guidance, batch.targets,
             masks=batch.masks,
         )  # fmt: skip
         weighted = errors * batch.weights
@@ -328,7 +329,7 @@ def _sent(
     first, last = (next(stage.parameters()).device for stage in (model.embed, model.head))
     place = 0
     for batch in micro_batches:
-        shifts = [flow.shift_for(spec.training_shift(item["latents"])) for item in batch.items]
+        shifts = [flow.shift_for(spec.training.shift(item["latents"])) for item in batch.items]
         drawn = [
             draw_noise(item["latents"], flow, shift, seed, "noise", step, place + i, name)
             for i, (name, item, shift) in enumerate(zip(batch.ids, batch.items, shifts, strict=True))
@@ -341,7 +342,7 @@ def _sent(
             for factor, (level, _), shift in zip(factors, drawn, shifts, strict=True)
         ]
         targets = [velocity_target(item, eps) for item, eps in zip(batch.items, noise, strict=True)]
-        masks = [spec.loss_mask(item) for item in batch.items]
+        masks = [spec.training.loss_mask(item) for item in batch.items]
         yield _Sent(
             sigma=sigma,
             items=[to_device(item, first) for item in batch.items],
@@ -374,7 +375,7 @@ def _first_not_finite(
         def loss_of(micro: int = micro, batch: _Sent = batch) -> Tensor:
             torch.manual_seed(seed_of(seed, "dropout", step, micro))
             errors = velocity_errors(
-                model, run, spec.make_inputs, batch.items, batch.levels, batch.noise, flow.guidance, batch.targets,
+                model, run, spec.training.make_inputs, batch.items, batch.levels, batch.noise, flow.guidance, batch.targets,
                 masks=batch.masks,
             )  # fmt: skip
             return (errors * batch.weights).sum()

@@ -19,7 +19,8 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.files import write_text
 from ditkit_core.io.memory import peak_memory_bytes, restart_peak
 from ditkit_core.io.signals import Interrupts
-from ditkit_core.models.spec import Engine, ModelSpec
+from ditkit_core.models.protocol import Engine
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.attention import AttentionCalls, counted_calls
 from ditkit_core.training.checkpoint import SaveConfig, latest, load_state, save_state
 from ditkit_core.training.ema import EMAConfig
@@ -294,7 +295,7 @@ def train(
             if watch is not None and watch.reading is not None:
                 metrics.write(done, drift.take(done, watch.reading))
             trained.average.update(done)
-            tokens = sum(spec.num_tokens(item) for batch in batches for item in batch.items)
+            tokens = sum(spec.training.num_tokens(item) for batch in batches for item in batch.items)
             numbers = _numbers(result, lr, time.perf_counter() - began, tokens, devices)
             progress.advance(1.0)
             progress.update(**numbers)

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
-from ditkit_core.models.spec import Engine, ModelSpec
+from ditkit_core.models.protocol import Engine
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.training.confidence import half_width
 from ditkit_core.training.flow_matching import to_device, velocity_errors
 
@@ -196,7 +197,14 @@ def held_out_loss(
                 level = torch.full((1,), sigma, dtype=torch.float32, device=device)
                 # one sample at a time: a clip's number does not depend on the others
                 found = velocity_errors(
-                    model, run, spec.make_inputs, moved, level, noise, guidance, loss_mask=spec.loss_mask
+                    model,
+                    run,
+                    spec.training.make_inputs,
+                    moved,
+                    level,
+                    noise,
+                    guidance,
+                    loss_mask=spec.training.loss_mask,
                 )
                 values.append(float(found[0]))
     return HeldOutLoss.of(errors)

@@ -17,7 +17,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.files import read_json_object
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import Components
-from ditkit_core.models.spec import StateDictNames
+from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.weights.fp8_scaled import open_weights
 from ditkit_core.weights.load import Advice, load_into, match
 from ditkit_core.weights.quantize import hold_as_stored

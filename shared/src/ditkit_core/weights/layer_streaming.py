@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.spec import Part, Streaming
+from ditkit_core.models.encoders import Streaming
+from ditkit_core.models.state_dict import Part
 
 MARGIN_BYTES = 2 * 2**30
 """What weights that lie in memory as a whole must leave free: activations, and whatever else runs."""

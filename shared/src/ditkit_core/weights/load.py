@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.spec import Part, StateDictNames
+from ditkit_core.models.state_dict import Part, StateDictNames
 from ditkit_core.nn.quantized_linear import QuantizedLinear
 from ditkit_core.weights.tensor_parts import Assembly
 

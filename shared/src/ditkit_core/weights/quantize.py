@@ -12,7 +12,7 @@ from torch import nn
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.spec import Part
+from ditkit_core.models.state_dict import Part
 from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear, final_dtype
 
 

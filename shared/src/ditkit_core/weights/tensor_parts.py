@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ditkit_core.models.spec import Part
+from ditkit_core.models.state_dict import Part
 
 
 class Assembly:

@@ -28,6 +28,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.models.precision import PLACES, Precision, set_precision
 from ditkit_core.nn.attention_reference import exact_attention
 from ditkit_core.testing.conformance_audit import AuditChecks, errors, found, subject_of
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyBlock, ToyModel, toy_items
 from ditkit_core.testing.world import make_model
 
@@ -37,7 +38,7 @@ ARCH = ToyArch(dim=16)
 
 class TestToy(AuditChecks):
     spec = TOY
-    arch = TOY.presets["dropout"]
+    arch = TOY.architecture.presets["dropout"]
     places_without = ("rotary_tables", "rotary", "qk_norms")
 
     def items(self, count, ragged=False):
@@ -70,7 +71,7 @@ def few(short, monkeypatch):
 
 
 def test_a_planted_culprit_is_found(short):
-    spec = replace(TOY, build=_Model)
+    spec = altered(TOY, build=_Model)
     findings = found(subject_of(spec, make_model(spec, ARCH, adapter=LORA), toy_items(2)))
     first, second = findings.places[:2]
     assert first.place == "modulation" and second.place == "timestep"
@@ -84,10 +85,10 @@ def test_levels_are_drawn_in_every_range_and_noise_is_the_same(short, monkeypatc
 
     def make_inputs(noised, sigma, items, guidance):
         seen.append((sigma, list(noised)))
-        return TOY.make_inputs(noised, sigma, items, guidance)
+        return TOY.training.make_inputs(noised, sigma, items, guidance)
 
     items = toy_items(3)
-    spec = replace(TOY, make_inputs=make_inputs)
+    spec = altered(TOY, make_inputs=make_inputs)
     findings = found(subject_of(spec, make_model(TOY, ARCH, adapter=LORA), items))
     levels = [sigma for sigma, _ in seen[: len(EDGES) - 1]]
     assert findings.bin_names == ["0.05-0.25", "0.25-0.5", "0.5-0.75", "0.75-0.95"]
@@ -180,11 +181,13 @@ def test_weights_are_cast_where_they_are_used_and_gradients_handed_over():
     model = make_model(TOY, ARCH, dtype=torch.bfloat16, adapter=LORA)
     stored = make_model(TOY, ARCH, dtype=torch.bfloat16, adapter=LORA).double()
     items = toy_items(2)
-    inputs = TOY.make_inputs([item["latents"] for item in items], torch.tensor([0.3, 0.8]), items, 1.0)
+    inputs = TOY.training.make_inputs([item["latents"] for item in items], torch.tensor([0.3, 0.8]), items, 1.0)
     taken: dict[str, Tensor] = {}
     for each in (model, stored):
         set_precision(each, wide)
-    cast = Recast(model, by_place(wide, TOY.place_of), taken.__setitem__)(inputs, run=Engine(policy="full"))
+    cast = Recast(model, by_place(wide, TOY.precision.op_group_of), taken.__setitem__)(
+        inputs, run=Engine(policy="full")
+    )
     plain = stored(inputs)
     for outputs in (cast, plain):
         torch.stack([output.square().mean() for output in outputs]).sum().backward()

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from toy_world import World
 from two_experts import TwoExperts
 
 from ditkit_core.errors import UserError
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY
 
 HUB = "huggingface_hub.snapshot_download"
@@ -29,7 +29,7 @@ def _narrow(latents: Sequence[torch.Tensor], *given: Any) -> Any:
     """Inputs of a model that takes no picture wider than high."""
     if any(each.shape[-1] > each.shape[-2] for each in latents):
         raise UserError("too wide for this model; make it higher")
-    return TOY.make_inputs(latents, *given)
+    return TOY.training.make_inputs(latents, *given)
 
 
 @pytest.mark.parametrize("flags", [(), ("--audit-precision",)])
@@ -37,7 +37,7 @@ def test_a_shape_that_the_model_does_not_take_is_said_before_the_first_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
     world = World(tmp_path)
-    world.spec = replace(world.spec, make_inputs=_narrow)
+    world.spec = altered(world.spec, make_inputs=_narrow)
     world.add("clips/z-wide.png", (16, 48), "red", "a wide picture")
     buckets = ("--data.buckets", "true")
     if not flags:
@@ -54,7 +54,7 @@ def test_clips_that_the_model_is_told_as_a_whole_are_warned_of(
 ) -> None:
     world = World(tmp_path)
     assert "D28" not in codes(check(world)[1], "warning")
-    world.spec = replace(world.spec, fewest_frames=5)
+    world.spec = altered(world.spec, fewest_frames=5)
     status, found = check(world)
     (warned,) = [each for each in found["findings"] if each["code"] == "D28"]
     assert status == 0 and warned["severity"] == "warning"
@@ -102,7 +102,7 @@ def test_a_part_that_only_this_architecture_has_is_not_fetched_either(
     monkeypatch.setattr(HUB, Hub({}))
     looking = ("--model.image_encoder", "some/clip")
     assert check(world, *looking)[1]["steps"], "an architecture that does not look takes no encoder of pictures"
-    world.spec = replace(world.spec, companion_parts=lambda arch: ("image_encoder",))
+    world.spec = altered(world.spec, components=lambda arch: ("image_encoder",))
     status, found = check(world, *looking)
     (note,) = [each for each in found["findings"] if each["code"] == "D20"]
     assert status == 0 and "image_encoder" in note["where"] and found["steps"] == []

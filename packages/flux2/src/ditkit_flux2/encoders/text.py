@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.memory import process_peak_bytes
+from ditkit_core.models.encoders import Holding, Streaming, ignored
 from ditkit_core.models.paths import Components
-from ditkit_core.models.spec import Holding, Part, Streaming, ignored
+from ditkit_core.models.state_dict import Part
 from ditkit_core.weights.fp8_scaled import open_weights
 from ditkit_core.weights.frozen import fingerprint
 from ditkit_core.weights.layer_streaming import PassingMemory, below, decide, give_back_large_blocks

@@ -9,7 +9,7 @@ from torch import nn
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.spec import Part, StateDictNames
+from ditkit_core.models.state_dict import Part, StateDictNames
 from ditkit_core.nn.quantized_linear import without_scales
 from ditkit_core.weights.frozen import read_config
 from ditkit_core.weights.load import Advice, match

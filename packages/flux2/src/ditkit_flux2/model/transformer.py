@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import Engine, run_plain
+from ditkit_core.models.protocol import Engine, run_plain
 from ditkit_core.nn.attention import attend
 from ditkit_core.nn.functional import gated_sum, gated_unit, modulated_norm, normalised_heads
 from ditkit_core.nn.linear import CastLinear

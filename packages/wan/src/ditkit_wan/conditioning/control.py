@@ -16,7 +16,7 @@ from ditkit_core.data.media.clip import MediaInfo, available, probe
 from ditkit_core.encoding.cache import key
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Controls
-from ditkit_core.models.spec import ignored
+from ditkit_core.models.encoders import ignored
 from ditkit_wan.conditioning import camera
 from ditkit_wan.conditioning.images import FIRST, ClipVision, VaeConditioner
 from ditkit_wan.conditioning.pictures import column_or_own, lacking, picture, picture_or_own, video

@@ -16,7 +16,7 @@ from torch import Tensor
 from ditkit_core.encoding.cache import key
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Controls
-from ditkit_core.models.spec import ignored
+from ditkit_core.models.encoders import ignored
 from ditkit_wan.conditioning import music_features
 from ditkit_wan.conditioning.images import ClipVision, VaeConditioner, known_frames_mask
 from ditkit_wan.conditioning.pictures import column_or_own, lacking, picture_or_own, video

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ditkit_core.encoding.cache import key
 from ditkit_core.models.conditions import Controls
-from ditkit_core.models.spec import ignored
+from ditkit_core.models.encoders import ignored
 from ditkit_wan.conditioning.pictures import column_or_own, picture_or_own
 from ditkit_wan.encoders.clip import ImageEncoder
 from ditkit_wan.encoders.vae import VaeEncoder

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.encoders import ignored
 from ditkit_core.models.paths import Components
-from ditkit_core.models.spec import StateDictNames, ignored
+from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.weights.frozen import built_from, fill, find_weights, fingerprint
 from ditkit_wan.encoders.safe_names import SAFE_NAMES
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.models.spec import ignored
+from ditkit_core.models.encoders import ignored
 from ditkit_core.weights.frozen import fingerprint
 from ditkit_wan.encoders.vae import TILES, VaeEncoder
 from ditkit_wan.presets import WanArch

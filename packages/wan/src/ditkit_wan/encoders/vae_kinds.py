@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ditkit_core.models.spec import StateDictNames
+from ditkit_core.models.state_dict import StateDictNames
 
 WAN_2_1: Mapping[str, Any] = {"base_dim": 96, "z_dim": 16}
 """The VAE of all models but TI2V-5B; what is not named here is diffusers' default."""

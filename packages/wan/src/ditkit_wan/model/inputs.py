@@ -180,7 +180,9 @@ def check_conditions(arch: WanArch, inputs: WanInputs) -> None:
     check_music(inputs.music or (), inputs.latents)
 
 
-def outline(arch: WanArch, size: tuple[int, int, int], references: Sequence[tuple[int, int]] = ()) -> dict[str, Tensor]:
+def empty_item(
+    arch: WanArch, size: tuple[int, int, int], references: Sequence[tuple[int, int]] = ()
+) -> dict[str, Tensor]:
     """An empty training item of a clip of (frames, height, width) with everything that the architecture is conditioned on.
 
     References are VACE's: each is a latent frame in front of the clip's.

@@ -8,7 +8,7 @@ explicitly, and nothing takes its dtype from a neighbour.
 from torch import Tensor, nn
 
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import Engine, run_plain
+from ditkit_core.models.protocol import Engine, run_plain
 from ditkit_wan.model.block import WanBlock
 from ditkit_wan.model.embed import WanEmbed
 from ditkit_wan.model.head import WanHead

@@ -186,8 +186,8 @@ class _Batch:
         items = [to_device(item, first) for item in subject.items]
         there = [tensor.to(first) for tensor in noised]
         targets = [velocity_target(item, eps) for item, eps in zip(subject.items, noise, strict=True)]
-        inputs = subject.spec.make_inputs(there, sigma.to(first), items, subject.guidance)
-        masks = [subject.spec.loss_mask(item) for item in subject.items]
+        inputs = subject.spec.training.make_inputs(there, sigma.to(first), items, subject.guidance)
+        masks = [subject.spec.training.loss_mask(item) for item in subject.items]
         return cls(inputs=inputs, targets=[target.to(last) for target in targets], masks=masks)
 
 
@@ -243,7 +243,7 @@ def _measure(
     """Run forward and backward in these dtypes; None: in the run's own, its weights as they are."""
     measured = _Measured(truth=truth)
     precision = subject.precision if dtypes is None else replace(subject.precision, **dtypes)
-    dtype_of = as_stored if dtypes is None else by_place(precision, subject.spec.place_of)
+    dtype_of = as_stored if dtypes is None else by_place(precision, subject.spec.precision.op_group_of)
     run = replace(subject.run, policy="full", backend=_backend(subject, precision))
     velocities, loss = _forward(subject, batch, precision, dtype_of, run, measured.take)
     loss.backward()

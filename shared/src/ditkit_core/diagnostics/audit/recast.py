@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ditkit_core.adapters.inject import canonical_name, is_adapter_name
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.spec import Engine, run_plain
+from ditkit_core.models.protocol import Engine, run_plain
 from ditkit_core.nn.quantized_linear import QuantizedLinear
 
 DtypeOf = Callable[[str, torch.dtype], torch.dtype]

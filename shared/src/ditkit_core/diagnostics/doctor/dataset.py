@@ -103,7 +103,7 @@ def examine(run: Run) -> Examined:
         *of_excluded(undecoded, "D03"),
         *_too_few(run, samples),
         *_no_class_pictures(run, prior),
-        *of_told(everything, run.spec.fewest_frames),
+        *of_told(everything, run.spec.training.fewest_frames),
         *of_buckets(of_data.rows),
         *(finding for row, hdr in files for finding in of_file(row, is_hdr=hdr)),
         *of_unused([row for row, _ in files]),
@@ -135,7 +135,7 @@ def say_in_brief(run: Run, encoded: Sequence[EncodedSample]) -> None:
         keys[each.media_key].append(each.id)
     findings = [*of_duplicates([group for group in keys.values() if len(group) > 1], [])]
     findings += of_captions(samples, captions_of(samples, None))
-    findings += of_told(samples, run.spec.fewest_frames)
+    findings += of_told(samples, run.spec.training.fewest_frames)
     encoder = run.encoders[1]
     if isinstance(encoder, CutsCaptions) and (cut := len(encoder.truncated)):
         findings.append(
@@ -155,7 +155,7 @@ def _unusable(run: Run, error: UserError, excluded: Sequence[Excluded]) -> Exami
     """What is said of a dataset of which nothing can be trained."""
     whole = Finding(code="D01", severity="error", where="", what=str(error), remedy="")
     checkup = Checkup(
-        model=run.spec.name, samples=0, fps=run.config.data.fps or run.spec.fps, excluded=tuple(excluded),
+        model=run.spec.name, samples=0, fps=run.config.data.fps or run.spec.data.fps, excluded=tuple(excluded),
         findings=(*of_excluded(excluded), whole),
     )  # fmt: skip
     return Examined(checkup=checkup, samples=[])
@@ -288,7 +288,7 @@ def _cut_captions(run: Run, samples: Sequence[Sample]) -> list[CutCaption] | Non
 
 def shape_for(run: Run, sample: Sample) -> Shape:
     """What samples of one micro-batch have in common."""
-    size, references = shape_of(sample, sample.controls, run.columns, run.spec.reference_size)
+    size, references = shape_of(sample, sample.controls, run.columns, run.spec.data.reference_size)
     return *size, references
 
 
@@ -356,13 +356,13 @@ def _tokens(run: Run, shape: Shape) -> int | None:
     """Tokens of a sample of this shape; None if the architecture is not known here."""
     if run.arch is None:
         return None
-    return run.spec.num_tokens(outline_of(run, shape))
+    return run.spec.training.num_tokens(outline_of(run, shape))
 
 
 def outline_of(run: Run, shape: Shape) -> dict[str, Tensor]:
     """A training item of this shape on `meta`; the architecture is known."""
     with torch.device("meta"):
-        return run.spec.outline(run.arch, shape[:3], shape[3])
+        return run.spec.training.empty_item(run.arch, shape[:3], shape[3])
 
 
 def _wrong_with_scenes(run: Run, samples: Sequence[Sample]) -> Iterator[str]:

@@ -48,7 +48,7 @@ def try_step(run: Run, examined: Examined) -> tuple[StepRow | None, list[Finding
     """
     model = run.config.model
     parts = [run.part, "vae", "text_encoder", "tokenizer"]
-    parts += () if run.arch is None else run.spec.companion_parts(run.arch)
+    parts += () if run.arch is None else run.spec.auxiliary.components(run.arch)
     if elsewhere := [part for part in parts if model.is_to_be_fetched(part)]:
         return None, [
             Finding(
@@ -129,7 +129,7 @@ def _try(run: Run, examined: Examined) -> tuple[StepRow, list[Finding]]:
     row = StepRow(
         expert=run.expert.name if run.expert else "",
         frames=first.frames, height=first.height, width=first.width, samples=tuple(batches[0].ids),
-        tokens=sum(map(run.spec.num_tokens, batches[0].items)), losses=tuple(losses), grad_norms=tuple(norms),
+        tokens=sum(map(run.spec.training.num_tokens, batches[0].items)), losses=tuple(losses), grad_norms=tuple(norms),
         parameters=len(trained.parameters), without_gradient=silent, reloaded=reloaded, peak_bytes=peak,
         seconds=time.monotonic() - began,
     )  # fmt: skip
