@@ -223,15 +223,16 @@ def test_reference_makes_the_roundings_of_the_official_bf16_run():
     assert 1e-3 < relative(plain, t["out.0"]) < BF16["output"], "the roundings make a difference"
 
 
-# How far `reference` and `default` are from the recording where attention rounds elsewhere than the recording's machine did, and the bound on
-# the former, 1.5 times it; measured with ATEN_CPU_CAPABILITY=avx2. There torch's kernel rounds some exponentials to the other bf16 number: 25 of
-# 1536 elements that attention returns differ by one rounding, which two blocks carry on. The loss is one number, in which errors cancel.
+# How far `reference` may be from the recording where attention rounds elsewhere than it did on the recording's machine. Torch's kernel for avx2
+# rounds some exponentials to the other bf16 number: 25 of the 1536 elements that attention returns differ by one rounding, which two blocks carry
+# on. Which elements these are is the kernel's accident, so the bounds are 1.5 times the largest of 25 runs in which one element in 20,
+# at random, is moved by one rounding; then this largest, and what avx2 gives.
 OTHER_KERNELS = {
-    "output": 2e-3,  # 1.3e-3, 2.5e-3
-    "loss": 2.5e-4,  # 1.4e-4, 3.1e-5
-    "latents": 7e-3,  # 4.7e-3, 5.4e-3
-    "text": 1.4e-2,  # 9.1e-3, 1.3e-2
-    "parameters": 3.7e-3,  # 2.5e-3, 3.9e-3
+    "output": 3.5e-3,  # 2.3e-3, 1.3e-3
+    "loss": 8.1e-4,  # 5.4e-4, 1.4e-4
+    "latents": 8.6e-3,  # 5.8e-3, 4.7e-3
+    "text": 1.8e-2,  # 1.2e-2, 9.1e-3
+    "parameters": 5e-3,  # 3.3e-3, 2.5e-3
 }
 
 
@@ -250,7 +251,8 @@ def test_reference_is_the_official_bf16_run():
         assert all(mine < 0.7 * plain for mine, plain in off.values()), off
     else:
         assert all(mine < OTHER_KERNELS[name] for name, (mine, _) in off.items()), off
-        assert all(mine < plain for name, (mine, plain) in off.items() if name != "loss"), off
+        # At most 0.89 of it in those runs; the others can come out on either side.
+        assert all(off[name][0] < off[name][1] for name in ("output", "parameters")), off
 
 
 def test_in_fp32_reference_is_default_but_for_the_rotation():
