@@ -61,7 +61,7 @@ def test_every_schedule_of_the_page_is_understood():
     assert len(texts) >= 8
     for text in [*texts, *(line.split("`")[1] for line in written(BY_NAME["budgets"])[1:] if "`" in line)]:
         parse_schedule(text)
-    policies = page.partition("## Policies")[2].partition("What they hold")[0]
+    policies = page.partition("## Policies")[2].partition("The next table")[0]
     named = {
         re.split(r"[^a-z_]", line.split("`")[1].lstrip("+"))[0]
         for line in policies.splitlines()

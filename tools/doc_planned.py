@@ -50,7 +50,7 @@ def planned(family: str, policy: str, precision: Precision = Precision()) -> Pro
 
 def kept(family: str) -> Iterator[str]:
     """A row for each policy."""
-    yield f"| policy of all {len(planned(family, 'full').blocks)} blocks | blocks keep | peak of the card | on the host | computed again |"
+    yield f"| policy of all {len(planned(family, 'full').blocks)} blocks | blocks keep | peak GPU memory | host memory | recomputed |"
     yield "|---|---:|---:|---:|---:|"
     yield from (row(family, policy) for policy in POLICIES)
 
@@ -76,7 +76,7 @@ def _whole(made: Profile) -> Division:
 
 def budgets() -> Iterator[str]:
     """What `budget` writes for cards of several sizes."""
-    yield '| run | card | `train.checkpointing = "budget"` chooses | peak | computed again |'
+    yield '| run | GPU | `train.checkpointing = "budget"` chooses | peak | recomputed |'
     yield "|---|---|---|---:|---:|"
     for family, cards in CARDS.items():
         spec, _, (frames, height, width), _ = SUBJECTS[family]
