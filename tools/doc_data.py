@@ -16,11 +16,11 @@ def metadata_columns() -> Iterator[str]:
     yield "| column | also called | |"
     yield "|---|---|---|"
     for names, doc in (
-        (MEDIA_COLUMNS, "the clip or picture, relative to the folder"),
+        (MEDIA_COLUMNS, "the clip or image, relative to the folder"),
         (CAPTION_COLUMNS, "its caption, or a list of captions"),
         (
             (*REFERENCE_COLUMNS, NUMBERED_REFERENCES),
-            f"pictures to edit, of models that do: one path, or a list of them in order, or `{NUMBERED_REFERENCES}_0`, `{NUMBERED_REFERENCES}_1`, …",
+            f"images to edit, for models that edit: one path, or a list of them in order, or `{NUMBERED_REFERENCES}_0`, `{NUMBERED_REFERENCES}_1`, …",
         ),
     ):
         yield f"| `{names[0]}` | {_names(names[1:])} | {doc} |"
