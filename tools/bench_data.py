@@ -138,9 +138,9 @@ def doctor(place: Path, base: Path, repeats: int) -> str:
         for count, each in zip(FILES, found, strict=True)
     ]
     return (
-        f"## The doctor by number of clips\n\nEverything that `--check` does before its two steps: {FRAMES} frames of {SIDE} × {SIDE} each, of which 9 "
-        f"are trained on. Exponent {exponent(FILES, seconds):.2f}.\n\n"
-        + table(("clips", "processor time", "a clip", "peak memory grows by"), rows)
+        f"## The doctor by number of clips\n\nEverything that `--check` does before its two steps. Each clip has {FRAMES} frames of {SIDE} × {SIDE}; 9 of "
+        f"them are trained on. Exponent {exponent(FILES, seconds):.2f}.\n\n"
+        + table(("clips", "processor time", "per clip", "growth of peak memory"), rows)
     )
 
 
@@ -158,10 +158,10 @@ def second_start(place: Path, base: Path, repeats: int) -> str:
              f"{held / count:,.0f}")
         )  # fmt: skip
     return (
-        "## A second start on an unchanged dataset\n\nThe tiny encoders of the demo fill the cache; again, everything is found in it. Exponent of the second "
-        f"start {exponent(FILES, seconds):.2f}. A sample is 9 frames of {SIDE} × {SIDE}: latents of 16 × 3 × 8 × 8 numbers, and the text's rows of 32; "
-        "bytes are all that lies in the cache's folder.\n\n"
-        + table(("clips", "first start", "second start", "a clip", "bytes a clip"), rows)
+        "## A second start on an unchanged dataset\n\nThe tiny encoders of the demo fill the cache; the second start finds everything in it. Exponent of the second "
+        f"start {exponent(FILES, seconds):.2f}. A sample is 9 frames of {SIDE} × {SIDE}: latents of 16 × 3 × 8 × 8 numbers, and text rows of 32 numbers. "
+        "Bytes count all files in the folder of the cache.\n\n"
+        + table(("clips", "first start", "second start", "per clip", "bytes per clip"), rows)
     )
 
 
@@ -180,9 +180,9 @@ def near(place: Path, base: Path, repeats: int) -> str:
         for count, each in zip(SIGNATURES, found, strict=True)
     ]
     return (
-        "## Near-duplicates by number of signatures\n\nA tenth are copies of others with three bits changed. Exponent "
+        "## Near-duplicates by number of signatures\n\nA tenth of them are copies of others with three bits changed. Exponent "
         f"{exponent(SIGNATURES, [each['seconds'] for each in found]):.2f}.\n\n"
-        + table(("signatures", "groups found", "processor time", "a signature"), rows)
+        + table(("signatures", "groups found", "processor time", "per signature"), rows)
     )
 
 
@@ -226,9 +226,9 @@ def window(place: Path, base: Path, repeats: int) -> str:
              f"{all_of_it['seconds'] / at_end['seconds']:.1f}")
         )  # fmt: skip
     return (
-        f"## The last {WINDOW} frames of a long video\n\nH.264 of {SIDE} × {SIDE} with a keyframe in 250, as the encoder sets them. Exponent of the window by the video's "
-        f"length {exponent(LENGTHS, seconds):.2f}.\n\n"
-        + table(("frames", "window", "decoding from the start", "times as long"), rows)
+        f"## The last {WINDOW} frames of a long video\n\nH.264 of {SIDE} × {SIDE} with a keyframe every 250 frames, as the encoder sets them. Exponent of the window by the length of "
+        f"the video {exponent(LENGTHS, seconds):.2f}.\n\n"
+        + table(("frames", "window", "decoding from the start", "ratio"), rows)
     )
 
 
@@ -249,8 +249,9 @@ def demo_check(place: Path, base: Path, repeats: int) -> str:
         assert done.returncode == 0, done.stderr
         used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         rows.append((f"`{name}-train --demo --check`", f"{wall:.0f} s", f"{used:.1f} s"))
-    return "## The demo's check\n\nOnce, with the start of Python, imports and writing the demo's inputs.\n\n" + table(
-        ("command", "wall", "processor time"), rows
+    return (
+        "## The demo's check\n\nOne run each, including the start of Python, imports and writing the demo's inputs.\n\n"
+        + table(("command", "wall", "processor time"), rows)
     )
 
 
@@ -280,11 +281,11 @@ def main() -> None:
         place = Path(temporary)
         WAN.demo.write(place / "inputs")
         print(
-            f"# Looking at data, on a CPU\n\n`uv run tools/bench_data.py --repeats {args.repeats}`, torch {torch.__version__}, Python {platform.python_version()}.\n"
+            f"# Checking and reading data, on a CPU\n\n`uv run tools/bench_data.py --repeats {args.repeats}`, torch {torch.__version__}, Python {platform.python_version()}.\n"
         )
         print(
-            "The machine was shared with other programs while this was measured, so times are processor time of the measured call, the least of "
-            f"{args.repeats} repeats, sizes in turn; wall times are as they come. The exponent is the slope of the logarithms: 1 is linear.\n"
+            "Other programs shared the machine during the measurement. So times are processor time of the measured call, the least of "
+            f"{args.repeats} repeats, with the sizes in turn. Wall times are not corrected. The exponent is the slope of the logarithms: 1 is linear.\n"
         )
         for name in args.part or PARTS:
             print(PARTS[name](place, place / "inputs" / "checkpoint", args.repeats) + "\n", flush=True)

@@ -1,8 +1,8 @@
-"""Hold plans against memory figures that others have published.
+"""Compare plans with memory figures that others have published.
 
     uv run tools/plan_published.py > benchmarks/plan_published.md
 
-Nobody publishes all that a plan depends on. What was not published is assumed, and a note says so; nothing is tuned to meet a figure.
+Nobody publishes everything that a plan depends on. The rest is assumed, and a note says so; nothing is tuned to meet a figure.
 No GPU and no weights: every profile is a step on fake tensors.
 """
 
@@ -235,7 +235,7 @@ def split_a14b() -> Iterator[Line]:
             held["text encoder and VAE"] = encoders
         held["in use before"] = IN_USE
         yield Line(
-            setting=f"I2V-A14B in fp8, LoRA of rank 32, cut at 20, before the step: cuda:{index} [5]", published=f"{figure} GiB",
+            setting=f"I2V-A14B in fp8, LoRA of rank 32, split at block 20, before the step: cuda:{index} [5]", published=f"{figure} GiB",
             figure=figure * GIB, predicted=sum(held.values()), made_of=_in_gib(held),
         )  # fmt: skip
     for index, plan in enumerate(plans):
@@ -260,7 +260,7 @@ def split_flux2() -> Iterator[Line]:
     for index, figure in enumerate((20.7, 12.6)):
         held = {name: plans[index].purposes[name] for name in ("weights", "adapters")}
         yield Line(
-            setting=f"FLUX.2 dev in fp8, cut at its 24th single block: cuda:{index} [6]", published=f"{figure} GB", figure=figure * GB,
+            setting=f"FLUX.2 dev in fp8, split at its 24th single block: cuda:{index} [6]", published=f"{figure} GB", figure=figure * GB,
             predicted=sum(held.values()), made_of=_in_gb(held),
         )  # fmt: skip
     for index, plan in enumerate(plans):
@@ -279,46 +279,47 @@ def _in_gb(held: Mapping[str, float]) -> str:
 
 
 NOTES = """
-[1] GB is read as 10⁹ bytes. If the authors meant 2³⁰, as torch's memory summaries do, ratios of those rows are 0.93 of what is shown.
-Predictions are of tensors alone: no CUDA context, no cuBLAS workspace, no gaps between an allocator's blocks.
+[1] GB is read as 10⁹ bytes. If the authors meant 2³⁰, as torch's memory summaries do, the ratios of those rows are 0.93 of the shown ones.
+Predictions count tensors only: no CUDA context, no cuBLAS workspace, no gaps between an allocator's blocks.
 
-[2] Not published: how many GPUs there were, whether a sequence was divided over them, the resolution, the optimizer, and in what weights are held.
-Assumed: RANKS GPUs, over which FSDP divides fp32 weights, fp32 gradients and AdamW's state in fp32 (16 bytes a parameter in all), each with samples
-of its own; the bf16 weights of two blocks gathered on a GPU; matmuls in bf16, a timestep for each token, as the official code has it, and the
-residual stream in fp32. ditkit itself divides nothing over ranks: the profile is its own, what is divided is put in its place by arithmetic. 704×1280
-is the size that the model is published for; 480×832 was added after the first had come out too high, and is no more certain.
+[2] Not published: the number of GPUs, whether a sequence was split across them, the resolution, the optimizer, and the dtype of the weights.
+Assumed: RANKS GPUs, over which FSDP shards fp32 weights, fp32 gradients and AdamW's state in fp32 (16 bytes per parameter in total), each with
+samples of its own; the bf16 weights of two blocks gathered on a GPU; matmuls in bf16; a timestep for each token, as in the official code; and
+the residual stream in fp32. The commands of ditkit shard nothing over ranks: the profile is ditkit's own, and the shares of a rank are computed
+from it. The model is published for 704×1280. 480×832 was added after the first had come out too high, and is no more certain.
 
-[3] A difference of two rows does not depend on optimizer, weights or sharding, as far as both peaks are in the same part of the step. Those of 5B
-say that their GPU held fewer tokens than 704×1280 makes. They do not agree with each other: from 37 to 121 frames the tokens grow by a factor of 3.1,
-and what full checkpointing holds with them, but the published peak grows by 10.4 GB only, and by 18.7 GB when as many samples again are added. At
-37 frames the peak may have been in another part of the step, in something that no page tells.
+[3] A difference of two rows does not depend on optimizer, weights or sharding, if both peaks are in the same part of the step. The differences
+of 5B say that their GPU had fewer tokens than 704×1280 makes. They do not agree with each other: from 37 to 121 frames the number of tokens
+grows by a factor of 3.1, and the memory of full checkpointing with it. But the published peak grows by only 10.4 GB, and by 18.7 GB when the
+number of samples doubles. At 37 frames the peak may have been in another part of the step, in something that no page mentions.
 
-[4] Not published: what is trained, the optimizer, and what weights are held in. Assumed for the full fine-tune: one GPU, fp32 weights and gradients,
-AdamW in fp32, matmuls in bf16; for the LoRA a bf16 base, with adapters on q, k, v, o; the residual stream in fp32 in both. In bf16 it would
-keep 6.6 GB less over 30 blocks. attn_only keeps what self-attention and cross-attention give, 2 × 221 MB in each block; that the
-published peak grows by no more than 2.1 GB suggests that under full checkpointing it was in another part of the step, while both of ours are where
-the backward begins.
+[4] Not published: what is trained, the optimizer, and the dtype of the weights. Assumed for the full fine-tune: one GPU, fp32 weights and
+gradients, AdamW in fp32, matmuls in bf16. Assumed for the LoRA: a bf16 base, with adapters on q, k, v, o. The residual stream is in fp32 in
+both; in bf16 it would keep 6.6 GB less over 30 blocks. attn_only keeps the outputs of self-attention and cross-attention, 2 × 221 MB in each
+block. The published peak grows by only 2.1 GB. That suggests that with full checkpointing it was in another part of the step, while both of
+ours are where the backward begins.
 
-[5] From the log: 1.5 GiB of each card were in use before, the text encoder and the VAE lay on cuda:0; both are counted in bf16, which was not
-published. The log's G are GiB, since it gives a 5090 31.8. Embedding, modulation tables and head stay in fp32 here, adapters are trained in fp32,
-and our head lies on the last card. The published run took an optimizer step within 32 GB with activations offloaded, which is not planned here.
+[5] From the log: 1.5 GiB of each GPU were in use before, and the text encoder and the VAE were on cuda:0. Both are counted in bf16, which was
+not published. The log's G are GiB, because it gives a 5090 31.8. Here embedding, modulation tables and head stay in fp32, adapters are trained
+in fp32, and the head is on the last GPU. The published run took an optimizer step within 32 GB with activations offloaded, which is not planned
+here.
 
-[6] Not published: in which part of a run it was measured, the rank, and what else lay there. Assumed: weights and a LoRA of rank 16 on every linear layer
-of the blocks, before the step. What is outside of the blocks is not quantized here, and its modulations stay in fp32 (2.7 GiB): that lies on
-cuda:0. Our head is on the last card.
+[6] Not published: in which part of a run it was measured, the rank, and what else was in memory. Assumed: weights and a LoRA of rank 16 on
+every linear layer of the blocks, before the step. Here everything outside the blocks is not quantized, and its modulations stay in fp32
+(2.7 GiB); that is on cuda:0. Our head is on the last GPU.
 """
 
 
 def main() -> int:
     """Print a page in Markdown."""
-    print("# Plans beside published figures\n")
+    print("# Plans against published figures\n")
     print(
         f"`uv run tools/plan_published.py`, torch {torch.__version__.partition('+')[0]}, {datetime.date.today():%Y-%m-%d}. Nothing was measured here: "
-        "predictions are of the planner, on fake tensors; the figures are others', from their pull requests and pages. The numbers in "
-        "brackets are notes below: most settings were published in part.\n"
+        "the planner made the predictions on fake tensors, and others published the figures in their pull requests and pages. The numbers in "
+        "brackets are notes below the table, because most settings were published only in part.\n"
     )
     print(
-        "| setting | published [1] | predicted | predicted / published | of that, in GB where nothing is said |\n|---|---|---|---|---|"
+        "| setting | published [1] | predicted | predicted / published | parts of the prediction, in GB unless stated |\n|---|---|---|---|---|"
     )
     for lines in (full_5b(704, 1280), full_5b(480, 832), steps_1_3b(), split_a14b(), split_flux2()):
         for line in lines:
