@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toy_training import ToyBatch, ToyData
 
 from ditkit_core.adapters.inject import trainable_parameters
-from ditkit_core.engine.block_swap import BlockSwap, _Lane, check_swap
+from ditkit_core.engine.block_swap import BlockSwap, _Lane
 from ditkit_core.engine.engine import POLICIES, Engine
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
@@ -30,7 +30,7 @@ from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optimizer import OptimConfig
 from ditkit_core.training.train_state import Trained
 from ditkit_core.training.train_step import training_step
-from ditkit_core.training.trainer import TrainConfig, train
+from ditkit_core.training.trainer import TrainConfig, check_swap, train
 from ditkit_core.training.validation import HeldOutConfig
 
 CPU, ONE, TWO = torch.device("cpu"), torch.device("cpu:1"), torch.device("cpu:2")
@@ -380,21 +380,21 @@ def test_an_average_that_stays_on_the_device_is_seen(tmp_path, monkeypatch):
     ("given", "says"),
     [
         ({}, r"optim.fused_backward = true \(it needs train.clip_norm = 0 and train.accumulation = 1\)"),
-        ({"fused_backward": True, "optimizer": "schedulefree_adamw"}, "use adamw, adafactor, muon"),
-        ({"fused_backward": True, "optimizer": "adamw8bit"}, "optim.name = adamw8bit cannot"),
+        ({"fused_backward": True, "name": "schedulefree_adamw"}, "use adamw, adafactor, muon"),
+        ({"fused_backward": True, "name": "adamw8bit"}, "optim.name = adamw8bit cannot"),
     ],
 )
 def test_what_cannot_be_streamed_is_one_line(given, says):
     with pytest.raises(UserError, match=says) as error:
-        check_swap((2,), "full", **given)
+        check_swap((2,), "full", OptimConfig(**given))
     assert "\n" not in str(error.value)
 
 
 def test_what_can_be_streamed_is_not_refused():
-    check_swap((2,), "lora")
-    check_swap((0,), "full")
+    check_swap((2,), "lora", OptimConfig())
+    check_swap((0,), "full", OptimConfig())
     for name in OPTIMIZERS:
-        check_swap((2,), "full", fused_backward=True, optimizer=name)
+        check_swap((2,), "full", OptimConfig(fused_backward=True, name=name))
 
 
 @pytest.mark.parametrize("other", ["head", "layers.0"])

@@ -167,8 +167,8 @@ class Averaging(torch.optim.SGD):
 def test_looking_at_averaged_weights_leaves_the_trained_ones_to_the_bit(monkeypatch):
     from ditkit_core.training import optimizer as optim
 
-    kind = optim._Kind(lambda groups, config: Averaging(groups[:1], lr=config.lr), averages=True)
-    monkeypatch.setitem(optim._KINDS, "schedulefree_adamw", kind)
+    kind = optim.OptimizerKind(build=lambda groups, config: Averaging(groups[:1], lr=config.lr), averages=True)
+    monkeypatch.setitem(optim.OPTIMIZERS, "schedulefree_adamw", kind)
     held = parameters()
     optimizer = build("schedulefree_adamw", held)
     trained = held["block.weight"].detach().clone()

@@ -12,7 +12,6 @@ from ditkit_core.commands.options import TrainOptions
 from ditkit_core.commands.plan import DOES_NOT_FIT
 from ditkit_core.config.sizes import GIB
 from ditkit_core.config.toml import to_toml
-from ditkit_core.engine.block_swap import check_swap
 from ditkit_core.engine.devices import choose_devices, spread
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
@@ -29,6 +28,7 @@ from ditkit_core.planner.suggestions import Planned, best_first, levers
 from ditkit_core.run.checks import check_preview_device
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.run import Run
+from ditkit_core.training.trainer import check_swap
 
 _FIRST = {"auto": "cuda:0", "cuda": "cuda:0"}
 """What a name without a number means where there is a GPU."""
@@ -112,7 +112,7 @@ def task_for(run: Run, cards: tuple[Card, ...]) -> Task:
 
 def _streams_trained(config: RunConfig) -> bool:
     try:
-        check_swap((1,), "full", fused_backward=config.optim.fused_backward, optimizer=config.optim.name)
+        check_swap((1,), "full", config.optim)
     except UserError:
         return False
     return True

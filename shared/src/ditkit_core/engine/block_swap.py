@@ -52,37 +52,6 @@ def homes(model: Any, placement: Placement) -> Callable[[str], torch.device]:
     return lambda name: HOST if f"{name}.".startswith(streamed) else device_of(name)
 
 
-def check_swap(counts: Sequence[int], method: str, *, fused_backward: bool = False, optimizer: str = "adamw") -> None:
-    """Refuse what cannot be streamed, before a model is there.
-
-    Args:
-        counts: `train.swap_blocks`.
-        method: `adapter.method`.
-        fused_backward: `optim.fused_backward`.
-        optimizer: `optim.name`.
-
-    Raises:
-        UserError: If trained weights were to be streamed while a step needs them all at once.
-    """
-    if not any(counts) or method != "full":
-        return
-    where = f"train.swap_blocks = {list(counts)} with adapter.method = full streams trained weights"
-    if not fused_backward:
-        raise UserError(
-            f"{where}, which have to be updated while they are there: set optim.fused_backward = true (it needs train.clip_norm = 0 "
-            "and train.accumulation = 1), or leave train.swap_blocks out, or divide the model with train.devices"
-        )
-    if optimizer not in _STREAMED_OPTIMIZERS:
-        raise UserError(
-            f"{where} and what the optimizer keeps of them, which optim.name = {optimizer} cannot; "
-            f"use {', '.join(_STREAMED_OPTIMIZERS)}"
-        )
-
-
-# schedulefree_adamw exchanges all weights at once for those to be used; the state of adamw8bit is compiled into its step
-_STREAMED_OPTIMIZERS = ("adamw", "adafactor", "muon")
-
-
 def choose_streamed(placement: Placement, counts: Sequence[int], has_weights: Sequence[bool]) -> frozenset[int]:
     """The blocks to stream, spread evenly over those of their device: what is fetched overlaps with what is computed between.
 

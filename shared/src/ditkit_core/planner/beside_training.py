@@ -55,7 +55,7 @@ def beside_training(
     """
     config = run.config
     kind = "cuda" if gpus else run.device.type
-    averages = config.optim.name == "schedulefree_adamw"
+    averages = config.optim.kind.averages
     rooms = [_room(device.budget, kind) for device in devices]
     own, *others = rooms
     held, *held_elsewhere = (held_while_drawing(device.purposes, averages=averages) for device in devices)

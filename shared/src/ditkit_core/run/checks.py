@@ -9,7 +9,6 @@ from ditkit_core.data.dataset import Sample
 from ditkit_core.encoding.encode import controls_of
 from ditkit_core.engine.ac_schedule import check_sizes, parse_schedule
 from ditkit_core.engine.activation_offload import can_offload
-from ditkit_core.engine.block_swap import check_swap
 from ditkit_core.engine.compile import backend_of, check_compiled, check_compiler
 from ditkit_core.engine.devices import ALL, choose_device, spread
 from ditkit_core.errors import UserError
@@ -17,7 +16,7 @@ from ditkit_core.io.console import say, warn
 from ditkit_core.nn.attention_backends import check_backend
 from ditkit_core.run.run import Run
 from ditkit_core.sampling.prompts import Scene
-from ditkit_core.training.trainer import check_fused_backward
+from ditkit_core.training.trainer import check_fused_backward, check_swap
 from ditkit_core.weights.quantize import check_quantize
 
 
@@ -64,7 +63,7 @@ def check_training(run: Run, *, here: bool = True) -> None:
     kinds = dict.fromkeys(device.type for device in run.devices) if here else ()
     check_backend(run.config.train.attention, training=True, devices=tuple(kinds))
     optim = run.config.optim
-    check_swap(train.swap_blocks, run.config.adapter.method, fused_backward=optim.fused_backward, optimizer=optim.name)
+    check_swap(train.swap_blocks, run.config.adapter.method, optim)
     check_fused_backward(train, optim, prior=run.config.prior.wanted)
     check_sizes(parse_schedule(train.checkpointing).budget or (), len(run.devices) if here else None)
     check_compiler(backend_of(train.compile), kinds)

@@ -115,7 +115,7 @@ def train_streamed(
     Returns:
         What the steps report, and the weights, the optimizer's state and the average after them, on the host.
     """
-    config = OptimConfig(name=optimizer, lr=1e-2, fused_backward=swap is not None)  # type: ignore[arg-type]
+    config = OptimConfig(name=optimizer, lr=1e-2, fused_backward=swap is not None)
     trained = Trained(model, trainable_parameters(model), config, ema or EMAConfig(), swap)
     batch = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
     reported = []

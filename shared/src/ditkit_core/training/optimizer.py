@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,102 @@ from ditkit_core.training.optimizer_state import export_state, import_state
 
 
 @dataclass(frozen=True, kw_only=True)
+class OptimizerKind:
+    """One row of `OPTIMIZERS`: how an optimizer is built, and everything that the rest of the core has to know about it."""
+
+    build: "Callable[[list[dict[str, Any]], OptimConfig], torch.optim.Optimizer]"
+    progress: tuple[str, ...] = ()
+    """Scalars of its parameter groups that change as it steps, and are therefore state."""
+    averages: bool = False
+    """Whether it trains other weights than those to be used, and has `train()` and `eval()` to go between them."""
+    compiles: bool = False
+    """Whether its step goes through torch's compiler, which threads have to enter one after another."""
+    one_by_one: bool = False
+    """Whether it can update one weight at a time, with nothing of it in fp32 before or after."""
+    streams: bool = False
+    """Whether its state can be streamed with the weights of a block."""
+    estimates_rate: bool = False
+    """Whether it estimates the learning rate, from all gradients together; `optim.lr` is a factor of it."""
+    rest: str = ""
+    """The optimizer of all parameters but the blocks' weight matrices; empty if it takes these as well."""
+
+
+def _from_extra(module: str, cls: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), cls)
+    except ImportError as error:
+        raise UserError(f"this optimizer needs the package {module}; pip install 'ditkit-core[optimizers]'") from error
+
+
+def _adamw(groups: list[dict[str, Any]], config: "OptimConfig") -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _adamw8bit(groups: list[dict[str, Any]], config: "OptimConfig") -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit
+
+    on_gpu = any(parameter.device.type == "cuda" for group in groups for parameter in group["params"])
+    if on_gpu and importlib.util.find_spec("triton") is None:
+        raise UserError("optim.name = adamw8bit compiles its step with triton, which is not installed; use adamw")
+    return AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+
+def _muon(groups: list[dict[str, Any]], config: "OptimConfig") -> torch.optim.Optimizer:
+    # updates of AdamW's size, so that one learning rate and one weight decay serve both parts
+    return torch.optim.Muon(groups, lr=config.lr, adjust_lr_fn="match_rms_adamw")
+
+
+def _adafactor(groups: list[dict[str, Any]], config: "OptimConfig") -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(groups, lr=config.lr)
+
+
+def _prodigy(groups: list[dict[str, Any]], config: "OptimConfig") -> torch.optim.Optimizer:
+    cls = _from_extra("prodigyopt", "Prodigy")
+    # what its authors advise for diffusion models; without the safeguard a warm-up spoils the estimate of the rate
+    return cls(
+        groups, lr=config.lr, betas=config.betas, eps=config.eps, use_bias_correction=True, safeguard_warmup=True
+    )
+
+
+def _schedulefree(groups: list[dict[str, Any]], config: "OptimConfig") -> torch.optim.Optimizer:
+    cls = _from_extra("schedulefree", "AdamWScheduleFree")
+    # it hands all tensors to one operation, which is for those of one device; torch's own optimizers group them
+    at_once = len({parameter.device for group in groups for parameter in group["params"]}) == 1
+    return cls(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=at_once)
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerKind(build=_adamw, one_by_one=True, streams=True),
+    # torchao compiles the state into its step, so that it cannot be moved between two steps
+    "adamw8bit": OptimizerKind(build=_adamw8bit, one_by_one=True, compiles=True),
+    "adafactor": OptimizerKind(build=_adafactor, one_by_one=True, streams=True),
+    "muon": OptimizerKind(build=_muon, one_by_one=True, streams=True, rest="adamw"),
+    "prodigy": OptimizerKind(
+        build=_prodigy, estimates_rate=True, progress=("k", "d", "d_max", "d_numerator", "d_denom", "d_hat")
+    ),
+    # exchanges all weights at once for those to be used, so that none can be elsewhere
+    "schedulefree_adamw": OptimizerKind(
+        build=_schedulefree, averages=True, progress=("k", "weight_sum", "lr_max", "scheduled_lr", "train_mode")
+    ),
+}
+"""All optimizers by `optim.name`. A new one is added here and nowhere else."""
+
+if TYPE_CHECKING:
+    OptimizerName = str  # a checker cannot read a table
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
+
+
+def optimizers_that(can: Callable[[OptimizerKind], bool]) -> list[str]:
+    """The names of the optimizers with some property."""
+    return [name for name, kind in OPTIMIZERS.items() if can(kind)]
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """The `[optim]` section."""
 
-    name: Literal["adamw", "adamw8bit", "muon", "adafactor", "prodigy", "schedulefree_adamw"] = setting(
-        "adamw", resume="refused"
-    )
+    name: OptimizerName = setting("adamw", resume="refused")
     """`adamw` (fused), `adamw8bit` (torchao), `muon` (block matrices by Muon, the rest by AdamW; full fine-tune only),
     `adafactor`, or from the extra ditkit-core[optimizers]: `prodigy` (use lr = 1), `schedulefree_adamw`."""
     lr: float = setting(1e-4, resume="stated")
@@ -55,24 +145,29 @@ class OptimConfig:
             raise UserError("optim.lr and optim.eps must be above 0, weight_decay and warmup_steps at least 0")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"optim.betas = {self.betas} must lie in [0, 1)")
-        if self.name == "prodigy" and self.lr < 0.01:
-            raise UserError(f"optim.lr = {self.lr:g} is a factor of the rate that prodigy estimates; set optim.lr = 1")
-        if self.name == "schedulefree_adamw" and self.schedule != "constant":
-            raise UserError(f"optim.schedule = {self.schedule} does not go with schedulefree_adamw; use constant")
-        if self.rounding != "nearest" and self.name not in _ONE_BY_ONE:
+        if self.kind.estimates_rate and self.lr < 0.01:
+            raise UserError(
+                f"optim.lr = {self.lr:g} is a factor of the rate that {self.name} estimates; set optim.lr = 1"
+            )
+        if self.kind.averages and self.schedule != "constant":
+            raise UserError(f"optim.schedule = {self.schedule} does not go with {self.name}; use constant")
+        if self.rounding != "nearest" and not self.kind.one_by_one:
             raise UserError(
                 f"optim.rounding = {self.rounding} does not go with optim.name = {self.name}, which updates all weights together or "
-                f"computes those to be used from those trained; use {', '.join(_ONE_BY_ONE)}"
+                f"computes those to be used from those trained; use {', '.join(optimizers_that(lambda kind: kind.one_by_one))}"
             )
-        if self.name == "prodigy" and self.fused_backward:
+        if self.kind.estimates_rate and self.fused_backward:
+            *others, last = optimizers_that(lambda kind: not kind.estimates_rate)
             raise UserError(
-                "optim.fused_backward does not go with prodigy, which estimates one rate from all gradients together; "
-                "use adamw, adamw8bit, adafactor, muon or schedulefree_adamw"
+                f"optim.fused_backward does not go with {self.name}, which estimates one rate from all gradients together; "
+                f"use {', '.join(others)} or {last}"
             )
 
+    @property
+    def kind(self) -> OptimizerKind:
+        """The row of `OPTIMIZERS`."""
+        return OPTIMIZERS[self.name]
 
-_ONE_BY_ONE = ("adamw", "adamw8bit", "adafactor", "muon")
-"""Optimizers that can update one weight at a time, with nothing of it in fp32 before or after."""
 
 _REST = "rounding_rest"
 """Entry of a parameter's state: what `split` keeps."""
@@ -90,73 +185,6 @@ def learning_rate(step: int, config: OptimConfig, total_steps: int) -> float:
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """How one optimizer is built, and what else it needs."""
-
-    build: Callable[[list[dict[str, Any]], OptimConfig], torch.optim.Optimizer]
-    progress: tuple[str, ...] = ()
-    """Scalars of its parameter groups that change as it steps, and are therefore state."""
-    averages: bool = False
-    """Whether it trains weights beside those to be used, and has `train()` and `eval()` to go between them."""
-    compiles: bool = False
-    """Whether its step goes through torch's compiler, which threads have to enter one after another."""
-
-
-def _from_extra(module: str, cls: str) -> Any:
-    try:
-        return getattr(importlib.import_module(module), cls)
-    except ImportError as error:
-        raise UserError(f"this optimizer needs the package {module}; pip install 'ditkit-core[optimizers]'") from error
-
-
-def _adamw(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-
-
-def _adamw8bit(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
-    from torchao.optim import AdamW8bit
-
-    on_gpu = any(parameter.device.type == "cuda" for group in groups for parameter in group["params"])
-    if on_gpu and importlib.util.find_spec("triton") is None:
-        raise UserError("optim.name = adamw8bit compiles its step with triton, which is not installed; use adamw")
-    return AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-
-
-def _muon(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
-    # updates of AdamW's size, so that one learning rate and one weight decay serve both parts
-    return torch.optim.Muon(groups, lr=config.lr, adjust_lr_fn="match_rms_adamw")
-
-
-def _adafactor(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(groups, lr=config.lr)
-
-
-def _prodigy(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
-    cls = _from_extra("prodigyopt", "Prodigy")
-    # what its authors advise for diffusion models; without the safeguard a warm-up spoils the estimate of the rate
-    return cls(
-        groups, lr=config.lr, betas=config.betas, eps=config.eps, use_bias_correction=True, safeguard_warmup=True
-    )
-
-
-def _schedulefree(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
-    cls = _from_extra("schedulefree", "AdamWScheduleFree")
-    # it hands all tensors to one operation, which is for those of one device; torch's own optimizers group them
-    at_once = len({parameter.device for group in groups for parameter in group["params"]}) == 1
-    return cls(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=at_once)
-
-
-_KINDS = {
-    "adamw": _Kind(_adamw),
-    "adamw8bit": _Kind(_adamw8bit, compiles=True),
-    "muon": _Kind(_muon),
-    "adafactor": _Kind(_adafactor),
-    "prodigy": _Kind(_prodigy, ("k", "d", "d_max", "d_numerator", "d_denom", "d_hat")),
-    "schedulefree_adamw": _Kind(_schedulefree, ("k", "weight_sum", "lr_max", "scheduled_lr", "train_mode"), True),
-}
-
-
-@dataclass(frozen=True)
 class _Single:
     """What updates one parameter alone."""
 
@@ -165,7 +193,7 @@ class _Single:
     """The optimizer that has the parameter among others: its state is what is saved."""
     group: int
     """Which of the part's parameter groups it is in."""
-    kind: _Kind
+    kind: OptimizerKind
     guard: AbstractContextManager[Any]
     """Around each update."""
 
@@ -209,18 +237,20 @@ class NamedOptimizer:
         self._accumulation = None if config.fused_backward else accumulation
         self._expect_gradients()
         self._rounds = any(self._held[name] is not parameter for name, parameter in self.parameters.items())
-        self._kinds: list[_Kind] = []
+        self._kinds: list[OptimizerKind] = []
         self.parts: list[torch.optim.Optimizer] = []
         self._singles: dict[str, _Single] = {}
         self._counted_on_host: set[str] = set()
         rest = self.parameters
-        if config.name == "muon":
+        if config.kind.rest:
             if not matrices:
-                raise UserError("optim.name = muon is for a full fine-tune; with an adapter use adamw or adamw8bit")
-            self._add("muon", {name: self.parameters[name] for name in matrices}, config)
+                raise UserError(
+                    f"optim.name = {config.name} is for a full fine-tune; with an adapter use adamw or adamw8bit"
+                )
+            self._add(config.name, {name: self.parameters[name] for name in matrices}, config)
             rest = {name: parameter for name, parameter in self.parameters.items() if name not in set(matrices)}
         if rest:
-            self._add("adamw" if config.name == "muon" else config.name, rest, config)
+            self._add(config.kind.rest or config.name, rest, config)
 
     @staticmethod
     def _stand_in(parameter: nn.Parameter, config: OptimConfig) -> nn.Parameter:
@@ -228,7 +258,7 @@ class NamedOptimizer:
 
         Where gradients of several micro-batches are added up, and clipped, that is done in fp32, too.
         """
-        if parameter.dtype != torch.bfloat16 or config.name not in _ONE_BY_ONE:
+        if parameter.dtype != torch.bfloat16 or not config.kind.one_by_one:
             return parameter
         if not config.fused_backward:
             parameter.grad_dtype = torch.float32
@@ -243,7 +273,7 @@ class NamedOptimizer:
             for params, decay in ((wide, config.weight_decay), (flat, 0.0))
             if params
         ]
-        kind = _KINDS[name]
+        kind = OPTIMIZERS[name]
         self._kinds.append(kind)
         self.parts.append(kind.build(groups, config))
         if kind.averages:

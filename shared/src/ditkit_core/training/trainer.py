@@ -26,7 +26,7 @@ from ditkit_core.training.checkpoint import SaveConfig, latest, load_state, save
 from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.metrics import LogConfig, MetricsLog, Progress, SilentProgress
-from ditkit_core.training.optimizer import OptimConfig, learning_rate
+from ditkit_core.training.optimizer import OptimConfig, learning_rate, optimizers_that
 from ditkit_core.training.tensor_stats import Watch, resumed
 from ditkit_core.training.train_state import Trained
 from ditkit_core.training.train_step import MicroBatch, NonFiniteLoss, StepResult, training_step
@@ -138,6 +138,32 @@ def check_fused_backward(config: TrainConfig, optim: OptimConfig, *, prior: bool
         raise UserError(
             f"optim.fused_backward applies each gradient before the others are there, so it does not go with "
             f"{' or '.join(what for what, _ in found)}: {'; '.join(remedy for _, remedy in found)}; or set optim.fused_backward = false"
+        )
+
+
+def check_swap(counts: Sequence[int], method: str, optim: OptimConfig) -> None:
+    """Refuse to stream trained weights while a step needs them all at once, before a model is there.
+
+    Args:
+        counts: `train.swap_blocks`.
+        method: `adapter.method`.
+        optim: A section of the configuration.
+
+    Raises:
+        UserError: With what to set instead.
+    """
+    if not any(counts) or method != "full":
+        return
+    where = f"train.swap_blocks = {list(counts)} with adapter.method = full streams trained weights"
+    if not optim.fused_backward:
+        raise UserError(
+            f"{where}, which have to be updated while they are there: set optim.fused_backward = true (it needs train.clip_norm = 0 "
+            "and train.accumulation = 1), or leave train.swap_blocks out, or divide the model with train.devices"
+        )
+    if not optim.kind.streams:
+        raise UserError(
+            f"{where} and what the optimizer keeps of them, which optim.name = {optim.name} cannot; "
+            f"use {', '.join(optimizers_that(lambda kind: kind.streams))}"
         )
 
 
