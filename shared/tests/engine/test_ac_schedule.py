@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from ditkit_core.engine.ac_schedule import parse_policy, parse_schedule, written
+from ditkit_core.engine.ac_schedule import ACSchedule, parse_policy, parse_schedule
 from ditkit_core.engine.engine import Engine
 from ditkit_core.errors import UserError
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
+from ditkit_core.training.trainer import TrainConfig
 
 FOUR = [torch.device("cpu", 1), torch.device("cpu", 1), torch.device("cpu", 2), torch.device("cpu", 2)]
 
@@ -36,7 +37,28 @@ def test_a_schedule_says_each_blocks_policy(text, expected):
 @pytest.mark.parametrize("text", ["full", "full, 1-2=none", "0-1=attn_only(self)+offload, 2-3=none", "every_n(3)"])
 def test_what_is_written_of_policies_means_the_same(text):
     chosen = parse_schedule(text).policies(FOUR)
-    assert parse_schedule(written(chosen)).policies(FOUR) == chosen
+    assert parse_schedule(str(ACSchedule.of_blocks(chosen))).policies(FOUR) == chosen
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("offload,0-1 = attn_only( self ,cross)", "full+offload, 0-1=attn_only(self, cross)"),
+        ("attn_only, 1-3=every_n(2)+offload", "attn_only, 1-3=every_n(2)+offload"),
+        ("cpu:1=ops(matmul), cpu:2=none", "cpu:1=ops(matmul), cpu:2=none"),
+        ("budget", "budget"),
+        ("budget( 20GiB,12GiB )", "budget(20GiB, 12GiB)"),
+    ],
+)
+def test_the_text_of_a_schedule_is_read_as_the_same_schedule(text, expected):
+    schedule = parse_schedule(text)
+    assert str(schedule) == expected and parse_schedule(expected) == schedule
+
+
+def test_a_configurations_schedule_is_the_value_that_an_engine_runs():
+    config = TrainConfig(checkpointing="full,0=none")
+    assert config.checkpointing == "full,0=none"  # stored as it was written
+    assert Engine(policy=config.schedule).schedule is config.schedule is config.schedule
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,6 @@ def test_what_is_looked_at_outside_a_backward_is_let_go_of_by_the_next_forward()
 def test_the_checks_offload_named_operations_where_torch_can(seen, monkeypatch):
     monkeypatch.setattr(world, "SEEN_BY_HOOKS", seen)
     monkeypatch.setattr("ditkit_core.engine.ac_policies.SEEN_BY_HOOKS", seen)
-    parse_schedule.cache_clear()
     kinds = (*POLICIES, OPS, "ops(attention)")
     assert offloadable(kinds) == (kinds if seen else POLICIES)
     for kind in kinds:
@@ -126,4 +125,3 @@ def test_the_checks_offload_named_operations_where_torch_can(seen, monkeypatch):
             with pytest.raises(UserError, match="cannot move"):
                 parse_schedule(f"{kind}+offload")
     assert (f"{OPS}+offload" in policies()) == seen
-    parse_schedule.cache_clear()

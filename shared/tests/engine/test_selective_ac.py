@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from ditkit_core.engine import ac_policies as checkpoint_policies
 from ditkit_core.engine.ac_policies import GeneratorHook
-from ditkit_core.engine.ac_schedule import parse_policy, parse_schedule, written
+from ditkit_core.engine.ac_schedule import ACSchedule, parse_policy, parse_schedule
 from ditkit_core.engine.engine import Engine, run_block
 from ditkit_core.engine.selective_ac import SETS, KeptOps, Region, kept_ops
 from ditkit_core.errors import UserError
@@ -39,7 +39,7 @@ class Executed(TorchDispatchMode):
 @pytest.mark.parametrize("text", ["ops(matmul)", "ops(matmul, attention, collectives)", "ops(aten.mm.default, attention)", "full, 1-=ops(aten.silu.default)"])  # fmt: skip
 def test_a_schedule_of_operations_is_read_and_written(text):
     policies = parse_schedule(text).policies([None] * 3)
-    assert parse_schedule(written(policies)).policies([None] * 3) == policies
+    assert parse_schedule(str(ACSchedule.of_blocks(policies))).policies([None] * 3) == policies
     assert policies[-1].recomputes and policies[-1].kept_attention is None
 
 

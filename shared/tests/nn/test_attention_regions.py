@@ -177,14 +177,12 @@ class Forgetful(AttentionOnly):
 
 def test_a_policy_that_computes_attention_again_in_silence_stops_the_first_step(monkeypatch):
     monkeypatch.setitem(policy_schedule.MAKERS, "forgetful", lambda arguments: Forgetful())
-    policy_schedule.parse_schedule.cache_clear()
     model: Any = make_model(TOY, TOY.architecture.presets["tiny"])
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     with pytest.raises(UserError, match="attention 'cross'|attention 'self'") as refused:
         train_shortly(TOY, model, toy_items(2), Engine(policy="forgetful"))
     assert "was to be kept and is computed again" in str(refused.value) and "\n" not in str(refused.value)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
-    policy_schedule.parse_schedule.cache_clear()
 
 
 @pytest.mark.parametrize("policy", ["attn_only(slf)", "full, 1=attn_only(slf)"])

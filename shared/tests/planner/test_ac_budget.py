@@ -201,7 +201,7 @@ def test_a_run_has_the_policies_of_its_plan_and_holds_no_more_than_the_budget(mo
     report = make_report(run_of("budget"))
     capsys.readouterr()
     placed = resolved(run_of("budget"))
-    assert report.policy == placed.schedule == as_json(report)["checkpointing"] and report.chosen == placed.chosen
+    assert report.policy == str(placed.schedule) == as_json(report)["checkpointing"] and report.chosen == placed.chosen
     assert f"train.checkpointing = budget chose {report.policy}: " in capsys.readouterr().out
     assert len(set(parse_schedule(report.policy).policies([None] * 8))) > 1
     assert report.fits and peaks[0] < report.devices[0].peak <= free

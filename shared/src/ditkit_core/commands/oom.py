@@ -11,7 +11,6 @@ import torch
 from ditkit_core.commands.fit import apply, changes, task_for
 from ditkit_core.config.sizes import GIB
 from ditkit_core.engine.ac_policies import Full, Policy
-from ditkit_core.engine.ac_schedule import parse_schedule
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.memory import is_host_allocation, process_peak_bytes
@@ -161,7 +160,7 @@ def _on_the_host(run: Run, report: Report) -> str:
 def _single(run: Run) -> Iterator[Change]:
     """Changes of one setting, from those that cost only time; on the host nothing is gained by offloading to it."""
     config = run.config
-    schedule = parse_schedule(config.train.checkpointing).on_the_host()
+    schedule = config.train.schedule.on_the_host()
     smaller = {Policy(): ("attn_only", "full"), Full(): ()}
     for policy in ("full",) if schedule.uniform is None else smaller.get(schedule.uniform, ("full",)):
         changed = replace(config, train=replace(config.train, checkpointing=policy))

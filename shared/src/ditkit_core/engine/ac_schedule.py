@@ -1,14 +1,13 @@
 """Which block runs under which policy, as a person writes it: `full`, `attn_only(self)`, `full, 0-9=none`, `cuda:0=full, cuda:1=attn_only`.
 
-The text is the value: it is what a run file says, what a plan prints, and what the engine is given. `budget` alone is not yet a
-schedule; the planner turns it into one.
+The text is parsed once, where a configuration is made (`TrainConfig.schedule`); checks, planner and engine are handed the value. `budget` alone
+is not yet a schedule of blocks; the planner turns it into one.
 """
 
 import difflib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 
@@ -23,7 +22,7 @@ BUDGET = "budget"
 EVERY = "every_n"
 OFFLOAD = "offload"
 
-_ENTRY = re.compile(r"(?:(?P<where>[^=()]+)=)?(?P<kind>[^()+=]+)(?:\((?P<arguments>[^()]*)\))?(?P<offload>\+offload)?")
+_RULE = re.compile(r"(?:(?P<where>[^=()]+)=)?(?P<kind>[^()+=]+)(?:\((?P<arguments>[^()]*)\))?(?P<offload>\+offload)?")
 _RANGE = re.compile(r"(\d+)(?:(-)(\d+)?)?")
 _NOT_INSIDE_PARENTHESES = re.compile(r",(?![^(]*\))")
 
@@ -53,50 +52,83 @@ MAKERS: dict[str, Callable[[tuple[str, ...]], Policy]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class ACRule:
     """One part of a schedule."""
 
-    where: str
-    """Blocks (`3`, `0-9`, `30-`), a device (`cuda:1`), or empty for all blocks that no other part names."""
+    where: str = ""
+    """Blocks (`3`, `0-9`, `30-`), a device (`cuda:1`), or empty for all blocks that no other rule names."""
     policy: Policy
     every: int = 1
-    """The policy holds for every n-th of these blocks, counted from the first; the others keep everything."""
+    """The policy applies to every n-th of these blocks, counted from the first; the others keep everything."""
+
+    def __str__(self) -> str:
+        """As a person writes it."""
+        offload = "+offload" if self.policy.offload else ""
+        what = str(self.policy) if self.every == 1 else f"{EVERY}({self.every}){offload}"
+        return f"{self.where}={what}" if self.where else what
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """What a person wrote, understood."""
+class ACSchedule:
+    """Which block runs under which activation checkpointing policy."""
 
-    entries: tuple[Entry, ...] = ()
+    rules: tuple[ACRule, ...] = ()
     budget: tuple[str, ...] | None = None
     """Sizes such as `20GiB`, one for each device; empty takes what the devices have; None is no budget."""
+
+    @classmethod
+    def everywhere(cls, policy: Policy) -> "ACSchedule":
+        """One policy for all blocks."""
+        return cls(rules=(ACRule(policy=policy),))
+
+    @classmethod
+    def of_blocks(cls, policies: Sequence[Policy]) -> "ACSchedule":
+        """The shortest schedule with these policies, one for each block."""
+        spans: list[tuple[int, int]] = []
+        for i, policy in enumerate(policies):
+            if spans and policies[spans[-1][0]] == policy:
+                spans[-1] = spans[-1][0], i
+            else:
+                spans.append((i, i))
+        if len(spans) == 1:
+            return cls.everywhere(policies[0])
+        where = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+        return cls(rules=tuple(ACRule(where=w, policy=policies[a]) for w, (a, _) in zip(where, spans, strict=True)))
+
+    def __str__(self) -> str:
+        """The text that `parse_schedule` reads as this schedule."""
+        if self.budget is None:
+            return ", ".join(map(str, self.rules))
+        return f"{BUDGET}({', '.join(self.budget)})" if self.budget else BUDGET
 
     @property
     def uniform(self) -> Policy | None:
         """The policy that all blocks have; None where they may differ, or a budget decides."""
-        alone = self.entries[0] if len(self.entries) == 1 else None
-        return alone.policy if alone is not None and not alone.where and alone.every == 1 else None
+        if len(self.rules) != 1:
+            return None
+        (rule,) = self.rules
+        return None if rule.where or rule.every > 1 else rule.policy
 
     @property
     def distinct(self) -> tuple[Policy, ...]:
         """Every policy that a block may have, each once."""
-        spread = (policy for entry in self.entries for policy in (entry.policy, *(Policy(),) * (entry.every > 1)))
-        return tuple(dict.fromkeys(spread))
+        all_of_them = (policy for rule in self.rules for policy in (rule.policy, *(Policy(),) * (rule.every > 1)))
+        return tuple(dict.fromkeys(all_of_them))
 
-    def on_the_host(self) -> "Schedule":
+    def on_the_host(self) -> "ACSchedule":
         """The same for a run whose device is the host, where `offload` does nothing."""
-        return replace(self, entries=tuple(replace(e, policy=replace(e.policy, offload=False)) for e in self.entries))
+        return replace(self, rules=tuple(replace(r, policy=replace(r.policy, offload=False)) for r in self.rules))
 
     @property
     def devices(self) -> tuple[str, ...]:
         """The devices that it names."""
-        return tuple(entry.where for entry in self.entries if entry.where and not _RANGE.fullmatch(entry.where))
+        return tuple(rule.where for rule in self.rules if rule.where and not _RANGE.fullmatch(rule.where))
 
-    def alone_on(self, device: torch.device) -> "Schedule":
+    def alone_on(self, device: torch.device) -> "ACSchedule":
         """What holds if all blocks are on a device."""
-        others = [entry for entry in self.entries if entry.where not in self.devices]
-        here = [replace(entry, where="") for entry in self.entries if entry.where == str(device)]
-        return replace(self, entries=(*here, *(entry for entry in others if entry.where or not here)))
+        others = [rule for rule in self.rules if rule.where not in self.devices]
+        here = [replace(rule, where="") for rule in self.rules if rule.where == str(device)]
+        return replace(self, rules=(*here, *(rule for rule in others if rule.where or not here)))
 
     def policies(self, devices: Sequence[torch.device | None]) -> tuple[Policy, ...]:
         """The policy of each block.
@@ -111,13 +143,13 @@ class Schedule:
             raise UserError(f"{KEY} = budget has to be resolved by a plan before a model runs")
         devices = _where_run(devices)
         found: dict[int, Policy] = {}
-        for entry in (entry for entry in self.entries if entry.where):
-            held = _blocks(entry.where, devices)
+        for rule in (rule for rule in self.rules if rule.where):
+            held = _blocks(rule.where, devices)
             if twice := sorted(set(held) & set(found)):
                 raise UserError(f"{KEY}: block {twice[0]} has two policies; name each block once")
-            found |= _spread(entry, held)
+            found |= _spread(rule, held)
         rest = [i for i in range(len(devices)) if i not in found]
-        default = next((entry for entry in self.entries if not entry.where), None)
+        default = next((rule for rule in self.rules if not rule.where), None)
         if rest and default is None:
             raise UserError(
                 f"{KEY} says nothing of block {rest[0]}; name it, or begin with a policy for all others: full, …"
@@ -134,8 +166,8 @@ def _where_run(devices: Sequence[torch.device | None]) -> list[torch.device | No
     return found
 
 
-def _spread(entry: Entry, held: Sequence[int]) -> dict[int, Policy]:
-    return {block: entry.policy if place % entry.every == 0 else Policy() for place, block in enumerate(held)}
+def _spread(rule: ACRule, held: Sequence[int]) -> dict[int, Policy]:
+    return {block: rule.policy if place % rule.every == 0 else Policy() for place, block in enumerate(held)}
 
 
 def _blocks(where: str, devices: Sequence[torch.device | None]) -> list[int]:
@@ -152,26 +184,34 @@ def _blocks(where: str, devices: Sequence[torch.device | None]) -> list[int]:
     return held
 
 
-@lru_cache(maxsize=64)
-def parse_schedule(text: str) -> Schedule:
+def parse_schedule(text: str) -> ACSchedule:
     """What a person wrote.
 
     Raises:
         UserError: In one line, naming the part that is not understood and what could stand there.
     """
     parts = [part.strip() for part in _NOT_INSIDE_PARENTHESES.split(text)]
-    found = [_ENTRY.fullmatch(part.replace(" ", "")) for part in parts]
+    found = [_RULE.fullmatch(part.replace(" ", "")) for part in parts]
     if (wrong := next((part for part, entry in zip(parts, found, strict=True) if entry is None), None)) is not None:
         raise UserError(f"{KEY} = {text!r}: {wrong!r} is no policy; write {examples()}")
     pieces = [entry for entry in found if entry is not None]
     if any(piece["kind"] == BUDGET for piece in pieces):
         if len(pieces) > 1 or pieces[0]["where"] or pieces[0]["offload"]:
             raise UserError(f"{KEY} = {text!r}: budget chooses for all blocks and stands alone")
-        return Schedule(budget=_arguments(pieces[0]))
-    entries = tuple(_entry(piece, text) for piece in pieces)
-    if any(not entry.where for entry in entries[1:]):
+        return ACSchedule(budget=_arguments(pieces[0]))
+    rules = tuple(_rule(piece, text) for piece in pieces)
+    if any(not rule.where for rule in rules[1:]):
         raise UserError(f"{KEY} = {text!r}: what holds for all other blocks comes first, and once")
-    return Schedule(entries=entries)
+    return ACSchedule(rules=rules)
+
+
+ScheduleLike = ACSchedule | str
+"""A schedule or its text, as torch takes a device or its name: for callers without a configuration, such as a training loop of one's own."""
+
+
+def as_schedule(schedule: ScheduleLike) -> ACSchedule:
+    """The schedule itself, parsed if it is a text."""
+    return parse_schedule(schedule) if isinstance(schedule, str) else schedule
 
 
 def parse_policy(text: str) -> Policy:
@@ -186,7 +226,7 @@ def parse_policy(text: str) -> Policy:
     return policy
 
 
-def _entry(piece: re.Match[str], text: str) -> Entry:
+def _rule(piece: re.Match[str], text: str) -> ACRule:
     kind, arguments, every = piece["kind"], _arguments(piece), 1
     if kind == EVERY:
         if len(arguments) != 1 or not arguments[0].isdecimal() or int(arguments[0]) < 2:
@@ -201,7 +241,7 @@ def _entry(piece: re.Match[str], text: str) -> Entry:
         policy = replace(policy, offload=policy.offload or piece["offload"] is not None)
     except ValueError as error:
         raise UserError(f"{KEY} = {text!r}: {error}") from error
-    return Entry(where=piece["where"] or "", policy=policy, every=every)
+    return ACRule(where=piece["where"] or "", policy=policy, every=every)
 
 
 def _arguments(piece: re.Match[str]) -> tuple[str, ...]:
@@ -216,19 +256,6 @@ def words() -> tuple[str, ...]:
 def examples() -> str:
     """How a schedule is written."""
     return "none, full, attn_only, attn_only(self), ops(matmul, attention), full+offload, every_n(2), budget, or by blocks: full, 0-9=none"
-
-
-def written(policies: Sequence[Policy]) -> str:
-    """The shortest text that means these policies, one for each block."""
-    runs: list[list[int]] = []
-    for i, policy in enumerate(policies):
-        if runs and policies[runs[-1][0]] == policy:
-            runs[-1][1] = i
-        else:
-            runs.append([i, i])
-    if len(runs) == 1:
-        return str(policies[0])
-    return ", ".join(f"{a}={policies[a]}" if a == b else f"{a}-{b}={policies[a]}" for a, b in runs)
 
 
 def check_sizes(sizes: Sequence[str], num_devices: int | None = None) -> tuple[int, ...]:

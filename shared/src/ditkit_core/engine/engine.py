@@ -6,7 +6,7 @@ checkpoints of every kind see only top-level tensor arguments, and one that they
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ditkit_core.engine.ac_policies import Policy
-from ditkit_core.engine.ac_schedule import parse_schedule
+from ditkit_core.engine.ac_schedule import ACSchedule, ScheduleLike, as_schedule
 from ditkit_core.engine.activation_offload import HostMemory, HostStore, can_offload
 from ditkit_core.engine.block_hooks import Passage, marked
 from ditkit_core.engine.compile import backend_of, check_compiled, check_traced, run_compiled
@@ -23,7 +23,7 @@ from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.attention import AttentionSettings, attention_settings, calls_in_force
 
 POLICIES = ("none", "full", "attn_only")
-"""The policies that every other lever is tested with; `policy_schedule` knows them all."""
+"""The policies that every other lever is tested with; `ac_schedule` knows them all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,8 @@ class Engine:
     Passed to a model's `forward` as `run`. It is a plain value: it holds no parameter, and no state but host memory that is used again.
     """
 
-    policy: str = "none"
-    """The policy of each block, as `policy_schedule` reads it."""
+    policy: ScheduleLike = "none"
+    """Which block runs under which policy: a configuration's schedule, or its text, which is parsed once."""
     backend: str = "sdpa"
     compile: bool | str = False
     """Whether blocks that have a backward are compiled, or by which backend of torch's compiler (`compile.py`)."""
@@ -44,7 +44,12 @@ class Engine:
     """Where blocks whose policy offloads put what they keep."""
 
     def __post_init__(self) -> None:
-        check_compiled(backend_of(self.compile), parse_schedule(self.policy).distinct)
+        check_compiled(backend_of(self.compile), self.schedule.distinct)
+
+    @cached_property
+    def schedule(self) -> ACSchedule:
+        """`policy`, parsed if it is a text."""
+        return as_schedule(self.policy)
 
     def __call__(self, model: StagedModel, inputs: Any) -> Any:
         blocks = model.blocks()
@@ -52,7 +57,7 @@ class Engine:
             # Nothing is kept, and a schedule may name devices of the training that are not here.
             return self._forward(model, inputs, blocks, (Policy(),) * len(blocks))
         devices = [device_of(block) for block in blocks]
-        policies = parse_schedule(self.policy).policies(devices)
+        policies = self.schedule.policies(devices)
         offloaded = [policy.offload for policy in policies]
         moves = (wanted and can_offload(device) for wanted, device in zip(offloaded, devices, strict=True))
         if not any(moves):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ditkit_core.config.sizes import GIB
 from ditkit_core.engine.ac_policies import AttentionOnly, Full, Policy
-from ditkit_core.engine.ac_schedule import KEY, check_sizes, written
+from ditkit_core.engine.ac_schedule import KEY, ACSchedule, check_sizes
 from ditkit_core.errors import UserError
 from ditkit_core.planner.memory import Budget, DevicePlan, Division, Span, compose
 from ditkit_core.planner.profiler import Profile
@@ -68,9 +68,9 @@ class Choice:
     plans: tuple[DevicePlan, ...]
 
     @property
-    def schedule(self) -> str:
+    def schedule(self) -> ACSchedule:
         """As the engine reads it."""
-        return written(self.policies)
+        return ACSchedule.of_blocks(self.policies)
 
     def described(self) -> str:
         """One line for people."""

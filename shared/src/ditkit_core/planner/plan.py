@@ -15,7 +15,7 @@ from ditkit_core.adapters.read import config_from_file, open_adapter
 from ditkit_core.data.buckets import bucket_sizes
 from ditkit_core.data.dataset import Sample
 from ditkit_core.engine.ac_policies import Full, Policy
-from ditkit_core.engine.ac_schedule import parse_schedule, written
+from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
@@ -90,7 +90,7 @@ def report_of(
     flops = micro_batches * sum(stage.flops_forward + stage.flops_backward for stage in stages)
     return Report(
         model=f"{run.spec.name} {preset}".strip(),
-        policy=divided.schedule,
+        policy=str(divided.schedule),
         chosen=divided.chosen,
         quantize=config.base.quantize,
         bucket=bucket.described(),
@@ -230,7 +230,7 @@ def _divisible(run: Run, arch: Any, adapter: AdapterConfig, targets: _Targets) -
 class Divided:
     """A step on its devices."""
 
-    schedule: str
+    schedule: ACSchedule
     """`train.checkpointing` as the engine takes it: of a plan, budgets and devices resolved to blocks."""
     placement: Placement
     chosen: str = ""
@@ -248,11 +248,11 @@ def _divided(run: Run, job: Job, targets: _Targets, model: Any, host: int | None
 
     A budget fills devices that are divided as full checkpointing divides them, which is what is left where bytes are short.
     """
-    schedule = parse_schedule(job.policy)
+    schedule = job.schedule
 
     @functools.cache
     def of(policy: Policy) -> Profile:
-        return profile(replace(job, policy=str(policy)))
+        return profile(replace(job, policy=ACSchedule.everywhere(policy)))
 
     def under(policies: Sequence[Policy]) -> Profile:
         return mixed([of(policy) for policy in policies])
@@ -264,7 +264,7 @@ def _divided(run: Run, job: Job, targets: _Targets, model: Any, host: int | None
     count = len(model.blocks())
     if schedule.budget is not None:
         limits = limited(targets.budgets, schedule.budget)
-        divided = Divided(schedule="", placement=placed(lambda: of(Full())))
+        divided = Divided(schedule=schedule, placement=placed(lambda: of(Full())))
         if host is not None and (streamed := divided.placement.streamed):
             host = max(0, host - on_host(of(Full()), streamed))
         task = Task(
@@ -275,11 +275,11 @@ def _divided(run: Run, job: Job, targets: _Targets, model: Any, host: int | None
         return replace(divided, schedule=choice.schedule, chosen=choice.described()), under(choice.policies)
     if not schedule.devices:
         found = under(schedule.policies([None] * count))
-        return Divided(schedule=job.policy, placement=placed(lambda: found)), found
+        return Divided(schedule=schedule, placement=placed(lambda: found)), found
     alone = [schedule.alone_on(device) for device in targets.devices]
     placement = placed(lambda: [under(each.policies([None] * count)) for each in alone])
     policies = schedule.policies(placement.blocks)
-    return Divided(schedule=written(policies), placement=placement), under(policies)
+    return Divided(schedule=ACSchedule.of_blocks(policies), placement=placement), under(policies)
 
 
 def divided_for_training(run: Run, model: Any, arch: Any, adapter: AdapterConfig) -> Divided:
@@ -297,11 +297,11 @@ def divided_for_training(run: Run, model: Any, arch: Any, adapter: AdapterConfig
         UserError: If `train.cuts` or `train.swap_blocks` do not divide the model, the devices cannot be compared, or a budget cannot be
             kept.
     """
-    has_budget = parse_schedule(run.config.train.checkpointing).budget is not None
+    has_budget = run.config.train.schedule.budget is not None
     compared = len(run.devices) > 1 and not run.config.train.cuts and all(each.type == "cuda" for each in run.devices)
     if not compared and not has_budget:
         placement = place(run, model)
-        return Divided(schedule=run.config.train.checkpointing, placement=placement)
+        return Divided(schedule=run.config.train.schedule, placement=placement)
     began = time.monotonic()
     kind = run.device.type
     targets = _Targets(kind=kind, devices=run.devices, budgets=budgets_here(run.devices, run.config.train.reserve))
@@ -410,6 +410,6 @@ def _job(run: Run, arch: Any, adapter: AdapterConfig, bucket: Bucket, *, kind: s
     config = run.config
     return Job(
         spec=run.spec, arch=arch, adapter=adapter, precision=run.precision, batch=bucket.items,
-        policy=config.train.checkpointing, optim=config.optim, ema=config.ema, flow=config.flow,
+        policy=config.train.schedule, optim=config.optim, ema=config.ema, flow=config.flow,
         clip_norm=config.train.clip_norm, quantize=config.base.quantize, micro_batches=run.micro_batches, kind=kind,
     )  # fmt: skip

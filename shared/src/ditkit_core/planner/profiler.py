@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from ditkit_core.encoding.loader import Batch
-from ditkit_core.engine.ac_schedule import parse_schedule
+from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.block_hooks import marked
 from ditkit_core.engine.engine import Engine
 from ditkit_core.nn.attention import AttentionCalls, counted_calls
@@ -49,15 +49,16 @@ def profile(job: Job, *, of_each: int | None = 3) -> Profile:
     Raises:
         UserError: If the configuration fits no such model, as the run itself would say.
     """
-    schedule = parse_schedule(job.policy)
+    schedule = job.schedule
     if job.kind == "cpu":
         schedule = schedule.on_the_host()
-    if (uniform := schedule.uniform) is None:
-        found = {policy: profile(replace(job, policy=str(policy)), of_each=of_each) for policy in schedule.distinct}
+    if schedule.uniform is None:
+        alone = {policy: replace(job, policy=ACSchedule.everywhere(policy)) for policy in schedule.distinct}
+        found = {policy: profile(each, of_each=of_each) for policy, each in alone.items()}
         num_blocks = len(next(iter(found.values())).blocks)
         return mixed([found[policy] for policy in schedule.policies([None] * num_blocks)])
     model = thinned(job.spec, job.arch, job.precision, job.adapter, quantize=job.quantize, of_each=of_each)
-    job = replace(job, policy=str(uniform))
+    job = replace(job, policy=schedule)
     together = measure(job, model, [0] * len(model.stages()))
     apart = measure(replace(job, micro_batches=1), model, _places(model))
     return replace(_profile(model, together, apart), trains_all=job.adapter.method == "full")
@@ -257,7 +258,7 @@ class _Measuring:
             forward: list[Moment] = []
             calls = AttentionCalls()
             engine = _Watched(
-                policy=job.policy, backend=job.backend, model=self.model,
+                policy=job.schedule, backend=job.backend, model=self.model,
                 entered=partial(self._entered, forward), entered_backward=partial(self._entered_backward, backward),
             )  # fmt: skip
             forward.append(self._boundary())

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
 from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.engine.ac_schedule import ACSchedule, ScheduleLike, as_schedule
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.training.ema import EMAConfig
@@ -138,8 +140,8 @@ class Job:
     precision: Precision
     batch: Sequence[Mapping[str, Tensor]]
     """One micro-batch: training items on `meta`."""
-    policy: str = "none"
-    """Of the blocks, as `policy_schedule` reads it; devices are those of `measure`."""
+    policy: ScheduleLike = "none"
+    """Of the blocks; devices are those of `measure`."""
     backend: str = "sdpa"
     optim: OptimConfig
     ema: EMAConfig
@@ -150,3 +152,8 @@ class Job:
     """How many a step adds up: with several, the backward of a later one is measured too."""
     kind: str = "cuda"
     """Kind of device that the step is to run on: `cuda` or `cpu`."""
+
+    @cached_property
+    def schedule(self) -> ACSchedule:
+        """`policy`, parsed if it is a text."""
+        return as_schedule(self.policy)

@@ -7,7 +7,7 @@ import torch
 from ditkit_core.adapters.export import check_export
 from ditkit_core.data.dataset import Sample
 from ditkit_core.encoding.encode import controls_of
-from ditkit_core.engine.ac_schedule import check_sizes, parse_schedule
+from ditkit_core.engine.ac_schedule import check_sizes
 from ditkit_core.engine.activation_offload import can_offload
 from ditkit_core.engine.compile import backend_of, check_compiled, check_compiler
 from ditkit_core.engine.devices import ALL, choose_device, spread
@@ -65,10 +65,10 @@ def check_training(run: Run, *, here: bool = True) -> None:
     optim = run.config.optim
     check_swap(train.swap_blocks, run.config.adapter.method, optim)
     check_fused_backward(train, optim, prior=run.config.prior.wanted)
-    check_sizes(parse_schedule(train.checkpointing).budget or (), len(run.devices) if here else None)
+    check_sizes(train.schedule.budget or (), len(run.devices) if here else None)
     check_compiler(backend_of(train.compile), kinds)
     quantized = base.quantize != "none" or run.stored_as != "none"
-    check_compiled(backend_of(train.compile), parse_schedule(train.checkpointing).distinct, quantized=quantized)
+    check_compiled(backend_of(train.compile), train.schedule.distinct, quantized=quantized)
     if run.precision.matmul == torch.float16:
         raise UserError(
             "model.dtype = fp16 cannot train: gradients underflow without a loss scaler; choose bf16 or fp32"
@@ -181,7 +181,7 @@ def _unused(run: Run) -> Iterator[str]:
         yield "train.pipelined lets several devices work at once, and this run has one: it needs more memory and is no faster"
     if any(train.reserve) and all(device.type == "cpu" for device in run.devices):
         yield f"train.reserve = {list(train.reserve)} is of GPUs and is not used: this run is on the CPU"
-    offloads = any(entry.policy.offload for entry in parse_schedule(train.checkpointing).entries)
+    offloads = any(rule.policy.offload for rule in train.schedule.rules)
     if offloads and not any(map(can_offload, run.devices)):
         yield f"train.checkpointing = {train.checkpointing} moves what blocks keep to the host, and this run is on the host: nothing is moved"
     if train.devices == (ALL,) and count == 1:

@@ -25,7 +25,8 @@ from ditkit_core.encoding.encode import encode as encode_samples
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import files_of, split_held_out
 from ditkit_core.encoding.prior_preservation import PRIOR_MARK, count_media, prior_data_config
-from ditkit_core.engine.ac_schedule import parse_schedule
+from ditkit_core.engine.ac_policies import Policy
+from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.devices import choose_device, choose_devices
 from ditkit_core.engine.engine import Engine
 from ditkit_core.engine.placement import Placement
@@ -167,18 +168,18 @@ class Run:
         matmul = parse_dtype(self.config.model.dtype)
         return self.config.precision.precision(matmul, self.spec.precision.reference)
 
-    def engine(self, prepared: Prepared, schedule: str = "") -> Engine:
+    def engine(self, prepared: Prepared, schedule: ACSchedule | None = None) -> Engine:
         """Runs the model as configured.
 
         Args:
             prepared: The model.
-            schedule: What `train.checkpointing` came to; empty where nothing has a backward, and a budget need not be resolved.
+            schedule: What `train.checkpointing` came to; None where nothing has a backward, and a budget need not be resolved.
         """
         config = self.config.train
         streaming = () if prepared.passage is None else (prepared.passage,)
-        resolved = parse_schedule(config.checkpointing).budget is None
-        policy = schedule or (config.checkpointing if resolved else "none")
-        return Engine(policy=policy, backend=config.attention, compile=config.compile, passages=streaming)
+        if schedule is None:
+            schedule = config.schedule if config.schedule.budget is None else ACSchedule.everywhere(Policy())
+        return Engine(policy=schedule, backend=config.attention, compile=config.compile, passages=streaming)
 
     @cached_property
     def cache(self) -> Cache:

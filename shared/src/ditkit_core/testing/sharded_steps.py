@@ -36,7 +36,7 @@ each block."""
 def policies() -> list[str]:
     """Every kind of policy, alone and offloaded, some for parts of attention or of the blocks; a new kind joins by itself."""
     kinds = [f"{kind}{ARGUMENTS.get(kind, '')}" for kind in MAKERS]
-    on_device = [kind for kind in kinds if not parse_schedule(kind).entries[0].policy.offload]
+    on_device = [kind for kind in kinds if not parse_schedule(kind).rules[0].policy.offload]
     offloaded = [f"{kind}+offload" for kind in offloadable(on_device)]
     found = [*kinds, *offloaded, "attn_only(self)", "every_n(2)", "full, 0=none"]
     return ["none", *(text for text in found if text != "none")]

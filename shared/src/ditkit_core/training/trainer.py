@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from ditkit_core.config.field import setting
-from ditkit_core.engine.ac_schedule import parse_schedule
+from ditkit_core.engine.ac_schedule import ACSchedule, check_sizes, parse_schedule
 from ditkit_core.engine.block_swap import BlockSwap
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import write_text
@@ -106,7 +107,7 @@ class TrainConfig:
             raise UserError(
                 f"train.threads = {self.threads}: torch would start as many; give the number of cores, or 0"
             )
-        parse_schedule(self.checkpointing)
+        check_sizes(self.schedule.budget or ())
         if not all(0 <= reserve < math.inf for reserve in self.reserve):
             raise UserError(f"train.reserve = {list(self.reserve)} must be GiB of at least 0")
         if not 0 <= self.caption_dropout <= 1:
@@ -115,6 +116,11 @@ class TrainConfig:
             raise UserError(
                 f"train.control_dropout = {self.control_dropout} must be in [0, 1], or -1 for the model's own"
             )
+
+    @cached_property
+    def schedule(self) -> ACSchedule:
+        """What `checkpointing` means: parsed once, and handed to whoever checks, plans or runs it."""
+        return parse_schedule(self.checkpointing)
 
 
 def check_fused_backward(config: TrainConfig, optim: OptimConfig, *, prior: bool = False) -> None:
