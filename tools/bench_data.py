@@ -33,7 +33,8 @@ from ditkit_core.diagnostics.doctor.dataset import examine
 from ditkit_core.diagnostics.doctor.media import Fingerprint, near_duplicates
 from ditkit_core.io.memory import process_peak_bytes
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run
+from ditkit_core.run.encoding import encode_all
+from ditkit_core.run.run import Run, create_run
 from ditkit_wan.spec import WAN
 
 FILES = (50, 200, 800)
@@ -79,7 +80,7 @@ def run_of(base: Path, clips: Path) -> Run:
         config, data=data, model=replace(config.model, base=str(base), dtype="fp32"),
         encode=replace(config.encode, cache=str(clips) + "-cache", text_dtype="fp32"), train=replace(config.train, threads=1),
     )  # fmt: skip
-    return Run(WAN, config)
+    return create_run(WAN, config)
 
 
 def child(what: str, base: Path, clips: Path) -> dict[str, float]:
@@ -90,7 +91,7 @@ def child(what: str, base: Path, clips: Path) -> dict[str, float]:
     torch.set_num_threads(1)
 
     def done(run: Run) -> int:
-        return len(examine(run).samples if what == "doctor" else run.encode().samples)
+        return len(examine(run).samples if what == "doctor" else encode_all(run).samples)
 
     done(run_of(base, clips.parent / FEW))
     run = run_of(base, clips)

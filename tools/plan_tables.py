@@ -26,7 +26,7 @@ from ditkit_core.planner.gpus import Card, parse_gpus
 from ditkit_core.planner.step_time import UTILISATION
 from ditkit_core.planner.suggestions import levers
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import create_run
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.spec import WAN
 from marked import replaced
@@ -94,7 +94,7 @@ ROWS = (
 def _task(spec_name: str, config: RunConfig) -> Task:
     """What is to be fitted, for no cards yet; its profiles are made once for all of them."""
     spec = {WAN.name: WAN, FLUX2.name: FLUX2}[spec_name]
-    return task_for(Run(spec, config), ())
+    return task_for(create_run(spec, config), ())
 
 
 def fitted(row: Row, cards: tuple[Card, ...]) -> str:

@@ -10,7 +10,7 @@ from ditkit_core.planner.autotune import HARDLY_LONGER, POLICIES, candidates, fi
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.step_time import Workload, step_seconds
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import create_run
 from ditkit_flux2.spec import FLUX2
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1800)]
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1800)]
 
 def run_of(side):
     flags = {"model.preset": "dev", "data.frames": 1, "data.height": side, "data.width": side, "adapter.rank": 32}
-    return Run(FLUX2, resolve(RunConfig, flags=flags))
+    return create_run(FLUX2, resolve(RunConfig, flags=flags))
 
 
 def test_a_card_of_24_gib_streams_and_leaves_a_slower_one_of_16_gib_alone():

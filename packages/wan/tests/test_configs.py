@@ -9,7 +9,7 @@ from ditkit_core.adapters.export import check_export
 from ditkit_core.config.resolve import resolve
 from ditkit_core.run.checks import check_training
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import create_run
 from ditkit_core.testing.run_files import check_planned
 from ditkit_wan.presets import PRESETS
 from ditkit_wan.spec import WAN
@@ -24,7 +24,7 @@ PLANNED = (
 
 
 def run_of(file):
-    return Run(WAN, resolve(RunConfig, file=file))
+    return create_run(WAN, resolve(RunConfig, file=file))
 
 
 def comments(file):
@@ -81,7 +81,7 @@ def test_the_comments_of_a_run_file_are_true(file):
         assert name == file.name
     for page in re.findall(r"docs/\S+\.md", said):
         assert (ROOT / page).is_file(), page
-    columns = {column.name: column for column in run.columns}
+    columns = {column.name: column for column in run.auxiliary.columns}
     named = {
         word
         for line in said.splitlines()

@@ -20,7 +20,7 @@ from ditkit_core.previews.stages import trained_in, turns_of
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.expert_runs import runs_of
 from ditkit_core.run.experts import levels
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import create_run
 from ditkit_core.sampling.denoise import draw
 from ditkit_core.training.flow_matching import shift_sigma, sigma_at
 from ditkit_wan.demo.media import CLIPS, write_clip
@@ -86,7 +86,9 @@ def test_the_shares_at_shift_5_are_those_that_diffsynth_is_told(name: str, fract
     table = 1000 * shift_sigma(torch.linspace(1, 0, 1001, dtype=torch.float64)[:-1], 5.0)
     index = int((table >= 1000 * MODELS[name]).sum())
     assert index / 1000 == fraction
-    draws = sigma_at((torch.arange(100_000) + 0.5) / 100_000, Run(WAN, RunConfig(), PRESETS[name]).config.flow, 5.0)
+    draws = sigma_at(
+        (torch.arange(100_000) + 0.5) / 100_000, create_run(WAN, RunConfig(), PRESETS[name]).config.flow, 5.0
+    )
     high, _ = WAN.architecture.experts(PRESETS[name])
     assert abs(float((draws >= levels(high)[0]).double().mean()) - fraction) < 1e-3
 
@@ -104,7 +106,7 @@ def test_a_timestep_next_to_the_boundary_is_not_rounded_over_it() -> None:
 
 def test_boundaries_guidance_and_parts_are_each_models_own(checkpoints: dict[str, Path]) -> None:
     for name, boundary in MODELS.items():
-        for arch in (PRESETS[name], Run(WAN, _config(checkpoints[name])).arch):
+        for arch in (PRESETS[name], create_run(WAN, _config(checkpoints[name])).arch):
             high, low = WAN.architecture.experts(arch)
             assert (high.name, high.part, low.name, low.part) == (
                 "high_noise",
@@ -127,7 +129,7 @@ def test_a_checkpoints_own_boundary_wins_over_the_published_one(checkpoints: dic
     shutil.copytree(checkpoints["t2v-a14b"], tmp_path / "base")
     index = tmp_path / "base" / "model_index.json"
     index.write_text(json.dumps(json.loads(index.read_text()) | {"boundary_ratio": 0.8}))
-    high, low = (run.config.flow for run in runs_of(Run(WAN, _config(tmp_path / "base"))))
+    high, low = (run.config.flow for run in runs_of(create_run(WAN, _config(tmp_path / "base"))))
     assert float(np.float32(high.min_sigma)) == high.min_sigma and abs(high.min_sigma - 0.8) < 1e-7
     assert high.max_sigma == 1 and low.min_sigma == 0 and 0.7999 < low.max_sigma < high.min_sigma
 
@@ -145,10 +147,10 @@ def test_which_file_is_which_by_the_names_that_people_have(transformer: str, tra
     flags = {"model.preset": "t2v-a14b", "model.transformer": transformer, "model.transformer_2": transformer_2}
     config = resolve(RunConfig, flags=flags)
     if fits:
-        assert [run.part for run in runs_of(Run(WAN, config))] == ["transformer", "transformer_2"]
+        assert [run.part for run in runs_of(create_run(WAN, config))] == ["transformer", "transformer_2"]
         return
     with pytest.raises(Exception, match="named after the low_noise expert") as raised:
-        Run(WAN, config)
+        create_run(WAN, config)
     assert "\n" not in str(raised.value)
 
 
@@ -189,7 +191,7 @@ def test_a_drawing_over_the_boundary_is_that_of_diffusers(
 ) -> None:
     """The whole chain at once: which file is which, the boundary, guidance of each, the scheduler's history across, the exported files."""
     base = checkpoints["t2v-a14b"]
-    run = Run(WAN, resolve(RunConfig, stored=trained))
+    run = create_run(WAN, resolve(RunConfig, stored=trained))
     encoder = TextEncoder(run.config.model, torch.device("cpu"), torch.float32)
     encoder.load()
     wanted, unwanted = encoder.encode([CAPTIONS[0]])[0], encoder.encode([""])[0]
@@ -197,7 +199,7 @@ def test_a_drawing_over_the_boundary_is_that_of_diffusers(
         conditions=wanted, negative=unwanted, frames=5, height=32, width=48, steps=6, guidance=1.0, shift=5.0, seed=7
     )  # fmt: skip
     turns = turns_of(run, trained_in(run)[0] if with_adapters else {})
-    sampler = run.sampler
+    sampler = run.auxiliary.sampler
     assert isinstance(sampler, WanSampler)
     (pixels,) = draw(sampler, [job], turns)
 
@@ -238,8 +240,8 @@ def test_one_adapter_in_both_experts_is_another_picture(trained: Path) -> None:
 
 
 def test_image_to_video_trains_on_its_own_boundary(checkpoints: dict[str, Path]) -> None:
-    high, low = runs_of(Run(WAN, _config(checkpoints["i2v-a14b"])))
+    high, low = runs_of(create_run(WAN, _config(checkpoints["i2v-a14b"])))
     assert 0.8999 < low.config.flow.max_sigma < 0.9 and abs(high.config.flow.min_sigma - 0.9) < 1e-7
     assert high.config.flow.min_sigma > 0.88, "not text to video's"
-    only = Run(WAN, replace(_config(checkpoints["i2v-a14b"]), experts=high.config.experts))
+    only = create_run(WAN, replace(_config(checkpoints["i2v-a14b"]), experts=high.config.experts))
     assert only.config.flow == high.config.flow and only.part == "transformer"

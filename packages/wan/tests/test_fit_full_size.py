@@ -8,7 +8,7 @@ from ditkit_core.planner.autotune import HARDLY_LONGER, candidates, fit, least_m
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.step_time import Workload, step_seconds
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import create_run
 from ditkit_wan.spec import WAN
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1800)]
@@ -18,7 +18,7 @@ CLIP = {"model.preset": "t2v-14b", "data.frames": 49, "data.height": 480, "data.
 
 @pytest.fixture(scope="module")
 def run():
-    return Run(WAN, resolve(RunConfig, flags=CLIP))
+    return create_run(WAN, resolve(RunConfig, flags=CLIP))
 
 
 def test_two_cards_of_24_gib_take_49_frames_with_exact_weights(run):
@@ -43,12 +43,12 @@ def test_one_card_of_24_gib_takes_them_with_what_blocks_keep_on_the_host(run):
 
 
 def test_larger_clips_take_fewer_frames_there():
-    run = Run(WAN, resolve(RunConfig, flags=CLIP | {"data.frames": 81, "data.height": 720, "data.width": 1280}))
+    run = create_run(WAN, resolve(RunConfig, flags=CLIP | {"data.frames": 81, "data.height": 720, "data.width": 1280}))
     task = task_for(run, parse_gpus("24GiB"))
     assert fit(task).chosen is None and least_missing(task) > 0
     best, *_ = changes(WAN, run.config, task)
     assert not best.missing and "data.frames" in best.change.words
-    changed = fit(task_for(Run(WAN, best.change.config), best.change.cards)).chosen
+    changed = fit(task_for(create_run(WAN, best.change.config), best.change.cards)).chosen
     assert all(plan.fits for plan in changed.plan)
 
 

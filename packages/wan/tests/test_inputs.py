@@ -12,7 +12,7 @@ from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.planner.plan import largest_bucket
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import create_run
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.flow_matching import velocity_errors
 from ditkit_wan.model.inputs import assemble, empty_item, loss_mask, make_inputs, num_tokens
@@ -161,7 +161,7 @@ def test_reference_columns_of_vace_are_tokens_of_the_plan(tmp_path):
         picture(tmp_path / f"refs{number}" / "b.png", (64, 96), "navy")
     controls = tuple(f"vace_reference_image{number}={tmp_path / f'refs{number}'}" for number in ("", "_2"))
     data = {"data.folder": str(tmp_path / "clips"), "data.frames": 9, "data.height": 64, "data.width": 96}
-    run = Run(WAN, resolve(RunConfig, flags={**data, "model.preset": "vace-1.3b", "data.controls": controls}))
+    run = create_run(WAN, resolve(RunConfig, flags={**data, "model.preset": "vace-1.3b", "data.controls": controls}))
     bucket = largest_bucket(run, run.arch)
     assert bucket.references == ((64, 96), (64, 96))
     assert num_tokens(bucket.items[0]) == 3 * (64 // 16) * (96 // 16), "the picture and two references"

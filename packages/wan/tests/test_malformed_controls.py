@@ -17,7 +17,7 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.diagnostics.doctor.dataset import examine
 from ditkit_core.diagnostics.doctor.findings import Checkup
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import create_run
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY
 from ditkit_wan.conditioning import music_features
@@ -47,7 +47,7 @@ def look(folder: Path, preset: str, **row: str) -> Checkup:
     )  # fmt: skip
     flags = {"model.preset": "tiny", "data.folder": str(folder), "data.frames": 9, "data.height": 32, "data.width": 32}
     flags |= {"run.folder": str(folder.parent / "run"), "data.on_bad": "skip"}
-    return examine(Run(spec, resolve(RunConfig, flags=flags))).checkup
+    return examine(create_run(spec, resolve(RunConfig, flags=flags))).checkup
 
 
 def assert_refused(found: Checkup, *says: str) -> None:

@@ -19,7 +19,8 @@ from ditkit_core.models.conditions import Column, Conditioner, Controls
 from ditkit_core.models.encoders import ignored
 from ditkit_core.planner.plan import largest_bucket
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run
+from ditkit_core.run.encoding import scenes_of
+from ditkit_core.run.run import Run, create_run
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY
 
@@ -176,7 +177,7 @@ def run_of(folder: Path, **flags: Any) -> Run:
         "data.height": 32,
         "data.width": 32,
     }
-    return Run(spec, resolve(RunConfig, flags={**given, "data.fps": 16.0, **flags}))
+    return create_run(spec, resolve(RunConfig, flags={**given, "data.fps": 16.0, **flags}))
 
 
 def test_a_caption_is_drawn_no_longer_than_its_clip_and_what_goes_with_it(tmp_path: Path) -> None:
@@ -189,7 +190,7 @@ def test_a_caption_is_drawn_no_longer_than_its_clip_and_what_goes_with_it(tmp_pa
 
     def frames(said: list[str], **more: Any) -> list[int]:
         run = run_of(clips, **flags, **more)
-        return [scene.frames for scene in run.scenes(run.dataset.samples, said.append)]
+        return [scene.frames for scene in scenes_of(run, run.data.dataset.samples, said.append)]
 
     said: list[str] = []
     own = run_of(clips, **flags, **{"data.frames": 9})
@@ -205,7 +206,7 @@ def test_a_clip_that_was_shortened_is_drawn_as_long_as_it_is_trained(tmp_path: P
     numbered_video(tmp_path / "a.mp4", frames=6, fps=16)
     (tmp_path / "a.txt").write_text("a")
     run = run_of(tmp_path, **{"data.frames": 13, "data.short_clips": "shorten"})
-    (scene,) = run.scenes(run.dataset.samples)
+    (scene,) = scenes_of(run, run.data.dataset.samples)
     assert scene.frames == 5
 
 
@@ -217,5 +218,5 @@ def test_what_is_in_front_of_a_clip_is_planned(tmp_path: Path) -> None:
     run = run_of(tmp_path / "clips", **{"data.controls": (f"start={tmp_path / 'starts'}",)})
     assert {references for _, references in largest_bucket(run, run.arch).shapes} == {()}
     spec = altered(run.spec, columns=lambda arch: (replace(START, in_front=True),))
-    run = Run(spec, run.given_config)
+    run = create_run(spec, run.given.config)
     assert {references for _, references in largest_bucket(run, run.arch).shapes} == {(), ((32, 32),)}

@@ -20,7 +20,7 @@ from ditkit_core.planner.auxiliary import CompanionRow
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.suggestions import best_first, levers
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import create_run
 from ditkit_core.testing.toy import TOY
 
 RUN = """
@@ -117,7 +117,7 @@ def test_without_gpu_and_without_gpus_the_option_is_named(run_file, capsys):
 
 
 def config_of(**sections):
-    base = Run(TOY, RunConfig()).config
+    base = create_run(TOY, RunConfig()).config
     return replace(base, **{name: replace(getattr(base, name), **values) for name, values in sections.items()})
 
 

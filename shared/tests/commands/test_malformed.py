@@ -19,7 +19,7 @@ from ditkit_core.data.media.clip import read_clip
 from ditkit_core.diagnostics.doctor.dataset import Examined, examine
 from ditkit_core.errors import UserError, printable
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import Run, create_run
 from ditkit_core.testing.toy import TOY
 
 GOOD = ["good0", "good1"]
@@ -43,7 +43,7 @@ def look(folder: Path, **settings: Any) -> tuple[Examined, Run]:
         "model.preset": "tiny", "data.folder": str(folder), "data.frames": 5, "data.height": 16, "data.width": 16,
         "run.folder": str(folder.parent / "run"), **settings,
     }  # fmt: skip
-    run = Run(controlled(TOY), resolve(RunConfig, flags=flags))
+    run = create_run(controlled(TOY), resolve(RunConfig, flags=flags))
     return examine(run), run
 
 
@@ -73,7 +73,7 @@ def test_what_is_bad_is_one_line_in_the_table_and_the_rest_is_used(
     assert capfd.readouterr().err == "", "libraries keep quiet"
     if "D03" not in [finding.code for finding in strict.checkup.findings]:
         with pytest.raises(UserError) as caught:
-            assert run.dataset
+            assert run.data.dataset
         assert row.reason in str(caught.value) and "\n" not in str(caught.value)
 
 

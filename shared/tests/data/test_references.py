@@ -10,12 +10,13 @@ import torch
 from media_files import numbered_video, picture, truncated
 from PIL import Image
 from toy_encoders import CountingEncoder
+from toy_encoders import encode_with as encode
 
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Dataset, Sample, scan
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.encoding.cache import Cache
-from ditkit_core.encoding.encode import encode, encode_references
+from ditkit_core.encoding.encode import encode_references
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.errors import UserError
 

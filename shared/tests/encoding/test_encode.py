@@ -11,11 +11,12 @@ import pytest
 import torch
 from media_files import numbered_video, picture
 from toy_encoders import CountingEncoder
+from toy_encoders import encode_with as encode
 
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Dataset, Sample, scan
 from ditkit_core.encoding.cache import Cache
-from ditkit_core.encoding.encode import encode, text_key
+from ditkit_core.encoding.encode import text_key
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.tasks import _check_finite
 from ditkit_core.errors import UserError

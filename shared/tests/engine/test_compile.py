@@ -14,7 +14,7 @@ from ditkit_core.engine.engine import Engine
 from ditkit_core.errors import UserError
 from ditkit_core.run.checks import check_training
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import create_run
 from ditkit_core.testing.compiled_runs import check_levers, printed
 from ditkit_core.testing.toy import TOY, ToyBlock
 
@@ -159,4 +159,4 @@ def test_a_quantized_base_that_would_be_kept_dense_is_refused():
 )
 def test_a_run_refuses_before_anything_is_loaded(texts, names):
     config = resolve(RunConfig, flags={"train.device": "cpu", **texts})
-    refused(lambda: check_training(Run(TOY, config)), *names)
+    refused(lambda: check_training(create_run(TOY, config)), *names)

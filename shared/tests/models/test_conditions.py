@@ -10,12 +10,13 @@ import torch
 from media_files import numbered_video, picture
 from torch import Tensor
 from toy_encoders import CountingEncoder
+from toy_encoders import encode_with as encode
 
 from ditkit_core.config.resolve import resolve
 from ditkit_core.data.dataset import Sample
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.encoding.cache import Cache
-from ditkit_core.encoding.encode import Conditioning, encode
+from ditkit_core.encoding.encode import Conditioning
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import BatchSize, TrainingData
 from ditkit_core.engine.engine import Engine
@@ -24,7 +25,7 @@ from ditkit_core.models.conditions import Column, Controls
 from ditkit_core.models.encoders import ignored
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import create_run, with_arch, with_config
 from ditkit_core.sampling.prompts import SampleConfig
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
@@ -232,11 +233,11 @@ def test_an_architecture_may_differ_from_its_family() -> None:
     small = replace(TOY.architecture.presets["tiny"], dim=8)
     spec = altered(spec, presets={"tiny": TOY.architecture.presets["tiny"], "small": small})
     config = resolve(RunConfig, flags={"model.preset": "tiny"})
-    run = Run(spec, config)
+    run = create_run(spec, config)
     assert (run.config.data.height, run.config.data.width, run.spec.data.size_step) == (48, 64, 48)
-    assert run.having(run.config).spec.data.size_step == 48
-    unknown = Run(spec, RunConfig())
+    assert with_config(run, run.config).spec.data.size_step == 48
+    unknown = create_run(spec, RunConfig())
     assert unknown.arch is None and unknown.spec.data.size_step == TOY.data.size_step
-    known = unknown.known_as(TOY.architecture.presets["tiny"])
+    known = with_arch(unknown, TOY.architecture.presets["tiny"])
     assert known.spec.data.size_step == 48 and known.config.data.height == 48
-    assert unknown.known_as(small).config.data.height == TOY.data.size[1]
+    assert with_arch(unknown, small).config.data.height == TOY.data.size[1]

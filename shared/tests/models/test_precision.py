@@ -26,7 +26,7 @@ from ditkit_core.nn.linear import CastLinear
 from ditkit_core.planner.profiler import profile
 from ditkit_core.run.checks import check_settings, check_training
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import Run, create_run
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, toy_items
 from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
@@ -111,7 +111,7 @@ def test_the_line_says_what_the_optimizer_holds_and_no_sum_that_is_not_made() ->
 
 def run_with(*, optim: OptimConfig | None = None, **fields: Any) -> Run:
     config = RunConfig(precision=PrecisionConfig(**fields), optim=optim or OptimConfig())
-    return Run(TOY, replace(config, model=replace(config.model, preset="tiny")))
+    return create_run(TOY, replace(config, model=replace(config.model, preset="tiny")))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_place_that_the_run_would_not_honour_is_refused(
     fields: dict[str, Any], optim: OptimConfig, message: str
 ) -> None:
     run = run_with(optim=optim, **fields)
-    run = Run(TOY, replace(run.config, train=replace(run.config.train, clip_norm=0.0)))
+    run = create_run(TOY, replace(run.config, train=replace(run.config.train, clip_norm=0.0)))
     with pytest.raises(UserError, match=message):
         check_training(run, here=False)
     check_training(run_with(optimizer="fp32", reduction="fp32", accumulation="fp32"), here=False)

@@ -23,7 +23,7 @@ from ditkit_core.planner.report import as_json
 from ditkit_core.run.checks import check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.prepare import build_on_meta
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import Run, create_run
 from ditkit_core.testing.plans import divided, whole
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
@@ -186,7 +186,7 @@ def run_of(policy: str, **flags) -> Run:
         "model.preset": "deep", "data.frames": 5, "data.height": 64, "data.width": 64, "adapter.rank": 2, "train.device": "cpu",
         "train.checkpointing": policy, "sample.captions": 0, **flags,
     }  # fmt: skip
-    return Run(DEEP, resolve(RunConfig, flags=named))
+    return create_run(DEEP, resolve(RunConfig, flags=named))
 
 
 def resolved(run: Run):

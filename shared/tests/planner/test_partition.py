@@ -19,7 +19,7 @@ from ditkit_core.planner.plan import divided_for_training, make_report
 from ditkit_core.planner.profiler import Profile, StageCost, profile
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.prepare import build_on_meta
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import create_run
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
 
@@ -147,7 +147,7 @@ def run_of(**flags):
         "model.preset": "deep", "data.frames": 1, "data.height": 64, "data.width": 64, "adapter.rank": 2,
         **{name.replace("__", "."): value for name, value in flags.items()},
     }  # fmt: skip
-    return Run(altered(TOY, presets={**TOY.architecture.presets, "deep": DEEP}), resolve(RunConfig, flags=named))
+    return create_run(altered(TOY, presets={**TOY.architecture.presets, "deep": DEEP}), resolve(RunConfig, flags=named))
 
 
 @pytest.mark.parametrize(

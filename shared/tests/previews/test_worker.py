@@ -32,7 +32,7 @@ from ditkit_core.previews.stages import Trained
 from ditkit_core.run import expert_runs
 from ditkit_core.run.checks import check_preview_device, say_where_previews_could_be
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import Run, create_run
 from ditkit_core.sampling.denoise import Turn
 from ditkit_core.training import trainer as train
 
@@ -224,7 +224,7 @@ def bare(world: World, **flags: Any) -> tuple[Run, RunFolder]:
     folder = RunFolder(world.folder / "run")
     folder.pending.mkdir(parents=True)
     folder.store(config)
-    return Run(world.spec, config), folder
+    return create_run(world.spec, config), folder
 
 
 def test_the_preview_that_failed_is_named_whatever_else_waits(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,11 +304,11 @@ def test_a_device_that_trains_and_a_model_that_is_not_found_are_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = resolve(RunConfig, flags={"sample.device": "cuda:0", "train.devices": ("cuda:0", "cuda:1")})
     with pytest.raises(UserError, match="'cuda:0' is a device that trains; name another one or cpu"):
-        check_preview_device(Run(world.spec, config))
+        check_preview_device(create_run(world.spec, config))
     config = replace(config, train=replace(config.train, devices=("cuda:1",)))
-    check_preview_device(Run(world.spec, config))
+    check_preview_device(create_run(world.spec, config))
     with pytest.raises(UserError, match="another process cannot find the model toy"):
-        check_preview_device(Run(replace(world.spec, found_at=""), config))
+        check_preview_device(create_run(replace(world.spec, found_at=""), config))
     for devices, every_steps, told in [
         (("cuda:1",), 5, True),
         (("cuda:1",), 0, False),
@@ -316,7 +316,7 @@ def test_a_device_that_trains_and_a_model_that_is_not_found_are_refused(
     ]:
         capsys.readouterr()
         here = replace(config, sample=replace(config.sample, device="", every_steps=every_steps, captions=1))
-        say_where_previews_could_be(Run(world.spec, replace(here, train=replace(here.train, devices=devices))))
+        say_where_previews_could_be(create_run(world.spec, replace(here, train=replace(here.train, devices=devices))))
         said = "".join(capsys.readouterr())
         assert ("sample.device = cuda:0, which does not train, draws them meanwhile" in said) is told
 

@@ -23,7 +23,8 @@ from ditkit_core.models.protocol import run_plain
 from ditkit_core.models.spec import ModelSpec, SampleDefaults
 from ditkit_core.sampling.contact_sheet import GAP, SHEET_FRAMES, contact_sheet, grid
 from ditkit_core.sampling.denoise import only
-from ditkit_core.sampling.prompts import SampleConfig, Scene, draw_samples
+from ditkit_core.sampling.prompts import SampleConfig, Scene, jobs_of
+from ditkit_core.sampling.render import SampleFiles, SampleRequest, draw_samples
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel
 from ditkit_core.testing.world import make_model
@@ -185,11 +186,19 @@ def draw(folder: Path, scenes: Sequence[Scene], sampler: RecordingSampler, **set
     def conditions(text: str) -> Mapping[str, Tensor]:
         return {"text": torch.tensor([float(len(text))])}
 
-    files = draw_samples(
-        only(model, run_plain), sampler, scenes, config, conditions=conditions,
-        references=lambda paths: [torch.tensor(float(len(path.name))) for path in paths],
-        negative=conditions("unwanted"), fps=8.0, folder=folder, stem="step-000002", on_step=lambda: steps.append(None),
-    )  # fmt: skip
+    requests = [
+        SampleRequest(number=number, prompt=scene.prompt, job=job)
+        for number, scene in enumerate(scenes)
+        for job in jobs_of(
+            scene,
+            config,
+            conditions=conditions(scene.prompt),
+            negative=conditions("unwanted"),
+            references=[torch.tensor(float(len(path.name))) for path in scene.references],
+        )
+    ]
+    to = SampleFiles(folder=folder, stem="step-000002", fps=8.0, images=config.images)
+    files = draw_samples(only(model, run_plain), sampler, requests, to, lambda: steps.append(None))
     assert model.training and not any(sampler.training) and not sampler.loaded
     assert len(steps) == 2 * len(sampler.jobs) == 2 * len(scenes) * config.images
     return files

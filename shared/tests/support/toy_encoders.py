@@ -6,7 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ditkit_core.models.encoders import ignored
+from ditkit_core.data.dataset import Sample
+from ditkit_core.encoding.cache import Cache
+from ditkit_core.encoding.encode import SampleEncoders, encode
+from ditkit_core.models.encoders import Encoder, ignored
 
 
 class CountingEncoder:
@@ -47,3 +50,11 @@ class CountingEncoder:
             latents = item[:, ::4, ::8, ::8].clone() if self.result is None else torch.full((1, 1, 1, 1), self.result)
             return {"latents": latents}
         return {"text": torch.tensor([[float(len(item)), float(sum(map(ord, item)))]])}
+
+
+def encode_with(
+    samples: Sequence[Sample], *, cache: Cache, media_encoder: Encoder, text_encoder: Encoder, **given: Any
+):
+    """The encode stage with encoders and settings by name, whichever of its arguments they belong to."""
+    own = {name: given.pop(name) for name in ("extra_captions", "progress", "on_bad") if name in given}
+    return encode(samples, SampleEncoders(media=media_encoder, text=text_encoder, **given), cache, **own)

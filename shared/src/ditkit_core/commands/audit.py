@@ -20,10 +20,12 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.plan import divided_for_training
 from ditkit_core.run.checks import check, check_parts, check_training
 from ditkit_core.run.config import RunConfig
+from ditkit_core.run.encoding import encode_all
 from ditkit_core.run.expert_runs import resident
+from ditkit_core.run.model import build_model, engine_of, load_model
 from ditkit_core.run.prepare import Prepared, check_items
 from ditkit_core.run.restore import take_trained
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import create_run, with_arch
 from ditkit_core.training.checkpoint import latest
 
 SAMPLES = 2
@@ -40,11 +42,11 @@ def audit_precision(spec: ModelSpec, config: RunConfig, options: TrainOptions) -
         UserError: If the run could not start as it is configured, or memory does not suffice.
     """
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
-        run = resident(Run(spec, config))
+        run = resident(create_run(spec, config))
         if run.expert is not None:
             say(f"audited is the {run.expert.name} expert")
         own = RunFolder(Path(run.config.run.folder))  # where its saves are
-        findings = _find(spec, run.given_config, own, options)
+        findings = _find(spec, run.given.config, own, options)
         files = write(findings, RunFolder(Path(config.run.folder)).audit)
         show(findings)
         for file in files:
@@ -54,28 +56,28 @@ def audit_precision(spec: ModelSpec, config: RunConfig, options: TrainOptions) -
 
 
 def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainOptions) -> Findings:
-    run = Run(spec, config)
+    run = create_run(spec, config)
     check(run)
     check_training(run)
     if options.demo:
         spec.demo.write(folder.inputs)
-        run = Run(spec, config)  # of an architecture that was not there before
-    assert run.dataset.samples  # what is wrong with the data is said before weights are fetched
-    unloaded = run.build()
-    run = run.known_as(unloaded.arch)
+        run = create_run(spec, config)  # of an architecture that was not there before
+    assert run.data.dataset.samples  # what is wrong with the data is said before weights are fetched
+    unloaded = build_model(run)
+    run = with_arch(run, unloaded.arch)
     divided = divided_for_training(run, unloaded.model, unloaded.arch, unloaded.adapter)
-    check_parts(run, run.dataset.samples)
-    encoded, _ = run.encode()
+    check_parts(run, run.data.dataset.samples)
+    encoded, _ = encode_all(run)
     check_items(run.spec, unloaded.model, encoded)
-    prepared = run.load(unloaded, divided.placement)
+    prepared = load_model(run, unloaded, divided.placement)
     weights = _weights(prepared, folder, options.init_from)
     kept, _ = split_held_out(
-        [sample.id for sample in encoded], run.config.held_out.clips, files_of(run.dataset.samples)
+        [sample.id for sample in encoded], run.config.held_out.clips, files_of(run.data.dataset.samples)
     )
     by_id = {sample.id: sample for sample in encoded}
     batch = training_data(run, [by_id[id] for id in kept], []).micro_batches(0)[0]
     # places are eager code's: a compiler keeps a chain of operations wider than it is written
-    engine = replace(run.engine(prepared, divided.schedule), compile=False)
+    engine = replace(engine_of(run, prepared, divided.schedule), compile=False)
     subject = Subject(
         model=prepared.model, spec=run.spec, precision=run.precision, run=engine,
         ids=batch.ids[:SAMPLES], items=batch.items[:SAMPLES], guidance=run.config.flow.guidance,

@@ -15,14 +15,14 @@ from ditkit_core.run.run import Run
 
 def verify_cache(run: Run) -> None:
     """Read every entry of the cache, and say which ones were removed because they are not what was written."""
-    with progress("verify cache", sum(1 for _ in run.cache.entries())) as bar:
-        found = verify(run.cache, bar.advance)
+    with progress("verify cache", sum(1 for _ in run.data.cache.entries())) as bar:
+        found = verify(run.data.cache, bar.advance)
     for name in found.damaged:
         warn(f"removed from the cache, it was damaged: {name}")
     older = (
         f", {found.without_digest} of them of an earlier version by their length alone" if found.without_digest else ""
     )
-    say(f"{run.cache.folder}: {found.checked} entries read{older}, {len(found.damaged)} damaged")
+    say(f"{run.data.cache.folder}: {found.checked} entries read{older}, {len(found.damaged)} damaged")
 
 
 def prune_cache(run: Run, rule: Rule, encoded: Sequence[EncodedSample]) -> None:
@@ -39,9 +39,9 @@ def prune_cache(run: Run, rule: Rule, encoded: Sequence[EncodedSample]) -> None:
                 ]
             )
         )
-    done = prune(run.cache, rule, keep)
+    done = prune(run.data.cache, rule, keep)
     say(
-        f"{run.cache.folder}: removed {done.removed} entries ({done.removed_bytes / 1e9:.2f} GB), "
+        f"{run.data.cache.folder}: removed {done.removed} entries ({done.removed_bytes / 1e9:.2f} GB), "
         f"{done.left} ({done.left_bytes / 1e9:.2f} GB) are left"
     )
 
@@ -62,10 +62,10 @@ def check_dump(data: DataConfig, folder: Path) -> None:
 def dump_samples(run: Run, folder: Path, encoded: Sequence[EncodedSample]) -> None:
     """Write what every sample that was encoded became."""
     there = {sample.id for sample in encoded}
-    samples = [sample for sample in run.dataset.samples if sample.id in there]
+    samples = [sample for sample in run.data.dataset.samples if sample.id in there]
     with progress("dump", len(samples)) as bar:
         dump(
-            samples, folder, fps=run.dataset.fps, columns=run.columns, reference_size=run.spec.data.reference_size,
+            samples, folder, fps=run.data.dataset.fps, columns=run.auxiliary.columns, reference_size=run.spec.data.reference_size,
             advance=bar.advance,
         )  # fmt: skip
     say(f"{len(samples)} samples as they are encoded: {folder}")

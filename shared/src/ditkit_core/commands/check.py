@@ -22,7 +22,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.checks import check, check_preview_device, check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.expert_runs import known, runs_of
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import Run, create_run
 
 
 def check_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
@@ -36,14 +36,14 @@ def check_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     """
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         folder = RunFolder(Path(config.run.folder))
-        run = Run(spec, config)
+        run = create_run(spec, config)
         check(run)
         check_preview_device(run)  # the run of each expert draws nothing by itself
         for each in runs_of(run):
             check_training(each)
         if options.demo:
             spec.demo.write(folder.inputs)
-            run = Run(spec, config)  # of an architecture that was not there before
+            run = create_run(spec, config)  # of an architecture that was not there before
         with nothing_fetched():
             with suppress(UserError):  # said where the model is tried
                 run = known(run)

@@ -89,6 +89,8 @@ def _run(spec: ModelSpec, command: str, argv: Sequence[str]) -> int:
         say(to_toml(config).rstrip("\n"))
         return 0
     compute_fp32_in_fp32()
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
     try:
         status = _stage(command, flags.options)(spec, config, flags.options)
     except UserError as error:

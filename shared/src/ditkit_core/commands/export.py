@@ -23,10 +23,12 @@ from ditkit_core.planner.partition import place
 from ditkit_core.previews.generate import draw
 from ditkit_core.run.checks import check
 from ditkit_core.run.config import RunConfig
+from ditkit_core.run.encoding import scenes_of
 from ditkit_core.run.expert_runs import is_joint, known, runs_of
+from ditkit_core.run.model import build_model, engine_of, export_metadata, load_model
 from ditkit_core.run.prepare import Prepared
 from ditkit_core.run.restore import take_trained
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import Run, create_run
 from ditkit_core.sampling.denoise import only
 
 
@@ -40,7 +42,7 @@ def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     )
     check_export(spec, wanted, config.adapter)
     _check_out(options.out, whole=wanted.merged or config.adapter.method == "full")
-    run = known(Run(spec, config))
+    run = known(create_run(spec, config))
     check(run)
     for each in runs_of(run):
         name = f"_{each.expert.name}" if each.expert is not None and is_joint(run) else ""
@@ -59,14 +61,14 @@ def _export(run: Run, wanted: ExportConfig, options: ExportOptions, folder: RunF
         name: What files get in their names to tell them from those of another expert.
     """
     spec, config = run.spec, run.config
-    unloaded = run.build()
-    prepared = run.load(unloaded, place(run, unloaded.model))
+    unloaded = build_model(run)
+    prepared = load_model(run, unloaded, place(run, unloaded.model))
     step = take_trained(prepared, RunFolder(Path(config.run.folder)), options.step)
     given = Path(options.out)
     out = folder.exports / f"adapter{name}-export-step-{step:06d}.safetensors"
     if options.out:
         out = given.with_name(f"{given.stem}{name}{given.suffix}")
-    metadata = run.metadata(prepared, step, data="")
+    metadata = export_metadata(run, prepared, step, data="")
     if wanted.merged or config.adapter.method == "full":
         target = out.with_suffix("") if out.suffix == ".safetensors" else out
         with prepared.readable():
@@ -122,7 +124,7 @@ class Exporter:
         model.eval()  # dropout is no part of what was exported
         if verify is not None and len(run.devices) > 1:
             say("not verified: diffusers runs a model on one device, and this one is divided over several")
-        elif verify is not None and passage is not None and run.device.type != "cpu":
+        elif verify is not None and passage is not None and run.devices[0].type != "cpu":
             say(
                 "not verified: diffusers runs a whole model on its device, and weights of this one are streamed through it"
             )
@@ -132,7 +134,7 @@ class Exporter:
                     if said := read_by(run.spec, form, model).get("diffusers"):
                         say(f"{file} was read again, and is not verified with diffusers: it {said}")
                     else:
-                        say(f"verified: {verify(file, files_of, model, run.engine(self._prepared))}")
+                        say(f"verified: {verify(file, files_of, model, engine_of(run, self._prepared))}")
         if self._writes_transformer:
             self._export_transformer(self._folder.exports, step)
         if run.expert is None:
@@ -141,8 +143,8 @@ class Exporter:
     def draw(self, step: int) -> None:
         """Draw the configured samples with the weights as they are, and write the report anew."""
         run = self._run
-        turns = only(self._prepared.model, run.engine(self._prepared))
-        draw(run, turns, run.scenes(run.dataset.samples), self._folder.samples, f"step-{step:06d}")
+        turns = only(self._prepared.model, engine_of(run, self._prepared))
+        draw(run, turns, scenes_of(run, run.data.dataset.samples), self._folder.samples, f"step-{step:06d}")
         write_report(self._folder.path)
 
     def put_aside(self, step: int, put: Callable[[int, Mapping[str, Tensor]], None]) -> None:
@@ -155,12 +157,12 @@ class Exporter:
         return self._run.config.export.merged or self._run.config.adapter.method == "full"
 
     def _export_adapter(self, stem: str, step: int) -> list[Path]:
-        run, metadata = self._run, self._run.metadata(self._prepared, step, data=self._data)
+        run, metadata = self._run, export_metadata(self._run, self._prepared, step, data=self._data)
         model, folder = self._prepared.model, self._folder.exports
         return export_adapter(model, run.spec, folder, stem, run.config.export, metadata=metadata)
 
     def _export_transformer(self, folder: Path, step: int) -> None:
-        run, metadata = self._run, self._run.metadata(self._prepared, step, data=self._data)
+        run, metadata = self._run, export_metadata(self._run, self._prepared, step, data=self._data)
         prepared = self._prepared
         with prepared.readable():
             export_merged(

@@ -27,7 +27,7 @@ from ditkit_core.planner.step_time import BUFFERS, Workload, assumptions
 from ditkit_core.planner.suggestions import Planned, best_first, levers
 from ditkit_core.run.checks import check_preview_device
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import Run, create_run
 from ditkit_core.training.trainer import check_swap
 
 _FIRST = {"auto": "cuda:0", "cuda": "cuda:0"}
@@ -48,7 +48,7 @@ def fit_stage(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     out = Path(options.write) if options.write else None
     if out is not None and out.exists():
         raise UserError(f"--write {out} is there already, and nothing is overwritten; give another name, or remove it")
-    run = Run(spec, config)
+    run = create_run(spec, config)
     check(run, here=False)  # which devices, is searched
     cards, names = cards_of(run.config, options.gpus)
     task = replace(task_for(run, cards), host=host_limit(options.host, here=not options.gpus))
@@ -61,9 +61,9 @@ def fit_stage(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     for line in explained(found, task, names):
         warn(line)
     if not options.gpus:  # a card that train.device or devices names may be the one that draws
-        check_preview_device(Run(spec, fitted))
+        check_preview_device(create_run(spec, fitted))
     streamed = found.chosen.weights_on_host
-    beside = beside_of(Run(spec, fitted), found.chosen.plan, gpus=bool(options.gpus), streamed=streamed)
+    beside = beside_of(create_run(spec, fitted), found.chosen.plan, gpus=bool(options.gpus), streamed=streamed)
     lacking = [row for row in beside if row.fits is False]
     for row in lacking:
         warn(said_of(row, bool(fitted.sample.every_steps and not fitted.sample.device)))
@@ -199,7 +199,7 @@ def _nothing_fits(spec: ModelSpec, config: RunConfig, task: Task) -> Iterator[st
     if planned and not planned[0].missing:
         best = planned[0].change
         found = fit(
-            replace(task_for(Run(spec, best.config), best.cards), host=task.host)
+            replace(task_for(create_run(spec, best.config), best.cards), host=task.host)
             if best.config is not config
             else replace(task, cards=best.cards)
         )
@@ -217,7 +217,7 @@ def changes(spec: ModelSpec, config: RunConfig, task: Task) -> list[Planned]:
         for change in lever:
             changed = replace(task, cards=change.cards)
             if change.config is not config:
-                changed = replace(task_for(Run(spec, change.config), change.cards), host=task.host)
+                changed = replace(task_for(create_run(spec, change.config), change.cards), host=task.host)
             result = Planned(change=change, missing=least_missing(changed))
             if not result.missing:
                 break

@@ -24,12 +24,12 @@ from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.report import Report, show_measured
 from ditkit_core.planner.suggestions import Change, levers
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import Run, create_run, with_config
 
 UNDER_THE_PLAN = 0.9
 """Where a plan had room and there was none: the share of what it needed that a change may need."""
 _ADVICE = {
-    "ditkit_core.sampling.prompts": "drawing samples: try sample.vae_tiling = true, or a smaller sample.height and sample.width",
+    "ditkit_core.sampling.render": "drawing samples: try sample.vae_tiling = true, or a smaller sample.height and sample.width",
     "ditkit_core.encoding.encode": 'encoding: try encode.vae_tiling = true, encode.streaming = "always", or encode.device = "cpu"',
 }
 _GENERAL = (
@@ -83,7 +83,7 @@ def is_of_the_host(failure: str) -> bool:
 
 
 def _explained(spec: ModelSpec, config: RunConfig, failure: str, peaks: Sequence[int]) -> Iterator[str]:
-    run = Run(spec, config)
+    run = create_run(spec, config)
     say("out of memory; planning what the run needs, and what would fit ...")
     report = make_report(run)
     indices = [device.index or 0 for device in run.devices]
@@ -136,16 +136,16 @@ def _on_the_host(run: Run, report: Report) -> str:
     """The first of single changes that fits a CPU, the mildest first; else the one after which least is held."""
     # A budget would take what is free; what it came to is what failed.
     train = replace(run.config.train, checkpointing=report.policy)
-    run = run.having(replace(run.config, train=train))
+    run = with_config(run, replace(run.config, train=train))
     (plan, *_) = report.devices
     limit = min(plan.budget.total, _allowed(plan.fits, plan.peak))
     tried: list[tuple[int, str]] = []
     for change in _single(run):
-        changed = run.having(change.config)
+        changed = with_config(run, change.config)
         found = profile(job_for(changed, kind="cpu"))
         budget = Budget(name="cpu", total=limit, workspace=0)
         (planned,) = compose(
-            found, Division(devices=(0,) * len(found.blocks)), [budget], micro_batches=changed.micro_batches,
+            found, Division(devices=(0,) * len(found.blocks)), [budget], micro_batches=changed.config.micro_batches,
             pipelined=changed.config.train.pipelined,
         )  # fmt: skip
         if planned.fits:

@@ -9,7 +9,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.plan import make_report
 from ditkit_core.planner.report import as_json, show
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import create_run
 
 DOES_NOT_FIT = 3
 """Exit status of a plan that does not fit."""
@@ -25,7 +25,7 @@ def plan(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
         UserError: If the run could not start as it is configured.
     """
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
-        report = make_report(Run(spec, config), options.gpus, options.host)
+        report = make_report(create_run(spec, config), options.gpus, options.host)
     if options.json:
         print(json.dumps(as_json(report), indent=1, allow_nan=False), flush=True)
     else:

@@ -15,11 +15,13 @@ from ditkit_core.previews.generate import draw
 from ditkit_core.previews.stages import Trained, built_with, trained_in, turns_of
 from ditkit_core.run.checks import check, check_scenes
 from ditkit_core.run.config import RunConfig
+from ditkit_core.run.encoding import encode_scenes, scenes_of
 from ditkit_core.run.expert_runs import known
 from ditkit_core.run.experts import check_named
+from ditkit_core.run.model import build_model, engine_of, load_model
 from ditkit_core.run.prepare import Unloaded
 from ditkit_core.run.restore import take_trained
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import Run, create_run
 from ditkit_core.sampling.denoise import Turn, only
 
 
@@ -29,7 +31,7 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     changed: dict[str, Any] = {name: value for name, value in given.items() if value}
     changed |= {name: value for name in ("images", "seed") if (value := getattr(options, name)) is not None}
     config = replace(config, sample=replace(config.sample, **changed))
-    run, folder = known(Run(spec, config)), RunFolder(Path(config.run.folder))
+    run, folder = known(create_run(spec, config)), RunFolder(Path(config.run.folder))
     if options.adapter_low and not run.experts:
         raise UserError(
             "--adapter-low is for the second of two experts, and this model has one transformer; give --adapter"
@@ -43,17 +45,17 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
             f"{folder.path} has no save to draw with; name a run that was trained (--run), or give --adapter"
         )
     check(run)
-    scenes = run.scenes([] if config.sample.prompts else run.dataset.samples, warn)
+    scenes = scenes_of(run, [] if config.sample.prompts else run.data.dataset.samples, warn)
     if not scenes:
         raise UserError("there is nothing to draw: give a --prompt, or set sample.prompts or sample.captions")
     check_scenes(run, scenes)
     drawing, unloaded = (run, None) if run.experts else _built(run, options.adapter)  # what does not fit is said now
-    run.encode_scenes(scenes)  # before the transformer is there: a card need not hold both
+    encode_scenes(run, scenes)  # before the transformer is there: a card need not hold both
     if unloaded is None:
         turns, what = _experts(run, options)
     else:
-        prepared = drawing.load(unloaded, place(drawing, unloaded.model))
-        turns = only(prepared.model, drawing.engine(prepared))
+        prepared = load_model(drawing, unloaded, place(drawing, unloaded.model))
+        turns = only(prepared.model, engine_of(drawing, prepared))
         what = Path(options.adapter).stem if options.adapter else f"step-{take_trained(prepared, folder):06d}"
     out = Path(options.out) if options.out else folder.samples
     with next_drawing(out) as number:
@@ -62,7 +64,7 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
 
 
 def _built(run: Run, adapter: str) -> tuple[Run, Unloaded]:
-    return built_with(run, adapter) if adapter else (run, run.build())
+    return built_with(run, adapter) if adapter else (run, build_model(run))
 
 
 def _experts(run: Run, options: SampleOptions) -> tuple[Sequence[Turn], str]:

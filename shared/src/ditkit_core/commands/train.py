@@ -32,10 +32,12 @@ from ditkit_core.previews.manager import Previews, draw_left, previews_of
 from ditkit_core.previews.stages import draw_trained, turns_of
 from ditkit_core.run.checks import check, check_parts, check_training, say_where_previews_could_be
 from ditkit_core.run.config import RunConfig
+from ditkit_core.run.encoding import encode_all, encode_prior
 from ditkit_core.run.expert_runs import is_joint, known
+from ditkit_core.run.model import build_model, engine_of, load_model
 from ditkit_core.run.prepare import Prepared, check_items
 from ditkit_core.run.restore import take_trained
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import Run, create_run, with_arch
 from ditkit_core.sampling.denoise import only
 from ditkit_core.training.checkpoint import latest
 from ditkit_core.training.trainer import TrainConfig, TrainResult
@@ -55,7 +57,7 @@ def train(run: Run, options: TrainOptions, *, in_turn: bool = False, shared_prev
         UserError: For whatever the person can mend, before anything slow where that is possible.
         Stopped: If a signal ended it early.
     """
-    spec, config = run.spec, run.given_config
+    spec, config = run.spec, run.given.config
     check(run)
     check_training(run)
     with open_run(Path(config.run.folder), config) as (folder, stated):
@@ -75,7 +77,7 @@ def train(run: Run, options: TrainOptions, *, in_turn: bool = False, shared_prev
         if options.demo:
             say(f"writing the demo's checkpoint and media into {folder.inputs}")
             spec.demo.write(folder.inputs)
-            run = Run(spec, config)  # of an architecture that was not there before
+            run = create_run(spec, config)  # of an architecture that was not there before
         say_where_previews_could_be(run)
         with nullcontext(shared_previews) if in_turn else previews_of(run, folder, write_report) as previews:
             result = _train(run, folder, options, previews)
@@ -96,13 +98,13 @@ def train(run: Run, options: TrainOptions, *, in_turn: bool = False, shared_prev
 
 def _train(run: Run, folder: RunFolder, options: TrainOptions, previews: Previews | None) -> TrainResult:
     """Encode, train, export and verify; of a model with one transformer draw too."""
-    assert run.dataset.samples  # a caption that is missing is said before a model of many gigabytes is fetched
+    assert run.data.dataset.samples  # a caption that is missing is said before a model of many gigabytes is fetched
     is_started = any(folder.state.glob("step-*"))
     if not is_started:
         check_start(options.init_from, folder)
     num_class_pictures = num_to_draw(run, started=is_started)
-    unloaded = run.build()
-    run = run.known_as(unloaded.arch)
+    unloaded = build_model(run)
+    run = with_arch(run, unloaded.arch)
     if is_joint(run):
         raise UserError("this model has several experts, as only its weights tell; name it with model.preset")
     # before hours of encoding: what is wrong with it is said now
@@ -112,10 +114,10 @@ def _train(run: Run, folder: RunFolder, options: TrainOptions, previews: Preview
         warn(advice)
     if config.flow.guidance != 1 and spec.auxiliary.sample_defaults(unloaded.arch).guided_by != "embedding":
         warn(f"flow.guidance = {config.flow.guidance:g} is not used: this model is told no strength of guidance")
-    check_parts(run, run.dataset.samples, drawing=num_class_pictures > 0)
+    check_parts(run, run.data.dataset.samples, drawing=num_class_pictures > 0)
     if num_class_pictures:
         check_drawable(run)
-    encoded, prior = run.encode(config.prior.prompt if num_class_pictures else "")
+    encoded, prior = encode_all(run, config.prior.prompt if num_class_pictures else "")
     check_items(spec, unloaded.model, [*encoded, *prior])
     say_in_brief(run, encoded)
     told = class_conditions(run) if num_class_pictures else {}
@@ -123,23 +125,25 @@ def _train(run: Run, folder: RunFolder, options: TrainOptions, previews: Preview
         draw_class_pictures(
             run, turns_of(run, {}), num_class_pictures, told
         )  # which loads the experts one after the other
-        prior = run.encode_prior()
-    if run.conditioning and any(conditioner.optional for conditioner in run.conditioning.conditioners):
-        kinds = ", ".join(each.kind for each in run.conditioning.conditioners if each.optional)
+        prior = encode_prior(run)
+    if run.auxiliary.conditioning and any(
+        conditioner.optional for conditioner in run.auxiliary.conditioning.conditioners
+    ):
+        kinds = ", ".join(each.kind for each in run.auxiliary.conditioning.conditioners if each.optional)
         share = config.train.control_dropout
         say(f"train.control_dropout = {share:g}: {share:.0%} of the samples are trained without {kinds}")
-    prepared = run.load(unloaded, divided.placement)
+    prepared = load_model(run, unloaded, divided.placement)
     if num_class_pictures and run.expert is None:
-        draw_class_pictures(run, only(prepared.model, run.engine(prepared)), num_class_pictures, told)
-        prior = run.encode_prior()
+        draw_class_pictures(run, only(prepared.model, engine_of(run, prepared)), num_class_pictures, told)
+        prior = encode_prior(run)
     start_from(options.init_from, prepared, folder)
     if not config.train.steps:
         warn("train.steps = 0: nothing is trained; what is exported and drawn is the model as it starts")
-    files = files_of(run.dataset.samples)
+    files = files_of(run.data.dataset.samples)
     kept, held_out = split_held_out([sample.id for sample in encoded], config.held_out.clips, files)
     by_id = {sample.id: sample for sample in encoded}
     _check_data(folder, [*encoded, *prior], prepared)
-    summary = data_summary(run.dataset, by_id.keys(), held_out)
+    summary = data_summary(run.data.dataset, by_id.keys(), held_out)
     write_about(folder, environment=environment(run.devices), data=summary)
     exporter = Exporter(run, folder, prepared, [*encoded, *prior])
 
@@ -154,7 +158,7 @@ def _train(run: Run, folder: RunFolder, options: TrainOptions, previews: Preview
     with progress("train", config.train.steps) as bar:
         return train_loop(
             prepared.model,
-            run.engine(prepared, divided.schedule),
+            engine_of(run, prepared, divided.schedule),
             spec,
             training_data(run, [by_id[id] for id in kept], prior),
             prepared.trainable,
@@ -202,19 +206,19 @@ def training_data(
 
 def encode(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> None:
     """Fill the cache, and nothing else."""
-    run = Run(spec, config)
+    run = create_run(spec, config)
     check(run)
     if options.demo:
         spec.demo.write(RunFolder(Path(config.run.folder)).inputs)
-        run = Run(spec, config)
+        run = create_run(spec, config)
     run = known(run)
     rule = parse_rule(options.prune_cache) if options.prune_cache else None
     if options.dump:
         check_dump(config.data, Path(options.dump))
     if options.verify_cache:
         verify_cache(run)
-    encoded, prior = run.encode()
-    say(f"{len(encoded) + len(prior)} samples are encoded in {run.cache.folder}")
+    encoded, prior = encode_all(run)
+    say(f"{len(encoded) + len(prior)} samples are encoded in {run.data.cache.folder}")
     if options.dump:
         dump_samples(run, Path(options.dump), encoded)
     if rule is not None:

@@ -24,9 +24,11 @@ from ditkit_core.previews.manager import draw_left, previews_of
 from ditkit_core.previews.stages import draw_trained, turns_of
 from ditkit_core.run.checks import check, check_parts, check_preview_device
 from ditkit_core.run.config import RunConfig
+from ditkit_core.run.encoding import encode_all
 from ditkit_core.run.expert_runs import is_joint, known, runs_of
 from ditkit_core.run.experts import described
-from ditkit_core.run.run import Run
+from ditkit_core.run.model import build_model
+from ditkit_core.run.run import Run, create_run
 
 
 def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
@@ -36,7 +38,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         UserError: For whatever the person can mend, before anything slow where that is possible.
         Stopped: If a signal ended it early.
     """
-    run = Run(spec, config)
+    run = create_run(spec, config)
     if not options.demo and any(map(spec.architecture.experts, spec.architecture.presets.values())):
         run = known(run)
     if run.experts and config.sample.every_steps and not config.sample.device:
@@ -65,7 +67,7 @@ def _check_alone(run: Run) -> None:
 
 
 def _train_all(run: Run, runs: list[Run], options: TrainOptions) -> None:
-    config = run.given_config
+    config = run.given.config
     check(run)
     check_preview_device(run)
     if config.adapter.init:
@@ -76,7 +78,7 @@ def _train_all(run: Run, runs: list[Run], options: TrainOptions) -> None:
     starts = {each.config.run.folder: _start(options.init_from, _expert(each)) for each in runs}
     with open_run(Path(config.run.folder), config) as (folder, _):
         for each in runs:  # of which the folder of both, without a save, knows nothing
-            RunFolder(Path(each.config.run.folder)).check(each.given_config)
+            RunFolder(Path(each.config.run.folder)).check(each.given.config)
         left = [each for each in runs if not _is_complete(each)]
         # One that was gone on with alone since has another adapter than was drawn with and stands among the exports.
         is_handed_over = all(
@@ -114,13 +116,13 @@ def _train_all(run: Run, runs: list[Run], options: TrainOptions) -> None:
 
 def _prepare(run: Run, left: list[Run]) -> None:
     """Find what is wrong with either expert, then encode for both, before the first is trained."""
-    assert run.dataset.samples
+    assert run.data.dataset.samples
     is_started = any(any(RunFolder(Path(each.config.run.folder)).state.glob("step-*")) for each in runs_of(run))
     num_class_pictures = num_to_draw(run, started=is_started)
     for each in left:
-        each.build()
-    check_parts(run, run.dataset.samples, drawing=num_class_pictures > 0)
-    run.encode(run.config.prior.prompt if num_class_pictures else "")
+        build_model(each)
+    check_parts(run, run.data.dataset.samples, drawing=num_class_pictures > 0)
+    encode_all(run, run.config.prior.prompt if num_class_pictures else "")
     if num_class_pictures:
         draw_class_pictures(run, turns_of(run, {}), num_class_pictures)
 

@@ -53,34 +53,42 @@ def text_key(caption: str, encoder: Encoder) -> str:
     return key("text", caption, encoder.identity)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SampleEncoders:
+    """What makes training items of samples."""
+
+    media: Encoder
+    """Pixels to `latents`; loaded only if a clip is missing."""
+    text: Encoder
+    """Caption to tensors; loaded only if a caption is missing."""
+    fps: float
+    """Frames per second of the clips."""
+    reference_size: ReferenceSize | None = None
+    """As in `DataSpec`; needed where samples have references."""
+    conditioning: "Conditioning | None" = None
+    """What encodes conditions besides clip and caption."""
+    assemble: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = no_change
+    """As in `TrainingSpec`."""
+
+
 def encode(
     samples: Sequence[Sample],
-    *,
+    encoders: SampleEncoders,
     cache: Cache,
-    media_encoder: Encoder,
-    text_encoder: Encoder,
-    fps: float,
-    reference_size: ReferenceSize | None = None,
-    conditioning: "Conditioning | None" = None,
-    assemble: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = no_change,
+    *,
     extra_captions: Sequence[str] = (),
     progress: Progress = no_progress,
     on_bad: Callable[[Sample, UserError], None] | None = None,
 ) -> list[EncodedSample]:
-    """Encode what the cache lacks: all clips and the pictures they are made from, then all captions and the empty one.
+    """Encode what the cache lacks: all clips and the images they are made from, then all captions and the empty one.
 
     Args:
         samples: What to encode.
+        encoders: What encodes them.
         cache: Where results are kept.
-        media_encoder: Pixels to `latents`; loaded only if a clip is missing.
-        text_encoder: Caption to tensors; loaded only if a caption is missing.
-        fps: Frames per second of the clips.
-        reference_size: As in `ModelSpec`; needed where samples have references.
-        conditioning: What encodes conditions beside clip and caption.
-        assemble: As in `ModelSpec`.
-        extra_captions: Captions needed besides (of samples to be drawn); found again by `text_key`.
+        extra_captions: Captions needed besides (of samples to be generated); found again by `text_key`.
         progress: Watches stages `hash`, `media`, the kinds of conditions and `text`, each only if there is something to do; `hash` if it takes seconds.
-        on_bad: Told of each clip that cannot be decoded, which is then left out; by default the first one is an error.
+        on_bad: Called with each clip that cannot be decoded, which is then left out; by default the first one is an error.
 
     Returns:
         The samples in the same order, without those left out.
@@ -88,13 +96,13 @@ def encode(
     Raises:
         UserError: If a clip cannot be read, or an encoder gives numbers that are not finite.
     """
-    keep_going = on_bad is not None
-    given = {sample.id: controls_of(sample, fps) for sample in samples}
+    keep_going, conditioning = on_bad is not None, encoders.conditioning
+    given = {sample.id: controls_of(sample, encoders.fps) for sample in samples}
     # what has no condition is said before hours go into clips
     used = [] if conditioning is None else conditioning.used(given, keep_going=keep_going)
-    cuts = {sample.id: _cuts_of(sample, fps, reference_size) for sample in samples}
-    keys = _media_keys([cut for each in cuts.values() for cut in each], cache, media_encoder, progress)
-    failures = _fill_media(cache, keys, media_encoder, progress, keep_going=keep_going)
+    cuts = {sample.id: _cuts_of(sample, encoders.fps, encoders.reference_size) for sample in samples}
+    keys = _media_keys([cut for each in cuts.values() for cut in each], cache, encoders.media, progress)
+    failures = _fill_media(cache, keys, encoders.media, progress, keep_going=keep_going)
     conditions: dict[str, tuple[Condition, ...]] = {}
     if conditioning is not None:
         left = {name: controls for name, controls in given.items() if keys[cuts[name][0]] not in failures}
@@ -107,24 +115,25 @@ def encode(
             on_bad(sample, failed[0])
         else:
             good.append(sample)
-
     captions = ["", *(caption for sample in good for caption in sample.captions), *extra_captions]
-    texts = {text_key(caption, text_encoder): caption for caption in captions}
-    fill(cache, Jobs(kind="text", wanted=texts, encoder=text_encoder, read=str, name=repr), progress)
-    return [
-        EncodedSample(
+    texts = {text_key(caption, encoders.text): caption for caption in captions}
+    fill(cache, Jobs(kind="text", wanted=texts, encoder=encoders.text, read=str, name=repr), progress)
+
+    def encoded(sample: Sample) -> EncodedSample:
+        media_key, *reference_keys = (keys[cut] for cut in cuts[sample.id])
+        return EncodedSample(
             id=sample.id,
             cache=cache,
-            media_key=keys[cuts[sample.id][0]],
-            text_keys=tuple(text_key(caption, text_encoder) for caption in sample.captions),
-            empty_text_key=text_key("", text_encoder),
-            reference_keys=tuple(keys[cut] for cut in cuts[sample.id][1:]),
+            media_key=media_key,
+            text_keys=tuple(text_key(caption, encoders.text) for caption in sample.captions),
+            empty_text_key=text_key("", encoders.text),
+            reference_keys=tuple(reference_keys),
             conditions=conditions.get(sample.id, ()),
-            assemble=assemble,
+            assemble=encoders.assemble,
             repeats=sample.repeats,
         )
-        for sample in good
-    ]
+
+    return [encoded(sample) for sample in good]
 
 
 def encode_references(

@@ -13,6 +13,7 @@ from ditkit_core.models.precision import parse_dtype
 from ditkit_core.planner import gpus as hardware
 from ditkit_core.planner.auxiliary import CompanionRow, Room, companion_rows, denoising_bytes, held_while_drawing
 from ditkit_core.planner.memory import Budget, DevicePlan
+from ditkit_core.run.encoding import scenes_of
 from ditkit_core.run.run import Run
 from ditkit_core.sampling.prompts import Shape, shape_of
 from ditkit_core.weights.layer_streaming import free_memory_bytes
@@ -54,7 +55,7 @@ def beside_training(
         UserError: If files of an encoder that are here are damaged or of another model.
     """
     config = run.config
-    kind = "cuda" if gpus else run.device.type
+    kind = "cuda" if gpus else run.devices[0].type
     averages = config.optim.kind.averages
     rooms = [_room(device.budget, kind) for device in devices]
     own, *others = rooms
@@ -127,7 +128,7 @@ def to_be_drawn(run: Run, shapes: Sequence[Shape], samples: Sequence[Sample] | N
 def class_pictures_to_draw(run: Run) -> Drawn:
     """The class pictures that are missing, as they will be drawn."""
     prior, data = run.config.prior, run.config.data
-    missing = prior.images - count_media(run.prior_folder) if prior.prompt else 0
+    missing = prior.images - count_media(run.data.prior_folder) if prior.prompt else 0
     return Drawn((((1, data.height, data.width), ()),), missing) if missing > 0 else Drawn((), 0)
 
 
@@ -136,12 +137,12 @@ def _samples(run: Run, shapes: Sequence[Shape], samples: Sequence[Sample] | None
     if not config.prompts and not config.captions:
         return Drawn((), 0)
     if samples is None and not config.prompts and has_data(run):
-        samples = run.dataset.samples
+        samples = run.data.dataset.samples
     if config.prompts or samples is not None:
-        scenes = run.scenes([] if config.prompts or samples is None else samples)
+        scenes = scenes_of(run, [] if config.prompts or samples is None else samples)
         found: list[Shape] = []
         for scene in scenes:
-            found.append(shape_of(scene, scene.files, run.columns, run.spec.data.reference_size))
+            found.append(shape_of(scene, scene.files, run.auxiliary.columns, run.spec.data.reference_size))
         return Drawn(tuple(found), len(scenes) * config.images)
     sizes_drawn = {
         ((config.frames or frames, config.height or height, config.width or width), references)
@@ -162,7 +163,7 @@ def _room_of(name: str, key: str, run: Run, own: Room, *, gpus: bool) -> Room:
     if device.type == "cpu":
         # of another machine's memory nothing is known
         return Room("cpu", None if gpus else free_memory_bytes(device), "cpu")
-    if device == run.device:
+    if device == run.devices[0]:
         return own
     (card,) = hardware.cards_here([device])
     return Room(f"{device}: {card.name}", card.total - card.reserve)

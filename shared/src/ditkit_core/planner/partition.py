@@ -233,7 +233,7 @@ def place_on(
         if profile is None:
             profile = weights_profile(model, run.spec, run.precision, averaged=bool(run.config.ema.decay))
         cuts = choose_cuts(
-            profile, budgets, swap_blocks=config.swap_blocks, micro_batches=run.micro_batches,
+            profile, budgets, swap_blocks=config.swap_blocks, micro_batches=run.config.micro_batches,
             pipelined=config.pipelined,
         )  # fmt: skip
     placed = place_blocks(model, devices, cuts)

@@ -35,7 +35,7 @@ from ditkit_core.run.checks import check as check_run
 from ditkit_core.run.checks import check_settings, check_training
 from ditkit_core.run.expert_runs import notes_on, resident
 from ditkit_core.run.prepare import arch_here, build_on_meta
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import Run, with_config
 from ditkit_core.sampling.prompts import Shape, shape_of
 from ditkit_core.weights.quantize import check_scaled
 
@@ -71,7 +71,7 @@ def report_of(
     targets = _targets(run, gpus, host)
     preset, arch = arch_here(run.spec, run.config.model)
     adapter, bucket = _adapter(run, arch), largest_bucket(run, arch, samples, class_pictures)
-    config, micro_batches, pipelined = run.config, run.micro_batches, run.config.train.pipelined
+    config, micro_batches, pipelined = run.config, run.config.micro_batches, run.config.train.pipelined
     limit = host_limit(host, here=not gpus) if targets.kind == "cuda" else None  # on a CPU the host is the device
     model = _divisible(run, arch, adapter, targets)
     divided, found = _divided(run, _job(run, arch, adapter, bucket, kind=targets.kind), targets, model, limit)
@@ -161,7 +161,7 @@ def as_held(run: Run) -> Run:
     if config.base.quantize != "none" or run.stored_as == "none":
         return run
     check_scaled(str(config.model.here(run.part)), config.adapter.method)
-    return run.having(replace(config, base=replace(config.base, quantize="fp8")))
+    return with_config(run, replace(config, base=replace(config.base, quantize="fp8")))
 
 
 def _notes(run: Run) -> Iterator[str]:
@@ -186,7 +186,7 @@ class _Targets:
 
 def _targets(run: Run, gpus: str, host: str) -> _Targets:
     reserve = run.config.train.reserve
-    if not gpus and run.device.type == "cpu":
+    if not gpus and run.devices[0].type == "cpu":
         if host:
             raise UserError(
                 f"--host {host} is memory for weights that are streamed to GPUs, and this run is planned for the CPU; leave it out, "
@@ -268,7 +268,7 @@ def _divided(run: Run, job: Job, targets: _Targets, model: Any, host: int | None
         if host is not None and (streamed := divided.placement.streamed):
             host = max(0, host - on_host(of(Full()), streamed))
         task = Task(
-            profile_of=of, division=divided.division, budgets=limits, micro_batches=run.micro_batches,
+            profile_of=of, division=divided.division, budgets=limits, micro_batches=run.config.micro_batches,
             pipelined=run.config.train.pipelined, host=host, can_offload=targets.kind == "cuda",
         )  # fmt: skip
         choice = choose(task)
@@ -303,7 +303,7 @@ def divided_for_training(run: Run, model: Any, arch: Any, adapter: AdapterConfig
         placement = place(run, model)
         return Divided(schedule=run.config.train.schedule, placement=placement)
     began = time.monotonic()
-    kind = run.device.type
+    kind = run.devices[0].type
     targets = _Targets(kind=kind, devices=run.devices, budgets=budgets_here(run.devices, run.config.train.reserve))
     job = _job(as_held(run), arch, adapter, largest_bucket(run, arch), kind=kind)
     divided, _ = _divided(run, job, targets, model, host_limit("", here=True) if kind == "cuda" else None)
@@ -353,7 +353,7 @@ def largest_bucket(
     data, train = run.config.data, run.config.train
     shapes: set[Shape] = set()
     if samples is None and has_data(run):
-        samples = run.dataset.samples
+        samples = run.data.dataset.samples
     if samples is not None:
         shapes = _shapes(run, samples)
         source = f"the largest in {', '.join(data.folders or (data.folder,))}"
@@ -388,14 +388,16 @@ def largest_bucket(
 
 
 def _shapes(run: Run, samples: Sequence[Sample]) -> set[Shape]:
-    return {shape_of(sample, sample.controls, run.columns, run.spec.data.reference_size) for sample in samples}
+    return {
+        shape_of(sample, sample.controls, run.auxiliary.columns, run.spec.data.reference_size) for sample in samples
+    }
 
 
 def _class_shapes(run: Run, class_pictures: Sequence[Sample] | None) -> set[Shape]:
     """Of the class pictures that are there, if any, and of those that are still to be drawn."""
     if class_pictures is None:
-        config = run.prior_data if run.prior_folder.is_dir() else None
-        class_pictures = [] if config is None else run.scanned(config, "prior.folder").samples
+        config = run.data.prior_data if run.data.prior_folder.is_dir() else None
+        class_pictures = [] if config is None else run.data.scanned(config, "prior.folder").samples
     return {*_shapes(run, class_pictures), *class_pictures_to_draw(run).shapes}
 
 
@@ -411,5 +413,5 @@ def _job(run: Run, arch: Any, adapter: AdapterConfig, bucket: Bucket, *, kind: s
     return Job(
         spec=run.spec, arch=arch, adapter=adapter, precision=run.precision, batch=bucket.items,
         policy=config.train.schedule, optim=config.optim, ema=config.ema, flow=config.flow,
-        clip_norm=config.train.clip_norm, quantize=config.base.quantize, micro_batches=run.micro_batches, kind=kind,
+        clip_norm=config.train.clip_norm, quantize=config.base.quantize, micro_batches=run.config.micro_batches, kind=kind,
     )  # fmt: skip

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ditkit_core.data.discovery import lists_of
 from ditkit_core.data.media.clip import write_image
-from ditkit_core.encoding.encode import text_key
 from ditkit_core.encoding.prior_preservation import count_media
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say, warn
 from ditkit_core.io.files import write_text
 from ditkit_core.models.conditions import Controls
 from ditkit_core.models.encoders import SampleJob
+from ditkit_core.previews.generate import text_conditions
 from ditkit_core.run.run import Run
 from ditkit_core.sampling.denoise import Turn, draw
 
@@ -31,7 +31,7 @@ def num_to_draw(run: Run, *, started: bool) -> int:
     Raises:
         UserError: If some are missing and cannot be drawn.
     """
-    config, prior, folder = run.config, run.config.prior, run.prior_folder
+    config, prior, folder = run.config, run.config.prior, run.data.prior_folder
     missing = prior.images - count_media(folder) if prior.prompt and not started else 0
     if missing <= 0:
         return 0
@@ -56,9 +56,9 @@ def check_drawable(run: Run) -> None:
     Raises:
         UserError: Naming what else it is told.
     """
-    needed = [f"has no {column.name}" for column in run.columns if column.required]
+    needed = [f"has no {column.name}" for column in run.auxiliary.columns if column.required]
     try:
-        for conditioner in run.conditioning.conditioners if run.conditioning else ():
+        for conditioner in run.auxiliary.conditioning.conditioners if run.auxiliary.conditioning else ():
             conditioner.uses(_class_picture(run))
     except UserError as error:
         needed.append(str(error))
@@ -71,7 +71,11 @@ def check_drawable(run: Run) -> None:
 
 def class_conditions(run: Run) -> Mapping[str, Tensor]:
     """What the model is told of a class picture beside its text, encoded if the cache lacks it."""
-    return {} if run.conditioning is None else run.conditioning.tensors(_class_picture(run), run.cache)
+    return (
+        {}
+        if run.auxiliary.conditioning is None
+        else run.auxiliary.conditioning.tensors(_class_picture(run), run.data.cache)
+    )
 
 
 def _class_picture(run: Run) -> Controls:
@@ -92,12 +96,12 @@ def draw_class_pictures(
     Raises:
         UserError: If one cannot be written, or is not finite.
     """
-    config, folder = run.config, run.prior_folder
+    config, folder = run.config, run.data.prior_folder
     defaults = run.spec.auxiliary.sample_defaults(run.arch)
     drawing = config.sample.resolved(defaults, warn)
-    wanted = {**_conditions(run, config.prior.prompt), **told}
+    wanted = {**text_conditions(run, config.prior.prompt), **told}
     guided = replace(drawing, guidance=max(turn.guidance or drawing.guidance for turn in turns))
-    negative = {**_conditions(run, drawing.negative), **told} if guided.uses_negative(defaults) else None
+    negative = {**text_conditions(run, drawing.negative), **told} if guided.uses_negative(defaults) else None
     seeds = [seed for seed in range(config.prior.images) if not _picture(folder, seed).exists()][:count]
     say(f"drawing {len(seeds)} pictures of {config.prior.prompt!r} into {folder}")
     jobs = (
@@ -108,7 +112,10 @@ def draw_class_pictures(
         for seed in seeds
     )  # fmt: skip
     try:
-        with progress("class pictures", len(seeds)) as bar, closing(draw(run.sampler, jobs, turns)) as results:
+        with (
+            progress("class pictures", len(seeds)) as bar,
+            closing(draw(run.auxiliary.sampler, jobs, turns)) as results,
+        ):
             for seed, pixels in zip(seeds, results, strict=True):
                 if not pixels.isfinite().all():
                     raise UserError(
@@ -119,15 +126,9 @@ def draw_class_pictures(
                 write_image(path, pixels[:, 0])
                 bar.advance()
     finally:
-        run.sampler.release()
+        run.auxiliary.sampler.release()
     return [_picture(folder, seed) for seed in seeds]
 
 
 def _picture(folder: Path, seed: int) -> Path:
     return folder / f"class-{seed:05d}.png"
-
-
-def _conditions(run: Run, text: str) -> Mapping[str, Tensor]:
-    tensors = run.cache.get("text", text_key(text, run.encoders[1]))
-    assert tensors is not None, text
-    return tensors

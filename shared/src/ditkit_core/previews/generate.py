@@ -1,4 +1,4 @@
-"""Drawing what a run's [sample] section asks for, with the transformers that are handed in."""
+"""Samples of a run's [sample] section, with the transformers that are handed in."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,38 +8,40 @@ from torch import Tensor
 
 from ditkit_core.encoding.encode import text_key
 from ditkit_core.io.console import progress, warn
+from ditkit_core.run.encoding import conditions_of, encode_scenes, reference_latents
 from ditkit_core.run.run import Run
 from ditkit_core.sampling.denoise import Turn
-from ditkit_core.sampling.prompts import Scene, draw_samples
+from ditkit_core.sampling.prompts import Scene, jobs_of
+from ditkit_core.sampling.render import SampleFiles, SampleRequest, draw_samples
 
 
 def draw(run: Run, turns: Sequence[Turn], scenes: Sequence[Scene], folder: Path, stem: str) -> list[Path]:
-    """Draw what the section asks for, with the transformers that take the steps in turn."""
+    """Generate what the section asks for, with the transformers that take the steps in turn."""
     if not scenes:
         return []
     defaults = run.spec.auxiliary.sample_defaults(run.arch)
     config = run.config.sample.resolved(defaults, warn)
     guided = replace(config, guidance=max(turn.guidance or config.guidance for turn in turns))
-    run.encode_scenes(scenes)
-    text_encoder = run.encoders[1]
-
-    def conditions(text: str) -> Mapping[str, Tensor]:
-        tensors = run.cache.get("text", text_key(text, text_encoder))
-        assert tensors is not None, text
-        return tensors
-
-    with progress("sample", len(scenes) * config.images * config.steps) as bar:
-        return draw_samples(
-            turns,
-            run.sampler,
-            scenes,
+    encode_scenes(run, scenes)
+    negative = text_conditions(run, config.negative) if guided.uses_negative(defaults) else None
+    requests = []
+    for number, scene in enumerate(scenes):
+        told = conditions_of(run, scene)
+        jobs = jobs_of(
+            scene,
             config,
-            conditions=conditions,
-            references=run.reference_latents,
-            controls=run.conditions_of,
-            negative=conditions(config.negative) if guided.uses_negative(defaults) else None,
-            fps=run.fps,
-            folder=folder,
-            stem=stem,
-            on_step=bar.advance,
+            conditions={**text_conditions(run, scene.prompt), **told},
+            negative=negative and {**negative, **told},
+            references=reference_latents(run, scene.references),
         )
+        requests += [SampleRequest(number=number, prompt=scene.prompt, job=job) for job in jobs]
+    to = SampleFiles(folder=folder, stem=stem, fps=run.data.fps, images=config.images)
+    with progress("sample", len(requests) * config.steps) as bar:
+        return draw_samples(turns, run.auxiliary.sampler, requests, to, bar.advance)
+
+
+def text_conditions(run: Run, text: str) -> Mapping[str, Tensor]:
+    """A text's encoded tensors, which are in the cache."""
+    tensors = run.data.cache.get("text", text_key(text, run.auxiliary.encoders[1]))
+    assert tensors is not None, text
+    return tensors

@@ -17,10 +17,12 @@ from ditkit_core.nn.parameters import copy_values
 from ditkit_core.planner.partition import place
 from ditkit_core.previews.generate import draw
 from ditkit_core.previews.queue import read_weights
+from ditkit_core.run.encoding import scenes_of
 from ditkit_core.run.expert_runs import config_of, is_joint, runs_of, saved_step
+from ditkit_core.run.model import build_model, engine_of, load_model
 from ditkit_core.run.prepare import Prepared, Unloaded
 from ditkit_core.run.restore import take_trained
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import Run, with_config
 from ditkit_core.sampling.denoise import Turn
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.validation import HeldOutConfig
@@ -56,8 +58,8 @@ def _turn(run: Run, expert: Expert, trained: Trained, guidance: float) -> Turn:
 
     @contextmanager
     def opened() -> Iterator[tuple[Any, Engine]]:
-        drawing, unloaded = built_with(alone, trained.file) if trained.file else (alone, alone.build())
-        prepared = drawing.load(unloaded, place(drawing, unloaded.model))
+        drawing, unloaded = built_with(alone, trained.file) if trained.file else (alone, build_model(alone))
+        prepared = load_model(drawing, unloaded, place(drawing, unloaded.model))
         what = "as it is"
         if trained.folder is not None:
             folder = RunFolder(trained.folder)
@@ -69,7 +71,7 @@ def _turn(run: Run, expert: Expert, trained: Trained, guidance: float) -> Turn:
         elif trained.file:
             what = f"with {trained.file}"
         say(f"drawing with the {expert.name} expert {what}")
-        yield prepared.model, drawing.engine(prepared)
+        yield prepared.model, engine_of(drawing, prepared)
 
     return Turn(opened=opened, guidance=guidance or expert.guidance, min_sigma=expert.min_sigma)
 
@@ -83,13 +85,13 @@ def built_with(run: Run, file: str) -> tuple[Run, Unloaded]:
         UserError: If the file is not there, is no adapter, or does not fit the model.
     """
     config = run.config
-    drawing = run.having(replace(config, adapter=AdapterConfig(init=file)))
+    drawing = with_config(run, replace(config, adapter=AdapterConfig(init=file)))
     try:
-        return drawing, drawing.build()
+        return drawing, build_model(drawing)
     except MixedAdapter:
         merge = (*config.base.merge, f"{file}@1")  # else an @ in its name would be a strength
-        drawing = run.having(replace(config, adapter=AdapterConfig(), base=replace(config.base, merge=merge)))
-        return drawing, drawing.build()
+        drawing = with_config(run, replace(config, adapter=AdapterConfig(), base=replace(config.base, merge=merge)))
+        return drawing, build_model(drawing)
 
 
 def _for_drawing(run: Run, expert: Expert, trained: Trained) -> Run:
@@ -99,7 +101,7 @@ def _for_drawing(run: Run, expert: Expert, trained: Trained) -> Run:
         config = replace(config, adapter=replace(config.adapter, method="lora", init=""))
     if not is_joint(run) and run.expert != expert:  # what is merged is the trained expert's
         config = replace(config, base=replace(config.base, merge=()))
-    return run.having(config)
+    return with_config(run, config)
 
 
 def trained_in(run: Run, *, without: Expert | None = None) -> tuple[dict[str, Trained], int]:
@@ -140,7 +142,7 @@ def put_weights(prepared: Prepared, path: Path) -> None:
 
 def draw_trained(run: Run, folder: RunFolder, step: int) -> None:
     """Draw what a finished run is to draw, with all experts as they are trained, one loaded at a time."""
-    scenes = run.scenes(run.dataset.samples)
+    scenes = scenes_of(run, run.data.dataset.samples)
     if not scenes:
         return
     if lacking := what_drawing_lacks(run):

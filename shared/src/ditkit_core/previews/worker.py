@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import hush_libraries, prepare_streams, say, warn
@@ -26,9 +28,11 @@ from ditkit_core.previews.generate import draw
 from ditkit_core.previews.queue import DRAWS, Preview, read, waiting
 from ditkit_core.previews.stages import Trained, put_weights, turns_of
 from ditkit_core.run.config import RunConfig
+from ditkit_core.run.encoding import scenes_of
 from ditkit_core.run.expert_runs import folder_of, known
+from ditkit_core.run.model import build_model, engine_of, load_model
 from ditkit_core.run.prepare import Prepared
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import Run, create_run
 from ditkit_core.sampling.denoise import Turn, only
 from ditkit_core.sampling.prompts import Scene
 
@@ -89,8 +93,11 @@ def draw_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, left_o
     Raises:
         UserError: For whatever the person can mend; what is not drawn stays.
     """
-    run = known(Run(spec, elsewhere(resolve(RunConfig, stored=path), device, streamed)))
-    scenes = run.scenes([] if run.config.sample.prompts else run.dataset.samples)
+    config = elsewhere(resolve(RunConfig, stored=path), device, streamed)
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)
+    run = known(create_run(spec, config))
+    scenes = scenes_of(run, [] if run.config.sample.prompts else run.data.dataset.samples)
     prepared: Prepared | None = None
     while left := [file for file in waiting(RunFolder(path).pending) if file.name not in left_out]:
         file = left[0]
@@ -129,10 +136,10 @@ def _draw(run: Run, prepared: Prepared | None, file: Path, scenes: Sequence[Scen
         turns = _turns(run, file, preview)
     else:
         if prepared is None:
-            unloaded = run.build()
-            prepared = run.load(unloaded, place(run, unloaded.model))
+            unloaded = build_model(run)
+            prepared = load_model(run, unloaded, place(run, unloaded.model))
         put_weights(prepared, file)
-        turns = only(prepared.model, run.engine(prepared))
+        turns = only(prepared.model, engine_of(run, prepared))
     draw(run, turns, scenes, folder_of(run, expert).samples, f"step-{preview.step:06d}")
     return prepared
 

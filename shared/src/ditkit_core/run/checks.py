@@ -14,6 +14,7 @@ from ditkit_core.engine.devices import ALL, choose_device, spread
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.nn.attention_backends import check_backend
+from ditkit_core.run.encoding import scenes_of
 from ditkit_core.run.run import Run
 from ditkit_core.sampling.prompts import Scene
 from ditkit_core.training.trainer import check_fused_backward, check_swap
@@ -141,15 +142,17 @@ def check_parts(run: Run, samples: Sequence[Sample], *, drawing: bool = False) -
     Raises:
         UserError: If a part is missing or of another model, a library is, or what is to be drawn has not what the model takes.
     """
-    assert run.encoders
-    assert run.conditioning or not run.columns
+    assert run.auxiliary.encoders
+    assert run.auxiliary.conditioning or not run.auxiliary.columns
     if (
-        run.conditioning is not None
+        run.auxiliary.conditioning is not None
     ):  # raises here what is of no sample; the rest is encoding's, which may leave samples out
-        run.conditioning.used({sample.id: controls_of(sample, run.fps) for sample in samples}, keep_going=True)
+        run.auxiliary.conditioning.used(
+            {sample.id: controls_of(sample, run.data.fps) for sample in samples}, keep_going=True
+        )
     if drawing or run.config.sample.prompts or run.config.sample.captions:
-        assert run.sampler
-    check_scenes(run, run.scenes(samples))
+        assert run.auxiliary.sampler
+    check_scenes(run, scenes_of(run, samples))
 
 
 def check_scenes(run: Run, scenes: Sequence[Scene]) -> None:
@@ -163,8 +166,8 @@ def check_scenes(run: Run, scenes: Sequence[Scene]) -> None:
         UserError: If one has not what the model takes, or it cannot be read.
     """
     for scene in scenes:
-        if run.readers is not None:
-            run.readers.check(scene.controls(run.fps))
+        if run.auxiliary.readers is not None:
+            run.auxiliary.readers.check(scene.controls(run.data.fps))
 
 
 def _trains_bf16(run: Run) -> bool:

@@ -44,3 +44,8 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches a step adds up; prior preservation adds one to each."""
+        return self.train.accumulation * (2 if self.prior.wanted else 1)

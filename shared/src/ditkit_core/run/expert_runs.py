@@ -10,7 +10,7 @@ from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import Expert
 from ditkit_core.run.experts import own_settings
 from ditkit_core.run.prepare import arch_here
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import Run, with_arch, with_config
 from ditkit_core.training.checkpoint import latest
 
 
@@ -19,7 +19,7 @@ def known(run: Run) -> Run:
     model = run.config.model
     if run.arch is not None or not (model.base or model.transformer or model.transformer_2):
         return run
-    return run.known_as(arch_here(run.spec, model, fetch=True)[1])
+    return with_arch(run, arch_here(run.spec, model, fetch=True)[1])
 
 
 def is_joint(run: Run) -> bool:
@@ -31,7 +31,7 @@ def runs_of(run: Run) -> list[Run]:
     """What a run trains, one transformer each: itself, or the run of each expert."""
     if not run.experts:
         return [run]
-    return [run.having(config_of(run, expert)) for expert in run.experts if run.expert in (None, expert)]
+    return [with_config(run, config_of(run, expert)) for expert in run.experts if run.expert in (None, expert)]
 
 
 def config_of(run: Run, expert: Expert) -> Any:
@@ -39,17 +39,17 @@ def config_of(run: Run, expert: Expert) -> Any:
 
     Of a run of several: in a folder named after the expert, from the cache that all share, drawing nothing by itself.
     """
-    config = own_settings(run.given_config, run.experts, expert)
+    config = own_settings(run.given.config, run.experts, expert)
     if not is_joint(run):
         return config
     folder = Path(config.run.folder)
     prior = config.prior
     if prior.prompt and not prior.folder:
-        prior = replace(prior, folder=str(run.prior_folder))
+        prior = replace(prior, folder=str(run.data.prior_folder))
     return replace(
         config,
         run=replace(config.run, folder=str(folder / expert.name)),
-        encode=replace(config.encode, cache=str(run.cache.folder)),
+        encode=replace(config.encode, cache=str(run.data.cache.folder)),
         prior=prior,
         sample=replace(config.sample, prompts=(), captions=0, every_steps=0, device=""),
     )
@@ -60,7 +60,7 @@ def resident(run: Run) -> Run:
     largest = max(runs_of(run), key=lambda each: (each.config.adapter.rank, each.stored_as == "none"))
     if largest is run:
         return run
-    return largest.having(replace(largest.given_config, sample=run.given_config.sample))
+    return with_config(largest, replace(largest.given.config, sample=run.given.config.sample))
 
 
 def notes_on(run: Run) -> Iterator[str]:

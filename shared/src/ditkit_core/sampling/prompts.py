@@ -1,10 +1,8 @@
 """Drawing samples: prompts through the trained model under the family's scheduler and VAE, to mp4 or png."""
 
 import difflib
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +12,12 @@ from torch import Tensor
 from ditkit_core.config.field import setting
 from ditkit_core.data.buckets import bucket_sizes, nearest_size
 from ditkit_core.data.dataset import Sample
-from ditkit_core.data.media.clip import available, kind_of, probe, status, write_image, write_video
+from ditkit_core.data.media.clip import available, kind_of, probe, status
 from ditkit_core.data.references import ReferenceSize, encoded_sizes
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import write_text
 from ditkit_core.models.conditions import Column, Controls, named_columns, other_ways
-from ditkit_core.models.encoders import SampleJob, Sampler
+from ditkit_core.models.encoders import SampleJob
 from ditkit_core.models.spec import SampleDefaults
-from ditkit_core.sampling.contact_sheet import contact_sheet, evenly_spaced, grid
-from ditkit_core.sampling.denoise import Turn, draw
 
 _MAX_ASPECT = 8.0
 """Of what is drawn in the shape of a reference."""
@@ -284,90 +279,35 @@ def shape_of(
     return (clip.frames, clip.height, clip.width), (*sizes, *[(clip.height, clip.width)] * in_front)
 
 
-def draw_samples(
-    turns: Sequence[Turn],
-    sampler: Sampler,
-    scenes: Sequence[Scene],
+def jobs_of(
+    scene: Scene,
     config: SampleConfig,
     *,
-    conditions: Callable[[str], Mapping[str, Tensor]],
-    references: Callable[[Sequence[Path]], Sequence[Tensor]],
-    controls: Callable[[Scene], Mapping[str, Tensor]] = lambda scene: {},
+    conditions: Mapping[str, Tensor],
     negative: Mapping[str, Tensor] | None,
-    fps: float,
-    folder: Path,
-    stem: str,
-    on_step: Callable[[], None],
-) -> list[Path]:
-    """Draw each scene as often as the section says, one file each, and all of it in one picture.
-
-    That is a contact sheet of videos, a row for each; of several still pictures a grid. What was drawn is listed in STEM.json beside
-    them: for each file its prompt and seed, and which picture shows all.
+    references: Sequence[Tensor],
+) -> list[SampleJob]:
+    """What is generated for one prompt: as many samples as the section says, each with a seed of its own.
 
     Args:
-        turns: The transformers that take the steps, with the weights to draw with.
-        sampler: The family's.
-        scenes: What to draw.
+        scene: The prompt.
         config: The `[sample]` section, resolved.
-        conditions: A text to its encoded tensors.
-        references: Pictures to their latents.
-        controls: A scene to the encoded tensors of what else it is conditioned by.
-        negative: The negative prompt's encoded tensors; None if guidance does without.
-        fps: Frames per second of clips.
-        folder: Where to.
-        stem: First part of the files' names.
-        on_step: Called after each step of each sample.
-
-    Returns:
-        The files, in the order of the scenes; the contact sheet or the grid last.
+        conditions: The encoded tensors of its text, and of what else the model is conditioned on.
+        negative: The same with the negative prompt; None if guidance does without.
+        references: Latents of its reference images.
     """
-    files: list[Path] = []
-    drawn: list[dict[str, Any]] = []
-    clips: list[Tensor] = []
-    seeds = range(config.seed, config.seed + config.images)
-    wanted = [(number, scene, seed) for number, scene in enumerate(scenes) for seed in seeds]
-
-    def jobs() -> Iterator[SampleJob]:
-        for scene in scenes:
-            told, latents = controls(scene), references(scene.references)
-            for seed in seeds:
-                yield SampleJob(
-                    conditions={**conditions(scene.prompt), **told}, negative=negative and {**negative, **told},
-                    references=latents, frames=scene.frames, height=scene.height, width=scene.width, steps=config.steps,
-                    guidance=config.guidance, shift=config.shift, seed=seed,
-                )  # fmt: skip
-
-    try:
-        with closing(draw(sampler, jobs(), turns, on_step)) as results:
-            for (number, scene, seed), pixels in zip(wanted, results, strict=True):
-                if not pixels.isfinite().all():
-                    raise UserError(
-                        f"the sample of {scene.prompt!r} is not finite: the weights are broken, or the adapter is"
-                    )
-                name = f"{stem}-{number}-{_slug(scene.prompt)}" + (f"-seed-{seed}" if config.images > 1 else "")
-                clips.append(evenly_spaced(pixels).cpu())
-                if pixels.shape[1] == 1:
-                    files.append(folder / f"{name}.png")
-                    write_image(files[-1], pixels[:, 0])
-                else:
-                    files.append(folder / f"{name}.mp4")
-                    # a model may draw some of a clip's frames alone: they last as long as the clip
-                    write_video(files[-1], pixels, fps * pixels.shape[1] / scene.frames)
-                drawn.append({"file": files[-1].name, "prompt": scene.prompt, "seed": seed})
-    finally:
-        sampler.release()
-    if any(clip.shape[1] > 1 for clip in clips):
-        files.append(folder / f"{stem}-sheet.png")
-        write_image(files[-1], contact_sheet(clips))
-    elif len(clips) > 1:
-        files.append(folder / f"{stem}-grid.png")
-        write_image(files[-1], grid([clip[:, 0] for clip in clips], columns=config.images if config.images > 1 else 0))
-    if files:
-        listed = {"samples": drawn, "shown": files[-1].name}
-        write_text(folder / f"{stem}.json", json.dumps(listed, indent=1) + "\n")
-    return files
-
-
-def _slug(prompt: str) -> str:
-    """A prompt as part of a file name, on any file system."""
-    return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:40].rstrip("-") or "sample"
+    return [
+        SampleJob(
+            conditions=conditions,
+            negative=negative,
+            references=references,
+            frames=scene.frames,
+            height=scene.height,
+            width=scene.width,
+            steps=config.steps,
+            guidance=config.guidance,
+            shift=config.shift,
+            seed=seed,
+        )
+        for seed in range(config.seed, config.seed + config.images)
+    ]

@@ -8,7 +8,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.plan import make_report
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.prepare import build_on_meta
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import create_run
 
 
 def check_planned(spec: ModelSpec, file: Path, *, most_bytes: float) -> None:
@@ -20,7 +20,7 @@ def check_planned(spec: ModelSpec, file: Path, *, most_bytes: float) -> None:
         most_bytes: To be stayed below: bytes of frozen weights for each number, those that stay in fp32 included.
     """
     config = resolve(RunConfig, file=file)
-    report = make_report(Run(spec, config), "80GiB")
+    report = make_report(create_run(spec, config), "80GiB")
     (device,) = report.devices
     model = build_on_meta(spec, spec.architecture.presets[config.model.preset], Precision())
     count = sum(parameter.numel() for parameter in model.parameters())

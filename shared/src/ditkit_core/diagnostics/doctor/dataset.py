@@ -51,6 +51,7 @@ from ditkit_core.encoding.prior_preservation import PRIOR_MARK
 from ditkit_core.errors import NotEquipped, UserError
 from ditkit_core.io.console import progress, say, warn
 from ditkit_core.run.checks import check_scenes
+from ditkit_core.run.encoding import scenes_of
 from ditkit_core.run.run import Run
 from ditkit_core.sampling.prompts import shape_of
 
@@ -80,7 +81,7 @@ def examine(run: Run) -> Examined:
     Args:
         run: The run. Whether its data section has bad files stop training decides if they are errors; they are all listed anyway.
     """
-    own, prior = _looked_at(run, run.config.data, "data"), _looked_at(run, run.prior_data, "prior")
+    own, prior = _looked_at(run, run.config.data, "data"), _looked_at(run, run.data.prior_data, "prior")
     if own.error is not None:
         return _unusable(run, own.error, own.excluded)
     samples, class_pictures, both = own.good, prior.good, (own, prior)
@@ -123,12 +124,12 @@ def examine(run: Run) -> Examined:
 def say_in_brief(run: Run, encoded: Sequence[EncodedSample]) -> None:
     """What is known without another look once everything is encoded: said before training, likely mistakes as warnings."""
     ids = {each.id for each in encoded}
-    samples = [sample for sample in run.dataset.samples if sample.id in ids]
+    samples = [sample for sample in run.data.dataset.samples if sample.id in ids]
     shapes = Counter((sample.frames, sample.height, sample.width) for sample in samples)
     listed = ", ".join(
         f"{count} of {frames} x {height} x {width}" for (frames, height, width), count in sorted(shapes.items())
     )
-    missing = len(run.dataset.excluded) + len(run.dataset.samples) - len(samples)
+    missing = len(run.data.dataset.excluded) + len(run.data.dataset.samples) - len(samples)
     say(f"data: {len(samples)} samples ({listed}), {missing} left out; {run.spec.name}-train --check looks closer")
     keys: dict[str, list[str]] = defaultdict(list)
     for each in encoded:
@@ -136,7 +137,7 @@ def say_in_brief(run: Run, encoded: Sequence[EncodedSample]) -> None:
     findings = [*of_duplicates([group for group in keys.values() if len(group) > 1], [])]
     findings += of_captions(samples, captions_of(samples, None))
     findings += of_told(samples, run.spec.training.fewest_frames)
-    encoder = run.encoders[1]
+    encoder = run.auxiliary.encoders[1]
     if isinstance(encoder, CutsCaptions) and (cut := len(encoder.truncated)):
         findings.append(
             Finding(
@@ -190,11 +191,11 @@ class _Looks:
             seen = look(sample.media, frames=sample.frames, fps=fps, start_seconds=sample.start_seconds)
             for reference in sample.references:
                 _decode(pictures(reference, frames=1, fps=0.0))
-            if self.run.readers is not None:
-                self.run.readers.check(controls_of(sample, self.fps))
-            beside = list(of_pictures(sample, self.run.columns, fps))
+            if self.run.auxiliary.readers is not None:
+                self.run.auxiliary.readers.check(controls_of(sample, self.fps))
+            beside = list(of_pictures(sample, self.run.auxiliary.columns, fps))
             if all(sample.media != other.media for other in self.good[-1:]):  # windows of a file follow each other
-                beside += of_followed(sample, self.run.columns)
+                beside += of_followed(sample, self.run.auxiliary.columns)
         except NotEquipped as error:
             self.lacking[str(error)] = None
         except UserError as error:
@@ -232,13 +233,13 @@ class _Looks:
 
 def _looked_at(run: Run, data: DataConfig | None, dataset: DatasetName) -> _Looks:
     """Scan a dataset and look at each of its samples; nothing is seen of one that there is not."""
-    looks = _Looks(run=run, dataset=dataset, fps=run.fps, stops=run.config.data.on_bad == "error")
+    looks = _Looks(run=run, dataset=dataset, fps=run.data.fps, stops=run.config.data.on_bad == "error")
     if data is None:
         return looks
     stopping = {"bad": looks.stops, "short": data.short_clips == "error", "unused": False}
     lenient = replace(data, on_bad="skip", short_clips="skip" if stopping["short"] else data.short_clips)
     try:
-        found: Dataset | NothingToTrain = run.scanned(lenient, f"{dataset}.folder")
+        found: Dataset | NothingToTrain = run.data.scanned(lenient, f"{dataset}.folder")
     except NothingToTrain as error:
         found = looks.error = error
     except UserError as error:
@@ -265,7 +266,7 @@ def _decode(shown: Iterable[Any]) -> None:
 
 def _hashes(run: Run, samples: Sequence[Sample]) -> dict[str, tuple[str, Path]]:
     """Content hash and file of each sample that is one file; what encoding needs anyway, and remembers."""
-    with MediaHashes(run.cache.folder) as hashes:
+    with MediaHashes(run.data.cache.folder) as hashes:
         return {each.id: (hashes.of(each.media), each.media) for each in samples if each.media.is_file()}
 
 
@@ -274,7 +275,7 @@ def _cut_captions(run: Run, samples: Sequence[Sample]) -> list[CutCaption] | Non
     if any(map(run.config.model.is_to_be_fetched, ("text_encoder", "tokenizer", "vae"))):
         return None
     try:
-        encoder = run.encoders[1]
+        encoder = run.auxiliary.encoders[1]
         if not isinstance(encoder, CutsCaptions):
             return None
         cuts = {caption: encoder.cut_of(caption) for caption in {c for each in samples for c in each.captions}}
@@ -288,7 +289,7 @@ def _cut_captions(run: Run, samples: Sequence[Sample]) -> list[CutCaption] | Non
 
 def shape_for(run: Run, sample: Sample) -> Shape:
     """What samples of one micro-batch have in common."""
-    size, references = shape_of(sample, sample.controls, run.columns, run.spec.data.reference_size)
+    size, references = shape_of(sample, sample.controls, run.auxiliary.columns, run.spec.data.reference_size)
     return *size, references
 
 
@@ -368,7 +369,7 @@ def outline_of(run: Run, shape: Shape) -> dict[str, Tensor]:
 def _wrong_with_scenes(run: Run, samples: Sequence[Sample]) -> Iterator[str]:
     """Why what is to be drawn cannot be."""
     try:
-        check_scenes(run, run.scenes(samples))
+        check_scenes(run, scenes_of(run, samples))
     except UserError as error:
         yield str(error)
 
@@ -382,7 +383,7 @@ def _no_class_pictures(run: Run, prior: _Looks) -> Iterator[Finding]:
     """Why nothing of the class pictures can be trained on, if they are there."""
     if prior.error is not None:
         yield Finding(code="D01", severity="error", where="", what=str(prior.error), remedy="")
-    elif run.prior_data is not None and not prior.good:
+    elif run.data.prior_data is not None and not prior.good:
         yield Finding(
             code="D01", severity="warning", where="prior.folder", what="no class picture can be read: training would do without prior preservation",
             remedy="mend them, or leave [prior] out",

@@ -25,7 +25,7 @@ def plan_memory(
         samples: All that it trains on, at least one.
         class_pictures: The same of prior preservation; there may be none.
     """
-    if run.device.type == "cpu":
+    if run.devices[0].type == "cpu":
         return MemoryPlan(why_not="a run on the CPU shares its memory with all else; --plan says what it takes"), []
     try:
         report = report_of(run, samples=samples, class_pictures=class_pictures)

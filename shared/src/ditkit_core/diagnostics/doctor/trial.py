@@ -23,9 +23,11 @@ from ditkit_core.models.paths import nothing_fetched
 from ditkit_core.nn.attention import AttentionCalls, counted_calls
 from ditkit_core.planner.plan import divided_for_training
 from ditkit_core.run.checks import check_parts
+from ditkit_core.run.encoding import encode_samples
 from ditkit_core.run.expert_runs import is_joint
+from ditkit_core.run.model import build_model, engine_of, load_model
 from ditkit_core.run.prepare import check_item, check_items
-from ditkit_core.run.run import Run
+from ditkit_core.run.run import Run, with_arch
 from ditkit_core.training.checkpoint import SaveConfig, latest, load_state, save_state
 from ditkit_core.training.tensor_stats import Watch
 from ditkit_core.training.train_state import Trained
@@ -79,8 +81,8 @@ def try_step(run: Run, examined: Examined) -> tuple[StepRow | None, list[Finding
 
 def _try(run: Run, examined: Examined) -> tuple[StepRow, list[Finding]]:
     began, config, largest = time.monotonic(), run.config.train, examined.largest
-    unloaded = run.build()
-    run = run.known_as(unloaded.arch)
+    unloaded = build_model(run)
+    run = with_arch(run, unloaded.arch)
     if is_joint(run):
         raise UserError("this model has several experts, as only its weights tell; name it with model.preset")
     divided = divided_for_training(run, unloaded.model, unloaded.arch, unloaded.adapter)
@@ -91,13 +93,13 @@ def _try(run: Run, examined: Examined) -> tuple[StepRow, list[Finding]]:
         except UserError as error:
             raise UserError(f"{sample.id}: {error}") from error
     check_parts(run, examined.samples)
-    encoded = run.encode_samples(largest, run.fps)
+    encoded = encode_samples(run, largest, run.data.fps)
     if len(encoded) < len(largest):
         raise UserError(
             f"{len(largest) - len(encoded)} of {len(largest)} samples could not be encoded; see the warnings"
         )
     check_items(run.spec, unloaded.model, encoded)
-    prepared = run.load(unloaded, divided.placement)
+    prepared = load_model(run, unloaded, divided.placement)
     data = TrainingData(
         encoded, seed=config.seed, batch_size=BatchSize(samples=len(encoded)), caption_dropout=config.caption_dropout,
         control_dropout=0.0,  # what works on conditions is to be heard of
@@ -109,7 +111,7 @@ def _try(run: Run, examined: Examined) -> tuple[StepRow, list[Finding]]:
     restart_peak(devices)
     prepared.model.train()
     # a compiler takes minutes, and compiled blocks are checked against eager ones elsewhere
-    engine = replace(run.engine(prepared, divided.schedule), compile=False)
+    engine = replace(engine_of(run, prepared, divided.schedule), compile=False)
     losses, norms = [], []
     heard = _Heard()
     for step in range(STEPS):

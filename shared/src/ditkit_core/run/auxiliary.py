@@ -1,0 +1,80 @@
+"""What runs alongside the transformer of a run: VAE, text encoder, conditioners, sampler. Nothing is loaded before it works."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ditkit_core.encoding.encode import Conditioning
+from ditkit_core.engine.devices import choose_device, choose_devices
+from ditkit_core.errors import UserError
+from ditkit_core.models.conditions import Column
+from ditkit_core.models.encoders import Encoder, Sampler
+from ditkit_core.models.paths import Components
+from ditkit_core.models.precision import parse_dtype
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.run.config import RunConfig
+from ditkit_core.training.trainer import TrainConfig
+
+
+@dataclass(frozen=True)
+class Auxiliary:
+    """The auxiliary models of a run, as it is configured; each is made once, and loads its weights when it works."""
+
+    spec: ModelSpec
+    config: RunConfig
+    arch: Any
+    """None if the architecture is not known, so that nothing is conditioned on more than text."""
+
+    @property
+    def columns(self) -> Sequence[Column]:
+        """Columns of a dataset that the model is conditioned on besides text."""
+        return () if self.arch is None else self.spec.data.columns(self.arch)
+
+    @cached_property
+    def conditioning(self) -> Conditioning | None:
+        """What encodes these columns; None if there is nothing to encode."""
+        return self._conditioning(self.config.model)
+
+    @cached_property
+    def readers(self) -> Conditioning | None:
+        """The same without the model's files: it can say whether columns are readable, and encodes nothing."""
+        return self._conditioning(None)
+
+    def _conditioning(self, components: Components | None) -> Conditioning | None:
+        if self.arch is None:
+            return None
+        config, device = self.config.encode, choose_device(self.config.encode.device, "encode.device")
+        conditioners = self.spec.auxiliary.conditioners(self.arch, components, device, config.vae_tiling)
+        texts = [column.name for column in self.columns if column.kind == "text"]
+        return Conditioning(conditioners=conditioners, texts=texts) if conditioners else None
+
+    @cached_property
+    def encoders(self) -> tuple[Encoder, Encoder]:
+        """Media and text encoder."""
+        config, device = self.config.encode, choose_device(self.config.encode.device, "encode.device")
+        media = self.spec.auxiliary.media_encoder(self.config.model, device, config.vae_tiling)
+        dtype = parse_dtype(config.text_dtype)
+        return media, self.spec.auxiliary.text_encoder(self.config.model, device, dtype, config.streaming)
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """The family's sampler, on the first device that the transformer is on."""
+        matmul = parse_dtype(self.config.model.dtype)
+        device = training_devices(self.config.train)[0]
+        return self.spec.auxiliary.sampler(self.config.model, device, matmul, self.config.sample.vae_tiling)
+
+
+def training_devices(config: TrainConfig) -> tuple[torch.device, ...]:
+    """The devices that `train.device` or `train.devices` names.
+
+    Raises:
+        UserError: If both are set, or one is not here.
+    """
+    if not config.devices:
+        return (choose_device(config.device, "train.device"),)
+    if config.device != "auto":
+        raise UserError(f"train.device = {config.device!r} and train.devices are both set; leave one of them out")
+    return choose_devices(config.devices)

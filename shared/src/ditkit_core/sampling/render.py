@@ -1,0 +1,116 @@
+"""Samples written as files: an image or a video each, and all of them in one image."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ditkit_core.data.media.clip import write_image, write_video
+from ditkit_core.errors import UserError
+from ditkit_core.io.files import write_text
+from ditkit_core.models.encoders import SampleJob, Sampler
+from ditkit_core.sampling.contact_sheet import contact_sheet, evenly_spaced, grid
+from ditkit_core.sampling.denoise import Turn, draw
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRequest:
+    """One sample, and the prompt that its file is named after."""
+
+    number: int
+    """Which of the prompts it is, from 0."""
+    prompt: str
+    job: SampleJob
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleFiles:
+    """Where samples go."""
+
+    folder: Path
+    stem: str
+    """First part of the files' names."""
+    fps: float
+    """Frames per second of clips."""
+    images: int = 1
+    """Samples of each prompt."""
+
+    def path(self, request: SampleRequest, suffix: str) -> Path:
+        """The file of one sample; the seed is part of its name where a prompt has several."""
+        seed = f"-seed-{request.job.seed}" if self.images > 1 else ""
+        return self.folder / f"{self.stem}-{request.number}-{_slug(request.prompt)}{seed}{suffix}"
+
+
+def draw_samples(
+    turns: Sequence[Turn],
+    sampler: Sampler,
+    requests: Sequence[SampleRequest],
+    to: SampleFiles,
+    on_step: Callable[[], None],
+) -> list[Path]:
+    """Generate samples, one file each, and all of them in one image: a contact sheet of videos, a row for each, or a grid of images.
+
+    STEM.json next to them lists what was generated: for each file its prompt and seed, and which image shows all.
+
+    Args:
+        turns: The transformers that take the steps, with the weights to sample with.
+        sampler: The family's.
+        requests: What to generate, prompt by prompt.
+        to: Where to.
+        on_step: Called after each step of each sample.
+
+    Returns:
+        The files, in the order of the requests; the contact sheet or the grid last.
+
+    Raises:
+        UserError: If a sample is not finite, or a file cannot be written.
+    """
+    files: list[Path] = []
+    clips: list[Tensor] = []
+    try:
+        with closing(draw(sampler, [request.job for request in requests], turns, on_step)) as results:
+            for request, pixels in zip(requests, results, strict=True):
+                if not pixels.isfinite().all():
+                    raise UserError(
+                        f"the sample of {request.prompt!r} is not finite: the weights are broken, or the adapter is"
+                    )
+                clips.append(evenly_spaced(pixels).cpu())
+                files.append(_written(pixels, request, to))
+    finally:
+        sampler.release()
+    drawn = [
+        {"file": file.name, "prompt": request.prompt, "seed": request.job.seed}
+        for file, request in zip(files, requests, strict=True)
+    ]
+    if any(clip.shape[1] > 1 for clip in clips):
+        files.append(to.folder / f"{to.stem}-sheet.png")
+        write_image(files[-1], contact_sheet(clips))
+    elif len(clips) > 1:
+        files.append(to.folder / f"{to.stem}-grid.png")
+        write_image(files[-1], grid([clip[:, 0] for clip in clips], columns=to.images if to.images > 1 else 0))
+    if files:
+        listed: dict[str, Any] = {"samples": drawn, "shown": files[-1].name}
+        write_text(to.folder / f"{to.stem}.json", json.dumps(listed, indent=1) + "\n")
+    return files
+
+
+def _written(pixels: Tensor, request: SampleRequest, to: SampleFiles) -> Path:
+    """One sample as a file."""
+    if pixels.shape[1] == 1:
+        path = to.path(request, ".png")
+        write_image(path, pixels[:, 0])
+        return path
+    path = to.path(request, ".mp4")
+    # A model may generate some of a clip's frames alone: they last as long as the clip.
+    write_video(path, pixels, to.fps * pixels.shape[1] / request.job.frames)
+    return path
+
+
+def _slug(prompt: str) -> str:
+    """A prompt as part of a file name, on any file system."""
+    return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:40].rstrip("-") or "sample"
