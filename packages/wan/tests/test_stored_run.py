@@ -1,0 +1,95 @@
+"""A run of a tiny Wan that commit 58d647d saved goes on to the same bits."""
+
+from pathlib import Path
+
+import pytest
+from ditkit_core.demo_inputs import drawn, write_index, write_text_encoder
+from ditkit_wan.demo_media import CLIPS, write_clip
+from ditkit_wan.demo_models import build_tokenizer
+from safetensors.torch import load_file, save_file
+
+from ditkit_core.testing.stored_run import StoredRun, keep
+from ditkit_wan.spec import WAN
+
+STORED = StoredRun(WAN, Path(__file__).parent / "fixtures" / "run_58d647d.zip")
+
+RUN_FILE = """
+[run]
+folder = "run"
+[model]
+base = "inputs/checkpoint"
+dtype = "fp32"
+[adapter]
+rank = 2
+[data]
+folder = "inputs/clips"
+frames = 5
+height = 32
+width = 32
+[encode]
+cache = "cache"
+device = "cpu"
+text_dtype = "fp32"
+[optim]
+lr = 5e-3
+schedule = "cosine"
+warmup_steps = 2
+[ema]
+decay = 0.9
+[train]
+device = "cpu"
+threads = 1
+steps = 6
+batch_size = 2
+accumulation = 2
+[save]
+every_steps = 3
+[held_out]
+clips = 1
+sigmas = [0.3, 0.8]
+[log]
+tensorboard = false
+[sample]
+captions = 0
+[export]
+dtype = "fp32"
+"""
+
+
+def write(folder: Path, commit: str) -> StoredRun:
+    """Make a stored run in an empty folder with the code as it is; `STORED` was made so with that of 58d647d."""
+    _write_checkpoint(folder / "inputs" / "checkpoint", [clip.caption for clip in CLIPS[:3]])
+    (folder / "inputs" / "clips").mkdir()
+    for number, clip in enumerate(CLIPS[:3]):
+        write_clip(folder / "inputs" / "clips" / f"{number}.mp4", clip)
+    (folder / "run.toml").write_text(RUN_FILE, encoding="utf-8")
+    return keep(WAN, folder, commit=commit)
+
+
+def _write_checkpoint(folder: Path, captions: list[str]) -> None:
+    """The demo's checkpoint with less in it: kilobytes, which the repository keeps."""
+    from diffusers import AutoencoderKLWan, WanTransformer3DModel
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    tokenizer = build_tokenizer(captions)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    config = UMT5Config(
+        vocab_size=len(tokenizer), d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, tie_word_embeddings=False,
+        feed_forward_proj="gated-gelu", pad_token_id=0, eos_token_id=1, architectures=["UMT5EncoderModel"],
+    )  # fmt: skip
+    write_text_encoder(folder, drawn("text encoder", UMT5EncoderModel, config), tied="encoder.embed_tokens.weight")
+    vae = drawn("vae", AutoencoderKLWan, base_dim=2, dim_mult=[1, 1, 1, 1], num_res_blocks=1, z_dim=16)
+    vae.save_pretrained(folder / "vae")
+    transformer = drawn(
+        "transformer", WanTransformer3DModel, num_attention_heads=2, attention_head_dim=12, in_channels=16, out_channels=16,
+        text_dim=8, freq_dim=16, ffn_dim=32, num_layers=1,
+    )  # fmt: skip
+    transformer.save_pretrained(folder / "transformer")
+    for file in folder.glob("*/*.safetensors"):
+        save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file)
+    write_index(folder, {"_class_name": "WanPipeline", "vae": ["diffusers", "AutoencoderKLWan"]})
+
+
+def test_a_stored_run_is_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    STORED.check(tmp_path)
+    assert "changed since the last part" not in capsys.readouterr().out, "every stored key means what it meant"
