@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ditkit_core.adapters.inject import AdapterConfig, inject, trainable_parameters
 from ditkit_core.encoding.loader import Batch
+from ditkit_core.engine.ac_policies import run_block
 from ditkit_core.engine.ac_schedule import parse_policy
-from ditkit_core.engine.engine import POLICIES, Engine, run_block
+from ditkit_core.engine.engine import POLICIES, Engine
 from ditkit_core.models.precision import Precision
 from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.testing.full_size import DEVICE, Arithmetic, as_on_a_gpu, materialise

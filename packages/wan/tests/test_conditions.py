@@ -104,11 +104,7 @@ def test_the_vae_of_another_model_is_refused_before_anything_is_encoded(checkpoi
             make(components, CPU, False)
     with pytest.raises(UserError, match="makes 16 latent channels"):
         WAN.auxiliary.models(arch, components)
-    assert (
-        replace_fields(PRESETS["t2v-1.3b"])
-        .auxiliary.media_encoder(components, CPU, False)
-        .identity
-    )
+    assert replace_fields(PRESETS["t2v-1.3b"]).auxiliary.media_encoder(components, CPU, False).identity
 
 
 def replace_fields(arch: Any) -> Any:

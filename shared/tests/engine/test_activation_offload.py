@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from toy_jobs import toy_job
 from toy_world import World
 
-from ditkit_core.engine import engine as activation_checkpoint
+from ditkit_core.engine import activation_offload, block_hooks
 from ditkit_core.engine.activation_offload import SMALLEST, HostMemory, HostStore
 from ditkit_core.engine.engine import POLICIES, Engine
 from ditkit_core.engine.selective_ac import SEEN_BY_HOOKS
@@ -213,7 +213,7 @@ def test_a_block_is_fetched_while_the_one_behind_it_works(policy, expected, monk
     def on_both(kept):
         return kept.host is not None and kept.device is not None
 
-    monkeypatch.setattr(activation_checkpoint, "HostStore", Kept)
+    monkeypatch.setattr(activation_offload, "HostStore", Kept)
     with PretendDevices():
         loss = loss_of(on(whole()), Engine(policy=policy, host=HostMemory(smallest=0)))
         assert stores[0]._there() == [3], "the backward begins with the last"
@@ -305,7 +305,7 @@ def test_without_a_mark_a_saved_tensor_is_fetched_when_it_is_asked_for():
     model, results = on(whole()), []
     for policy in ("none", "none+offload"):
         with PretendDevices(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(activation_checkpoint, "marked", lambda before, after, callback: after)
+            patch.setattr(block_hooks, "marked", lambda before, after, callback: after)
             run = Engine(policy=policy, host=HostMemory(smallest=0))
             model.zero_grad(set_to_none=True)
             loss_of(model, run).backward()
@@ -337,7 +337,7 @@ def test_a_saved_tensor_that_is_changed_is_refused():
 
 @pytest.mark.parametrize("policy", ["full+offload", "none+offload", "none, 2=offload"])
 def test_on_the_host_nothing_is_done(policy, monkeypatch):
-    monkeypatch.setattr(activation_checkpoint, "HostStore", None)
+    monkeypatch.setattr(activation_offload, "HostStore", None)
     model = make_model(TOY, ARCH, adapter=DROPOUT)
     run = Engine(policy=policy, host=HostMemory(smallest=0))
     plain = outcome(TOY, model, toy_items(2), Engine(policy=policy.replace("+offload", "").replace("offload", "full")))
@@ -346,14 +346,14 @@ def test_on_the_host_nothing_is_done(policy, monkeypatch):
 
 
 def test_without_gradients_nothing_is_done(monkeypatch):
-    monkeypatch.setattr(activation_checkpoint, "HostStore", None)
+    monkeypatch.setattr(activation_offload, "HostStore", None)
     model = on(whole())
     with PretendDevices(), torch.no_grad():
         loss_of(model, engine("none"))
 
 
 def test_a_policy_that_does_not_offload_costs_nothing(monkeypatch):
-    monkeypatch.setattr(activation_checkpoint, "HostStore", None)
+    monkeypatch.setattr(activation_offload, "HostStore", None)
     with PretendDevices():
         loss_of(on(whole()), Engine(policy="attn_only")).backward()
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ditkit_core.engine import engine as activation_checkpoint
+from ditkit_core.engine import activation_offload, block_hooks
 from ditkit_core.engine.ac_schedule import parse_schedule
 from ditkit_core.engine.activation_offload import HostMemory, HostStore
 from ditkit_core.engine.engine import POLICIES, Engine
@@ -83,8 +83,8 @@ def test_what_was_fetched_without_a_mark_is_let_go_of_behind_the_backward(monkey
             super().__init__(*given)
             stores.append(self)
 
-    monkeypatch.setattr(activation_checkpoint, "HostStore", Seen)
-    monkeypatch.setattr(activation_checkpoint, "marked", lambda before, after, callback: after)
+    monkeypatch.setattr(activation_offload, "HostStore", Seen)
+    monkeypatch.setattr(block_hooks, "marked", lambda before, after, callback: after)
     model, made = toy(4), []
     with PretendDevices():
         loss = loss_of(model, "none+offload")

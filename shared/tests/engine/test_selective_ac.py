@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from ditkit_core.engine import ac_policies as checkpoint_policies
-from ditkit_core.engine.ac_policies import GeneratorHook
+from ditkit_core.engine.ac_policies import GeneratorHook, run_block
 from ditkit_core.engine.ac_schedule import ACSchedule, parse_policy, parse_schedule
-from ditkit_core.engine.engine import Engine, run_block
+from ditkit_core.engine.engine import Engine
 from ditkit_core.engine.selective_ac import SETS, KeptOps, Region, kept_ops
 from ditkit_core.errors import UserError
 from ditkit_core.nn.attention import AttentionCalls, counted_calls

@@ -8,8 +8,8 @@ import torch
 from attention_tensors import Called, fake_kernel, qkv
 from torch import Tensor, nn
 
+from ditkit_core.engine.ac_policies import run_block
 from ditkit_core.engine.ac_schedule import parse_policy
-from ditkit_core.engine.engine import run_block
 from ditkit_core.errors import UserError
 from ditkit_core.nn.attention import AttentionSettings, attend, attention_settings, settings_in_force
 from ditkit_core.nn.attention_backends import BACKENDS, Backend

@@ -14,9 +14,9 @@ import toy_training
 from torch import Tensor, nn
 
 from ditkit_core.engine import ac_schedule as policy_schedule
-from ditkit_core.engine.ac_policies import AttentionOnly, Body, Full, Policy
+from ditkit_core.engine.ac_policies import AttentionOnly, Body, Full, Policy, run_block
 from ditkit_core.engine.ac_schedule import parse_policy
-from ditkit_core.engine.engine import Engine, run_block
+from ditkit_core.engine.engine import Engine
 from ditkit_core.errors import UserError
 from ditkit_core.nn.attention import AttentionCalls, attend, counted_calls
 from ditkit_core.nn.attention_backends import BACKENDS, Backend, Kernel

@@ -1,7 +1,8 @@
 """Activation checkpointing policies: what one block keeps for its backward, and what it computes again.
 
 A policy is a small object with one method: run a function of tensors, so that its backward finds what it needs. It is never a wrapper
-around a module: the engine calls the block's body through it.
+around a module: `run_block` calls the block's body through it. The carry's tensors are handed to a checkpoint one by one and the carry is
+rebuilt inside: checkpoints of every kind see only top-level tensor arguments, and one that they miss loses its gradient or is freed twice.
 
 `full` is `torch.utils.checkpoint`, which stops recomputing as soon as the last saved tensor is back (torch_remat runs the block to its end:
 one more large matmul per block). `attn_only` is torch_remat, which keeps what is marked where attention is called, whatever ops it is made of.
@@ -10,17 +11,18 @@ one more large matmul per block). `attn_only` is torch_remat, which keeps what i
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch_remat as remat
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ditkit_core.engine.selective_ac import SEEN_BY_HOOKS, Region, kept_ops
 from ditkit_core.errors import UserError
-from ditkit_core.nn.attention import calls_in_force
+from ditkit_core.nn.attention import AttentionSettings, attention_settings, calls_in_force
 
 Body = Callable[..., tuple[Tensor, ...]]
 """A block as a function of the carry's tensors, which it takes one by one."""
@@ -211,3 +213,86 @@ class Replayed:
 def generator_of(device: torch.device) -> str:
     """Name of the generator that a device draws from."""
     return str(device) if device.type == "cuda" else "cpu"
+
+
+class BlockRunner(Protocol):
+    """Runs one block under its policy: carry in, carry out."""
+
+    def __call__(self, index: int, block: nn.Module, carry: Any, *, policy: Policy, device: torch.device | None) -> Any:
+        """Run the block.
+
+        Args:
+            index: Its place in `blocks()`.
+            block: The block.
+            carry: What it takes.
+            policy: What it keeps for its backward.
+            device: Where its weights are; None for a block without any.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class EagerRunner:
+    """Runs a block operation by operation."""
+
+    attention: str
+    """The attention backend."""
+
+    def __call__(self, index: int, block: nn.Module, carry: Any, *, policy: Policy, device: torch.device | None) -> Any:
+        return run_block(block, carry, policy=policy, backend=self.attention, name=f"block {index}")
+
+
+def run_block(block: nn.Module, carry: Any, *, policy: Policy, backend: str = "sdpa", name: str) -> Any:
+    """Run one block under a policy: carry in, carry out.
+
+    A block without parameters (two streams become one) is run as it is: it has nothing worth repeating, and a checkpoint would hold its
+    inputs, which by then nobody else does.
+
+    Args:
+        name: Names the checkpoint in memory reports; unique among the blocks of a model.
+    """
+    if not policy.recomputes or not torch.is_grad_enabled() or next(block.parameters(), None) is None:
+        with attention_settings(AttentionSettings(backend=backend)):
+            return block(carry)
+    calls = calls_in_force()
+    if calls is not None and policy.kept_attention is not None:
+        calls.want(policy.kept_attention, str(policy))
+    settings = AttentionSettings(backend=backend, keep=policy.kept_attention, calls=calls)
+    again = replace(settings, recomputing=True)
+    leaves, spec = tree_flatten(carry)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    outline = [_static(leaf) for leaf in leaves]  # the body outlives the forward
+    outcome: Any = None
+
+    def body(*tensors: Tensor) -> tuple[Tensor, ...]:
+        nonlocal outcome
+        given = iter(tensors)
+        inner = tree_unflatten([next(given) if leaf is _MADE else leaf for leaf in outline], spec)
+        with attention_settings(settings if outcome is None else again):
+            after, after_spec = tree_flatten(block(inner))
+        if outcome is None:
+            # What the block passed on unchanged keeps its identity and does not cross the checkpoint.
+            position = {id(tensor): index for index, tensor in enumerate(tensors)}
+            outcome = after_spec, [_Given(position[id(x)]) if id(x) in position else _static(x) for x in after]
+        # As in the forward, whatever has its identity now: hooks on the block (FSDP2's) may differ in the recompute.
+        return tuple(leaf for leaf, static in zip(after, outcome[1], strict=True) if static is _MADE)
+
+    made = iter(policy.checkpoint(body, tensors, name))
+    after_spec, after = outcome
+    rebuilt = [tensors[x.index] if isinstance(x, _Given) else next(made) if x is _MADE else x for x in after]
+    return tree_unflatten(rebuilt, after_spec)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A carry tensor that a block passed on: its position among the block's inputs."""
+
+    index: int
+
+
+_MADE = object()
+
+
+def _static(leaf: Any) -> Any:
+    """A leaf without its tensor: the outcome outlives the forward and must hold no memory."""
+    return _MADE if isinstance(leaf, Tensor) else leaf

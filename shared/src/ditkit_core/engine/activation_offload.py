@@ -23,7 +23,7 @@ Where blocks run on the host there is nothing to do, and nothing is done.
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -35,8 +35,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.engine.host_buffers import HostBuffers
 from ditkit_core.engine.swap_buffers import HOST
+from ditkit_core.models.protocol import StagedModel
 
 SMALLEST = 2**20
 """Bytes of the smallest storage that is moved: below, a copy costs more than the memory is worth."""
@@ -145,6 +147,29 @@ class HostStore:
             return _Stays(tensor, tensor._version)
         group.add(kept)
         return _View(kept, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+
+@contextmanager
+def offloading(
+    memory: HostMemory,
+    model: StagedModel,
+    policies: Sequence[Policy],
+    devices: Sequence[torch.device | None],
+) -> Iterator[tuple[HostStore, ...]]:
+    """Inside the block one forward runs; what its blocks keep is moved by the hook that is yielded, or none where nothing is to be moved.
+
+    Args:
+        memory: What the forward shares with those before and after it.
+        model: The model.
+        policies: Of each block.
+        devices: Where each block's weights are.
+    """
+    wanted = [policy.offload for policy in policies]
+    if not any(offload and can_offload(device) for offload, device in zip(wanted, devices, strict=True)):
+        yield ()
+        return
+    with HostStore(memory, [model.embed, *model.blocks(), model.head], wanted) as store:
+        yield (store,)
 
 
 class _Kept:

@@ -1,10 +1,13 @@
 """Where the carry enters and leaves a block, in forward and in backward: what streams weights, or watches memory, is told of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, autograd, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from ditkit_core.engine.ac_policies import BlockRunner, Policy
 
 
 @runtime_checkable
@@ -26,6 +29,37 @@ class Passage(Protocol):
     def backward(self, index: int, block: nn.Module) -> None:
         """The block's backward runs next, and everything that comes after the block on its device has finished its own."""
         ...
+
+
+class HookedRunner:
+    """Runs blocks, and tells hooks of each that has parameters."""
+
+    def __init__(self, hooks: Sequence[Passage], run: BlockRunner):
+        """Take hooks for a forward.
+
+        Args:
+            hooks: Told in this order.
+            run: Runs a block.
+        """
+        self._hooks, self._run = hooks, run
+
+    def __call__(self, index: int, block: nn.Module, carry: Any, *, policy: Policy, device: torch.device | None) -> Any:
+        hooks = self._hooks
+        if not hooks or device is None:
+            return self._run(index, block, carry, policy=policy, device=device)
+        for hook in hooks:
+            hook.enter(index, block)
+        after = self._run(index, block, carry, policy=policy, device=device)
+        for hook in hooks:
+            hook.leave(index, block, after)
+        if not torch.is_grad_enabled():
+            return after
+
+        def backward() -> None:
+            for hook in hooks:
+                hook.backward(index, block)
+
+        return marked(carry, after, backward)
 
 
 def marked(before: Any, after: Any, callback: Callable[[], None]) -> Any:

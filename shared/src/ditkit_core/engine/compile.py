@@ -19,6 +19,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
 from types import FunctionType
@@ -30,10 +31,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ditkit_core.engine.ac_policies import AttentionOnly, Full, Ops, Policy
+from ditkit_core.engine.ac_policies import AttentionOnly, EagerRunner, Full, Ops, Policy
 from ditkit_core.engine.selective_ac import KeptOps, kept_ops
 from ditkit_core.errors import UserError
-from ditkit_core.nn.attention import AttentionSettings, traced_settings
+from ditkit_core.nn.attention import AttentionSettings, calls_in_force, traced_settings
 from ditkit_core.nn.attention_backends import MOST_GRAPHS
 
 KEY = "train.compile"
@@ -114,6 +115,26 @@ def check_compiled(backend: str, policies: Collection[Policy], *, quantized: boo
                 f"train.checkpointing: {policy} names an operation that draws random numbers, which compiled blocks draw in another way; "
                 f"name others, or leave {KEY} out"
             )
+
+
+@dataclass(frozen=True)
+class CompiledRunner:
+    """Runs the blocks that have a backward compiled, and the others eagerly."""
+
+    eager: EagerRunner
+    backend: str
+    """The compiler's."""
+
+    def __call__(self, index: int, block: nn.Module, carry: Any, *, policy: Policy, device: torch.device | None) -> Any:
+        eager = partial(self.eager, index, policy=policy, device=device)
+        if not torch.is_grad_enabled() or device is None:
+            return eager(block, carry)
+        if (calls := calls_in_force()) is not None and (type(block), policy) not in calls.traced:
+            calls.traced.add((type(block), policy))
+            check_traced(block, carry, eager)
+        attention = self.eager.attention
+        after = run_compiled(block, carry, policy=policy, attention=attention, backend=self.backend, device=device)
+        return eager(block, carry) if after is None else after
 
 
 def run_compiled(

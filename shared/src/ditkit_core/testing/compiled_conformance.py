@@ -17,7 +17,6 @@ import torch
 from torch._dynamo.utils import counters
 
 from ditkit_core.engine import activation_offload as offload
-from ditkit_core.engine import engine as activation_checkpoint
 from ditkit_core.engine.activation_offload import HostMemory
 from ditkit_core.engine.engine import POLICIES, Engine
 from ditkit_core.nn.attention import AttentionCalls, counted_calls
@@ -141,12 +140,10 @@ class _host_as_device:
 
     def __enter__(self) -> None:
         self._was = offload.can_offload
-        for module in (offload, activation_checkpoint):
-            setattr(module, "can_offload", lambda device: device is not None)  # noqa: B010
+        setattr(offload, "can_offload", lambda device: device is not None)  # noqa: B010
 
     def __exit__(self, *_: object) -> None:
-        for module in (offload, activation_checkpoint):
-            setattr(module, "can_offload", self._was)  # noqa: B010
+        setattr(offload, "can_offload", self._was)  # noqa: B010
 
 
 def _fused(kind: Any, policy: str) -> Iterator[str]:

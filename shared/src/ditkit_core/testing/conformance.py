@@ -28,9 +28,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ditkit_core.adapters.inject import AdapterConfig
 from ditkit_core.engine import ac_schedule as policy_schedule
-from ditkit_core.engine.ac_policies import Body, Full
+from ditkit_core.engine.ac_policies import Body, Full, run_block
 from ditkit_core.engine.ac_schedule import parse_policy
-from ditkit_core.engine.engine import POLICIES, Engine, run_block
+from ditkit_core.engine.engine import POLICIES, Engine
 from ditkit_core.engine.selective_ac import SETS
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision, autocast_disabled, compute_fp32_in_fp32
