@@ -19,8 +19,8 @@ from ditkit_core.adapters.inject import AdapterConfig, inject
 from ditkit_core.adapters.verify import base_in_form
 from ditkit_core.engine.block_swap import BlockSwap, choose_streamed
 from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.pinned_memory import page_lock, unlock
 from ditkit_core.engine.placement import Placement
-from ditkit_core.engine.swap_buffers import page_lock, unlock
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision, compute_fp32_in_fp32
 from ditkit_core.nn.quantized_linear import quantized_weights
@@ -122,8 +122,8 @@ class Late(BlockSwap):
     """Never empties anything."""
 
     def enter(self, index, block):
-        for lane in self._lanes.values():
-            lane.held = True
+        for queue in self._queues.values():
+            queue.held = True
         super().enter(index, block)
 
 
@@ -440,5 +440,5 @@ def test_a_gpu_streams_without_changing_a_number(policy):
     assert equal(outcomes[0][-1][1], outcomes[1][-1][1])
     block_bytes = swap.num_bytes / 6
     assert peaks[1] - peaks[0] <= 2.1 * block_bytes, "two blocks at most"
-    swap._lanes[cuda].clear()  # what the measurement left
+    swap._queues[cuda].clear()  # what the measurement left
     assert torch.cuda.memory_allocated() - before < block_bytes

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toy_training import ToyBatch, ToyData
 
 from ditkit_core.adapters.inject import trainable_parameters
-from ditkit_core.engine.block_swap import BlockSwap, _Lane
+from ditkit_core.engine.block_swap import BlockQueue, BlockSwap
+from ditkit_core.engine.copy_lane import CopyLane
 from ditkit_core.engine.engine import POLICIES, Engine
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
@@ -155,13 +156,13 @@ def test_a_weight_whose_first_gradient_comes_late_is_streamed_from_then_on():
 # A stream of its own
 
 
-class Lazy(_Lane):
+class LazyLane(CopyLane):
     """Has a side stream, in whose order things happen, but not before somebody waits for them."""
 
-    def __init__(self, device, pages):
-        super().__init__(device, pages)
+    def __init__(self, device):
+        super().__init__(device)
         self.waiting = []
-        self.stream = SimpleNamespace(
+        self._stream = SimpleNamespace(
             synchronize=self.catch_up, wait_stream=lambda other: None, record_event=lambda: None
         )  # fmt: skip
 
@@ -169,21 +170,25 @@ class Lazy(_Lane):
         while self.waiting:
             self.waiting.pop(0)()
 
-    def side(self):
+    def copies(self):
         return nullcontext()
+
+
+class Lazy(BlockQueue):
+    """Copies on a lazy lane."""
 
     def _streamed(self, found, *, returns=False):
         part = super()._streamed(found, returns=returns)
         fetch = part.fetch
 
         def fetch_after_what_waits():
-            self.catch_up()
+            self.lane.catch_up()
             fetch()
 
         def store_later():
             size = part._num_returned
             brought = part._filled[:size].clone()
-            self.waiting.append(lambda: part.host[:size].copy_(brought))
+            self.lane.waiting.append(lambda: part.host[:size].copy_(brought))
 
         part.fetch, part.store = fetch_after_what_waits, store_later
         return part
@@ -194,13 +199,14 @@ def test_what_is_brought_back_is_waited_for(one_of, monkeypatch):
     """The average reads the weights on the host after each step, a save those of the optimizer; with 2 and 4 the first block stays."""
     given = {"num_steps": 3, "ema": EMAConfig(decay=0.9)}
     numbers, values = train_streamed(TOY, model_of(), toy_items(2), "none", **given)
-    monkeypatch.setattr("ditkit_core.engine.block_swap._Lane", Lazy)
-    monkeypatch.setattr("ditkit_core.engine.swap_buffers.page_lock", lambda *_: True)
+    monkeypatch.setattr("ditkit_core.engine.block_swap.BlockQueue", Lazy)
+    monkeypatch.setattr("ditkit_core.engine.block_swap.CopyLane", LazyLane)
+    monkeypatch.setattr("ditkit_core.engine.pinned_memory.page_lock", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     model = model_of()
     swap = stream(model, one_of, trained=True)
-    lane, waited = swap._lanes[CPU], []
-    monkeypatch.setattr(lane.stream, "synchronize", lambda: (waited.append(len(lane.waiting)), lane.catch_up()))
+    lane, waited = swap._queues[CPU].lane, []
+    monkeypatch.setattr(lane._stream, "synchronize", lambda: (waited.append(len(lane.waiting)), lane.catch_up()))
     others = train_streamed(TOY, model, toy_items(2), "none", swap, **given)
     assert others[0] == numbers and differences(values, others[1]) == []
     assert any(name.startswith("ema ") for name in values) and not lane.waiting
@@ -246,7 +252,7 @@ def test_no_more_than_two_blocks_are_there(policy):
                 model, Engine(policy=policy, passages=() if swap is None else (swap,)), TOY, [batch], trained.optimizer,
                 step=step, lr=0.01, seed=1, flow=FlowConfig(), clip_norm=0.0,
             )  # fmt: skip
-        state = max(buffer.num_bytes for parts in swap._lanes[CPU].states.values() for buffer in parts)
+        state = max(buffer.num_bytes for parts in swap._queues[CPU].states.values() for buffer in parts)
         assert state > 2 * block
         assert live.most["weights"] == 2 * block
         # in the first step a block's state exists beside the buffer that takes it over
@@ -323,8 +329,8 @@ class Forgetful(BlockSwap):
 
     def backward(self, index, block):
         super().backward(index, block)
-        for lane in self._lanes.values():
-            lane._updated.clear()
+        for queue in self._queues.values():
+            queue._updated.clear()
 
 
 class Hasty(BlockSwap):
@@ -332,9 +338,9 @@ class Hasty(BlockSwap):
 
     def backward(self, index, block):
         super().backward(index, block)
-        for lane in self._lanes.values():
-            lane.blocks[index].store()
-            lane._updated.clear()
+        for queue in self._queues.values():
+            queue.blocks[index].store()
+            queue._updated.clear()
 
 
 class Early(BlockSwap):

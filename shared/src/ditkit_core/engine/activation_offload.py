@@ -17,13 +17,13 @@ the mark behind block i, which autograd passes before it enters the block, waits
 i - 1 needs. Device memory is allocated and freed in the order of the device's own stream, so that nothing depends on how far the host is
 ahead; copies run on a side stream, one for each device.
 
-Between two forwards host buffers are kept, page-locked (`host_buffers.py`). A second backward through a retained graph fetches again.
+Between two forwards host buffers are kept, page-locked (`pinned_memory.py`). A second backward through a retained graph fetches again.
 Where blocks run on the host there is nothing to do, and nothing is done.
 """
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -36,8 +36,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from ditkit_core.engine.ac_policies import Policy
-from ditkit_core.engine.host_buffers import HostBuffers
-from ditkit_core.engine.swap_buffers import HOST
+from ditkit_core.engine.copy_lane import CopyLane
+from ditkit_core.engine.pinned_memory import HOST, HostBuffers
 from ditkit_core.models.protocol import StagedModel
 
 SMALLEST = 2**20
@@ -59,18 +59,18 @@ class HostMemory:
             smallest: Bytes of the smallest storage that is moved.
         """
         self.smallest = smallest
-        self._lanes: dict[torch.device, _Lane] = {}
+        self._stores: dict[torch.device, _DeviceStore] = {}
 
-    def lane(self, device: torch.device) -> "_Lane":
+    def store(self, device: torch.device) -> "_DeviceStore":
         """That of a device."""
-        if device not in self._lanes:
-            self._lanes[device] = _Lane(device)
-        return self._lanes[device]
+        if device not in self._stores:
+            self._stores[device] = _DeviceStore(device)
+        return self._stores[device]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all host buffers, in use or not."""
-        return sum(lane.buffers.num_bytes for lane in self._lanes.values())
+        return sum(store.buffers.num_bytes for store in self._stores.values())
 
 
 class HostStore:
@@ -105,7 +105,7 @@ class HostStore:
         device = next(block.parameters()).device
         if not can_offload(device):
             return
-        group = self._groups[index] = _Group(self._memory.lane(device))
+        group = self._groups[index] = _Group(self._memory.store(device))
         if self._offloaded[index]:
             self._hooks.enter_context(saved_tensors_hooks(partial(self._pack, group), _unpack))
 
@@ -116,22 +116,22 @@ class HostStore:
             return
         carried = {leaf.untyped_storage()._cdata for leaf in tree_leaves(carry) if isinstance(leaf, Tensor)}
         here = (kept for kept in group.alive() if kept.host is None and kept.is_whole)
-        group.lane.send(group, [kept for kept in here if kept.address not in carried])
+        group.store.send(group, [kept for kept in here if kept.address not in carried])
 
     def backward(self, index: int, block: nn.Module) -> None:
         """What the block needs is there, and what the block before it needs is on its way."""
         if (group := self._groups.get(index)) is not None:
-            group.lane.backward(group)
+            group.store.backward(group)
 
     def _pack(self, group: "_Group", tensor: Tensor) -> "_Packed":
         # Detached: what an operation saves of its own result would hold the operation, and be freed by no one.
         tensor = tensor.detach()
         if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
             return _Stays(tensor, tensor._version)
-        storage, lane = tensor.untyped_storage(), group.lane
+        storage, store = tensor.untyped_storage(), group.store
         size = storage.nbytes()
         if (
-            tensor.device != lane.device
+            tensor.device != store.device
             or size < max(self._memory.smallest, 1)
             or storage._cdata in self._resident
             or size % tensor.itemsize
@@ -141,7 +141,7 @@ class HostStore:
             return _Stays(tensor, tensor._version)
         kept = found() if (found := self._kept.get(storage._cdata)) is not None else None
         if kept is None or kept.storage() is not storage:
-            kept = _Kept(lane, tensor)
+            kept = _Kept(store, tensor)
             self._kept[storage._cdata] = weakref.ref(kept)
         elif kept.version != tensor._version:
             return _Stays(tensor, tensor._version)
@@ -175,9 +175,9 @@ def offloading(
 class _Kept:
     """One storage that the backward needs. Autograd holds it, through what was packed, and nobody else."""
 
-    def __init__(self, lane: "_Lane", tensor: Tensor):
+    def __init__(self, store: "_DeviceStore", tensor: Tensor):
         storage = tensor.untyped_storage()
-        self.lane = lane
+        self.store = store
         self.num_bytes = storage.nbytes()
         self.address = storage._cdata
         self.storage = weakref.ref(storage)
@@ -207,8 +207,8 @@ class _Kept:
         if self.host is None:
             return self.checked()
         if self.device is None:  # no mark came before: a backward of a part of the model
-            self.lane.fetch_unmarked(self)
-        self.lane.wait_for(self)
+            self.store.fetch_unmarked(self)
+        self.store.wait_for(self)
         assert self.device is not None
         return self.device
 
@@ -260,8 +260,8 @@ def _check_version(tensor: Tensor, version: int) -> None:
 class _Group:
     """What a block of a forward needs in its backward, whichever block sent it."""
 
-    def __init__(self, lane: "_Lane"):
-        self.lane = lane
+    def __init__(self, store: "_DeviceStore"):
+        self.store = store
         self.sent: torch.cuda.Event | None = None
         """After the copies to the host, if nobody has waited for them yet."""
         self.before: Callable[[], _Group | None] = _nothing
@@ -281,24 +281,22 @@ def _nothing() -> None:
     return None
 
 
-class _Lane:
-    """One device's copies. Its forwards and its backward never run at once, and each is in one thread."""
+class _DeviceStore:
+    """What one device keeps on the host, and in which order it goes there and comes back."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.buffers = HostBuffers(device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._lane = CopyLane(device)
         self._there: list[_Group] = []
         """What may be on the device although it is on the host, too."""
         self._coming: list[_Kept] = []
         """What is on its way back: held, because memory that is being written must not be used for anything else."""
         self._last: Callable[[], _Group | None] = _nothing
-        self._clears = False
-        """Whether the end of the backward that is running will let go of everything."""
 
     def send(self, group: _Group, leaving: Sequence[_Kept]) -> None:
         """Copy to the host what a block keeps, and let go of what the block before it sent."""
-        self._clears = False
+        self._lane.restart()
         self._arrive()
         self._let_go()
         group.before, self._last = self._last, weakref.ref(group)
@@ -306,17 +304,17 @@ class _Lane:
         if not leaving:
             return
         hosts = [self.buffers.take(kept.num_bytes) for kept in leaving]
-        self._follow()
-        with self._side():
+        self._lane.follow()
+        with self._lane.copies():
             for kept, host in zip(leaving, hosts, strict=True):
                 host[: kept.num_bytes].copy_(kept.checked(), non_blocking=True)
                 kept.host = host
                 weakref.finalize(kept, self.buffers.give, host).atexit = False
-        group.sent = self._event()
+        group.sent = self._lane.record()
 
     def backward(self, group: _Group) -> None:
         """Make ready for a block's backward, and start the copies for that of the block before it."""
-        self._clear_behind()
+        self._lane.after_backward(self._clear)
         self._arrive()
         following = group.before()
         near = [group] if following is None else [group, following]
@@ -333,12 +331,12 @@ class _Lane:
             return
         # Allocated in the order of the device's own stream: what used the memory before is launched there, and is waited for.
         there = [torch.empty(kept.num_bytes, dtype=torch.uint8, device=self.device) for kept in missing]
-        self._follow()
-        with self._side():
+        self._lane.follow()
+        with self._lane.copies():
             for kept, buffer in zip(missing, there, strict=True):
                 assert kept.host is not None
                 buffer.copy_(kept.host[: kept.num_bytes], non_blocking=True)
-        event = self._event()
+        event = self._lane.record()
         for kept, buffer in zip(missing, there, strict=True):
             kept.device, kept.coming = buffer, event
         self._coming.extend(missing)
@@ -348,7 +346,7 @@ class _Lane:
         if (
             torch._C._current_graph_task_id() != -1
         ):  # else somebody looks at what was saved, and the next forward lets go of it
-            self._clear_behind()
+            self._lane.after_backward(self._clear)
         group = _Group(self)
         group.add(kept)
         self._there.append(group)
@@ -356,9 +354,8 @@ class _Lane:
 
     def wait_for(self, kept: _Kept) -> None:
         """What is launched next on the device finds the bytes there."""
-        if kept.coming is not None:
-            torch.cuda.current_stream(self.device).wait_event(kept.coming)
-            kept.coming = None
+        self._lane.wait_for(kept.coming)
+        kept.coming = None
 
     def _arrive(self) -> None:
         """Wait for all copies from the host."""
@@ -370,33 +367,16 @@ class _Lane:
         """Free on the device what is on the host, too, and not needed by these."""
         needed = {id(kept) for group in near for kept in group.alive()}
         for group in self._there:
-            if group not in near and group.sent is not None:
-                torch.cuda.current_stream(self.device).wait_event(group.sent)
+            if group not in near:
+                self._lane.wait_for(group.sent)
                 group.sent = None
             for kept in group.alive():
                 if kept.host is not None and id(kept) not in needed:
                     kept.device = None
 
-    def _clear_behind(self) -> None:
-        """Let go of everything when the backward that is running is over."""
-        if not self._clears:
-            self._clears = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._clear)
-
     def _clear(self) -> None:
         """The backward is over."""
-        self._clears = False
+        self._lane.restart()
         self._arrive()
         self._let_go()
         self._there = []
-
-    def _side(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def _follow(self) -> None:
-        """Copies that come next wait for what the device was given so far."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-
-    def _event(self) -> torch.cuda.Event | None:
-        return None if self._stream is None else self._stream.record_event()

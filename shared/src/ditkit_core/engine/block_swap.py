@@ -15,15 +15,16 @@ two steps, and be out of date where weights are exchanged for their average.
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ditkit_core.engine.copy_lane import CopyLane
 from ditkit_core.engine.devices import spread
+from ditkit_core.engine.pinned_memory import HOST, Found, Pages, Streamed
 from ditkit_core.engine.placement import Placement
-from ditkit_core.engine.swap_buffers import HOST, Found, Pages, Streamed
 from ditkit_core.errors import UserError
 
 
@@ -101,16 +102,16 @@ class BlockSwap:
         Raises:
             UserError: If a trained weight of a streamed block is used elsewhere, too.
         """
-        self._lanes: dict[torch.device, _Lane] = {}
+        self._queues: dict[torch.device, BlockQueue] = {}
         self._pages = Pages(self)
         if trained:
             _check_sharing(model, placement)
         for index, block in enumerate(model.blocks()):
             if index in placement.streamed and (weights := _weights(block, trained=trained)):
                 device = placement.blocks[index]
-                self._lanes.setdefault(device, _Lane(device, self._pages)).add(index, weights)
-        self._device = {i: device for i, device in enumerate(placement.blocks) if device in self._lanes}
-        each = [streamed for lane in self._lanes.values() for streamed in lane.blocks.values()]
+                self._queues.setdefault(device, BlockQueue(device, self._pages)).add(index, weights)
+        self._device = {i: device for i, device in enumerate(placement.blocks) if device in self._queues}
+        each = [streamed for queue in self._queues.values() for streamed in queue.blocks.values()]
         self.buffers = [streamed.buffer for streamed in each]
         self.host_buffers = [streamed.host for streamed in each]
         self.num_bytes = sum(streamed.num_bytes for streamed in each)
@@ -124,16 +125,16 @@ class BlockSwap:
     @property
     def state_buffers(self) -> list[Tensor]:
         """The devices' buffers of the optimizer's state."""
-        lanes = self._lanes.values()
-        return [part.buffer for lane in lanes for parts in lane.states.values() for part in parts]
+        queues = self._queues.values()
+        return [part.buffer for queue in queues for parts in queue.states.values() for part in parts]
 
     def attach(self, optimizer: KeepsState | None) -> None:
         """Stream the state that an optimizer keeps of streamed weights, from now on; None: no one's.
 
         What it keeps by now, of an earlier run, is on the host.
         """
-        for lane in self._lanes.values():
-            lane.attach(optimizer)
+        for queue in self._queues.values():
+            queue.attach(optimizer)
 
     def host_of(self, parameter: nn.Parameter) -> nn.Parameter:
         """What holds a parameter's values between two steps: for a trained weight that is streamed, a parameter on the host."""
@@ -142,21 +143,21 @@ class BlockSwap:
 
     def host_changed(self) -> None:
         """Values were changed on the host: what is on the devices is out of date."""
-        for lane in self._lanes.values():
-            lane.clear()
+        for queue in self._queues.values():
+            queue.clear()
 
     def enter(self, index: int, block: nn.Module) -> None:
         """The block runs next: its weights are there, and those of the next are on their way."""
-        if (lane := self._lane(index)) is not None:
-            lane.enter(index)
+        if (queue := self._queue(index)) is not None:
+            queue.enter(index)
 
     def leave(self, index: int, block: nn.Module, carry: Any) -> None:
         """Nothing: a backward may begin with this block."""
 
     def backward(self, index: int, block: nn.Module) -> None:
         """The block's backward, which may recompute it, runs next."""
-        if (lane := self._lane(index)) is not None:
-            lane.backward(index)
+        if (queue := self._queue(index)) is not None:
+            queue.backward(index)
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
@@ -171,33 +172,33 @@ class BlockSwap:
     def whole(self) -> Iterator[None]:
         """Inside the block all weights are on their devices."""
         try:
-            for lane in self._lanes.values():
-                lane.fill()
+            for queue in self._queues.values():
+                queue.fill()
             yield
         finally:
-            for lane in self._lanes.values():
-                lane.held = False
-                lane.clear()
+            for queue in self._queues.values():
+                queue.held = False
+                queue.clear()
 
     def describe(self) -> str:
         """One line on what is streamed."""
-        count = sum(len(lane.blocks) for lane in self._lanes.values())
+        count = sum(len(queue.blocks) for queue in self._queues.values())
         what = "weights, and in training what the optimizer keeps of them," if self._hosts else "weights"
         line = f"{count} blocks are streamed: {self.num_bytes / 2**30:.2f} GiB of {what} stay in host memory"
         return line if self.locked else f"{line}, which could not be page-locked: copies will be waited for"
 
-    def _lane(self, index: int) -> "_Lane | None":
+    def _queue(self, index: int) -> "BlockQueue | None":
         device = self._device.get(index)
-        return None if device is None else self._lanes[device]
+        return None if device is None else self._queues[device]
 
     def _put(self, *, on_host: bool) -> None:
-        for lane in self._lanes.values():
-            for parts in [lane.blocks.values(), *lane.states.values()]:
+        for queue in self._queues.values():
+            for parts in [queue.blocks.values(), *queue.states.values()]:
                 for part in parts:
                     part.put(on_host=on_host)
 
 
-class _Lane:
+class BlockQueue:
     """The streamed blocks of one device, in their order, and which of them are there."""
 
     def __init__(self, device: torch.device, pages: Pages):
@@ -207,7 +208,7 @@ class _Lane:
         """What the optimizer keeps of a block's weights; more than one if a weight had its first gradient later than others."""
         self.held = False
         """Whether everything is to stay."""
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.lane = CopyLane(device)
         self._pages = pages
         self._optimizer: KeepsState | None = None
         self._names: dict[int, list[str]] = {}
@@ -223,8 +224,6 @@ class _Lane:
         """Whether something was sent back to the host and nobody has waited for it."""
         self._ahead = 0
         """Forwards whose backward has not begun."""
-        self._clears = False
-        """Whether the end of the backward that is running will empty everything."""
 
     def add(self, index: int, weights: Sequence[Found]) -> None:
         """Stream a block's weights."""
@@ -247,7 +246,7 @@ class _Lane:
         """Make ready for a block's forward; the next is the following one, after the last that of the backward or of another forward."""
         first, last = min(self.blocks), max(self.blocks)
         trains = torch.is_grad_enabled()
-        self._clears = False
+        self.lane.restart()
         self._ahead += trains and index == last
         following = next((i for i in self.blocks if i > index), None)
         if following is None:
@@ -261,19 +260,18 @@ class _Lane:
         last = max(self.blocks)
         self._ahead -= index == last
         following = max((i for i in self.blocks if i < index), default=last if self._ahead > 0 else None)
-        if not self._clears:
-            self._clears = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.clear)
+        self.lane.after_backward(self.clear)
         self._turn(index, following, with_state=self._trains)
         if self._trains and index in self.blocks:
             self._updated.add(index)
 
     def clear(self) -> None:
         """Empty everything."""
-        self._ahead, self._clears = 0, False
+        self._ahead = 0
+        self.lane.restart()
         self._keep()
-        if self._is_storing and self.stream is not None:
-            self.stream.synchronize()  # what is back is read on the host from now on
+        if self._is_storing:
+            self.lane.finish()
         self._is_storing = False
 
     def fill(self) -> None:
@@ -282,10 +280,6 @@ class _Lane:
         for index in self.blocks:
             self._fetch(index)
             self._wait_for(index)
-
-    def side(self) -> AbstractContextManager[Any]:
-        """Inside the block, copies and memory are those of the side stream, which no other allocation shares."""
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def _turn(self, index: int, following: int | None, *, with_state: bool = False) -> None:
         if index not in self.blocks and following in (self._state_there if with_state else self._there):
@@ -304,24 +298,23 @@ class _Lane:
             self._copy(self.states.get(index, ()), index, self._state_there)
 
     def _copy(self, parts: Sequence[Streamed], index: int, there: dict[int, torch.cuda.Event | None]) -> None:
-        with self.side():
+        with self.lane.copies():
             for part in parts:
                 part.fetch()
-            there[index] = None if self.stream is None else self.stream.record_event()
+            there[index] = self.lane.record()
 
     def _wait_for(self, index: int) -> None:
         for event in (self._there[index], self._state_there.get(index)):
-            if event is not None:
-                torch.cuda.current_stream(self.device).wait_event(event)
+            self.lane.wait_for(event)
 
     def _keep(self, *indices: int | None) -> None:
         gone = [] if self.held else [index for index in self._there if index not in indices]
-        if gone and self.stream is not None:
+        if gone:
             # The work that reads and updates what goes is launched by now. When it is done, what is new is copied back, and then the
             # memory is the side stream's to use again.
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            self.lane.follow()
         for index in gone:
-            with self.side():
+            with self.lane.copies():
                 self._empty(index)
 
     def _empty(self, index: int) -> None:
@@ -354,9 +347,9 @@ class _Lane:
             self.states.setdefault(index, []).append(self._streamed(found, returns=True))
 
     def _streamed(self, found: Sequence[Found], *, returns: bool = False) -> Streamed:
-        with self.side():
+        with self.lane.copies():
             streamed = Streamed(found, self.device, returns=returns)
-        if self.stream is not None:
+        if self.lane.overlaps:
             self._pages.lock(streamed.host, self.device)
         return streamed
 

@@ -13,8 +13,8 @@ from ditkit_core.adapters.inject import AdapterConfig, trainable_parameters
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.block_swap import BlockSwap, choose_streamed
 from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.pinned_memory import HOST
 from ditkit_core.engine.placement import Placement
-from ditkit_core.engine.swap_buffers import HOST
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to, on_host

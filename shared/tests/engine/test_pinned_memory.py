@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import torch
 
-from ditkit_core.engine import swap_buffers
-from ditkit_core.engine.host_buffers import HostBuffers
+from ditkit_core.engine import pinned_memory
+from ditkit_core.engine.pinned_memory import HostBuffers
 
 PAGE = mmap.PAGESIZE
 HOST, ONE = torch.device("cpu"), torch.device("cpu:1")
@@ -43,7 +43,7 @@ def test_memory_for_a_gpu_is_page_locked_once_and_by_whole_pages(monkeypatch, ca
             record[tensor.data_ptr()] = device
         return allowed
 
-    monkeypatch.setattr(swap_buffers, "page_lock", lock)
+    monkeypatch.setattr(pinned_memory, "page_lock", lock)
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostUnregister=unlocked.append))
     buffers = HostBuffers(torch.device("cuda:0"))

@@ -1,7 +1,14 @@
-"""Tensors that lie in one buffer on the host, and from time to time in one on their device."""
+"""Memory of the host that devices copy from and to, page-locked where they are GPUs: tensors that pass through a device, and buffers for copies.
+
+`Streamed` is a group of tensors with one buffer on the host and, from time to time, one on their device: weights of a block, or what the
+optimizer keeps of them. `HostBuffers` is a pool of buffers that are used again: activations of one forward after the other.
+Without page-locking a GPU's copies would not overlap with its work.
+"""
 
 import math
+import mmap
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ditkit_core.io.console import warn
 
 HOST = torch.device("cpu")
 _ALIGNMENT = 256
@@ -169,3 +178,68 @@ class Pages:
         """Undo it, before the tensors' memory is given back: their devices are waited for once."""
         gone = [address for tensor in tensors if (address := tensor.data_ptr()) in self._locked]
         unlock({address: self._locked.pop(address) for address in gone})
+
+
+class HostBuffers:
+    """A pool of buffers, which has never more bytes than were in use at once.
+
+    All copies of one pool have to be on one stream: a buffer is handed out again while the last copy from it may still be under way.
+
+    Attributes:
+        num_bytes: Bytes of all buffers, in use or not.
+    """
+
+    def __init__(self, device: torch.device):
+        """Hold nothing yet.
+
+        Args:
+            device: What copies. For a GPU buffers are page-locked, without which its copies would not overlap with its work.
+        """
+        self.num_bytes = 0
+        self._device = device
+        self._used = self._most = 0
+        self._free: dict[int, list[Tensor]] = {}
+        # Given back by whatever thread frees a graph, in the middle of anything: a deque needs no lock.
+        self._returned: deque[Tensor] = deque()
+        self._pages = Pages(self)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """A buffer, uint8, of at least so many bytes: the smallest that is free, or a new one in place of others."""
+        while self._returned:
+            buffer = self._returned.popleft()
+            self._used -= buffer.nbytes
+            self._free.setdefault(buffer.nbytes, []).append(buffer)
+        size = min((size for size, free in self._free.items() if free and size >= num_bytes), default=None)
+        buffer = self._made(num_bytes) if size is None else self._free[size].pop()
+        self._used += buffer.nbytes
+        self._most = max(self._most, self._used)
+        return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        """Take a buffer back, from any thread."""
+        self._returned.append(buffer)
+
+    def _made(self, num_bytes: int) -> Tensor:
+        if self._device.type != "cuda":
+            self._make_room(num_bytes)
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=HOST)
+        else:  # whole pages of its own: none can be locked twice
+            size = math.ceil(num_bytes / mmap.PAGESIZE) * mmap.PAGESIZE
+            self._make_room(size)
+            around = torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8, device=HOST)
+            start = -around.data_ptr() % mmap.PAGESIZE
+            buffer = around[start : start + size]
+            before = self._pages.all_locked
+            self._pages.lock(buffer, self._device)
+            if before and not self._pages.all_locked:
+                warn(f"what is offloaded from {self._device} could not be page-locked: its copies will be waited for")
+        self.num_bytes += buffer.nbytes
+        return buffer
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Free buffers, the largest first, until one more makes no more than were in use at once."""
+        most, gone = max(self._most, self._used + num_bytes), list[Tensor]()
+        while self.num_bytes + num_bytes > most:
+            gone.append(self._free[max(size for size, free in self._free.items() if free)].pop())
+            self.num_bytes -= gone[-1].nbytes
+        self._pages.unlock(gone)
