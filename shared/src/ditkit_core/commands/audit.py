@@ -1,6 +1,5 @@
 """`train --audit-precision`: which operation's precision matters in this run, in numbers."""
 
-import json
 import sys
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
@@ -11,6 +10,7 @@ from ditkit_core.commands.train import start_from, training_data
 from ditkit_core.diagnostics.audit.audit import Subject, audit, estimated_seconds, num_passes, with_adapters_at_work
 from ditkit_core.diagnostics.audit.findings import Findings, to_json
 from ditkit_core.diagnostics.audit.render import show, write
+from ditkit_core.diagnostics.rendering import json_text
 from ditkit_core.encoding.loader import files_of, split_held_out
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say, warn
@@ -52,7 +52,7 @@ def audit_precision(spec: ModelSpec, config: RunConfig, options: TrainOptions) -
         for file in files:
             say(f"written:  {file}")
     if options.json:
-        print(json.dumps(to_json(findings), indent=1), flush=True)
+        print(json_text(to_json(findings)), flush=True)
 
 
 def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainOptions) -> Findings:

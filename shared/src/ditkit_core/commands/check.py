@@ -1,6 +1,5 @@
 """`train --check`: what a run would train on and whether it can, before the first step."""
 
-import json
 import sys
 import time
 from contextlib import nullcontext, redirect_stdout, suppress
@@ -13,6 +12,7 @@ from ditkit_core.diagnostics.doctor.findings import Checkup, to_json
 from ditkit_core.diagnostics.doctor.memory import plan_memory
 from ditkit_core.diagnostics.doctor.render import show, write
 from ditkit_core.diagnostics.doctor.trial import try_step
+from ditkit_core.diagnostics.rendering import json_text
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
 from ditkit_core.io.memory import release_memory
@@ -53,7 +53,7 @@ def check_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
         for file in files:
             say(f"written:  {file}")
     if options.json:
-        print(json.dumps(to_json(checkup), indent=1), flush=True)
+        print(json_text(to_json(checkup)), flush=True)
     return 0 if checkup.trainable else 1
 
 

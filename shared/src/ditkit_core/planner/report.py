@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
-
 from ditkit_core.config.sizes import GIB
-from ditkit_core.io.console import CONSOLE, say
+from ditkit_core.io.console import say
+from ditkit_core.io.tables import Table
 from ditkit_core.planner.auxiliary import CompanionRow
 from ditkit_core.planner.memory import DevicePlan, Division
 from ditkit_core.planner.pipeline_schedule import Comparison
@@ -154,16 +153,17 @@ def show_measured(report: Report, peaks: Sequence[int]) -> None:
     cells = [*map(_gib, peaks), *[""] * (len(report.devices) - len(peaks))]
     place = next(i for i, row in enumerate(rows) if row[0] == "peak")
     rows.insert(place + 1, ["measured peak" if report.is_cuda else "measured peak of the process", *cells])
-    _table(["GiB", *(plan.budget.name for plan in report.devices)], rows, left=1)
+    _show_devices(report, rows)
 
 
 def show(report: Report) -> None:
-    """Print the plan: a table in a terminal, aligned text elsewhere."""
+    """Print the plan."""
     _headline(report)
-    _table(["GiB", *(plan.budget.name for plan in report.devices)], _rows(report), left=1)
+    _show_devices(report, _rows(report))
     if report.beside:
         say("")
-        _table(["GiB", "on", "weights", "training", "peak", "available", ""], _beside(report), left=2)
+        head = ["GiB", "on", "weights", "training", "peak", "available", ""]
+        Table(head=head, rows=_beside(report), num_left=2).show()
         say("")
     for line in _lines(report):
         say(line)
@@ -181,26 +181,8 @@ def _headline(report: Report) -> None:
     say(f"planned for {report.bucket}: {report.tokens} tokens{batches}")
 
 
-def _table(head: list[str], rows: list[list[str]], *, left: int) -> None:
-    """A table in a terminal, aligned text elsewhere.
-
-    Args:
-        head: Titles of the columns.
-        rows: Cells.
-        left: How many of the columns, from the first, are words.
-    """
-    if CONSOLE.is_terminal:
-        table = Table(*head)
-        for column in table.columns[left:]:
-            column.justify = "right"
-        for row in rows:
-            table.add_row(*row)
-        CONSOLE.print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for row in (head, *rows):
-        pairs = enumerate(zip(row, widths, strict=True))
-        say("  ".join(cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in pairs).rstrip())
+def _show_devices(report: Report, rows: Sequence[Sequence[str]]) -> None:
+    Table(head=["GiB", *(plan.budget.name for plan in report.devices)], rows=rows, num_left=1).show()
 
 
 def _beside(report: Report) -> list[list[str]]:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from made_runs import SIGMAS, write_drawing, write_run
 
+from ditkit_core.diagnostics.rendering import Html, element, escaped, joined
 from ditkit_core.diagnostics.report.charts import HEIGHT, WIDTH, Chart, Line, figure
 from ditkit_core.diagnostics.report.data import MOST_DRAWINGS, MOST_POINTS, Series, read_metrics, read_sections
-from ditkit_core.diagnostics.report.html import Html, element, escaped, joined
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import next_drawing
 

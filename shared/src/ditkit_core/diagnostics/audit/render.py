@@ -1,13 +1,19 @@
-"""A precision audit as a table for people, as Markdown, and as JSON for programs."""
+"""A precision audit as a table for people, as Markdown with a chart, and as JSON for programs."""
 
-import json
-from collections.abc import Sequence
+import math
 from pathlib import Path
 
+from PIL import Image, ImageDraw, ImageFont
+
 from ditkit_core.diagnostics.audit.findings import Case, Findings, to_json
-from ditkit_core.diagnostics.audit.plot import draw
+from ditkit_core.diagnostics.rendering import json_text
 from ditkit_core.io.console import say
 from ditkit_core.io.files import atomic_write, write_text
+from ditkit_core.io.tables import Table
+
+_WIDTH, _ROW, _BAR, _LEFT, _RIGHT, _TOP, _BOTTOM = 1100, 44, 14, 170, 40, 104, 56
+_INK, _GREY, _LINE = (30, 30, 30), (110, 110, 110), (215, 215, 215)
+_ALONE, _BUT, _DOT = (31, 119, 180), (255, 165, 60), (20, 60, 110)
 
 
 def show(findings: Findings) -> None:
@@ -15,8 +21,7 @@ def show(findings: Findings) -> None:
     for line in findings.notes:
         say(line)
     say("")
-    for row in _aligned(*_table(findings)):
-        say(row)
+    _table(findings).show()
     say("")
     for line in _meaning(findings):
         say(line)
@@ -29,24 +34,21 @@ def write(findings: Findings, folder: Path) -> list[Path]:
         The files: JSON, Markdown, a picture.
     """
     files = [folder / f"precision.{ending}" for ending in ("json", "md", "png")]
-    write_text(files[0], json.dumps(to_json(findings), indent=1) + "\n")
+    write_text(files[0], json_text(to_json(findings)) + "\n")
     write_text(files[1], markdown(findings))
     with atomic_write(files[2]) as temporary:
-        draw(findings).save(temporary, format="png")
+        _draw(findings).save(temporary, format="png")
     return files
 
 
 def markdown(findings: Findings) -> str:
     """The same as a page."""
-    head, rows = _table(findings)
-    lines = ["# Precision audit", "", *(f"- {line}" for line in findings.notes), ""]
-    lines += [f"| {' | '.join(cells)} |" for cells in (head, ["---", "---", *["---:"] * (len(head) - 2)], *rows)]
+    lines = ["# Precision audit", "", *(f"- {line}" for line in findings.notes), "", *_table(findings).markdown()]
     lines += ["", *(f"- {line}" for line in _meaning(findings)), "", "![errors by place](precision.png)"]
     return "\n".join(lines) + "\n"
 
 
-def _table(findings: Findings) -> tuple[list[str], list[list[str]]]:
-    """Head and cells."""
+def _table(findings: Findings) -> Table:
     head = ["place", "runs in", "velocity", "loss", "gradient", *(f"σ {name}" for name in findings.bin_names)]
     head += ["others low", "tried in", "time", "MiB"]
     rows = []
@@ -55,22 +57,11 @@ def _table(findings: Findings) -> tuple[list[str], list[list[str]]]:
         if each.cost is not None:
             mib = each.cost.num_bytes / 2**20
             cost = [each.cost.dtype, f"×{each.cost.time_ratio:.2f}", f"{mib:+.2f}" if each.cost.num_bytes else "0"]
-        rows.append(
-            [each.place, each.dtype, *_errors(each.alone), number(each.all_but.overall.gradient), *cost]
-        )  # fmt: skip
+        rows.append([each.place, each.dtype, *_errors(each.alone), number(each.all_but.overall.gradient), *cost])
     rows.append(["all lowered", "", *_errors(findings.all_lowered), "", "", "", ""])
-    rows.append(
-        [
-            "this run",
-            "",
-            *_errors(findings.own),
-            "",
-            "",
-            f"{findings.seconds:.3f} s",
-            f"{findings.peak_bytes / 2**20:.2f}",
-        ]
-    )
-    return head, rows
+    spent = [f"{findings.seconds:.3f} s", f"{findings.peak_bytes / 2**20:.2f}"]
+    rows.append(["this run", "", *_errors(findings.own), "", "", *spent])
+    return Table(head=head, rows=rows, num_left=2)
 
 
 def _errors(case: Case) -> list[str]:
@@ -105,12 +96,60 @@ def _meaning(findings: Findings) -> list[str]:
     return lines
 
 
-def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if place < 2 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (head, *rows)
-    ]
+def _draw(findings: Findings) -> Image.Image:
+    """Errors of the gradient by place: lowered alone, with a dot for each range of noise levels, and all but it."""
+    height = _TOP + _ROW * len(findings.places) + _BOTTOM
+    image = Image.new("RGB", (_WIDTH, height), "white")
+    pen = ImageDraw.Draw(image)
+    low, high = _decades(findings)
+
+    def at(error: float) -> float:
+        share = (math.log10(error) - low) / (high - low)
+        return _LEFT + min(max(share, 0.0), 1.0) * (_WIDTH - _LEFT - _RIGHT)
+
+    font, small = ImageFont.load_default(16), ImageFont.load_default(13)
+    pen.text((16, 12), "Relative error of the gradient against fp64", fill=_INK, font=ImageFont.load_default(20))
+    _legend(pen, small, findings)
+    for decade in range(low, high + 1):
+        x = at(10.0**decade)
+        pen.line((x, _TOP - 6, x, height - _BOTTOM), fill=_LINE)
+        pen.text((x, height - _BOTTOM + 8), f"1e{decade}", fill=_GREY, font=small, anchor="ma")
+    for row, each in enumerate(findings.places):
+        y = _TOP + _ROW * row
+        pen.text((_LEFT - 10, y + _ROW / 2), each.place, fill=_INK, font=font, anchor="rm")
+        for offset, error, colour in ((6, each.alone, _ALONE), (8 + _BAR, each.all_but, _BUT)):
+            if error.overall.gradient:
+                pen.rectangle((_LEFT, y + offset, at(error.overall.gradient), y + offset + _BAR - 1), fill=colour)
+        for found in each.alone.bins:
+            if found.gradient:
+                x, middle = at(found.gradient), y + 6 + _BAR / 2
+                pen.ellipse((x - 3, middle - 3, x + 3, middle + 3), fill=_DOT)
+    for error, dash in ((findings.own, 6), (findings.all_lowered, 2)):
+        if error.overall.gradient:
+            x = at(error.overall.gradient)
+            for y in range(_TOP - 6, height - _BOTTOM, 2 * dash):
+                pen.line((x, y, x, y + dash), fill=_INK)
+    return image
+
+
+def _decades(findings: Findings) -> tuple[int, int]:
+    """The powers of ten between which all that is drawn lies."""
+    cases = [findings.own, findings.all_lowered]
+    cases += [case for each in findings.places for case in (each.alone, each.all_but)]
+    errors = [error.gradient for case in cases for error in (case.overall, *case.bins)]
+    known = [math.log10(error) for error in errors if 0 < error < math.inf] or [-1.0]
+    low = math.floor(min(known))
+    return low, max(math.ceil(max(known)), low + 1)
+
+
+def _legend(pen: ImageDraw.ImageDraw, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, findings: Findings) -> None:
+    x, y = 16, 48
+    entries = (
+        (f"this place alone in {findings.lowered} (dots: by noise level)", _ALONE),
+        (f"all but this place in {findings.lowered}", _BUT),
+    )
+    for text, colour in entries:
+        pen.rectangle((x, y + 2, x + 14, y + 13), fill=colour)
+        pen.text((x + 20, y), text, fill=_INK, font=font)
+        x += 40 + int(pen.textlength(text, font=font))
+    pen.text((16, y + 22), f"dashed: this run; dotted: all places in {findings.lowered}", fill=_INK, font=font)

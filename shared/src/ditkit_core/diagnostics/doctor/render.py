@@ -1,17 +1,15 @@
 """A checkup as text for a terminal and as one HTML page that needs nothing else."""
 
-import html
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.markup import escape
-from rich.table import Table
-
-from ditkit_core.diagnostics.doctor.findings import CODES, Checkup, Finding, MemoryPlan, StepRow, to_json
-from ditkit_core.io.console import CONSOLE, say
+from ditkit_core.config.sizes import GIB
+from ditkit_core.diagnostics.doctor.findings import CODES, Checkup, MemoryPlan, StepRow, to_json
+from ditkit_core.diagnostics.rendering import element, html_page, html_table, json_text
+from ditkit_core.io.console import say
 from ditkit_core.io.files import write_text
 from ditkit_core.io.run_dir import CHECKS
+from ditkit_core.io.tables import Table
 
 _MOST_LINES = 20
 """Lines of a table that are printed; the files have all of them."""
@@ -20,15 +18,17 @@ _MOST_OF_CODE = 8
 _ORDER = ("error", "warning", "note")
 _IN_TABLE = ("D02", "D03")
 """Codes of what is left out, which has a table of its own."""
-Rows = Sequence[Sequence[str]]
+
+Titled = tuple[str, Table | None]
+"""A line, and the table below it, if there is one."""
 
 
 def show(checkup: Checkup) -> None:
     """Print the checkup."""
-    for title, head, rows in _tables(checkup):
+    for title, table in _tables(checkup):
         say(title)
-        if rows:
-            _print_table(head, rows)
+        if table is not None and table.rows:
+            table.show()
         say("")
     for severity in _ORDER:
         found = [each for each in checkup.findings if each.severity == severity and each.code not in _IN_TABLE]
@@ -59,56 +59,52 @@ def write(checkup: Checkup, folder: Path) -> list[Path]:
         UserError: If they cannot be written.
     """
     files = [folder / name for name in CHECKS]
-    write_text(files[0], json.dumps(to_json(checkup), indent=1) + "\n")
+    write_text(files[0], json_text(to_json(checkup)) + "\n")
     write_text(files[1], page(checkup))
     return files
 
 
 def page(checkup: Checkup) -> str:
     """The checkup as HTML."""
-    parts = [f"<h1>{_text(checkup.model)}: {_text(verdict(checkup))}</h1>"]
-    head = ["code", "", "where", "what", "how to mend it"]
     found = sorted(checkup.findings, key=lambda each: (_ORDER.index(each.severity), each.code))
-    parts.append(_html_table(head, [_cells(each) for each in found], classes=[each.severity for each in found]))
-    for title, names, rows in _tables(checkup, files=True):
-        parts.append(f"<h2>{_text(title)}</h2>")
-        if rows:
-            parts.append(_html_table(names, rows))
+    rows = [[each.code, each.severity, each.where, each.what, each.remedy] for each in found]
+    findings = Table(head=["code", "", "where", "what", "how to mend it"], rows=rows)
+    parts = [element("h1", f"{checkup.model}: {verdict(checkup)}")]
+    parts.append(html_table(findings, classes=[each.severity for each in found]))
+    for title, table in _tables(checkup, files=True):
+        parts.append(element("h2", title))
+        if table is not None and table.rows:
+            parts.append(html_table(table))
     used = {each.code for each in found}
-    parts.append("<h2>codes</h2>")
-    parts.append(_html_table(["code", "about"], [[code, about] for code, about in CODES.items() if code in used]))
-    return _PAGE.format(title=_text(f"{checkup.model}: check"), body="\n".join(parts))
-
-
-def _cells(finding: Finding) -> list[str]:
-    return [finding.code, finding.severity, finding.where, finding.what, finding.remedy]
-
-
-Titled = tuple[str, Sequence[str], Rows]
+    codes = [[code, about] for code, about in CODES.items() if code in used]
+    parts += [element("h2", "codes"), html_table(Table(head=["code", "about"], rows=codes))]
+    return html_page(f"{checkup.model}: check", *parts)
 
 
 def _tables(checkup: Checkup, *, files: bool = False) -> list[Titled]:
-    """Titles, heads and rows of all that is a table; `files`: one of the files too, which may be long."""
+    """All that is a table; `files`: one of the files too, which may be long."""
     tables = [_buckets(checkup)]
     if files and checkup.files:
-        tables.append(_files(checkup))
+        tables.append(("files", _files(checkup)))
     if checkup.excluded:
         rows = [[each.name, each.reason, "stops the run" if each.stops else "left out"] for each in checkup.excluded]
-        shown = rows if files else rows[:_MOST_LINES]
-        tables.append((f"not trained on: {len(rows)}", ["file", "reason", ""], shown))
-    if checkup.captions is not None:
-        tables.append((_captions(checkup), [], []))
-    if files and checkup.captions is not None and checkup.captions.cut:
-        rows = [[cut.sample, str(cut.tokens), cut.kept] for cut in checkup.captions.cut]
-        tables.append(("captions that are cut", ["sample", "tokens cut", "what is read"], rows))
-    if files:
-        for title, groups in (("same content", checkup.same), ("nearly alike", checkup.alike)):
-            if groups:
-                tables.append((title, ["samples"], [[", ".join(group)] for group in groups]))
+        table = Table(head=["file", "reason", ""], rows=rows if files else rows[:_MOST_LINES])
+        tables.append((f"not trained on: {len(rows)}", table))
+    if (captions := checkup.captions) is not None:
+        cut = (
+            "not looked at for length" if captions.cut is None else f"{len(captions.cut)} too long for the text encoder"
+        )
+        counted = f"captions: {captions.count}, {captions.distinct} different, {captions.empty} empty, {cut}"
+        tables.append((counted, None))
+        if files and captions.cut:
+            rows = [[each.sample, str(each.tokens), each.kept] for each in captions.cut]
+            tables.append(("captions that are cut", Table(head=["sample", "tokens cut", "what is read"], rows=rows)))
+    for title, groups in (("same content", checkup.same), ("nearly alike", checkup.alike)) if files else ():
+        if groups:
+            tables.append((title, Table(head=["samples"], rows=[[", ".join(group)] for group in groups])))
     if checkup.memory is not None:
         tables.append(_memory(checkup.memory))
-    tables += map(_step, checkup.steps)
-    return tables
+    return [*tables, *map(_step, checkup.steps)]
 
 
 def _buckets(checkup: Checkup) -> Titled:
@@ -118,144 +114,72 @@ def _buckets(checkup: Checkup) -> Titled:
     frames = f"; {kept} frames are kept, {dropped} of these files are not" if kept + dropped else ""
     classes = f" and {checkup.class_pictures} class pictures" if checkup.class_pictures else ""
     title = f"{checkup.model}: {checkup.samples} samples{classes} of {len(checkup.files)} files{epoch}{frames}"
-    head = [
-        "dataset",
-        "frames",
-        "height",
-        "width",
-        "references",
-        "samples",
-        "held out",
-        "tokens each",
-        "in a micro-batch",
-        "micro-batches",
-    ]
     rows = [
-        [
-            row.dataset, *map(_number, (row.frames, row.height, row.width, row.references, row.samples, row.held_out, row.tokens, row.batch_size)),
-            _number(row.micro_batches) if row.dataset == "data" else "",
-        ]
+        {
+            "dataset": row.dataset,
+            "frames": row.frames,
+            "height": row.height,
+            "width": row.width,
+            "references": row.references,
+            "samples": row.samples,
+            "held out": row.held_out,
+            "tokens each": row.tokens,
+            "in a micro-batch": row.batch_size,
+            "micro-batches": row.micro_batches if row.dataset == "data" else "",
+        }
         for row in checkup.buckets
-    ]  # fmt: skip
-    return title, head, rows
-
-
-def _files(checkup: Checkup) -> Titled:
-    head = [
-        "dataset",
-        "file",
-        "samples",
-        "seconds",
-        "fps",
-        "trained at",
-        "frames",
-        "kept",
-        "dropped",
-        "height",
-        "width",
-        "enlarged",
     ]
+    return title, _of_records(rows)
+
+
+def _files(checkup: Checkup) -> Table:
     rows = [
-        [
-            row.dataset, row.file, str(row.samples), f"{row.seconds:.2f}", f"{row.fps:.3g}", f"{row.trained_fps:g}", str(row.frames), str(row.kept),
-            str(row.dropped), str(row.height), str(row.width), f"×{row.enlarged:.2f}" if row.enlarged > 1 else "",
-        ]
+        {
+            "dataset": row.dataset,
+            "file": row.file,
+            "samples": row.samples,
+            "seconds": f"{row.seconds:.2f}",
+            "fps": f"{row.fps:.3g}",
+            "trained at": f"{row.trained_fps:g}",
+            "frames": row.frames,
+            "kept": row.kept,
+            "dropped": row.dropped,
+            "height": row.height,
+            "width": row.width,
+            "enlarged": f"×{row.enlarged:.2f}" if row.enlarged > 1 else "",
+        }
         for row in checkup.files
-    ]  # fmt: skip
-    return "files", head, rows
+    ]
+    return _of_records(rows)
 
 
-def _captions(checkup: Checkup) -> str:
-    row = checkup.captions
-    assert row is not None
-    cut = "not looked at for length" if row.cut is None else f"{len(row.cut)} too long for the text encoder"
-    return f"captions: {row.count}, {row.distinct} different, {row.empty} empty, {cut}"
+def _of_records(records: Sequence[Mapping[str, object]]) -> Table:
+    """A table of cells by title; a number that is not known is a question mark."""
+    cells = [["?" if value is None else str(value) for value in record.values()] for record in records]
+    return Table(head=list(records[0]) if records else [], rows=cells)
 
 
 def _memory(plan: MemoryPlan) -> Titled:
     if plan.fits is None:
-        return f"fits: not planned: {plan.why_not}", [], []
-    head = ["GiB", "planned peak", "reserve", "total", "free", ""]
+        return f"fits: not planned: {plan.why_not}", None
     rows = []
     for row in plan.devices:
         free = row.total - row.reserve - row.peak
-        sizes = [f"{size / 2**30:.2f}" for size in (row.peak, row.reserve, row.total, max(0, free))]
-        rows.append([row.device, *sizes, "fits" if row.fits else f"lacks {-free / 2**30:.2f}"])
-    verdict = "yes" if plan.fits else "no"
-    return f"fits: {verdict}, as planned for {plan.batch}", head, rows
+        sizes = [f"{size / GIB:.2f}" for size in (row.peak, row.reserve, row.total, max(0, free))]
+        rows.append([row.device, *sizes, "fits" if row.fits else f"lacks {-free / GIB:.2f}"])
+    table = Table(head=["GiB", "planned peak", "reserve", "total", "free", ""], rows=rows)
+    return f"fits: {'yes' if plan.fits else 'no'}, as planned for {plan.batch}", table
 
 
 def _step(row: StepRow) -> Titled:
     size = f"{row.frames} frames of {row.height}x{row.width}" if row.frames > 1 else f"{row.height}x{row.width}"
-    arrived = row.parameters - len(row.without_gradient)
-    title = f"tried{f' with the {row.expert} expert' if row.expert else ''}: {len(row.samples)} x {size}, {row.tokens} tokens, two steps in {row.seconds:.1f} s"
-    losses = ", ".join(f"{loss:.4f}" for loss in row.losses)
-    norms = ", ".join(f"{norm:.3g}" for norm in row.grad_norms)
-    saved = {True: "comes back to the bit", False: "comes back otherwise", None: "not made"}[row.reloaded]
-    rows = [
-        ["loss", losses], ["gradient norm", norms], ["parameters with a gradient", f"{arrived} of {row.parameters}"], ["a save", saved],
-        ["highest memory", f"{row.peak_bytes / 2**30:.2f} GiB"],
-    ]  # fmt: skip
-    return title, ["", ""], rows
-
-
-def _number(value: int | None) -> str:
-    return "?" if value is None else str(value)
-
-
-def _print_table(head: Sequence[str], rows: Rows) -> None:
-    """A table in a terminal, aligned text elsewhere; what is a number stands right."""
-    right = [all(_is_number(row[i]) for row in rows) for i in range(len(head))]
-    if CONSOLE.is_terminal:
-        table = Table(*head)
-        for column, is_right in zip(table.columns, right, strict=True):
-            column.justify = "right" if is_right else "left"
-        for row in rows:
-            table.add_row(*map(escape, row))
-        CONSOLE.print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for row in (head, *rows):
-        cells = zip(row, widths, right, strict=True)
-        say("  ".join(cell.rjust(width) if is_right else cell.ljust(width) for cell, width, is_right in cells).rstrip())
-
-
-def _is_number(cell: str) -> bool:
-    return cell.replace(".", "", 1).isdigit() or cell in ("", "?")
-
-
-def _text(text: str) -> str:
-    return html.escape(text, quote=True)
-
-
-def _html_table(head: Sequence[str], rows: Rows, classes: Iterable[str] = ()) -> str:
-    if not rows:
-        return "<p>none</p>"
-    names = [*classes] or [""] * len(rows)
-    lines = ["<table>", "<tr>" + "".join(f"<th>{_text(name)}</th>" for name in head) + "</tr>"]
-    for row, name in zip(rows, names, strict=True):
-        cells = "".join(
-            f'<td class="n">{_text(cell)}</td>' if _is_number(cell) else f"<td>{_text(cell)}</td>" for cell in row
-        )
-        lines.append(f'<tr class="{name}">{cells}</tr>' if name else f"<tr>{cells}</tr>")
-    return "\n".join([*lines, "</table>"])
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{title}</title>
-<style>
-body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; color: #222; background: #fff; }}
-h1 {{ font-size: 1.3rem; }} h2 {{ font-size: 1.05rem; margin-top: 2rem; }}
-table {{ border-collapse: collapse; display: block; overflow-x: auto; }}
-th, td {{ border-bottom: 1px solid #ddd; padding: .25rem .6rem; text-align: left; vertical-align: top; overflow-wrap: anywhere; }}
-td.n {{ text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }}
-tr.error td {{ background: #fde8e8; }} tr.warning td {{ background: #fff6dd; }}
-@media (prefers-color-scheme: dark) {{ body {{ color: #ddd; background: #181818; }} th, td {{ border-color: #444; }}
-tr.error td {{ background: #4a1f1f; }} tr.warning td {{ background: #443a14; }} }}
-</style></head>
-<body>
-{body}
-</body></html>
-"""
+    expert = f" with the {row.expert} expert" if row.expert else ""
+    title = f"tried{expert}: {len(row.samples)} x {size}, {row.tokens} tokens, two steps in {row.seconds:.1f} s"
+    measured = {
+        "loss": ", ".join(f"{loss:.4f}" for loss in row.losses),
+        "gradient norm": ", ".join(f"{norm:.3g}" for norm in row.grad_norms),
+        "parameters with a gradient": f"{row.parameters - len(row.without_gradient)} of {row.parameters}",
+        "a save": {True: "comes back to the bit", False: "comes back otherwise", None: "not made"}[row.reloaded],
+        "highest memory": f"{row.peak_bytes / GIB:.2f} GiB",
+    }
+    return title, Table(rows=[[name, text] for name, text in measured.items()])

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ditkit_core.diagnostics.rendering import Html, element, joined
 from ditkit_core.diagnostics.report.data import Series
-from ditkit_core.diagnostics.report.html import Html, element, joined
 
 WIDTH, HEIGHT = 420, 230
 """Of a chart, in its own units: a telephone shows it at about this size."""
@@ -65,11 +65,12 @@ def figure(chart: Chart, *, section: int) -> Html:
         *(_curve(scale, line) for line in chart.lines),
         element("line", class_="cursor", x1=0, x2=0, y1=TOP, y2=HEIGHT - BOTTOM, visibility="hidden"),
     ]
-    svg = element(
-        "svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", tabindex=0,
-        aria_labelledby=f"title-{names} about-{names}", data_section=section, data_name=chart.name,
-        data_first=scale.first, data_last=scale.last, data_left=LEFT, data_right=WIDTH - RIGHT, data_unit=chart.unit,
-    )  # fmt: skip
+    # What the script needs to turn a place under the pointer into a step.
+    read_off = {"section": section, "name": chart.name, "first": scale.first, "last": scale.last}
+    read_off |= {"left": LEFT, "right": WIDTH - RIGHT, "unit": chart.unit}
+    shown = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "role": "img", "tabindex": 0}
+    shown |= {"aria_labelledby": f"title-{names} about-{names}"}
+    svg = element("svg", *parts, **shown, **{f"data_{name}": value for name, value in read_off.items()})
     caption = element("figcaption", element("strong", chart.title), *([" – ", chart.note] if chart.note else []))
     return element("figure", caption, svg, element("output", about))
 

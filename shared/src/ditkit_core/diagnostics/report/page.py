@@ -1,13 +1,7 @@
-"""report.html: a run on one page that needs nothing beside it: no network, no other file, and no script to be complete.
-
-The page forbids itself to load anything: its policy names the one script and the one style sheet by their digests, so that nothing else in
-it could run either.
-"""
+"""report.html: a run on one page."""
 
 import base64
-import hashlib
 import io
-import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -16,9 +10,9 @@ from pathlib import Path
 from PIL import Image
 
 from ditkit_core.data.media import image as still
+from ditkit_core.diagnostics.rendering import Html, element, html_page, json_script
 from ditkit_core.diagnostics.report.charts import figure
 from ditkit_core.diagnostics.report.data import Drawing, Section, read_sections
-from ditkit_core.diagnostics.report.html import Html, element
 from ditkit_core.diagnostics.report.sections import charts, key_numbers, tables
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import write_text
@@ -51,44 +45,15 @@ def page(name: str, sections: Sequence[Section]) -> str:
         name: The run's.
         sections: Its parts, at least one.
     """
-    style, script = (
-        files("ditkit_core.diagnostics.report").joinpath(f"report.{end}").read_text(encoding="utf-8")
-        for end in ("css", "js")
-    )
-    policy = (
-        f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}'; base-uri 'none'; "
-        "form-action 'none'"
-    )
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=policy),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("title", f"{name}: report"),
-        Html(f"<style>{style}</style>"),
-    )
     written = datetime.now(UTC).isoformat(" ", "seconds").replace("+00:00", " UTC")
-    body = element(
-        "body",
+    return html_page(
+        f"{name}: report",
         element("h1", name),
         element("p", f"Written {written}."),
         element("main", *(_section(section, number) for number, section in enumerate(sections))),
-        Html(f'<script type="application/json" id="numbers">{_numbers(sections)}</script>'),
-        Html(f"<script>{script}</script>"),
+        json_script({"sections": [section.to_json() for section in sections]}, id="numbers"),
+        script=files("ditkit_core.diagnostics.report").joinpath("report.js").read_text(encoding="utf-8"),
     )
-    return f'<!doctype html>\n<html lang="en">{head}{body}</html>\n'
-
-
-def _digest(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _numbers(sections: Sequence[Section]) -> str:
-    """As JSON that can stand in a script element: nothing in it can end one."""
-    text = json.dumps({"sections": [section.to_json() for section in sections]}, allow_nan=False)
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
 
 
 def _section(section: Section, number: int) -> Html:
@@ -121,19 +86,14 @@ def _drawing(drawing: Drawing) -> Html:
         )
         for each in drawing.samples
     ]
-    title = drawing.title
-    prompts = element("details", element("summary", "Prompts, row by row"), element("ol", *asked))
+    parts = [element("figcaption", element("strong", drawing.title))]
     try:
-        source = picture(drawing.picture)
+        alternative = f"{drawing.title}: " + "; ".join(str(each.get("prompt", "")) for each in drawing.samples)
+        parts.append(element("img", src=picture(drawing.picture), alt=alternative, loading="lazy"))
     except UserError as error:
-        return element("figure", element("figcaption", element("strong", title)), element("p", str(error)), prompts)
-    alternative = f"{title}: " + "; ".join(str(each.get("prompt", "")) for each in drawing.samples)
-    return element(
-        "figure",
-        element("figcaption", element("strong", title)),
-        element("img", src=source, alt=alternative, loading="lazy"),
-        prompts,
-    )
+        parts.append(element("p", str(error)))
+    prompts = element("details", element("summary", "Prompts, row by row"), element("ol", *asked))
+    return element("figure", *parts, prompts)
 
 
 def picture(path: Path) -> str:

@@ -1,12 +1,13 @@
 """Which numbers a report shows of a run, in which order, and in which words."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from ditkit_core.diagnostics.rendering import Html, element, html_table
 from ditkit_core.diagnostics.report.charts import Chart, Line, number
 from ditkit_core.diagnostics.report.data import PER_SIGMA, Section, Series
-from ditkit_core.diagnostics.report.html import Html, element
+from ditkit_core.io.tables import Table
 
 _ANEW = "noise levels are drawn anew in each step"
 _GROUPS: Mapping[str, Mapping[str, str]] = {
@@ -82,19 +83,14 @@ def key_numbers(section: Section) -> Html:
     """The newest of each number, and what the held-out loss says."""
     named = {name: words for names in _GROUPS.values() for name, words in names.items()}
     named = {"loss": "training loss", "held_out": "held-out loss"} | named
-    rows = [_row(words, name, section.series[name]) for name, words in named.items() if name in section.series]
-    rows += [
-        element("tr", element("th", name, scope="row"), element("td", text), element("td", str(step)))
-        for name, (step, text) in section.texts.items()
+    rows = [
+        [words, _cell(name, series.steps[-1], series.last), str(series.steps[-1])]
+        for name, words in named.items()
+        if (series := section.series.get(name)) is not None
     ]
-    head = element("tr", *(element("th", text, scope="col") for text in ("newest", "value", "step")))
+    rows += [[name, text, str(step)] for name, (step, text) in section.texts.items()]
     said = element("ul", *(element("li", line) for line in verdict(section)))
-    return element("div", said, _scrolling(element("table", element("thead", head), element("tbody", *rows))))
-
-
-def _row(words: str, name: str, series: Series) -> Html:
-    cell = element("td", _cell(name, series.steps[-1], series.last))
-    return element("tr", element("th", words, scope="row"), cell, element("td", str(series.steps[-1])))
+    return element("div", said, html_table(Table(head=["newest", "value", "step"], rows=rows), row_titles=True))
 
 
 def verdict(section: Section) -> list[str]:
@@ -128,17 +124,24 @@ def verdict(section: Section) -> list[str]:
 
 def tables(section: Section) -> list[Html]:
     """What can be opened: held-out numbers, data, environment, configuration."""
-    return [
-        part for part in (_measurements(section), *_data(section), *_environment(section), _config(section)) if part
-    ]
+    config = {key: json.dumps(value, ensure_ascii=False, default=str) for key, value in section.config.items()}
+    environments = section.about.get("environments")
+    known = [_pairs(each) for each in environments if isinstance(each, dict)] if isinstance(environments, list) else []
+    titled = {
+        "Held-out loss in numbers": _measurements(section),
+        "Data": _data(section.about.get("data")),
+        "Environment": known,
+        "Configuration": [_pairs(config)] if config else [],
+    }
+    return [element("details", element("summary", title), *parts) for title, parts in titled.items() if parts]
 
 
-def _measurements(section: Section) -> Html:
+def _measurements(section: Section) -> list[Html]:
     """Every measurement, as text."""
     names = ["held_out", *(f"{PER_SIGMA}{s:g}" for s in section.sigmas)]
     columns = [f"{name}{end}" for name in names for end in ("", "_low", "_high") if f"{name}{end}" in section.series]
     if not columns:
-        return Html("")
+        return []
     by_step: dict[int, dict[str, float]] = {}
     for name in columns:
         thin = section.series[name].thinned(200)
@@ -148,7 +151,7 @@ def _measurements(section: Section) -> Html:
         [str(step), *(_cell(name, step, values[name]) if name in values else "" for name in columns)]
         for step, values in sorted(by_step.items())
     ]
-    return _details("Held-out loss in numbers", [_table(["step", *columns], rows)])
+    return [html_table(Table(head=["step", *columns], rows=rows))]
 
 
 def _cell(name: str, step: int, value: float) -> Html:
@@ -156,60 +159,25 @@ def _cell(name: str, step: int, value: float) -> Html:
     return element("data", number(value / _unit(name)), value=repr(value), data_key=name, data_step=step)
 
 
-def _data(section: Section) -> list[Html]:
-    data = section.about.get("data")
+def _data(data: Any) -> list[Html]:
     if not isinstance(data, dict):
         return []
     held_out, excluded = data.get("held_out", []), data.get("excluded", [])
     facts = {
-        "samples": data.get("samples"), "captions": data.get("captions"), "frames per second": data.get("fps"),
-        "held out": ", ".join(map(str, held_out)) or "none", "left out": data.get("num_excluded", len(excluded)),
-    }  # fmt: skip
-    parts = [_pairs(facts)]
-    shapes = [
-        [str(each.get(key, "")) for key in ("frames", "height", "width", "samples")] for each in data.get("shapes", [])
-    ]
-    parts.append(_table(["frames", "height", "width", "samples"], shapes))
+        "samples": data.get("samples"),
+        "captions": data.get("captions"),
+        "frames per second": data.get("fps"),
+        "held out": ", ".join(map(str, held_out)) or "none",
+        "left out": data.get("num_excluded", len(excluded)),
+    }
+    head = ["frames", "height", "width", "samples"]
+    shapes = [[str(each.get(key, "")) for key in head] for each in data.get("shapes", [])]
+    parts = [_pairs(facts), html_table(Table(head=head, rows=shapes))]
     if excluded:
         rows = [[str(each.get("file", "")), str(each.get("reason", ""))] for each in excluded]
-        parts.append(_table(["left out", "why"], rows))
-    return [_details("Data", parts)]
-
-
-def _environment(section: Section) -> list[Html]:
-    parts = section.about.get("environments")
-    if not isinstance(parts, list) or not parts:
-        return []
-    return [_details("Environment", [_pairs(part) for part in parts if isinstance(part, dict)])]
-
-
-def _config(section: Section) -> Html:
-    if not section.config:
-        return Html("")
-    return _details(
-        "Configuration",
-        [_pairs({key: json.dumps(value, ensure_ascii=False, default=str) for key, value in section.config.items()})],
-    )
+        parts.append(html_table(Table(head=["left out", "why"], rows=rows)))
+    return parts
 
 
 def _pairs(values: Mapping[str, Any]) -> Html:
-    rows = [
-        element("tr", element("th", name, scope="row"), element("td", str(value), dir="auto"))
-        for name, value in values.items()
-    ]
-    return _scrolling(element("table", element("tbody", *rows)))
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Html:
-    titles = element("thead", element("tr", *(element("th", text, scope="col") for text in head)))
-    cells = [element("tr", *(element("td", cell, dir="auto") for cell in row)) for row in rows]
-    return _scrolling(element("table", titles, element("tbody", *cells)))
-
-
-def _scrolling(table: Html) -> Html:
-    """In a box of its own, so that on a telephone the table scrolls and not the page."""
-    return element("div", table, class_="wide")
-
-
-def _details(title: str, parts: Sequence[Html]) -> Html:
-    return element("details", element("summary", title), *parts)
+    return html_table(Table(rows=[[name, str(value)] for name, value in values.items()], num_left=2), row_titles=True)

@@ -1,0 +1,61 @@
+"""Tables of text: drawn on a terminal, aligned where there is none, and in Markdown."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import table as rich_table
+from rich.markup import escape
+
+from ditkit_core.io import console
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Cells of text; whoever has numbers formats them."""
+
+    head: Sequence[str] = ()
+    """Titles of the columns; empty for a table without."""
+    rows: Sequence[Sequence[str]]
+    num_left: int | None = None
+    """How many columns, from the first, are aligned left, and the others right; None aligns columns of numbers right."""
+
+    @property
+    def is_right(self) -> list[bool]:
+        """Whether each column is aligned right."""
+        columns = list(zip(*self.rows, strict=True))
+        if self.num_left is None:
+            return [all(map(is_number, column)) for column in columns]
+        return [index >= self.num_left for index in range(len(columns))]
+
+    def show(self) -> None:
+        """Print the table."""
+        if not console.CONSOLE.is_terminal:
+            for line in self.lines():
+                console.say(line)
+            return
+        drawn = rich_table.Table(show_header=bool(self.head))
+        for title, is_right in zip(self.head or [""] * len(self.is_right), self.is_right, strict=True):
+            drawn.add_column(escape(title), justify="right" if is_right else "left")
+        for row in self.rows:
+            drawn.add_row(*map(escape, row))  # a file's name may look like rich's markup
+        console.CONSOLE.print(drawn)
+
+    def lines(self) -> list[str]:
+        """The table as aligned text."""
+        rows = [*([self.head] if self.head else []), *self.rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        aligned = []
+        for row in rows:
+            cells = zip(row, widths, self.is_right, strict=True)
+            aligned.append("  ".join(c.rjust(width) if right else c.ljust(width) for c, width, right in cells).rstrip())
+        return aligned
+
+    def markdown(self) -> list[str]:
+        """The table as lines of Markdown."""
+        marks = ["---:" if is_right else "---" for is_right in self.is_right]
+        return [f"| {' | '.join(cells)} |" for cells in (self.head, marks, *self.rows)]
+
+
+def is_number(cell: str) -> bool:
+    """Whether a cell is a plain number, unknown or empty."""
+    return cell.replace(".", "", 1).isdigit() or cell in ("", "?")
