@@ -4,11 +4,11 @@ What is listed here as trained on is what training reads, decoded by the same co
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Dataset, NothingToTrain, Sample
 from ditkit_core.data.media.clip import MediaInfo, available, kind_of, pictures, probe
 from ditkit_core.data.media.video import is_hdr
-from ditkit_core.diagnostics.doctor.controls import of_followed, of_pictures
 from ditkit_core.diagnostics.doctor.findings import (
     BucketRow,
     Checkup,
@@ -37,7 +36,9 @@ from ditkit_core.diagnostics.doctor.rules import (
     of_duplicates,
     of_excluded,
     of_file,
+    of_followed,
     of_look,
+    of_pictures,
     of_rest,
     of_told,
     of_unused,
@@ -114,10 +115,18 @@ def examine(run: Run) -> Examined:
         *of_captions(samples, captions, class_pictures),
     ]
     checkup = Checkup(
-        model=run.spec.name, samples=len(samples), class_pictures=len(class_pictures), fps=own.fps,
-        buckets=(*of_data.rows, *of_class.rows), files=tuple(row for row, _ in files), excluded=(*excluded, *undecoded),
-        captions=captions, same=tuple(same), alike=tuple(alike), findings=tuple(findings),
-    )  # fmt: skip
+        model=run.spec.name,
+        samples=len(samples),
+        class_pictures=len(class_pictures),
+        fps=own.fps,
+        buckets=(*of_data.rows, *of_class.rows),
+        files=tuple(row for row, _ in files),
+        excluded=(*excluded, *undecoded),
+        captions=captions,
+        same=tuple(same),
+        alike=tuple(alike),
+        findings=tuple(findings),
+    )
     return Examined(checkup=checkup, samples=samples, class_pictures=class_pictures, largest=largest)
 
 
@@ -139,12 +148,8 @@ def say_in_brief(run: Run, encoded: Sequence[EncodedSample]) -> None:
     findings += of_told(samples, run.spec.training.fewest_frames)
     encoder = run.auxiliary.encoders[1]
     if isinstance(encoder, CutsCaptions) and (cut := len(encoder.truncated)):
-        findings.append(
-            Finding(
-                code="D14", severity="warning", where=f"{cut} captions", what="they are too long for the text encoder, and were cut",
-                remedy="shorten them",
-            )
-        )  # fmt: skip
+        what = "they are too long for the text encoder, and were cut"
+        findings.append(Finding.warning("D14", f"{cut} captions", what, "shorten them"))
     shown = [finding for finding in findings if finding.severity == "warning"]
     for finding in shown[:_MOST_IN_BRIEF]:
         warn(str(finding))
@@ -152,13 +157,11 @@ def say_in_brief(run: Run, encoded: Sequence[EncodedSample]) -> None:
         warn(f"and {len(shown) - _MOST_IN_BRIEF} more; see {run.spec.name}-train --check")
 
 
-def _unusable(run: Run, error: UserError, excluded: Sequence[Excluded]) -> Examined:
+def _unusable(run: Run, why: UserError, excluded: Sequence[Excluded]) -> Examined:
     """What is said of a dataset of which nothing can be trained."""
-    whole = Finding(code="D01", severity="error", where="", what=str(error), remedy="")
-    checkup = Checkup(
-        model=run.spec.name, samples=0, fps=run.config.data.fps or run.spec.data.fps, excluded=tuple(excluded),
-        findings=(*of_excluded(excluded), whole),
-    )  # fmt: skip
+    findings = (*of_excluded(excluded), Finding.error("D01", "", str(why)))
+    fps = run.config.data.fps or run.spec.data.fps
+    checkup = Checkup(model=run.spec.name, samples=0, fps=fps, excluded=tuple(excluded), findings=findings)
     return Examined(checkup=checkup, samples=[])
 
 
@@ -190,7 +193,8 @@ class _Looks:
         try:
             seen = look(sample.media, frames=sample.frames, fps=fps, start_seconds=sample.start_seconds)
             for reference in sample.references:
-                _decode(pictures(reference, frames=1, fps=0.0))
+                for _ in pictures(reference, frames=1, fps=0.0):
+                    pass  # decoding is the check
             if self.run.auxiliary.readers is not None:
                 self.run.auxiliary.readers.check(controls_of(sample, self.fps))
             beside = list(of_pictures(sample, self.run.auxiliary.columns, fps))
@@ -226,9 +230,7 @@ class _Looks:
         """What is known of a video that is damaged behind its windows."""
         end = max(sample.start_seconds + sample.frames / self.fps for sample in samples)
         there = available(path, self.fps, at_most=1)
-        return MediaInfo(
-            kind="video", width=there.width, height=there.height, seconds=end, fps=self.fps, rotation=0
-        )  # fmt: skip
+        return MediaInfo(kind="video", width=there.width, height=there.height, seconds=end, fps=self.fps, rotation=0)
 
 
 def _looked_at(run: Run, data: DataConfig | None, dataset: DatasetName) -> _Looks:
@@ -259,11 +261,6 @@ def _looked_at(run: Run, data: DataConfig | None, dataset: DatasetName) -> _Look
     return looks
 
 
-def _decode(shown: Iterable[Any]) -> None:
-    for _ in shown:
-        pass
-
-
 def _hashes(run: Run, samples: Sequence[Sample]) -> dict[str, tuple[str, Path]]:
     """Content hash and file of each sample that is one file; what encoding needs anyway, and remembers."""
     with MediaHashes(run.data.cache.folder) as hashes:
@@ -281,10 +278,8 @@ def _cut_captions(run: Run, samples: Sequence[Sample]) -> list[CutCaption] | Non
         cuts = {caption: encoder.cut_of(caption) for caption in {c for each in samples for c in each.captions}}
     except UserError:  # said where the model is tried
         return None
-    return [
-        CutCaption(sample=sample.id, tokens=cut[0], kept=cut[1])
-        for sample in samples for caption in sample.captions if (cut := cuts[caption]) is not None
-    ]  # fmt: skip
+    found = ((sample.id, cuts[caption]) for sample in samples for caption in sample.captions)
+    return [CutCaption(sample=id, tokens=cut[0], kept=cut[1]) for id, cut in found if cut is not None]
 
 
 def shape_for(run: Run, sample: Sample) -> Shape:
@@ -326,38 +321,32 @@ def _buckets(
     rows, largest, most = [], list[Sample](), 0
     for shape, members in sorted(groups.items(), key=lambda pair: pair[0]):
         trained = [sample for sample in members if sample.id not in held_out]
-        tokens = _tokens(run, shape)
+        # None if the architecture is not known here
+        tokens = None if run.arch is None else run.spec.training.num_tokens(outline_of(run, shape))
         size: int | None = train.batch_size
         if train.batch_tokens:
             size = max(1, train.batch_tokens // tokens) if tokens else None
         size = min(size, at_most) if size and at_most else size
         weight = sum(sample.repeats for sample in trained)
-        rows.append(
-            BucketRow(
-                dataset=dataset,
-                frames=shape[0],
-                height=shape[1],
-                width=shape[2],
-                references=len(shape[3]),
-                samples=len(members),
-                held_out=len(members) - len(trained),
-                tokens=tokens,
-                batch_size=size,
-                micro_batches=-int(-weight // size) if size and dataset == "data" else None,
-            )
+        row = BucketRow(
+            dataset=dataset,
+            frames=shape[0],
+            height=shape[1],
+            width=shape[2],
+            references=len(shape[3]),
+            samples=len(members),
+            held_out=len(members) - len(trained),
+            tokens=tokens,
+            batch_size=size,
+            micro_batches=-int(-weight // size) if size and dataset == "data" else None,
         )
+        rows.append(row)
         whole = trained[: size or 1]
+        # pixels where tokens are not known: they order shapes of one model alike
         cost = len(whole) * (tokens or shape[0] * shape[1] * shape[2])
         if cost > most:
             largest, most = whole, cost
     return _Batches(rows, largest, most)
-
-
-def _tokens(run: Run, shape: Shape) -> int | None:
-    """Tokens of a sample of this shape; None if the architecture is not known here."""
-    if run.arch is None:
-        return None
-    return run.spec.training.num_tokens(outline_of(run, shape))
 
 
 def outline_of(run: Run, shape: Shape) -> dict[str, Tensor]:
@@ -374,20 +363,18 @@ def _wrong_with_scenes(run: Run, samples: Sequence[Sample]) -> Iterator[str]:
         yield str(error)
 
 
-def refused(error: UserError | str) -> Finding:
+def refused(why: UserError | str) -> Finding:
     """What training itself would stop with."""
-    return Finding(code="D21", severity="error", where="", what=str(error), remedy="")
+    return Finding.error("D21", "", str(why))
 
 
 def _no_class_pictures(run: Run, prior: _Looks) -> Iterator[Finding]:
     """Why nothing of the class pictures can be trained on, if they are there."""
     if prior.error is not None:
-        yield Finding(code="D01", severity="error", where="", what=str(prior.error), remedy="")
+        yield Finding.error("D01", "", str(prior.error))
     elif run.data.prior_data is not None and not prior.good:
-        yield Finding(
-            code="D01", severity="warning", where="prior.folder", what="no class picture can be read: training would do without prior preservation",
-            remedy="mend them, or leave [prior] out",
-        )  # fmt: skip
+        what = "no class picture can be read: training would do without prior preservation"
+        yield Finding.warning("D01", "prior.folder", what, "mend them, or leave [prior] out")
 
 
 def _too_few(run: Run, samples: Sequence[Sample]) -> Iterator[Finding]:
@@ -396,13 +383,9 @@ def _too_few(run: Run, samples: Sequence[Sample]) -> Iterator[Finding]:
         split_held_out([sample.id for sample in samples], count, files_of(samples))
     except UserError:
         if not samples:
-            yield Finding(
-                code="D01", severity="error", where="", what="nothing is left to train on: every sample is left out",
-                remedy="mend them as the table of what is left out says",
-            )  # fmt: skip
+            what = "nothing is left to train on: every sample is left out"
+            yield Finding.error("D01", "", what, "mend them as the table of what is left out says")
             return
-        yield Finding(
-            code="D01", severity="error", where="held_out.clips",
-            what=f"{len(samples)} samples can be trained on, and {count} are held out, windows of a file together: none is left",
-            remedy="add clips, mend those that are left out, or lower held_out.clips",
-        )  # fmt: skip
+        there = f"{len(samples)} samples can be trained on, and {count} are held out, windows of a file together"
+        remedy = "add clips, mend those that are left out, or lower held_out.clips"
+        yield Finding.error("D01", "held_out.clips", f"{there}: none is left", remedy)

@@ -64,6 +64,21 @@ class Finding:
     def __post_init__(self) -> None:
         assert self.code in CODES, self.code
 
+    @classmethod
+    def error(cls, code: str, where: str, what: str, remedy: str = "") -> "Finding":
+        """What keeps the run from being trained."""
+        return cls(code=code, severity="error", where=where, what=what, remedy=remedy)
+
+    @classmethod
+    def warning(cls, code: str, where: str, what: str, remedy: str) -> "Finding":
+        """What is likely to be a mistake."""
+        return cls(code=code, severity="warning", where=where, what=what, remedy=remedy)
+
+    @classmethod
+    def note(cls, code: str, where: str, what: str, remedy: str) -> "Finding":
+        """What is worth knowing."""
+        return cls(code=code, severity="note", where=where, what=what, remedy=remedy)
+
     def __str__(self) -> str:
         text = f"{self.code} {self.where}: {self.what}" if self.where else f"{self.code} {self.what}"
         return f"{text}; {self.remedy}" if self.remedy else text

@@ -1,4 +1,8 @@
-"""From facts about a dataset to what the doctor says of them. Nothing here reads a file."""
+"""From facts about a dataset to what the doctor says of them.
+
+Only `of_pictures` and `of_followed` read files: whether what goes with a clip looks like going with it cannot be told without. All that they
+find can be trained on; a model would learn from pairs that do not belong together.
+"""
 
 import math
 from collections import defaultdict
@@ -6,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ditkit_core.data.dataset import Sample
-from ditkit_core.data.media.clip import MediaInfo
+from ditkit_core.data.media.clip import MediaInfo, kind_of, probe, read_clip
 from ditkit_core.data.media.timestamps import SLACK_SECONDS
 from ditkit_core.diagnostics.doctor.findings import (
     BucketRow,
@@ -18,9 +22,11 @@ from ditkit_core.diagnostics.doctor.findings import (
     Finding,
 )
 from ditkit_core.diagnostics.doctor.media import Look
+from ditkit_core.errors import UserError
+from ditkit_core.models.conditions import Column
 
 UPSCALED = 1.25
-"""How much larger a picture may be made before it is said."""
+"""How much larger an image may be made before it is said."""
 SAME_RATE = 0.95
 """Share of the trained frame rate that a video may lack."""
 FROZEN_SECONDS = 1.0
@@ -30,6 +36,14 @@ SAME_CAPTION_SHARE = 0.5
 """Share of the samples that may have one caption."""
 BLANK_SHARE = 0.1
 """Share of a clip's frames that may be blank: films begin and end with some."""
+UNLIKE_LEVELS = 16.0
+"""Mean difference, in levels of 0…255, from which an image is not the frame that it stands for; other sizes and codecs make 5 at most."""
+SAME_SECONDS = 0.05
+"""Share of a clip's length, and in seconds four times that, by which what goes with it may be longer."""
+SAME_SHAPE = 0.03
+"""Share by which ratios of width to height may differ."""
+
+_SIDE = 48  # pixels of the longer side at which images are compared
 
 
 def file_row(
@@ -39,7 +53,7 @@ def file_row(
 
     Args:
         file: Its name.
-        info: What it holds.
+        info: What it contains.
         samples: Its windows, which may overlap.
         fps: Frames per second that videos are read at.
         dataset: Which it is of.
@@ -49,10 +63,19 @@ def file_row(
     used = {round(sample.start_seconds * fps) + i for sample in samples for i in range(sample.frames)}
     kept = min(there, len(used)) if is_video else 1
     return FileRow(
-        dataset=dataset, file=file, samples=len(samples), seconds=info.seconds, fps=info.fps, trained_fps=fps if is_video else 0.0,
-        frames=there, kept=kept, dropped=there - kept, height=info.height, width=info.width,
+        dataset=dataset,
+        file=file,
+        samples=len(samples),
+        seconds=info.seconds,
+        fps=info.fps,
+        trained_fps=fps if is_video else 0.0,
+        frames=there,
+        kept=kept,
+        dropped=there - kept,
+        height=info.height,
+        width=info.width,
         enlarged=max(1.0, *(max(each.height / info.height, each.width / info.width) for each in samples)),
-    )  # fmt: skip
+    )
 
 
 def of_excluded(excluded: Sequence[Excluded], code: str = "D02") -> Iterator[Finding]:
@@ -64,41 +87,31 @@ def of_excluded(excluded: Sequence[Excluded], code: str = "D02") -> Iterator[Fin
         if each.stops:
             remedy += ', or leave it out: data.on_bad = "skip"' * ("data.on_bad" not in remedy)
         # a reason begins with the file that it is about
-        where, what = ("", what) if each.name in what else (each.name, what)
-        yield Finding(
-            code=code, severity="error" if each.stops else "warning", where=where, what=what, remedy=remedy
-        )  # fmt: skip
+        where = "" if each.name in what else each.name
+        yield (Finding.error if each.stops else Finding.warning)(code, where, what, remedy)
 
 
 def of_file(row: FileRow, *, is_hdr: bool = False) -> Iterator[Finding]:
     """What a file's size, rate and length say."""
     if is_hdr:
-        yield Finding(
-            code="D10", severity="warning", where=row.file,
-            what="it is an HDR video, and is trained on as the SDR pictures that it is converted to",
-            remedy="convert it to SDR (BT.709) with tone mapping",
-        )  # fmt: skip
+        what = "it is an HDR video, and is trained on as the SDR pictures that it is converted to"
+        yield Finding.warning("D10", row.file, what, "convert it to SDR (BT.709) with tone mapping")
     if row.enlarged > UPSCALED:
-        yield Finding(
-            code="D11", severity="warning", where=row.file,
-            what=f"{row.width} x {row.height} pixels are enlarged {row.enlarged:.1f} times: the model learns the blur",
-            remedy="use a larger original, or lower data.height and data.width",
-        )  # fmt: skip
+        what = f"{row.width} x {row.height} pixels are enlarged {row.enlarged:.1f} times: the model learns the blur"
+        yield Finding.warning("D11", row.file, what, "use a larger original, or lower data.height and data.width")
     if row.trained_fps and row.fps < SAME_RATE * row.trained_fps:
-        yield Finding(
-            code="D12", severity="warning", where=row.file,
-            what=f"{row.fps:.3g} frames per second are trained as {row.trained_fps:g}: frames are repeated, and motion jerks",
-            remedy=f"use another original, or set data.fps to {max(1, math.floor(row.fps))} or less, as far as the model takes it",
-        )  # fmt: skip
+        what = (
+            f"{row.fps:.3g} frames per second are trained as {row.trained_fps:g}: frames are repeated, and motion jerks"
+        )
+        lower = f"set data.fps to {max(1, math.floor(row.fps))} or less, as far as the model takes it"
+        yield Finding.warning("D12", row.file, what, f"use another original, or {lower}")
 
 
-def of_rest(file: str, info: MediaInfo, error: Exception) -> Iterator[Finding]:
+def of_rest(file: str, info: MediaInfo, damage: Exception) -> Iterator[Finding]:
     """A video that is damaged behind what is trained of it, of which no more is known."""
-    what, _, remedy = str(error).rpartition("; ")
-    yield Finding(
-        code="D27", severity="warning", where="" if file in what else file,
-        what=f"{what}; what is trained of it, up to {info.seconds:.2f} s, can be read", remedy=remedy,
-    )  # fmt: skip
+    what, _, remedy = str(damage).rpartition("; ")
+    readable = f"{what}; what is trained of it, up to {info.seconds:.2f} s, can be read"
+    yield Finding.warning("D27", "" if file in what else file, readable, remedy)
 
 
 def of_unused(rows: Sequence[FileRow]) -> Iterator[Finding]:
@@ -106,11 +119,9 @@ def of_unused(rows: Sequence[FileRow]) -> Iterator[Finding]:
     mostly = [row for row in rows if row.dropped > MOSTLY_UNUSED * row.frames]
     if mostly:
         kept, frames = sum(row.kept for row in mostly), sum(row.frames for row in mostly)
-        yield Finding(
-            code="D13", severity="note", where=f"{len(mostly)} of {len(rows)} files",
-            what=f"{kept} of their {frames} frames are trained on, less than half of each",
-            remedy='raise data.frames, or take several clips of a file: data.windows = "all" or "uniform"',
-        )  # fmt: skip
+        what = f"{kept} of their {frames} frames are trained on, less than half of each"
+        remedy = 'raise data.frames, or take several clips of a file: data.windows = "all" or "uniform"'
+        yield Finding.note("D13", f"{len(mostly)} of {len(rows)} files", what, remedy)
 
 
 def of_look(where: str, look: Look, fps: float) -> Iterator[Finding]:
@@ -123,63 +134,50 @@ def of_look(where: str, look: Look, fps: float) -> Iterator[Finding]:
     """
     if look.cuts:
         times = ", ".join(f"{seconds:.2f} s" for seconds in look.cuts)
-        yield Finding(
-            code="D06", severity="warning", where=where,
-            what=f"another shot begins at {times}: the model learns to cut", remedy="cut the file there",
-        )  # fmt: skip
+        what = f"another shot begins at {times}: the model learns to cut"
+        yield Finding.warning("D06", where, what, "cut the file there")
     if look.blank > BLANK_SHARE * look.frames:
         kind = "black" if look.is_black else "of one colour"
         what = f"{look.blank} of {look.frames} frames are {kind}" if look.frames > 1 else f"the picture is {kind}"
-        yield Finding(code="D07", severity="warning", where=where, what=what, remedy="remove it, or cut them off")
+        yield Finding.warning("D07", where, what, "remove it, or cut them off")
     elif look.is_still:
-        yield Finding(
-            code="D08", severity="warning", where=where, what=f"nothing moves in its {look.frames} frames",
-            remedy="train it as a picture, or remove it",
-        )  # fmt: skip
+        what = f"nothing moves in its {look.frames} frames"
+        yield Finding.warning("D08", where, what, "train it as a picture, or remove it")
     if look.frozen_seconds >= FROZEN_SECONDS:
-        yield Finding(
-            code="D09", severity="warning", where=where,
-            what=f"one picture stays for {look.frozen_seconds:.1f} s of {look.frames / fps:.1f} s",
-            remedy="cut it off, or use another original",
-        )  # fmt: skip
+        what = f"one picture stays for {look.frozen_seconds:.1f} s of {look.frames / fps:.1f} s"
+        yield Finding.warning("D09", where, what, "cut it off, or use another original")
 
 
 def of_duplicates(same: Sequence[Sequence[str]], alike: Sequence[Sequence[str]]) -> Iterator[Finding]:
     """Groups of samples that are the same, or nearly."""
     for group in same:
-        yield Finding(
-            code="D04", severity="warning", where=_listed(group), what="these files have the same content",
-            remedy="keep one, and give it several captions or repeats if it is to weigh more",
-        )  # fmt: skip
+        remedy = "keep one, and give it several captions or repeats if it is to weigh more"
+        yield Finding.warning("D04", _listed(group), "these files have the same content", remedy)
     for group in alike:
-        yield Finding(
-            code="D05", severity="warning", where=_listed(group), what="these look nearly alike",
-            remedy="keep the best of them, unless it is meant",
-        )  # fmt: skip
+        yield Finding.warning(
+            "D05", _listed(group), "these look nearly alike", "keep the best of them, unless it is meant"
+        )
 
 
 def captions_of(samples: Sequence[Sample], cut: Sequence[CutCaption] | None) -> CaptionRow:
     """All captions together, with those that are cut."""
     captions = [caption for sample in samples for caption in sample.captions]
     empty = sum(not caption.strip() for caption in captions)
-    return CaptionRow(
-        count=len(captions), distinct=len(set(captions)), empty=empty, cut=None if cut is None else tuple(cut)
-    )
+    cut = None if cut is None else tuple(cut)
+    return CaptionRow(count=len(captions), distinct=len(set(captions)), empty=empty, cut=cut)
 
 
 def of_captions(samples: Sequence[Sample], row: CaptionRow, class_pictures: Sequence[Sample] = ()) -> Iterator[Finding]:
-    """What is likely to be wrong with captions; class pictures may share one, which says what they are."""
+    """What is likely to be wrong with captions; class images may share one, which says what they are."""
     for cut in row.cut or ():
-        yield Finding(
-            code="D14", severity="warning", where=cut.sample,
-            what=f"the text encoder does not read the last {cut.tokens} tokens of its caption, behind {_end(cut.kept)}",
-            remedy="shorten the caption",
-        )  # fmt: skip
+        read = _short(cut.kept, 40, keep_end=True)
+        what = f"the text encoder does not read the last {cut.tokens} tokens of its caption, behind {read}"
+        yield Finding.warning("D14", cut.sample, what, "shorten the caption")
     if empty := [each.id for each in (*samples, *class_pictures) for text in each.captions if not text.strip()]:
-        yield Finding(
-            code="D16", severity="warning", where=_listed(empty), what="its caption is empty" if len(empty) == 1 else "their captions are empty",
-            remedy="write one; for training without captions set train.caption_dropout",
-        )  # fmt: skip
+        what = "its caption is empty" if len(empty) == 1 else "their captions are empty"
+        yield Finding.warning(
+            "D16", _listed(empty), what, "write one; for training without captions set train.caption_dropout"
+        )
     using: dict[str, set[Path]] = defaultdict(set)  # files: windows of one cannot but share
     for sample in samples:
         for caption in filter(None, map(str.strip, sample.captions)):
@@ -187,14 +185,12 @@ def of_captions(samples: Sequence[Sample], row: CaptionRow, class_pictures: Sequ
     files = len({sample.media for sample in samples})
     for caption, its in using.items():
         if len(its) > max(1, SAME_CAPTION_SHARE * files):
-            yield Finding(
-                code="D15", severity="note", where=f"{len(its)} of {files} files",
-                what=f"they share the caption {_beginning(caption)}", remedy="describe what differs between them",
-            )  # fmt: skip
+            what = f"they share the caption {_short(caption, 60)}"
+            yield Finding.note("D15", f"{len(its)} of {files} files", what, "describe what differs between them")
 
 
 def of_told(samples: Sequence[Sample], fewest: int) -> Iterator[Finding]:
-    """Clips that a model is told as a whole.
+    """Clips that a model is conditioned on as a whole.
 
     Args:
         samples: All that is trained on.
@@ -202,11 +198,10 @@ def of_told(samples: Sequence[Sample], fewest: int) -> Iterator[Finding]:
     """
     count = sum(sample.frames < fewest for sample in samples)
     if count:
-        yield Finding(
-            code="D28", severity="warning", where=f"{count} of {len(samples)} samples",
-            what=f"they have fewer than {fewest} frames, all of which this model is given as a condition: next to nothing is left to learn",
-            remedy=f"train it on clips of {fewest} frames or more, or train a text-to-video model",
-        )  # fmt: skip
+        told = f"they have fewer than {fewest} frames, all of which this model is given as a condition"
+        remedy = f"train it on clips of {fewest} frames or more, or train a text-to-video model"
+        where = f"{count} of {len(samples)} samples"
+        yield Finding.warning("D28", where, f"{told}: next to nothing is left to learn", remedy)
 
 
 def of_buckets(rows: Sequence[BucketRow]) -> Iterator[Finding]:
@@ -214,11 +209,76 @@ def of_buckets(rows: Sequence[BucketRow]) -> Iterator[Finding]:
     for row in rows:
         trained = row.samples - row.held_out if row.dataset == "data" else 0
         if row.batch_size and 0 < trained < row.batch_size and len(rows) > 1:
-            yield Finding(
-                code="D17", severity="note", where=f"{row.frames} x {row.height} x {row.width}",
-                what=f"{trained} samples have this shape, and a micro-batch has {row.batch_size}: it runs smaller",
-                remedy="add samples of this shape, or make data.bucket_step larger",
-            )  # fmt: skip
+            what = f"{trained} samples have this shape, and a micro-batch has {row.batch_size}: it runs smaller"
+            remedy = "add samples of this shape, or make data.bucket_step larger"
+            yield Finding.note("D17", f"{row.frames} x {row.height} x {row.width}", what, remedy)
+
+
+def of_pictures(sample: Sample, columns: Sequence[Column], fps: float) -> Iterator[Finding]:
+    """Images of the clip's beginning or end that show something else.
+
+    Args:
+        sample: The clip; what goes with it has been read without an error.
+        columns: Of the model.
+        fps: Frames per second of the clip; 0 for a still image.
+
+    Raises:
+        UserError: If one cannot be read.
+    """
+    scale = _SIDE / max(sample.height, sample.width)
+    height, width = max(1, round(sample.height * scale)), max(1, round(sample.width * scale))
+    for column in columns:
+        is_used = column.moment == "begin" or (column.moment == "end" and sample.frames > 1)
+        if not is_used or column.name not in sample.controls:
+            continue
+        path = sample.controls[column.name]
+        seconds = sample.start_seconds + ((sample.frames - 1) / fps if column.moment == "end" and fps else 0.0)
+        own = read_clip(sample.media, frames=1, fps=fps or 1.0, height=height, width=width, start_seconds=seconds)
+        given = read_clip(Path(path), frames=1, fps=1.0, height=height, width=width)
+        levels = 127.5 * float((own - given).abs().mean())
+        if levels >= UNLIKE_LEVELS:
+            frame = f"the last of its {sample.frames} frames" if column.moment == "end" else "its first frame"
+            what = f"{column.name} {path} does not look like {frame} ({levels:.0f} levels apart)"
+            remedy = "name the right picture, cut the file so that it fits, or leave the column empty"
+            yield Finding.warning("D18", sample.id, what, remedy)
+
+
+def of_followed(sample: Sample, columns: Sequence[Column]) -> Iterator[Finding]:
+    """Videos that a clip follows, and masks, which do not fit it in time or in space.
+
+    Args:
+        sample: The clip.
+        columns: Of the model.
+    """
+    for column in columns:
+        path = Path(sample.controls[column.name]) if column.name in sample.controls else None
+        if path is None or column.kind != "video":
+            continue
+        try:
+            own, given = probe(sample.media), probe(path)
+        except UserError:  # damaged behind what is used of it: that is said of the clip, not of what goes with it
+            continue
+        where, given_is = sample.media.name, f"{column.name} {path}"
+        if kind_of(path) == "video" and (late := _out_of_step(own, given)):
+            remedy = "give it the frame rate of the clip (ffmpeg -r RATE -i IN -r RATE OUT.mp4), or cut it as the clip"
+            yield Finding.warning("D19", where, f"{given_is} {late}", remedy)
+        ratio = (given.width * own.height) / (given.height * own.width)
+        if abs(ratio - 1) > SAME_SHAPE:
+            sizes = f"{given.width} x {given.height} and its clip {own.width} x {own.height}"
+            each = "each is cut to the centre by itself, and they do not lie over each other"
+            yield Finding.warning("D19", where, f"{given_is} is {sizes}: {each}", "give both the same shape")
+
+
+def _out_of_step(own: MediaInfo, given: MediaInfo) -> str:
+    """How a video runs otherwise than its clip; empty if it does not, or is a shorter one of which enough is there."""
+    if not (own.seconds and given.seconds):  # images of a folder that names no rate
+        return ""
+    counts = round(own.seconds * own.fps), round(given.seconds * given.fps)
+    slack = SAME_SECONDS * own.seconds + 4 * SAME_SECONDS
+    times = f"lasts {given.seconds:.2f} s and its clip {own.seconds:.2f} s: frames are matched by time"
+    if abs(counts[0] - counts[1]) <= 1 and abs(given.fps / own.fps - 1) > SAME_SECONDS:
+        return f"has as many frames as its clip, at {given.fps:.3g} in a second and not {own.fps:.3g}, and {times}"
+    return times if given.seconds > own.seconds + slack else ""
 
 
 def same_content(hashes: Mapping[str, tuple[str, Path]]) -> list[tuple[str, ...]]:
@@ -239,11 +299,8 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _beginning(text: str, most: int = 60) -> str:
+def _short(text: str, most: int, *, keep_end: bool = False) -> str:
+    """A quotation of a text's beginning, or of its end."""
     text = " ".join(text.split())
-    return repr(text if len(text) <= most else text[:most] + "…")
-
-
-def _end(text: str, most: int = 40) -> str:
-    text = " ".join(text.split())
-    return repr(text if len(text) <= most else "…" + text[-most:])
+    shortened = "…" + text[-most:] if keep_end else text[:most] + "…"
+    return repr(text if len(text) <= most else shortened)

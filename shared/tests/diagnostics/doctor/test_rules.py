@@ -10,7 +10,7 @@ from media_files import noisy_video, picture, truncated
 
 from ditkit_core.data.dataset import Sample
 from ditkit_core.data.media.clip import read_clip, write_image
-from ditkit_core.diagnostics.doctor.controls import of_followed, of_pictures
+from ditkit_core.diagnostics.doctor.rules import of_followed, of_pictures
 from ditkit_core.models.conditions import Column
 
 BEGIN, END = Column(name="begin", kind="image", moment="begin"), Column(name="end", kind="image", moment="end")
