@@ -194,7 +194,7 @@ def test_a_caption_is_drawn_no_longer_than_its_clip_and_what_goes_with_it(tmp_pa
 
     said: list[str] = []
     own = run_of(clips, **flags, **{"data.frames": 9})
-    assert [scene.frames for scene in own.scenes(own.dataset.samples)] == [9, 9, 9]
+    assert [scene.frames for scene in scenes_of(own, own.data.dataset.samples)] == [9, 9, 9]
     assert frames(said) == [5, 5, 5] and not said
     assert frames(said, **{"sample.frames": 9}) == [9, 9, 9] and not said
     assert frames(said, **{"sample.frames": 13}) == [5, 13, 5]

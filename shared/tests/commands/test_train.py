@@ -14,7 +14,6 @@ from toy_world import World, equal
 
 from ditkit_core.data.media import image as still
 from ditkit_core.errors import UserError
-from ditkit_core.run.run import Run
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
 
@@ -341,7 +340,7 @@ def test_encoders_of_another_model_are_found_before_the_weights_are_read(
         {**load_file(world.folder / "toy.safetensors"), "text_in.weight": torch.ones(32, 9)},
         world.folder / "toy.safetensors",
     )
-    monkeypatch.setattr(Run, "load", None)
+    monkeypatch.setattr("ditkit_core.run.model.load", None)
     assert world.train("run", 1) == 1
     error = capsys.readouterr().err
     assert "do not fit the transformer" in error and "text [" in error and error.count("\n") == 1

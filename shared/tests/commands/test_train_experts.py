@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from toy_world import equal
 from two_experts import BOUNDARY, EXPERTS, STEPS, TwoExperts
 
-from ditkit_core.run import run
+from ditkit_core.run import model as run
 from ditkit_core.run.prepare import Prepared
 from ditkit_core.training import trainer as train
 
