@@ -16,7 +16,7 @@ from ditkit_core.engine.ac_schedule import ACSchedule, parse_policy, parse_sched
 from ditkit_core.engine.engine import Engine
 from ditkit_core.engine.selective_ac import SETS, KeptOps, Region, kept_ops
 from ditkit_core.errors import UserError
-from ditkit_core.nn.attention import AttentionCalls, counted_calls
+from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model, outcome
 

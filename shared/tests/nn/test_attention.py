@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from ditkit_core.engine.ac_policies import run_block
 from ditkit_core.engine.ac_schedule import parse_policy
 from ditkit_core.errors import UserError
-from ditkit_core.nn.attention import AttentionSettings, attend, attention_settings, settings_in_force
+from ditkit_core.nn.attention import attend
 from ditkit_core.nn.attention_backends import BACKENDS, Backend
+from ditkit_core.nn.context import AttentionSettings, attention_settings, settings_in_force
 from ditkit_core.nn.remat import last_step
 
 

@@ -18,8 +18,9 @@ from ditkit_core.engine.ac_policies import AttentionOnly, Body, Full, Policy, ru
 from ditkit_core.engine.ac_schedule import parse_policy
 from ditkit_core.engine.engine import Engine
 from ditkit_core.errors import UserError
-from ditkit_core.nn.attention import AttentionCalls, attend, counted_calls
+from ditkit_core.nn.attention import attend
 from ditkit_core.nn.attention_backends import BACKENDS, Backend, Kernel
+from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model, outcome, train_shortly
 from ditkit_core.training.checkpoint import latest

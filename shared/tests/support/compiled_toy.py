@@ -15,7 +15,7 @@ from ditkit_core.engine import compile as compiled
 from ditkit_core.engine.activation_offload import HostMemory
 from ditkit_core.engine.engine import Engine
 from ditkit_core.errors import UserError
-from ditkit_core.nn.attention import AttentionCalls, counted_calls
+from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.testing.compiled_steps import Emptying, attention_forwards, compare, numbers
 from ditkit_core.testing.conformance_quantized import make_quantized
 from ditkit_core.testing.toy import TOY, ToyArch, ToyBlock, ToyCarry, toy_items

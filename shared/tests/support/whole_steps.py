@@ -16,7 +16,7 @@ from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.block_swap import BlockSwap
 from ditkit_core.engine.engine import Engine
 from ditkit_core.engine.placement import Placement
-from ditkit_core.nn.lora import as_on
+from ditkit_core.nn.context import as_on
 from ditkit_core.planner.memory import Division
 from ditkit_core.planner.profiler import Job, Meter, profile
 from ditkit_core.planner.reduced_model import materialise, thinned

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ditkit_core.engine.selective_ac import SEEN_BY_HOOKS, Region, kept_ops
 from ditkit_core.errors import UserError
-from ditkit_core.nn.attention import AttentionSettings, attention_settings, calls_in_force
+from ditkit_core.nn.context import AttentionSettings, attention_settings, calls_in_force
 
 Body = Callable[..., tuple[Tensor, ...]]
 """A block as a function of the carry's tensors, which it takes one by one."""

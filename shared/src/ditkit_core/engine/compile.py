@@ -34,8 +34,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ditkit_core.engine.ac_policies import AttentionOnly, EagerRunner, Full, Ops, Policy
 from ditkit_core.engine.selective_ac import KeptOps, kept_ops
 from ditkit_core.errors import UserError
-from ditkit_core.nn.attention import AttentionSettings, calls_in_force, traced_settings
 from ditkit_core.nn.attention_backends import MOST_GRAPHS
+from ditkit_core.nn.context import AttentionSettings, calls_in_force, traced_settings
 
 KEY = "train.compile"
 DEFAULT = "inductor"

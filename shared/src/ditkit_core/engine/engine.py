@@ -27,7 +27,7 @@ from ditkit_core.engine.block_hooks import HookedRunner, Passage
 from ditkit_core.engine.compile import CompiledRunner, backend_of, check_compiled
 from ditkit_core.models.precision import autocast_disabled
 from ditkit_core.models.protocol import StagedModel
-from ditkit_core.nn.attention import calls_in_force
+from ditkit_core.nn.context import calls_in_force
 
 POLICIES = ("none", "full", "attn_only")
 """The policies that every other lever is tested with; `ac_schedule` knows them all."""

@@ -1,15 +1,10 @@
 """All attention of all models: one function, and the mark that checkpoint policies read.
 
 A model calls `attend(q, k, v, name="self")` and nothing else. Which kernel runs (`attention_backends`), and whether a checkpoint keeps
-what the call saves, are settings that the core puts in force *inside* the function it checkpoints: autograd recomputes on threads
-of its own, and a setting made outside would be invisible there.
+what the call saves, are settings in force (`context.py`).
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -19,106 +14,7 @@ from torch import Tensor
 
 from ditkit_core.errors import UserError
 from ditkit_core.nn.attention_backends import BACKENDS, Backend
-
-
-@dataclass(kw_only=True)
-class AttentionCalls:
-    """What was attended to in a first step: shows whether policies keep what they are to keep."""
-
-    made: Counter[str] = field(default_factory=Counter)
-    """Calls of `attend` in blocks that recompute, in grad mode, by name; those of a recompute are not counted."""
-    wanted: dict[str, str] = field(default_factory=dict)
-    """Names that policies are to keep, and the policy that names each; empty for all."""
-    traced: set[Any] = field(default_factory=set)
-    """Kinds of compiled blocks, each with its policy, whose calls were entered."""
-
-    def want(self, names: tuple[str, ...], policy: str) -> None:
-        """A block runs under a policy that keeps calls of these names; none for all."""
-        self.wanted |= dict.fromkeys(names or ("",), policy)
-
-    def check(self) -> None:
-        """Refuse, after a forward and before the first update, a policy that keeps nothing.
-
-        Raises:
-            UserError: Naming what it could keep.
-        """
-        for name, policy in self.wanted.items():
-            if not self.made:
-                raise UserError(
-                    f"train.checkpointing: {policy} keeps what attention returns, and no block calls attention; write full"
-                )
-            if name and name not in self.made:
-                raise UserError(
-                    f"train.checkpointing: {policy} keeps attention {name!r}, which no block calls; the blocks call "
-                    f"{', '.join(sorted(self.made))}"
-                )
-
-
-_calls: ContextVar[AttentionCalls | None] = ContextVar("attention_calls", default=None)
-
-
-def calls_in_force() -> AttentionCalls | None:
-    """Where calls of attention are to be entered, if anybody counts them."""
-    return _calls.get()
-
-
-@contextmanager
-def counted_calls(calls: AttentionCalls | None) -> Iterator[None]:
-    """Enter the calls of forwards inside the block, those of policies that recompute; None counts nothing."""
-    token = _calls.set(calls)
-    try:
-        yield
-    finally:
-        _calls.reset(token)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionSettings:
-    """What is in force while a block runs."""
-
-    backend: str = "sdpa"
-    keep: tuple[str, ...] | None = None
-    """Names of the calls of which an enclosing checkpoint keeps what attention saves instead of running it again: empty for all, None
-    for none."""
-    recomputing: bool = False
-    """Whether a block is run again for its backward."""
-    calls: AttentionCalls | None = None
-    """Where calls are entered."""
-
-    def keeps(self, name: str) -> bool:
-        """Whether the call of this name is kept."""
-        return self.keep is not None and (not self.keep or name in self.keep)
-
-
-_DEFAULT = AttentionSettings()
-_settings: ContextVar[AttentionSettings] = ContextVar("attention_settings", default=_DEFAULT)
-_traced = [_DEFAULT]
-"""In force, at its end, in what is compiled: up to torch 2.11 the compiler cannot read a ContextVar, and it runs no Python in a backward."""
-
-
-def settings_in_force() -> AttentionSettings:
-    """The settings of the enclosing `attention_settings`, or in compiled code `traced_settings`, or the defaults."""
-    return _traced[-1] if torch.compiler.is_compiling() else _settings.get()
-
-
-@contextmanager
-def traced_settings(settings: AttentionSettings) -> Iterator[None]:
-    """Put settings in force for compiled code that is called inside the block."""
-    _traced.append(settings)
-    try:
-        yield
-    finally:
-        _traced.pop()
-
-
-@contextmanager
-def attention_settings(settings: AttentionSettings) -> Iterator[None]:
-    """Put settings in force for the calls of `attend` inside the block."""
-    token = _settings.set(settings)
-    try:
-        yield
-    finally:
-        _settings.reset(token)
+from ditkit_core.nn.context import settings_in_force
 
 
 def attend(

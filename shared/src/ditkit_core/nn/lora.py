@@ -7,7 +7,6 @@ peft's: adapter in fp32, sum in fp32, one rounding at the end.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -15,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+
+from ditkit_core.nn.context import kind_of
 
 AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
 """By kind of device, how many elements of a product are held in the adapter's wider dtype at once.
@@ -25,23 +26,6 @@ fake tensors, not timed, for 4608 tokens and a fused projection from 6144 to 552
 rows: that quarter of a GiB does not raise the step's peak (the whole does, by 0.7 GiB), a smaller part does not lower it, and 2**25
 launches a tenth more kernels.
 """
-
-_stand_in: list[str] = []  # not a ContextVar, which older compilers cannot trace
-
-
-@contextmanager
-def as_on(kind: str) -> Iterator[None]:
-    """Inside the block, go by this kind of device (`cuda`) whatever a tensor says: for fake tensors that stand for it."""
-    _stand_in.append(kind)
-    try:
-        yield
-    finally:
-        _stand_in.pop()
-
-
-def kind_of(x: Tensor) -> str:
-    """The kind of device that a tensor is on: `cpu` or `cuda`."""
-    return _stand_in[-1] if _stand_in else "cpu" if x.device.type == "cpu" else "cuda"
 
 
 def low_rank_sum(

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ditkit_core.nn.lora import AT_ONCE, KeepsOnlyItsInput, kind_of
+from ditkit_core.nn.context import kind_of
+from ditkit_core.nn.lora import AT_ONCE, KeepsOnlyItsInput
 
 _FP8 = torch.float8_e4m3fn
 _BLOCK, _GROUP = 64, 256

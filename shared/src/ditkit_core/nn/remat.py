@@ -6,7 +6,7 @@ import torch
 import torch_remat as remat
 from torch import Tensor, nn
 
-from ditkit_core.nn.attention import settings_in_force
+from ditkit_core.nn.context import settings_in_force
 from ditkit_core.nn.lora import keeps_only_its_input
 
 

@@ -18,7 +18,7 @@ from ditkit_core.models.encoders import Companion, Holding
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.nn.lora import as_on
+from ditkit_core.nn.context import as_on
 from ditkit_core.planner.memory_tracker import Ledger
 from ditkit_core.planner.reduced_model import materialise, thinned
 from ditkit_core.weights.layer_streaming import too_large

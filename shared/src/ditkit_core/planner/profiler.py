@@ -24,8 +24,7 @@ from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.block_hooks import marked
 from ditkit_core.engine.engine import Engine
-from ditkit_core.nn.attention import AttentionCalls, counted_calls
-from ditkit_core.nn.lora import as_on
+from ditkit_core.nn.context import AttentionCalls, as_on, counted_calls
 from ditkit_core.planner.memory_tracker import Ledger
 from ditkit_core.planner.reduced_model import Thinned, materialise, thinned
 from ditkit_core.planner.stage_costs import Job, Profile, StageCost, behind, mixed

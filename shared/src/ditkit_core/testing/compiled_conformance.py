@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from ditkit_core.engine import activation_offload as offload
 from ditkit_core.engine.activation_offload import HostMemory
 from ditkit_core.engine.engine import POLICIES, Engine
-from ditkit_core.nn.attention import AttentionCalls, counted_calls
+from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.nn.quantized_linear import LAYOUTS
 from ditkit_core.testing.compiled_steps import attention_forwards, compare, difference, divided, numbers
 from ditkit_core.testing.conformance_levers import LEVERS, pairwise

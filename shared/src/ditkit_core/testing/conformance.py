@@ -38,6 +38,7 @@ from ditkit_core.models.protocol import StagedModel, run_plain
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn import attention
 from ditkit_core.nn.attention_backends import BACKENDS
+from ditkit_core.nn.context import AttentionSettings, attention_settings
 from ditkit_core.run.prepare import check_item
 from ditkit_core.testing.conformance_fused import FusedChecks
 from ditkit_core.testing.conformance_levers import LeverChecks
@@ -143,7 +144,7 @@ class CoreChecks:
             )
             for block in model.blocks():
                 names.clear()
-                with attention.attention_settings(attention.AttentionSettings(keep=())):
+                with attention_settings(AttentionSettings(keep=())):
                     carry = block(carry)
                 assert len(names) == len(set(names)), names
 

@@ -18,7 +18,7 @@ from ditkit_core.engine.engine import Engine
 from ditkit_core.engine.placement import Placement, place
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.nn.lora import as_on
+from ditkit_core.nn.context import as_on
 from ditkit_core.planner.memory import Budget
 from ditkit_core.planner.memory_tracker import Ledger
 from ditkit_core.planner.partition import choose_cuts, weights_profile

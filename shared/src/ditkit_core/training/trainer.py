@@ -22,7 +22,7 @@ from ditkit_core.io.memory import peak_memory_bytes, restart_peak
 from ditkit_core.io.signals import Interrupts
 from ditkit_core.models.protocol import Engine
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.nn.attention import AttentionCalls, counted_calls
+from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.training.checkpoint import SaveConfig, latest, load_state, save_state
 from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig

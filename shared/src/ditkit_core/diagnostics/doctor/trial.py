@@ -20,7 +20,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import warn
 from ditkit_core.io.memory import is_out_of_memory, peak_memory_bytes, restart_peak
 from ditkit_core.models.paths import nothing_fetched
-from ditkit_core.nn.attention import AttentionCalls, counted_calls
+from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.planner.plan import divided_for_training
 from ditkit_core.run.checks import check_parts
 from ditkit_core.run.encoding import encode_samples
