@@ -116,7 +116,7 @@ def test_music_crosses_between_blocks_in_the_carry_alone():
         assert all(
             torch.equal(model.head(carry)[0], velocity) for carry, velocity in zip(carries, expected, strict=True)
         )
-    assert [carry.music.shape for carry in carries] == [(1, 16, 24), (1, 16, 24)]
+    assert [carry.music.rows.shape for carry in carries] == [(1, 16, 24), (1, 16, 24)]
 
 
 def test_a_reference_in_front_hears_the_beginning():
@@ -124,7 +124,7 @@ def test_a_reference_in_front_hears_the_beginning():
     model, one = make_model(WAN, ARCH), item(0)
     one["reference"] = torch.ones(16, 1, 4, 8)
     carry = model.embed(WAN.training.make_inputs([one["latents"]], torch.tensor([0.4]), [one], 1.0))
-    assert carry.music.shape[1] == 8 * 3 and carry.grids == ((3, 2, 4),)
+    assert carry.music.rows.shape[1] == 8 * 3 and carry.grids == ((3, 2, 4),)
     assert run(model, one)[0].shape == (4, 2, 4, 8)
 
 

@@ -15,7 +15,7 @@ from ditkit_core.commands import cli
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import POLICIES, Engine, moved
 from ditkit_core.engine.placement import place
-from ditkit_core.testing.conformance import check_carry
+from ditkit_core.testing.carries import check_carry
 from ditkit_core.testing.conformance_split import layouts
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
 from ditkit_core.testing.specs import altered

@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ditkit_core.engine.engine import Engine
-from ditkit_core.testing.conformance import Conformance, check_carry
+from ditkit_core.testing.carries import check_carry
+from ditkit_core.testing.conformance import Conformance
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import Items, make_model, outcome
 
@@ -69,6 +70,22 @@ class _NestedCarry(NamedTuple):
 def test_a_carry_that_hides_tensors_is_named() -> None:
     with pytest.raises(AssertionError, match="carry.modulation has tensors inside a tuple"):
         check_carry(_NestedCarry(torch.ones(2, 3), (torch.ones(2), torch.ones(2))))
+
+
+class _Part(NamedTuple):
+    rows: Float[Tensor, "batch rows"]
+
+
+class _CarryWithPart(NamedTuple):
+    x: Float[Tensor, "batch tokens"]
+    part: _Part | None
+
+
+def test_a_named_tuple_in_a_carry_is_checked_as_the_carry_is() -> None:
+    for part in (None, _Part(torch.ones(2, 5))):
+        check_carry(_CarryWithPart(torch.ones(2, 3), part))
+    with pytest.raises(AssertionError, match="carry.part.rows "):
+        check_carry(_CarryWithPart(torch.ones(2, 3), _Part(torch.ones(3, 5))))
 
 
 def test_two_attention_calls_of_one_name_in_a_block_are_refused_before_backward() -> None:

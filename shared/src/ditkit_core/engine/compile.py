@@ -18,7 +18,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
@@ -40,7 +40,9 @@ from ditkit_core.nn.context import AttentionSettings, calls_in_force, traced_set
 KEY = "train.compile"
 DEFAULT = "inductor"
 
-_Function = Callable[[nn.Module, Any, tuple[int, ...]], tuple[Any, ...] | None]
+_Place = tuple[int, ...]
+"""Where a part of a carry is: the index of a field, and if that is a tuple, the index in it, and so on."""
+_Function = Callable[[nn.Module, Any, tuple[_Place, ...]], tuple[Any, ...] | None]
 """(block, carry, places) to what stands at these places of the carry that it makes, as a plain tuple: torch 2.11 builds a NamedTuple wrongly
 where a graph returns it. None where it was not compiled."""
 
@@ -155,7 +157,7 @@ def run_compiled(
     """
     settings = AttentionSettings(backend=attention, keep=policy.kept_attention)
     kind: Any = type(block)
-    function, places = _compiled(kind, policy, backend, device), _crossing(carry)
+    function, places = _compiled(kind, policy, backend, device), tuple(_crossing(carry))
     try:
         with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS), traced_settings(settings):
             after = function(block, carry, places)
@@ -172,17 +174,32 @@ def run_compiled(
         ) from error
     if after is None:
         return None
-    made = dict(zip(places, after, strict=True))
-    return type(carry)(*(made.get(place, leaf) for place, leaf in enumerate(carry)))
+    return _with_made(carry, dict(zip(places, after, strict=True)))
 
 
-def _crossing(carry: Any) -> tuple[int, ...]:
+def _crossing(carry: Any, place: _Place = ()) -> Iterator[_Place]:
     """Places in a carry of what may be a tensor."""
-    return tuple(
-        place
-        for place, leaf in enumerate(carry)
-        if leaf is None or any(isinstance(x, Tensor) for x in tree_leaves(leaf))
-    )
+    if isinstance(carry, tuple):
+        for index, part in enumerate(carry):
+            yield from _crossing(part, (*place, index))
+    elif carry is None or any(isinstance(x, Tensor) for x in tree_leaves(carry)):
+        yield place
+
+
+def _with_made(carry: Any, made: Mapping[_Place, Any], place: _Place = ()) -> Any:
+    """A carry with other parts at these places."""
+    if place in made:
+        return made[place]
+    if not isinstance(carry, tuple):
+        return carry
+    parts = [_with_made(part, made, (*place, index)) for index, part in enumerate(carry)]
+    return tuple(parts) if type(carry) is tuple else type(carry)(*parts)
+
+
+def _at(carry: Any, place: _Place) -> Any:
+    for index in place:
+        carry = carry[index]
+    return carry
 
 
 @cache
@@ -201,22 +218,22 @@ def _compiled(kind: Any, policy: Policy, backend: str, device: torch.device | No
     return compiled
 
 
-def _inside(block: nn.Module, carry: Any, places: tuple[int, ...]) -> tuple[Any, ...]:
+def _inside(block: nn.Module, carry: Any, places: tuple[_Place, ...]) -> tuple[Any, ...]:
     after = block(carry)
     if type(after) is not type(carry):
         raise UserError(f"{KEY}: {type(block).__name__} makes another kind of carry than it takes")
-    return tuple(after[place] for place in places)
+    return tuple(_at(after, place) for place in places)
 
 
 def _keeping_all(policy: Policy) -> Any:
-    def run(block: nn.Module, carry: Any, places: tuple[int, ...]) -> tuple[Any, ...] | None:
+    def run(block: nn.Module, carry: Any, places: tuple[_Place, ...]) -> tuple[Any, ...] | None:
         return _inside(block, carry, places) if torch.compiler.is_compiling() else None
 
     return run
 
 
 def _keeping_inputs(policy: Policy) -> Any:
-    def run(block: nn.Module, carry: Any, places: tuple[int, ...]) -> tuple[Any, ...] | None:
+    def run(block: nn.Module, carry: Any, places: tuple[_Place, ...]) -> tuple[Any, ...] | None:
         if not torch.compiler.is_compiling():
             return None
         after: tuple[Any, ...] = checkpoint(lambda: _inside(block, carry, places), use_reentrant=False)
@@ -226,7 +243,7 @@ def _keeping_inputs(policy: Policy) -> Any:
 
 
 def _keeping_regions(policy: Policy) -> Any:
-    def run(block: nn.Module, carry: Any, places: tuple[int, ...]) -> tuple[Any, ...] | None:
+    def run(block: nn.Module, carry: Any, places: tuple[_Place, ...]) -> tuple[Any, ...] | None:
         if not torch.compiler.is_compiling():
             return None
         after: tuple[Any, ...] = remat.checkpoint(region_name="block")(lambda: _inside(block, carry, places))()
@@ -238,7 +255,7 @@ def _keeping_regions(policy: Policy) -> Any:
 def _keeping_operations(policy: Any) -> Any:
     contexts = partial(create_selective_checkpoint_contexts, partial(_decided, kept_ops(policy.names)))
 
-    def run(block: nn.Module, carry: Any, places: tuple[int, ...]) -> tuple[Any, ...] | None:
+    def run(block: nn.Module, carry: Any, places: tuple[_Place, ...]) -> tuple[Any, ...] | None:
         if not torch.compiler.is_compiling():
             return None
         after: tuple[Any, ...] = checkpoint(
@@ -262,6 +279,11 @@ _FORMS: dict[type[Policy], Callable[[Policy], Any]] = {
 """How a policy is written for the compiler, by its kind."""
 
 
+def _static(part: Any) -> list[Any]:
+    """What a part of a carry has besides tensors."""
+    return [leaf for leaf in tree_leaves(part) if leaf is not None and not isinstance(leaf, Tensor)]
+
+
 def check_traced(block: nn.Module, carry: Any, run: Callable[[nn.Module, Any], Any]) -> None:
     """Run a block's forward on tensors without memory, eagerly, for what its policy finds there: the compiler's trace tells nobody.
 
@@ -278,11 +300,7 @@ def check_traced(block: nn.Module, carry: Any, run: Callable[[nn.Module, Any], A
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch_remat compares addresses
         after = run(block, tree_map_only(Tensor, mode.from_tensor, carry))
-    crossing = _crossing(carry)
-    names = [
-        name for place, (name, leaf) in enumerate(carry._asdict().items())
-        if place not in crossing and getattr(after, name, None) != leaf
-    ]  # fmt: skip
+    names = [name for name, part in carry._asdict().items() if _static(getattr(after, name, None)) != _static(part)]
     if names:
         raise UserError(
             f"{KEY}: {type(block).__name__} changes {', '.join(names)} of its carry, and of a carry only tensors come out of a compiled block; "

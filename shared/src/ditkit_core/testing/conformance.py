@@ -16,10 +16,8 @@ import typing
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from types import NoneType, UnionType
 from typing import Any, ClassVar
 
-import jaxtyping
 import pytest
 import torch
 from torch import Tensor
@@ -40,6 +38,7 @@ from ditkit_core.nn import attention
 from ditkit_core.nn.attention_backends import BACKENDS
 from ditkit_core.nn.context import AttentionSettings, attention_settings
 from ditkit_core.run.prepare import check_item
+from ditkit_core.testing.carries import check_carry
 from ditkit_core.testing.conformance_fused import FusedChecks
 from ditkit_core.testing.conformance_levers import LeverChecks
 from ditkit_core.testing.conformance_offload import OffloadChecks
@@ -422,30 +421,3 @@ def _differentiable(item: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str,
         key: tensor.to(dtype, copy=True).requires_grad_() if tensor.is_floating_point() else tensor
         for key, tensor in item.items()
     }
-
-
-def check_carry(carry: Any) -> None:
-    """Hold a carry against its own annotations; dimensions of one name must agree over all fields.
-
-    Type-check import hooks look at function arguments and do not see the fields of a NamedTuple.
-
-    Raises:
-        AssertionError: Naming the field.
-    """
-    assert isinstance(carry, tuple), "a carry is a NamedTuple"
-    hints = typing.get_type_hints(type(carry), include_extras=True)
-    fields = [(name, getattr(carry, name), tuple(_options(hint))) for name, hint in hints.items()]
-    # No call of ours inside: a type-check hook opens a scope of its own for dimensions in every function.
-    with jaxtyping.jaxtyped("context"):
-        for name, value, options in fields:
-            shown = tuple(value.shape) if isinstance(value, Tensor) else value
-            assert isinstance(value, options), f"carry.{name} is {shown}, annotated {options}"
-            hidden = not isinstance(value, Tensor) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
-            assert not hidden, f"carry.{name} has tensors inside a {type(value).__name__}: give each a field of its own"
-
-
-def _options(hint: Any) -> list[type]:
-    """The types that an annotation allows, as `isinstance` takes them."""
-    if typing.get_origin(hint) in (typing.Union, UnionType):
-        return [option for part in typing.get_args(hint) for option in _options(part)]
-    return [NoneType if hint is None else typing.get_origin(hint) or hint]

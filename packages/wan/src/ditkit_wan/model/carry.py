@@ -6,8 +6,33 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 
+class ReferenceCarry(NamedTuple):
+    """Of models with frames in front of the clip's."""
+
+    fronts: tuple[int, ...]
+    """Frames of each sample's grid that stand before the clip, which the head cuts off."""
+
+
+class VaceCarry(NamedTuple):
+    """Of VACE."""
+
+    stream: Float[Tensor, "batch tokens dim"]
+    """VACE's own stream, which its blocks advance."""
+
+
+class MusicCarry(NamedTuple):
+    """Of WanToDance."""
+
+    rows: Float[Tensor, "batch music dim"]
+    """What the tokens hear, a row for each group of them."""
+    steps: tuple[int, ...]
+    """Rows of music that each frame of a sample lasts."""
+    skips: bool
+    """Whether the block is left out that guidance steers away by."""
+
+
 class WanCarry(NamedTuple):
-    """Everything one block hands to the next; None is what a variant has not."""
+    """Everything one block hands to the next; None is what a variant has not. What belongs to one variant alone is a tuple of its own."""
 
     tokens: Float[Tensor, "batch tokens dim"]
     modulation: Float[Tensor, "batch times 6 dim"]
@@ -24,13 +49,6 @@ class WanCarry(NamedTuple):
     """Which tokens have the second of their sample's two times; None where there are not two."""
     image: Float[Tensor, "batch image dim"] | None = None
     """Image tokens, which cross-attention reads with keys and values of their own."""
-    vace: Float[Tensor, "batch tokens dim"] | None = None
-    """VACE's own stream, which its blocks advance."""
-    music: Float[Tensor, "batch music dim"] | None = None
-    """What WanToDance's tokens hear, a row for each group of them."""
-    fronts: tuple[int, ...] = ()
-    """Frames of each sample's grid that stand before the clip, which the head cuts off; () where no sample has any."""
-    steps: tuple[int, ...] = ()
-    """Rows of music that each frame of a sample lasts; none without music."""
-    skips: bool = False
-    """Whether the block is left out that guidance steers away by."""
+    reference: ReferenceCarry | None = None
+    vace: VaceCarry | None = None
+    music: MusicCarry | None = None

@@ -15,7 +15,7 @@ from ditkit_core.nn.functional import plain_sum
 from ditkit_core.nn.linear import CastLinear
 from ditkit_core.nn.padding import key_mask
 from ditkit_core.nn.rope import timestep_features
-from ditkit_wan.model.carry import WanCarry
+from ditkit_wan.model.carry import MusicCarry, ReferenceCarry, VaceCarry, WanCarry
 from ditkit_wan.model.image_embedding import WanImageEmbedding
 from ditkit_wan.model.inputs import WanInputs, check_conditions
 from ditkit_wan.model.rope import rotary_angles
@@ -109,11 +109,9 @@ class WanEmbed(nn.Module):
             grids=grids,
             late=inputs.late,
             image=image,
-            vace=None if inputs.vace is None else self._vace(inputs.vace, tokens),
-            music=None if inputs.music is None else self.music(inputs.music, [frames for frames, _, _ in grids]),
-            fronts=fronts,
-            steps=steps,
-            skips=inputs.skips,
+            reference=None if inputs.reference is None else ReferenceCarry(fronts),
+            vace=None if inputs.vace is None else VaceCarry(self._vace(inputs.vace, tokens)),
+            music=None if inputs.music is None else self._music(inputs.music, grids, steps, inputs.skips),
         )
 
     def _tokens(self, patches: Sequence[Tensor], steps: Sequence[int]) -> Float[Tensor, "batch tokens dim"]:
@@ -145,6 +143,12 @@ class WanEmbed(nn.Module):
         """The stream that VACE's blocks begin with; the official code has this in the first of them."""
         stream = self._embedded(self.vace_patch_embedding, [self._patches(control) for control in controls])
         return plain_sum(self.vace_before_proj(stream), tokens)
+
+    def _music(
+        self, music: Sequence[Tensor], grids: Sequence[tuple[int, int, int]], steps: tuple[int, ...], skips: bool
+    ) -> MusicCarry:
+        rows = self.music(music, [frames for frames, _, _ in grids])
+        return MusicCarry(rows, steps=steps, skips=skips)
 
     def _grid(self, latent: Tensor) -> tuple[int, int, int]:
         frames, height, width = (size // step for size, step in zip(latent.shape[1:], self.arch.patch, strict=True))

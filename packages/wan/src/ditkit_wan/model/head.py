@@ -27,13 +27,14 @@ class WanHead(nn.Module):
             self.head_global = WanHead(replace(arch, music=None), precision)
 
     def forward(self, carry: WanCarry) -> list[Tensor]:
-        fronts = carry.fronts or (0,) * len(carry.grids)
+        fronts = (0,) * len(carry.grids) if carry.reference is None else carry.reference.fronts
         samples = zip(self._rows(carry), carry.grids, fronts, strict=True)
         return [self._unpatch(row, grid, front) for row, grid, front in samples]
 
     def _rows(self, carry: WanCarry) -> list[Tensor]:
         """[tokens, features] of each sample, by the head for its frame rate."""
-        heads = [self.head_global if step > 1 else self for step in carry.steps] or [self]
+        steps = () if carry.music is None else carry.music.steps
+        heads = [self.head_global if step > 1 else self for step in steps] or [self]
         if len(set(heads)) == 1:
             return list(heads[0].patches(carry.tokens, carry.time, carry.late))
         samples = zip(heads, carry.tokens.split(1), carry.time.split(1), strict=True)

@@ -59,7 +59,7 @@ class MusicBlock(WanBlock):
 
     def forward(self, carry: WanCarry) -> WanCarry:
         assert carry.music is not None, "embed makes it"
-        heard = self.music(carry.music)
+        heard = self.music(carry.music.rows)
         h, _, x, gate = self.unfinished(carry.tokens, carry)
         end = partial(_sum_with_music, grids=carry.grids)
         return carry._replace(tokens=last_step(self.ffn[2], h, end, x, gate, heard))
@@ -69,7 +69,7 @@ class SkippedBlock(WanBlock):
     """A block that the negative side of guidance leaves out: what is drawn without it is what is steered away from."""
 
     def forward(self, carry: WanCarry) -> WanCarry:
-        return carry if carry.skips else super().forward(carry)
+        return carry if carry.music is not None and carry.music.skips else super().forward(carry)
 
 
 def _sum_with_music(
