@@ -45,9 +45,7 @@ def read_adapter(found: FoundAdapter) -> dict[str, Scaled]:
     Raises:
         UserError: If a value is not finite, naming the modules.
     """
-    read = {
-        name: Scaled(found.file.read(name), module.scale) for name, module in found.file.modules.items()
-    }  # fmt: skip
+    read = {name: Scaled(found.file.read(name), module.scale) for name, module in found.file.modules.items()}
     if broken := [name for name, adapter in read.items() if not is_finite(adapter)]:
         raise UserError(
             f"{found.path}: values of {len(broken)} of {len(read)} modules are not finite (NaN or infinite): {first_ten(broken)}; "
@@ -196,18 +194,15 @@ def metadata_for(source: Mapping[str, str], **made: object) -> dict[str, str]:
         source: The other file's header.
         made: What was done, for `made_from`.
     """
-    kept = {
-        key: value for key, value in source.items() if key not in ("format", DIFFUSERS_METADATA) and not _HASHES.match(key)
-    }  # fmt: skip
+    stale = [key for key in source if key in ("format", DIFFUSERS_METADATA) or _HASHES.match(key)]
+    kept = {key: value for key, value in source.items() if key not in stale}
     return {**kept, "made_from": json.dumps(made, sort_keys=True)}
 
 
 def dtype_of(found: FoundAdapter) -> torch.dtype:
     """The dtype that holds every matrix of a file: its own, or fp32 where there are several; bf16 of one that is narrower."""
-    keys = {
-        key for module in found.file.modules.values() for piece in module.pieces if piece is not None
-        for kind, key in piece.adapter.keys.items() if kind != "alpha"
-    }  # fmt: skip
+    pieces = [piece for module in found.file.modules.values() for piece in module.pieces if piece is not None]
+    keys = [key for piece in pieces for kind, key in piece.adapter.keys.items() if kind != "alpha"]
     dtypes = {found.file.source.tensors[key].dtype for key in keys}
     if len(dtypes) > 1 or not dtypes <= set(TOLERANCE):
         return torch.bfloat16 if all(dtype.itemsize == 1 for dtype in dtypes) else torch.float32

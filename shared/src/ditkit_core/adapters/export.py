@@ -21,7 +21,7 @@ from ditkit_core.models.precision import parse_dtype
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.models.state_dict import Part
 from ditkit_core.nn.quantized_linear import dense_weight, quantized_weights, without_scales
-from ditkit_core.weights.fp8_scaled import in_scaled_8_bits, open_weights
+from ditkit_core.weights.fp8_scaled import About, in_scaled_8_bits, open_weights
 from ditkit_core.weights.load import match
 from ditkit_core.weights.metadata import published_description
 from ditkit_core.weights.tensor_parts import Assembly, rows_of
@@ -29,6 +29,8 @@ from ditkit_core.weights.tensor_parts import Assembly, rows_of
 SHARD_BYTES = 5_000_000_000
 """Most bytes in one file of a transformer, as on the hub."""
 
+_Tensors = Mapping[str, About]
+"""Shape and dtype of the tensors of a file, by name."""
 
 _FP8_SCALED = "fp8_scaled"
 
@@ -221,7 +223,10 @@ def export_merged(
     folders = []
     for form in whole_forms(spec, config):
         target = folder / f"transformer_{form}"
-        _write_transformer(model, spec, target, form, config, metadata, shard_bytes, original)
+        shapes, tensor_of = _transformer_in_form(model, spec, form, config, original)
+        _write_shards(target, shapes, tensor_of, metadata, shard_bytes)
+        ours = {name: tuple(tensor.shape) for name, tensor in _base_tensors(model).items()}
+        match(open_weights(target), spec.architecture.names, ours)
         if form == "diffusers" and config_json is not None:
             with atomic_write(target / "config.json") as temporary:
                 temporary.write_bytes(published_description(config_json.read_bytes()))
@@ -229,16 +234,14 @@ def export_merged(
     return folders
 
 
-def _write_transformer(
+def _transformer_in_form(
     model: Any,
     spec: ModelSpec,
-    folder: Path,
     form: str,
     config: ExportConfig,
-    metadata: Mapping[str, str],
-    shard_bytes: int,
     original: Callable[[str, tuple[int, ...]], Tensor] | None,
-) -> None:
+) -> tuple[_Tensors, Callable[[str], Tensor]]:
+    """Shape and dtype of each tensor of a file in this form, and what makes one: no two of them need to be in memory at once."""
     tensors, coarse = _base_tensors(model), quantized_weights(model)
     assembly = Assembly()
     for name in tensors:
@@ -277,27 +280,34 @@ def _write_transformer(
         return torch.float32 if key in scaled else shapes[key][1]
 
     scaled: Collection[str] = ()
-    written: Callable[[str], Tensor] = tensor_of
-    if config.scaled:
-        matrices = _matrices_of_blocks(model)
-        scaled = {key for key, parts in natives.items() if _can_scale(parts, matrices, spec)}
-        shapes, written = in_scaled_8_bits(shapes, tensor_of, scaled)
-    shards = list(_shards(shapes, shard_bytes))
-    for old in folder.glob("diffusion_pytorch_model*.safetensors*"):
+    if not config.scaled:
+        return shapes, tensor_of
+    matrices = _matrices_of_blocks(model)
+    scaled = {key for key, parts in natives.items() if _can_scale(parts, matrices, spec)}
+    return in_scaled_8_bits(shapes, tensor_of, scaled)
+
+
+def _write_shards(
+    folder: Path,
+    shapes: _Tensors,
+    tensor_of: Callable[[str], Tensor],
+    metadata: Mapping[str, str],
+    shard_bytes: int,
+) -> None:
+    """Write files of at most so many bytes, and an index if there are several."""
+    shards, stem = list(_shards(shapes, shard_bytes)), "diffusion_pytorch_model"
+    for old in folder.glob(f"{stem}*.safetensors*"):
         old.unlink()
-    stem = "diffusion_pytorch_model"
     where: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(folder / name, shard, written, metadata)
+        write_safetensors(folder / name, shard, tensor_of, metadata)
         where |= dict.fromkeys(shard, name)
     if len(shards) > 1:
         total = sum(_num_bytes(*about) for about in shapes.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        # the index comes last: a folder without one, and with several files, was never finished
         write_text(folder / f"{stem}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
-    match(
-        open_weights(folder), spec.architecture.names, {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    )
 
 
 def _matrices_of_blocks(model: Any) -> set[str]:
@@ -347,11 +357,9 @@ def merged_weight(layer: Any, base: Tensor, index: int = 0, of: int = 1) -> Tens
     return merged
 
 
-def _shards(
-    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], shard_bytes: int
-) -> Iterator[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+def _shards(shapes: _Tensors, shard_bytes: int) -> Iterator[dict[str, About]]:
     """Split tensors, in their order, into files of at most so many bytes; a larger tensor has one to itself."""
-    shard: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    shard: dict[str, About] = {}
     size = 0
     for name, about in shapes.items():
         if shard and size + _num_bytes(*about) > shard_bytes:

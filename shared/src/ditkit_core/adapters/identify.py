@@ -36,7 +36,6 @@ _OTHER_METHODS = {
 }
 """What other keys beside low-rank matrices are of."""
 
-
 _OTHER_PARTS = {
     r"^((encoder|decoder)\.(conv_in|conv1|conv_out|head|middle|mid_block|(down|up)(samples|_blocks))|(post_)?quant_conv)\.": "a VAE's",
     r"\.SelfAttention\.|^token_embedding\.|^model\.(language_model\.)?(layers|embed_tokens)\.": "a text encoder's",
@@ -83,28 +82,18 @@ def presets_of(source: SafetensorsSource, spec: ModelSpec) -> tuple[str, ...]:
     )
 
 
-def known_names(spec: ModelSpec, extra: Shapes | None = None) -> KnownNames:
-    """The names of the Linear layers of all presets, and of one more architecture."""
-    layers = dict(extra or {})
-    for arch in spec.architecture.presets.values():
-        layers |= layers_of(spec.architecture.build, arch)
-    return KnownNames.of(spec.architecture.names, layers)
-
-
-def fitting(spec: ModelSpec, shapes: Shapes) -> tuple[str, ...]:
-    """The presets that have all these layers in these shapes."""
-    return tuple(
-        name
-        for name, arch in spec.architecture.presets.items()
-        if shapes.items() <= dict(layers_of(spec.architecture.build, arch)).items()
-    )
-
-
 def find_adapter(path: Path, spec: ModelSpec, *, part: str | None = None, layers: Shapes | None = None) -> FoundAdapter:
+    """As `adapter_in`, of a file that is not open yet."""
+    return adapter_in(SafetensorsSource.open(path), spec, part=part, layers=layers)
+
+
+def adapter_in(
+    whole: SafetensorsSource, spec: ModelSpec, *, part: str | None = None, layers: Shapes | None = None
+) -> FoundAdapter:
     """Understand an adapter file by its names alone.
 
     Args:
-        path: The file.
+        whole: The file.
         spec: The family that it is of.
         part: Of a file with an adapter for each expert: which; None where it holds one.
         layers: Linear layers of an architecture that is no preset, whose names count too.
@@ -112,28 +101,31 @@ def find_adapter(path: Path, spec: ModelSpec, *, part: str | None = None, layers
     Raises:
         UserError: If it is no adapter of this family, or holds two and none was chosen.
     """
-    whole = SafetensorsSource.open(path)
-    source = part_of(whole, part)
-    known = known_names(spec, layers)
-    keys = [key for name in source.tensors if (key := known.parse(name)) is not None]
+    source, path = part_of(whole, part), whole.path
+    presets = {name: layers_of(spec.architecture.build, arch) for name, arch in spec.architecture.presets.items()}
+    known = KnownNames.of(
+        spec.architecture.names, dict.fromkeys(name for each in (layers or {}, *presets.values()) for name in each)
+    )
+    said = {name: known.parse(name) for name in source.tensors}
+    keys = [key for key in said.values() if key is not None]
+    strange = [name for name, key in said.items() if key is None]
     if not any(key.kind == "down" for key in keys):
         raise _is_none(source, spec)
-    if others := other_methods(source, known):
+    if others := _other_methods(strange):
         unread = [name for named in others.values() for name in named]
         raise UserError(
             f"{path} holds {' and '.join(others)} beside low-rank matrices ({first_ten(unread)}), which is not read; merge it with "
             "the program that made it"
         )
-    if strange := [name for name in source.tensors if known.parse(name) is None]:
+    if strange:
         raise UserError(
             f"{path}: {len(strange)} of {len(source.tensors)} keys fit no adapter of this model{_likeness(strange, spec)}: "
             f"{first_ten(strange)}; name a LoRA of this model"
         )
     shapes = shapes_in(source, known)
-    return FoundAdapter(
-        path=path, file=understand_adapter(source, known, shapes), layout=known.layout(keys), shapes=shapes,
-        presets=fitting(spec, shapes),
-    )  # fmt: skip
+    file, layout = understand_adapter(source, known, shapes), known.layout(keys)
+    fitting = tuple(name for name, theirs in presets.items() if shapes.items() <= dict(theirs).items())
+    return FoundAdapter(path=path, file=file, layout=layout, shapes=shapes, presets=fitting)
 
 
 def parts_in(source: SafetensorsSource) -> tuple[str, ...]:
@@ -178,24 +170,25 @@ def _metadata_of(raw: str, *, second: bool) -> str:
     return json.dumps({key.replace(f"{SECOND}.", "transformer.", 1): value for key, value in chosen.items()})
 
 
-def other_methods(source: SafetensorsSource, known: KnownNames) -> dict[str, list[str]]:
-    """What a file holds beside low-rank matrices, with its keys."""
-    unread = [name for name in source.tensors if known.parse(name) is None]
-    found = {method: [name for name in unread if pattern.search(name)] for method, pattern in _OTHER_METHODS.items()}
-    return {method: names for method, names in found.items() if names}
+def _other_methods(names: Collection[str]) -> dict[str, list[str]]:
+    """What names of a file beside low-rank matrices are of, with these names."""
+    found = {method: [name for name in names if pattern.search(name)] for method, pattern in _OTHER_METHODS.items()}
+    return {method: named for method, named in found.items() if named}
+
+
+def native_prefix(source: SafetensorsSource, spec: ModelSpec) -> tuple[str, int]:
+    """The prefix below which most names of a file are those of a transformer of this family, and how many."""
+    known: dict[str, int] = {}
+    for prefix in (*spec.architecture.names.prefixes, ""):
+        below = [name.removeprefix(prefix) for name in source.tensors if name.startswith(prefix)]
+        known[prefix] = sum(spec.architecture.names.to_native(name) is not None for name in below)
+    prefix = max(known, key=lambda prefix: known[prefix])
+    return prefix, known[prefix]
 
 
 def is_whole(source: SafetensorsSource, spec: ModelSpec) -> bool:
     """Whether a file's names are those of a transformer of this family."""
-    prefixes = (*spec.architecture.names.prefixes, "")
-    known = max(
-        sum(
-            name.startswith(prefix) and spec.architecture.names.to_native(name.removeprefix(prefix)) is not None
-            for name in source.tensors
-        )
-        for prefix in prefixes
-    )
-    return known > len(source.tensors) / 2
+    return native_prefix(source, spec)[1] > len(source.tensors) / 2
 
 
 def _is_none(source: SafetensorsSource, spec: ModelSpec) -> UserError:
@@ -208,7 +201,7 @@ def _is_none(source: SafetensorsSource, spec: ModelSpec) -> UserError:
             f"{path} is a whole transformer, no adapter; take its difference to another with --extract {path} --base BASE --rank N"
         )
     likeness = _likeness(source.tensors, spec)
-    methods = [method for method, pattern in _OTHER_METHODS.items() if any(map(pattern.search, source.tensors))]
+    methods = _other_methods(source.tensors)
     if not likeness and methods:
         return UserError(
             f"{path} holds {' and '.join(methods)}, which is not read; merge it with the program that made it"

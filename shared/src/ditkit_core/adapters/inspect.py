@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from ditkit_core.adapters.convert import kind_of
-from ditkit_core.adapters.identify import FoundAdapter, Shapes, find_adapter, is_whole, parts_in, presets_of
+from ditkit_core.adapters.identify import Shapes, adapter_in, is_whole, native_prefix, parts_in, presets_of
 from ditkit_core.adapters.keys import speaks_of_adapters
 from ditkit_core.adapters.svd import product_norm
-from ditkit_core.io.safetensors import SafetensorsSource, StoredTensor
+from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.io.tables import Table
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.weights.fp8_scaled import num_scaled, understood
 
@@ -56,37 +57,34 @@ def inspect_file(path: Path, spec: ModelSpec, *, part: str | None = None, base: 
         return about | _whole(source, spec)
     parts = parts_in(source)
     if part is None and len(parts) > 1:
-        return about | {"kind": "adapters", "parts": {name: _adapter(path, spec, name, base) for name in parts}}
-    return about | _adapter(path, spec, part, base)
+        return about | {"kind": "adapters", "parts": {name: _adapter(source, spec, name, base) for name in parts}}
+    return about | _adapter(source, spec, part, base)
 
 
-def _adapter(path: Path, spec: ModelSpec, part: str | None, base: Shapes | None) -> dict[str, Any]:
-    found = find_adapter(path, spec, part=part, layers=base)
-    modules, stored = found.file.modules, found.file.source.tensors
+def _adapter(source: SafetensorsSource, spec: ModelSpec, part: str | None, base: Shapes | None) -> dict[str, Any]:
+    found = adapter_in(source, spec, part=part, layers=base)
+    modules = found.file.modules
     kinds: dict[str, list[str]] = {}
-    for name in modules:
-        kinds.setdefault(kind_of(name), []).append(name)
-    broken: list[str] = []
     norms: dict[str, float] = {}
     for name, module in modules.items():
+        kinds.setdefault(kind_of(name), []).append(name)
         read = found.file.read(name)
         if bool(read.down.isfinite().all()) and bool(read.up.isfinite().all()):
             norms[name] = abs(module.scale) * product_norm(read.down, read.up)
-        else:
-            broken.append(name)
+    has_scale = any(module.scale != 1 for module in modules.values())
     about = {
         "kind": "adapter",
         "form": found.layout.form,
         "matrices": "lora_down, lora_up" if found.layout.up_down else "lora_A, lora_B",
-        "alpha": "keys" if found.layout.alpha else "header" if _scales(found) != {1.0} else "none, so it is the rank",
+        "alpha": "keys" if found.layout.alpha else "header" if has_scale else "none, so it is the rank",
         "dora": found.layout.use_dora,
-        "ranks": _counted(module.rank for module in modules.values()),
-        "scales": _counted(module.scale for module in modules.values()),
-        "dtypes": _dtypes(stored.values()),
+        "ranks": _counted(f"{module.rank:g}" for module in modules.values()),
+        "scales": _counted(f"{module.scale:g}" for module in modules.values()),
+        "dtypes": _dtypes(found.file.source),
         "modules": {
             kind: {
                 "number": len(names),
-                "blocks": _spans([number for name in names if (number := _number(name)) is not None]),
+                "blocks": _spans(int(number) for name in names for number in re.findall(r"\.(\d+)\.", name)[:1]),
                 "shape": list(found.shapes[names[0]]),
                 "norm": _norms([norms[name] for name in names if name in norms]),
             }
@@ -94,7 +92,7 @@ def _adapter(path: Path, spec: ModelSpec, part: str | None, base: Shapes | None)
         },
         "norm": sum(norm**2 for norm in norms.values()) ** 0.5,
         "changes_nothing": [name for name, norm in norms.items() if norm == 0],
-        "not_finite": broken,
+        "not_finite": [name for name in modules if name not in norms],
         "presets": list(found.presets),
         "readers": dict(spec.adapters.rules.readers(found.layout, list(modules))),
     }
@@ -103,81 +101,58 @@ def _adapter(path: Path, spec: ModelSpec, part: str | None, base: Shapes | None)
     return about
 
 
-def _scales(found: FoundAdapter) -> set[float]:
-    return {module.scale for module in found.file.modules.values()}
-
-
 def _whole(raw: SafetensorsSource, spec: ModelSpec) -> dict[str, Any]:
-    """What a whole transformer is."""
     source = understood(raw)
-    prefix = max(
-        (*spec.architecture.names.prefixes, ""),
-        key=lambda prefix: sum(name.startswith(prefix) for name in source.tensors),
-    )
-    forms = [
-        form for form, rename in spec.architecture.names.from_native.items() if _is_form(source, prefix, spec, rename)
-    ]  # fmt: skip
-    sizes: dict[str, list[float]] = {}
-    broken = []
+    prefix, _ = native_prefix(source, spec)
+    norms: dict[str, float] = {}
+    kinds: dict[str, list[float]] = {}
     for name in source.tensors:
-        size = _norm_of(source, name)
-        sizes.setdefault(_kind_of_key(name.removeprefix(prefix)), []).append(size)
-        if not math.isfinite(size):
-            broken.append(name)
+        values = source.read(name).float()
+        source.apply_scale(values, name)
+        norms[name] = float(torch.linalg.vector_norm(values))
+        key = name.removeprefix(prefix)
+        kinds.setdefault(kind_of(key) if "blocks." in key else key, []).append(norms[name])
+    forms = [form for form in spec.architecture.names.from_native if _is_form(source, prefix, spec, form)]
     return {
         "kind": "transformer",
         "form": forms[0] if forms else "mixed",
         "prefix": prefix,
         "tensors": len(source.tensors),
         "parameters": sum(torch.Size(stored.shape).numel() for stored in source.tensors.values()),
-        "dtypes": _dtypes(source.tensors.values()),
+        "dtypes": _dtypes(source),
         "scaled_8_bits": num_scaled(source),
         "presets": list(presets_of(source, spec)),
-        "norms": {kind: _norms([norm for norm in of_kind if math.isfinite(norm)]) for kind, of_kind in sizes.items()},
-        "not_finite": broken,
+        "norms": {kind: _norms([norm for norm in of_kind if math.isfinite(norm)]) for kind, of_kind in kinds.items()},
+        "not_finite": [name for name, norm in norms.items() if not math.isfinite(norm)],
     }
 
 
-def _is_form(source: SafetensorsSource, prefix: str, spec: ModelSpec, rename: Any) -> bool:
+def _is_form(source: SafetensorsSource, prefix: str, spec: ModelSpec, form: str) -> bool:
     """Whether every name is one of a form."""
     for name in source.tensors:
         theirs = name.removeprefix(prefix)
         parts = spec.architecture.names.to_native(theirs) or ()
-        if not any(part.name == theirs for ours in parts for part in rename(ours.name)):
+        if not any(
+            part.name == theirs for ours in parts for part in spec.architecture.names.from_native[form](ours.name)
+        ):
             return False
     return True
 
 
-def _norm_of(source: SafetensorsSource, name: str) -> float:
-    values = source.read(name).float()
-    source.apply_scale(values, name)
-    return float(torch.linalg.vector_norm(values))
+def _counted(values: Iterable[str]) -> dict[str, int]:
+    """How often each value is there, the most frequent first."""
+    return dict(Counter(values).most_common())
 
 
-def _number(module: str) -> int | None:
-    found = re.search(r"\.(\d+)\.", module)
-    return None if found is None else int(found[1])
-
-
-def _kind_of_key(key: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", key, count=1) if "blocks." in key else key
-
-
-def _counted(values: Iterable[float]) -> dict[str, int]:
-    """How often each number is there, the most frequent first."""
-    return {f"{value:g}": number for value, number in Counter(values).most_common()}
-
-
-def _dtypes(tensors: Iterable[StoredTensor]) -> dict[str, int]:
-    counted = Counter(str(stored.dtype).removeprefix("torch.") for stored in tensors)
-    return dict(counted.most_common())
+def _dtypes(source: SafetensorsSource) -> dict[str, int]:
+    return _counted(str(stored.dtype).removeprefix("torch.") for stored in source.tensors.values())
 
 
 def _norms(norms: Sequence[float]) -> dict[str, float]:
     return {"least": min(norms), "median": median(norms), "largest": max(norms)} if norms else {}
 
 
-def _spans(numbers: Sequence[int]) -> str:
+def _spans(numbers: Iterable[int]) -> str:
     """`0-29`, `0, 2-4`; empty for what is in no block."""
     spans: list[list[int]] = []
     for number in sorted(set(numbers)):
@@ -190,14 +165,13 @@ def _spans(numbers: Sequence[int]) -> str:
 
 def as_text(about: Mapping[str, Any]) -> str:
     """What `inspect_file` found, for people."""
-    lines = [f"{about['file']}: {_size(about['bytes'])}"]
-    if about["kind"] == "adapters":
-        for part, inner in about["parts"].items():
-            lines += [f"adapter of {part}", *_adapter_lines(inner)]
-    elif about["kind"] == "adapter":
-        lines += _adapter_lines(about)
-    else:
+    num_bytes = about["bytes"]
+    size = f"{num_bytes / 2**20:.1f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:.2f} GiB"
+    lines = [f"{about['file']}: {size}"]
+    if about["kind"] == "transformer":
         lines += _whole_lines(about)
+    for part, inner in about.get("parts", {"": about} if about["kind"] == "adapter" else {}).items():
+        lines += [f"adapter of {part}"] * bool(part) + _adapter_lines(inner)
     for key, value in about["metadata"].items():
         text = " ".join(str(value).split())
         lines.append(f"header {key}: {text[:_SHOWN]}{'…' if len(text) > _SHOWN else ''}")
@@ -205,7 +179,8 @@ def as_text(about: Mapping[str, Any]) -> str:
 
 
 def _adapter_lines(about: Mapping[str, Any]) -> list[str]:
-    number = sum(kind["number"] for kind in about["modules"].values())
+    kinds, damaged = about["modules"], about["not_finite"]
+    number = sum(kind["number"] for kind in kinds.values())
     lines = [
         f"  adapter in the form of {_FORMS[about['form']]}, {about['matrices']}{', with DoRA magnitudes' * about['dora']}",
         f"  rank {_listed(about['ranks'])}, alpha: {about['alpha']}, scale {_listed(about['scales'])}; {_listed(about['dtypes'])}",
@@ -216,21 +191,13 @@ def _adapter_lines(about: Mapping[str, Any]) -> list[str]:
     lines.append(
         f"  {number} modules; the norm of all it adds is {about['norm']:.4g}, by kind (least, median, largest):"
     )
-    widest = max(map(len, about["modules"]))
-    for kind, found in about["modules"].items():
-        norm = (
-            "  ".join(f"{found['norm'][which]:<9.3g}" for which in ("least", "median", "largest"))
-            if found["norm"]
-            else "NaN"
-        )
-        blocks = f"blocks {found['blocks']}" if found["blocks"] else ""
-        lines.append(f"    {kind:<{widest}}  {found['shape']}  {norm}  {blocks}".rstrip())
+    rows = [[kind, str(found["shape"]), *_shown(found["norm"])] for kind, found in kinds.items()]
+    blocks = [f"blocks {found['blocks']}" if found["blocks"] else "" for found in kinds.values()]
+    lines += _indented([[*row, text] for row, text in zip(rows, blocks, strict=True)])
     if about["changes_nothing"]:
         lines.append(f"  {len(about['changes_nothing'])} modules change nothing: {about['changes_nothing'][0]} …")
-    if about["not_finite"]:
-        lines.append(
-            f"  DAMAGED: {len(about['not_finite'])} modules have values that are not finite: {about['not_finite'][0]} …"
-        )
+    if damaged:
+        lines.append(f"  DAMAGED: {len(damaged)} modules have values that are not finite: {damaged[0]} …")
     return lines + [f"  {reader}: {said or 'loads all of it'}" for reader, said in about["readers"].items()]
 
 
@@ -243,14 +210,18 @@ def _whole_lines(about: Mapping[str, Any]) -> list[str]:
         f"  fits {', '.join(about['presets']) or 'no preset'}",
         "  norms by kind (least, median, largest):",
     ]
-    widest = max(map(len, about["norms"]))
-    for kind, norm in about["norms"].items():
-        lines.append(f"    {kind:<{widest}}  " + "  ".join(f"{value:<9.3g}" for value in norm.values()).rstrip())
-    if about["not_finite"]:
-        lines.append(
-            f"  DAMAGED: values of {len(about['not_finite'])} tensors are not finite: {about['not_finite'][0]} …"
-        )
+    lines += _indented([[kind, *_shown(norm)] for kind, norm in about["norms"].items()])
+    if damaged := about["not_finite"]:
+        lines.append(f"  DAMAGED: values of {len(damaged)} tensors are not finite: {damaged[0]} …")
     return lines
+
+
+def _shown(norm: Mapping[str, float]) -> list[str]:
+    return [f"{value:.3g}" for value in norm.values()] or ["NaN", "", ""]
+
+
+def _indented(rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"    {line}" for line in Table(rows=rows, num_left=len(rows[0])).lines()]
 
 
 def _listed(counted: Mapping[str, int]) -> str:
@@ -259,7 +230,3 @@ def _listed(counted: Mapping[str, int]) -> str:
         return next(iter(counted))
     shown = [f"{value} ({number} times)" for value, number in list(counted.items())[:4]]
     return ", ".join(shown) + (f" and {len(counted) - 4} more" if len(counted) > 4 else "")
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:.2f} GiB"

@@ -194,13 +194,14 @@ def understand_adapter(
     columns = {name: _columns(source, adapter) for name, adapter in adapters.items()}
     found: dict[str, FileModule] = {}
     for module in modules:
-        pieces = tuple(
-            None if part is None or module not in columns[part.name]
-            else FilePiece(adapters[part.name], part.index, columns[part.name][module])
-            for part in assembly.found.get(module, ())
-        )  # fmt: skip
+        pieces: list[FilePiece | None] = []
+        for part in assembly.found.get(module, ()):
+            if part is None or module not in columns[part.name]:
+                pieces.append(None)
+            else:
+                pieces.append(FilePiece(adapters[part.name], part.index, columns[part.name][module]))
         if any(pieces):
-            found[module] = _put_together(source, module, pieces)
+            found[module] = _put_together(source, module, tuple(pieces))
     return AdapterFile(source, found)
 
 

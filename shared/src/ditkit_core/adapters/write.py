@@ -179,9 +179,8 @@ def _adapters(state: Mapping[str, Tensor]) -> dict[str, Matrices]:
         module, part = re.split(r"\.(?=lora_(?:A|B|magnitude_vector)\.weight$)", name)
         if part == "lora_A.weight":
             magnitude = f"{module}.lora_magnitude_vector.weight"
-            adapters[module] = Matrices(
-                plain(name), plain(f"{module}.lora_B.weight"), plain(magnitude) if magnitude in state else None
-            )  # fmt: skip
+            norms = plain(magnitude) if magnitude in state else None
+            adapters[module] = Matrices(plain(name), plain(f"{module}.lora_B.weight"), norms)
     assert len(state) == sum(2 + (adapter.magnitude is not None) for adapter in adapters.values()), "names are unknown"
     return adapters
 

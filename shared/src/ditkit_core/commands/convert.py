@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -10,15 +10,7 @@ from typing import Any
 
 import torch
 
-from ditkit_core.adapters.convert import (
-    Written,
-    completed,
-    dtype_of,
-    metadata_for,
-    read_adapter,
-    reduced,
-    write,
-)
+from ditkit_core.adapters.convert import completed, dtype_of, metadata_for, read_adapter, reduced, write
 from ditkit_core.adapters.export import export_merged, loaded_by, whole_forms
 from ditkit_core.adapters.extract import extract
 from ditkit_core.adapters.identify import FoundAdapter, Shapes, find_adapter, layers_of, parameters_of, presets_of
@@ -70,8 +62,9 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     form = options.to or (found.layout.form if found.layout.form in ADAPTER_FORMS else "official")
     check_form(form, spec.architecture.names, use_dora=found.layout.use_dora)
     rank, energy = parse_rank(options.rank) if options.rank else (None, 1.0)
-    marks = [f"_rank{rank}" if rank else "_reduced"] * bool(options.rank) + [f"_{form}"] * bool(options.to)
-    out = _out(options.out, path, "".join(marks) or f"_{options.dtype}")
+    mark = (f"_rank{rank}" if rank else "_reduced") if options.rank else ""
+    mark += f"_{options.to}" if options.to else ""
+    out = _out(options.out, path, mark or f"_{options.dtype}")
     adapters = read_adapter(found)
     if options.rank:
         adapters, kept = reduced(adapters, rank, energy, path)
@@ -83,14 +76,10 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     complete = completed(adapters, spec, form, layers or {}, path)
     if zeros := len(complete) - len(adapters):
         say(f"{zeros} modules are written as zeros: programs that read the {form} form want all of a block")
-    metadata = metadata_for(
-        published_header(RunConfig, found.file.source.metadata),
-        file=path.name,
-        form=form,
-        **({"rank": options.rank} if options.rank else {}),
-    )
+    made = {"file": path.name, "form": form} | ({"rank": options.rank} if options.rank else {})
+    metadata = metadata_for(published_header(RunConfig, found.file.source.metadata), **made)
     dtype = parse_dtype(options.dtype) if options.dtype else dtype_of(found)
-    _say_written(write(complete, spec, out, form=form, dtype=dtype, metadata=metadata), spec, form, complete, dtype)
+    _write(complete, spec, out, form=form, dtype=dtype, metadata=metadata)
 
 
 def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
@@ -117,15 +106,10 @@ def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
             f"energy: {named}{more}"
         )
     complete = completed(found.adapters, spec, form, layers, out)
-    made = {
-        "tuned": tuned_path.name,
-        "base": base.path.name,
-        "rank": options.rank,
-        "residual": round(found.residual, 6),
-    }
-    metadata = metadata_for({}, **made)
+    residual = round(found.residual, 6)
+    metadata = metadata_for({}, tuned=tuned_path.name, base=base.path.name, rank=options.rank, residual=residual)
     dtype = parse_dtype(options.dtype or ("bf16" if config.export.scaled else config.export.dtype))
-    _say_written(write(complete, spec, out, form=form, dtype=dtype, metadata=metadata), spec, form, complete, dtype)
+    _write(complete, spec, out, form=form, dtype=dtype, metadata=metadata)
 
 
 def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
@@ -136,19 +120,10 @@ def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
         raise UserError(
             f"--strength {strength:g} is not between -{MAX_STRENGTH} and {MAX_STRENGTH}; 1 is the adapter as it is"
         )
-    wanted = replace(
-        config.export, merged=True, dtype=options.dtype or config.export.dtype,
-        forms=(options.to,) if options.to else config.export.forms,
-    )  # fmt: skip
-    forms = whole_forms(spec, wanted)
+    dtype, forms = options.dtype or config.export.dtype, (options.to,) if options.to else config.export.forms
+    wanted = replace(config.export, merged=True, dtype=dtype, forms=forms)
     folder = Path(options.out).expanduser() if options.out else path.with_name(f"{path.stem}_merged")
-    if folder.is_file() or folder.suffix == ".safetensors":
-        raise UserError(f"--out {folder} names a file, and a whole transformer is written into a folder; name one")
-    for form in forms:
-        if any((folder / f"transformer_{form}").glob("*")):
-            raise UserError(
-                f"{folder / f'transformer_{form}'} is there already; name another folder with --out, or remove it"
-            )
+    _check_folder(folder, whole_forms(spec, wanted))
     source, arch, layers = _base(spec, config, options)
     _check_expert(spec, path, source)
     found = find_adapter(path, spec, part=options.part, layers=layers)
@@ -160,17 +135,29 @@ def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     def merged(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return read_in_fp32(source, mapping[name], shape, edits.get(name))
 
-    beside = (source.path if source.path.is_dir() else source.path.parent) / "config.json"
-    made = {"file": path.name, "base": source.path.name, "strength": strength}
+    description = (source.path if source.path.is_dir() else source.path.parent) / "config.json"
     folders = export_merged(
-        build_on_meta(spec, arch, Precision()), spec, folder, wanted, metadata=metadata_for({}, **made), original=merged,
-        config_json=beside if beside.is_file() else None,
-    )  # fmt: skip
+        build_on_meta(spec, arch, Precision()),
+        spec,
+        folder,
+        wanted,
+        metadata=metadata_for({}, file=path.name, base=source.path.name, strength=strength),
+        original=merged,
+        config_json=description if description.is_file() else None,
+    )
     for each in folders:
         worst = _difference(open_weights(each), spec, shapes, [f"{name}.weight" for name in found.shapes], merged)
-        say(
-            f"{each}: {len(found.shapes)} modules merged at strength {strength:g}; read again they differ by {worst:.1e} (rounding)"
-        )
+        what = f"{len(found.shapes)} modules merged at strength {strength:g}"
+        say(f"{each}: {what}; read again they differ by {worst:.1e} (rounding)")
+
+
+def _check_folder(folder: Path, forms: Collection[str]) -> None:
+    """Refuse a folder for whole transformers that would be written over."""
+    if folder.is_file() or folder.suffix == ".safetensors":
+        raise UserError(f"--out {folder} names a file, and a whole transformer is written into a folder; name one")
+    for target in (folder / f"transformer_{form}" for form in forms):
+        if any(target.glob("*")):
+            raise UserError(f"{target} is there already; name another folder with --out, or remove it")
 
 
 def _difference(source: SafetensorsSource, spec: ModelSpec, shapes: Shapes, names: list[str], expected: Any) -> float:
@@ -282,17 +269,23 @@ def _kept_lines(kept: Mapping[str, float], what: str) -> str:
     return f"{what}: median {median(kept.values()):.2%}, worst {kept[worst]:.2%} ({worst}), of {len(kept)} modules"
 
 
-def _say_written(
-    written: Written, spec: ModelSpec, form: str, adapters: Mapping[str, Scaled], dtype: torch.dtype
+def _write(
+    adapters: Mapping[str, Scaled],
+    spec: ModelSpec,
+    out: Path,
+    *,
+    form: str,
+    dtype: torch.dtype,
+    metadata: Mapping[str, str],
 ) -> None:
+    """Write an adapter file, and say how exact it is and who loads it."""
+    written = write(adapters, spec, out, form=form, dtype=dtype, metadata=metadata)
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     same = "to the bit" if written.exact else f"to {written.worst:.1e} (rounded to {short})"
-    ranks = (
-        f"rank {written.ranks[0]}" if len(written.ranks) == 1 else f"ranks {written.ranks[0]} to {written.ranks[-1]}"
-    )
-    say(f"{written.path}: {form}, {len(adapters)} modules, {ranks}, {short}; read again, products are the same {same}")
+    lowest, highest = written.ranks[0], written.ranks[-1]
+    ranks = f"rank {lowest}" if lowest == highest else f"ranks {lowest} to {highest}"
+    say(f"{out}: {form}, {len(adapters)} modules, {ranks}, {short}; read again, products are the same {same}")
     use_dora = any(adapter.matrices.magnitude is not None for adapter in adapters.values())
     layout = ADAPTER_FORMS[form].layout(form, spec.architecture.names.bare, use_dora=use_dora)
-    read = spec.adapters.rules.readers(layout, list(adapters))
-    if read:
+    if read := spec.adapters.rules.readers(layout, list(adapters)):
         say(loaded_by(read))
