@@ -79,10 +79,15 @@ def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainO
     # places are eager code's: a compiler keeps a chain of operations wider than it is written
     engine = replace(engine_of(run, prepared, divided.schedule), compile=False)
     subject = Subject(
-        model=prepared.model, spec=run.spec, precision=run.precision, run=engine,
-        ids=batch.ids[:SAMPLES], items=batch.items[:SAMPLES], guidance=run.config.flow.guidance,
+        model=prepared.model,
+        spec=run.spec,
+        precision=run.precision,
+        run=engine,
+        ids=batch.ids[:SAMPLES],
+        items=batch.items[:SAMPLES],
+        guidance=run.config.flow.guidance,
         seed=run.config.train.seed,
-    )  # fmt: skip
+    )
     try:
         return _audit(subject, weights, prepared, run.config.train.seed)
     except (RuntimeError, MemoryError) as error:

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 from ditkit_core.adapters.inject import is_adapter_name, trainable_parameters
 from ditkit_core.diagnostics.audit.findings import Case, Cost, Errors, Findings, PlaceFindings
@@ -107,18 +106,26 @@ def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str]
     case = {name: _case(squares) for name, squares in found.items()}
     places = [
         PlaceFindings(
-            place=place, dtype=dtype_name(getattr(subject.precision, place)), alone=case[f"alone {place}"],
-            all_but=case[f"all but {place}"], cost=costs.get(place),
+            place=place,
+            dtype=dtype_name(getattr(subject.precision, place)),
+            alone=case[f"alone {place}"],
+            all_but=case[f"all but {place}"],
+            cost=costs.get(place),
         )
         for place in ACTING
-    ]  # fmt: skip
+    ]
     return Findings(
-        lowered=dtype_name(low), edges=EDGES, samples=tuple(subject.ids), own=case["own"],
+        lowered=dtype_name(low),
+        edges=EDGES,
+        samples=tuple(subject.ids),
+        own=case["own"],
         all_lowered=case["all lowered"],
         places=tuple(sorted(places, key=lambda each: -each.alone.overall.gradient)),
-        seconds=seconds, peak_bytes=peak,
-        not_measured={**NOT_IN_A_BATCH}, notes=tuple(notes),
-    )  # fmt: skip
+        seconds=seconds,
+        peak_bytes=peak,
+        not_measured={**NOT_IN_A_BATCH},
+        notes=tuple(notes),
+    )
 
 
 @contextmanager
@@ -191,13 +198,8 @@ class _Batch:
         return cls(inputs=inputs, targets=[target.to(last) for target in targets], masks=masks)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Squares:
-    """Sums of squares: of differences, and of what they are relative to."""
-
-    velocity: tuple[float, float]
-    loss: tuple[float, float]
-    gradient: tuple[float, float]
+_Squares = Mapping[str, tuple[float, float]]
+"""By field of `Errors`: sums of squares, of differences and of what they are relative to."""
 
 
 @dataclass(kw_only=True)
@@ -226,11 +228,11 @@ class _Measured:
         sizes = {name: _square(gradient) for name, gradient in self.truth.gradients.items()}
         # what no gradient reached differs by all of it
         differences = [self.differences.get(name, size) for name, size in sizes.items()]
-        return _Squares(
-            velocity=(sum(_square(a - b) for a, b in pairs), sum(_square(b) for _, b in pairs)),
-            loss=((self.loss - self.truth.loss) ** 2, self.truth.loss**2),
-            gradient=(sum(differences), sum(sizes.values())),
-        )
+        return {
+            "velocity": (sum(_square(a - b) for a, b in pairs), sum(_square(b) for _, b in pairs)),
+            "loss": ((self.loss - self.truth.loss) ** 2, self.truth.loss**2),
+            "gradient": (sum(differences), sum(sizes.values())),
+        }
 
 
 def _square(x: Tensor) -> float:
@@ -262,9 +264,13 @@ def _is_finite(x: Tensor) -> bool:
 
 
 def _forward(
-    subject: Subject, batch: _Batch, precision: Precision, dtype_of: DtypeOf, run: Engine,
+    subject: Subject,
+    batch: _Batch,
+    precision: Precision,
+    dtype_of: DtypeOf,
+    run: Engine,
     take: Callable[[str, Tensor], None],
-) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+) -> tuple[list[Tensor], Tensor]:
     """Velocities, and the mean of the samples' squared errors in fp64."""
     set_precision(subject.model, precision)
     velocities = Recast(subject.model, dtype_of, take)(batch.inputs, run=run)
@@ -277,16 +283,15 @@ def _backend(subject: Subject, precision: Precision) -> str:
     on_gpu = any(parameter.device.type != "cpu" for parameter in subject.model.parameters())
     if precision.attention == _TRUTH:
         return "exact" if on_gpu else "sdpa"
-    return (
-        "sdpa" if BACKENDS[subject.run.backend].half_only and precision.attention.itemsize > 2 else subject.run.backend
-    )
+    is_too_wide = BACKENDS[subject.run.backend].half_only and precision.attention.itemsize > 2
+    return "sdpa" if is_too_wide else subject.run.backend
 
 
 def _case(bins: Sequence[_Squares]) -> Case:
     def errors(squares: Sequence[_Squares]) -> Errors:
         ratios = {}
         for name in ("velocity", "loss", "gradient"):
-            differences, sizes = zip(*(getattr(each, name) for each in squares), strict=True)
+            differences, sizes = zip(*(each[name] for each in squares), strict=True)
             ratios[name] = (sum(differences) / sum(sizes)) ** 0.5 if sum(sizes) else 0.0
         return Errors(**ratios)
 
@@ -295,8 +300,6 @@ def _case(bins: Sequence[_Squares]) -> Case:
 
 def _costs(subject: Subject, advance: Callable[[], None]) -> tuple[dict[str, Cost], float, int]:
     """Time and memory with each place in another dtype: lowered, or, where the run has it low, raised to fp32.
-
-    Not of the matmuls: they are stored in their dtype, which casts at use would not show.
 
     Returns:
         The costs, and seconds and highest memory of the run as it is.
@@ -311,6 +314,7 @@ def _costs(subject: Subject, advance: Callable[[], None]) -> tuple[dict[str, Cos
         advance()
     seconds: dict[str, list[float]] = {name: [] for name in choices}
     for turn in range(ROUNDS):
+        # There and back, so that a device that warms up is no advantage to whoever comes first.
         for name in list(choices)[:: 1 if turn % 2 else -1]:
             seconds[name].append(_seconds(subject, batch, choices[name]))
             advance()
@@ -327,14 +331,20 @@ def _costs(subject: Subject, advance: Callable[[], None]) -> tuple[dict[str, Cos
 
 
 def _priced() -> list[str]:
+    # Matrices are stored in the dtype of matmul, which a cast where they are used would not show.
     return [place for place in ACTING if place != "matmul"]
 
 
 def _step(subject: Subject, batch: _Batch, precision: Precision) -> None:
     """Forward and backward as the run does them."""
-    run = replace(subject.run, backend=_backend(subject, precision))
-    _, loss = _forward(subject, batch, precision, as_stored, run, lambda name, gradient: None)
+    # The velocities stay alive in the backward, as a run's do: the peak counts them.
+    _velocities, loss = _own_forward(subject, batch, precision)
     loss.backward()
+
+
+def _own_forward(subject: Subject, batch: _Batch, precision: Precision) -> tuple[list[Tensor], Tensor]:
+    run = replace(subject.run, backend=_backend(subject, precision))
+    return _forward(subject, batch, precision, as_stored, run, lambda name, gradient: None)
 
 
 def _peaks(subject: Subject, batch: _Batch, precision: Precision) -> Mapping[torch.device, int]:
@@ -361,36 +371,21 @@ def _wait() -> None:
         torch.cuda.synchronize(index)
 
 
-class _Arithmetic(TorchDispatchMode):
-    """Counts what products take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if (count := flop_registry.get(func._overloadpacket)) is not None:
-            self.flops += count(*args, **(kwargs or {}), out_val=out)
-        return out
-
-
 @torch.no_grad()
 def estimated_seconds(subject: Subject) -> float:
     """How long an audit will take at most, by a forward's arithmetic and the fp64 rate of the slowest device."""
-    with _as_it_is(subject.model, subject.precision), _Arithmetic() as count:
-        run = replace(subject.run, backend=_backend(subject, subject.precision))
-        _forward(subject, _Batch.drawn(subject, 0), subject.precision, as_stored, run, lambda name, gradient: None)
+    with _as_it_is(subject.model, subject.precision), FlopCounterMode(display=False) as count:
+        _own_forward(subject, _Batch.drawn(subject, 0), subject.precision)
     rate = min(_fp64_rate(kind) for kind in {parameter.device.type for parameter in subject.model.parameters()})
     # a forward, one again, and a backward of twice the forward's
-    return num_passes() * 4 * count.flops / rate
+    return num_passes() * 4 * count.get_total_flops() / rate
 
 
 def _fp64_rate(kind: str) -> float:
     """FLOP/s of a product in fp64, measured."""
     size = 512 if kind == "cpu" else 4096
     a = torch.ones(size, size, dtype=_TRUTH, device=kind)
-    a @ a
+    a @ a  # the first product loads the library
     _wait()
     began = time.perf_counter()
     a @ a

@@ -1,6 +1,6 @@
 """What a precision audit found, as plain values that go to JSON and back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -90,21 +90,16 @@ def to_json(findings: Findings) -> dict[str, Any]:
 
 def from_json(values: Mapping[str, Any]) -> Findings:
     """Findings that were written as JSON."""
-    given = dict(values)
-    for name in ("own", "all_lowered"):
-        given[name] = _case(given[name])
-    for name in ("edges", "samples", "notes"):
-        given[name] = tuple(given[name])
-    given["places"] = tuple(_place(each) for each in given["places"])
-    return Findings(**given)
 
+    def case(errors: Mapping[str, Any]) -> Case:
+        return Case(overall=Errors(**errors["overall"]), bins=tuple(Errors(**each) for each in errors["bins"]))
 
-def _place(values: Mapping[str, Any]) -> PlaceFindings:
-    cost = values["cost"]
-    cases = {name: _case(values[name]) for name in ("alone", "all_but")}
-    return PlaceFindings(**{**values, **cases, "cost": None if cost is None else Cost(**cost)})
+    def place(found: Mapping[str, Any]) -> PlaceFindings:
+        cost = None if found["cost"] is None else Cost(**found["cost"])
+        return PlaceFindings(
+            **{**found, "alone": case(found["alone"]), "all_but": case(found["all_but"]), "cost": cost}
+        )
 
-
-def _case(values: Mapping[str, Any]) -> Case:
-    bins: Sequence[Mapping[str, float]] = values["bins"]
-    return Case(overall=Errors(**values["overall"]), bins=tuple(Errors(**each) for each in bins))
+    given: dict[str, Any] = {name: tuple(values[name]) for name in ("edges", "samples", "notes")}
+    given |= {name: case(values[name]) for name in ("own", "all_lowered")}
+    return Findings(**{**values, **given, "places": tuple(map(place, values["places"]))})
