@@ -51,6 +51,7 @@ def read_adapter(found: FoundAdapter) -> dict[str, Scaled]:
             f"{found.path}: values of {len(broken)} of {len(read)} modules are not finite (NaN or infinite): {first_ten(broken)}; "
             "it was damaged in training, take an earlier save"
         )
+    # Zeros fill a form's gaps; a file of nothing but zeros is an adapter that was never trained.
     used = {name: adapter for name, adapter in read.items() if adapter.matrices.down.any() or adapter.matrices.up.any()}
     return used or read
 
@@ -149,7 +150,7 @@ def write(
 
     def check(file: AdapterFile) -> None:
         for name, adapter in adapters.items():
-            if name not in file.modules:  # where it shares a tensor with others, and is zero
+            if name not in file.modules:  # it shares a tensor with others, and is zero: no column says anything of it
                 read, scale = nothing((len(adapter.matrices.up), adapter.matrices.down.shape[1])).matrices, 1.0
             else:
                 read, scale = file.read(name), file.modules[name].scale

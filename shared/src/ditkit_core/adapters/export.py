@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.adapters.inject import AdapterConfig, adapter_layers, adapter_state, canonical_name, is_adapter_name
+from ditkit_core.adapters.keys import tensors_in_form
 from ditkit_core.adapters.write import check_form, check_stacks, write_adapter
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
@@ -24,7 +25,7 @@ from ditkit_core.nn.quantized_linear import dense_weight, quantized_weights, wit
 from ditkit_core.weights.fp8_scaled import About, in_scaled_8_bits, open_weights
 from ditkit_core.weights.load import match
 from ditkit_core.weights.metadata import published_description
-from ditkit_core.weights.tensor_parts import Assembly, rows_of
+from ditkit_core.weights.tensor_parts import rows_of
 
 SHARD_BYTES = 5_000_000_000
 """Most bytes in one file of a transformer, as on the hub."""
@@ -123,9 +124,14 @@ def check_adapted(spec: ModelSpec, config: ExportConfig, model: Any) -> None:
 def read_by(spec: ModelSpec, form: str, model: Any) -> Mapping[str, str]:
     """Programs that read adapter files to what each makes of a model's adapter in a form: empty where one loads all of it."""
     layers = adapter_layers(model)
-    about, use_dora = ADAPTER_FORMS[form], any(layer.lora_magnitude_vector for layer in layers.values())
-    layout = about.layout(form, spec.architecture.names.bare, use_dora=use_dora)
-    return spec.adapters.rules.readers(layout, [*layers, *spec.adapters.rules.fillers(form, list(layers))])
+    use_dora = any(layer.lora_magnitude_vector for layer in layers.values())
+    return readers_of(spec, form, [*layers, *spec.adapters.rules.fillers(form, list(layers))], use_dora=use_dora)
+
+
+def readers_of(spec: ModelSpec, form: str, modules: Collection[str], *, use_dora: bool) -> Mapping[str, str]:
+    """As `read_by`, of a file with adapters of these modules."""
+    layout = ADAPTER_FORMS[form].layout(form, spec.architecture.names.bare, use_dora=use_dora)
+    return spec.adapters.rules.readers(layout, modules)
 
 
 def loaded_by(read: Mapping[str, str]) -> str:
@@ -167,7 +173,7 @@ def export_adapter(
     check_adapted(spec, config, model)
     (scaling,) = {layer.scaling["default"] for layer in layers.values()}
     state, files = adapter_state(model), []
-    base = _base_tensors(model)
+    base = base_tensors(model)
     for form in config.forms:
         path = folder / (f"{stem}.safetensors" if exact or form == "official" else f"{stem}_{form}.safetensors")
         fillers = {
@@ -225,7 +231,7 @@ def export_merged(
         target = folder / f"transformer_{form}"
         shapes, tensor_of = _transformer_in_form(model, spec, form, config, original)
         _write_shards(target, shapes, tensor_of, metadata, shard_bytes)
-        ours = {name: tuple(tensor.shape) for name, tensor in _base_tensors(model).items()}
+        ours = {name: tuple(tensor.shape) for name, tensor in base_tensors(model).items()}
         match(open_weights(target), spec.architecture.names, ours)
         if form == "diffusers" and config_json is not None:
             with atomic_write(target / "config.json") as temporary:
@@ -242,15 +248,12 @@ def _transformer_in_form(
     original: Callable[[str, tuple[int, ...]], Tensor] | None,
 ) -> tuple[_Tensors, Callable[[str], Tensor]]:
     """Shape and dtype of each tensor of a file in this form, and what makes one: no two of them need to be in memory at once."""
-    tensors, coarse = _base_tensors(model), quantized_weights(model)
-    assembly = Assembly()
-    for name in tensors:
-        assert assembly.add(name, spec.architecture.names.from_native[form](name)), (
-            f"{name} shares rows with another parameter"
-        )
+    tensors, coarse = base_tensors(model), quantized_weights(model)
+    assembly = tensors_in_form(tensors, spec.architecture.names.from_native[form])
     natives = assembly.complete
     assert len(natives) == len(assembly.found), "the form has rows that the model does not"
 
+    # Shapes come from views: of a quantized weight nothing is dequantized to know them.
     def about(parts: Sequence[Part]) -> tuple[tuple[int, ...], torch.dtype]:
         pieces = [rows_of(tensors[part.name], part.index, part.of) for part in parts]
         wide = any(spec.precision.keep_fp32(part.name) for part in parts)
@@ -326,7 +329,7 @@ def _can_scale(parts: Sequence[Part], matrices: Collection[str], spec: ModelSpec
     return all(part.name in matrices and not spec.precision.keep_fp32(part.name) for part in parts)
 
 
-def _base_tensors(model: Any) -> dict[str, Tensor]:
+def base_tensors(model: Any) -> dict[str, Tensor]:
     """Parameters and persistent buffers of the model without its adapter, by canonical name; of a quantized weight only the shape."""
     state = {canonical_name(name): tensor for name, tensor in model.state_dict().items() if not is_adapter_name(name)}
     return without_scales(state, model)

@@ -77,7 +77,7 @@ def extract(
     for name, shape in shapes.items():
         theirs, ours = (read_in_fp32(source, mapping[name], shape) for source, mapping in places)
         size_of_base = float(torch.linalg.vector_norm(ours))
-        difference = theirs.sub_(ours)
+        difference = theirs.sub_(ours)  # in place: two matrices of the largest layer are all that is in memory
         size = float(torch.linalg.vector_norm(difference))
         advance()
         if not math.isfinite(size):

@@ -102,6 +102,7 @@ def adapter_in(
         UserError: If it is no adapter of this family, or holds two and none was chosen.
     """
     source, path = part_of(whole, part), whole.path
+    # Names of all presets count: which of them the file fits is told by shapes, once its keys are understood.
     presets = {name: layers_of(spec.architecture.build, arch) for name, arch in spec.architecture.presets.items()}
     known = KnownNames.of(
         spec.architecture.names, dict.fromkeys(name for each in (layers or {}, *presets.values()) for name in each)
@@ -149,6 +150,7 @@ def part_of(source: SafetensorsSource, part: str | None) -> SafetensorsSource:
     if source.tensors and chosen not in parts and part != parts[0]:
         raise UserError(f"{source.path} holds no adapter of {chosen}, only of {parts[0]}; leave --part out")
     second = chosen == SECOND
+    # Named as the first, so that all that follows needs to know one prefix.
     tensors = {
         f"transformer.{name.removeprefix(f'{SECOND}.')}" if second else name: stored
         for name, stored in source.tensors.items()
@@ -188,6 +190,7 @@ def native_prefix(source: SafetensorsSource, spec: ModelSpec) -> tuple[str, int]
 
 def is_whole(source: SafetensorsSource, spec: ModelSpec) -> bool:
     """Whether a file's names are those of a transformer of this family."""
+    # Half, because a whole checkpoint may have a VAE or a text encoder next to its transformer.
     return native_prefix(source, spec)[1] > len(source.tensors) / 2
 
 

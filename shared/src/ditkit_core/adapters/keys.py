@@ -7,7 +7,7 @@ names do.
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ditkit_core.io.safetensors import SafetensorsSource
@@ -55,11 +55,7 @@ class KnownNames:
         """The names of these Linear layers."""
         by_form: dict[str, Mapping[str, tuple[Part, ...]]] = {}
         for form, from_native in names.from_native.items():
-            assembly = Assembly()
-            for module in modules:
-                theirs = parts_of_modules(from_native(f"{module}.weight"))
-                assert assembly.add(module, theirs), f"{module} shares rows with another"
-            by_form[form] = assembly.complete
+            by_form[form] = modules_in_form(modules, from_native).complete
         by_form[""] = {module: (Part(module),) for module in modules}
         parts: dict[str, tuple[Part, ...]] = {}
         forms: dict[tuple[Part, ...], list[str]] = {}
@@ -98,9 +94,22 @@ class KnownNames:
         )
 
 
-def parts_of_modules(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Parts of weights as parts of the modules that own them."""
-    return tuple(replace(part, name=part.name.removesuffix(".weight")) for part in parts)
+def modules_in_form(modules: Iterable[str], from_native: Callable[[str], Sequence[Part]]) -> Assembly:
+    """A form's modules put together of ours."""
+
+    def theirs(module: str) -> tuple[Part, ...]:
+        weights = from_native(f"{module}.weight")
+        return tuple(replace(part, name=part.name.removesuffix(".weight")) for part in weights)
+
+    return tensors_in_form(modules, theirs)
+
+
+def tensors_in_form(names: Iterable[str], from_native: Callable[[str], Sequence[Part]]) -> Assembly:
+    """A form's tensors put together of ours."""
+    assembly = Assembly()
+    for name in names:
+        assert assembly.add(name, tuple(from_native(name))), f"{name} shares rows with another"
+    return assembly
 
 
 def speaks_of_adapters(source: SafetensorsSource) -> bool:

@@ -71,6 +71,7 @@ def shrink(
     shares = s.square().cumsum(0) / s.square().sum() if s.any() else torch.ones_like(s)
     wanted = int((shares < energy - 1e-12).sum()) + 1 if rank is None else rank
     wanted = min(wanted, len(s))
+    # The square root goes into both factors: of equal size they lose least when they are rounded.
     root = s[:wanted].sqrt()
     return LowRank(
         (root[:, None] * (vh[:wanted] @ q_down.T)).float(),
@@ -98,7 +99,7 @@ def low_rank(
         Factors in fp32, of a rank no larger than the matrix has.
     """
     wide = matrix.float()
-    total = float(wide.double().square().sum())
+    total = float(wide.double().square().sum())  # of the whole matrix: what the range finder misses counts as lost
     if total == 0:
         return LowRank(torch.zeros(1, matrix.shape[1]), torch.zeros(matrix.shape[0], 1), 1.0)
     if min(wide.shape) <= _FULL:

@@ -13,15 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.adapters.inject import adapter_layers, canonical_name, is_adapter_name
+from ditkit_core.adapters.export import base_tensors
+from ditkit_core.adapters.inject import adapter_layers
+from ditkit_core.adapters.keys import tensors_in_form
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import Components
 from ditkit_core.models.state_dict import Part, StateDictNames
 from ditkit_core.nn.parameters import swapped
-from ditkit_core.nn.quantized_linear import dense_weight, quantized_weights, without_scales
+from ditkit_core.nn.quantized_linear import dense_weight, quantized_weights
 from ditkit_core.weights.load import first_ten
-from ditkit_core.weights.tensor_parts import Assembly, rows_of
+from ditkit_core.weights.tensor_parts import rows_of
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 """Largest relative difference (of norms) by the matmuls' dtype. fp32: orders of summation differ. 16 bits: other programs
@@ -137,16 +139,11 @@ class _Base:
     def __init__(self, model: Any):
         self.quantized = quantized_weights(model)
         self._matmul = model.embed.precision.matmul
-        state = {
-            canonical_name(name): tensor for name, tensor in model.state_dict().items() if not is_adapter_name(name)
-        }
-        self._tensors = without_scales(state, model)
+        self._tensors = base_tensors(model)
 
     def in_form(self, names: StateDictNames, form: str) -> Mapping[str, tuple[Part, ...]]:
         """By the form's name: the parts of our parameters that the tensor's rows are."""
-        assembly = Assembly()
-        for name in self._tensors:
-            assert assembly.add(name, names.from_native[form](name)), f"{name} takes the place of another parameter"
+        assembly = tensors_in_form(self._tensors, names.from_native[form])
         assert len(assembly.complete) == len(assembly.found), "a tensor of the form lacks rows"
         return assembly.complete
 

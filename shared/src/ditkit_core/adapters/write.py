@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ditkit_core.adapters.keys import parts_of_modules
+from ditkit_core.adapters.keys import modules_in_form
 from ditkit_core.adapters.read import DIFFUSERS_METADATA, AdapterFile, open_adapter
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import write_safetensors
@@ -159,13 +159,7 @@ def check_stacks(form: str, names: StateDictNames, modules: Collection[str], *, 
 
 
 def _assembly(modules: Iterable[str], names: StateDictNames, form: str) -> Assembly:
-    """The form's modules put together of ours."""
-    assembly, from_native = Assembly(), names.from_native[_naming(form, names)]
-    for module in modules:
-        assert assembly.add(module, parts_of_modules(from_native(f"{module}.weight"))), (
-            f"{module} shares rows with another"
-        )
-    return assembly
+    return modules_in_form(modules, names.from_native[_naming(form, names)])
 
 
 def _adapters(state: Mapping[str, Tensor]) -> dict[str, Matrices]:

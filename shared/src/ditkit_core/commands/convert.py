@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ditkit_core.adapters.convert import completed, dtype_of, metadata_for, read_adapter, reduced, write
-from ditkit_core.adapters.export import export_merged, loaded_by, whole_forms
+from ditkit_core.adapters.export import export_merged, loaded_by, readers_of, whole_forms
 from ditkit_core.adapters.extract import extract
 from ditkit_core.adapters.identify import FoundAdapter, Shapes, find_adapter, layers_of, parameters_of, presets_of
 from ditkit_core.adapters.inject import target_modules
@@ -286,6 +286,5 @@ def _write(
     ranks = f"rank {lowest}" if lowest == highest else f"ranks {lowest} to {highest}"
     say(f"{out}: {form}, {len(adapters)} modules, {ranks}, {short}; read again, products are the same {same}")
     use_dora = any(adapter.matrices.magnitude is not None for adapter in adapters.values())
-    layout = ADAPTER_FORMS[form].layout(form, spec.architecture.names.bare, use_dora=use_dora)
-    if read := spec.adapters.rules.readers(layout, list(adapters)):
+    if read := readers_of(spec, form, list(adapters), use_dora=use_dora):
         say(loaded_by(read))

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from made_runs import SIGMAS, write_drawing, write_run
 
-from ditkit_core.diagnostics.rendering import Html, element, escaped, joined
 from ditkit_core.diagnostics.report.charts import HEIGHT, WIDTH, Chart, Line, figure
 from ditkit_core.diagnostics.report.data import MOST_DRAWINGS, MOST_POINTS, Series, read_metrics, read_sections
 from ditkit_core.errors import UserError
@@ -77,17 +76,6 @@ def test_drawings_are_few_with_the_first_and_the_last(tmp_path: Path) -> None:
         assert (one, other) == ("drawn-1001", "drawn-001")
     steps = [int(drawing.title.removeprefix("Step ")) for drawing in section.drawings]
     assert len(steps) == MOST_DRAWINGS and (steps[0], steps[-1]) == (0, 370) and steps == sorted(steps)
-
-
-# Markup
-
-
-def test_text_is_escaped_and_markup_is_not() -> None:
-    made = element("p", "<b>", element("i", "x & y"), title='"quoted"', data_key="'k'", class_="c", id=None)
-    assert made == '<p title="&quot;quoted&quot;" data-key="&#x27;k&#x27;" class="c">&lt;b&gt;<i>x &amp; y</i></p>'
-    assert isinstance(joined("<", Html("<br>")), Html) and joined("<", Html("<br>")) == "&lt;<br>"
-    assert escaped("a\x00b\ud800c\nd\te") == "a\ufffdb\ufffdc\nd\te"
-    assert element("img", src="a") == '<img src="a">' and element("td") == "<td></td>"
 
 
 # Curves

@@ -94,12 +94,13 @@ def examine(run: Run) -> Examined:
     )
     largest = max(of_data, of_class, key=lambda each: each.cost).largest
     same = same_content(_hashes(run, everything))
-    known = {id for group in same for id in group[1:]}
+    known = {id for group in same for id in group[1:]}  # said already as the same content
     prints = {**own.prints, **prior.prints}
     alike = near_duplicates({id: print for id, print in prints.items() if id not in known})
     files = [file for looks in both for file in looks.files()]
     excluded = [each for looks in both for each in looks.excluded]
     undecoded = [each for looks in both for each in looks.undecoded]
+    # Codes are printed in this order: what is missing, then what is odd in files, then what is odd between them.
     findings = [
         *of_excluded(excluded),
         *of_excluded(undecoded, "D03"),
@@ -239,6 +240,7 @@ def _looked_at(run: Run, data: DataConfig | None, dataset: DatasetName) -> _Look
     if data is None:
         return looks
     stopping = {"bad": looks.stops, "short": data.short_clips == "error", "unused": False}
+    # Scanned leniently, so that all problems are listed and not the first alone.
     lenient = replace(data, on_bad="skip", short_clips="skip" if stopping["short"] else data.short_clips)
     try:
         found: Dataset | NothingToTrain = run.data.scanned(lenient, f"{dataset}.folder")

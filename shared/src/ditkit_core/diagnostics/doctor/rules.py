@@ -231,6 +231,7 @@ def of_pictures(sample: Sample, columns: Sequence[Column], fps: float) -> Iterat
         is_used = column.moment == "begin" or (column.moment == "end" and sample.frames > 1)
         if not is_used or column.name not in sample.controls:
             continue
+        # Both go through training's own reader, so that cropping and colours cannot make a difference.
         path = sample.controls[column.name]
         seconds = sample.start_seconds + ((sample.frames - 1) / fps if column.moment == "end" and fps else 0.0)
         own = read_clip(sample.media, frames=1, fps=fps or 1.0, height=height, width=width, start_seconds=seconds)
@@ -273,6 +274,7 @@ def _out_of_step(own: MediaInfo, given: MediaInfo) -> str:
     """How a video runs otherwise than its clip; empty if it does not, or is a shorter one of which enough is there."""
     if not (own.seconds and given.seconds):  # images of a folder that names no rate
         return ""
+    # As many frames at another rate: it was written without the clip's rate, and fits frame by frame but not by time.
     counts = round(own.seconds * own.fps), round(given.seconds * given.fps)
     slack = SAME_SECONDS * own.seconds + 4 * SAME_SECONDS
     times = f"lasts {given.seconds:.2f} s and its clip {own.seconds:.2f} s: frames are matched by time"
@@ -289,6 +291,7 @@ def same_content(hashes: Mapping[str, tuple[str, Path]]) -> list[tuple[str, ...]
     """
     groups: dict[str, dict[Path, str]] = defaultdict(dict)
     for id, (content, file) in hashes.items():
+        # Windows of one file have its hash too, and are no copies of each other.
         groups[content].setdefault(file, id)
     return [tuple(files.values()) for files in groups.values() if len(files) > 1]
 

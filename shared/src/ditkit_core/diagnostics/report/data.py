@@ -38,6 +38,7 @@ class Series:
         stretches = max((at_most - 2) // 2, 1)
         kept = {0, count - 1}
         for i in range(stretches):
+            # Lowest and highest, not an average: a spike is what a reader looks for.
             places = range(i * count // stretches, (i + 1) * count // stretches)
             kept |= {min(places, key=self.values.__getitem__), max(places, key=self.values.__getitem__)}
         chosen = sorted(kept)

@@ -104,6 +104,7 @@ def picture(path: Path) -> str:
     """
     image = Image.fromarray(still.read(path))
     image.thumbnail(_PICTURE_SIZE)
+    # So that a page of many images can still be sent to somebody.
     for quality in (80, 60, 40, 20, 10):
         buffer = io.BytesIO()
         image.save(buffer, format="JPEG", quality=quality)
