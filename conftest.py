@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,16 +112,20 @@ def pytest_sessionfinish() -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks exhaustive what a variant's conformance checks leave out, and skips what needs a GPU where there is none."""
-    counted: Counter[tuple[Any, str]] = Counter()
+    combinations: dict[tuple[Any, str], list[pytest.Item]] = {}
     for item in items:
-        kind, every = getattr(item, "cls", None), getattr(getattr(item, "cls", None), "one_in", 1)
-        if every > 1:
-            check = (kind, item.name.partition("[")[0])
-            shift = sum(kind.__name__.encode())  # variants differ in what they leave out
-            if counted[check] and (counted[check] + shift) % every:
+        kind = getattr(item, "cls", None)
+        if getattr(kind, "one_in", 1) > 1 and not item.get_closest_marker("exhaustive"):
+            combinations.setdefault((kind, item.name.partition("[")[0]), []).append(item)
+    for (kind, _), of_check in combinations.items():
+        daily = [item for item in of_check if not item.get_closest_marker("slow")] or of_check
+        every = min(kind.one_in, len(daily))
+        shift = sum(kind.__name__.encode())  # variants differ in what they leave out
+        chosen = [item for index, item in enumerate(daily) if (index + shift) % every == 0]
+        for item in of_check:
+            if item not in chosen:
                 item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]
                 item.add_marker(pytest.mark.exhaustive)
-            counted[check] += 1
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -13,8 +13,13 @@ from beartype import beartype
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`beartype(function)` for the annotations that beartype understands."""
-    function.__annotations__ = {name: _checkable(hint) for name, hint in function.__annotations__.items()}
+    """`beartype(function)` for the annotations that beartype understands.
+
+    jaxtyping hands over two stand-ins for a function: one takes the arguments, and the other, after the call, arguments and result. In the
+    second the result is all that is left to check: what the dimensions are called was settled in the first.
+    """
+    hints = {name: _checkable(hint) for name, hint in function.__annotations__.items()}
+    function.__annotations__ = {"return": hints["return"]} if hints.get("return", Any) is not Any else hints
     return beartype(function)
 
 

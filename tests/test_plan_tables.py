@@ -19,6 +19,7 @@ def written():
     return MEMORY.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @made_with_another_torch
 def test_a_row_of_the_page_is_what_the_planner_says_today(written):
     assert line(CHEAP) in between(written, TABLE, MEMORY.name).splitlines()

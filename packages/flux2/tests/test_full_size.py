@@ -74,7 +74,13 @@ def check_step(model: torch.nn.Module, policy: str, samples: list[Mapping[str, T
     assert flops.keys() == {(torch.float32, DEVICE), (torch.bfloat16, DEVICE)}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "attn_only",
+        *(pytest.param(policy, marks=pytest.mark.exhaustive) for policy in POLICIES if policy != "attn_only"),
+    ],
+)
 def test_a_step_of_dev_stays_on_its_device_in_its_dtypes(policy):
     model = adapted(replace(PRESETS["dev"], **FEW))
     arch = model.embed.arch

@@ -104,7 +104,9 @@ def test_every_kind_of_architecture_is_planned_once():
 @pytest.mark.parametrize(
     "file",
     [
-        pytest.param(file, marks=[] if file.stem == "t2v_1.3b_lora" else pytest.mark.exhaustive, id=file.stem)
+        pytest.param(
+            file, marks=pytest.mark.slow if file.stem == "t2v_1.3b_lora" else pytest.mark.exhaustive, id=file.stem
+        )
         for file in CONFIGS
         if file.stem in PLANNED
     ],

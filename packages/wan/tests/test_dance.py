@@ -162,7 +162,8 @@ def test_a_plan_has_all_that_the_form_is_given(preset, rows):
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
-@pytest.mark.parametrize("preset", ["wantodance-14b", pytest.param("wantodance-14b-global", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["wantodance-14b", "wantodance-14b-global"])
 def test_at_its_published_size_it_is_divided_over_devices_that_refuse_to_mix(preset, monkeypatch):
     """The case that was seen to fail: music was an attribute, used on whatever device the tokens were."""
     published = WAN.architecture.presets[preset]

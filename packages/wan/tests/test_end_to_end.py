@@ -22,7 +22,8 @@ def test_the_demo_ends_with_a_verified_adapter_samples_and_metrics(demo, tmp_pat
 @pytest.mark.parametrize(
     "flags",
     [
-        *LEVERS,
+        *LEVERS[1::2],
+        *(pytest.param(flags, marks=pytest.mark.exhaustive) for flags in LEVERS[0::2]),  # daily in the other family
         ("--data.frames", "1", "--sample.guidance", "1", "--adapter.targets", '["self"]', "--adapter.alpha", "3"),
     ],
 )  # fmt: skip

@@ -230,7 +230,14 @@ def test_activations_go_to_the_host_where_nothing_fits_without(made, monkeypatch
     assert "GiB of activations wait in host memory for their backward" in printed.err
 
 
-@pytest.mark.parametrize("policy", ["budget", "full, 0=none", "cuda:7=full", "every_n(2)"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "budget",
+        "cuda:7=full",
+        *(pytest.param(policy, marks=pytest.mark.exhaustive) for policy in ("full, 0=none", "every_n(2)")),
+    ],
+)
 def test_whatever_is_set_for_checkpointing_is_replaced(policy, run_file, capsys):
     flags = ["--fit", "--gpus", "24GiB", "--train.checkpointing", policy]
     assert cli.run(TOY, "train", [str(run_file), *flags]) == 0

@@ -71,7 +71,14 @@ def test_blocks_of_different_policies_are_put_together_from_steps_of_one(policy,
     check_plan(found, of, (3,), rel=0.005)
 
 
-@pytest.mark.parametrize("policy", ["none", "full", "attn_only", "attn_only(self)", "full, 1-3=none"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "attn_only(self)",
+        "full, 1-3=none",
+        *(pytest.param(policy, marks=pytest.mark.exhaustive) for policy in ("none", "full", "attn_only")),
+    ],
+)
 def test_what_blocks_keep_is_what_real_tensors_leave_alive(policy):
     check_kept(toy_job(policy=policy))
 

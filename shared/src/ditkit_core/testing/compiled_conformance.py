@@ -21,8 +21,9 @@ from ditkit_core.engine.activation_offload import HostMemory
 from ditkit_core.engine.engine import POLICIES, Engine
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.nn.quantized_linear import LAYOUTS
+from ditkit_core.testing.combinations import pairwise
 from ditkit_core.testing.compiled_steps import attention_forwards, compare, difference, divided, numbers
-from ditkit_core.testing.conformance_levers import LEVERS, pairwise
+from ditkit_core.testing.conformance_levers import LEVERS
 from ditkit_core.testing.conformance_quantized import make_quantized
 from ditkit_core.testing.conformance_swap import stream, train_streamed
 from ditkit_core.testing.world import ADAPTERS, Items, make_model, train_shortly

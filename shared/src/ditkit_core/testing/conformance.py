@@ -39,6 +39,7 @@ from ditkit_core.nn.attention_backends import BACKENDS
 from ditkit_core.nn.context import AttentionSettings, attention_settings
 from ditkit_core.run.prepare import check_item
 from ditkit_core.testing.carries import check_carry
+from ditkit_core.testing.combinations import every_pair, every_value
 from ditkit_core.testing.conformance_fused import FusedChecks
 from ditkit_core.testing.conformance_levers import LeverChecks
 from ditkit_core.testing.conformance_offload import OffloadChecks
@@ -67,8 +68,8 @@ class CoreChecks:
     spec: ClassVar[ModelSpec]
     arch: ClassVar[Any]
     one_in: ClassVar[int] = 1
-    """For variants of a model that passes: of a check's combinations one in so many is run, others for each variant, and the rest are marked
-    `exhaustive`. It should have no factor in common with the sizes of what is combined, so that all of each are met."""
+    """For variants of a model that passes: of a check's combinations one in so many is run, and one at least; others for each variant, and the
+    rest are marked `exhaustive`. It should have no factor in common with the sizes of what is combined, so that all of each are met."""
     idle: ClassVar[tuple[str, ...]] = ()
     """How names of parameters begin that not every item uses."""
 
@@ -161,8 +162,9 @@ class CoreChecks:
 
     # Numbers
 
-    @pytest.mark.parametrize("ragged", [False, True])
-    @pytest.mark.parametrize(("adapter", "dtype"), list(itertools.product(ADAPTERS | EVERYWHERE, DTYPES)))
+    @pytest.mark.parametrize(
+        ("adapter", "dtype", "ragged"), every_pair(list(ADAPTERS | EVERYWHERE), list(DTYPES), (False, True))
+    )
     def test_no_policy_changes_a_bit(self, adapter: str, dtype: str, ragged: bool) -> None:
         model: Any = make_model(self.spec, self.arch, dtype=DTYPES[dtype], adapter=(ADAPTERS | EVERYWHERE)[adapter])
         names = list(model.state_dict())
@@ -175,9 +177,7 @@ class CoreChecks:
             assert torch.equal(under.generator_state, plain.generator_state), f"{policy} leaks random state"
         assert list(model.state_dict()) == names
 
-    @pytest.mark.parametrize(
-        ("adapter", "dtype"), list(itertools.product(("full", "lora", "lora with dropout"), DTYPES))
-    )
+    @pytest.mark.parametrize(("adapter", "dtype"), every_value(("full", "lora", "lora with dropout"), list(DTYPES)))
     def test_operations_kept_by_name_do_not_run_again(self, adapter: str, dtype: str) -> None:
         model: Any = make_model(self.spec, self.arch, dtype=DTYPES[dtype], adapter=ADAPTERS[adapter])
         plain, ran = counted(partial(self._outcome, model, None, ragged=True))
@@ -210,7 +210,7 @@ class CoreChecks:
                 error, size = float((gradient - expected).norm()), float(expected.norm())
                 assert error <= 1e-12 * max(size, 1e-2 * largest), (name, error, size)
 
-    @pytest.mark.parametrize(("adapter", "dtype"), list(itertools.product(ADAPTERS, DTYPES)))
+    @pytest.mark.parametrize(("adapter", "dtype"), every_value(list(ADAPTERS), list(DTYPES)))
     def test_a_policy_holds_what_it_says(self, adapter: str, dtype: str) -> None:
         """Bytes alive after a forward of all blocks: what `attn_only` adds to `full` is what attention made, no more or less."""
         model: Any = make_model(self.spec, self.arch, dtype=DTYPES[dtype], adapter=ADAPTERS[adapter])
@@ -268,7 +268,7 @@ class CoreChecks:
         here = self._outcome(model, Engine(policy=policy))
         assert self._outcome(model, Engine(policy=policy), backward=elsewhere).differences(here) == []
 
-    @pytest.mark.parametrize(("adapter", "policy"), list(itertools.product(ADAPTERS, POLICIES)))
+    @pytest.mark.parametrize(("adapter", "policy"), every_value(list(ADAPTERS), POLICIES))
     def test_training_on_another_device_changes_no_number(self, adapter: str, policy: str) -> None:
         """Fails on any operation that mixes the devices: a table, mask or noise left on the host."""
         items = self.items(2, ragged=True)

@@ -3,8 +3,7 @@
 All combinations would take hours. Every pair of values of two levers is in some case, so that no two of them can be at odds unnoticed.
 """
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -14,6 +13,7 @@ from ditkit_core.engine.activation_offload import HostMemory
 from ditkit_core.engine.engine import POLICIES, Engine
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_linear import LAYOUTS
+from ditkit_core.testing.combinations import pairwise
 from ditkit_core.testing.conformance_quantized import make_quantized
 from ditkit_core.testing.conformance_split import layouts
 from ditkit_core.testing.conformance_swap import Watched, stream
@@ -30,23 +30,6 @@ LEVERS: Mapping[str, Sequence[Any]] = {
     "offload": (False, True),
 }
 """Values by lever; `one_of`: of how many blocks one is streamed, 0 for none. A full fine-tune has tests of its own: its base is not frozen."""
-
-
-def pairwise(
-    levers: Mapping[str, Sequence[Any]], allowed: Callable[[tuple[Any, ...]], bool] = lambda case: True
-) -> list[tuple[Any, ...]]:
-    """Cases in which every pair of values of two levers occurs that an allowed case has: each is the one with the most pairs still missing."""
-    every = [case for case in itertools.product(*levers.values()) if allowed(case)]
-    missing = {pair for case in every for pair in _pairs(case)}
-    cases: list[tuple[Any, ...]] = []
-    while missing:
-        cases.append(max(every, key=lambda case: len(missing.intersection(_pairs(case)))))
-        missing.difference_update(_pairs(cases[-1]))
-    return cases
-
-
-def _pairs(case: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    return list(itertools.combinations(enumerate(case), 2))
 
 
 class LeverChecks:

@@ -26,7 +26,7 @@ from ditkit_core.models.precision import autocast_disabled
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn import attention
 from ditkit_core.nn.context import AttentionSettings, attention_settings
-from ditkit_core.testing.conformance_levers import pairwise
+from ditkit_core.testing.combinations import pairwise
 from ditkit_core.testing.pretend_devices import HOST, CountCrossings, PretendDevices, divide
 from ditkit_core.testing.world import ADAPTERS, Items, Outcome, make_model, offloadable, outcome
 

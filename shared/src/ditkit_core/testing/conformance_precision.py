@@ -14,6 +14,7 @@ from ditkit_core.engine.engine import POLICIES, Engine
 from ditkit_core.models.precision import FAST, PLACES, Precision, autocast_disabled, set_precision
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.testing.combinations import every_pair, every_value
 from ditkit_core.testing.world import ADAPTERS, Items, make_model, outcome
 
 MODEL_PLACES = tuple(place for place in PLACES if place not in ("accumulation", "optimizer", "reduction"))
@@ -145,8 +146,9 @@ class PrecisionChecks:
             wide = errors(place, torch.float32)[0]
             assert wide < 0.05 * narrow[place][0] or place in self.places_without, (place, narrow[place], wide)
 
-    @pytest.mark.parametrize("outer", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-    @pytest.mark.parametrize("preset", ["fast", "reference", "default"])
+    @pytest.mark.parametrize(
+        ("preset", "outer"), every_value(("fast", "reference", "default"), (torch.bfloat16, torch.float16))
+    )
     def test_an_outer_autocast_changes_no_preset(self, preset: str, outer: torch.dtype) -> None:
         model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=ADAPTERS["lora"])
         set_precision(model, self._preset(preset))
@@ -160,9 +162,9 @@ class PrecisionChecks:
             under = outcome(self.spec, model, self.items(2), Engine(), backward=backward)
         assert under.differences(plain) == []
 
-    @pytest.mark.parametrize("policy", POLICIES)
-    @pytest.mark.parametrize("preset", ["fast", "reference"])
-    @pytest.mark.parametrize("adapter", ["full", "lora"])
+    @pytest.mark.parametrize(
+        ("adapter", "preset", "policy"), every_pair(("full", "lora"), ("fast", "reference"), POLICIES)
+    )
     def test_a_policy_changes_no_number_of_a_preset(self, adapter: str, preset: str, policy: str) -> None:
         model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=ADAPTERS[adapter])
         set_precision(model, self._preset(preset))

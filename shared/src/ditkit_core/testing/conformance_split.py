@@ -20,6 +20,7 @@ from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import POLICIES, Engine
 from ditkit_core.io.rng import seed_of
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.full_size import Arithmetic
 from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, divide, on_host
 from ditkit_core.testing.world import ADAPTERS, Items, make_model, micro_batches, outcome, train_shortly
@@ -64,7 +65,7 @@ class SplitChecks:
     def _layouts(self) -> dict[str, list[torch.device]]:
         return layouts(len(self._divided("full").blocks()))
 
-    @pytest.mark.parametrize(("adapter", "policy"), list(itertools.product(ADAPTERS, POLICIES)))
+    @pytest.mark.parametrize(("adapter", "policy"), every_value(list(ADAPTERS), POLICIES))
     def test_no_cut_changes_a_bit(self, adapter: str, policy: str) -> None:
         """Outputs, loss, gradients and what is recomputed, for every cut between two blocks."""
         items = self.items(2, ragged=True)
@@ -114,7 +115,7 @@ class SplitChecks:
 
     @pytest.mark.parametrize(
         ("adapter", "policy"),
-        [*itertools.product(("full", "lora with dropout"), POLICIES), ("lora", "full"), ("dora", "attn_only")],
+        [*every_value(("full", "lora with dropout"), POLICIES), ("lora", "full"), ("dora", "attn_only")],
     )
     def test_pipelined_micro_batches_equal_one_backward_over_their_sum(self, adapter: str, policy: str) -> None:
         batches = [*micro_batches(self.items(2, ragged=True), 2), self._prior()]

@@ -16,6 +16,7 @@ from ditkit_core.engine.engine import POLICIES, Engine
 from ditkit_core.engine.pinned_memory import HOST
 from ditkit_core.engine.placement import Placement
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to, on_host
 from ditkit_core.testing.world import Items, make_model, outcome, train_shortly
@@ -142,11 +143,12 @@ class SwapChecks:
         raise NotImplementedError
 
     @pytest.mark.parametrize(
-        ("adapter", "one_of"), [*((name, "all") for name in _ADAPTERS), ("lora with dropout", "every other")]
+        ("streamed", "policy"),
+        every_value([*((name, "all") for name in _ADAPTERS), ("lora with dropout", "every other")], POLICIES),
     )
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_streaming_changes_no_bit(self, policy: str, adapter: str, one_of: str) -> None:
+    def test_streaming_changes_no_bit(self, streamed: tuple[str, str], policy: str) -> None:
         """Nor holds more than two blocks, nor copies more often than it has to, nor back."""
+        adapter, one_of = streamed
         items = self.items(2, ragged=True)
         model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=_ADAPTERS[adapter])
         plain = outcome(self.spec, model, items, Engine(policy=policy))
@@ -165,8 +167,7 @@ class SwapChecks:
             assert watch.most == min(2, count) and watch.returned == 0
             assert not watch.there(), "nothing stays after a backward"
 
-    @pytest.mark.parametrize("adapter", _ADAPTERS)
-    @pytest.mark.parametrize("policy", POLICIES)
+    @pytest.mark.parametrize(("policy", "adapter"), every_value(POLICIES, list(_ADAPTERS)))
     def test_what_a_forward_keeps_holds_no_streamed_weight(self, policy: str, adapter: str) -> None:
         items, kept = self.items(2, ragged=True), []
         for streamed in (False, True):
@@ -202,8 +203,7 @@ class SwapChecks:
         assert [name for name, value in parameters.items() if not torch.equal(other_parameters[name], value)] == []
         assert watch.most <= 2 and watch.returned == 0
 
-    @pytest.mark.parametrize("one_of", _STREAMED)
-    @pytest.mark.parametrize("policy", POLICIES)
+    @pytest.mark.parametrize(("policy", "one_of"), every_value(POLICIES, list(_STREAMED)))
     def test_one_backward_over_several_streamed_forwards(self, policy: str, one_of: str) -> None:
         """As a pipelined step runs: every micro-batch's blocks are passed in turn, and nothing stays."""
         model: Any = make_model(self.spec, self.arch, adapter=_ADAPTERS["lora with dropout"])

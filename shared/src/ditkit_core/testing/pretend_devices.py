@@ -8,6 +8,7 @@ sees the call. Code that is to be tested uses `torch.full`.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -96,12 +97,18 @@ def _on(data: Tensor, device: torch.device) -> Tensor:
 
 def _refuse_mixed(func: Any, args: Any, leaves: Sequence[Tensor]) -> None:
     """Raise where an accelerator would: at two devices, at a tensor of the host, and at a number of the host that is to be changed."""
-    written = func._schema.arguments and (alias := func._schema.arguments[0].alias_info) and alias.is_write
-    into_host = written and isinstance(args[0], Tensor) and args[0].device == HOST
-    devices = {leaf.device for leaf in leaves if leaf.device != HOST or leaf.dim() or into_host}
+    into_host = _is_in_place(func) and isinstance(args[0], Tensor) and args[0].device == HOST
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, PretendTensor) or leaf.dim() or into_host}
     if len(devices) > 1:
         names = sorted("the host" if device == HOST else str(device) for device in devices)
         raise RuntimeError(f"{func} mixes tensors of {' and of '.join(names)}")
+
+
+@cache  # asked of every operation
+def _is_in_place(func: Any) -> bool:
+    """Whether an operation writes into its first argument."""
+    arguments = func._schema.arguments
+    return bool(arguments and (alias := arguments[0].alias_info) and alias.is_write)
 
 
 class PretendDevices(TorchDispatchMode):

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -206,7 +207,11 @@ class _CountAttention(TorchDispatchMode):
                 hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        is_forward = "backward" not in name and ("_scaled_dot_product" in name or "softmax" in name)
-        self.forwards += is_forward and not self._paused
+        self.forwards += _is_attention_forward(func) and not self._paused
         return func(*args, **(kwargs or {}))
+
+
+@cache  # asked of every operation
+def _is_attention_forward(func: Any) -> bool:
+    name = str(func)
+    return "backward" not in name and ("_scaled_dot_product" in name or "softmax" in name)

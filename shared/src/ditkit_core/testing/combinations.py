@@ -1,0 +1,45 @@
+"""Which combinations of values a check runs every day; the others are marked `exhaustive`, and run every night."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+
+def pairwise(
+    levers: Mapping[str, Sequence[Any]], allowed: Callable[[tuple[Any, ...]], bool] = lambda case: True
+) -> list[tuple[Any, ...]]:
+    """Cases in which every pair of values of two levers occurs that an allowed case has: each is the one with the most pairs still missing."""
+    every = [case for case in itertools.product(*levers.values()) if allowed(case)]
+    missing = {pair for case in every for pair in _pairs(case)}
+    cases: list[tuple[Any, ...]] = []
+    while missing:
+        cases.append(max(every, key=lambda case: len(missing.intersection(_pairs(case)))))
+        missing.difference_update(_pairs(cases[-1]))
+    return cases
+
+
+def _pairs(case: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    return list(itertools.combinations(enumerate(case), 2))
+
+
+def every_value(*levers: Sequence[Any]) -> list[Any]:
+    """The product of some levers; daily are as many cases as the longest lever has values, so that each value of each is in one.
+
+    For checks of one subject under two levers: that no pair of levers is at odds is what `LeverChecks` and `PolicyChecks` check daily.
+    """
+    longest = max(map(len, levers))
+    return _marked(levers, [tuple(lever[i % len(lever)] for lever in levers) for i in range(longest)])
+
+
+def every_pair(*levers: Sequence[Any]) -> list[Any]:
+    """The product of some levers; daily are cases in which every pair of values of two levers occurs."""
+    return _marked(levers, pairwise({str(index): lever for index, lever in enumerate(levers)}))
+
+
+def _marked(levers: Sequence[Sequence[Any]], daily: Sequence[tuple[Any, ...]]) -> list[Any]:
+    return [
+        pytest.param(*case, marks=() if case in daily else pytest.mark.exhaustive)
+        for case in itertools.product(*levers)
+    ]
