@@ -19,6 +19,7 @@ from ditkit_core.models.spec import (
     ModelSpec,
     PrecisionSpec,
     TrainingSpec,
+    op_groups_by_name,
 )
 from ditkit_flux2.adapters import RULES, check_adapter
 from ditkit_flux2.conditioning.references import reference_size
@@ -29,14 +30,14 @@ from ditkit_flux2.schedule import sample_defaults, training_shift
 from ditkit_flux2.state_dict import NAMES
 
 # The operation group that a parameter computes in, by how its name begins, then by how it ends; the rest are the matmuls'.
-_PARTS = {
+_STARTS = {
     "embed.time_in.": "time_mlp",
     "embed.guidance_in.": "time_mlp",
     "embed.double_stream_modulation_": "modulation",
     "embed.single_stream_modulation.": "modulation",
     "head.": "head",
 }
-_LEAVES = {".query_norm.weight": "qk_norms", ".key_norm.weight": "qk_norms"}
+_ENDS = {".query_norm.weight": "qk_norms", ".key_norm.weight": "qk_norms"}
 
 # As src/flux2/model.py of black-forest-labs/flux2 runs in bf16: all of it, the timestep too, but tables and rotation.
 _REFERENCE = dict.fromkeys(("timestep", "qk_norms", "norms", "modulation", "residual", "time_mlp", "head"), "matmul")
@@ -50,12 +51,6 @@ _MODULATION = (
     "single_stream_modulation.lin",
     "adaLN_modulation.1",
 )
-
-
-def _op_group_of(name: str) -> str:
-    found = [group for part, group in _PARTS.items() if name.startswith(part)]
-    found += [group for leaf, group in _LEAVES.items() if name.endswith(leaf)]
-    return found[0] if found else "matmul"
 
 
 def _training_advice(arch: Flux2Arch) -> str:
@@ -108,7 +103,7 @@ def _verify_export(adapter: Path, components: Components, model: Any, run: Engin
 FLUX2 = ModelSpec(
     name="flux2",
     architecture=ArchitectureSpec(presets=PRESETS, build=Flux2Transformer, names=NAMES, infer_arch=arch_from_config),
-    precision=PrecisionSpec(op_group_of=_op_group_of, reference=_REFERENCE),
+    precision=PrecisionSpec(op_group_of=op_groups_by_name(_STARTS, _ENDS), reference=_REFERENCE),
     training=TrainingSpec(
         make_inputs=make_inputs,
         empty_item=empty_item,

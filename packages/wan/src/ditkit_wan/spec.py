@@ -20,6 +20,7 @@ from ditkit_core.models.spec import (
     ModelSpec,
     PrecisionSpec,
     TrainingSpec,
+    op_groups_by_name,
 )
 from ditkit_wan.adapters import RULES, RULES_WITHOUT_DIFFUSERS
 from ditkit_wan.conditioning.columns import columns, conditioners
@@ -30,8 +31,8 @@ from ditkit_wan.state_dict import NAMES
 from ditkit_wan.variants import data_of, experts, sample_defaults, training_of
 
 # The operation group that a parameter computes in, by how its name begins, then by how it ends; the rest are the matmuls'.
-_PARTS = {"embed.time_embedding.": "time_mlp", "embed.time_projection.": "time_mlp", "head.": "head"}
-_LEAVES = {
+_STARTS = {"embed.time_embedding.": "time_mlp", "embed.time_projection.": "time_mlp", "head.": "head"}
+_ENDS = {
     ".modulation": "modulation", ".norm3.weight": "norms", ".norm3.bias": "norms", ".norm_q.weight": "qk_norms",
     ".norm_k.weight": "qk_norms", ".norm_k_img.weight": "qk_norms", ".img_emb.emb_pos": "norms",
     **{
@@ -46,12 +47,6 @@ _LEAVES = {
 _REFERENCE = {"rotary_tables": "fp64", "rotary": "fp64", "qk_norms": "matmul", "entry": "matmul"}
 
 _ATTENTION = tuple(f"{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo")
-
-
-def _op_group_of(name: str) -> str:
-    found = [group for part, group in _PARTS.items() if name.startswith(part)]
-    found += [group for leaf, group in _LEAVES.items() if name.endswith(leaf)]
-    return found[0] if found else "matmul"
 
 
 def _auxiliary_models(arch: WanArch, components: Components) -> Sequence[Companion]:
@@ -115,7 +110,7 @@ WAN = ModelSpec(
     architecture=ArchitectureSpec(
         presets=PRESETS, build=WanTransformer, names=NAMES, infer_arch=arch_from_config, experts=experts
     ),
-    precision=PrecisionSpec(op_group_of=_op_group_of, reference=_REFERENCE),
+    precision=PrecisionSpec(op_group_of=op_groups_by_name(_STARTS, _ENDS), reference=_REFERENCE),
     training=TrainingSpec(
         make_inputs=make_inputs,
         empty_item=empty_item,

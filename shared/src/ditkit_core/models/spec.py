@@ -71,6 +71,17 @@ class ArchitectureSpec:
     """Architecture to its experts, the noisiest first; none where one transformer sees all noise levels."""
 
 
+def op_groups_by_name(starts: Mapping[str, str], ends: Mapping[str, str]) -> Callable[[str], str]:
+    """The operation group of a parameter by how its name begins, then by how it ends; all others are the matmuls'."""
+
+    def op_group_of(name: str) -> str:
+        found = [group for start, group in starts.items() if name.startswith(start)]
+        found += [group for end, group in ends.items() if name.endswith(end)]
+        return found[0] if found else "matmul"
+
+    return op_group_of
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSpec:
     """Which places of `Precision` a family's parameters compute in."""
