@@ -19,6 +19,7 @@ from ditkit_core.io.files import atomic_write, write_text
 from ditkit_core.io.safetensors import write_safetensors
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS
 from ditkit_core.models.precision import parse_dtype
+from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.models.state_dict import Part
 from ditkit_core.nn.quantized_linear import dense_weight, quantized_weights, without_scales
@@ -103,7 +104,7 @@ def whole_forms(spec: ModelSpec, config: ExportConfig) -> list[str]:
     return forms
 
 
-def check_adapted(spec: ModelSpec, config: ExportConfig, model: Any) -> None:
+def check_adapted(spec: ModelSpec, config: ExportConfig, model: StagedModel) -> None:
     """Refuse, before training, an adapter that a form's readers would ignore or misread.
 
     Args:
@@ -121,7 +122,7 @@ def check_adapted(spec: ModelSpec, config: ExportConfig, model: Any) -> None:
         spec.adapters.check(form, layers)
 
 
-def read_by(spec: ModelSpec, form: str, model: Any) -> Mapping[str, str]:
+def read_by(spec: ModelSpec, form: str, model: StagedModel) -> Mapping[str, str]:
     """Programs that read adapter files to what each makes of a model's adapter in a form: empty where one loads all of it."""
     layers = adapter_layers(model)
     use_dora = any(layer.lora_magnitude_vector for layer in layers.values())
@@ -142,7 +143,7 @@ def loaded_by(read: Mapping[str, str]) -> str:
 
 
 def export_adapter(
-    model: Any,
+    model: StagedModel,
     spec: ModelSpec,
     folder: Path,
     stem: str,
@@ -194,7 +195,7 @@ def export_adapter(
 
 
 def export_merged(
-    model: Any,
+    model: StagedModel,
     spec: ModelSpec,
     folder: Path,
     config: ExportConfig,
@@ -241,7 +242,7 @@ def export_merged(
 
 
 def _transformer_in_form(
-    model: Any,
+    model: StagedModel,
     spec: ModelSpec,
     form: str,
     config: ExportConfig,
@@ -313,7 +314,7 @@ def _write_shards(
         write_text(folder / f"{stem}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
 
 
-def _matrices_of_blocks(model: Any) -> set[str]:
+def _matrices_of_blocks(model: StagedModel) -> set[str]:
     """The weights of the blocks' Linear layers, by canonical name."""
     inside = {id(module) for block in model.blocks() for module in block.modules()}
     weights = {
@@ -329,7 +330,7 @@ def _can_scale(parts: Sequence[Part], matrices: Collection[str], spec: ModelSpec
     return all(part.name in matrices and not spec.precision.keep_fp32(part.name) for part in parts)
 
 
-def base_tensors(model: Any) -> dict[str, Tensor]:
+def base_tensors(model: StagedModel) -> dict[str, Tensor]:
     """Parameters and persistent buffers of the model without its adapter, by canonical name; of a quantized weight only the shape."""
     state = {canonical_name(name): tensor for name, tensor in model.state_dict().items() if not is_adapter_name(name)}
     return without_scales(state, model)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
+from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.lora import lora_linear_class, magnitude_class
 from ditkit_core.nn.quantized_linear import dense_weight
 
@@ -173,7 +174,7 @@ def _set_weight(module: nn.Module, value: Tensor) -> None:
     module.weight = nn.Parameter(value.float().contiguous())
 
 
-def adapter_layers(model: nn.Module) -> dict[str, Any]:
+def adapter_layers(model: nn.Module | StagedModel) -> dict[str, Any]:
     """The layers that have an adapter (peft's LoraLayer), by the canonical name of the module, in the model's order."""
     return {canonical_name(name): module for name, module in model.named_modules() if _is_adapter(module)}
 
@@ -184,7 +185,7 @@ def _is_adapter(module: nn.Module) -> bool:
     return "lora_A" in children and "lora_B" in children and "base_layer" in children
 
 
-def adapter_state(model: nn.Module) -> dict[str, Tensor]:
+def adapter_state(model: nn.Module | StagedModel) -> dict[str, Tensor]:
     """The adapters' tensors by canonical name (`layers.0.self_attn.q.lora_A.weight`)."""
     return {canonical_name(name): p.detach() for name, p in model.named_parameters() if is_adapter_name(name)}
 

@@ -19,6 +19,7 @@ from ditkit_core.adapters.keys import tensors_in_form
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import Components
+from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.state_dict import Part, StateDictNames
 from ditkit_core.nn.parameters import swapped
 from ditkit_core.nn.quantized_linear import dense_weight, quantized_weights
@@ -33,7 +34,7 @@ round the residual stream and modulation in every block, where ours keep fp32.""
 def compare_with_pipeline(
     adapter_file: Path,
     components: Components,
-    model: Any,
+    model: StagedModel,
     names: StateDictNames,
     *,
     pipeline: Any,
@@ -58,7 +59,7 @@ def compare_with_pipeline(
         UserError: If diffusers rejects the file or leaves a part of it out, or the outputs differ; so also if only ours has
             an effect.
     """
-    dtype = model.embed.precision.matmul
+    dtype = _matmul_dtype(model)
     with torch.no_grad():
         bare = theirs()
         _load(pipeline, adapter_file)
@@ -84,7 +85,13 @@ def compare_with_pipeline(
     return line
 
 
-def base_in_form(model: Any, names: StateDictNames, form: str) -> dict[str, Tensor]:
+def _matmul_dtype(model: StagedModel) -> torch.dtype:
+    embed: Any = model.embed
+    dtype: torch.dtype = embed.precision.matmul
+    return dtype
+
+
+def base_in_form(model: StagedModel, names: StateDictNames, form: str) -> dict[str, Tensor]:
     """The base's tensors, without the adapter, as files of a form name and stack them; quantized ones in the matmuls' dtype.
 
     What is one of ours, or rows of one, shares its memory; what is put together or was quantized is a copy.
@@ -94,7 +101,7 @@ def base_in_form(model: Any, names: StateDictNames, form: str) -> dict[str, Tens
 
 
 def share_base(
-    transformer: nn.Module, model: Any, names: StateDictNames, form: str, dtype_of: Callable[[str], torch.dtype]
+    transformer: nn.Module, model: StagedModel, names: StateDictNames, form: str, dtype_of: Callable[[str], torch.dtype]
 ) -> None:
     """Give another program's transformer our base, without the adapter, under that program's names.
 
@@ -136,9 +143,9 @@ class _Borrowing(nn.Linear):
 class _Base:
     """A model's parameters without its adapter."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: StagedModel):
         self.quantized = quantized_weights(model)
-        self._matmul = model.embed.precision.matmul
+        self._matmul = _matmul_dtype(model)
         self._tensors = base_tensors(model)
 
     def in_form(self, names: StateDictNames, form: str) -> Mapping[str, tuple[Part, ...]]:
@@ -170,7 +177,7 @@ def _load(pipeline: Any, adapter_file: Path) -> None:
             parameter.data = parameter.data.float()  # 16-bit files would be multiplied in 16 bits, ours never are
 
 
-def _check_modules(transformer: Any, model: Any, names: StateDictNames, adapter_file: Path) -> None:
+def _check_modules(transformer: Any, model: StagedModel, names: StateDictNames, adapter_file: Path) -> None:
     """Diffusers leaves out what it does not know with no more than a warning, which rounding could hide in the outputs."""
     weights = {
         part.name for module in adapter_layers(model) for part in names.from_native["diffusers"](f"{module}.weight")
@@ -181,7 +188,7 @@ def _check_modules(transformer: Any, model: Any, names: StateDictNames, adapter_
         raise UserError(f"{adapter_file}: diffusers ignores the adapter of {first_ten(ignored)}; export it again")
 
 
-def rounded_adapter(model: Any, adapter_file: Path) -> AbstractContextManager[None]:
+def rounded_adapter(model: StagedModel, adapter_file: Path) -> AbstractContextManager[None]:
     """Inside it the model's adapter is rounded as the file's is, so that the comparison is exact for any file."""
     tensors = SafetensorsSource.open(adapter_file).tensors
     dtypes = {stored.dtype for key, stored in tensors.items() if not key.endswith(".alpha")}

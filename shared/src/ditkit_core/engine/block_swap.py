@@ -26,6 +26,7 @@ from ditkit_core.engine.devices import spread
 from ditkit_core.engine.pinned_memory import HOST, Found, Pages, Streamed
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
+from ditkit_core.models.protocol import StagedModel
 
 
 class KeepsState(Protocol):
@@ -45,7 +46,7 @@ class KeepsState(Protocol):
         ...
 
 
-def homes(model: Any, placement: Placement) -> Callable[[str], torch.device]:
+def homes(model: StagedModel, placement: Placement) -> Callable[[str], torch.device]:
     """Where the base's parameters are loaded to, by name: the host for those of streamed blocks, else their device."""
     device_of = placement.device_of(model)
     blocks = [block for index, block in enumerate(model.blocks()) if index in placement.streamed]
@@ -91,7 +92,7 @@ class BlockSwap:
         locked: Whether the host's buffers are page-locked, without which a GPU's copies do not overlap with its work.
     """
 
-    def __init__(self, model: Any, placement: Placement, *, trained: bool = False):
+    def __init__(self, model: StagedModel, placement: Placement, *, trained: bool = False):
         """Take the weights of the streamed blocks; the host holds one block twice meanwhile.
 
         Args:
@@ -365,7 +366,7 @@ def _weights(block: nn.Module, *, trained: bool) -> list[Found]:
     ]
 
 
-def _check_sharing(model: Any, placement: Placement) -> None:
+def _check_sharing(model: StagedModel, placement: Placement) -> None:
     """Refuse to stream a trained weight that is used elsewhere than in its block: it would be there twice, or too late."""
     stages = [*model.blocks(), model.embed, model.head]
     seen: dict[int, int] = {}

@@ -29,10 +29,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
+from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.linear import CastLinear
 
 
-def shard(model: Any, precision: Precision, mesh: DeviceMesh | None = None) -> None:
+def shard(model: StagedModel, precision: Precision, mesh: DeviceMesh | None = None) -> None:
     """Spread a model over ranks, in place: every block is gathered while it runs, everything else with the model as a whole.
 
     Gradients are averages over ranks. FSDP2 takes trained parameters of one dtype at a time; where a block or the rest has several
@@ -60,7 +61,8 @@ def shard(model: Any, precision: Precision, mesh: DeviceMesh | None = None) -> N
         mesh = init_device_mesh(devices.pop().type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=precision.reduction, cast_forward_inputs=False)
     whole: list[nn.Parameter] = []
-    for unit in [*(block for block in model.blocks() if next(block.parameters(), None) is not None), model]:
+    units: list[Any] = [block for block in model.blocks() if next(block.parameters(), None) is not None]
+    for unit in [*units, model]:
         for layer in _layers_apart(unit, whole):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         whole += _rarer(_trained(unit, whole))
@@ -110,7 +112,7 @@ def _rarer(trained: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return [parameter for parameter in trained if parameter.dtype != most]
 
 
-def check_reduced(model: nn.Module) -> None:
+def check_reduced(model: nn.Module | StagedModel) -> None:
     """Refuse a model with a trained parameter whose gradient would be that of one rank alone.
 
     FSDP2 says nothing of it: where blocks are sharded and the model around them is not, the embedding drifts apart silently.

@@ -7,11 +7,11 @@ model that lies on one device is run as if there were no division. Where a model
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ditkit_core.errors import UserError
+from ditkit_core.models.protocol import StagedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Placement:
         spans = [f"{self.blocks[a]} blocks {a} to {b - 1}" for a, b in itertools.pairwise(bounds)]
         return f"divided over {len(spans)} devices: {', '.join(spans)}"
 
-    def device_of(self, model: Any) -> Callable[[str], torch.device]:
+    def device_of(self, model: StagedModel) -> Callable[[str], torch.device]:
         """The device of a parameter or module, by its name in the model.
 
         Raises:
@@ -55,7 +55,7 @@ class Placement:
         return device_of
 
 
-def place(model: Any, devices: Sequence[torch.device], cuts: Sequence[int] = ()) -> Placement:
+def place(model: StagedModel, devices: Sequence[torch.device], cuts: Sequence[int] = ()) -> Placement:
     """Divide a model over devices, in their order: embedding first, head last.
 
     Args:

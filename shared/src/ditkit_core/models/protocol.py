@@ -5,7 +5,7 @@ everything one block hands to the next. What is not in the carry does not cross 
 nothing else. The model says where it may be cut; the core decides how each block is run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
@@ -29,9 +29,20 @@ class StagedModel(Protocol):
 
     def __call__(self, inputs: Any, run: "Engine" = ...) -> Any: ...
 
+    # Of nn.Module, which a protocol cannot inherit from.
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
+    def get_submodule(self, target: str) -> nn.Module: ...
+    def state_dict(self) -> dict[str, Any]: ...
 
-Engine = Callable[[Any, Any], Any]
-"""Runs a whole forward: (model, inputs) -> prediction."""
+
+class Engine(Protocol):
+    """Runs a whole forward."""
+
+    def __call__(self, model: Any, inputs: Any, /) -> Any:
+        """Inputs to the prediction of the model, which is a `StagedModel` or, for the planner, some of one's blocks."""
+        ...
 
 
 def run_plain(model: StagedModel, inputs: Any) -> Any:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.context import kind_of
 from ditkit_core.nn.lora import AT_ONCE, KeepsOnlyItsInput
 
@@ -139,7 +140,7 @@ def dense_weight(layer: nn.Linear, dtype: torch.dtype = torch.float32) -> Tensor
     return layer.dequantize(dtype) if isinstance(layer, QuantizedLinear) else layer.weight.detach().to(dtype)
 
 
-def quantized_weights(model: nn.Module) -> dict[str, QuantizedLinear]:
+def quantized_weights(model: nn.Module | StagedModel) -> dict[str, QuantizedLinear]:
     """The quantized layers by the name that their weight has in files: without a `base_layer` that an adapter library put in."""
     return {
         f"{name}.weight".replace(".base_layer.", "."): module
@@ -148,7 +149,7 @@ def quantized_weights(model: nn.Module) -> dict[str, QuantizedLinear]:
     }
 
 
-def without_scales(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def without_scales(state: Mapping[str, Tensor], model: nn.Module | StagedModel) -> dict[str, Tensor]:
     """A model's parameters as files have them: of a quantized weight, one on `meta` that has its shape, and no scales.
 
     Args:

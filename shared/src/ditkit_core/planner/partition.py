@@ -8,7 +8,6 @@ a card left out names it not.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from ditkit_core.engine.placement import Placement
 from ditkit_core.engine.placement import place as place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
+from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_linear import final_dtype
 from ditkit_core.planner.gpus import Card, cards_here, keeping_reserves
@@ -167,7 +167,7 @@ def host_limit(host: str, *, here: bool) -> int | None:
     return None if free is None else max(0, free - MARGIN_BYTES)
 
 
-def weights_profile(model: Any, spec: ModelSpec, precision: Precision, *, averaged: bool = False) -> Profile:
+def weights_profile(model: StagedModel, spec: ModelSpec, precision: Precision, *, averaged: bool = False) -> Profile:
     """What the weights alone bring to a device, and what AdamW keeps for those that are trained.
 
     Args:
@@ -204,7 +204,7 @@ def weights_profile(model: Any, spec: ModelSpec, precision: Precision, *, averag
     )  # fmt: skip
 
 
-def place(run: Run, model: Any, profile: Profile | Sequence[Profile] | None = None) -> Placement:
+def place(run: Run, model: StagedModel, profile: Profile | Sequence[Profile] | None = None) -> Placement:
     """Which of the run's devices runs what.
 
     Args:
@@ -222,7 +222,7 @@ def place(run: Run, model: Any, profile: Profile | Sequence[Profile] | None = No
 
 def place_on(
     run: Run,
-    model: Any,
+    model: StagedModel,
     devices: Sequence[torch.device],
     budgets: Sequence[Budget],
     profile: Profile | Sequence[Profile] | None = None,

@@ -20,6 +20,7 @@ from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
 from ditkit_core.models.precision import Precision
+from ditkit_core.models.protocol import StagedModel
 from ditkit_core.planner import gpus as hardware
 from ditkit_core.planner.ac_budget import Task, choose, limited
 from ditkit_core.planner.auxiliary import CompanionRow, Size
@@ -243,7 +244,7 @@ class Divided:
         return Division(devices=tuple(map(order.index, self.placement.blocks)), streamed=self.placement.streamed)
 
 
-def _divided(run: Run, job: Job, targets: _Targets, model: Any, host: int | None) -> tuple[Divided, Profile]:
+def _divided(run: Run, job: Job, targets: _Targets, model: StagedModel, host: int | None) -> tuple[Divided, Profile]:
     """Which device runs what, and which block has which policy, with what the stages then hold: the same for the run and for its plan.
 
     A budget fills devices that are divided as full checkpointing divides them, which is what is left where bytes are short.
@@ -282,7 +283,7 @@ def _divided(run: Run, job: Job, targets: _Targets, model: Any, host: int | None
     return Divided(schedule=ACSchedule.of_blocks(policies), placement=placement), under(policies)
 
 
-def divided_for_training(run: Run, model: Any, arch: Any, adapter: AdapterConfig) -> Divided:
+def divided_for_training(run: Run, model: StagedModel, arch: Any, adapter: AdapterConfig) -> Divided:
     """Where a run trains each stage, and under which policy: as its plan says, over several GPUs without `train.cuts` by what they hold.
 
     CPUs are divided by weights alone, as all devices are for commands that do not train and keep no activations.

@@ -24,6 +24,7 @@ from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.block_hooks import marked
 from ditkit_core.engine.engine import Engine
+from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.context import AttentionCalls, as_on, counted_calls
 from ditkit_core.planner.memory_tracker import Ledger
 from ditkit_core.planner.reduced_model import Thinned, materialise, thinned
@@ -198,17 +199,17 @@ class _Watched(Engine):
     entered: Callable[[int], None]
     entered_backward: Callable[[int], None]
 
-    def __call__(self, model: Any, inputs: Any) -> Any:
+    def __call__(self, model: StagedModel, inputs: Any) -> Any:
         chosen: Any = self.model
         prediction = super().__call__(chosen, inputs)
         last = len(self.model.indices) + 1
         self.entered(last + 1)
         return self._marked((), prediction, last)
 
-    def _embed(self, model: Any, inputs: Any) -> Any:
+    def _embed(self, model: StagedModel, inputs: Any) -> Any:
         return self._marked((), super()._embed(model, inputs), 0)
 
-    def _head(self, model: Any, carry: Any) -> Any:
+    def _head(self, model: StagedModel, carry: Any) -> Any:
         self.entered(len(self.model.indices) + 1)
         return super()._head(model, carry)
 

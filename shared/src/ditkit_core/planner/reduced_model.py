@@ -19,7 +19,7 @@ from ditkit_core.adapters.inject import (
     trainable_parameters,
 )
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.protocol import Engine, run_plain
+from ditkit_core.models.protocol import Engine, StagedModel, run_plain
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_linear import final_dtype
 from ditkit_core.run.prepare import build_on_meta
@@ -105,7 +105,7 @@ def thinned(
     return chosen
 
 
-def _kinds(model: Any, targets: set[str], *, whole: bool) -> list[tuple[Any, ...]]:
+def _kinds(model: StagedModel, targets: set[str], *, whole: bool) -> list[tuple[Any, ...]]:
     """What tells blocks apart: class, parameters, adapters, and whether anything before it is trained, so that it has a backward."""
     names = {id(module): name for name, module in model.named_modules()}
     started = whole or any(target.startswith(f"{names[id(model.embed)]}.") for target in targets)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ditkit_core.io.memory import release_memory
 from ditkit_core.models.encoders import Denoiser, SampleJob, Sampler
-from ditkit_core.models.protocol import Engine
+from ditkit_core.models.protocol import Engine, StagedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Turn:
     """Lowest noise level that it sees; the last of several takes what is left."""
 
 
-def only(model: Any, run: Engine) -> tuple[Turn, ...]:
+def only(model: StagedModel, run: Engine) -> tuple[Turn, ...]:
     """A model that is loaded and takes every step."""
     return (Turn(opened=lambda: nullcontext((model, run))),)
 
@@ -67,7 +67,7 @@ def draw(
 
 
 def latents_of(
-    sampler: Sampler, job: SampleJob, model: Any, run: Engine, on_step: Callable[[], None] = lambda: None
+    sampler: Sampler, job: SampleJob, model: StagedModel, run: Engine, on_step: Callable[[], None] = lambda: None
 ) -> Tensor:
     """Latents of one sample that one model draws, as it is: what `draw` decodes."""
     drawing = _Drawing(sampler, job)
@@ -79,7 +79,7 @@ def latents_of(
 class _AtWork:
     """A transformer in its turn."""
 
-    def __init__(self, model: Any, run: Engine, guidance: float):
+    def __init__(self, model: StagedModel, run: Engine, guidance: float):
         self.model, self.run, self.guidance = model, run, guidance
 
 

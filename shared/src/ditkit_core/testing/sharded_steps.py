@@ -140,7 +140,7 @@ def steps(
             made = {"dtype": DTYPES[dtype], "adapter": ADAPTERS[adapter]}
             alone = make_model(spec, arch, **made)  # type: ignore[arg-type]
             joined = step_of(spec, alone, items, Engine(), of=len(items))
-            model = make_model(spec, arch, **made)  # type: ignore[arg-type]
+            model: Any = make_model(spec, arch, **made)  # type: ignore[arg-type]
             shard(model, Precision(matmul=DTYPES[dtype]))
             if prepare is not None:
                 prepare(model)

@@ -5,13 +5,14 @@ Only weights are quantized. A scheme that quantizes activations too has no gradi
 """
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
+from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.state_dict import Part
 from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear, final_dtype
 
@@ -58,7 +59,7 @@ def check_scaled(file: str, method: str) -> None:
         )
 
 
-def convert(model: Any, kind: str, keep_fp32: Callable[[str], bool]) -> Converted:
+def convert(model: StagedModel, kind: str, keep_fp32: Callable[[str], bool]) -> Converted:
     """Make the blocks' Linear layers quantized ones.
 
     Embedding and head stay as they are, and so does whatever is added later: an adapter is never quantized.
@@ -70,9 +71,10 @@ def convert(model: Any, kind: str, keep_fp32: Callable[[str], bool]) -> Converte
     """
     layout, converted = LAYOUTS[kind], Converted([], [])
     for name in linears_of_blocks(model):
-        layer = model.get_submodule(name)
         if keep_fp32(f"{name}.weight"):
             continue
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
         if not layout.fits(layer.out_features, layer.in_features):
             converted.too_odd.append(name)
             continue
@@ -81,7 +83,7 @@ def convert(model: Any, kind: str, keep_fp32: Callable[[str], bool]) -> Converte
     return converted
 
 
-def linears_of_blocks(model: Any) -> list[str]:
+def linears_of_blocks(model: StagedModel) -> list[str]:
     """Names of the plain Linear layers in the blocks, in the model's order."""
     inside = {id(module) for block in model.blocks() for module in block.modules()}
     return [name for name, module in model.named_modules() if type(module) is nn.Linear and id(module) in inside]
@@ -121,9 +123,10 @@ def scaled_layers(model: nn.Module, source: SafetensorsSource, mapping: Mapping[
     return [name for name, module in model.named_modules() if type(module) is nn.Linear and is_scaled(name)]
 
 
-def replace_layer(model: Any, name: str, kind: str) -> None:
+def replace_layer(model: nn.Module | StagedModel, name: str, kind: str) -> None:
     """Put a quantized layer, on `meta`, in the place of a Linear one."""
     layer = model.get_submodule(name)
+    assert isinstance(layer, nn.Linear)
     with torch.device("meta"):
         quantized = QuantizedLinear(layer.in_features, layer.out_features, kind, bias=layer.bias is not None)
     owner, _, leaf = name.rpartition(".")
