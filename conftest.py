@@ -25,7 +25,7 @@ HELPERS = [
     ROOT / "tools",
     ROOT / "tests",
     ROOT / "shared" / "tests" / "support",
-    *sorted(ROOT.glob("packages/*/tests")),
+    *sorted(ROOT.glob("packages/*/tests/support")),
 ]
 # Modules that name shapes. Types alone are mypy's work: checking each call of every module took a third of the tests' time.
 CHECKED = [

@@ -8,7 +8,7 @@ from ditkit_core.testing.ranks import run_ranks_once
 from ditkit_core.testing.sharded_steps import cases, check_step
 
 pytestmark = pytest.mark.slow
-SCRIPT = Path(__file__).with_name("ranks_of_flux2.py")
+SCRIPT = Path(__file__).parent / "support" / "ranks_of_flux2.py"
 
 
 @pytest.fixture(scope="module")

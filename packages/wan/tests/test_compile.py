@@ -37,7 +37,10 @@ def test_variants_compile_to_a_graph_for_each_kind_of_block(names):
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])  # minutes of g++
 def test_compiled_policies_keep_what_they_say_and_change_no_number(adapter, dtype, backend):
     check_policies(
-        printed(HERE / "compiled_wan.py", adapter, dtype, backend), num_attention=4, dtype=dtype, backend=backend
+        printed(HERE / "support" / "compiled_wan.py", adapter, dtype, backend),
+        num_attention=4,
+        dtype=dtype,
+        backend=backend,
     )
 
 

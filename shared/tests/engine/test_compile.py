@@ -19,6 +19,7 @@ from ditkit_core.testing.compiled_runs import check_levers, printed
 from ditkit_core.testing.toy import TOY, ToyBlock
 
 SCRIPT = Path(__file__).parents[1] / "support" / "compiled_toy.py"
+CONFORMANCE = Path(__file__).parents[1] / "testing"
 
 
 def refused(use: Callable[[], object], *words: str) -> None:
@@ -70,13 +71,13 @@ def test_compiled_blocks_go_with_weights_that_come_and_go_offloading_schedules_a
 
 @pytest.mark.slow
 def test_a_divided_streamed_pipelined_model_and_one_that_steps_in_its_backward_compile_to_the_same_numbers():
-    check_levers("few_levers", SCRIPT.parent, ["TestToyWithDropoutInBlockAndAttention"])
+    check_levers("few_levers", CONFORMANCE, ["TestToyWithDropoutInBlockAndAttention"])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3100)
 def test_levers_compose_with_compiled_blocks():
-    check_levers("levers", SCRIPT.parent, ["TestToyWithDropoutInBlockAndAttention"])
+    check_levers("levers", CONFORMANCE, ["TestToyWithDropoutInBlockAndAttention"])
 
 
 @pytest.mark.slow

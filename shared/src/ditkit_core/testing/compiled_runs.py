@@ -1,12 +1,16 @@
 """Checks of compiled blocks, whose steps run in processes of their own: the type checks of tests cannot be traced."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+SUPPORT = "support"
+"""The folder beside the tests whose modules they import by name."""
 
 TOLERANCES = {"float32": 2e-5, "bfloat16": 0.1}
 """Of compiled against eager steps, relative to the largest value of a tensor. fp32: the plain compositions that run under a compiler, and the
@@ -17,9 +21,9 @@ differ by a few of bf16's steps of 2^-8."""
 def printed(script: Path | str, *arguments: str, folder: Path | None = None, timeout: int = 280) -> Any:
     """What a script, or a module by its name, prints last, as JSON; run in a folder, whose modules it finds, for at most so many seconds."""
     named = ["-m", script] if isinstance(script, str) else [str(script)]
-    ran = subprocess.run(
-        [sys.executable, *named, *arguments], check=False, capture_output=True, text=True, timeout=timeout, cwd=folder
-    )
+    env = os.environ if folder is None else os.environ | {"PYTHONPATH": str(folder / SUPPORT)}
+    command = [sys.executable, *named, *arguments]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout, cwd=folder, env=env)
     assert ran.returncode == 0, ran.stderr[-2000:]
     return json.loads(ran.stdout.splitlines()[-1])
 
@@ -31,7 +35,7 @@ def variants_of(folder: Path) -> dict[str, str]:
     """
     return {
         name: file.stem
-        for file in [*sorted(folder.glob("test_conformance*.py")), *sorted(folder.glob("compiled_*.py"))]
+        for file in [*sorted(folder.glob("test_conformance*.py")), *sorted(folder.glob(f"{SUPPORT}/compiled_*.py"))]
         for name in re.findall(
             r"^class ([A-Z]\w*)\(.*(?:Conformance|Checks)\)", file.read_text(encoding="utf-8"), re.MULTILINE
         )

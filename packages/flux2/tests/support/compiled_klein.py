@@ -1,0 +1,13 @@
+"""The FLUX.2 that is told no strength of guidance, for checks of compiled blocks: its embedding alone is another, which levers do not see."""
+
+from dataclasses import replace
+
+from flux2_items import Pictures
+
+from ditkit_core.testing.conformance import CoreChecks
+
+
+class Klein(Pictures, CoreChecks):
+    """Klein, with references."""
+
+    arch = replace(Pictures.arch, guidance=False)

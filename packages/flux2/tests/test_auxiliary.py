@@ -1,0 +1,124 @@
+"""The VAE and the text encoder as a plan sees them: their sizes, and what they hold, against the encoders themselves."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_encoders import tiny_vae, write_mistral
+from tiny_flux2 import ARCHS
+
+from ditkit_core.config.sizes import GIB
+from ditkit_core.models.encoders import Companion
+from ditkit_core.models.paths import Components
+from ditkit_core.planner.auxiliary import measure
+from ditkit_core.planner.memory_tracker import Ledger
+from ditkit_core.testing.companions import check_tiles, live, num_parameters
+from ditkit_flux2.encoders import text, vae
+from ditkit_flux2.encoders.prompt import MISTRAL, QWEN
+from ditkit_flux2.encoders.text_model import _PUBLISHED, build_layers
+from ditkit_flux2.encoders.vae import VaeEncoder
+from ditkit_flux2.presets import PRESETS
+from ditkit_flux2.spec import FLUX2
+
+CPU = torch.device("cpu")
+
+
+def companion(name: str, preset: str = "dev", **where: str) -> Companion:
+    (found,) = (each for each in FLUX2.auxiliary.models(PRESETS[preset], Components(**where)) if each.name == name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "tied", "published"),
+    [
+        ("Mistral Small 3", MISTRAL, False, 23_572_403_200),
+        ("Qwen3 8B", QWEN, False, 8_190_735_360),
+        ("Qwen3 4B", QWEN, True, 4_022_468_096),
+    ],
+)
+def test_the_built_in_sizes_are_those_of_the_published_language_models(
+    name: str, family: Any, tied: bool, published: int
+) -> None:
+    config = _PUBLISHED[name]
+    of_head = 0 if tied else config["vocab_size"] * config["hidden_size"]
+    assert num_parameters(build_layers(family, config)) + of_head + config["hidden_size"] == published
+
+
+@pytest.mark.parametrize(
+    ("preset", "name"), [("dev", "Mistral Small 3"), ("klein-9b", "Qwen3 8B"), ("klein-base-4b", "Qwen3 4B")]
+)
+def test_each_preset_has_its_encoder_up_to_the_last_layer_that_is_read(preset: str, name: str) -> None:
+    built = companion("text encoder", preset).build(torch.bfloat16)
+    config = _PUBLISHED[name]
+    assert built.get_parameter("embed_tokens.weight").shape == (config["vocab_size"], config["hidden_size"])
+    assert len(built.get_submodule("layers")) == {"dev": 30}.get(preset, 27)
+    assert {parameter.dtype for parameter in built.parameters()} == {torch.bfloat16}
+
+
+def test_the_vae_takes_what_was_measured_and_less_in_tiles() -> None:
+    """2.5 GiB of activations for 1024² pixels and 10 for 2048², 3 and 12 GiB to decode: what the README says."""
+    found = {}
+    for name in ("VAE encoder", "VAE decoder"):
+        vae = companion(name)
+        for side in (1024, 2048):
+            weights, peak = measure(vae, (1, side, side), text_dtype=torch.bfloat16)
+            assert weights == pytest.approx(4 * 84_046_115, rel=1e-4)
+            found[name, side] = (peak - weights) / GIB
+        assert measure(vae, (1, 2048, 2048), text_dtype=torch.bfloat16, mode="in tiles").peak < 1.1 * GIB
+    assert found["VAE encoder", 1024] == pytest.approx(2.51, abs=0.01)
+    assert found["VAE encoder", 2048] == pytest.approx(10.05, abs=0.05)
+    assert found["VAE decoder", 1024] == pytest.approx(3.01, abs=0.02)
+    assert found["VAE decoder", 2048] == pytest.approx(12.03, abs=0.05)
+
+
+@pytest.fixture(scope="module")
+def vae_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base") / "vae"
+    tiny_vae().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("height", [48, 128])
+def test_what_the_vae_holds_is_what_was_planned(vae_folder: Path, height: int) -> None:
+    encoder = VaeEncoder(Components(vae=str(vae_folder)), CPU)
+    encoder.load()
+    encode, _, decode = FLUX2.auxiliary.models(replace(ARCHS["dev"], in_channels=16), Components(vae=str(vae_folder)))
+    size = (1, height, 64)
+    planned = [measure(each, size, text_dtype=torch.float32, kind="cpu").peak for each in (encode, decode)]
+    assert live(encoder._vae, lambda: encoder.encode([torch.zeros(3, *size)])) == pytest.approx(planned[0], rel=0.05)
+    latents = torch.zeros(16, 1, height // 16, 4)
+    assert live(encoder._vae, lambda: encoder.decode(latents)) == pytest.approx(planned[1], rel=0.05)
+
+
+def test_tiles_give_other_latents_under_another_identity(vae_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = Components(vae=str(vae_folder))
+    whole, tiled = VaeEncoder(where, CPU), VaeEncoder(where, CPU, tiled=True)
+    assert whole.identity != tiled.identity == FLUX2.auxiliary.media_encoder(where, CPU, True).identity
+    whole.load()
+    tiled.load()
+    small = torch.rand(3, 1, 512, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    assert torch.equal(whole.encode([small])[0]["latents"], tiled.encode([small])[0]["latents"])
+    large = torch.rand(3, 1, 528, 32, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    check_tiles(whole, tiled, large, module=vae, patch=monkeypatch)
+
+
+def test_a_streamed_text_encoder_holds_what_was_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the bytes of what is kept on the host anyhow: the results."""
+    monkeypatch.setattr(text, "captions_at_once", lambda *_: 3)
+    write_mistral(tmp_path)
+    where = Components(base=str(tmp_path))
+    _, planner, _ = FLUX2.auxiliary.models(ARCHS["dev"], where)
+    for streaming in ("always", "never"):
+        encoder = text.TextEncoder(where, CPU, torch.float32, streaming)
+        encoder.load()
+        mode: Any = "layer by layer" if encoder.streams else "whole"
+        with Ledger() as ledger:
+            if not encoder.streams:
+                ledger.track(encoder._model, "weights")
+            (one, *_) = encoder.encode(["a fox"] * encoder.items_at_once)
+        held = ledger.peak[CPU] - encoder.items_at_once * one["text"].nbytes
+        planned = measure(planner, (1, 64, 64), text_dtype=torch.float32, mode=mode, kind="cpu")
+        assert held == pytest.approx(planned.peak, rel=0.05)
+        encoder.unload()

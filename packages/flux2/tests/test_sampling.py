@@ -1,0 +1,172 @@
+"""Our sampler over our model against diffusers' pipelines with the same weights."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_flux2 import ARCHS, tiny_model
+from torch import Tensor
+
+from ditkit_core.io.rng import generator
+from ditkit_core.models.encoders import SampleJob
+from ditkit_core.models.paths import Components
+from ditkit_core.models.protocol import run_plain
+from ditkit_core.sampling.denoise import latents_of
+from ditkit_flux2.sampling import Flux2Sampler
+from ditkit_flux2.verify import diffusers_transformer
+
+CPU = torch.device("cpu")
+HEIGHT, WIDTH, STEPS = 48, 32, 3
+
+
+@pytest.fixture(scope="module")
+def vae_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny FLUX.2 VAE with statistics of its own."""
+    from diffusers import AutoencoderKLFlux2
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        vae = AutoencoderKLFlux2(
+            block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4, latent_channels=4
+        )
+        vae.bn.running_mean.normal_()
+        vae.bn.running_var.uniform_(0.5, 2)
+    folder = tmp_path_factory.mktemp("vae")
+    vae.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def sampler(vae_folder: Path) -> Flux2Sampler:
+    return Flux2Sampler(Components(vae=str(vae_folder)), CPU)
+
+
+def job(references: int = 0, **changes: Any) -> SampleJob:
+    arch = ARCHS["dev"]
+
+    def drawn(name: str, *size: int) -> Tensor:
+        return torch.randn(size, generator=generator(name))
+
+    rows = (arch.text_tokens, arch.text_dim)
+    pictures = [drawn(f"reference {i}", arch.in_channels, 1, *((2, 3), (3, 4))[i]) for i in range(references)]
+    defaults: dict[str, Any] = {
+        "conditions": {"text": drawn("wanted", *rows)}, "negative": {"text": drawn("unwanted", *rows)}, "references": pictures,
+        "frames": 1, "height": HEIGHT, "width": WIDTH, "steps": STEPS, "guidance": 4.0, "shift": 0.0, "seed": 7,
+    }  # fmt: skip
+    return SampleJob(**(defaults | changes))
+
+
+def pipeline_latents(kind: str, model: Any, vae_folder: Path, wanted: SampleJob) -> tuple[Tensor, Tensor]:
+    """Latents after each step, and the picture in [0, 1], as diffusers' pipeline draws them."""
+    from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Pipeline
+
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=not wanted.shift, shift=wanted.shift or 3.0, base_shift=0.5, max_shift=1.15,
+        base_image_seq_len=256, max_image_seq_len=4096,
+    )  # fmt: skip
+    parts: dict[str, Any] = {
+        "tokenizer": None, "text_encoder": None, "transformer": diffusers_transformer(model), "scheduler": scheduler,
+        "vae": AutoencoderKLFlux2.from_pretrained(vae_folder, local_files_only=True).eval(),
+    }  # fmt: skip
+    extra: dict[str, Any] = {}
+    if kind == "dev":
+        pipeline: Any = Flux2Pipeline(**parts)
+    else:
+        pipeline = Flux2KleinPipeline(**parts, is_distilled=kind == "klein")
+        assert wanted.negative is not None
+        extra["negative_prompt_embeds"] = wanted.negative["text"][None]
+    pipeline.set_progress_bar_config(disable=True)
+    pictures = [reference.transpose(0, 1) for reference in wanted.references]
+    if pictures:  # diffusers encodes a picture; the latents given here go the rest of its way
+        ids = pipeline._prepare_image_ids(pictures)
+        packed = torch.cat([pipeline._pack_latents(picture) for picture in pictures], 1)
+        pipeline.prepare_image_latents = lambda **_: (packed, ids)
+        from PIL import Image
+
+        extra["image"] = Image.new("RGB", (64, 64))
+    channels = model.embed.arch.in_channels
+    noise = torch.randn((channels, 1, HEIGHT // 16, WIDTH // 16), generator=generator(wanted.seed, "sample")).transpose(
+        0, 1
+    )
+    after: list[Tensor] = []
+
+    def keep(pipeline: Any, index: int, t: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        after.append(values["latents"][0].T.unflatten(1, (HEIGHT // 16, WIDTH // 16))[:, None])
+        return values
+
+    images = pipeline(
+        prompt_embeds=wanted.conditions["text"][None], height=HEIGHT, width=WIDTH, num_inference_steps=wanted.steps,
+        guidance_scale=wanted.guidance, latents=noise, callback_on_step_end=keep, output_type="pt", **extra,
+    ).images  # fmt: skip
+    return torch.stack(after), images[0][:, None]
+
+
+@pytest.mark.parametrize("references", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["dev", "klein base", "klein"])
+def test_every_step_is_that_of_diffusers(sampler: Flux2Sampler, vae_folder: Path, kind: str, references: int) -> None:
+    model, wanted = tiny_model(kind), job(references)
+    seen: list[Tensor] = []
+
+    def run(model: Any, inputs: Any) -> Any:
+        seen.append(inputs.latents[0])
+        assert inputs.sigma.dtype == torch.float64 and len(inputs.references[0]) == references
+        return run_plain(model, inputs)
+
+    steps: list[None] = []
+    latents = latents_of(sampler, wanted, model, run, lambda: steps.append(None))
+    expected, picture = pipeline_latents(kind, model, vae_folder, wanted)
+    calls = 2 if kind == "klein base" else 1
+    assert len(steps) == STEPS and len(seen) == STEPS * calls
+    assert latents.dtype == torch.float32 and latents.shape == (16, 1, 3, 2)
+    # fp32 in two orders of summation, amplified by guidance; diffusers' noise levels and sinusoid are fp32, ours fp64
+    for ours, theirs in zip([*seen[calls::calls], latents], expected, strict=True):
+        assert (ours - theirs).abs().max() / theirs.std() < 1e-4
+    assert (latents - seen[0]).abs().max() > 0.5
+
+    pixels = sampler.decode(latents)
+    assert pixels.shape == (3, 1, HEIGHT, WIDTH)
+    torch.testing.assert_close(pixels, picture, atol=1e-4, rtol=0)
+
+
+def test_a_constant_shift_is_that_of_diffusers(sampler: Flux2Sampler, vae_folder: Path) -> None:
+    model, wanted = tiny_model("klein"), job(shift=2.0)
+    latents = latents_of(sampler, wanted, model, run_plain)
+    expected, _ = pipeline_latents("klein", model, vae_folder, wanted)
+    assert (latents - expected[-1]).abs().max() / expected[-1].std() < 1e-4
+    assert not torch.equal(latents, latents_of(sampler, job(), model, run_plain))
+
+
+@pytest.mark.parametrize(("kind", "calls"), [("dev", 1), ("klein base", 2), ("klein", 1)])
+def test_guidance_is_what_the_architecture_makes_of_it(sampler: Flux2Sampler, kind: str, calls: int) -> None:
+    model, given = tiny_model(kind), []
+
+    def run(model: Any, inputs: Any) -> Any:
+        given.append(float(inputs.guidance))
+        return run_plain(model, inputs)
+
+    def drawn(**changes: Any) -> Tensor:
+        given.clear()
+        return latents_of(sampler, job(**changes), model, run)
+
+    strong = drawn()
+    assert given == [4.0] * STEPS * calls
+    weak = drawn(guidance=1.0)
+    assert len(given) == STEPS
+    assert torch.equal(strong, weak) == (kind == "klein")
+    alone = drawn(negative=None)
+    assert len(given) == STEPS and torch.equal(alone, strong if kind != "klein base" else weak)
+
+
+def test_seed_and_references_decide_the_picture(sampler: Flux2Sampler) -> None:
+    model = tiny_model("klein")
+
+    def drawn(references: int = 0, **changes: Any) -> Tensor:
+        return latents_of(sampler, job(references, **changes), model, run_plain)
+
+    first = drawn()
+    assert torch.equal(first, drawn()) and not torch.equal(first, drawn(seed=8))
+    assert not torch.equal(first, drawn(1)) and not torch.equal(drawn(1), drawn(2))
+    swapped = dataclasses.replace(job(2), references=job(2).references[::-1])
+    assert not torch.equal(drawn(2), latents_of(sampler, swapped, model, run_plain))

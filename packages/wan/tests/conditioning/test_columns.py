@@ -1,0 +1,208 @@
+"""Which columns and conditioners an architecture has, and that they give what the model takes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conditions_help import CPU, FRAMES, controls, encoded, picture_file, video_file
+
+from ditkit_core.data.columns import OF_THE_MODEL, reference_columns
+from ditkit_core.data.control_files import control_headers, control_values
+from ditkit_core.errors import UserError
+from ditkit_core.models.conditions import named_columns
+from ditkit_core.models.paths import Components
+from ditkit_wan.conditioning.columns import columns, conditioners
+from ditkit_wan.demo.models import IMAGE_DIM
+from ditkit_wan.presets import PRESETS
+from ditkit_wan.spec import WAN
+
+PICTURES = ["input_image", "end_image"]
+EXPECTED: dict[str, tuple[list[str], list[str]]] = {
+    "t2v-1.3b": ([], []),
+    "t2v-a14b": ([], []),
+    "i2v-14b-480p": (PICTURES, ["y", "image"]),
+    "flf2v-14b-720p": (PICTURES, ["y", "image"]),
+    "i2v-a14b": (PICTURES, ["y"]),
+    "ti2v-5b": (["input_image"], ["first_frame"]),
+    "vace-1.3b": (
+        ["vace_video", "vace_video_mask", "vace_reference_image", "vace_reference_image_2", "vace_reference_image_3"],
+        ["vace"],
+    ),
+    "fun-v1.1-control-1.3b": (["control_video", "input_image", "reference_image"], ["y", "reference", "image"]),
+    "fun-v1.1-control-camera-1.3b": (
+        ["input_image", "camera_control_direction", "camera_control_speed", "camera_file"], ["camera_path", "y", "image"],
+    ),
+    "wantodance-14b": (
+        [
+            "wantodance_music_path", "wantodance_reference_image", "wantodance_keyframes", "wantodance_keyframes_mask",
+        ],
+        ["music", "y", "image", "refimage"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", EXPECTED)
+def test_every_variant_encodes_what_its_model_takes(
+    preset: str, checkpoint: Path, clip_folder: Path, tmp_path: Path
+) -> None:
+    from test_vae22 import narrow
+
+    names, tensors = EXPECTED[preset]
+    arch = PRESETS[preset]
+    arch = replace(arch, image_dim=IMAGE_DIM if arch.image_dim else 0, text_dim=32)
+    assert [column.name for column in columns(arch)] == names
+    assert all(column.doc.endswith(".") for column in columns(arch))
+    vae = narrow(tmp_path / "vae") if arch.token_times else checkpoint / "vae"
+    found = conditioners(arch, Components(vae=str(vae), image_encoder=str(clip_folder)), CPU, False)
+    clip = video_file(tmp_path / "clip.mp4", 1)
+    files = {column.name: value for column in columns(arch) if (value := given(column.name, column.kind, tmp_path))}
+    item: dict[str, torch.Tensor] = {}
+    for conditioner in found:
+        wanted = controls(clip, files, height=64, width=64, fps=15.0 if arch.music else 16.0)
+        assert set(conditioner.uses(wanted)) <= {"", *files}
+        item |= encoded(conditioner, wanted)
+    outlined = WAN.training.empty_item(arch, (FRAMES, 64, 64), ())
+    assert [name for name in item if name != "vace_reference"] == tensors
+    for name in tensors:  # music may be of any length, VACE's references are in front
+        ours, theirs = item[name].shape, outlined[name].shape
+        if name == "music":
+            assert ours[1] == theirs[1]
+        else:
+            assert ours == theirs if name != "vace" else ours[0] == theirs[0]
+    assert len({conditioner.kind for conditioner in found}) == len(found)
+
+
+def given(name: str, kind: str, folder: Path) -> str:
+    """A value for a column: the smallest that its conditioner takes, "" for those that stand for another."""
+    import numpy as np
+
+    if kind == "video":
+        return video_file(folder / f"{name}.mp4", 2)
+    if kind == "image":
+        return picture_file(folder / f"{name}.png", 3, 64, 64)
+    if kind == "audio":
+        np.save(folder / "music.npy", np.zeros((30, 35), np.float32))
+        return str(folder / "music.npy")
+    return {"camera_control_direction": "Left", "wantodance_keyframes_mask": str([1] + [0] * (FRAMES - 1))}.get(
+        name, ""
+    )
+
+
+def test_the_vae_of_another_model_is_refused_before_anything_is_encoded(checkpoint: Path) -> None:
+    components = Components(base=str(checkpoint))
+    arch = PRESETS["ti2v-5b"]
+    with pytest.raises(UserError, match="makes 16 latent channels and the model takes 48"):
+        conditioners(arch, components, CPU, False)
+    special = replace_fields(arch)
+    for make in (
+        special.auxiliary.media_encoder,
+        lambda *given: special.auxiliary.sampler(*given[:2], torch.float32, given[2]),
+    ):
+        with pytest.raises(UserError, match=r"wan2\.2_vae\.safetensors"):
+            make(components, CPU, False)
+    with pytest.raises(UserError, match="makes 16 latent channels"):
+        WAN.auxiliary.models(arch, components)
+    assert replace_fields(PRESETS["t2v-1.3b"]).auxiliary.media_encoder(components, CPU, False).identity
+
+
+def replace_fields(arch: Any) -> Any:
+    return WAN.for_arch(arch)
+
+
+VIDEOS = [
+    ("fun-v1.1-control-1.3b", "control_video", {}),
+    ("vace-1.3b", "vace_video", {}),
+    ("vace-1.3b", "vace_video_mask", {}),
+    ("wantodance-14b", "wantodance_keyframes", {"wantodance_keyframes_mask": str([1] * FRAMES)}),
+]
+
+
+@pytest.mark.parametrize(("preset", "column", "beside"), VIDEOS)
+def test_a_still_picture_in_place_of_a_video_stays_on_screen(
+    preset: str, column: str, beside: dict[str, str], checkpoint: Path, clip_folder: Path, tmp_path: Path
+) -> None:
+    arch = replace(PRESETS[preset], image_dim=IMAGE_DIM if PRESETS[preset].image_dim else 0, text_dim=32)
+    where = Components(vae=str(checkpoint / "vae"), image_encoder=str(clip_folder))
+    still = picture_file(tmp_path / "still.png", 1)
+    (tmp_path / "same").mkdir()
+    for number in range(FRAMES):
+        picture_file(tmp_path / "same" / f"{number}.png", 1)
+    read = 0
+    for conditioner in conditioners(arch, where, CPU, False):
+        # what a still clip is given its music as is of no concern here
+        if conditioner.kind == "music":
+            continue
+        given = [
+            controls(video_file(tmp_path / "v.mp4", 2), {column: file, **beside})
+            for file in (still, str(tmp_path / "same"))
+        ]
+        if column not in conditioner.uses(given[0]):
+            continue
+        conditioner.check(given[0])
+        ours, theirs = (encoded(conditioner, each) for each in given)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+        read += 1
+    assert read
+
+
+def test_every_column_of_videos_is_tried_with_a_still() -> None:
+    named = {(column.name) for arch in PRESETS.values() for column in columns(arch) if column.kind == "video"}
+    assert named == {column for _, column, _ in VIDEOS}
+
+
+def test_names_of_other_trainers_are_accepted_once() -> None:
+    for preset in PRESETS:
+        shared = {name: meant for name, meant in named_columns(columns(PRESETS[preset])).items() if len(meant) > 1}
+        assert set(shared) == ({"src_ref_images", "object_file_path"} if preset.startswith("vace") else set()), "lists"
+        assert all({column.kind for column in meant} == {"image"} for meant in shared.values())
+    fun = {column.name: column for column in columns(PRESETS["fun-v1.1-control-1.3b"])}
+    assert "control_file_path" in fun["control_video"].aliases and fun["control_video"].required
+    assert "last_image" in columns(PRESETS["flf2v-14b-720p"])[1].aliases
+
+
+def test_columns_as_other_trainers_call_them() -> None:
+    """musubi's and VideoX-Fun's names, where a model has one column that they can mean."""
+    meant = {
+        "fun-v1.1-control-1.3b": {"control_path": "control_video", "control_file_path": "control_video"},
+        "fun-v1.1-control-camera-1.3b": {"control_file_path": "camera_file"},
+        "vace-1.3b": {
+            "control_path": "vace_video", "control_file_path": "vace_video", "object_file_path": "vace_reference_image",
+        },
+    }  # fmt: skip
+    for preset in EXPECTED:
+        known = columns(PRESETS[preset])
+        for name in OF_THE_MODEL:
+            row = {"video": "a.mp4", "text": "a cat", name: "b"}
+            headers = control_headers("here", row, known, media=("video",), other=OF_THE_MODEL)
+            if name in meant.get(preset, {}):
+                assert control_values("here", row, known, headers) == {meant[preset][name]: "b"}
+            elif known:
+                with pytest.raises(UserError, match=f"here has a column '{name}', .* call it .*{known[-1].name}"):
+                    reference_columns("here", row, edits=False, model_columns=[each.name for each in known])
+            else:
+                assert (headers, reference_columns("here", row, edits=False)) == ({}, ())
+    for preset, column in (("fun-v1.1-control-1.3b", "control_video"), ("vace-1.3b", "vace_video")):
+        assert values(preset, control_path_0="b") == {column: "b"}
+        with pytest.raises(UserError, match=f"'control_path_1', .* call it '{column}', or remove it"):
+            values(preset, control_path_0="b", control_path_1="c")
+
+
+def values(preset: str, **row: Any) -> dict[str, str]:
+    known = columns(PRESETS[preset])
+    return control_values("here", row, known, control_headers("here", row, known))
+
+
+def test_references_of_vace_are_a_list_and_columns_of_their_own() -> None:
+    first, second, third = own = [f"vace_reference_image{each}" for each in ("", "_2", "_3")]
+    for name in ("src_ref_images", "object_file_path"):
+        assert values("vace-1.3b", **{name: ["1", "2"]}) == {first: "1", second: "2"}
+        assert values("vace-1.3b", **{name: "1", second: "2"}) == {first: "1", second: "2"}
+        assert values("vace-1.3b", **{name: ["2", "3"], first: "1"}) == dict(zip(own, "123", strict=True))
+        with pytest.raises(UserError, match=f"'{name}' names 3 files and this model takes 1 beside {first}, {third}"):
+            values("vace-1.3b", **{name: ["2", "3", "4"], first: "1", third: "2"})
+    with pytest.raises(UserError, match="'src_ref_images' and 'object_file_path', which mean the same"):
+        values("vace-1.3b", src_ref_images="1", object_file_path="2")
+    with pytest.raises(UserError, match="'vace_video' and 'src_video', which mean the same"):
+        values("vace-1.3b", vace_video="1", src_video="2")

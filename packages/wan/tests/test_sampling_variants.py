@@ -1,0 +1,170 @@
+"""Samples of each variant that starts from more than text, against diffusers' pipelines with the same weights and noise."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conditions_help import CPU, controls, encoded, picture_file
+from conditions_help import noise as colours
+from PIL import Image
+
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.adapters.read import BaseConfig
+from ditkit_core.data.media.clip import read_clip, write_video
+from ditkit_core.engine.placement import place
+from ditkit_core.io.rng import generator
+from ditkit_core.models.encoders import SampleJob
+from ditkit_core.models.paths import Components
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.protocol import run_plain
+from ditkit_core.run.prepare import build, load
+from ditkit_core.sampling.denoise import latents_of
+from ditkit_wan.conditioning.columns import conditioners
+from ditkit_wan.demo.write import write_checkpoint
+from ditkit_wan.encoders.text import TextEncoder
+from ditkit_wan.presets import PRESETS
+from ditkit_wan.sampling import WanSampler, default_shift
+from ditkit_wan.spec import WAN
+
+FRAMES, SIDE = 5, 64
+ASKED = {
+    "prompt": "a red circle", "negative_prompt": "blue", "height": SIDE, "width": SIDE, "num_frames": FRAMES,
+    "num_inference_steps": 3, "guidance_scale": 4.0, "output_type": "latent",
+}  # fmt: skip
+
+
+class Drawn:
+    """A variant's checkpoint, our model with its weights, and our sampler over it."""
+
+    def __init__(self, folder: Path, variant: str):
+        write_checkpoint(folder, ["a red circle", "blue"], variant)
+        self.folder, self.components = folder, Components(base=str(folder), dtype="fp32")
+        precision = Precision(matmul=torch.float32)
+        made = build(WAN, self.components, AdapterConfig(method="full"), BaseConfig(), precision=precision)
+        self.arch = made.model.embed.arch
+        self.model = load(made, placement=place(made.model, [CPU]), seed=0).model
+        self.sampler = WanSampler(self.components, CPU, arch=self.arch)
+
+    def latents(self, files: dict[str, str], **changes: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """What we draw, and the conditions that we drew with."""
+        text = TextEncoder(self.components, CPU, torch.float32)
+        text.load()
+        given = controls(None, files, frames=FRAMES, height=SIDE, width=SIDE)
+        conditions: dict[str, torch.Tensor] = dict(text.encode(["a red circle"])[0])
+        for conditioner in conditioners(self.arch, self.components, CPU, False):
+            if conditioner.uses(given):
+                conditions |= encoded(conditioner, given)
+        job = SampleJob(
+            conditions=conditions, negative=text.encode(["blue"])[0], frames=FRAMES, height=SIDE, width=SIDE, steps=3,
+            guidance=4.0, shift=0.0, seed=7,
+        )  # fmt: skip
+        return latents_of(self.sampler, replace(job, **changes), self.model, run_plain), conditions
+
+    def pipeline(self, name: str, **more: Any) -> Any:
+        import diffusers
+
+        made = getattr(diffusers, name).from_pretrained(self.folder, local_files_only=True, **more)
+        made.set_progress_bar_config(disable=True)
+        return made
+
+
+@pytest.fixture
+def drawn(tmp_path: Path) -> Callable[[str], Drawn]:
+    return lambda variant: Drawn(tmp_path / variant, variant)
+
+
+def opened(path: str) -> Image.Image:
+    with Image.open(path) as image:
+        return image.convert("RGB")
+
+
+def noise(channels: int, frames: int, side: int) -> torch.Tensor:
+    return torch.randn((1, channels, frames, side, side), generator=generator(7, "sample"))
+
+
+def agree(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    # fp32 in two orders of summation, amplified by guidance; diffusers' sinusoid is fp32 where ours is fp64
+    assert ours.shape == theirs.shape and (ours - theirs).abs().max() / theirs.std() < 2e-4
+
+
+@pytest.mark.parametrize("variant", ["i2v", "flf2v"])
+def test_a_video_from_pictures_is_that_of_diffusers(drawn: Any, tmp_path: Path, variant: str) -> None:
+    ours = drawn(variant)
+    files = {"input_image": picture_file(tmp_path / "a.png", 1, SIDE, SIDE)}
+    if variant == "flf2v":
+        files["end_image"] = picture_file(tmp_path / "b.png", 2, SIDE, SIDE)
+    latents, conditions = ours.latents(files)
+    pictures = dict(zip(("image", "last_image"), map(opened, files.values()), strict=False))
+    pipeline = ours.pipeline("WanImageToVideoPipeline")
+    tokens = conditions["image"].unflatten(0, (len(files), -1))
+    # it crops pictures for CLIP to a square, where the authors squeeze them
+    pipeline.encode_image = lambda *given: tokens
+    theirs = pipeline(**ASKED, **pictures, latents=noise(16, 2, SIDE // 8)).frames[0]
+    agree(latents, theirs)
+
+
+def test_a_video_from_a_clean_first_frame_is_that_of_diffusers(drawn: Any, tmp_path: Path) -> None:
+    ours = drawn("ti2v")
+    picture = picture_file(tmp_path / "a.png", 1, SIDE, SIDE)
+    latents, conditions = ours.latents({"input_image": picture})
+    pipeline = ours.pipeline("WanImageToVideoPipeline", image_encoder=None, image_processor=None, expand_timesteps=True)
+    theirs = pipeline(**ASKED, image=opened(picture), latents=noise(48, 2, SIDE // 16)).frames[0]
+    assert torch.equal(latents[:, :1], conditions["first_frame"])
+    agree(latents, theirs)
+    from_text, none = ours.latents({})
+    assert set(none) == {"text"} and not torch.equal(from_text, latents)
+    agree(from_text, ours.pipeline("WanPipeline")(**ASKED, latents=noise(48, 2, SIDE // 16)).frames[0])
+
+
+def test_vace_draws_its_references_and_cuts_them_off_as_diffusers_does(drawn: Any, tmp_path: Path) -> None:
+    ours = drawn("vace")
+    video = str(tmp_path / "v.mp4")
+    write_video(Path(video), colours(1, FRAMES, SIDE, SIDE), 16.0)
+    mask = torch.zeros(3, FRAMES, SIDE, SIDE)
+    mask[:, :, :20, 9:40] = 1.0
+    write_video(tmp_path / "m.mp4", mask, 16.0)
+    files = {
+        "vace_video": video, "vace_video_mask": str(tmp_path / "m.mp4"),
+        "vace_reference_image": picture_file(tmp_path / "r.png", 2, SIDE, SIDE),
+    }  # fmt: skip
+    latents, conditions = ours.latents(files)
+    pipeline = ours.pipeline("WanVACEPipeline")
+
+    def frames(path: str) -> list[Image.Image]:
+        pixels = read_clip(Path(path), frames=FRAMES, fps=16.0, height=SIDE, width=SIDE)
+        shown = ((pixels + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 3, 0).numpy()
+        return [Image.fromarray(picture) for picture in shown]
+
+    theirs = pipeline(
+        **ASKED, video=frames(video), mask=frames(files["vace_video_mask"]), latents=noise(16, 3, SIDE // 8),
+        reference_images=[opened(files["vace_reference_image"])],
+    ).frames[0]  # fmt: skip
+    assert conditions["vace"].shape[1] == 3 and latents.shape[1] == 2
+    agree(latents, theirs[:, 1:])  # it cuts when it decodes
+
+
+def test_noise_levels_are_shifted_as_each_variants_authors_do() -> None:
+    # generate.py of Wan2.1 and the configurations of Wan2.2
+    expected = {
+        "t2v-1.3b": 5, "t2v-14b": 5, "i2v-14b-720p": 5, "flf2v-14b-720p": 16, "vace-1.3b": 16, "vace-14b": 16,
+        "t2v-a14b": 12, "i2v-a14b": 5, "ti2v-5b": 5,
+    }  # fmt: skip
+    for preset, shift in expected.items():
+        assert default_shift(PRESETS[preset], 720, 1280) == shift, preset
+    assert default_shift(PRESETS["i2v-14b-480p"], 480, 832) == default_shift(PRESETS["i2v-14b-480p"], 832, 480) == 3
+    assert default_shift(PRESETS["fun-v1.1-control-1.3b"], 480, 832) == 3
+    assert (
+        default_shift(PRESETS["wantodance-14b"], 480, 320) == default_shift(PRESETS["wantodance-14b"], 1280, 720) == 5
+    )
+    assert default_shift(PRESETS["i2v-a14b"], 480, 832) == 5 and default_shift(PRESETS["t2v-14b"], 480, 832) == 5
+
+
+def test_without_a_schedulers_configuration_a_variant_is_drawn_with_its_own_shift(drawn: Any) -> None:
+    ours = drawn("vace")
+    alone = WanSampler(Components(vae=str(ours.folder / "vae")), CPU, arch=ours.arch)
+    explicit, _ = ours.latents({}, shift=16.0)
+    ours.sampler = alone
+    assert torch.equal(ours.latents({})[0], explicit)
