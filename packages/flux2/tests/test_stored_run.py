@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from ditkit_core.demo_inputs import drawn, write_index, write_text_encoder
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from ditkit_core.data.media.synthetic import drawn, write_index, write_text_encoder
 from ditkit_core.testing.stored_run import StoredRun, keep
-from ditkit_flux2.demo import build_tokenizer
+from ditkit_flux2.demo.write import build_tokenizer
 from ditkit_flux2.spec import FLUX2
 
 STORED = StoredRun(FLUX2, Path(__file__).parent / "fixtures" / "run_58d647d.zip")

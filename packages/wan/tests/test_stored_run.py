@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from ditkit_core.demo_inputs import drawn, write_index, write_text_encoder
-from ditkit_wan.demo_media import CLIPS, write_clip
-from ditkit_wan.demo_models import build_tokenizer
 from safetensors.torch import load_file, save_file
 
+from ditkit_core.data.media.synthetic import drawn, write_index, write_text_encoder
 from ditkit_core.testing.stored_run import StoredRun, keep
+from ditkit_wan.demo.media import CLIPS, write_clip
+from ditkit_wan.demo.models import build_tokenizer
 from ditkit_wan.spec import WAN
 
 STORED = StoredRun(WAN, Path(__file__).parent / "fixtures" / "run_58d647d.zip")
