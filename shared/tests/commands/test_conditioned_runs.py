@@ -17,7 +17,7 @@ from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Column, Conditioner, Controls
 from ditkit_core.models.encoders import ignored
-from ditkit_core.planner.plan import largest_bucket
+from ditkit_core.planner.planned_step import largest_bucket
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.encoding import scenes_of
 from ditkit_core.run.run import Run, create_run

@@ -15,7 +15,6 @@ from ditkit_core.commands.oom import explain
 from ditkit_core.config.resolve import resolve
 from ditkit_core.io.memory import is_out_of_memory, let_go
 from ditkit_core.planner import partition as division
-from ditkit_core.planner import plan as plan_stage
 from ditkit_core.run.config import RunConfig
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
@@ -142,10 +141,8 @@ def explained(monkeypatch, capsys, sizes, free, failure="CUDA out of memory", **
     monkeypatch.setattr(
         torch.cuda, "mem_get_info", lambda device: (int(free[device.index] * GIB), int(sizes[device.index] * GIB))
     )
-    for stage in (plan_stage, fit_stage):
-        monkeypatch.setattr(
-            stage, "profile", lambda job: made_profile(str(job.policy), job.quantize, work=len(job.batch))
-        )
+    for stage in (division, fit_stage):
+        monkeypatch.setattr(stage, "profile", lambda job: made_profile(job.policy, job.quantize, work=len(job.batch)))
     monkeypatch.setattr(division, "free_memory_bytes", lambda device: 64 * GIB)
     named = {"model.preset": "deep", "data.frames": 1, "data.height": 64, "data.width": 64, **flags}
     config = resolve(RunConfig, flags={name.replace("__", "."): value for name, value in named.items()})

@@ -10,8 +10,7 @@ from torch import nn
 from ditkit_core.commands.cli import run
 from ditkit_core.models.encoders import Companion
 from ditkit_core.models.tiling import Tiles
-from ditkit_core.planner import beside_training as plan_beside
-from ditkit_core.testing.specs import altered
+from ditkit_core.planner import auxiliary
 from ditkit_core.testing.toy import TOY
 
 WIDTH = 2**14
@@ -128,7 +127,7 @@ def test_previews_on_a_device_of_their_own_are_planned_there(tmp_path, capsys, m
     assert (streamed := found["host"]["streamed_weights"]) > 0
     previews = {(row["device"], row["beside"], row["fits"]) for row in found["beside"][-2:]}
     assert previews == {("cpu", weights + streamed, None)}, "nothing is streamed there"
-    monkeypatch.setattr(plan_beside, "free_memory_bytes", lambda device: 2**40)
+    monkeypatch.setattr(auxiliary, "free_memory_bytes", lambda device: 2**40)
     _, found = beside(tmp_path, capsys, *flags[2:4], "--sample.device", "cpu", "--train.device", "cpu")
     (device,), previews = found["devices"], found["beside"][-2:]
     assert {row["available"] for row in previews} == {2**40 - device["peak"]}, "the steps hold the rest"

@@ -5,6 +5,7 @@ import itertools
 import random
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from toy_world import World, equal
@@ -17,7 +18,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.planner import partition as division
 from ditkit_core.planner.ac_budget import Task, choose, limited
 from ditkit_core.planner.memory import Budget
-from ditkit_core.planner.plan import divided_for_training, job_for, make_report
+from ditkit_core.planner.plan import job_for, make_report
 from ditkit_core.planner.profiler import Profile, StageCost
 from ditkit_core.planner.report import as_json
 from ditkit_core.run.checks import check_training
@@ -190,8 +191,10 @@ def run_of(policy: str, **flags) -> Run:
 
 
 def resolved(run: Run):
-    model = build_on_meta(run.spec, ToyArch(dim=64, depth=8), run.precision)
-    return divided_for_training(run, model, ToyArch(dim=64, depth=8), run.config.adapter)
+    arch = ToyArch(dim=64, depth=8)
+    model = build_on_meta(run.spec, arch, run.precision)
+    unloaded = SimpleNamespace(model=model, arch=arch, adapter=run.config.adapter)
+    return division.place(run, unloaded, training=True)
 
 
 def test_a_run_has_the_policies_of_its_plan_and_holds_no_more_than_the_budget(monkeypatch, capsys):
@@ -201,8 +204,9 @@ def test_a_run_has_the_policies_of_its_plan_and_holds_no_more_than_the_budget(mo
     report = make_report(run_of("budget"))
     capsys.readouterr()
     placed = resolved(run_of("budget"))
-    assert report.policy == str(placed.schedule) == as_json(report)["checkpointing"] and report.chosen == placed.chosen
-    assert f"train.checkpointing = budget chose {report.policy}: " in capsys.readouterr().out
+    assert report.policy == placed.checkpointing == as_json(report)["checkpointing"]
+    said = capsys.readouterr().out
+    assert report.chosen in said and f"train.checkpointing = budget chose {report.policy}: " in said
     assert len(set(parse_schedule(report.policy).policies([None] * 8))) > 1
     assert report.fits and peaks[0] < report.devices[0].peak <= free
     job = replace(job_for(run_of("budget"), kind="cpu"), policy=report.policy)

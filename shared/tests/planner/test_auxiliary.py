@@ -1,6 +1,6 @@
 """What encoding and drawing hold, on a companion whose bytes can be counted by hand, and on the toy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,9 @@ from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.models.tiling import Tiles
 from ditkit_core.planner.auxiliary import (
+    AuxiliaryPlanner,
     CompanionRow,
     Room,
-    companion_rows,
     denoising_bytes,
     held_while_drawing,
     measure,
@@ -60,13 +60,21 @@ ENCODER = replace(VAE, name="VAE encoder", stage="encode")
 TEXT = Companion(name="text encoder", stage="encode", build=layers, run=run, run_streamed=run_streamed)
 
 
-def rows(available: int | None, **changes: Any) -> list[CompanionRow]:
-    given: dict[str, Any] = {
-        "encoded": [SIZE], "drawn": [SIZE], "text_dtype": torch.float32, "streaming": "auto", "encode_tiling": False,
-        "sample_tiling": False, "encode_room": Room("cpu", available), "sample_room": Room("cuda", available),
-        "beside": 0, "denoising": 0,
-    }  # fmt: skip
-    return companion_rows([ENCODER, TEXT, VAE], **given | changes)
+def rows(
+    available: int | None,
+    *,
+    encoded: Sequence[tuple[int, int, int]] = (SIZE,),
+    beside: int = 0,
+    denoising: int = 0,
+    num_samples: int = 1,
+    **options: Any,
+) -> list[CompanionRow]:
+    planner = AuxiliaryPlanner(companions=[ENCODER, TEXT, VAE], text_dtype=torch.float32, **options)
+    room = Room("cuda", available, held=beside)
+    return [
+        *planner.encode_rows(encoded, Room("cpu", available)),
+        *planner.sample_rows([SIZE], [room], denoising=denoising, num_samples=num_samples),
+    ]
 
 
 def activations(size: tuple[int, int, int]) -> int:

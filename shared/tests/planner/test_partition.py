@@ -11,11 +11,11 @@ from toy_world import World
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.errors import UserError
-from ditkit_core.planner import plan as plan_stage
+from ditkit_core.planner import partition
 from ditkit_core.planner.gpus import default_reserve, keeping_reserves, parse_gpus
 from ditkit_core.planner.memory import Budget, Division, compose
 from ditkit_core.planner.partition import budgets_here, budgets_of, choose_cuts, place, streamed_of, weights_profile
-from ditkit_core.planner.plan import divided_for_training, make_report
+from ditkit_core.planner.plan import make_report
 from ditkit_core.planner.profiler import Profile, StageCost, profile
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.prepare import build_on_meta
@@ -150,6 +150,11 @@ def run_of(**flags):
     return create_run(altered(TOY, presets={**TOY.architecture.presets, "deep": DEEP}), resolve(RunConfig, flags=named))
 
 
+def unloaded_of(run):
+    model = build_on_meta(run.spec, DEEP, run.precision)
+    return SimpleNamespace(model=model, arch=DEEP, adapter=run.config.adapter)
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -169,11 +174,11 @@ def test_a_run_is_cut_where_its_plan_says_and_not_where_weights_alone_would(mach
         return found[0] if found else found.append(made(job)) or found[0]
 
     found = []
-    monkeypatch.setattr(plan_stage, "profile", once)
+    monkeypatch.setattr(partition, "profile", once)
     run = run_of(train__devices=("cuda:0", "cuda:1"), data__width=1024, data__height=1024, **flags)
-    model = build_on_meta(run.spec, DEEP, run.precision)
-    placed = divided_for_training(run, model, DEEP, run.config.adapter).placement
-    assert placed.cuts != place(run, model).cuts
+    unloaded = unloaded_of(run)
+    placed = place(run, unloaded, training=True)
+    assert placed.cuts != place(run, unloaded).cuts
     report = make_report(run)
     assert report.division.devices == tuple(device.index for device in placed.blocks)
     assert report.division.streamed == placed.streamed
@@ -185,10 +190,9 @@ def test_a_run_is_cut_where_its_plan_says_and_not_where_weights_alone_would(mach
 
 def test_cuts_by_hand_need_no_plan(machine, monkeypatch):
     machine(24, 24)
-    monkeypatch.setattr(plan_stage, "profile", lambda job: pytest.fail("was planned"))
+    monkeypatch.setattr(partition, "profile", lambda job: pytest.fail("was planned"))
     run = run_of(train__devices=("cuda:0", "cuda:1"), train__cuts=(2,))
-    model = build_on_meta(run.spec, DEEP, run.precision)
-    assert divided_for_training(run, model, DEEP, run.config.adapter).placement.cuts == (2,)
+    assert place(run, unloaded_of(run), training=True).cuts == (2,)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from ditkit_core.io.console import progress, say, warn
 from ditkit_core.io.memory import is_out_of_memory
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.plan import divided_for_training
+from ditkit_core.planner.partition import place
 from ditkit_core.run.checks import check, check_parts, check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.encoding import encode_all
@@ -65,11 +65,11 @@ def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainO
     assert run.data.dataset.samples  # what is wrong with the data is said before weights are fetched
     unloaded = build_model(run)
     run = with_arch(run, unloaded.arch)
-    divided = divided_for_training(run, unloaded.model, unloaded.arch, unloaded.adapter)
+    placement = place(run, unloaded, training=True)
     check_parts(run, run.data.dataset.samples)
     encoded, _ = encode_all(run)
     check_items(run.spec, unloaded.model, encoded)
-    prepared = load_model(run, unloaded, divided.placement)
+    prepared = load_model(run, unloaded, placement)
     weights = _weights(prepared, folder, options.init_from)
     kept, _ = split_held_out(
         [sample.id for sample in encoded], run.config.held_out.clips, files_of(run.data.dataset.samples)
@@ -77,7 +77,7 @@ def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainO
     by_id = {sample.id: sample for sample in encoded}
     batch = training_data(run, [by_id[id] for id in kept], []).micro_batches(0)[0]
     # places are eager code's: a compiler keeps a chain of operations wider than it is written
-    engine = replace(engine_of(run, prepared, divided.schedule), compile=False)
+    engine = replace(engine_of(run, prepared, placement.checkpointing), compile=False)
     subject = Subject(
         model=prepared.model,
         spec=run.spec,

@@ -62,7 +62,7 @@ def _export(run: Run, wanted: ExportConfig, options: ExportOptions, folder: RunF
     """
     spec, config = run.spec, run.config
     unloaded = build_model(run)
-    prepared = load_model(run, unloaded, place(run, unloaded.model))
+    prepared = load_model(run, unloaded, place(run, unloaded))
     step = take_trained(prepared, RunFolder(Path(config.run.folder)), options.step)
     given = Path(options.out)
     out = folder.exports / f"adapter{name}-export-step-{step:06d}.safetensors"

@@ -54,7 +54,7 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     if unloaded is None:
         turns, what = _experts(run, options)
     else:
-        prepared = load_model(drawing, unloaded, place(drawing, unloaded.model))
+        prepared = load_model(drawing, unloaded, place(drawing, unloaded))
         turns = only(prepared.model, engine_of(drawing, prepared))
         what = Path(options.adapter).stem if options.adapter else f"step-{take_trained(prepared, folder):06d}"
     out = Path(options.out) if options.out else folder.samples

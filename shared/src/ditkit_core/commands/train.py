@@ -26,7 +26,7 @@ from ditkit_core.io.files import write_text
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.run_dir import RunFolder, open_run
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.plan import divided_for_training
+from ditkit_core.planner.partition import place
 from ditkit_core.previews.class_images import check_drawable, class_conditions, draw_class_pictures, num_to_draw
 from ditkit_core.previews.manager import Previews, draw_left, previews_of
 from ditkit_core.previews.stages import draw_trained, turns_of
@@ -108,7 +108,7 @@ def _train(run: Run, folder: RunFolder, options: TrainOptions, previews: Preview
     if is_joint(run):
         raise UserError("this model has several experts, as only its weights tell; name it with model.preset")
     # before hours of encoding: what is wrong with it is said now
-    divided = divided_for_training(run, unloaded.model, unloaded.arch, unloaded.adapter)
+    placement = place(run, unloaded, training=True)
     spec, config = run.spec, run.config
     if advice := spec.training.advice(unloaded.arch):
         warn(advice)
@@ -132,7 +132,7 @@ def _train(run: Run, folder: RunFolder, options: TrainOptions, previews: Preview
         kinds = ", ".join(each.kind for each in run.auxiliary.conditioning.conditioners if each.optional)
         share = config.train.control_dropout
         say(f"train.control_dropout = {share:g}: {share:.0%} of the samples are trained without {kinds}")
-    prepared = load_model(run, unloaded, divided.placement)
+    prepared = load_model(run, unloaded, placement)
     if num_class_pictures and run.expert is None:
         draw_class_pictures(run, only(prepared.model, engine_of(run, prepared)), num_class_pictures, told)
         prior = encode_prior(run)
@@ -158,7 +158,7 @@ def _train(run: Run, folder: RunFolder, options: TrainOptions, previews: Preview
     with progress("train", config.train.steps) as bar:
         return train_loop(
             prepared.model,
-            engine_of(run, prepared, divided.schedule),
+            engine_of(run, prepared, placement.checkpointing),
             spec,
             training_data(run, [by_id[id] for id in kept], prior),
             prepared.trainable,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.errors import UserError
 from ditkit_core.models.protocol import StagedModel
 
@@ -24,6 +25,8 @@ class Placement:
     head: torch.device
     streamed: frozenset[int] = frozenset()
     """Blocks whose weights stay on the host, and are on their device while they are used."""
+    checkpointing: ACSchedule | None = None
+    """`train.checkpointing` as the engine takes it: budgets and devices resolved to blocks; None where nothing is trained."""
 
     @property
     def cuts(self) -> tuple[int, ...]:

@@ -1,37 +1,41 @@
-"""What encoding and drawing need beside the transformer's training: each encoder alone, and drawing next to what training holds.
+"""What encoding and sampling need next to the transformer's training: each encoder alone, and sampling besides what training holds.
 
 Everything is run on fake tensors by the functions that the encoders and the sampler call themselves, so that a plan follows them.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.data.dataset import Sample
+from ditkit_core.engine.devices import choose_device
 from ditkit_core.models.encoders import Companion, Holding
-from ditkit_core.models.precision import Precision
+from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.nn.context import as_on
+from ditkit_core.planner.gpus import cards_here
+from ditkit_core.planner.memory import DevicePlan
 from ditkit_core.planner.memory_tracker import Ledger
-from ditkit_core.planner.reduced_model import materialise, thinned
-from ditkit_core.weights.layer_streaming import too_large
+from ditkit_core.planner.planned_step import Bucket, Generated, PlannedStep, Size, has_data, missing_class_images
+from ditkit_core.planner.profiler import fake_tensors
+from ditkit_core.planner.reduced_model import give_memory, materialise, thinned
+from ditkit_core.run.encoding import scenes_of
+from ditkit_core.run.run import Run
+from ditkit_core.sampling.prompts import Shape, shape_of
+from ditkit_core.weights.layer_streaming import free_memory_bytes, too_large
 
 _DEVICE = torch.device("cpu", 1)
 """Under fake tensors another device than the host."""
-Size = tuple[int, int, int]
-"""Frames, height and width, in pixels."""
 Mode = Literal["whole", "layer by layer", "in tiles"]
 
 
 class Measured(NamedTuple):
-    """Bytes that a companion holds when it holds most."""
+    """Bytes that an auxiliary model holds when it holds most."""
 
     weights: int
     peak: int
@@ -46,14 +50,20 @@ class Room(NamedTuple):
     """Bytes, what is reserved for others taken off; None where nobody knows."""
     kind: str = "cuda"
     """`cuda` or `cpu`."""
+    held: int = 0
+    """Bytes of what is there meanwhile: of the trained model while it generates samples, of its copy that generates previews."""
+
+    def fits(self, peak: int) -> bool:
+        """Whether there is room, as far as is known."""
+        return self.available is None or peak <= self.available
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompanionRow:
-    """One line of a plan: what a stage beside the training itself holds on its device."""
+    """One line of a plan: what a stage next to the training itself holds on its device."""
 
     stage: str
-    """`encode`, `sample`, or `preview` where these are drawn on a device of their own."""
+    """`encode`, `sample`, or `preview` where these are generated on a device of their own."""
     name: str
     device: str
     size: Size | None
@@ -62,7 +72,7 @@ class CompanionRow:
     weights: int
     """Bytes of its own weights."""
     beside: int
-    """Bytes of what lies there meanwhile: of the trained model while samples are drawn, of its copy that previews are drawn with."""
+    """`Room.held`."""
     peak: int
     """Bytes of all of it."""
     available: int | None
@@ -88,7 +98,7 @@ def measure(
     mode: Mode = "whole",
     kind: str = "cuda",
 ) -> Measured:
-    """Run a companion on fake tensors.
+    """Run an auxiliary model on fake tensors.
 
     Args:
         companion: The module and what calls it.
@@ -98,12 +108,13 @@ def measure(
         kind: Kind of device that it is to run on: `cuda` or `cpu`.
     """
     module = companion.build(text_dtype)
-    with _fake(kind) as ledger:
+    with fake_tensors(kind) as ledger, torch.no_grad():
         if mode == "layer by layer":
             assert companion.run_streamed is not None
             companion.run_streamed(module, _DEVICE, lambda: _passing(module, ledger))
         else:
-            _give_memory(module, ledger)
+            with ledger.purpose("weights"):
+                give_memory(module, _DEVICE)
             if mode == "in tiles":
                 assert companion.tiles is not None
                 size = companion.tiles.largest(size)
@@ -111,38 +122,8 @@ def measure(
     return Measured(ledger.at_peak[_DEVICE]["weights"], ledger.peak[_DEVICE])
 
 
-@contextmanager
-def _fake(kind: str) -> Iterator[Ledger]:
-    """Fake tensors without gradients, counted, as on a kind of device; the process's generator stays as it was."""
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        # torch_remat and libraries compare addresses, of which fake tensors have none
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(as_on(kind))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(FakeTensorMode())
-        yield stack.enter_context(Ledger(rounding=512 if kind == "cuda" else 1))
-
-
-def _give_memory(module: nn.Module, ledger: Ledger) -> None:
-    """Parameters and buffers in memory in place of those on `meta`; what shares one goes on sharing it."""
-    given: dict[int, Any] = {}
-    with ledger.purpose("weights"):
-        for part in module.modules():
-            for tensors in (part._parameters, part._buffers):
-                for name, tensor in tensors.items():
-                    if tensor is None:
-                        continue
-                    if id(tensor) not in given:
-                        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=_DEVICE)
-                        is_parameter = isinstance(tensor, nn.Parameter)
-                        given[id(tensor)] = nn.Parameter(fake, requires_grad=False) if is_parameter else fake
-                    tensors[name] = given[id(tensor)]
-
-
 def _passing(module: nn.Module, ledger: Ledger) -> Holding:
-    """Memory for weights to pass through, as `streamed.PassingMemory` keeps it: a tensor for each name and shape, kept for the next."""
+    """Memory for weights to pass through, as `PassingMemory` keeps it: a tensor for each name and shape, kept for the next."""
     kept: dict[tuple[str, torch.Size], nn.Parameter] = {}
 
     @contextmanager
@@ -150,19 +131,17 @@ def _passing(module: nn.Module, ledger: Ledger) -> Holding:
         part = module.get_submodule(name)
         before = []
         with ledger.purpose("weights"):
-            for inner, owner in part.named_modules():
-                for leaf, tensor in owner._parameters.items():
-                    if tensor is None:
-                        continue
-                    key = (f"{inner}.{leaf}", tensor.shape)
-                    if key not in kept:
-                        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=_DEVICE)
-                        kept[key] = nn.Parameter(fake, requires_grad=False)
-                    before.append((owner, leaf, tensor))
-                    owner._parameters[leaf] = kept[key]
+            for inner, tensor in list(part.named_parameters(remove_duplicate=False)):
+                key = (inner, tensor.shape)
+                if key not in kept:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=_DEVICE)
+                    kept[key] = nn.Parameter(fake, requires_grad=False)
+                owner, _, leaf = inner.rpartition(".")
+                before.append((part.get_submodule(owner), leaf, tensor))
+                before[-1][0]._parameters[leaf] = kept[key]
         yield part
-        for owner, leaf, tensor in before:
-            owner._parameters[leaf] = tensor
+        for holder, leaf, tensor in before:
+            holder._parameters[leaf] = tensor
 
     return holding
 
@@ -186,16 +165,16 @@ def denoising_bytes(
         spec: The model's family.
         arch: Its architecture.
         precision: Its dtypes.
-        adapter: What is trained, which runs beside the base.
-        size: What is drawn.
-        references: Height and width of each picture to edit.
+        adapter: What is trained, which is applied to the base.
+        size: Of the sample.
+        references: Height and width of each image to edit.
         quantize: What the blocks' frozen matrices are held in: what they are multiplied as is made for each product.
         kind: Kind of device that it is to run on: `cuda` or `cpu`.
     """
     model: Any = thinned(spec, arch, precision, adapter, quantize=quantize)
     with torch.device("meta"):
         item = spec.training.empty_item(arch, size, references)
-    with _fake(kind) as ledger:
+    with fake_tensors(kind) as ledger, torch.no_grad():
         with ledger.purpose("weights"):
             names = {id(module): name for name, module in model.whole.named_modules()}
             for stage in model.stages():
@@ -208,136 +187,285 @@ def denoising_bytes(
 
 
 def held_while_drawing(purposes: Mapping[str, int], *, averages: bool = False) -> int:
-    """Bytes that a device of a run holds while samples are drawn between two of its steps: no gradients and no activations.
+    """Bytes that a device of a run holds while samples are generated between two of its steps: no gradients and no activations.
 
     Args:
-        purposes: Bytes by purpose, as `plan.DevicePlan` has them.
+        purposes: Bytes by purpose, as `DevicePlan` has them.
         averages: Whether the optimizer averages the weights itself.
     """
     held = sum(purposes.get(name, 0) for name in ("weights", "adapters", "optimizer", "average"))
-    # Drawing is done with averaged weights, and the trained ones are put aside meanwhile.
+    # Samples are generated with averaged weights, and the trained ones are put aside meanwhile.
     return held + (purposes.get("adapters", 0) if averages or purposes.get("average") else 0)
 
 
-def companion_rows(
-    companions: Sequence[Companion],
-    *,
-    encoded: Sequence[Size],
-    drawn: Sequence[Size],
-    text_dtype: torch.dtype,
-    streaming: str,
-    encode_tiling: bool,
-    sample_tiling: bool,
-    encode_room: Room,
-    sample_room: Room,
-    beside: int,
-    denoising: int,
-    num_samples: int = 1,
-    further: Sequence[tuple[Room, int]] = (),
-) -> list[CompanionRow]:
-    """What encoding and drawing hold, stage by stage.
+@dataclass(frozen=True, kw_only=True)
+class AuxiliaryPlanner:
+    """What encoding and sampling hold, stage by stage."""
 
-    Args:
-        companions: The family's, as `ModelSpec.companions` gives them.
-        encoded: Sizes of all clips and references that are encoded.
-        drawn: Sizes of the samples that are drawn; empty for none.
-        text_dtype: `encode.text_dtype`.
-        streaming: `encode.streaming`.
-        encode_tiling: `encode.vae_tiling`.
-        sample_tiling: `sample.vae_tiling`.
-        encode_room: The encoders' device, which they have for themselves, one at a time.
-        sample_room: The device that samples are decoded on, the model's first.
-        beside: What a run holds there while samples are drawn (`held_while_drawing`).
-        denoising: `denoising_bytes` of the largest sample.
-        num_samples: How many are drawn in a row; from the second on, the decoder is there while the model runs.
-        further: The other devices of a divided model, which denoise too, each with what a run holds there meanwhile.
-    """
-    planner = _Planner(text_dtype, streaming)
-    rows: list[CompanionRow] = []
-    for companion in companions:
-        if companion.stage == "encode" and encoded:
-            rows.append(planner.row(companion, encoded, encode_room, tiled=encode_tiling, beside=0))
-    for companion in companions:
-        if companion.stage == "sample" and drawn:
-            row = planner.row(companion, drawn, sample_room, tiled=sample_tiling, beside=beside)
-            first = _denoising_row(row, denoising, num_samples)
-            rows += [first, *(_denoising_elsewhere(first, room, held, denoising) for room, held in further), row]
-    return rows
-
-
-@dataclass(frozen=True)
-class _Planner:
-    """What all rows of a plan share."""
-
+    companions: Sequence[Companion]
+    """The family's, as `ModelSpec.companions` gives them."""
     text_dtype: torch.dtype
-    streaming: str
+    """`encode.text_dtype`."""
+    streaming: str = "auto"
+    """`encode.streaming`."""
+    encode_tiling: bool = False
+    """`encode.vae_tiling`."""
+    sample_tiling: bool = False
+    """`sample.vae_tiling`."""
 
-    def row(self, companion: Companion, sizes: Sequence[Size], room: Room, *, tiled: bool, beside: int) -> CompanionRow:
+    def encode_rows(self, sizes: Sequence[Size], room: Room) -> list[CompanionRow]:
+        """The encoders, which have their device for themselves, one at a time.
+
+        Args:
+            sizes: Of all clips and references that are encoded.
+            room: Their device.
+        """
+        chosen = [each for each in self.companions if each.stage == "encode" and sizes]
+        return [self._row(each, sizes, room, tiled=self.encode_tiling) for each in chosen]
+
+    def sample_rows(
+        self, sizes: Sequence[Size], rooms: Sequence[Room], *, denoising: int, num_samples: int = 1
+    ) -> list[CompanionRow]:
+        """The transformer's denoising on each of its devices, and the decoder on the first.
+
+        Args:
+            sizes: Of the samples; empty for none.
+            rooms: The model's devices.
+            denoising: `denoising_bytes` of the largest sample.
+            num_samples: How many are generated in a row; from the second on, the decoder is there while the model runs.
+        """
+        rows: list[CompanionRow] = []
+        for companion in self.companions:
+            if companion.stage == "sample" and sizes:
+                decoder = self._row(companion, sizes, rooms[0], tiled=self.sample_tiling)
+                kept = decoder.weights if num_samples > 1 else 0
+                rows += [_denoising(decoder, room, 0 if place else kept, denoising) for place, room in enumerate(rooms)]
+                rows.append(decoder)
+        return rows
+
+    def preview_rows(
+        self, sizes: Sequence[Size], room: Room, *, denoising: int, num_samples: int = 1
+    ) -> list[CompanionRow]:
+        """The same for previews, which a copy of the model generates on a device of their own; arguments as for `sample_rows`."""
+        rows = self.sample_rows(sizes, [room], denoising=denoising, num_samples=num_samples)
+        return [replace(row, stage="preview") for row in rows]
+
+    def _row(self, companion: Companion, sizes: Sequence[Size], room: Room, *, tiled: bool) -> CompanionRow:
         mode: Mode = "in tiles" if tiled and companion.tiles else "whole"
         if companion.run_streamed and self._streams(companion, room):
             mode = "layer by layer"
-        size, measured = self._most(companion, sizes, mode, room.kind)
-        row = CompanionRow(
-            stage=companion.stage, name=companion.name, device=room.device, mode=mode, weights=measured.weights,
-            size=size if companion.tiles else None, beside=beside, peak=beside + measured.peak,
-            available=room.available, remedy="",
-        )  # fmt: skip
-        if row.fits is False:
-            object.__setattr__(row, "remedy", self._remedy(companion, row, size, room.kind))
-        return row
+        # Which needs most is the largest image, or the largest clip: both are looked at.
+        worst = {
+            max(sizes, key=lambda size: size[1] * size[2]),
+            max(sizes, key=lambda size: size[0] * size[1] * size[2]),
+        }
+        each = {size: self._measure(companion, size, mode, room.kind) for size in sorted(worst)}
+        size, measured = max(each.items(), key=lambda found: found[1].peak)
+        peak = room.held + measured.peak
+        return CompanionRow(
+            stage=companion.stage,
+            name=companion.name,
+            device=room.device,
+            size=size if companion.tiles else None,
+            mode=mode,
+            weights=measured.weights,
+            beside=room.held,
+            peak=peak,
+            available=room.available,
+            remedy="" if room.fits(peak) else self._remedy(companion, mode, size, room),
+        )
 
     def _streams(self, companion: Companion, room: Room) -> bool:
         if self.streaming != "auto":
             return self.streaming == "always"
+        # A state dict counts a shared weight twice, as the encoder does that decides the same.
         needed = sum(tensor.nbytes for tensor in companion.build(self.text_dtype).state_dict().values())
         return room.available is not None and too_large(needed, room.available)
-
-    def _most(self, companion: Companion, sizes: Sequence[Size], mode: Mode, kind: str) -> tuple[Size, Measured]:
-        """The size that needs most: the largest picture, or the largest clip."""
-        worst = {max(sizes, key=_area), max(sizes, key=_volume)}
-        each = {size: self._measure(companion, size, mode, kind) for size in sorted(worst)}
-        return max(each.items(), key=lambda found: found[1].peak)
 
     def _measure(self, companion: Companion, size: Size, mode: Mode, kind: str) -> Measured:
         return measure(companion, size, text_dtype=self.text_dtype, mode=mode, kind=kind)
 
-    def _remedy(self, companion: Companion, row: CompanionRow, size: Size, kind: str) -> str:
-        """What there is to do about a row that does not fit: the first that helps, or the one that helps most, and what then."""
-        assert row.available is not None
-        way: tuple[str, Mode] | None = None
-        if companion.tiles and row.mode == "whole":
-            way = f"{row.stage}.vae_tiling = true", "in tiles"
-        elif companion.run_streamed and row.mode == "whole":
-            way = 'encode.streaming = "always"', "layer by layer"
-        last = 'encode.device = "cpu"' if row.stage == "encode" else "a smaller sample.height and sample.width"
-        if way is None:
-            return last
-        needed = row.beside + self._measure(companion, size, way[1], kind).peak
-        enough = needed <= row.available
-        then = f"{way[0]} would need {needed / 2**30:.1f} GiB"
-        return then if enough else f"{then}, which is still too much; {last}"
+    def _remedy(self, companion: Companion, mode: Mode, size: Size, room: Room) -> str:
+        """What there is to do about a stage that does not fit: the first that helps, or the one that helps most, and what then."""
+        ways: list[tuple[str, Mode]] = []
+        if companion.tiles and mode == "whole":
+            ways.append((f"{companion.stage}.vae_tiling = true", "in tiles"))
+        elif companion.run_streamed and mode == "whole":
+            ways.append(('encode.streaming = "always"', "layer by layer"))
+        last = 'encode.device = "cpu"' if companion.stage == "encode" else _SMALLER
+        for setting, other in ways:
+            needed = room.held + self._measure(companion, size, other, room.kind).peak
+            then = f"{setting} would need {needed / 2**30:.1f} GiB"
+            return then if room.fits(needed) else f"{then}, which is still too much; {last}"
+        return last
 
 
-def _denoising_row(decoder: CompanionRow, denoising: int, num_samples: int) -> CompanionRow:
-    held = decoder.weights if num_samples > 1 else 0
-    peak = decoder.beside + held + denoising
-    return _with_smaller_sizes(replace(decoder, name="denoising", mode="whole", weights=held, peak=peak))
+_SMALLER = "a smaller sample.height and sample.width"
 
 
-def _denoising_elsewhere(first: CompanionRow, room: Room, held: int, denoising: int) -> CompanionRow:
-    """Of a device that decodes nothing."""
-    return _with_smaller_sizes(
-        replace(first, device=room.device, weights=0, beside=held, peak=held + denoising, available=room.available)
+def _denoising(decoder: CompanionRow, room: Room, kept: int, denoising: int) -> CompanionRow:
+    """The transformer's row on one of its devices.
+
+    Args:
+        decoder: The row of what decodes its samples.
+        room: The device.
+        kept: Bytes of the decoder that are there meanwhile.
+        denoising: `denoising_bytes`.
+    """
+    peak = room.held + kept + denoising
+    return replace(
+        decoder,
+        name="denoising",
+        device=room.device,
+        mode="whole",
+        weights=kept,
+        beside=room.held,
+        peak=peak,
+        available=room.available,
+        remedy="" if room.fits(peak) else _SMALLER,
     )
 
 
-def _with_smaller_sizes(row: CompanionRow) -> CompanionRow:
-    return replace(row, remedy="a smaller sample.height and sample.width" if row.fits is False else "")
+def plan_auxiliary(
+    step: PlannedStep,
+    devices: Sequence[DevicePlan],
+    *,
+    gpus: bool,
+    samples: Sequence[Sample] | None = None,
+    streamed: int = 0,
+) -> tuple[CompanionRow, ...]:
+    """Encoding and sampling, as configured; last of all previews, if they have a device of their own.
+
+    Args:
+        step: The run's step.
+        devices: What the steps hold.
+        gpus: Whether the plan is for GPUs that need not be here.
+        samples: What is trained on, if that is known already; None looks at the dataset.
+        streamed: Bytes of weights that the steps have on the host.
+
+    Raises:
+        UserError: If files of an encoder that are here are damaged or of another model.
+    """
+    run, config, shapes = step.run, step.run.config, step.bucket.shapes
+    rooms = _rooms(run, devices, "cuda" if gpus else run.devices[0].type)
+    planner = AuxiliaryPlanner(
+        companions=run.spec.auxiliary.models(step.arch, config.model),
+        text_dtype=parse_dtype(config.encode.text_dtype),
+        streaming=config.encode.streaming,
+        encode_tiling=config.encode.vae_tiling,
+        sample_tiling=config.sample.vae_tiling,
+    )
+
+    encoders = _room_of(config.encode.device, "encode.device", run, rooms[0], gpus=gpus)
+    found = planner.encode_rows(_encoded_sizes(step.bucket), encoders)
+    generated = to_be_generated(run, shapes, samples)
+    largest = _denoising_of(step, generated, rooms[0].kind)
+    sizes = [size for size, _ in generated.shapes]
+    found += planner.sample_rows(sizes, rooms, denoising=largest, num_samples=generated.num)
+    if config.sample.device and config.sample.every_steps:
+        room = _preview_room(run, rooms[0], devices, gpus=gpus, streamed=streamed)
+        generated = _samples(run, shapes, samples)
+        largest = _denoising_of(step, generated, room.kind)
+        sizes = [size for size, _ in generated.shapes]
+        found += planner.preview_rows(sizes, room, denoising=largest, num_samples=generated.num)
+    return tuple(found)
 
 
-def _area(size: Size) -> int:
-    return size[1] * size[2]
+def _rooms(run: Run, devices: Sequence[DevicePlan], kind: str) -> list[Room]:
+    """The devices that a run trains on, with what is there between two steps."""
+    averages = run.config.optim.name == "schedulefree_adamw"
+    return [
+        Room(
+            device=device.budget.name,
+            available=device.budget.total - device.budget.reserve - device.budget.workspace,
+            kind=kind,
+            held=held_while_drawing(device.purposes, averages=averages),
+        )
+        for device in devices
+    ]
 
 
-def _volume(size: Size) -> int:
-    return size[0] * size[1] * size[2]
+def _encoded_sizes(bucket: Bucket) -> list[Size]:
+    shapes = (*bucket.shapes, *bucket.class_shapes)
+    return [size for shape in shapes for size in (shape[0], *((1, *reference) for reference in shape[1]))]
+
+
+def _denoising_of(step: PlannedStep, generated: Generated, kind: str) -> int:
+    """`denoising_bytes` of the largest sample; 0 if there are none."""
+    if not generated.shapes:
+        return 0
+    size, references = max(generated.shapes, key=_pixels)
+    return denoising_bytes(
+        step.run.spec,
+        step.arch,
+        step.run.precision,
+        step.adapter,
+        size,
+        references=references,
+        kind=kind,
+        quantize=step.run.config.base.quantize,
+    )
+
+
+def to_be_generated(run: Run, shapes: Sequence[Shape], samples: Sequence[Sample] | None = None) -> Generated:
+    """The samples that a run generates when it ends, and while it trains: the same ones; and class images that are missing.
+
+    Those are generated before the optimizer has anything, which is not told apart: only adapters can be trained with them.
+
+    Args:
+        run: The run.
+        shapes: All that the data consists of, which captions are sampled in if the data is not here to say which.
+        samples: As for `plan_auxiliary`.
+    """
+    asked, images = _samples(run, shapes, samples), missing_class_images(run)
+    return Generated((*asked.shapes, *images.shapes), asked.num + images.num)
+
+
+def _samples(run: Run, shapes: Sequence[Shape], samples: Sequence[Sample] | None) -> Generated:
+    config = run.config.sample
+    if not config.prompts and not config.captions:
+        return Generated((), 0)
+    if samples is None and not config.prompts and has_data(run):
+        samples = run.data.dataset.samples
+    if config.prompts or samples is not None:
+        scenes = scenes_of(run, [] if config.prompts or samples is None else samples)
+        found = [shape_of(scene, scene.files, run.auxiliary.columns, run.spec.data.reference_size) for scene in scenes]
+        return Generated(tuple(found), len(scenes) * config.images)
+    sizes = {
+        ((config.frames or frames, config.height or height, config.width or width), references)
+        for (frames, height, width), references in shapes
+    }
+    return Generated(tuple(sorted(sizes)), config.captions * config.images)
+
+
+def _room_of(name: str, key: str, run: Run, own: Room, *, gpus: bool) -> Room:
+    """The device of a setting, empty but for what runs there: encoders, which come before the model, or what generates previews."""
+    own = own._replace(held=0)
+    if gpus and name != "cpu":  # the GPUs are not here, and which one does not matter while they are alike
+        return own
+    device = choose_device(name, key)
+    if device.type == "cpu":
+        # of another machine's memory nothing is known
+        return Room("cpu", None if gpus else free_memory_bytes(device), "cpu")
+    if device == run.devices[0]:
+        return own
+    (card,) = cards_here([device])
+    return Room(f"{device}: {card.name}", card.total - card.reserve)
+
+
+def _preview_room(run: Run, own: Room, devices: Sequence[DevicePlan], *, gpus: bool, streamed: int) -> Room:
+    """The device that generates previews, with a copy of the model."""
+    name = run.config.sample.device
+    room = _room_of(name, "sample.device", run, own, gpus=gpus)
+    weights = sum(device.purposes[purpose] for device in devices for purpose in ("weights", "adapters"))
+    if room.kind == "cuda":
+        return room._replace(device=f"sample.device {name}" if gpus else room.device, held=weights)
+    if room.available is not None:  # what the steps hold of the same memory is not there yet
+        steps = sum(each.host + (each.peak if own.kind == "cpu" else 0) for each in devices)
+        room = room._replace(available=max(0, room.available - streamed - steps))
+    return room._replace(held=weights + streamed)  # where nothing is streamed
+
+
+def _pixels(shape: Shape) -> int:
+    frames, height, width = shape[0]
+    return frames * height * width + sum(h * w for h, w in shape[1])

@@ -1,12 +1,13 @@
 """Where a model is cut: so that over a whole training step the fullest device, for what it can hold, is least full.
 
-A run and its plan divide a model by the same function of the same figures, so that the run does what the plan says. What a device holds
-depends on its own blocks alone, so no other cuts do better: all of them are looked at. Every device holds one block at least: who wants
-a card left out names it not.
+`place` is what commands ask. A run and its plan divide a model by the same `Partitioner` of the same figures, so that the run does what
+the plan says. What a device holds depends on its own blocks alone, so no other cuts do better: all of them are looked at. Every device
+gets one block at least: omit a device to leave it unused.
 """
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -14,18 +15,25 @@ from torch import nn
 
 from ditkit_core.adapters.inject import canonical_name
 from ditkit_core.config.sizes import parse_size
+from ditkit_core.engine.ac_policies import Full, Policy
+from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.block_swap import choose_streamed
 from ditkit_core.engine.devices import spread
 from ditkit_core.engine.placement import Placement
 from ditkit_core.engine.placement import place as place_blocks
 from ditkit_core.errors import UserError
+from ditkit_core.io.console import say
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_linear import final_dtype
+from ditkit_core.planner.ac_budget import Task, choose, limited
 from ditkit_core.planner.gpus import Card, cards_here, keeping_reserves
-from ditkit_core.planner.memory import Budget, plan_device
-from ditkit_core.planner.profiler import Profile, StageCost
+from ditkit_core.planner.memory import Budget, Division, on_host, plan_device
+from ditkit_core.planner.planned_step import PlannedStep, as_held, largest_bucket
+from ditkit_core.planner.profiler import profile
+from ditkit_core.planner.stage_costs import Job, Profile, StageCost, mixed
+from ditkit_core.run.prepare import Unloaded
 from ditkit_core.run.run import Run
 from ditkit_core.weights.layer_streaming import MARGIN_BYTES, free_memory_bytes
 
@@ -204,38 +212,160 @@ def weights_profile(model: StagedModel, spec: ModelSpec, precision: Precision, *
     )  # fmt: skip
 
 
-def place(run: Run, model: StagedModel, profile: Profile | Sequence[Profile] | None = None) -> Placement:
-    """Which of the run's devices runs what.
+@dataclass(frozen=True, kw_only=True)
+class Targets:
+    """The devices that a step is planned for."""
+
+    kind: str
+    """`cuda` or `cpu`."""
+    devices: tuple[torch.device, ...]
+    budgets: tuple[Budget, ...] = ()
+    """Of these devices; cuts that are given need none."""
+    cards: tuple[Card, ...] = ()
+    """With their rates, if they are GPUs and times are asked for."""
+    host: int | None = None
+    """Bytes that the host can give beside them; None for any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """A step on its devices."""
+
+    placement: Placement
+    profile: Profile
+    """What the stages hold under the policies of `placement.checkpointing`."""
+    chosen: str = ""
+    """One line on what a budget for checkpointing came to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partitioner:
+    """Divides a run's model over devices and gives each block its policy: the same for a run as for its plan."""
+
+    run: Run
+    model: StagedModel
+    """With its adapters; `meta` will do."""
+    targets: Targets
+    profile_of: Callable[[Policy], Profile]
+    """The profile of a step in which all blocks have the policy; always the same one."""
+
+    def solve(self, schedule: ACSchedule) -> Solution:
+        """Which device runs what, and which block has which policy.
+
+        Raises:
+            UserError: If `train.cuts` or `train.swap_blocks` do not divide the model, or a budget cannot be kept.
+        """
+        if schedule.budget is not None:
+            return self._within(schedule.budget)
+        count = len(self.model.blocks())
+        # A policy may be given by device, and which blocks a device gets is not known yet: its spans are judged as if all had its policy.
+        by_device = [schedule.alone_on(device) if schedule.devices else schedule for device in self.targets.devices]
+        placement = self._placed(lambda: [self._under(each.policies([None] * count)) for each in by_device])
+        policies = schedule.policies(placement.blocks)
+        resolved = ACSchedule.of_blocks(policies) if schedule.devices else schedule
+        return Solution(placement=replace(placement, checkpointing=resolved), profile=self._under(policies))
+
+    def _within(self, sizes: Sequence[str]) -> Solution:
+        """A budget fills devices that are divided as full checkpointing divides them, which is what is left where bytes are short."""
+        targets, config = self.targets, self.run.config.train
+        limits = limited(targets.budgets, sizes)
+        placement = self._placed(lambda: [self.profile_of(Full())] * len(targets.devices))
+        host = targets.host
+        if host is not None and placement.streamed:
+            host = max(0, host - on_host(self.profile_of(Full()), placement.streamed))
+        task = Task(
+            profile_of=self.profile_of,
+            division=division_of(placement),
+            budgets=limits,
+            micro_batches=self.run.config.micro_batches,
+            pipelined=config.pipelined,
+            host=host,
+            can_offload=targets.kind == "cuda",
+        )
+        choice = choose(task)
+        placement = replace(placement, checkpointing=choice.schedule)
+        return Solution(placement=placement, profile=self._under(choice.policies), chosen=choice.described())
+
+    def _placed(self, profiles: Callable[[], Sequence[Profile]]) -> Placement:
+        # CPUs share one memory, so there is nothing to gain by comparing what a step holds on each.
+        if self.targets.kind == "cpu":
+            return _by_weights(self.run, self.model, self.targets)
+        return _cut(self.run, self.model, self.targets, profiles)
+
+    def _under(self, policies: Sequence[Policy]) -> Profile:
+        return mixed([self.profile_of(policy) for policy in policies])
+
+
+def _by_weights(run: Run, model: StagedModel, targets: Targets) -> Placement:
+    """Divided by what the weights take, with what training keeps for them."""
+    averaged = bool(run.config.ema.decay)
+    return _cut(run, model, targets, lambda: weights_profile(model, run.spec, run.precision, averaged=averaged))
+
+
+def _cut(
+    run: Run, model: StagedModel, targets: Targets, profiles: Callable[[], Profile | Sequence[Profile]]
+) -> Placement:
+    """Cut as configured, or else by these profiles: making them takes seconds, so they are made only where they decide."""
+    config, cuts = run.config.train, run.config.train.cuts
+    if len(targets.devices) > 1 and not cuts:
+        cuts = choose_cuts(
+            profiles(),
+            targets.budgets,
+            swap_blocks=config.swap_blocks,
+            micro_batches=run.config.micro_batches,
+            pipelined=config.pipelined,
+        )
+    placed = place_blocks(model, targets.devices, cuts)
+    has_weights = [next(block.parameters(), None) is not None for block in model.blocks()]
+    return replace(placed, streamed=choose_streamed(placed, config.swap_blocks, has_weights))
+
+
+def division_of(placement: Placement) -> Division:
+    """A placement as a plan takes it."""
+    order = list(dict.fromkeys(placement.blocks))
+    return Division(devices=tuple(map(order.index, placement.blocks)), streamed=placement.streamed)
+
+
+def profiles_of(job: Job) -> Callable[[Policy], Profile]:
+    """The profile of a step by the policy of its blocks; each is made once."""
+    return cache(lambda policy: profile(replace(job, policy=ACSchedule.everywhere(policy))))
+
+
+def place(run: Run, unloaded: Unloaded, *, training: bool = False) -> Placement:
+    """Which of the run's devices runs what: what every command asks that loads a model.
+
+    Training over several GPUs is divided by what a whole step holds on each, activations included, as the run's plan says.
 
     Args:
         run: The run.
-        model: With its adapters; `meta` will do.
-        profile: What a step of it holds, or would on each of the devices; None divides by weights and what training keeps for them alone.
+        unloaded: Its model, with its adapters.
+        training: Whether it is trained, under the policies that `train.checkpointing` comes to.
 
     Raises:
-        UserError: If `train.cuts` or `train.swap_blocks` do not divide the model, or the devices cannot be compared.
+        UserError: If `train.cuts` or `train.swap_blocks` do not divide the model, the devices cannot be compared, or a budget cannot be
+            kept.
     """
-    chosen = len(run.devices) > 1 and not run.config.train.cuts
-    budgets = budgets_here(run.devices, run.config.train.reserve) if chosen else ()
-    return place_on(run, model, run.devices, budgets, profile)
-
-
-def place_on(
-    run: Run,
-    model: StagedModel,
-    devices: Sequence[torch.device],
-    budgets: Sequence[Budget],
-    profile: Profile | Sequence[Profile] | None = None,
-) -> Placement:
-    """The same for any devices, with what each can hold, of which cuts given by hand need nothing."""
-    config, cuts = run.config.train, run.config.train.cuts
-    if len(devices) > 1 and not cuts:
-        if profile is None:
-            profile = weights_profile(model, run.spec, run.precision, averaged=bool(run.config.ema.decay))
-        cuts = choose_cuts(
-            profile, budgets, swap_blocks=config.swap_blocks, micro_batches=run.config.micro_batches,
-            pipelined=config.pipelined,
-        )  # fmt: skip
-    placed = place_blocks(model, devices, cuts)
-    has_weights = [next(block.parameters(), None) is not None for block in model.blocks()]
-    return replace(placed, streamed=choose_streamed(placed, config.swap_blocks, has_weights))
+    config, kind = run.config.train, run.devices[0].type
+    schedule = config.schedule
+    several = len(run.devices) > 1 and not config.cuts
+    compared = training and several and all(device.type == "cuda" for device in run.devices)
+    planned = compared or (training and schedule.budget is not None)
+    targets = Targets(
+        kind=kind,
+        devices=run.devices,
+        budgets=budgets_here(run.devices, config.reserve) if several or planned else (),
+        host=host_limit("", here=True) if planned and kind == "cuda" else None,  # a CPU is the host itself
+    )
+    if not planned:
+        placement = _by_weights(run, unloaded.model, targets)
+        return replace(placement, checkpointing=schedule if training else None)
+    began, held = time.monotonic(), as_held(run)
+    bucket = largest_bucket(held, unloaded.arch)
+    step = PlannedStep(run=held, arch=unloaded.arch, adapter=unloaded.adapter, bucket=bucket)
+    profiles = profiles_of(step.job(kind))
+    solution = Partitioner(run=run, model=unloaded.model, targets=targets, profile_of=profiles).solve(schedule)
+    if solution.chosen:
+        say(solution.chosen)
+    if compared:
+        say(f"cuts chosen by what a step holds on each device, planned in {time.monotonic() - began:.0f} s")
+    return solution.placement

@@ -6,8 +6,8 @@ the size of the model.
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -115,18 +115,27 @@ def measure(job: Job, model: Thinned, places: Sequence[int]) -> Measured:
         model: On `meta`; its parameters are given memory anew, and stay fake.
         places: Device of each stage, counted from 0.
     """
+    with fake_tensors(job.kind) as meter:
+        return _Measuring(job, model, meter, places).run()
+
+
+@contextmanager
+def fake_tensors(kind: str) -> Iterator["Meter"]:
+    """Tensors without memory, counted as on a kind of device; the process's generator stays as it was.
+
+    Args:
+        kind: `cuda` or `cpu`.
+    """
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        # torch_remat compares addresses, of which fake tensors have none
+        # torch_remat and libraries compare addresses, of which fake tensors have none
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(
-            torch.compiler.set_stance("force_eager")
-        )  # torchao compiles its step, which fake tensors cannot
-        stack.enter_context(as_on(job.kind))
+        # torchao compiles its step, which fake tensors cannot
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(as_on(kind))
         stack.enter_context(FakeTensorMode())
-        meter = stack.enter_context(Meter(job.kind))
-        return _Measuring(job, model, meter, places).run()
+        yield stack.enter_context(Meter(kind))
 
 
 class Meter(Ledger):

@@ -3,12 +3,12 @@
 Built and given its adapters on `meta`, because a parameter that is fake already can neither be moved nor wrapped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ditkit_core.adapters.inject import (
     AdapterConfig,
@@ -135,25 +135,50 @@ def _choose(kinds: Sequence[tuple[Any, ...]], of_each: int | None) -> tuple[tupl
 
 
 def materialise(stage: nn.Module, name: str, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-    """Under `FakeTensorMode`, parameters and buffers on a device in place of those on `meta`, in the dtypes that loading gives.
-
-    `Module.to` cannot: it would swap tensors that others refer to.
+    """Give a stage of a model memory, in the dtypes that loading gives.
 
     Args:
-        stage: What to give memory.
+        stage: The stage.
         name: Its name in the model; empty for the model itself.
         spec: Says what stays in fp32.
         dtype: Of the other parameters of the base.
         device: Where to.
     """
-    for prefix, module in stage.named_modules(prefix=name):
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                full = canonical_name(f"{prefix}.{leaf}".lstrip("."))
-                wide = is_adapter_name(full) or spec.precision.keep_fp32(full)
-                final = final_dtype(module, leaf, torch.float32 if wide else dtype)
-                fake = torch.empty(parameter.shape, dtype=final, device=device)
-                module._parameters[leaf] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-        for leaf, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[leaf] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+
+    def loaded(owner: nn.Module, prefix: str, leaf: str, parameter: nn.Parameter) -> torch.dtype:
+        full = canonical_name(f"{prefix}.{leaf}".lstrip("."))
+        wide = is_adapter_name(full) or spec.precision.keep_fp32(full)
+        return final_dtype(owner, leaf, torch.float32 if wide else dtype)
+
+    give_memory(stage, device, name=name, dtype_of=loaded)
+
+
+def give_memory(
+    module: nn.Module,
+    device: torch.device,
+    *,
+    name: str = "",
+    dtype_of: Callable[[nn.Module, str, str, nn.Parameter], torch.dtype] = lambda owner, prefix, leaf, own: own.dtype,
+) -> None:
+    """Under `FakeTensorMode`, parameters and buffers on a device in place of those on `meta`; what shares one goes on sharing it.
+
+    `Module.to` cannot: it would swap tensors that others refer to.
+
+    Args:
+        module: What to give memory.
+        device: Where to.
+        name: Its name in its model.
+        dtype_of: Of a parameter, from its module, that one's name, its own name and itself.
+    """
+    given: dict[int, Tensor] = {}
+    for prefix, owner in module.named_modules(prefix=name):
+        for tensors in (owner._parameters, owner._buffers):
+            for leaf, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in given:
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    dtype = dtype_of(owner, prefix, leaf, tensor) if is_parameter else tensor.dtype
+                    fake = torch.empty(tensor.shape, dtype=dtype, device=device)
+                    given[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+                tensors[leaf] = given[id(tensor)]

@@ -34,11 +34,11 @@ class Report:
     """Bytes of weights in page-locked host memory."""
     flops: int
     """Of a step."""
-    seconds: float | None
-    """Of a step; None where no rate is known."""
-    rates: tuple[str, ...]
-    """What the time is estimated from, card by card."""
     is_cuda: bool
+    seconds: float | None = None
+    """Of a step; None where no rate is known."""
+    rates: tuple[str, ...] = ()
+    """What the time is estimated from, GPU by GPU."""
     beside: tuple[CompanionRow, ...] = ()
     """What encoding and drawing hold."""
     previews: bool = False

@@ -59,7 +59,7 @@ def _turn(run: Run, expert: Expert, trained: Trained, guidance: float) -> Turn:
     @contextmanager
     def opened() -> Iterator[tuple[Any, Engine]]:
         drawing, unloaded = built_with(alone, trained.file) if trained.file else (alone, build_model(alone))
-        prepared = load_model(drawing, unloaded, place(drawing, unloaded.model))
+        prepared = load_model(drawing, unloaded, place(drawing, unloaded))
         what = "as it is"
         if trained.folder is not None:
             folder = RunFolder(trained.folder)

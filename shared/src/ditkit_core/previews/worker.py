@@ -137,7 +137,7 @@ def _draw(run: Run, prepared: Prepared | None, file: Path, scenes: Sequence[Scen
     else:
         if prepared is None:
             unloaded = build_model(run)
-            prepared = load_model(run, unloaded, place(run, unloaded.model))
+            prepared = load_model(run, unloaded, place(run, unloaded))
         put_weights(prepared, file)
         turns = only(prepared.model, engine_of(run, prepared))
     draw(run, turns, scenes, folder_of(run, expert).samples, f"step-{preview.step:06d}")

@@ -21,7 +21,7 @@ from ditkit_core.io.console import warn
 from ditkit_core.io.memory import is_out_of_memory, peak_memory_bytes, restart_peak
 from ditkit_core.models.paths import nothing_fetched
 from ditkit_core.nn.context import AttentionCalls, counted_calls
-from ditkit_core.planner.plan import divided_for_training
+from ditkit_core.planner.partition import place
 from ditkit_core.run.checks import check_parts
 from ditkit_core.run.encoding import encode_samples
 from ditkit_core.run.expert_runs import is_joint
@@ -85,7 +85,7 @@ def _try(run: Run, examined: Examined) -> tuple[StepRow, list[Finding]]:
     run = with_arch(run, unloaded.arch)
     if is_joint(run):
         raise UserError("this model has several experts, as only its weights tell; name it with model.preset")
-    divided = divided_for_training(run, unloaded.model, unloaded.arch, unloaded.adapter)
+    placement = place(run, unloaded, training=True)
     everything = [*examined.samples, *examined.class_pictures]
     for shape, sample in {shape_for(run, sample): sample for sample in reversed(everything)}.items():
         try:
@@ -99,7 +99,7 @@ def _try(run: Run, examined: Examined) -> tuple[StepRow, list[Finding]]:
             f"{len(largest) - len(encoded)} of {len(largest)} samples could not be encoded; see the warnings"
         )
     check_items(run.spec, unloaded.model, encoded)
-    prepared = load_model(run, unloaded, divided.placement)
+    prepared = load_model(run, unloaded, placement)
     data = TrainingData(
         encoded, seed=config.seed, batch_size=BatchSize(samples=len(encoded)), caption_dropout=config.caption_dropout,
         control_dropout=0.0,  # what works on conditions is to be heard of
@@ -111,7 +111,7 @@ def _try(run: Run, examined: Examined) -> tuple[StepRow, list[Finding]]:
     restart_peak(devices)
     prepared.model.train()
     # a compiler takes minutes, and compiled blocks are checked against eager ones elsewhere
-    engine = replace(engine_of(run, prepared, divided.schedule), compile=False)
+    engine = replace(engine_of(run, prepared, placement.checkpointing), compile=False)
     losses, norms = [], []
     heard = _Heard()
     for step in range(STEPS):

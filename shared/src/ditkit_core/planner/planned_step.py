@@ -1,0 +1,212 @@
+"""The training step that a run is planned by: its largest micro-batch, with the adapter and the weights as they will be held.
+
+It is the largest, because a step with fewer tokens holds less. Nothing is loaded: sizes are those of the data, or of the configuration.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.adapters.read import config_from_file, open_adapter
+from ditkit_core.data.buckets import bucket_sizes
+from ditkit_core.data.dataset import Sample
+from ditkit_core.encoding.prior_preservation import count_media
+from ditkit_core.models.precision import Precision
+from ditkit_core.planner.stage_costs import Job
+from ditkit_core.run.prepare import arch_here, build_on_meta
+from ditkit_core.run.run import Run, with_config
+from ditkit_core.sampling.prompts import Shape, shape_of
+from ditkit_core.weights.quantize import check_scaled
+
+Size = tuple[int, int, int]
+"""Frames, height and width, in pixels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """The micro-batch that a plan is made for."""
+
+    size: Size
+    references: tuple[tuple[int, int], ...]
+    items: list[dict[str, Tensor]]
+    shapes: tuple[Shape, ...]
+    """All that the data can give."""
+    class_shapes: tuple[Shape, ...]
+    """The same of the class images of prior preservation."""
+    source: str
+    """Where the size is from."""
+
+    def described(self) -> str:
+        """In a few words."""
+        frames, height, width = self.size
+        edited = f" with references {', '.join(f'{h}x{w}' for h, w in self.references)}" if self.references else ""
+        what = f"{frames} frames of {height}x{width}" if frames > 1 else f"{height}x{width}"
+        return f"{len(self.items)} x {what}{edited} ({self.source})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """A run's step, before it is profiled."""
+
+    run: Run
+    """Of one transformer, with `base.quantize` as its file makes it."""
+    arch: Any
+    adapter: AdapterConfig
+    """With what an `adapter.init` file decides."""
+    bucket: Bucket
+
+    @classmethod
+    def of(
+        cls, run: Run, samples: Sequence[Sample] | None = None, class_images: Sequence[Sample] | None = None
+    ) -> "PlannedStep":
+        """The step of a run whose model is not built.
+
+        Args:
+            run: Of one transformer, as it is held.
+            samples, class_images: As for `largest_bucket`.
+        """
+        arch = arch_here(run.spec, run.config.model)[1]
+        adapter, bucket = _adapter(run, arch), largest_bucket(run, arch, samples, class_images)
+        return cls(run=run, arch=arch, adapter=adapter, bucket=bucket)
+
+    def job(self, kind: str) -> Job:
+        """What is profiled.
+
+        Args:
+            kind: Of the devices: `cuda` or `cpu`.
+        """
+        run, config = self.run, self.run.config
+        return Job(
+            spec=run.spec,
+            arch=self.arch,
+            adapter=self.adapter,
+            precision=run.precision,
+            batch=self.bucket.items,
+            policy=config.train.checkpointing,
+            optim=config.optim,
+            ema=config.ema,
+            flow=config.flow,
+            clip_norm=config.train.clip_norm,
+            quantize=config.base.quantize,
+            micro_batches=run.config.micro_batches,
+            kind=kind,
+        )
+
+
+def as_held(run: Run) -> Run:
+    """The run with `base.quantize` as its file makes it: matrices stored in scaled 8 bits stay so if nothing else is asked.
+
+    Raises:
+        UserError: If such weights are to be trained.
+    """
+    config = run.config
+    if config.base.quantize != "none" or run.stored_as == "none":
+        return run
+    check_scaled(str(config.model.here(run.part)), config.adapter.method)
+    return with_config(run, replace(config, base=replace(config.base, quantize="fp8")))
+
+
+def _adapter(run: Run, arch: Any) -> AdapterConfig:
+    adapter = run.config.adapter
+    if not adapter.init or adapter.method == "full":
+        return adapter
+    model = build_on_meta(run.spec, arch, Precision())
+    linears = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    return config_from_file(
+        adapter, open_adapter(Path(adapter.init).expanduser(), run.spec.architecture.names, linears)
+    )[0]
+
+
+def largest_bucket(
+    run: Run, arch: Any, samples: Sequence[Sample] | None = None, class_images: Sequence[Sample] | None = None
+) -> Bucket:
+    """The micro-batch with the most tokens that the data can give: of the dataset if it is here, else of the configured size.
+
+    Each micro-batch of the data is followed by as many class images, of which those of one shape go through the model together: the
+    largest of all counts.
+
+    Args:
+        run: The run.
+        arch: Its architecture.
+        samples: The dataset's, if they are known already.
+        class_images: Those of prior preservation, if they are known already.
+    """
+    shapes, source = _data_shapes(run, samples)
+    of_class = _class_shapes(run, class_images)
+    batches = {shape: _batch(run, arch, shape) for shape in sorted(shapes)}
+    # no micro-batch of class images is larger than that of the data before it
+    most = max(map(len, batches.values()))
+    batches |= {shape: _batch(run, arch, shape)[:most] for shape in sorted(of_class - shapes)}
+    largest = max(batches, key=lambda shape: sum(map(run.spec.training.num_tokens, batches[shape])))
+    if largest not in shapes:
+        source = "the largest of the class pictures, which is larger than the data's"
+    return Bucket(
+        size=largest[0],
+        references=largest[1],
+        items=batches[largest],
+        shapes=tuple(sorted(shapes)),
+        source=source,
+        class_shapes=tuple(sorted(of_class)),
+    )
+
+
+def _batch(run: Run, arch: Any, shape: Shape) -> list[dict[str, Tensor]]:
+    train = run.config.train
+    with torch.device("meta"):
+        item = run.spec.training.empty_item(arch, *shape)
+    return [item] * (
+        max(1, train.batch_tokens // run.spec.training.num_tokens(item)) if train.batch_tokens else train.batch_size
+    )
+
+
+def _data_shapes(run: Run, samples: Sequence[Sample] | None) -> tuple[set[Shape], str]:
+    """What the data consists of, and where that is from."""
+    data = run.config.data
+    if samples is None and has_data(run):
+        samples = run.data.dataset.samples
+    if samples is not None:
+        return _shapes(run, samples), f"the largest in {', '.join(data.folders or (data.folder,))}"
+    if not data.buckets:
+        return {((data.frames, data.height, data.width), ())}, "data.frames, height and width"
+    step = data.bucket_step or 4 * run.spec.data.size_step
+    sizes = bucket_sizes(data.height, data.width, step=step, max_aspect=data.max_aspect)
+    return {((data.frames, *size), ()) for size in sizes}, "the largest bucket of data.height and data.width"
+
+
+def _shapes(run: Run, samples: Sequence[Sample]) -> set[Shape]:
+    return {
+        shape_of(sample, sample.controls, run.auxiliary.columns, run.spec.data.reference_size) for sample in samples
+    }
+
+
+def _class_shapes(run: Run, class_images: Sequence[Sample] | None) -> set[Shape]:
+    """Of the class images that are there, if any, and of those that are still to be generated."""
+    if class_images is None:
+        config = run.data.prior_data if run.data.prior_folder.is_dir() else None
+        class_images = [] if config is None else run.data.scanned(config, "prior.folder").samples
+    return {*_shapes(run, class_images), *missing_class_images(run).shapes}
+
+
+class Generated(NamedTuple):
+    """Samples that a run generates."""
+
+    shapes: tuple[Shape, ...]
+    num: int
+
+
+def missing_class_images(run: Run) -> Generated:
+    """The class images that are missing, as they will be generated."""
+    prior, data = run.config.prior, run.config.data
+    missing = prior.images - count_media(run.data.prior_folder) if prior.prompt else 0
+    return Generated((((1, data.height, data.width), ()),), missing) if missing > 0 else Generated((), 0)
+
+
+def has_data(run: Run) -> bool:
+    """Whether the dataset is here."""
+    folders = run.config.data.folders or (run.config.data.folder,)
+    return all(folder and Path(folder).expanduser().is_dir() for folder in folders)
