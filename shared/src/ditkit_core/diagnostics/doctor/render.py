@@ -1,10 +1,11 @@
 """A checkup as text for a terminal and as one HTML page that needs nothing else."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from ditkit_core.config.sizes import GIB
-from ditkit_core.diagnostics.doctor.findings import CODES, Checkup, MemoryPlan, StepRow, to_json
+from ditkit_core.diagnostics.doctor.findings import CODES, BucketRow, Checkup, FileRow, MemoryPlan, StepRow, to_json
 from ditkit_core.diagnostics.rendering import element, html_page, html_table, json_text
 from ditkit_core.io.console import say
 from ditkit_core.io.files import write_text
@@ -85,7 +86,7 @@ def _tables(checkup: Checkup, *, files: bool = False) -> list[Titled]:
     """All that is a table; `files`: one of the files too, which may be long."""
     tables = [_buckets(checkup)]
     if files and checkup.files:
-        tables.append(("files", _files(checkup)))
+        tables.append(("files", _of_rows(checkup.files)))
     if checkup.excluded:
         rows = [[each.name, each.reason, "stops the run" if each.stops else "left out"] for each in checkup.excluded]
         table = Table(head=["file", "reason", ""], rows=rows if files else rows[:_MOST_LINES])
@@ -114,49 +115,31 @@ def _buckets(checkup: Checkup) -> Titled:
     frames = f"; {kept} frames are kept, {dropped} of these files are not" if kept + dropped else ""
     classes = f" and {checkup.class_pictures} class pictures" if checkup.class_pictures else ""
     title = f"{checkup.model}: {checkup.samples} samples{classes} of {len(checkup.files)} files{epoch}{frames}"
-    rows = [
-        {
-            "dataset": row.dataset,
-            "frames": row.frames,
-            "height": row.height,
-            "width": row.width,
-            "references": row.references,
-            "samples": row.samples,
-            "held out": row.held_out,
-            "tokens each": row.tokens,
-            "in a micro-batch": row.batch_size,
-            "micro-batches": row.micro_batches if row.dataset == "data" else "",
-        }
-        for row in checkup.buckets
-    ]
-    return title, _of_records(rows)
+    return title, _of_rows(checkup.buckets)
 
 
-def _files(checkup: Checkup) -> Table:
-    rows = [
-        {
-            "dataset": row.dataset,
-            "file": row.file,
-            "samples": row.samples,
-            "seconds": f"{row.seconds:.2f}",
-            "fps": f"{row.fps:.3g}",
-            "trained at": f"{row.trained_fps:g}",
-            "frames": row.frames,
-            "kept": row.kept,
-            "dropped": row.dropped,
-            "height": row.height,
-            "width": row.width,
-            "enlarged": f"×{row.enlarged:.2f}" if row.enlarged > 1 else "",
-        }
-        for row in checkup.files
-    ]
-    return _of_records(rows)
+def _of_rows(rows: Sequence[BucketRow | FileRow]) -> Table:
+    """A column for each field."""
+    names = [field.name for field in fields(rows[0])] if rows else []
+    cells = [[_cell(row, name) for name in names] for row in rows]
+    return Table(head=[_TITLES.get(name, name) for name in names], rows=cells)
 
 
-def _of_records(records: Sequence[Mapping[str, object]]) -> Table:
-    """A table of cells by title; a number that is not known is a question mark."""
-    cells = [["?" if value is None else str(value) for value in record.values()] for record in records]
-    return Table(head=list(records[0]) if records else [], rows=cells)
+_TITLES = {
+    "held_out": "held out",
+    "tokens": "tokens each",
+    "batch_size": "in a micro-batch",
+    "micro_batches": "micro-batches",
+    "trained_fps": "trained at",
+}
+_SHOWN = {"seconds": "{:.2f}", "fps": "{:.3g}", "trained_fps": "{:g}", "enlarged": "×{:.2f}"}
+
+
+def _cell(row: BucketRow | FileRow, name: str) -> str:
+    value = getattr(row, name)
+    if name == "micro_batches" and row.dataset == "prior" or name == "enlarged" and value == 1:
+        return ""
+    return "?" if value is None else _SHOWN.get(name, "{}").format(value)
 
 
 def _memory(plan: MemoryPlan) -> Titled:
