@@ -172,6 +172,7 @@ def export_adapter(
     layers = adapter_layers(model)
     assert layers, "the model has no adapter"
     check_adapted(spec, config, model)
+    # One configuration for all layers, hence one scaling.
     (scaling,) = {layer.scaling["default"] for layer in layers.values()}
     state, files = adapter_state(model), []
     base = base_tensors(model)
@@ -300,6 +301,7 @@ def _write_shards(
 ) -> None:
     """Write files of at most so many bytes, and an index if there are several."""
     shards, stem = list(_shards(shapes, shard_bytes)), "diffusion_pytorch_model"
+    # Names count the files: shards of an earlier export of another size would stay among them.
     for old in folder.glob(f"{stem}*.safetensors*"):
         old.unlink()
     where: dict[str, str] = {}

@@ -91,6 +91,7 @@ def inject(model: nn.Module, config: AdapterConfig, named_sets: Mapping[str, tup
         target_modules="|".join(map(re.escape, targets)),
     )
     lora._register_custom_module({nn.Linear: lora_linear_class()})
+    # On meta: the values come in `initialise`, from the seed and the module's name, whatever device the weights are on.
     with torch.device("meta"):
         peft.inject_adapter_in_model(lora, model)
     if config.use_dora:

@@ -102,7 +102,7 @@ def _adapter(source: SafetensorsSource, spec: ModelSpec, part: str | None, base:
 
 
 def _whole(raw: SafetensorsSource, spec: ModelSpec) -> dict[str, Any]:
-    source = understood(raw)
+    source = understood(raw)  # scales of 8-bit files are no tensors of the model
     prefix, _ = native_prefix(source, spec)
     norms: dict[str, float] = {}
     kinds: dict[str, list[float]] = {}

@@ -62,6 +62,7 @@ class KnownNames:
         naming: dict[str, str] = {}
         for form, named in by_form.items():
             for name, meant in named.items():
+                # Two names that differ in dots alone would be one in kohya's form: no model has such, and one that had would stop here.
                 for alias in {name, name.replace(".", "_")}:
                     assert parts.setdefault(alias, meant) == meant, f"{alias} is {parts[alias]} and {meant}"
                     naming.setdefault(alias, form)
@@ -74,6 +75,7 @@ class KnownNames:
             if match := pattern.search(key):
                 stem = key[: match.start()]
                 for prefix in self.prefixes:
+                    # A prefix counts only if a known name follows: `transformer.` may begin a name of the model's own.
                     if stem.startswith(prefix) and (parts := self.parts.get(stem.removeprefix(prefix))):
                         return AdapterKey(parts, kind, prefix, stem.removeprefix(prefix), match[0])
         return None

@@ -124,6 +124,7 @@ class AdapterFile:
         if read.magnitude is None:
             weight.addmm_(read.up, read.down, alpha=strength * scale)
             return
+        # DoRA's product is not linear in the scale: a strength blends the weight with the merged one instead.
         merged = torch.addmm(weight, read.up, read.down, alpha=scale)
         merged *= (read.magnitude / torch.linalg.vector_norm(merged, dim=1))[:, None]
         weight.lerp_(merged, strength)
@@ -226,6 +227,7 @@ def _put_together(source: SafetensorsSource, module: str, pieces: tuple[FilePiec
             "others have none; merge that file with the program that made it"
         )
     scales = {piece.adapter.scale for piece in given}
+    # Pieces of several scales are read with theirs in B, so that the module has one scale: 1.
     scale = scales.pop() if len(scales) == 1 else 1.0
     one = len({piece.adapter.name for piece in given}) == 1 and given[0].columns is None
     rank = given[0].adapter.rank if one else len(_read_pieces(source, pieces, scale).down)

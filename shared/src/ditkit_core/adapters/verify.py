@@ -61,7 +61,7 @@ def compare_with_pipeline(
     """
     dtype = _matmul_dtype(model)
     with torch.no_grad():
-        bare = theirs()
+        bare = theirs()  # so that an adapter that diffusers loads and never applies shows as no effect
         _load(pipeline, adapter_file)
         _check_modules(pipeline.transformer, model, names, adapter_file)
         loaded = theirs()

@@ -96,6 +96,7 @@ def write_matrices(
     check_form(form, names, use_dora=use_dora)
     check_stacks(form, names, adapters, use_dora=use_dora)
     stacks = _assembly(adapters, names, form).found
+    # One tensor of the file has one alpha: where its modules of ours differ in scale, the scale can only go into B.
     kept = ADAPTER_FORMS[form].alpha and all(
         len({adapters[part.name].scale for part in parts if part is not None}) == 1 for parts in stacks.values()
     )
@@ -274,6 +275,7 @@ def _say_the_same(read: Matrices | None, expected: Matrices) -> bool:
         return not expected.up.any() and expected.magnitude is None
     if (read.magnitude is None) != (expected.magnitude is None):
         return False
+    # Where a reader took columns of zeros for another module's, the ranks differ: then only columns that say something are compared.
     if read.down.shape == expected.down.shape:
         pairs = [(read.down, expected.down), (read.up, expected.up)]
     else:

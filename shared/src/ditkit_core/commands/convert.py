@@ -59,6 +59,7 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     found = find_adapter(path, spec, part=options.part, layers=layers)
     if layers is not None:
         _check_fits(found, layers)
+    # Forms that are read and never written (peft, OneTrainer …) go on in the form that most programs read.
     form = options.to or (found.layout.form if found.layout.form in ADAPTER_FORMS else "official")
     check_form(form, spec.architecture.names, use_dora=found.layout.use_dora)
     rank, energy = parse_rank(options.rank) if options.rank else (None, 1.0)

@@ -100,6 +100,7 @@ class _Stage(nn.Module):
                 entries[leaf] = cast[id(parameter)]
             return self.inner(given)
         finally:
+            # Also after an error: the model is the run's own.
             for (_, entries, leaf), parameter in zip(self._entries, before, strict=True):
                 entries[leaf] = parameter
 

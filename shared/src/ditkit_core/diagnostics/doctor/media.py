@@ -147,6 +147,7 @@ def _cuts(thumbnails: Floats, steps: Floats) -> Iterator[int]:
         around = np.concatenate([steps[max(0, place - _AROUND) : place], steps[place + 1 : place + 1 + _AROUND]])
         around = around[around >= FROZEN_LEVELS]  # between frames that are shown twice nothing happens
         usual = float(np.median(around)) if len(around) else 0.0
+        # Fast pans differ as much as cuts do, but all along: a cut is alone among small differences.
         if step < CUT_LEVELS or step < CUT_RATIO * usual:
             continue
         flashed = [

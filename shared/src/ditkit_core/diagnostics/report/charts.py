@@ -112,6 +112,7 @@ class _Scale:
         logarithmic = chart.logarithmic and min(values) > 0
         places = [math.log10(value) for value in values] if logarithmic else values
         low, high = min(places), max(places)
+        # A flat curve has no range of its own: it gets a tenth of its height, or 1.
         room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
         floor = 0.0 if low >= 0 and not logarithmic else -math.inf  # no negative numbers where there are none
         return cls(

@@ -75,6 +75,7 @@ def write_about(folder: RunFolder, *, environment: Mapping[str, str], data: Mapp
         parts = list(json.loads(folder.about.read_text(encoding="utf-8"))["environments"])
     except (OSError, ValueError, KeyError, TypeError):
         parts = []
+    # Compared without its time: a run that goes on where it was adds nothing.
     before = {name: value for name, value in parts[-1].items() if name != "since"} if parts else {}
     if before != dict(environment):
         since = datetime.now(UTC).isoformat(" ", "seconds")

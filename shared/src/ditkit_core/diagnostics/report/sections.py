@@ -58,6 +58,7 @@ def _loss(series: Mapping[str, Series]) -> list[Chart]:
     if "loss" not in series:
         return []
     raw = series["loss"]
+    # One noise level a sample makes the loss of a step nearly as wide as its range: only an average shows a trend.
     points = max(len(raw.steps) // 50, 1)
     smooth = Line(series=raw.smoothed(points))
     if points == 1:
