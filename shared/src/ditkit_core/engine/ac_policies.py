@@ -268,6 +268,8 @@ def run_block(block: nn.Module, carry: Any, *, policy: Policy, backend: str = "s
         nonlocal outcome
         given = iter(tensors)
         inner = tree_unflatten([next(given) if leaf is _MADE else leaf for leaf in outline], spec)
+        # Inside the body: autograd recomputes on threads of its own, which do not see what was set around the
+        # forward.
         with attention_settings(settings if outcome is None else again):
             after, after_spec = tree_flatten(block(inner))
         if outcome is None:

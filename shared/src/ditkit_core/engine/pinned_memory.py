@@ -104,6 +104,7 @@ class Streamed:
 
     def empty(self) -> None:
         """Free the device's memory."""
+        # In place: another tensor for each weight would leave alive what autograd saved of these.
         self.buffer.untyped_storage().resize_(0)
 
     def put(self, *, on_host: bool) -> None:

@@ -302,6 +302,7 @@ def accumulate_gradients(
 
 
 def _backward(loss: Tensor) -> None:
+    # torch obeys an outer autocast in the backward of every matmul too, not in the forward alone.
     with autocast_disabled(loss.device.type):
         loss.backward()
 
