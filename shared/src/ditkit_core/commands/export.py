@@ -107,6 +107,7 @@ class Exporter:
             self._export_adapter(f"adapter-{name}", step)
         if self._writes_transformer and step < self._run.config.train.steps:  # the last one is written by `finish`
             self._export_transformer(self._folder.exports / name, step)
+        # Exports go with their saves: of a full fine-tune each is as large as the model.
         saved = {path.name for path in self._folder.state.glob("step-*")}
         for old in self._folder.exports.glob("*step-*"):
             if old.name.startswith("adapter-step-") and not any(old.stem.startswith(f"adapter-{n}") for n in saved):

@@ -336,6 +336,8 @@ class _Reader:
         if media.is_dir() and media.suffix.lower() not in VIDEO_SUFFIXES | IMAGE_SUFFIXES:
             self._check_image_folder(media)
         whole = self.config.windows != "first"
+        # The first of three openings of a file (its content's hash and its decoding follow, in `encoding`): what is
+        # wrong shows before anything slow begins.
         there = available(media, self.fps, at_most=None if whole else max(self.config.lengths))
         height, width = nearest_size(there.height, there.width, self.sizes)
         windows = [Window(0, 0, 1)] if kind == "image" else self._windows(media, id, there.frames)

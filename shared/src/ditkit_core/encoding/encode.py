@@ -353,6 +353,8 @@ def _media_keys(cuts: Sequence[_Cut], cache: Cache, encoder: Encoder, progress: 
         takes_long = sum(hashes.bytes_to_read(cut.path) for cut in cuts) >= _LONG_HASH_BYTES
         with (progress if takes_long else no_progress)("hash", len(cuts)) as advance:
             for cut in cuts:
+                # The content's hash, not the path: a file that was renamed or copied is found again, one that was
+                # changed is not.
                 keys[cut] = cut.key(hashes.of(cut.path), encoder)
                 advance(1.0)
     return keys

@@ -170,6 +170,7 @@ class TrainingData:
         return Batch(
             ids=[sample.id for sample in samples],
             items=[
+                # A micro-batch of a small dataset can have a sample several times: each gets a caption of its own.
                 self._captions.item(sample, index, sum(other is sample for other in samples[:place]))
                 for place, sample in enumerate(samples)
             ],

@@ -76,6 +76,8 @@ def fill(cache: Cache, jobs: Jobs[Item], progress: Progress, *, keep_going: bool
             given: dict[str, Any] = {}
             for key in keys[first : first + jobs.encoder.items_at_once]:
                 try:
+                    # Decoded here, not where the file was checked: only what the cache lacks, and pixels are many
+                    # times their latents.
                     given[key] = jobs.read(missing[key])
                 except UserError as error:
                     if not goes_on(error, keep_going=keep_going):

@@ -112,6 +112,7 @@ class SafetensorsSource:
         shape = stored.shape if of == 1 else (stored.shape[0] // of, *stored.shape[1:])
         buffer = torch.empty(num_bytes, dtype=torch.uint8) if buffer is None else buffer
         assert buffer.numel() == num_bytes, name
+        # Read, not mapped: mapped pages would count as this process's memory besides the tensor.
         with open(stored.file, "rb") as file:
             file.seek(stored.offset + index * num_bytes)
             if file.readinto(buffer.numpy().data) != num_bytes:

@@ -44,6 +44,7 @@ def attend(
     backend = BACKENDS[settings.backend]
     _check(settings.backend, backend, q, key_mask, dropout)
     if settings.calls is not None and not settings.recomputing and torch.is_grad_enabled():
+        # Not of a recompute: that is the same call again, and one that is kept is not even made.
         settings.calls.made[name] += 1
     if not settings.keeps(name):
         return backend.kernel(q, k, v, key_mask, dropout)

@@ -198,6 +198,7 @@ class Previews:
         try:
             with open(self._folder.previews_log, "ab") as log:
                 self._log_start = log.tell()
+                # The pipe ends the child: the operating system closes it with this process, whatever ends that.
                 self._child = subprocess.Popen(
                     command, env=_environment(self._device), stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
                     start_new_session=True, creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),

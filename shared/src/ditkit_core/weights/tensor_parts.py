@@ -86,6 +86,8 @@ def join(pieces: Sequence[tuple[str, Matrices] | None]) -> Matrices:
     downs = {owner: matrices.down for owner, matrices in given}
     first, *others = downs.values()
     shared = all(torch.equal(first, other) for other in others)
+    # Block-diagonal below: an owner's columns of B meet its own rows of A alone, which is exact, at the sum of the
+    # ranks.
     down = first if shared else torch.cat(list(downs.values()))
     starts, start = {}, 0
     for owner, matrix in downs.items():
