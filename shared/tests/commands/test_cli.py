@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,40 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> Stages:
 def install(monkeypatch: pytest.MonkeyPatch, stages: Stages) -> Stages:
     monkeypatch.setattr(cli, "_stage", lambda command, options: getattr(stages, command))
     return stages
+
+
+@pytest.mark.parametrize(("command", "verb"), list(cli.STAGES))
+def test_every_stage_of_the_table_is_there(command: str, verb: str) -> None:
+    options = SimpleNamespace(**{its: its == verb for name, its in cli.STAGES if name == command and its})
+    stage = cli._stage(command, options)
+    assert callable(stage) and stage.__name__ == cli.STAGES[command, verb][1]
+    assert not verb or verb in dir(cli.OPTIONS[command])
+
+
+@pytest.mark.parametrize("kind", list(cli.OPTIONS.values()), ids=list(cli.OPTIONS))
+def test_an_option_goes_with_and_excludes_options_that_there_are(kind: type) -> None:
+    names = {field.name for field in fields(kind)}
+    for field in fields(kind):
+        for rule in ("goes_with", "excludes"):
+            for others in field.metadata.get(rule, {}):
+                assert others and set(others.split()) <= names - {field.name}
+
+
+@pytest.mark.parametrize(
+    ("command", "argv", "message"),
+    [
+        ("train", ["--report", "--check"], "--check and --report: each does its work and stops; leave one of them out"),
+        ("train", ["--host", "8GiB", "--check"], "--host says what to plan with; give --plan or --fit with it"),
+        ("export", ["--adapter", "x", "--merge", "--strength", "0", "--step", "0"], "--step is a run's, and --adapter"),
+        ("export", ["--strength", "0"], "--strength is how strongly an adapter file is merged; give --adapter FILE"),
+    ],
+)
+def test_options_are_given_with_those_that_they_go_with(
+    stages: Stages, capsys: pytest.CaptureFixture[str], command: str, argv: list[str], message: str
+) -> None:
+    assert cli.run(TOY, command, argv) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}") and stages.called is None
+    assert cli.run(TOY, command, [*argv, "--help"]) == 0
 
 
 def test_train_is_called_with_the_resolved_configuration(stages: Stages, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 Everything that can be wrong with a command line is said before a library that takes seconds to import is touched.
 """
 
+import importlib
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 import ditkit_core
-from ditkit_core.commands.options import EncodeOptions, ExportOptions, SampleOptions, TrainOptions
+from ditkit_core.commands.options import EncodeOptions, ExportOptions, SampleOptions, TrainOptions, check_combination
 from ditkit_core.config.cli_args import Flags, format_help, read_flags
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.toml import to_toml
@@ -32,6 +33,23 @@ OPTIONS: dict[str, type] = {
     "sample": SampleOptions,
     "export": ExportOptions,
 }
+
+STAGES = {
+    ("train", ""): ("train_experts", "train"),
+    ("train", "plan"): ("plan", "plan"),
+    ("train", "fit"): ("fit", "fit_stage"),
+    ("train", "audit_precision"): ("audit", "audit_precision"),
+    ("train", "check"): ("check", "check_run"),
+    ("train", "report"): ("report", "report"),
+    ("encode", ""): ("train", "encode"),
+    ("sample", ""): ("sample", "sample"),
+    ("export", ""): ("export", "export"),
+    ("export", "on_files"): ("convert", "work_on_file"),
+}
+"""By command and option the module in this folder, and its function, that do the work."""
+
+_CONTINUED = (("train", ""), ("encode", ""))
+"""Which continue from what they kept when an interrupted command is given again."""
 
 ABOUT = {
     "train": "Train an adapter or all weights from media files: encodes what is not encoded yet, trains, samples, exports.",
@@ -80,11 +98,10 @@ def _run(spec: ModelSpec, command: str, argv: Sequence[str]) -> int:
         if flags.common.version:
             say(f"{prog} {ditkit_core.__version__} (torch {torch.__version__}, Python {platform.python_version()})")
             return 0
+        check_combination(flags.options)
         config = _resolve(prog, spec, flags)
     except UserError as error:
         return _complain(error, 2)
-    if command == "train" and (misplaced := _misplaced(flags.options)):
-        return _complain(misplaced, 2)
     if flags.common.print_config:
         say(to_toml(config).rstrip("\n"))
         return 0
@@ -103,7 +120,7 @@ def _run(spec: ModelSpec, command: str, argv: Sequence[str]) -> int:
         warn(str(stopped))
         return 130
     except KeyboardInterrupt:
-        if not _goes_on(command, flags.options):
+        if (command, _verb(command, flags.options)) not in _CONTINUED:
             raise
         warn("interrupted: what was encoded and saved is kept, and the same command continues")
         return 130
@@ -132,89 +149,17 @@ def _resolve(prog: str, spec: ModelSpec, flags: Flags) -> RunConfig:
     )
 
 
-def _misplaced(options: TrainOptions) -> UserError | None:
-    """What is wrong with options that go with others."""
-    if options.audit_precision and (options.plan or options.fit):
-        other = "plan" if options.plan else "fit"
-        return UserError(
-            f"--audit-precision and --{other}: one computes, the other needs no weights; leave one of them out"
-        )
-    if options.report and (options.plan or options.fit or options.audit_precision):
-        return UserError(
-            "--report writes the page of a run and stops; give it without --plan, --fit and --audit-precision"
-        )
-    others = {
-        "plan": options.plan,
-        "fit": options.fit,
-        "audit-precision": options.audit_precision,
-        "report": options.report,
-    }
-    if options.check and any(others.values()):
-        other = next(name for name, given in others.items() if given)
-        return UserError(f"--check and --{other}: each does its work and stops; leave one of them out")
-    if options.plan and options.fit:
-        return UserError("--plan and --fit: --fit says what its choice will hold as well; leave one of them out")
-    if options.gpus and not (options.plan or options.fit):
-        return UserError("--gpus says what to plan for; give --plan or --fit with it, or set train.devices to train")
-    if options.host and not (options.plan or options.fit):
-        return UserError("--host says what to plan with; give --plan or --fit with it")
-    if options.write and not options.fit:
-        return UserError("--write saves the configuration that --fit chose; give --fit with it")
-    if options.json and not (options.plan or options.audit_precision or options.check):
-        return UserError("--json prints a plan, an audit or a check; give --plan with it, --audit-precision or --check")
-    return None
-
-
-def _goes_on(command: str, options: Any) -> bool:
-    """Whether a command that was interrupted continues from what it kept when it is given again."""
-    if command == "train":
-        return not (options.plan or options.fit or options.check or options.report or options.audit_precision)
-    return command == "encode"
-
-
 def _complain(error: UserError, status: int) -> int:
     warn(f"error: {error}")
     return status
 
 
+def _verb(command: str, options: Any) -> str:
+    """The option of a command that has another stage do its work; empty if there is none."""
+    return next((verb for its, verb in STAGES if its == command and verb and getattr(options, verb)), "")
+
+
 def _stage(command: str, options: Any) -> Any:
-    # late: what they import takes seconds, and a mistake above is said before
-    if command == "train" and options.report:
-        from ditkit_core.commands.report import report
-
-        return report
-    if command == "train" and options.fit:
-        from ditkit_core.commands.fit import fit_stage
-
-        return fit_stage
-    if command == "train" and options.audit_precision:
-        from ditkit_core.commands.audit import audit_precision
-
-        return audit_precision
-    if command == "train" and options.check:
-        from ditkit_core.commands.check import check_run
-
-        return check_run
-    if command == "train" and options.plan:
-        from ditkit_core.commands.plan import plan
-
-        return plan
-    if command == "sample":
-        from ditkit_core.commands.sample import sample
-
-        return sample
-    if command == "export" and options.on_files:
-        from ditkit_core.commands.convert import work_on_file
-
-        return work_on_file
-    if command == "export":
-        from ditkit_core.commands.export import export
-
-        return export
-    if command == "train":
-        from ditkit_core.commands.train_experts import train
-
-        return train
-    from ditkit_core.commands.train import encode
-
-    return encode
+    """The function that does the work: its module is imported now, because what it imports takes seconds."""
+    module, function = STAGES[command, _verb(command, options)]
+    return getattr(importlib.import_module(f"ditkit_core.commands.{module}"), function)
