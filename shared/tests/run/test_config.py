@@ -17,7 +17,7 @@ from ditkit_core.config.schema import config_fields, config_sections, config_val
 from ditkit_core.config.toml import read_config_file, to_toml
 from ditkit_core.config.validation import nearest_key
 from ditkit_core.errors import UserError
-from ditkit_core.io.run_dir import RunFolderConfig
+from ditkit_core.io.run_dir import RunFolder, RunFolderConfig
 from ditkit_core.run.config import RunConfig
 
 
@@ -253,6 +253,51 @@ def test_a_stored_run_is_the_ground_and_unknown_keys_of_it_are_passed_over(tmp_p
     config = resolve(Small, stored=tmp_path, flags=flags("--rate.lr", "3"))
     assert (config.run.folder, config.shape.rank, config.rate.lr) == (str(tmp_path), 5, 3.0)
     assert "no config.toml" in refusal(lambda: resolve(Small, stored=tmp_path / "none"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Renamed:
+    """The `[shape]` section of a later version."""
+
+    size: int = setting(16, resume="refused", formerly=("rank", "r"))
+    """Rank of the adapters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Later:
+    """The small tree of a later version."""
+
+    run: RunFolderConfig = field(default_factory=RunFolderConfig)
+    shape: Renamed = Renamed()
+
+
+@pytest.mark.parametrize("former", ["rank", "r"])
+def test_a_renamed_key_is_read_from_a_stored_run_and_refused_elsewhere(
+    tmp_path: Path, write: Write, former: str
+) -> None:
+    stored = tmp_path / "config.toml"
+    stored.write_text(f"[shape]\n{former} = 5\n")
+    assert resolve(Later, stored=tmp_path).shape.size == 5
+    folder = RunFolder(tmp_path)
+    (folder.state / "step-00000001").mkdir(parents=True)
+    assert folder.check(Later(shape=Renamed(size=5))) == []
+    with pytest.raises(UserError, match="shape.size 5 -> 6"):
+        folder.check(Later(shape=Renamed(size=6)))
+    stored.write_text(f"[shape]\n{former} = 5\nsize = 6\n")
+    assert resolve(Later, stored=tmp_path).shape.size == 6, "today's version wrote it"
+    file = write(f"[shape]\n{former} = 5\n")
+    message = refusal(lambda: resolve(Later, file=file))
+    assert message == f"shape.{former} in {file} is called shape.size now; rename it"
+    message = refusal(lambda: read_flags([f"--shape.{former}=5"], Later, TrainOptions))
+    assert message == f"--shape.{former} on the command line is called --shape.size now; rename it"
+    assert f"\n{former} =" not in to_toml(Later()) and f"--shape.{former} " not in format_help(
+        "x", "X.", Later, TrainOptions
+    )
+
+
+def test_no_former_name_is_a_key_of_today() -> None:
+    former = [name for described in config_fields(RunConfig).values() for name in described.formerly]
+    assert len(set(former)) == len(former) and not set(former) & config_fields(RunConfig).keys()
 
 
 def test_the_help_names_every_key_with_its_meaning() -> None:

@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 
 from jsonargparse import ArgumentParser
 
-from ditkit_core.config.schema import config_fields, config_sections, field_docs
+from ditkit_core.config.schema import config_fields, config_sections, field_docs, renamed_keys
 from ditkit_core.config.validation import unknown_key, value_from_text
 from ditkit_core.errors import UserError
 
@@ -52,13 +52,14 @@ def read_flags(argv: Sequence[str], tree: type, options_type: type) -> Flags:
     Raises:
         UserError: If a flag is unknown, lacks its value, or has a value of the wrong type.
     """
-    keys = {key: field.type for key, field in config_fields(tree).items()}
-    hints = keys | _option_hints(CommonOptions) | _option_hints(options_type)
-    texts = _split(argv, hints)
-    values = {
-        name: value_from_text(name if name in keys else f"--{name}", hints[name], given, WHERE)
-        for name, given in texts.items()
-    }
+    keys = config_fields(tree)
+    hints = {key: field.type for key, field in keys.items()}
+    hints |= _option_hints(CommonOptions) | _option_hints(options_type)
+    values = {}
+    for name, given in _split(argv, hints, renamed_keys(tree)).items():
+        is_path = name in keys and keys[name].holds != "value"
+        shown = name if name in keys else f"--{name}"
+        values[name] = value_from_text(shown, hints[name], given, WHERE, is_path=is_path)
 
     def gather(kind: type) -> Any:
         return kind(**{field.name: values[_flag(field.name)] for field in fields(kind) if _flag(field.name) in values})
@@ -70,7 +71,7 @@ def read_flags(argv: Sequence[str], tree: type, options_type: type) -> Flags:
     )
 
 
-def _split(argv: Sequence[str], hints: Mapping[str, Any]) -> dict[str, list[str]]:
+def _split(argv: Sequence[str], hints: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, list[str]]:
     """What each flag was given, in order; the argument without a flag is the run file."""
     texts: dict[str, list[str]] = {}
     rest = iter(argv)
@@ -83,7 +84,7 @@ def _split(argv: Sequence[str], hints: Mapping[str, Any]) -> dict[str, list[str]
             if argument.startswith("-"):
                 raise UserError(f"unknown flag {argument} {WHERE}; flags start with --")
         if name not in hints:
-            raise unknown_key(name, hints, WHERE, flag=True)
+            raise unknown_key(name, hints, WHERE, renamed=renamed, flag=True)
         if hints[name] is bool and "." not in name:  # a switch; settings of the configuration take true or false
             text = text if equals else "true"
         elif not equals:

@@ -13,7 +13,7 @@ Holds = Literal["value", "path", "part"]
 """What the text of a field is: a value that says all by itself; a path, or `column=path`; a path or the id of a hub."""
 
 
-def setting(default: Any, *, resume: Resume, holds: Holds = "value") -> Any:
+def setting(default: Any, *, resume: Resume, holds: Holds = "value", formerly: tuple[str, ...] = ()) -> Any:
     """A dataclass field with a default and a resume rule.
 
     Args:
@@ -21,5 +21,6 @@ def setting(default: Any, *, resume: Resume, holds: Holds = "value") -> Any:
         resume: `free` may change between two parts of one run without a word (steps, saving, logging, placement);
             `stated` may change and is logged (learning rate); `refused` would make it another run (data, adapter shape).
         holds: What its text is: of a path only the last part goes into files that are published.
+        formerly: Names that it had in this section: stored runs are read under them, and whoever writes one gets the present name.
     """
-    return dataclasses.field(default=default, metadata={"resume": resume, "holds": holds})
+    return dataclasses.field(default=default, metadata={"resume": resume, "holds": holds, "formerly": formerly})

@@ -89,7 +89,7 @@ def _stored_layer(tree: type, folder: Path) -> Layer:
         raise UserError(
             f"{folder} is not a run's folder: it holds no config.toml; give the folder that run.folder named"
         )
-    return Layer(f"in {file}", read_config_file(tree, file, skip_unknown=True))
+    return Layer(f"in {file}", read_config_file(tree, file, stored=True))
 
 
 def _placed(value: Any, folder: str) -> Any:

@@ -28,6 +28,8 @@ class ConfigField:
     default: Any
     resume: Resume
     holds: Holds
+    formerly: tuple[str, ...]
+    """Dotted names that it had."""
     doc: str
     """The docstring under the field, on one line; empty when there is none."""
 
@@ -48,9 +50,15 @@ def config_fields(tree: type) -> Mapping[str, ConfigField]:
                 default=field.default,
                 resume=field.metadata["resume"],
                 holds=field.metadata["holds"],
+                formerly=tuple(f"{section}.{name}" for name in field.metadata["formerly"]),
                 doc=docs.get(field.name, ""),
             )
     return described
+
+
+def renamed_keys(tree: type) -> Mapping[str, str]:
+    """By the former name of each key that was renamed its present one."""
+    return {former: key for key, field in config_fields(tree).items() for former in field.formerly}
 
 
 def config_sections(tree: type) -> Mapping[str, type]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import tomli_w
 
-from ditkit_core.config.schema import config_fields, config_sections, config_values
+from ditkit_core.config.schema import config_fields, config_sections, config_values, renamed_keys
 from ditkit_core.config.validation import nearest_key, unknown_key, value_from_file
 from ditkit_core.errors import UserError
 
@@ -46,24 +46,35 @@ def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def read_config_file(tree: type, path: Path, *, skip_unknown: bool = False) -> dict[str, Any]:
+def read_config_file(tree: type, path: Path, *, stored: bool = False) -> dict[str, Any]:
     """Read the values that a run file gives, checked, by dotted key.
 
     Args:
         tree: The configuration's dataclass.
         path: The file.
-        skip_unknown: Pass over keys that do not exist, for a file that another version has stored.
+        stored: Whether a run has stored it, perhaps by another version: keys that do not exist are passed over, former names are known.
 
     Raises:
         UserError: If the file cannot be read, a key or section is unknown, or a value has the wrong type.
     """
-    where, tables, known = f"in {path}", read_toml(path), config_fields(tree)
-    values = flatten(tables)
-    if skip_unknown:
-        values = {key: value for key, value in values.items() if key in known}
+    where, known = f"in {path}", config_fields(tree)
+    if stored:
+        values = {key: value for key, value in read_stored_file(tree, path).items() if key in known}
     else:
+        values = flatten(tables := read_toml(path))
         _check_keys(tables, tree, where)
-    return {key: value_from_file(key, known[key].type, value, where) for key, value in values.items()}
+    return {key: value_from_file(known[key], value, where) for key, value in values.items()}
+
+
+def read_stored_file(tree: type, path: Path) -> dict[str, Any]:
+    """What a run has stored, unchecked, by dotted key; keys that were renamed since are under their present names.
+
+    Raises:
+        UserError: If the file cannot be read or is not TOML in UTF-8.
+    """
+    values, renamed = flatten(read_toml(path)), renamed_keys(tree)
+    # a file that has both names was written by today's version, and what it says under the present one holds
+    return {renamed.get(key, key): value for key, value in values.items() if renamed.get(key) not in values}
 
 
 def _check_keys(tables: Mapping[str, Any], tree: type, where: str) -> None:
@@ -76,7 +87,7 @@ def _check_keys(tables: Mapping[str, Any], tree: type, where: str) -> None:
             raise _unknown_section(section, table, tree, where)
     for key in flatten(tables):
         if key not in known:
-            raise unknown_key(key, known, where)
+            raise unknown_key(key, known, where, renamed=renamed_keys(tree))
 
 
 def _unknown_section(section: str, table: Mapping[str, Any], tree: type, where: str) -> UserError:

@@ -11,23 +11,17 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Iterable
-from types import NoneType, UnionType
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 
-from ditkit_core.config.schema import plain
+from ditkit_core.config.schema import ConfigField, plain
 from ditkit_core.errors import UserError
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4000
 """Bytes that file systems allow for a file's name, and systems for a path with something to come behind it."""
-_PATHS = {
-    "run.folder", "data.folder", "data.folders", "data.metadata", "data.references", "prior.folder", "encode.cache",
-    "base.merge", "base.quantized_cache", "adapter.init", "sample.references", "model.base", "model.transformer",
-    "model.transformer_2", "model.vae", "model.text_encoder", "model.tokenizer", "model.image_encoder",
-}  # fmt: skip
-"""Keys of files and folders; sections look them up in many places, and each would have to say that there can be no such file."""
 
 
 def nearest_key(key: str, keys: Iterable[str]) -> str:
@@ -51,12 +45,11 @@ def _likeness(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, one, other).ratio()
 
 
-def value_from_file(key: str, hint: Any, raw: Any, where: str) -> Any:
+def value_from_file(field: ConfigField, raw: Any, where: str) -> Any:
     """Check a value that TOML gave, which has a type already: a quoted number is not a number.
 
     Args:
-        key: The key it is for.
-        hint: Its type annotation.
+        field: The key it is for.
         raw: What TOML gave.
         where: For the message: `in run.toml`.
 
@@ -64,15 +57,16 @@ def value_from_file(key: str, hint: Any, raw: Any, where: str) -> Any:
         UserError: If the type does not accept it, naming key, place, what is expected and what was given.
     """
     try:
-        value = _convert(hint, raw)
+        value = _convert(field.type, raw)
         if plain(value) != raw or isinstance(value, bool) != isinstance(raw, bool):
             raise argparse.ArgumentError(None, "of another type")
     except argparse.ArgumentError as error:
-        raise UserError(f"{key} {where} must be {expected(hint)}, not {_shown(raw)}") from error
-    return _writable(key, value, where)
+        raise UserError(f"{field.key} {where} must be {expected(field.type)}, not {_shown(raw)}") from error
+    _check_texts(field.key, value, where, is_path=field.holds != "value")
+    return value
 
 
-def value_from_text(key: str, hint: Any, texts: list[str], where: str) -> Any:
+def value_from_text(key: str, hint: Any, texts: list[str], where: str, *, is_path: bool = False) -> Any:
     """Check what a flag was given, once or (for lists) several times.
 
     A list is given as a TOML array, or item by item with the flag repeated; commas do not separate, since captions and
@@ -82,29 +76,34 @@ def value_from_text(key: str, hint: Any, texts: list[str], where: str) -> Any:
         UserError: As `value_from_file`.
     """
     try:
-        if not is_list(hint):
-            return _writable(key, _convert(hint, texts[-1]), where)
-        item = get_args(hint)[0]
-        if len(texts) == 1 and texts[0].lstrip().startswith("["):
-            return _writable(key, _convert(hint, tomllib.loads(f"list = {texts[0]}")["list"]), where)
-        return _writable(key, _convert(hint, [text if item is str else _convert(item, text) for text in texts]), where)
+        given: Any = texts[-1]
+        if is_list(hint) and len(texts) == 1 and given.lstrip().startswith("["):
+            given = tomllib.loads(f"list = {given}")["list"]
+        elif is_list(hint):
+            item = get_args(hint)[0]
+            given = [text if item is str else _convert(item, text) for text in texts]
+        value = _convert(hint, given)
     except (argparse.ArgumentError, ValueError, RecursionError) as error:  # of TOML; long numbers, lists nested deeply
-        given = texts[-1] if len(texts) == 1 else texts
-        raise UserError(f"{key} {where} must be {expected(hint)}, not {_shown(given)}") from error
+        shown = texts[-1] if len(texts) == 1 else texts
+        raise UserError(f"{key} {where} must be {expected(hint)}, not {_shown(shown)}") from error
+    _check_texts(key, value, where, is_path=is_path)
+    return value
 
 
-def _writable(key: str, value: Any, where: str) -> Any:
-    """The value, known to be of characters that a run file can hold, and if it is a path to be one that a file can have.
+def _check_texts(key: str, value: Any, where: str, *, is_path: bool) -> None:
+    """Check that a run file can contain the characters of a value, and that a file can have it as its path.
+
+    Sections look up paths in many places, and each would have to say that there can be no such file.
 
     Raises:
-        UserError: If it has.
+        UserError: If not, naming key and place.
     """
     for text in value if isinstance(value, list | tuple) else [value]:
         if not isinstance(text, str):
             continue
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise UserError(f"{key} {where} has half of a character (a lone surrogate); correct it")
-        if key not in _PATHS:
+        if not is_path:
             continue
         if "\0" in text:
             raise UserError(f"{key} {where} has a null byte, which no path can have; correct it")
@@ -112,7 +111,6 @@ def _writable(key: str, value: Any, where: str) -> Any:
             raise UserError(f"{key} {where} is too long for a path ({len(text)} characters); correct it")
         if text.startswith("~") and os.path.expanduser(text).startswith("~"):
             raise UserError(f"{key} {where} = {text!r} begins with the home folder of nobody here; write the path out")
-    return value
 
 
 def is_list(hint: Any) -> bool:
@@ -152,7 +150,11 @@ def _shown(raw: Any) -> str:
     return json.dumps(raw, ensure_ascii=False, default=str)
 
 
-def unknown_key(key: str, keys: Iterable[str], where: str, *, flag: bool = False) -> UserError:
-    """The error for a key that does not exist, with the nearest one that does."""
+def unknown_key(
+    key: str, keys: Iterable[str], where: str, *, renamed: Mapping[str, str] = MappingProxyType({}), flag: bool = False
+) -> UserError:
+    """The error for a key that does not exist, with its present name or else the nearest key that does."""
     dashes = "--" if flag else ""
+    if key in renamed:
+        return UserError(f"{dashes}{key} {where} is called {dashes}{renamed[key]} now; rename it")
     return UserError(f"unknown key {dashes}{key} {where}; did you mean {dashes}{nearest_key(key, keys)}?")

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from ditkit_core.config.field import setting
 from ditkit_core.config.resume import Change, compare, refuse
 from ditkit_core.config.schema import config_fields
-from ditkit_core.config.toml import flatten, read_toml, to_toml
+from ditkit_core.config.toml import read_stored_file, to_toml
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import write_text
 
@@ -212,7 +212,7 @@ class RunFolder:
             if others := self._others():
                 raise UserError(f"run.folder {self.path} holds {others[0]} and no run; name a new or an empty folder")
             return []
-        stored = flatten(read_toml(self.config_file))
+        stored = read_stored_file(type(config), self.config_file)
         if not stored.keys() & config_fields(type(config)).keys():
             raise UserError(f"{self.config_file} is not a run's configuration; choose another run.folder")
         if not any(self.state.glob("step-*")):
