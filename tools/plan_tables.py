@@ -38,9 +38,7 @@ EXAMPLE = "<!-- a plan: written by tools/plan_tables.py -->", "<!-- end of a pla
 EXCERPT = "<!-- an excerpt of a plan: written by tools/plan_tables.py -->", "<!-- end of an excerpt of a plan -->"
 SHOWN = ("GiB ", "weights ", "optimizer ", "activations ", "peak ", "free ", "blocks ", "streamed ", " ")
 """How those lines of a plan's first table begin that README.md shows."""
-COMMAND = (
-    "wan-train packages/wan/configs/t2v_14b_lora.toml --plan --gpus 24GiB,32GiB --train.cuts 16 --train.swap_blocks 16"
-)
+COMMAND = "wan-train packages/wan/configs/t2v_14b_lora.toml --plan --gpus 24GiB,32GiB --train.split_points 16 --train.swap_blocks 16"
 CARDS = ("16GiB", "24GiB", "32GiB", "48GiB", "80GiB", "2x24GiB")
 
 

@@ -152,12 +152,15 @@ def test_what_is_chosen_is_set_and_nothing_else():
     fitted = apply(config, found.chosen, names)
     assert fitted.train.checkpointing == setting.policy
     if len(setting.cards) > 1:
-        assert fitted.train.devices == tuple(f"cuda:{i}" for i in setting.cards) and fitted.train.cuts == setting.cuts
+        assert (
+            fitted.train.devices == tuple(f"cuda:{i}" for i in setting.cards)
+            and fitted.train.split_points == setting.cuts
+        )
         assert fitted.train.reserve == tuple((1.0, 2.0, 0.0)[i] for i in setting.cards)
     else:
         assert fitted.train.device == f"cuda:{setting.cards[0]}" and fitted.train.devices == ()
         assert fitted.train.reserve == ((1.0, 2.0, 0.0)[setting.cards[0]],)
-    searched = {"checkpointing", "device", "devices", "cuts", "swap_blocks", "pipelined", "reserve"}
+    searched = {"checkpointing", "device", "devices", "split_points", "swap_blocks", "pipelined", "reserve"}
     for name, value in vars(config.train).items():
         assert name in searched or getattr(fitted.train, name) == value
     assert replace(fitted, train=config.train, base=config.base) == config

@@ -223,10 +223,13 @@ def test_a_run_is_continued_under_another_division_to_the_bit(world):
         (("--train.devices", '["cpu", "cpu"]'), "twice"),
         (("--train.devices", '["cpu"]', "--train.device", "cpu"), "leave one of them out"),
         (("--train.devices", '["cpu", "warp"]'), "no device"),
-        (("--train.cuts", "[1]"), "names one"),
+        (("--train.split_points", "[1]"), "names one"),
         (("--train.devices", '["all", "cpu"]'), "stands alone"),
         (("--train.reserve", "[1.0, 2.0]"), "2 numbers for 1 devices"),
-        (("--train.devices", '["cpu", "cpu:1"]', "--train.cuts", "[2]"), "below 2, the model's number of blocks"),
+        (
+            ("--train.devices", '["cpu", "cpu:1"]', "--train.split_points", "[2]"),
+            "below 2, the model's number of blocks",
+        ),
     ],
 )
 def test_devices_that_make_no_sense_are_one_line(world, capsys, flags, says):

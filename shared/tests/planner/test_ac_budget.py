@@ -227,7 +227,9 @@ def test_cards_with_names_have_policies_of_their_own():
     report = make_report(run, "2x24GiB")
     last = report.division.devices.count(0) - 1
     assert report.policy == f"0-{last}=full, {last + 1}-7=none"
-    assert make_report(run_of(report.policy, **{"train.cuts": (last + 1,)}), "2x24GiB").devices == report.devices
+    assert (
+        make_report(run_of(report.policy, **{"train.split_points": (last + 1,)}), "2x24GiB").devices == report.devices
+    )
     again = make_report(run_of("budget(1GiB)"), "2x24GiB")
     assert again.policy == "none" and "1.00 GiB, " in again.chosen
 

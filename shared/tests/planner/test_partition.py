@@ -138,7 +138,7 @@ def test_reserves_that_leave_nothing_are_refused(machine):
 
 
 def test_the_host_and_gpus_are_divided_by_hand(machine):
-    with pytest.raises(UserError, match=r"train\.cuts"):
+    with pytest.raises(UserError, match=r"train\.split_points"):
         budgets_here([*machine(24), torch.device("cpu")], ())
 
 
@@ -191,14 +191,14 @@ def test_a_run_is_cut_where_its_plan_says_and_not_where_weights_alone_would(mach
 def test_cuts_by_hand_need_no_plan(machine, monkeypatch):
     machine(24, 24)
     monkeypatch.setattr(partition, "profile", lambda job: pytest.fail("was planned"))
-    run = run_of(train__devices=("cuda:0", "cuda:1"), train__cuts=(2,))
+    run = run_of(train__devices=("cuda:0", "cuda:1"), train__split_points=(2,))
     assert place(run, unloaded_of(run), training=True).cuts == (2,)
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--train.devices", '["cpu", "cpu:1"]', "--train.cuts", "[2]"), "below 2"),
+        (("--train.devices", '["cpu", "cpu:1"]', "--train.split_points", "[2]"), "below 2"),
         (("--train.swap_blocks", "[3]"), "choose 0 to 2"),
         (("--train.devices", '["cpu", "cpu:1"]', "--train.swap_blocks", "[1, 2]"), "lower it"),
         (("--train.devices", '["cpu", "cpu:1", "cpu:2"]'), "name fewer"),

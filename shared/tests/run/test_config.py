@@ -295,6 +295,17 @@ def test_a_renamed_key_is_read_from_a_stored_run_and_refused_elsewhere(
     )
 
 
+def test_a_run_that_stored_cuts_goes_on_with_them_as_split_points(tmp_path: Path) -> None:
+    text = to_toml(RunConfig()).replace("\nsplit_points = []\n", "\ncuts = [3]\n")
+    (tmp_path / "config.toml").write_text(text, encoding="utf-8")
+    config = resolve(RunConfig, stored=tmp_path)
+    assert config.train.split_points == (3,)
+    (tmp_path / "state" / "step-00000001").mkdir(parents=True)
+    assert RunFolder(tmp_path).check(config) == [], "no change to be logged"
+    message = refusal(lambda: resolve(RunConfig, file=tmp_path / "config.toml"))
+    assert message.startswith("train.cuts in ") and message.endswith("is called train.split_points now; rename it")
+
+
 def test_no_former_name_is_a_key_of_today() -> None:
     former = [name for described in config_fields(RunConfig).values() for name in described.formerly]
     assert len(set(former)) == len(former) and not set(former) & config_fields(RunConfig).keys()

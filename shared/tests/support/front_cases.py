@@ -44,7 +44,7 @@ CHEAP: dict[str, list[str]] = {
     "sample.images": ["1"], "sample.steps": ["0", "1"], "sample.frames": ["0", "1"], "sample.height": ["0", "16"],
     "sample.width": ["0", "16"], "sample.every_steps": ["0", "1"], "sample.device": ["", "cuda:7"],
     "held_out.clips": ["0", "1"], "held_out.sigmas": ["[0.5]"],
-    "base.quantize": ["none"], "data.bucket_step": ["0", "16"], "train.cuts": ["[]"], "train.swap_blocks": ["[]", "[1]"],
+    "base.quantize": ["none"], "data.bucket_step": ["0", "16"], "train.split_points": ["[]"], "train.swap_blocks": ["[]", "[1]"],
     "run.folder": ["run"], "encode.cache": ["cache", ""], "data.max_aspect": ["1", "2"], "train.attention": ["sdpa", "math"],
     "optim.name": ["adamw", "muon", "adafactor"], "train.checkpointing": ["none", "full"], "export.merged": ["false", "true"],
 }  # fmt: skip

@@ -129,7 +129,7 @@ def apply(config: RunConfig, chosen: Candidate, names: Sequence[str]) -> RunConf
         device, devices = train.device if keeps else used[0], ()
     reserve = spread(train.reserve, len(names), "train.reserve") if len(train.reserve) > 1 else train.reserve
     changed: dict[str, Any] = {
-        "device": device, "devices": devices, "cuts": setting.cuts, "checkpointing": setting.policy, "pipelined": setting.pipelined,
+        "device": device, "devices": devices, "split_points": setting.cuts, "checkpointing": setting.policy, "pipelined": setting.pipelined,
         "swap_blocks": setting.swap if any(setting.swap) else (),
         "reserve": tuple(reserve[i] for i in setting.cards) if len(reserve) > 1 else reserve,
     }  # fmt: skip

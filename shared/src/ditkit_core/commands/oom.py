@@ -36,7 +36,10 @@ _GENERAL = (
     "try train.checkpointing = full, or full+offload where it is a GPU's memory that lacks, a smaller data.frames, height or width, train.batch_size = 1, a lower adapter.rank, "
     "optim.name = adamw8bit"
 )
-_SEARCHED = {"train": ("checkpointing", "device", "devices", "cuts", "swap_blocks", "pipelined"), "base": ("quantize",)}
+_SEARCHED = {
+    "train": ("checkpointing", "device", "devices", "split_points", "swap_blocks", "pipelined"),
+    "base": ("quantize",),
+}
 _UNTOUCHED = "the last save is untouched"
 _NOTHING_LEFT = "nothing is left to lower: batch, frames, size and rank are as small as they get"
 

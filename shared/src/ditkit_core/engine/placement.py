@@ -81,15 +81,15 @@ def _checked(cuts: Sequence[int], num_devices: int, num_blocks: int, starts: Seq
     """The cuts, each at the first block from there on that has parameters."""
     if cuts and num_devices == 1:
         raise UserError(
-            f"train.cuts = {list(cuts)} divides over several devices, and train.devices names one; name more"
+            f"train.split_points = {list(cuts)} divides over several devices, and train.devices names one; name more"
         )
     if len(cuts) != num_devices - 1:
         raise UserError(
-            f"train.cuts = {list(cuts)}: {num_devices} devices need {num_devices - 1}; leave it empty to divide by bytes"
+            f"train.split_points = {list(cuts)}: {num_devices} devices need {num_devices - 1}; leave it empty to divide by bytes"
         )
     begin = tuple(next((start for start in starts if start >= cut), num_blocks) if cut > 0 else 0 for cut in cuts)
     if not all(low < high for low, high in zip((0, *begin), (*begin, num_blocks), strict=True)):
         raise UserError(
-            f"train.cuts = {list(cuts)} must be increasing, above 0 and below {num_blocks}, the model's number of blocks"
+            f"train.split_points = {list(cuts)} must be increasing, above 0 and below {num_blocks}, the model's number of blocks"
         )
     return begin

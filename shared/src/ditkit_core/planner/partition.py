@@ -151,7 +151,7 @@ def budgets_here(devices: Sequence[torch.device], reserve_gib: Sequence[float]) 
     if len(kinds) > 1:
         raise UserError(
             f"train.devices = {[str(device) for device in devices]}: what GPUs and the host hold is not compared; say with "
-            "train.cuts before which blocks the next device begins"
+            "train.split_points before which blocks the next device begins"
         )
     if kinds == {"cpu"}:
         free = free_memory_bytes(devices[0]) or 2**62
@@ -253,7 +253,7 @@ class Partitioner:
         """Which device runs what, and which block has which policy.
 
         Raises:
-            UserError: If `train.cuts` or `train.swap_blocks` do not divide the model, or a budget cannot be kept.
+            UserError: If `train.split_points` or `train.swap_blocks` do not divide the model, or a budget cannot be kept.
         """
         if schedule.budget is not None:
             return self._within(schedule.budget)
@@ -306,7 +306,7 @@ def _cut(
     run: Run, model: StagedModel, targets: Targets, profiles: Callable[[], Profile | Sequence[Profile]]
 ) -> Placement:
     """Cut as configured, or else by these profiles: making them takes seconds, so they are made only where they decide."""
-    config, cuts = run.config.train, run.config.train.cuts
+    config, cuts = run.config.train, run.config.train.split_points
     if len(targets.devices) > 1 and not cuts:
         cuts = choose_cuts(
             profiles(),
@@ -342,12 +342,12 @@ def place(run: Run, unloaded: Unloaded, *, training: bool = False) -> Placement:
         training: Whether it is trained, under the policies that `train.checkpointing` comes to.
 
     Raises:
-        UserError: If `train.cuts` or `train.swap_blocks` do not divide the model, the devices cannot be compared, or a budget cannot be
+        UserError: If `train.split_points` or `train.swap_blocks` do not divide the model, the devices cannot be compared, or a budget cannot be
             kept.
     """
     config, kind = run.config.train, run.devices[0].type
     schedule = config.schedule
-    several = len(run.devices) > 1 and not config.cuts
+    several = len(run.devices) > 1 and not config.split_points
     compared = training and several and all(device.type == "cuda" for device in run.devices)
     planned = compared or (training and schedule.budget is not None)
     targets = Targets(

@@ -153,7 +153,7 @@ def elsewhere(config: RunConfig, device: str, streamed: int) -> RunConfig:
         streamed: Blocks whose weights stay in host memory.
     """
     train = replace(
-        config.train, device=device, devices=(), cuts=(), reserve=(), pipelined=False, checkpointing="none",
+        config.train, device=device, devices=(), split_points=(), reserve=(), pipelined=False, checkpointing="none",
         swap_blocks=(streamed,) if streamed else (),
     )  # fmt: skip
     return replace(

@@ -63,7 +63,7 @@ class TrainConfig:
     devices: tuple[str, ...] = setting((), resume="free")
     """Devices to divide the model over, in order, in place of `device`: `["cuda:0", "cuda:1"]`, or `["all"]` for all GPUs of this
     machine. The embedding is on the first, the head on the last, and each has one block at least: to leave a card out, name it not."""
-    cuts: tuple[int, ...] = setting((), resume="free")
+    split_points: tuple[int, ...] = setting((), resume="free", formerly=("cuts",))
     """Blocks before which the next device begins; empty divides so that the fullest device is least full for its size."""
     reserve: tuple[float, ...] = setting((), resume="free")
     """GiB of each GPU, in order, that are left to others (a desktop, another program); one number holds for all of them. Cuts are
