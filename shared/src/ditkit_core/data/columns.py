@@ -58,18 +58,12 @@ def only_column(where: str, found: Iterable[str], accepted: tuple[str, ...], wha
     Raises:
         UserError: If there is none, or several.
     """
-    there = [name for name in found if name in accepted]
+    names = list(found)
+    there = [name for name in names if name in accepted]
     if len(there) > 1:
         raise UserError(f"{where} has {len(there)} {what} columns, {', '.join(there)}; remove or rename all but one")
-    return _column(where, there or found, accepted, what)
-
-
-def _column(where: str, found: Iterable[str], accepted: tuple[str, ...], what: str) -> str:
-    """The first of the accepted columns that is there."""
-    for name in accepted:
-        if name in found:
-            return name
-    names = list(found)
+    if there:
+        return there[0]
     remedy = f"accepted: {', '.join(accepted)}"
     if len(names) == 1 and (apart := next((each for each in (";", "\t", "|") if each in names[0]), "")):
         remedy = f"fields are separated by commas and not by {apart!r}: save it again with commas"
@@ -123,16 +117,7 @@ def reference_columns(
 
 
 def _refuse_misspelt(where: str, found: Sequence[str], *, beside: Sequence[str]) -> None:
-    """Refuse what is nearly a column of references of a model that edits.
-
-    Args:
-        where: For messages.
-        found: The columns that there are.
-        beside: Those of them that are columns of references.
-
-    Raises:
-        UserError: Naming the column.
-    """
+    """Refuse what is nearly a column of references of a model that edits; `beside` are those of the columns that are one."""
     for name in found:
         if name in beside or name in _NO_REFERENCES or name in OF_THE_MODEL:
             continue

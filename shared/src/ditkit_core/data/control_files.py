@@ -7,10 +7,12 @@ import stat
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ditkit_core.data.columns import NUMBERED_REFERENCES, number_of
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, kind_of, status
 from ditkit_core.data.media.image_sequence import check_inside
+from ditkit_core.data.records import read_text
 from ditkit_core.data.windows import Window
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import inside, refuse_backslashes
@@ -21,9 +23,11 @@ FEATURE_SUFFIXES = frozenset({".npy", ".safetensors"})
 """Features of sound that were computed before."""
 
 _SUFFIXES = {
-    "image": IMAGE_SUFFIXES, "video": VIDEO_SUFFIXES | IMAGE_SUFFIXES, "audio": AUDIO_SUFFIXES | VIDEO_SUFFIXES | FEATURE_SUFFIXES,
+    "image": IMAGE_SUFFIXES,
+    "video": VIDEO_SUFFIXES | IMAGE_SUFFIXES,
+    "audio": AUDIO_SUFFIXES | VIDEO_SUFFIXES | FEATURE_SUFFIXES,
     "text": frozenset({".txt"}),
-}  # fmt: skip
+}
 
 
 def control_headers(
@@ -165,32 +169,54 @@ def folders_of(written: Sequence[str], columns: Sequence[Column]) -> dict[str, P
     return found
 
 
+class Control(NamedTuple):
+    """What `data.controls` has for one column of a clip."""
+
+    folder: Path
+    name: str | UserError
+    """Relative to the folder, or why it cannot be used."""
+
+
 def controls_by_name(
-    folder: Path, column: Column, ids: Collection[str]
-) -> tuple[dict[str, str | UserError], list[str]]:
-    """The files of a folder that go with samples of the same name.
+    folders: Mapping[str, Path], columns: Sequence[Column], ids: Collection[str], dataset: Path
+) -> tuple[Mapping[str, Mapping[str, Control]], list[str]]:
+    """The files of folders that go with samples of the same name.
 
     Args:
-        folder: Where they lie; a clip in a subfolder of the dataset has its own in the same subfolder here.
-        column: What they are for.
+        folders: By column; a clip in a subfolder of the dataset has its file in the same subfolder there.
+        columns: What the model knows.
         ids: Of the clips.
+        dataset: Their folder, for messages.
 
     Returns:
-        By clip the path relative to the folder or why there is none, and the files of no clip.
+        By clip and column its file, and the files of no clip.
+
+    Raises:
+        UserError: If nothing in a folder has the name of a clip.
     """
-    found: dict[str, list[str]] = defaultdict(list)
-    left_over = []
-    for name in _files(folder, ids):
-        path = Path(name)
-        accepted = _SUFFIXES.get(column.kind)
-        if accepted is not None and path.suffix.lower() not in accepted and not (folder / name).is_dir():
+    controls: dict[str, dict[str, Control]] = defaultdict(dict)
+    left_over: list[str] = []
+    for column in columns:
+        if column.name not in folders:
             continue
-        id = path.as_posix() if (folder / name).is_dir() else path.with_suffix("").as_posix()
-        if id in ids:
+        folder, found = folders[column.name], defaultdict[str, list[str]](list)
+        for name in _files(folder, ids):
+            path, is_folder = Path(name), (folder / name).is_dir()
+            accepted = _SUFFIXES.get(column.kind)
+            if accepted is not None and path.suffix.lower() not in accepted and not is_folder:
+                continue
+            id = (path if is_folder else path.with_suffix("")).as_posix()
             found[id].append(name)
-        else:
-            left_over.append(name)
-    return {id: _only(folder, column, id, names) for id, names in found.items()}, left_over
+        if not found.keys() & set(ids):
+            raise UserError(
+                f"data.controls {column.name}={folder}: no file has the name of a sample; name them like those of {dataset}"
+            )
+        for id, names in found.items():
+            if id in ids:
+                controls[id][column.name] = Control(folder, _only(folder, column, id, names))
+            else:
+                left_over += [str(folder / name) for name in names]
+    return controls, left_over
 
 
 def _files(folder: Path, ids: Collection[str]) -> Iterator[str]:
@@ -278,12 +304,7 @@ def text_of(path: Path) -> str:
     Raises:
         UserError: If it is no text.
     """
-    try:
-        text = path.read_bytes().decode("utf-8-sig").strip()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 (byte {error.start}); save it again as UTF-8") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); correct its permissions") from error
+    text = read_text(path).strip()
     if not text:
         raise UserError(f"{path} is empty; fill it in or remove it")
     return text

@@ -11,11 +11,11 @@ from typing import Literal, NamedTuple
 from ditkit_core.data.buckets import Size, bucket_sizes, nearest_size
 from ditkit_core.data.captions import captions_of
 from ditkit_core.data.config import DataConfig
-from ditkit_core.data.control_files import checked_control, controls_by_name, folders_of, text_of
+from ditkit_core.data.control_files import Control, checked_control, controls_by_name, folders_of, text_of
 from ditkit_core.data.discovery import list_entries, names_of
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, kind_of, status
 from ditkit_core.data.media.image_sequence import check_inside
-from ditkit_core.data.records import Entry
+from ditkit_core.data.records import Entry, Reader
 from ditkit_core.data.references import ReferenceSize, checked_references, references_by_name
 from ditkit_core.data.windows import Window, longest_that_fits, windows_of
 from ditkit_core.errors import UserError, printable
@@ -129,21 +129,24 @@ def scan(
         UserError: If a setting does not fit the model, a folder cannot be used, nothing in it is usable, or an entry
             is bad and the configuration does not say to leave it out.
     """
-    folders = config.folders or (config.folder,)
+    folders, key = (config.folders, "data.folders") if config.folders else ((config.folder,), key)
     for folder in folders:
-        _check_folder(folder, "data.folders" if config.folders else key, config)
+        _check_folder(folder, key, config)
     _check_settings(config, frame_step=frame_step, size_step=size_step)
-    names = names_of(folders)
     samples: list[Sample] = []
     left_out: list[_LeftOut] = []
     read_from: dict[str, str] = {}
-    for number, folder in enumerate(folders):
-        own = replace(config, folder=folder, folders=(), repeats=config.repeats[number : number + 1])
+    for number, (folder, prefix) in enumerate(zip(folders, names_of(folders), strict=True)):
         reader = _Reader(
-            config=own, frame_step=frame_step, fps=config.fps or fps, reference_size=reference_size, columns=columns,
-            sizes=_sizes(config, size_step), prefix=names[number],
-        )  # fmt: skip
-        found, not_used = _scan_folder(reader, "data.folders" if config.folders else key)
+            config=replace(config, folder=folder, folders=(), repeats=config.repeats[number : number + 1]),
+            frame_step=frame_step,
+            fps=config.fps or fps,
+            reference_size=reference_size,
+            columns=columns,
+            sizes=_sizes(config, size_step),
+            prefix=prefix,
+        )
+        found, not_used = _scan_folder(reader, key)
         for sample in found:
             if (other := read_from.setdefault(os.path.abspath(sample.media), folder)) != folder:
                 raise UserError(
@@ -153,9 +156,11 @@ def scan(
         samples += found
         left_out += not_used
     return Dataset(
-        samples=sorted(samples, key=lambda sample: sample.id), excluded=[each[:2] for each in left_out],
-        kinds=[each.kind for each in left_out], fps=config.fps or fps,
-    )  # fmt: skip
+        samples=sorted(samples, key=lambda sample: sample.id),
+        excluded=[each[:2] for each in left_out],
+        kinds=[each.kind for each in left_out],
+        fps=config.fps or fps,
+    )
 
 
 class _LeftOut(NamedTuple):
@@ -173,39 +178,14 @@ def _scan_folder(reader: "_Reader", key: str) -> tuple[list[Sample], list[_LeftO
     for name, place in beside.items():
         if place.resolve() == folder.resolve():
             raise UserError(f"data.controls {name} is {key} {folder} itself; put the files into a folder of their own")
-    by_id: dict[str, list[Entry]] = defaultdict(list)
-    for entry in list_entries(
-        folder, config.metadata, allow_outside=config.allow_outside, captions=config.captions,
-        skip=[*([Path(config.references)] if config.references else []), *beside.values()], columns=reader.columns,
-        edits=reader.reference_size is not None, image_folders=config.image_folders,
-    ):  # fmt: skip
-        by_id[_identifier(folder, entry)].append(entry)
-    named, left_over = references_by_name(Path(config.references), by_id) if config.references else ({}, [])
-    if config.references and not named:
-        there = f"none of its {len(left_over)} pictures, first {left_over[0]}," if left_over else "no picture in it"
-        raise UserError(
-            f"data.references {config.references}: {there} has the name of a sample; name them like the pictures of {folder}"
-        )
-    unused = [str(Path(config.references) / name) for name in left_over]
-    controls: dict[str, dict[str, str | UserError]] = defaultdict(dict)
-    for column in reader.columns:
-        if column.name not in beside:
-            continue
-        place = beside[column.name]
-        of_name, left_over = controls_by_name(place, column, by_id)
-        if not of_name:
-            raise UserError(
-                f"data.controls {column.name}={place}: no file has the name of a sample; name them like those of {folder}"
-            )
-        unused += [str(place / name) for name in left_over]
-        for id, file in of_name.items():
-            controls[id][column.name] = file
-
+    by_id = _entries_by_id(reader, beside)
+    references, unused = references_by_name(config, by_id)
+    controls, also_unused = controls_by_name(beside, reader.columns, by_id, folder)
     samples: list[Sample] = []
     problems: list[tuple[str, UserError]] = []
     for id, entries in sorted(by_id.items()):
         try:
-            samples += reader.samples(id, entries, named.get(id, ()), controls[id], beside)
+            samples += reader.samples(id, entries, references.get(id, ()), controls.get(id, {}))
         except UserError as error:
             problems.append((entries[0].media, error))
     media = {sample.id: sample.media for sample in samples}
@@ -219,7 +199,7 @@ def _scan_folder(reader: "_Reader", key: str) -> tuple[list[Sample], list[_LeftO
         _LeftOut(printable(f"{reader.prefix}{name}"), str(error), "short" if isinstance(error, ShortClip) else "bad")
         for name, error in problems
     ]
-    left_out += [_LeftOut(printable(name), "no sample has this name", "unused") for name in unused]
+    left_out += [_LeftOut(printable(name), "no sample has this name", "unused") for name in unused + also_unused]
     if not samples:
         accepted = " ".join(sorted(VIDEO_SUFFIXES | IMAGE_SUFFIXES))
         reason = f"first of {len(problems)}: {problems[0][1]}" if problems else f"no media file; accepted: {accepted}"
@@ -228,27 +208,39 @@ def _scan_folder(reader: "_Reader", key: str) -> tuple[list[Sample], list[_LeftO
     return samples, left_out
 
 
+def _entries_by_id(reader: "_Reader", beside: Mapping[str, Path]) -> dict[str, list[Entry]]:
+    """What a folder names, by the sample that it is; more than one entry of an id is an error later."""
+    config, folder = reader.config, Path(reader.config.folder)
+    lines = Reader(
+        folder=folder,
+        allow_outside=config.allow_outside,
+        captions=config.captions,
+        skip=[*([Path(config.references)] if config.references else []), *beside.values()],
+        columns=reader.columns,
+        edits=reader.reference_size is not None,
+        image_folders=config.image_folders,
+    )
+    by_id: dict[str, list[Entry]] = defaultdict(list)
+    for entry in list_entries(lines, config.metadata):
+        by_id[_identifier(folder, entry)].append(entry)
+    return by_id
+
+
 def _check_folder(folder: str, key: str, config: DataConfig) -> None:
     if not folder:
         raise UserError(f"{key} is not set; name the folder of your clips and captions")
     found = status(Path(folder))
     if found is None or not stat.S_ISDIR(found.st_mode):
         raise UserError(f"{key} {folder} does not exist or is no folder; correct the path")
-    if (
-        config.references
-        and status(Path(config.references))
-        and Path(config.references).resolve() == Path(folder).resolve()
-    ):
+    references = Path(config.references)
+    if config.references and status(references) and references.resolve() == Path(folder).resolve():
         raise UserError(f"data.references is {key} {folder} itself; put the references into a folder of their own")
 
 
 def _check_settings(config: DataConfig, *, frame_step: int, size_step: int) -> None:
     for frames in config.lengths:
-        what = (
-            f"data.frame_buckets = {list(config.frame_buckets)}: {frames}"
-            if config.frame_buckets
-            else f"data.frames = {frames}"
-        )
+        several = f"data.frame_buckets = {list(config.frame_buckets)}: {frames}"
+        what = several if config.frame_buckets else f"data.frames = {frames}"
         if frame_step == 0 and frames != 1:
             raise UserError(f"data.frames = {frames}: this model knows still images alone; set 1")
         if frame_step and (frames - 1) % frame_step:
@@ -301,18 +293,16 @@ class _Reader:
         self,
         id: str,
         entries: list[Entry],
-        named: tuple[str, ...] | UserError,
-        controls: Mapping[str, str | UserError],
-        beside: Mapping[str, Path],
+        references: tuple[str, ...] | UserError,
+        controls: Mapping[str, Control],
     ) -> list[Sample]:
         """Check one entry, which is a sample for each of its windows; more than one entry means that they share a name.
 
         Args:
             id: Without the folder's name.
             entries: What has this id.
-            named: Its references in `data.references`, or why they cannot be used.
-            controls: Its files in `data.controls` by column, or why they cannot be used.
-            beside: The folders of `data.controls`.
+            references: Its images in `data.references`, or why they cannot be used.
+            controls: Its files in `data.controls` by column.
         """
         entry, folder = entries[0], Path(self.config.folder)
         if len(entries) > 1:
@@ -341,18 +331,23 @@ class _Reader:
         there = available(media, self.fps, at_most=None if whole else max(self.config.lengths))
         height, width = nearest_size(there.height, there.width, self.sizes)
         windows = [Window(0, 0, 1)] if kind == "image" else self._windows(media, id, there.frames)
-        plain = Sample(
-            id=f"{self.prefix}{id}", media=media, captions=captions_of(entry.captions, self.config), height=height,
-            width=width, frames=1, references=self._references(media, entry, named),
-            controls=self._controls(media, entry, controls, beside, windows), repeats=(*self.config.repeats, 1.0)[0],
-        )  # fmt: skip
-        return [
-            replace(
-                plain, id=f"{plain.id}#{window.number}" if len(windows) > 1 else plain.id, frames=window.frames,
-                start_seconds=window.first / self.fps if window.first else 0.0,
-            )
-            for window in windows
-        ]  # fmt: skip
+        whole_file = Sample(
+            id=f"{self.prefix}{id}",
+            media=media,
+            captions=captions_of(entry.captions, self.config),
+            height=height,
+            width=width,
+            frames=1,
+            references=self._references(media, entry, references),
+            controls=self._controls(media, entry, controls, windows),
+            repeats=(*self.config.repeats, 1.0)[0],
+        )
+        samples = []
+        for window in windows:
+            name = f"{whole_file.id}#{window.number}" if len(windows) > 1 else whole_file.id
+            start = window.first / self.fps if window.first else 0.0
+            samples.append(replace(whole_file, id=name, frames=window.frames, start_seconds=start))
+        return samples
 
     def _check_image_folder(self, media: Path) -> None:
         if not self.config.image_folders:
@@ -374,15 +369,15 @@ class _Reader:
         return [Window(0, 0, frames)]
 
     def _controls(
-        self, media: Path, entry: Entry, named: Mapping[str, str | UserError], beside: Mapping[str, Path],
-        windows: Sequence[Window],
-    ) -> dict[str, str]:  # fmt: skip
+        self, media: Path, entry: Entry, named: Mapping[str, Control], windows: Sequence[Window]
+    ) -> dict[str, str]:
         """What goes with a clip, by column."""
         found = {}
         for column in self.columns:
             own, other = entry.controls.get(column.name), named.get(column.name)
-            if isinstance(other, UserError):
-                raise other
+            folder, name = other or Control(Path(self.config.folder), own or "")
+            if isinstance(name, UserError):
+                raise name
             if own is not None and other is not None:
                 raise UserError(
                     f"{media} has {column.name} in the metadata and in data.controls; remove one or the other"
@@ -393,12 +388,9 @@ class _Reader:
                         f"{media} has no {column.name}, which this model cannot be trained without; name it in the metadata, or in data.controls"
                     )
                 continue
-            folder = Path(self.config.folder) if other is None else beside[column.name]
-            name = own if other is None else other
-            assert name is not None
             if other is not None and column.kind == "text":
-                inside(folder, other, allow_outside=self.config.allow_outside)
-                name = text_of(folder / other)
+                inside(folder, name, allow_outside=self.config.allow_outside)
+                name = text_of(folder / name)
             found[column.name] = checked_control(
                 folder, name, column, allow_outside=self.config.allow_outside, fps=self.fps, windows=windows
             )

@@ -3,58 +3,41 @@
 import functools
 import json
 import os
+import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ditkit_core.data.caption_lists import CAPTION_LISTS, MEDIA_LISTS, captions_of, lists_in, pairs
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, status
 from ditkit_core.data.media.image_sequence import numbered
 from ditkit_core.data.metadata import csv_rows, json_lines, json_list
-from ditkit_core.data.records import Captions, Entry, Reader, read_text
+from ditkit_core.data.records import Entry, Reader, read_text
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import inside
-from ditkit_core.models.conditions import Column
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.json")
 _PARQUET = "metadata.parquet"
+MEDIA_LISTS = ("videos.txt", "video.txt", "images.txt", "image.txt")
+CAPTION_LISTS = ("prompts.txt", "prompt.txt", "captions.txt", "caption.txt")
+"""Line i of a list of media belongs to line i of a list of captions."""
 CAPTION_SUFFIXES = (".txt", ".caption")
 """Of the file with the caption beside a clip: the first that is there is read, the others are not."""
 
 
-def list_entries(
-    folder: Path,
-    metadata: str,
-    *,
-    allow_outside: bool,
-    captions: Captions = "whole",
-    skip: Sequence[Path] = (),
-    columns: Sequence[Column] = (),
-    edits: bool = False,
-    image_folders: bool = False,
-) -> list[Entry]:
+def list_entries(reader: Reader, metadata: str) -> list[Entry]:
     """Everything that a dataset folder names, in a fixed order; problems of single entries are part of the list.
 
     Args:
-        folder: The dataset folder.
+        reader: How the folder is read.
         metadata: A .jsonl, .csv or .json file or a list of media with a list of captions beside it, relative to the folder; empty: the
             one of them that is there, otherwise every media file with a caption of the same name beside it.
-        allow_outside: Whether captions may lie outside the folder, behind links.
-        captions: Whether a text is one caption, or each of its lines is one.
-        skip: Folders whose media are no samples, wherever they lie.
-        columns: What metadata may say of a clip beside its captions.
-        edits: Whether the model takes references.
-        image_folders: Whether a folder of numbered images is a clip.
 
     Raises:
         UserError: If the metadata as a whole cannot be used.
     """
-    reader = Reader(
-        folder=folder, allow_outside=allow_outside, captions=captions, skip=skip, columns=columns, edits=edits,
-        image_folders=image_folders,
-    )  # fmt: skip
-    found = [metadata] if metadata else lists_of(folder, skip=skip, image_folders=image_folders)
+    folder = reader.folder
+    found = [metadata] if metadata else lists_of(folder, skip=reader.skip, image_folders=reader.image_folders)
     if len(found) > 1:
         raise UserError(
             f"{folder} has {'both ' * (len(found) == 2)}{' and '.join(found)}; name the right one in data.metadata"
@@ -109,8 +92,24 @@ def lists_of(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool = F
 
 def _both_lists(folder: Path, image_folders: bool) -> list[str]:
     """The lists of media of a folder that has lists of captions as well."""
-    captions = lists_in(folder, CAPTION_LISTS, image_folders=image_folders)
-    return lists_in(folder, MEDIA_LISTS, image_folders=image_folders) if captions else []
+    captions = _lists_in(folder, CAPTION_LISTS, image_folders)
+    return _lists_in(folder, MEDIA_LISTS, image_folders) if captions else []
+
+
+def _lists_in(folder: Path, accepted: Collection[str], image_folders: bool) -> list[str]:
+    """Names of the lists that a folder has: a text next to a clip or image of the same name is the caption of that."""
+    names = _names(folder)
+    media = {Path(name).stem for name in names if Path(name).suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES}
+    lists = [name for name in names if name in accepted and Path(name).stem not in media]
+    return [name for name in lists if not (image_folders and numbered(_names(folder / Path(name).stem)))]
+
+
+def _names(folder: Path) -> list[str]:
+    """What a folder contains, in order; nothing where it cannot be read."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
 
 
 def _texts_of(folder: Path, media: str) -> list[str]:
@@ -170,12 +169,10 @@ def _hint_at_lists(reader: Reader) -> str:
     folder = reader.folder
     if both := _both_lists(folder, reader.image_folders):
         return f', or set data.metadata = "{both[0]}" if clips and captions are listed, and not beside each other'
-    names = sorted(os.listdir(folder)) if os.access(folder, os.R_OK) else []
-    if half := next(iter(lists_in(folder, (*MEDIA_LISTS, *CAPTION_LISTS), image_folders=reader.image_folders)), ""):
-        other = CAPTION_LISTS[0] if half in MEDIA_LISTS else MEDIA_LISTS[0]
-        return (
-            f", or {other} beside {half}, line by line, if that lists {'clips' if half in MEDIA_LISTS else 'captions'}"
-        )
+    names = _names(folder)
+    if half := _lists_in(folder, (*MEDIA_LISTS, *CAPTION_LISTS), reader.image_folders)[:1]:
+        other, what = (CAPTION_LISTS[0], "clips") if half[0] in MEDIA_LISTS else (MEDIA_LISTS[0], "captions")
+        return f", or {other} beside {half[0]}, line by line, if that lists {what}"
     kinds = {Path(name).suffix for name in METADATA_NAMES}
     found = [name for name in names if Path(name).suffix.lower() in kinds]
     if not found or any(name.lower().endswith(".txt") for name in names):
@@ -198,13 +195,13 @@ def names_of(folders: Sequence[str]) -> list[str]:
     if len(folders) == 1:
         return [""]
     parts = [Path(os.path.abspath(folder)).parts for folder in folders]
-    return [
-        next(
-            "/".join(own[-count:]) + "/" for count in range(1, len(own) + 1)
-            if sum(other[-count:] == own[-count:] for other in parts) == 1 or count == len(own)
-        )
-        for own in parts
-    ]  # fmt: skip
+    names = []
+    for own in parts:
+        count = 1
+        while count < len(own) and sum(other[-count:] == own[-count:] for other in parts) > 1:
+            count += 1
+        names.append("/".join(own[-count:]) + "/")
+    return names
 
 
 def media_files(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool = False) -> Iterator[str]:
@@ -242,9 +239,27 @@ def _cannot_list(error: OSError) -> None:
 
 
 def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Entry]:
-    captions = captions_of(path, image_folders=reader.image_folders)
+    """The entries of a list of media and the list of captions next to it.
+
+    Raises:
+        UserError: If there is no list of captions, or several, or one of another length: which lines belong together cannot be told.
+    """
+    captions = _caption_list(reader, path)
+    clips, texts = _lines(text), _lines(read_text(captions))
+    if len(clips) != len(texts):
+        empty = next(
+            ((file, each.index("") + 1) for file, each in ((captions, texts), (path, clips)) if "" in each), None
+        )
+        remedy = "write each caption in one line, and one for each file"
+        if empty is not None:
+            remedy = f"line {empty[1]} of {empty[0].name} is empty: remove it, or fill it in"
+        raise UserError(
+            f"{path} has {len(clips)} lines and {captions} {len(texts)}, and line i of one belongs to line i of the other; {remedy}"
+        )
     whole = replace(reader, captions="whole")  # a caption may hold what Python calls the end of a line
-    for line, media, caption in pairs(path, text, captions, read_text(captions)):
+    for line, (media, caption) in enumerate(zip(clips, texts, strict=True), start=1):
+        if not (media or caption):
+            continue
         where = f"{path} line {line}"
         try:
             if not media:
@@ -256,3 +271,27 @@ def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Entry]:
             yield Entry(media=media, captions=split)
         except UserError as error:
             yield Entry(media=where, problem=error)
+
+
+def _caption_list(reader: Reader, media: Path) -> Path:
+    """The one list of captions next to a list of media."""
+    found = _lists_in(media.parent, CAPTION_LISTS, reader.image_folders)
+    if not found:
+        raise UserError(
+            f"{media} lists clips, and no list of their captions is beside it; write one to "
+            f"{media.parent / CAPTION_LISTS[0]}, line by line"
+        )
+    if len(found) > 1:
+        both = "both " if len(found) == 2 else ""
+        raise UserError(
+            f"{media.parent} has {both}{' and '.join(found)} for {media.name}; remove or rename all but one"
+        )
+    return media.parent / found[0]
+
+
+def _lines(text: str) -> list[str]:
+    """The lines without spaces around them, and without empty ones at the end."""
+    lines = [line.strip() for line in re.split(r"\r\n|\r|\n", text)]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines

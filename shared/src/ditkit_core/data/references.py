@@ -3,9 +3,10 @@
 import re
 import stat
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+from ditkit_core.data.config import DataConfig
 from ditkit_core.data.discovery import media_files
 from ditkit_core.data.media.clip import available, kind_of, status
 from ditkit_core.errors import UserError
@@ -15,21 +16,28 @@ ReferenceSize = Callable[[int, int, int], tuple[int, int]]
 """As `ModelSpec.reference_size`."""
 
 
-def references_by_name(folder: Path, ids: Collection[str]) -> tuple[dict[str, tuple[str, ...] | UserError], list[str]]:
-    """The files of a folder that belong to samples: of the sample's name, or of its name with `_0`, `_1`, … in order.
+def references_by_name(
+    config: DataConfig, ids: Collection[str]
+) -> tuple[Mapping[str, tuple[str, ...] | UserError], list[str]]:
+    """The files of `data.references` that belong to samples: of the sample's name, or of its name with `_0`, `_1`, … in order.
+
+    A sample in a subfolder of the dataset has them in the same subfolder there.
 
     Args:
-        folder: Where the pictures lie; a sample in a subfolder of the dataset has them in the same subfolder here.
+        config: The `[data]` section, of one folder.
         ids: Samples; one whose own name ends with a number takes precedence.
 
     Returns:
         By sample that has any, paths relative to the folder or why they cannot be used, and the files of no sample.
 
     Raises:
-        UserError: If the folder cannot be read.
+        UserError: If the folder cannot be read, or nothing in it has the name of a sample.
     """
-    found = status(folder)
-    if found is None or not stat.S_ISDIR(found.st_mode):
+    if not config.references:
+        return {}, []
+    folder = Path(config.references)
+    at_folder = status(folder)
+    if at_folder is None or not stat.S_ISDIR(at_folder.st_mode):
         raise UserError(f"data.references {folder} does not exist or is no folder; correct the path")
     places: dict[str, dict[int | None, list[str]]] = defaultdict(lambda: defaultdict(list))
     left_over = []
@@ -42,7 +50,13 @@ def references_by_name(folder: Path, ids: Collection[str]) -> tuple[dict[str, tu
             places[numbered[1]][int(numbered[2])].append(file)
         else:
             left_over.append(file)
-    return {id: _in_order(folder, id, files) for id, files in places.items()}, left_over
+    if not places:
+        there = f"none of its {len(left_over)} pictures, first {left_over[0]}," if left_over else "no picture in it"
+        raise UserError(
+            f"data.references {folder}: {there} has the name of a sample; name them like the pictures of {config.folder}"
+        )
+    named = {id: _in_order(folder, id, files) for id, files in places.items()}
+    return named, [str(folder / file) for file in left_over]
 
 
 def _in_order(folder: Path, id: str, files: dict[int | None, list[str]]) -> tuple[str, ...] | UserError:

@@ -2,9 +2,10 @@
 
 import bisect
 import functools
+import math
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,19 +23,6 @@ class Places(NamedTuple):
     """Samples in all micro-batches before it, since the start of the run."""
     samples: list[int]
     """Which, as indices."""
-
-
-class Order(Protocol):
-    """An endless sequence of micro-batches."""
-
-    @property
-    def mean_size(self) -> float:
-        """Samples in a micro-batch, on average over an epoch."""
-        ...
-
-    def places(self, index: int) -> Places:
-        """The micro-batch of this index, counted since the start of the run."""
-        ...
 
 
 def epoch_order(seed: int, epoch: int, ids: Sequence[str]) -> list[int]:
@@ -69,12 +57,11 @@ class Epochs:
         assert ids and all(each > 0 for each in repeats) and len(repeats) in (0, len(ids))
         self._ids, self._seed = ids, seed
         self._repeats = np.array(repeats or [1.0] * len(ids))
-        self.whole = bool((self._repeats == np.floor(self._repeats)).all())
+        whole = self._repeats == np.floor(self._repeats)
+        phases = [0 if alike else seed_of(seed, "repeat", id) for alike, id in zip(whole, ids, strict=True)]
+        self._phase = np.array(phases) / 2**63
+        self.whole = bool(whole.all())
         """Whether all epochs are alike."""
-        drawn = [
-            0 if each == int(each) else seed_of(seed, "repeat", id) for each, id in zip(self._repeats, ids, strict=True)
-        ]
-        self._phase = np.array(drawn) / 2**63
         self.mean_count = float(self._repeats.sum())
         """Samples in an epoch, on average."""
 
@@ -93,9 +80,8 @@ class Epochs:
         """The epoch of a place in the sequence of all epochs."""
         if self.whole:
             return place // self.before(1)
-        most = (
-            int((place + len(self._ids)) / self.mean_count) + 2
-        )  # of that many epochs, more samples are used for certain
+        # In that many epochs more samples are used for certain.
+        most = int((place + len(self._ids)) / self.mean_count) + 2
         return bisect.bisect_right(range(most), place, key=self.before) - 1
 
     def order(self, epoch: int, members: Sequence[int] | None = None) -> list[int]:
@@ -104,11 +90,10 @@ class Epochs:
         members = range(len(ids)) if members is None else members
         if (counts == 1).all():
             return [members[i] for i in epoch_order(self._seed, epoch, [ids[i] for i in members])]
-        copies = [
-            (seed_of(self._seed, "order", epoch, ids[i], *([copy] if copy else [])), ids[i], copy, i)
-            for i in members for copy in range(counts[i])
-        ]  # fmt: skip
-        return [i for *_, i in sorted(copies)]
+        uses = [(i, copy) for i in members for copy in range(counts[i])]
+        # the first use has the seed that it has where a sample is used once
+        seeds = [seed_of(self._seed, "order", epoch, ids[i], *([copy] if copy else [])) for i, copy in uses]
+        return [i for *_, i in sorted((seed, ids[i], copy, i) for seed, (i, copy) in zip(seeds, uses, strict=True))]
 
 
 class EndlessOrder:
@@ -137,12 +122,6 @@ class EndlessOrder:
         return self._order(epoch)[place - self._epochs.before(epoch)]
 
 
-@dataclass(frozen=True)
-class _Group:
-    members: list[int]
-    size: int
-
-
 class GroupedOrder:
     """Samples of several groups, which no micro-batch mixes.
 
@@ -168,9 +147,10 @@ class GroupedOrder:
             repeats: As of `Epochs`.
         """
         self._ids, self._seed, self._epochs = ids, seed, Epochs(ids, seed, repeats)
-        self._groups = [
-            _Group([i for i, its in enumerate(groups) if its == group], sizes[group]) for group in dict.fromkeys(groups)
-        ]
+        members: dict[Hashable, list[int]] = defaultdict(list)
+        for i, group in enumerate(groups):
+            members[group].append(i)
+        self._groups = [(of_group, sizes[group]) for group, of_group in members.items()]
         self._starts = [0]
         looked_at = 1 if self._epochs.whole else _EPOCHS_FOR_MEAN
         num_batches = sum(map(self._num_batches, range(looked_at))) / looked_at
@@ -189,17 +169,17 @@ class GroupedOrder:
 
     def _num_batches(self, epoch: int) -> int:
         counts = self._epochs.counts(epoch)
-        return sum(-(-int(counts[group.members].sum()) // group.size) for group in self._groups)
+        return sum(math.ceil(counts[members].sum() / size) for members, size in self._groups)
 
     def _batches(self, epoch: int) -> list[Places]:
-        cut = []
-        for number, group in enumerate(self._groups):
-            members = self._epochs.order(epoch, group.members)
-            pieces = [members[first : first + group.size] for first in range(0, len(members), group.size)]
-            cut += [(seed_of(self._seed, "batch order", epoch, self._ids[piece[0]]), number, i, piece)
-                    for i, piece in enumerate(pieces)]  # fmt: skip
+        pieces = []
+        for members, size in self._groups:
+            order = self._epochs.order(epoch, members)
+            pieces += [order[first : first + size] for first in range(0, len(order), size)]
+        seeds = [seed_of(self._seed, "batch order", epoch, self._ids[piece[0]]) for piece in pieces]
         first, made = self._epochs.before(epoch), []
-        for *_, batch in sorted(cut):
+        # pieces that begin with the same sample, used twice, keep their order
+        for _, _, batch in sorted(zip(seeds, range(len(pieces)), pieces, strict=True)):
             made.append(Places(first, batch))
             first += len(batch)
         return made

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.data.dataset import Sample
-from ditkit_core.encoding.batch_sampler import EndlessOrder, GroupedOrder, Order
+from ditkit_core.encoding.batch_sampler import EndlessOrder, GroupedOrder
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator, seed_of
@@ -153,7 +153,7 @@ class TrainingData:
         """How many shapes the samples have."""
         self._grouped = self.num_shapes > 1
         repeats = [sample.repeats for sample in samples]
-        self._order: Order = (
+        self._order: EndlessOrder | GroupedOrder = (
             GroupedOrder(ids, seed, groups, sizes, repeats)
             if self._grouped
             else EndlessOrder(ids, seed, sizes[groups[0]], repeats)
