@@ -98,8 +98,9 @@ def measure(case: Case, device: torch.device) -> dict[str, float]:
     from ditkit_core.training.ema import EMAConfig
     from ditkit_core.training.flow_matching import FlowConfig
     from ditkit_core.training.optimizer import OptimConfig
+    from ditkit_core.training.train_model import TrainModel
     from ditkit_core.training.train_state import Trained
-    from ditkit_core.training.train_step import training_step
+    from ditkit_core.training.train_step import StepContext, training_step
 
     torch.set_num_threads(1)
     compute_fp32_in_fp32()
@@ -119,9 +120,13 @@ def measure(case: Case, device: torch.device) -> dict[str, float]:
     for step in range(2):  # the optimizer's state is there from the second on
         batch = Batch(ids=[str(i) for i in range(len(items))], items=items)
         training_step(
-            model, Engine(policy=case.policy), spec, [batch], trained.optimizer,
-            step=step, lr=1e-4, seed=0, flow=FlowConfig(), clip_norm=1.0,
-        )  # fmt: skip
+            TrainModel(model, Engine(policy=case.policy), spec),
+            [batch],
+            trained.optimizer,
+            StepContext(step=step, seed=0, flow=FlowConfig()),
+            lr=1e-4,
+            clip_norm=1.0,
+        )
         trained.average.update(step + 1)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else highest()
     return {"peak": peak - base}

@@ -10,7 +10,8 @@ from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model, micro_batches
 from ditkit_core.training import train_step as step_module
 from ditkit_core.training.flow_matching import FlowConfig
-from ditkit_core.training.train_step import accumulate_gradients
+from ditkit_core.training.train_model import TrainModel
+from ditkit_core.training.train_step import StepContext, accumulate_gradients
 
 DIVIDED = ("--train.devices", '["cpu:1", "cpu:2"]')
 PIPELINED = ("--train.pipelined", "true", "--train.accumulation", "3", "--sample.captions", "0")
@@ -54,7 +55,9 @@ def test_one_micro_batch_is_refused_in_one_line_unless_a_prior_adds_to_it(world,
 def losses(pipelined, num):
     model = make_model(TOY, TOY.architecture.presets["dropout"], adapter=ADAPTERS["lora with dropout"])
     batches = micro_batches(toy_items(2), num)
-    made = accumulate_gradients(model, Engine(), TOY, batches, step=2, seed=1, flow=FlowConfig(), pipelined=pipelined)
+    made = accumulate_gradients(
+        TrainModel(model, Engine(), TOY), batches, StepContext(step=2, seed=1, flow=FlowConfig(), pipelined=pipelined)
+    )
     return made, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 

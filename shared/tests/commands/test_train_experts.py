@@ -91,7 +91,8 @@ def test_each_step_of_training_is_on_its_experts_side(world: TwoExperts, monkeyp
     original = train.training_step
 
     def step(*arguments: Any, **settings: Any) -> Any:
-        seen.append((settings["flow"].min_sigma, settings["flow"].max_sigma))
+        flow = arguments[3].flow
+        seen.append((flow.min_sigma, flow.max_sigma))
         return original(*arguments, **settings)
 
     monkeypatch.setattr(train, "training_step", step)

@@ -24,7 +24,8 @@ from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyInputs, ToySampler
 from ditkit_core.training.flow_matching import FlowConfig, draw_noise
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
-from ditkit_core.training.train_step import training_step
+from ditkit_core.training.train_model import TrainModel
+from ditkit_core.training.train_step import StepContext, training_step
 
 
 def stored(folder: Path, name: str, count: int, widths: tuple[int, ...] = (2,)) -> list[EncodedSample]:
@@ -92,9 +93,13 @@ def test_the_loss_is_the_mean_over_the_instance_plus_a_weighted_mean_over_the_pr
     made = [batch for index in range(2) for batch in data.micro_batches(index)]
     model, trainable = toy_model()
     result = training_step(
-        model, Engine(), TOY, made, NamedOptimizer(trainable, OptimConfig()),
-        step=3, lr=0.01, seed=1, flow=FlowConfig(), clip_norm=0.0,
-    )  # fmt: skip
+        TrainModel(model, Engine(), TOY),
+        made,
+        NamedOptimizer(trainable, OptimConfig()),
+        StepContext(step=3, seed=1, flow=FlowConfig()),
+        lr=0.01,
+        clip_norm=0.0,
+    )
     reference, expected = toy_model()
     losses: dict[bool, list[Tensor]] = {True: [], False: []}
     named = [(id, item) for batch in made for id, item in zip(batch.ids, batch.items, strict=True)]

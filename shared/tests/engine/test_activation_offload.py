@@ -4,6 +4,7 @@ That no number changes, for every model and adapter: `OffloadChecks` and `LeverC
 """
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -27,10 +28,12 @@ from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, 
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model, micro_batches, offloadable, outcome
 from ditkit_core.training.flow_matching import FlowConfig
-from ditkit_core.training.train_step import accumulate_gradients
+from ditkit_core.training.train_model import TrainModel
+from ditkit_core.training.train_step import StepContext, accumulate_gradients
 
 HOST, ONE, TWO = torch.device("cpu"), torch.device("cpu:1"), torch.device("cpu:2")
 ARCH = ToyArch(depth=4, dropout=0.1)
+at = partial(StepContext, seed=1, flow=FlowConfig())
 DROPOUT = ADAPTERS["lora with dropout"]
 
 
@@ -235,7 +238,7 @@ def test_several_forwards_wait_for_one_backward():
     ):
         model = on(devices)
         with PretendDevices(), CountCrossings() as crossings:
-            accumulate_gradients(model, run, TOY, batches, step=2, seed=1, flow=FlowConfig(), pipelined=True)
+            accumulate_gradients(TrainModel(model, run, TOY), batches, at(step=2, pipelined=True))
         made.append((gradients(model), crossings))
     assert same(made[0][0], made[1][0]) and same(made[0][0], made[2][0])
     assert made[1][1].copies[ONE, HOST] > made[0][1].copies[ONE, HOST]
@@ -246,7 +249,7 @@ def test_accumulation_uses_the_same_memory_again():
     for num in (2, 4):  # a sample alone, then both, and so on
         model, run = on(whole()), engine("none")
         with PretendDevices():
-            accumulate_gradients(model, run, TOY, batches[:num], step=2, seed=1, flow=FlowConfig())
+            accumulate_gradients(TrainModel(model, run, TOY), batches[:num], at(step=2))
         found.append(run.host.num_bytes)
     assert found[0] == found[1] > 0
 
@@ -441,6 +444,6 @@ def test_a_gpu_offloads_several_forwards_before_one_backward():
         run = Engine(policy=policy, host=HostMemory(smallest=smallest))
         with sdpa_kernel(SDPBackend.MATH):
             for step in range(3):
-                accumulate_gradients(model, run, TOY, batches, step=step, seed=1, flow=FlowConfig(), pipelined=True)
+                accumulate_gradients(TrainModel(model, run, TOY), batches, at(step=step, pipelined=True))
         made.append(gradients(model))
     assert same(*made)

@@ -11,7 +11,7 @@ from saved_states import CLIPS, assert_same_state, numbers
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from toy_training import ToyBatch, ToyData
+from toy_training import ToyBatch, ToyData, train
 
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.engine.block_swap import BlockQueue, BlockSwap
@@ -29,9 +29,10 @@ from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import Trained
-from ditkit_core.training.train_step import training_step
-from ditkit_core.training.trainer import TrainConfig, check_swap, train
+from ditkit_core.training.train_step import StepContext, training_step
+from ditkit_core.training.trainer import TrainConfig, check_swap
 from ditkit_core.training.validation import HeldOutConfig
 
 CPU, ONE, TWO = torch.device("cpu"), torch.device("cpu:1"), torch.device("cpu:2")
@@ -107,17 +108,8 @@ def run(folder, steps, one_of=None, **given):
         **given,
     }
     trainable, flow = trainable_parameters(model), FlowConfig(weighting="bell")
-    return train(
-        model,
-        Engine(passages=() if swap is None else (swap,)),
-        TOY,
-        ToyData(),
-        trainable,
-        folder=folder,
-        flow=flow,
-        swap=swap,
-        **arguments,
-    )
+    toy = TrainModel(model, Engine(passages=() if swap is None else (swap,)), TOY, trainable, swap)
+    return train(toy, ToyData(), folder=folder, flow=flow, **arguments)
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (1, None), (None, 1)])
@@ -144,10 +136,14 @@ def test_a_weight_whose_first_gradient_comes_late_is_streamed_from_then_on():
             out.forward = partial(F.linear, weight=out.weight, bias=out.bias if step else None)
             batch = ToyBatch(["a", "b"], toy_items(2))
             training_step(
-                model, Engine(passages=() if swap is None else (swap,)), TOY, [batch], trained.optimizer,
-                step=step, lr=0.01, seed=1, flow=FlowConfig(), clip_norm=0.0,
-            )  # fmt: skip
-        state = trained.state(3, None, {}).tensors
+                TrainModel(model, Engine(passages=() if swap is None else (swap,)), TOY),
+                [batch],
+                trained.optimizer,
+                StepContext(step=step, seed=1, flow=FlowConfig()),
+                lr=0.01,
+                clip_norm=0.0,
+            )
+        state = trained.state_dict().tensors
         kept.append({**state["trainable"], **state["optimizer"]})
     assert differences(*kept) == [] and "layers.1.out.bias|exp_avg" in kept[0]
     assert len(swap.state_buffers) == 5 and not any(b.untyped_storage().nbytes() for b in swap.state_buffers)
@@ -249,9 +245,13 @@ def test_no_more_than_two_blocks_are_there(policy):
         with Live(swap, trained.optimizer) as live:
             batch = ToyBatch(["a", "b"], toy_items(2))
             training_step(
-                model, Engine(policy=policy, passages=() if swap is None else (swap,)), TOY, [batch], trained.optimizer,
-                step=step, lr=0.01, seed=1, flow=FlowConfig(), clip_norm=0.0,
-            )  # fmt: skip
+                TrainModel(model, Engine(policy=policy, passages=() if swap is None else (swap,)), TOY),
+                [batch],
+                trained.optimizer,
+                StepContext(step=step, seed=1, flow=FlowConfig()),
+                lr=0.01,
+                clip_norm=0.0,
+            )
         state = max(buffer.num_bytes for parts in swap._queues[CPU].states.values() for buffer in parts)
         assert state > 2 * block
         assert live.most["weights"] == 2 * block

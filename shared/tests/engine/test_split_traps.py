@@ -7,7 +7,7 @@ import torch
 from divided_toy import VARIANT, VARIANT_ARCH
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from toy_training import ToyData
+from toy_training import ToyData, train
 from toy_world import World
 
 from ditkit_core.adapters.inject import AdapterConfig, adapter_layers, initialise, trainable_parameters
@@ -26,8 +26,9 @@ from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import Trained
-from ditkit_core.training.trainer import TrainConfig, train
+from ditkit_core.training.trainer import TrainConfig
 from ditkit_core.training.validation import HeldOutConfig
 
 ONE, TWO, THREE = (torch.device("cpu", index) for index in (1, 2, 3))
@@ -229,7 +230,7 @@ def train_toy(folder, steps, way, method, name):
     averages_itself = name == "schedulefree_adamw"
     with PretendDevices():
         result = train(
-            model, Engine(policy=policy), TOY, ToyData(ragged=True), trainable_parameters(model), folder=folder,
+            TrainModel(model, Engine(policy=policy), TOY, trainable_parameters(model)), ToyData(ragged=True), folder=folder,
             config=TrainConfig(steps=steps, batch_size=2, accumulation=2, clip_norm=0.1),
             flow=FlowConfig(weighting="bell"), save=SaveConfig(), held_out=HeldOutConfig(sigmas=(0.5,)),
             optim=OptimConfig(name=name, lr=1.0 if name == "prodigy" else 0.01, warmup_steps=2),

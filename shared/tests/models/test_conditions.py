@@ -30,7 +30,8 @@ from ditkit_core.sampling.prompts import SampleConfig
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
-from ditkit_core.training.flow_matching import velocity_errors
+from ditkit_core.training.flow_matching import NoisedBatch, velocity_errors
+from ditkit_core.training.train_model import TrainModel
 
 COLUMNS = (
     Column(name="start", kind="image", aliases=("input_image",)),
@@ -186,13 +187,14 @@ def test_velocity_is_learnt_where_the_mask_is() -> None:
     model = make_model(TOY, TOY.architecture.presets["tiny"])
     items = toy_items(2)
     sigma, noise = torch.tensor([0.3, 0.6]), [torch.randn_like(item["latents"]) for item in items]
-    plain = velocity_errors(model, Engine(), TOY.training.make_inputs, items, sigma, noise, 1.0)
+    toy, batch = TrainModel(model, Engine(), TOY), NoisedBatch(items, sigma, noise)
+    plain = velocity_errors(toy, batch, 1.0)
     halves = []
     for part in (slice(None, None, 2), slice(1, None, 2)):
         mask = torch.zeros(items[0]["latents"].shape[-1])
         mask[part] = 1
-        of_mask = {"loss_mask": lambda item, mask=mask: mask}
-        halves.append(velocity_errors(model, Engine(), TOY.training.make_inputs, items, sigma, noise, 1.0, **of_mask))
+        masked = replace(toy, spec=altered(TOY, loss_mask=lambda item, mask=mask: mask))
+        halves.append(velocity_errors(masked, batch, 1.0))
     shares = [len(range(items[0]["latents"].shape[-1])[part]) for part in (slice(None, None, 2), slice(1, None, 2))]
     mean = sum(half * share for half, share in zip(halves, shares, strict=True)) / sum(shares)
     torch.testing.assert_close(mean, plain)  # summed in another order

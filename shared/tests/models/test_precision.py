@@ -31,8 +31,9 @@ from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, toy_items
 from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import Trained
-from ditkit_core.training.train_step import accumulate_gradients, training_step
+from ditkit_core.training.train_step import StepContext, accumulate_gradients, training_step
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 REFERENCE = {"residual": "matmul", "rotary": "fp64", "timestep": "fp32"}
@@ -193,7 +194,9 @@ def accumulated(dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """The summed gradients of four micro-batches, as they are before the step."""
     model, trainable = toy_model()
     optimizer = NamedOptimizer(trainable, OptimConfig(), accumulation=dtype)
-    accumulate_gradients(model, Engine(), TOY, micro_batches(), step=0, seed=1, flow=FlowConfig())
+    accumulate_gradients(
+        TrainModel(model, Engine(), TOY), micro_batches(), StepContext(step=0, seed=1, flow=FlowConfig())
+    )
     return dict(optimizer.gradients())
 
 
@@ -227,8 +230,13 @@ def test_a_step_is_made_from_gradients_of_any_dtype_and_the_next_sums_in_it_agai
     before = {name: parameter.detach().clone() for name, parameter in trainable.items()}
     for step in range(2):
         training_step(
-            model, Engine(), TOY, micro_batches(), optimizer, step=step, lr=0.01, seed=1, flow=FlowConfig(), clip_norm=1.0
-        )  # fmt: skip
+            TrainModel(model, Engine(), TOY),
+            micro_batches(),
+            optimizer,
+            StepContext(step=step, seed=1, flow=FlowConfig()),
+            lr=0.01,
+            clip_norm=1.0,
+        )
         optimizer.zero_grad()
         assert {parameter.grad_dtype for parameter in trainable.values()} == {dtype}
     assert all(not torch.equal(before[name], parameter) for name, parameter in trainable.items())

@@ -5,7 +5,7 @@ import torch
 from saved_states import CLIPS, assert_same_state, numbers
 from torch import nn
 from toy_jobs import toy_job
-from toy_training import ToyBatch, ToyData
+from toy_training import ToyBatch, ToyData, train
 from toy_world import World
 from whole_steps import agree
 
@@ -24,9 +24,10 @@ from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import Trained
-from ditkit_core.training.train_step import training_step
-from ditkit_core.training.trainer import TrainConfig, train
+from ditkit_core.training.train_step import StepContext, training_step
+from ditkit_core.training.trainer import TrainConfig
 from ditkit_core.training.validation import HeldOutConfig
 
 BF16 = torch.bfloat16
@@ -124,10 +125,8 @@ def run(folder, steps, rounding, *, name="adamw", fused=False, one_of=None, dtyp
     config = TrainConfig(steps=steps, batch_size=2, accumulation=1 if fused else 2, clip_norm=0.0, seed=5)
     optim = OptimConfig(name=name, lr=1e-4, warmup_steps=3, fused_backward=fused, rounding=rounding)
     engine = Engine(passages=() if swap is None else (swap,))
-    return train(
-        model, engine, TOY, ToyData(), trainable_parameters(model), config=config, optim=optim, folder=folder, swap=swap,
-        **RUN,
-    )  # fmt: skip
+    toy = TrainModel(model, engine, TOY, trainable_parameters(model), swap)
+    return train(toy, ToyData(), config=config, optim=optim, folder=folder, **RUN)
 
 
 @pytest.mark.parametrize(
@@ -167,14 +166,11 @@ def training(rounding, *, fused=False, one_of=None, seed=1):
     engine, reported = Engine(passages=() if swap is None else (swap,)), []
     for number in range(3):
         reported.append(
-            training_step(
-                model, engine, TOY, [ToyBatch(["one", "two"], toy_items(2))], trained.optimizer, step=number, lr=1e-4,
-                seed=seed, flow=RUN["flow"], clip_norm=0.0,
-            )
+            training_step(TrainModel(model, engine, TOY), [ToyBatch(["one", "two"], toy_items(2))], trained.optimizer, StepContext(step=number, seed=seed, flow=RUN["flow"]), lr=1e-4, clip_norm=0.0)
         )  # fmt: skip
         trained.average.update(number + 1)
     trained.optimizer.zero_grad()
-    groups = trained.state(3, None, {}).tensors
+    groups = trained.state_dict().tensors
     return reported, {
         f"{group} {name}": tensor.clone() for group, own in groups.items() for name, tensor in own.items()
     }

@@ -17,8 +17,9 @@ from ditkit_core.testing.toy import TOY
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import Trained
-from ditkit_core.training.train_step import training_step
+from ditkit_core.training.train_step import StepContext, training_step
 
 
 @pytest.mark.parametrize(
@@ -122,9 +123,13 @@ def test_the_plan_of_a_cpu_is_what_real_tensors_hold(policy):
 
     def step(number: int) -> None:
         training_step(
-            model, Engine(policy=policy), TOY, [Batch(ids=["a"], items=[item])], trained.optimizer, step=number, lr=1e-4, seed=0,
-            flow=of.flow, clip_norm=1.0,
-        )  # fmt: skip
+            TrainModel(model, Engine(policy=policy), TOY),
+            [Batch(ids=["a"], items=[item])],
+            trained.optimizer,
+            StepContext(step=number, seed=0, flow=of.flow),
+            lr=1e-4,
+            clip_norm=1.0,
+        )
 
     step(0)
     trained.optimizer.zero_grad()

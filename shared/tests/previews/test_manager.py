@@ -45,16 +45,16 @@ def test_a_second_process_may_draw_from_a_run_that_trains(world: World, monkeypa
     from ditkit_core.commands.export import Exporter
 
     out, drawn = world.folder / "drawn", []
-    after_save = Exporter.after_save
+    on_save = Exporter.on_save
 
     def drawing(exporter: Exporter, step: int) -> None:
-        after_save(exporter, step)
+        on_save(exporter, step)
         if step == 2:
             run = str(world.folder / "run")
             drawn.append(world.run("sample", "--run", run, "--prompt", "while it trains", "--out", str(out)))
 
     assert world.train("alone", 4, "--save.every_steps", "2", "--ema.decay", "0.9", "--sample.captions", "0") == 0
-    monkeypatch.setattr(Exporter, "after_save", drawing)
+    monkeypatch.setattr(Exporter, "on_save", drawing)
     assert world.train("run", 4, "--save.every_steps", "2", "--ema.decay", "0.9", "--sample.captions", "0") == 0
     assert drawn == [0] and (out / "drawn-001-step-000002-0-while-it-trains.png").exists()
     check_equal(world.folder / "alone", world.folder / "run")

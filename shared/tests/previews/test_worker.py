@@ -58,7 +58,7 @@ def stopping(monkeypatch: pytest.MonkeyPatch, at: int, *, saves: bool = True) ->
     original = train.training_step
 
     def step(*arguments: Any, **settings: Any) -> Any:
-        if settings["step"] == at:
+        if arguments[3].step == at:
             if not saves:
                 raise KeyboardInterrupt
             signal.raise_signal(signal.SIGTERM)

@@ -1,6 +1,7 @@
 """The toy model in a complete small run, for the tests of the training loop."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,13 +12,15 @@ from ditkit_core.adapters import inject as adapters
 from ditkit_core.engine.engine import Engine
 from ditkit_core.models.precision import Precision
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
+from ditkit_core.training.callbacks import Callback
 from ditkit_core.training.checkpoint import SaveConfig
 from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optimizer import OptimConfig
-from ditkit_core.training.trainer import TrainConfig, TrainResult, train
-from ditkit_core.training.validation import HeldOutConfig
+from ditkit_core.training.train_model import MicroBatch, TrainModel
+from ditkit_core.training.trainer import TrainConfig, Trainer, TrainerConfig, TrainingData, TrainResult
+from ditkit_core.training.validation import HeldOutConfig, Validator
 
 
 class ToyBatch(NamedTuple):
@@ -56,6 +59,28 @@ def toy_model(method: str = "full", *, dropout: float = 0.0) -> tuple[nn.Module,
     return model, adapters.trainable_parameters(model)
 
 
+@dataclass(frozen=True)
+class Calls(Callback):
+    """Calls functions at points of the loop; every `preview_steps` steps one that previews, unless a signal ends the run there."""
+
+    save: Callable[[int], object] = int
+    finish: Callable[[int], object] = int
+    preview: Callable[[int], object] = int
+    preview_steps: int = 0
+
+    def on_save(self, step: int) -> None:
+        self.save(step)
+
+    def finished(self, step: int) -> None:
+        self.finish(step)
+
+    def wants_preview(self, step: int, *, stopping: bool) -> bool:
+        return bool(self.preview_steps) and step % self.preview_steps == 0 and not stopping
+
+    def on_preview(self, step: int) -> None:
+        self.preview(step)
+
+
 class Finished(NamedTuple):
     """A run that ended, with everything that it can be compared by."""
 
@@ -76,5 +101,24 @@ def toy_run(folder: Path, steps: int, *, method: str = "full", dropout: float = 
         "log": LogConfig(tensorboard=False),
     }
     data = given.pop("data", ToyData())
-    result = train(model, Engine(), TOY, data, trainable, folder=folder, **{**arguments, **given})
+    result = train(TrainModel(model, Engine(), TOY, trainable), data, folder=folder, **{**arguments, **given})
     return Finished(result, {name: parameter.detach().clone() for name, parameter in trainable.items()})
+
+
+def train(
+    model: TrainModel,
+    data: TrainingData,
+    *,
+    folder: Path,
+    held_out: HeldOutConfig,
+    held_out_clips: MicroBatch | None = None,
+    callbacks: Sequence[Callback] = (),
+    warn: Callable[[str], None] = print,
+    **sections: Any,
+) -> TrainResult:
+    """Train with the sections of a configuration by name, `config` being `[train]`."""
+    config = TrainerConfig(train=sections.pop("config"), **sections)
+    validator = None
+    if held_out_clips is not None:
+        validator = Validator(held_out, held_out_clips, guidance=config.flow.guidance)
+    return Trainer(model, data, config, folder=folder, validator=validator, callbacks=callbacks, warn=warn).fit()

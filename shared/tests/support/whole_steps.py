@@ -22,8 +22,9 @@ from ditkit_core.planner.profiler import Job, Meter, profile
 from ditkit_core.planner.reduced_model import materialise, thinned
 from ditkit_core.testing.plans import divided, planned
 from ditkit_core.training.optimizer_in_backward import Updates
+from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import Trained
-from ditkit_core.training.train_step import accumulate_gradients, total_norm, update
+from ditkit_core.training.train_step import StepContext, accumulate_gradients, total_norm, update
 
 HOST = torch.device("cpu")
 
@@ -87,9 +88,10 @@ def held(of: Job, division: Division, *, pipelined: bool = False) -> list[int]:
             meter.is_updating = fused
             with Updates(trained.optimizer, of.optim.lr, readable=False) if fused else nullcontext():
                 accumulate_gradients(
-                    model, Engine(policy=of.policy, passages=() if swap is None else (swap,)), of.spec, batches,
-                    step=step, seed=0, flow=of.flow, pipelined=pipelined,
-                )  # fmt: skip
+                    TrainModel(model, Engine(policy=of.policy, passages=() if swap is None else (swap,)), of.spec),
+                    batches,
+                    StepContext(step=step, seed=0, flow=of.flow, pipelined=pipelined),
+                )
             meter.is_updating = True
             if not fused:
                 if of.kind == "cuda":

@@ -10,12 +10,14 @@ from ditkit_core.errors import UserError
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.training.flow_matching import (
     FlowConfig,
+    NoisedBatch,
     draw_noise,
     loss_weight,
     shift_sigma,
     sigma_at,
     velocity_errors,
 )
+from ditkit_core.training.train_model import TrainModel
 
 GRID = torch.linspace(0, 1, 1001, dtype=torch.float64)
 CONFIGS = [
@@ -163,7 +165,7 @@ def test_the_target_is_noise_minus_data_and_sizes_count_alike():
     noise = [torch.randn(item["latents"].shape, generator=torch.Generator().manual_seed(3)) for item in items]
     sigma = torch.tensor([0.25, 1.0])
     model = Oracle(items, noise, [2.0, -3.0])
-    errors = velocity_errors(model, Engine(), TOY.training.make_inputs, items, sigma, noise, 1.0)
+    errors = velocity_errors(TrainModel(model, Engine(), TOY), NoisedBatch(items, sigma, noise), 1.0)
     assert errors.dtype is torch.float32
     assert torch.allclose(errors, torch.tensor([4.0, 9.0]))
     assert torch.allclose(model.inputs.latents[0], 0.75 * items[0]["latents"] + 0.25 * noise[0])

@@ -17,7 +17,8 @@ from ditkit_core.testing.world import make_model
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.nan_debug import first_not_finite
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
-from ditkit_core.training.train_step import NonFiniteLoss, training_step
+from ditkit_core.training.train_model import TrainModel
+from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
 
 ARCH = ToyArch(dim=16, depth=3)
 INF, NAN = float("inf"), float("nan")
@@ -28,7 +29,12 @@ def failure(model: Any, run: Engine | None = None, *, ragged: bool = False) -> N
     optimizer = NamedOptimizer(trainable_parameters(model), OptimConfig())
     with pytest.raises(NonFiniteLoss) as error:
         training_step(
-            model, run or Engine(), TOY, [batch], optimizer, step=3, lr=1e-3, seed=1, flow=FlowConfig(), clip_norm=0.0
+            TrainModel(model, run or Engine(), TOY),
+            [batch],
+            optimizer,
+            StepContext(step=3, seed=1, flow=FlowConfig()),
+            lr=1e-3,
+            clip_norm=0.0,
         )
     return error.value
 

@@ -25,8 +25,9 @@ from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
 from ditkit_core.training.optimizer_in_backward import Updates
+from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import Trained
-from ditkit_core.training.train_step import NonFiniteLoss, training_step
+from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
 from ditkit_core.training.trainer import TrainConfig, check_fused_backward
 
 FLOW = FlowConfig(weighting="bell")
@@ -54,7 +55,12 @@ def trained(*, fused, name="adamw", method="full", dropout=0.0):
 def step(model, optimizer, *, number=3, run=None, num_items=2):
     batch = ToyBatch([f"clip {i}" for i in range(num_items)], toy_items(num_items))
     return training_step(
-        model, run or Engine(), TOY, [batch], optimizer, step=number, lr=0.01, seed=1, flow=FLOW, clip_norm=0.0
+        TrainModel(model, run or Engine(), TOY),
+        [batch],
+        optimizer,
+        StepContext(step=number, seed=1, flow=FLOW),
+        lr=0.01,
+        clip_norm=0.0,
     )
 
 
@@ -195,9 +201,13 @@ def test_a_loss_that_is_not_finite_is_found_before_anything_is_updated(tmp_path)
     before, watch = {name: p.detach().clone() for name, p in optimizer.parameters.items()}, Watch(optimizer)
     with pytest.raises(NonFiniteLoss) as error:
         training_step(
-            model, Engine(passages=(watch,)), TOY, [data.micro_batch(4)], optimizer,
-            step=4, lr=0.01, seed=1, flow=FLOW, clip_norm=0.0,
-        )  # fmt: skip
+            TrainModel(model, Engine(passages=(watch,)), TOY),
+            [data.micro_batch(4)],
+            optimizer,
+            StepContext(step=4, seed=1, flow=FLOW),
+            lr=0.01,
+            clip_norm=0.0,
+        )
     assert all(torch.equal(p, before[name]) for name, p in optimizer.parameters.items())
     assert error.value.evidence["loss"] == "nan" and "updated" not in str(error.value)
     assert watch.seen == [], "no backward has run"
@@ -253,9 +263,13 @@ def bytes_above(policy, *, fused):
 
     def once():
         training_step(
-            model, Engine(policy=policy), TOY, [one_token], optimizer,
-            step=0, lr=0.01, seed=1, flow=FLOW, clip_norm=0.0,
-        )  # fmt: skip
+            TrainModel(model, Engine(policy=policy), TOY),
+            [one_token],
+            optimizer,
+            StepContext(step=0, seed=1, flow=FLOW),
+            lr=0.01,
+            clip_norm=0.0,
+        )
         optimizer.zero_grad()
 
     once()  # makes the state

@@ -17,7 +17,8 @@ from ditkit_core.testing.world import make_model
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
 from ditkit_core.training.tensor_stats import Drift, Made, Reading, Watch, magnitudes, smallness
-from ditkit_core.training.train_step import NonFiniteLoss, training_step
+from ditkit_core.training.train_model import TrainModel
+from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
 from ditkit_core.training.trainer import TrainConfig
 
 FLOW = FlowConfig(weighting="bell")
@@ -32,15 +33,11 @@ def step(model, run=None, *, watch=None, fused=False, micro_batches=2, number=3)
     trainable = trainable_parameters(model)
     optimizer = NamedOptimizer(trainable, OptimConfig(fused_backward=fused))
     return training_step(
-        model,
-        run or Engine(),
-        TOY,
+        TrainModel(model, run or Engine(), TOY),
         batches,
         optimizer,
-        step=number,
+        StepContext(step=number, seed=1, flow=FLOW),
         lr=1e-3,
-        seed=1,
-        flow=FLOW,
         clip_norm=0.0,
         watch=watch,
     )
@@ -268,9 +265,13 @@ def test_a_sample_that_is_not_finite_is_not_the_models_fault():
     optimizer = NamedOptimizer(trainable_parameters(model), OptimConfig())
     with pytest.raises(NonFiniteLoss, match=r"\(first in inputs, aten.mul in the forward; samples clip 1\)"):
         training_step(
-            model, Engine(), TOY, [ToyBatch(["clip 0", "clip 1"], items)], optimizer, step=3, lr=1e-3, seed=1, flow=FLOW,
+            TrainModel(model, Engine(), TOY),
+            [ToyBatch(["clip 0", "clip 1"], items)],
+            optimizer,
+            StepContext(step=3, seed=1, flow=FLOW),
+            lr=1e-3,
             clip_norm=0.0,
-        )  # fmt: skip
+        )
 
 
 def test_the_head_and_a_divided_model_are_named_too():

@@ -11,7 +11,8 @@ from ditkit_core.testing.toy import TOY, ToyInputs, toy_items
 from ditkit_core.training import train_step as step_module
 from ditkit_core.training.flow_matching import FlowConfig, draw_noise, loss_weight
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
-from ditkit_core.training.train_step import NonFiniteLoss, accumulate_gradients, training_step
+from ditkit_core.training.train_model import TrainModel
+from ditkit_core.training.train_step import NonFiniteLoss, StepContext, accumulate_gradients, training_step
 
 FLOW = FlowConfig(weighting="bell")
 PLAIN = Engine()
@@ -28,13 +29,20 @@ def batches(sizes, *, ragged=False):
 
 def gradients(sizes, *, ragged=False):
     model, trainable = toy_model()
-    losses = accumulate_gradients(model, Engine(), TOY, batches(sizes, ragged=ragged), step=3, seed=1, flow=FLOW)
+    losses = accumulate_gradients(
+        TrainModel(model, Engine(), TOY), batches(sizes, ragged=ragged), StepContext(step=3, seed=1, flow=FLOW)
+    )
     return {name: p.grad for name, p in trainable.items()}, torch.cat(losses.weighted)
 
 
 def step(model, optimizer, micro_batches, *, clip_norm=0.0, run=PLAIN):
     return training_step(
-        model, run, TOY, micro_batches, optimizer, step=3, lr=0.01, seed=1, flow=FLOW, clip_norm=clip_norm
+        TrainModel(model, run, TOY),
+        micro_batches,
+        optimizer,
+        StepContext(step=3, seed=1, flow=FLOW),
+        lr=0.01,
+        clip_norm=clip_norm,
     )
 
 
@@ -75,7 +83,7 @@ def test_dropout_has_a_mask_of_its_own_in_every_step_and_micro_batch(monkeypatch
     twice = [ToyBatch(["clip"], [item]), ToyBatch(["clip"], [item])]
     losses = []
     for number in (3, 4):
-        made = accumulate_gradients(model, PLAIN, TOY, twice, step=number, seed=1, flow=FLOW)
+        made = accumulate_gradients(TrainModel(model, PLAIN, TOY), twice, StepContext(step=number, seed=1, flow=FLOW))
         losses += torch.cat(made.weighted).tolist()
     assert len(set(losses)) == 4
 
@@ -84,7 +92,7 @@ def test_a_sample_that_comes_twice_in_a_step_has_two_noises():
     model, _ = toy_model()
     item = toy_items(1)[0]
     twice = [ToyBatch(["clip", "clip"], [item, item])]
-    losses = accumulate_gradients(model, Engine(), TOY, twice, step=0, seed=1, flow=FLOW)
+    losses = accumulate_gradients(TrainModel(model, Engine(), TOY), twice, StepContext(step=0, seed=1, flow=FLOW))
     assert losses.sigmas[0][0] != losses.sigmas[0][1]
 
 
@@ -92,7 +100,7 @@ def test_the_update_is_the_optimizers_own():
     model, trainable = toy_model()
     result = step(model, NamedOptimizer(trainable, OptimConfig(weight_decay=0.0)), batches((2,)))
     reference, expected = toy_model()
-    accumulate_gradients(reference, Engine(), TOY, batches((2,)), step=3, seed=1, flow=FLOW)
+    accumulate_gradients(TrainModel(reference, Engine(), TOY), batches((2,)), StepContext(step=3, seed=1, flow=FLOW))
     norm = torch.stack([p.grad.norm() for p in expected.values()]).norm()
     assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
     torch.optim.AdamW(expected.values(), lr=0.01, weight_decay=0.0, fused=True).step()

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from toy_training import ToyBatch, ToyData, toy_model, toy_run
+from toy_training import Calls, ToyBatch, ToyData, toy_model, toy_run
 
 from ditkit_core.engine.engine import Engine
 from ditkit_core.errors import UserError
@@ -15,10 +15,12 @@ from ditkit_core.io.signals import Interrupts
 from ditkit_core.nn.parameters import copy_values
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.training import trainer as train_module
+from ditkit_core.training.callbacks import ProgressBar
 from ditkit_core.training.checkpoint import SaveConfig, load_state
 from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.trainer import TrainConfig
 from ditkit_core.training.validation import HeldOutConfig, held_out_loss
 
@@ -48,7 +50,7 @@ class Recorder:
 
 def test_training_lowers_the_held_out_loss_and_reports_it(tmp_path):
     progress = Recorder()
-    done = toy_run(tmp_path, 40, held_out_clips=CLIPS, progress=progress).result
+    done = toy_run(tmp_path, 40, held_out_clips=CLIPS, callbacks=[ProgressBar(progress)]).result
     assert done.finished and done.step == 40 and done.save == tmp_path / "state" / "step-000040"
     assert done.held_out < 0.95 * done.held_out_before
     assert steps_of(tmp_path, "held_out") == [0, 40]
@@ -70,7 +72,7 @@ def test_saves_measurements_and_lines_come_on_schedule(tmp_path):
         held_out=HeldOutConfig(every_steps=3, sigmas=(0.5,)),
         held_out_clips=CLIPS,
         log=LogConfig(every_steps=2),
-        on_save=exported.append,
+        callbacks=[Calls(save=exported.append)],
     )
     assert exported == [2, 4, 6, 7]
     assert sorted(path.name for path in (tmp_path / "state").iterdir()) == [f"step-{n:06d}" for n in exported]
@@ -80,11 +82,11 @@ def test_saves_measurements_and_lines_come_on_schedule(tmp_path):
 
 def test_previews_come_before_training_and_on_schedule_but_not_at_the_end(tmp_path):
     drawn = []
-    toy_run(tmp_path, 6, on_preview=drawn.append, preview_steps=2)
+    toy_run(tmp_path, 6, callbacks=[Calls(preview=drawn.append, preview_steps=2)])
     assert drawn == [0, 2, 4]
-    toy_run(tmp_path, 9, on_preview=drawn.append, preview_steps=3)  # continued at 6
+    toy_run(tmp_path, 9, callbacks=[Calls(preview=drawn.append, preview_steps=3)])  # continued at 6
     assert drawn == [0, 2, 4]
-    toy_run(tmp_path, 12, on_preview=drawn.append, preview_steps=4)
+    toy_run(tmp_path, 12, callbacks=[Calls(preview=drawn.append, preview_steps=4)])
     assert drawn == [0, 2, 4]
 
 
@@ -111,7 +113,7 @@ def test_saves_come_by_time(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(train_module.time, "monotonic", lambda: now.__setitem__(0, now[0] + 20.0) or now[0])
     exported = []
-    toy_run(tmp_path, 9, save=SaveConfig(every_minutes=1.0), on_save=exported.append)
+    toy_run(tmp_path, 9, save=SaveConfig(every_minutes=1.0), callbacks=[Calls(save=exported.append)])
     assert exported[-1] == 9 and len(exported) > 2 and exported != list(range(1, 10))
 
 
@@ -119,9 +121,13 @@ def test_the_average_is_what_is_measured(tmp_path):
     done = toy_run(tmp_path, 6, held_out=HeldOutConfig(sigmas=(0.3, 0.8)), held_out_clips=CLIPS)
     model, trainable = toy_model(dropout=0.1)
     copy_values(trainable, load_state(done.result.save).tensors["ema"])
-    assert held_out_loss(model, Engine(), TOY, CLIPS.ids, CLIPS.items, (0.3, 0.8)).mean == done.result.held_out
+    assert (
+        held_out_loss(TrainModel(model, Engine(), TOY), CLIPS.ids, CLIPS.items, (0.3, 0.8)).mean == done.result.held_out
+    )
     copy_values(trainable, done.parameters)
-    assert held_out_loss(model, Engine(), TOY, CLIPS.ids, CLIPS.items, (0.3, 0.8)).mean != done.result.held_out
+    assert (
+        held_out_loss(TrainModel(model, Engine(), TOY), CLIPS.ids, CLIPS.items, (0.3, 0.8)).mean != done.result.held_out
+    )
 
 
 def test_exports_see_the_average_and_saves_the_trained_weights(tmp_path):
@@ -141,7 +147,7 @@ def test_exports_see_the_average_and_saves_the_trained_weights(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_module, "Trained", Spy)
-        done = toy_run(tmp_path, 4, on_save=look)
+        done = toy_run(tmp_path, 4, callbacks=[Calls(save=look)])
     assert seen == [True]
     trained = load_state(done.result.save).tensors["trainable"]
     assert all(torch.equal(done.parameters[name], trained[name]) for name in trained)
@@ -157,7 +163,7 @@ def test_a_signal_ends_the_run_after_the_step_with_a_save(name, tmp_path):
 
     exported, finished = [], []
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    given = {"held_out_clips": CLIPS, "on_save": exported.append, "on_finish": finished.append}
+    given = {"held_out_clips": CLIPS, "callbacks": [Calls(save=exported.append, finish=finished.append)]}
     done = toy_run(tmp_path, 10, data=Signalling(), **given).result
     assert (done.step, done.finished, finished) == (3, False, [])
     assert exported == [3] and done.save.name == "step-000003"
@@ -222,7 +228,7 @@ def test_a_complete_run_is_left_as_it_is(tmp_path):
     written = (tmp_path / "metrics.jsonl").read_bytes()
     times = {path: os.stat(path).st_mtime_ns for path in (tmp_path / "state").rglob("*")}
     exported, finished = [], []
-    again = toy_run(tmp_path, 4, held_out_clips=CLIPS, on_save=exported.append, on_finish=finished.append)
+    again = toy_run(tmp_path, 4, held_out_clips=CLIPS, callbacks=[Calls(save=exported.append, finish=finished.append)])
     assert again.result == first.result and exported == [] and finished == [4]
     assert (tmp_path / "metrics.jsonl").read_bytes() == written
     assert {path: os.stat(path).st_mtime_ns for path in (tmp_path / "state").rglob("*")} == times

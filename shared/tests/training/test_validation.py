@@ -11,6 +11,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import make_model
+from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.validation import Course, HeldOutConfig, HeldOutLoss, held_out_loss, sigmas_between
 
 SIGMAS = (0.2, 0.5, 0.9)
@@ -18,7 +19,7 @@ SIGMAS = (0.2, 0.5, 0.9)
 
 def measure(model, ids=("a", "b", "c"), sigmas=SIGMAS):
     items = dict(zip("abc", toy_items(3, ragged=True), strict=True))
-    return held_out_loss(model, Engine(), TOY, ids, [items[name] for name in ids], sigmas)
+    return held_out_loss(TrainModel(model, Engine(), TOY), ids, [items[name] for name in ids], sigmas)
 
 
 def test_noise_levels_reach_the_model_in_fp32_as_they_were_named():
@@ -30,7 +31,7 @@ def test_noise_levels_reach_the_model_in_fp32_as_they_were_named():
         return TOY.training.make_inputs(noised, sigma, items, guidance)
 
     model = make_model(TOY, TOY.architecture.presets["tiny"], dtype=torch.bfloat16)
-    held_out_loss(model, Engine(), altered(TOY, make_inputs=seeing), ["a"], toy_items(1), (0.9937,), 3.5)
+    held_out_loss(TrainModel(model, Engine(), altered(TOY, make_inputs=seeing)), ["a"], toy_items(1), (0.9937,), 3.5)
     ((sigma, guidance),) = seen
     assert torch.equal(sigma, torch.tensor([0.9937])) and guidance == 3.5
 
@@ -70,7 +71,7 @@ def test_modes_are_put_back_after_an_error():
     model, _ = toy_model()
     model.train()
     with pytest.raises(KeyError):
-        held_out_loss(model, Engine(), TOY, ["a"], [{"latents": toy_items(1)[0]["latents"]}], SIGMAS)
+        held_out_loss(TrainModel(model, Engine(), TOY), ["a"], [{"latents": toy_items(1)[0]["latents"]}], SIGMAS)
     assert all(module.training for module in model.modules())
 
 
@@ -134,9 +135,9 @@ def test_windows_of_one_file_are_one_unit():
     before = grid_of((1.0, 1.0), (1.0, 1.0), (2.0, 2.0), (2.0, 2.0))
     now = grid_of((0.9, 0.9), (0.9, 0.9), (1.7, 1.7), (1.7, 1.7))
     for files, half in ((("a", "a", "b", "b"), 12.706 * 0.1), ((), 3.182 * (0.04 / 3) ** 0.5 / 2)):
-        course = Course(files=files)
+        course = Course()
         course.take(before, first=True)
-        numbers = course.take(now, first=False)
+        numbers = course.take(now, first=False, files=files)
         for name in ("held_out", "held_out/sigma_0.2"):
             assert (numbers[f"{name}_high"] - numbers[f"{name}_low"]) / 2 == pytest.approx(half, abs=1e-3)
 

@@ -22,7 +22,8 @@ from ditkit_core.testing.full_size import DEVICE, Arithmetic, as_on_a_gpu, mater
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
-from ditkit_core.training.train_step import accumulate_gradients
+from ditkit_core.training.train_model import TrainModel
+from ditkit_core.training.train_step import StepContext, accumulate_gradients
 from ditkit_flux2.presets import PRESETS, Flux2Arch
 from ditkit_flux2.spec import FLUX2
 
@@ -60,7 +61,9 @@ def check_step(model: torch.nn.Module, policy: str, samples: list[Mapping[str, T
     optimizer = NamedOptimizer(trained, OptimConfig())
     batch = Batch(ids=[str(number) for number in range(len(samples))], items=samples)
     with Arithmetic() as arithmetic:
-        accumulate_gradients(model, Engine(policy=policy), FLUX2, [batch], step=0, seed=0, flow=FlowConfig())
+        accumulate_gradients(
+            TrainModel(model, Engine(policy=policy), FLUX2), [batch], StepContext(step=0, seed=0, flow=FlowConfig())
+        )
         optimizer.step(1e-4)
     for name, parameter in trained.items():
         gradient = parameter.grad

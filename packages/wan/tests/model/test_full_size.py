@@ -14,7 +14,8 @@ from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.testing.full_size import DEVICE, Arithmetic, as_on_a_gpu, materialise
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
-from ditkit_core.training.train_step import accumulate_gradients
+from ditkit_core.training.train_model import TrainModel
+from ditkit_core.training.train_step import StepContext, accumulate_gradients
 from ditkit_wan.spec import WAN
 
 RANK = 32
@@ -51,7 +52,9 @@ def test_a_step_stays_on_its_device_in_its_dtypes(preset, policy, monkeypatch):
         optimizer = NamedOptimizer(trained, OptimConfig())
         with Arithmetic() as arithmetic:
             accumulate_gradients(
-                model, Engine(policy=policy), WAN, [Batch(ids=["a"], items=[item])], step=0, seed=0, flow=FlowConfig()
+                TrainModel(model, Engine(policy=policy), WAN),
+                [Batch(ids=["a"], items=[item])],
+                StepContext(step=0, seed=0, flow=FlowConfig()),
             )
             optimizer.step(1e-4)
     assert all(p.grad.device == DEVICE and p.grad.dtype == torch.float32 for p in trained.values())

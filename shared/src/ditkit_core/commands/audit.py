@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from ditkit_core.commands.options import TrainOptions
-from ditkit_core.commands.train import start_from, training_data
 from ditkit_core.diagnostics.audit.audit import Subject, audit, estimated_seconds, num_passes, with_adapters_at_work
 from ditkit_core.diagnostics.audit.findings import Findings, to_json
 from ditkit_core.diagnostics.audit.render import show, write
@@ -22,10 +21,12 @@ from ditkit_core.run.checks import check, check_parts, check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.encoding import encode_all
 from ditkit_core.run.expert_runs import resident
+from ditkit_core.run.init_from import start_from
 from ditkit_core.run.model import build_model, engine_of, load_model
 from ditkit_core.run.prepare import Prepared, check_items
 from ditkit_core.run.restore import take_trained
 from ditkit_core.run.run import create_run, with_arch
+from ditkit_core.run.train_data import training_data
 from ditkit_core.training.checkpoint import latest
 
 SAMPLES = 2

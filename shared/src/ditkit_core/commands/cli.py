@@ -35,13 +35,13 @@ OPTIONS: dict[str, type] = {
 }
 
 STAGES = {
-    ("train", ""): ("train_experts", "train"),
+    ("train", ""): ("train", "train"),
     ("train", "plan"): ("plan", "plan"),
     ("train", "fit"): ("fit", "fit_stage"),
     ("train", "audit_precision"): ("audit", "audit_precision"),
     ("train", "check"): ("check", "check_run"),
     ("train", "report"): ("report", "report"),
-    ("encode", ""): ("train", "encode"),
+    ("encode", ""): ("encode", "encode"),
     ("sample", ""): ("sample", "sample"),
     ("export", ""): ("export", "export"),
     ("export", "on_files"): ("convert", "work_on_file"),

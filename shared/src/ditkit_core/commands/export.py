@@ -1,35 +1,32 @@
 """What training hands over: exports beside saves and at the end, and the export command."""
 
+import filecmp
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor
-
 from ditkit_core.adapters.export import ExportConfig, check_export, export_adapter, export_merged, loaded_by, read_by
-from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.commands.options import ExportOptions
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.encoding.cache import key
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
+from ditkit_core.io.files import atomic_write
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.partition import place
-from ditkit_core.previews.generate import draw
 from ditkit_core.run.checks import check
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.encoding import scenes_of
 from ditkit_core.run.expert_runs import is_joint, known, runs_of
 from ditkit_core.run.model import build_model, engine_of, export_metadata, load_model
 from ditkit_core.run.prepare import Prepared
 from ditkit_core.run.restore import take_trained
 from ditkit_core.run.run import Run, create_run
-from ditkit_core.sampling.denoise import only
+from ditkit_core.training.callbacks import Callback
 
 
 def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
@@ -93,19 +90,19 @@ def _check_out(out: str, *, whole: bool) -> None:
         raise UserError(f"--out {out} is no name of a file; give one that ends with .safetensors")
 
 
-class Exporter:
-    """Writes the trained weights beside each save, and everything that a finished run hands over."""
+class Exporter(Callback):
+    """Writes the trained weights next to each save, and everything that a finished run hands over."""
 
     def __init__(self, run: Run, folder: RunFolder, prepared: Prepared, encoded: Sequence[EncodedSample]):
         self._run, self._folder, self._prepared = run, folder, prepared
         self._data = key(*(part for sample in encoded for part in (sample.id, *sample.keys)))
 
-    def after_save(self, step: int) -> None:
+    def on_save(self, step: int) -> None:
         """Export the weights of a save, remove the exports of saves that are gone, and write the report anew."""
         name = f"step-{step:06d}"
         if self._run.config.adapter.method == "lora":
             self._export_adapter(f"adapter-{name}", step)
-        if self._writes_transformer and step < self._run.config.train.steps:  # the last one is written by `finish`
+        if self._writes_transformer and step < self._run.config.train.steps:  # the last one is written by `finished`
             self._export_transformer(self._folder.exports / name, step)
         # Exports go with their saves: of a full fine-tune each is as large as the model.
         saved = {path.name for path in self._folder.state.glob("step-*")}
@@ -116,42 +113,35 @@ class Exporter:
                 shutil.rmtree(old)
         write_report(self._folder.path)
 
-    def finish(self, step: int) -> None:
-        """Export under the final names, verify the adapter where it will be used, draw samples."""
+    def finished(self, step: int) -> None:
+        """Export under the final names, and verify the adapter where it will be used."""
+        files = self._export_adapter("adapter", step) if self._run.config.adapter.method == "lora" else []
+        self._prepared.model.eval()  # dropout is no part of what was exported
+        self._verify(files)
+        if self._writes_transformer:
+            self._export_transformer(self._folder.exports, step)
+
+    def _verify(self, files: Sequence[Path]) -> None:
+        """Have another program load the adapters, and compare what it predicts."""
         run, config = self._run, self._run.config
         model, verify, passage = self._prepared.model, run.spec.adapters.verify, self._prepared.passage
-        files = self._export_adapter("adapter", step) if config.adapter.method == "lora" else []
         files_of = replace(config.model, transformer=str(self._prepared.source.path))  # which may be a second expert
-        model.eval()  # dropout is no part of what was exported
-        if verify is not None and len(run.devices) > 1:
+        if verify is None:
+            return
+        if len(run.devices) > 1:
             say("not verified: diffusers runs a model on one device, and this one is divided over several")
-        elif verify is not None and passage is not None and run.devices[0].type != "cpu":
+            return
+        if passage is not None and run.devices[0].type != "cpu":
             say(
                 "not verified: diffusers runs a whole model on its device, and weights of this one are streamed through it"
             )
-        elif verify is not None:
-            with nullcontext() if passage is None else passage.whole():
-                for form, file in zip(config.export.forms, files, strict=False):
-                    if said := read_by(run.spec, form, model).get("diffusers"):
-                        say(f"{file} was read again, and is not verified with diffusers: it {said}")
-                    else:
-                        say(f"verified: {verify(file, files_of, model, engine_of(run, self._prepared))}")
-        if self._writes_transformer:
-            self._export_transformer(self._folder.exports, step)
-        if run.expert is None:
-            self.draw(step)
-
-    def draw(self, step: int) -> None:
-        """Draw the configured samples with the weights as they are, and write the report anew."""
-        run = self._run
-        turns = only(self._prepared.model, engine_of(run, self._prepared))
-        draw(run, turns, scenes_of(run, run.data.dataset.samples), self._folder.samples, f"step-{step:06d}")
-        write_report(self._folder.path)
-
-    def put_aside(self, step: int, put: Callable[[int, Mapping[str, Tensor]], None]) -> None:
-        """Give the trained weights as they are, by canonical name, to what keeps them for a preview."""
-        with self._prepared.readable():
-            put(step, trainable_parameters(self._prepared.model))  # of streamed ones those on the host
+            return
+        with nullcontext() if passage is None else passage.whole():
+            for form, file in zip(config.export.forms, files, strict=False):
+                if said := read_by(run.spec, form, model).get("diffusers"):
+                    say(f"{file} was read again, and is not verified with diffusers: it {said}")
+                else:
+                    say(f"verified: {verify(file, files_of, model, engine_of(run, self._prepared))}")
 
     @property
     def _writes_transformer(self) -> bool:
@@ -170,3 +160,27 @@ class Exporter:
                 prepared.model, run.spec, folder, run.config.export, metadata=metadata, original=prepared.original,
                 config_json=prepared.config_json,
             )  # fmt: skip
+
+
+def hand_over(run: Run, folder: RunFolder) -> None:
+    """Put an expert's adapter among the exports of the run of all experts, under a name that tells which it is."""
+    for file, copy in _to_hand_over(run, folder):
+        with atomic_write(copy) as temporary:
+            shutil.copyfile(file, temporary)
+
+
+def is_handed_over(run: Run, folder: RunFolder) -> bool:
+    """Whether its adapter is there as it is now.
+
+    An expert that was trained on alone since has another adapter than was sampled with and stands among the exports.
+    """
+    found = _to_hand_over(run, folder)
+    return all(copy.is_file() and filecmp.cmp(file, copy, shallow=False) for file, copy in found)
+
+
+def _to_hand_over(run: Run, folder: RunFolder) -> Iterator[tuple[Path, Path]]:
+    """An expert's finished adapters, and where each belongs among the exports of the whole run."""
+    assert run.expert is not None
+    for file in sorted(RunFolder(Path(run.config.run.folder)).exports.glob("adapter*.safetensors")):
+        if not file.name.startswith("adapter-"):  # of a save
+            yield file, folder.exports / f"adapter_{run.expert.name}{file.name.removeprefix('adapter')}"

@@ -1,5 +1,6 @@
-"""`train --report`, and what a run says of its held-out loss when it ends."""
+"""`train --report`, and what a run says when it ends."""
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -9,8 +10,9 @@ from ditkit_core.io.console import say
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
+from ditkit_core.run.run import Run
 from ditkit_core.training.checkpoint import best
-from ditkit_core.training.trainer import TrainResult
+from ditkit_core.training.trainer import TrainConfig, TrainResult
 
 
 def report(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
@@ -56,3 +58,32 @@ def _judged(interval: Sequence[float] | None, before: float) -> str:
     low, high = interval
     words = "holds that before, so it may be chance" if low <= before <= high else "does not hold that before"
     return f"95 % interval {low:.4f} to {high:.4f} {words}"
+
+
+def say_results(run: Run, experts: Sequence[Run], folder: RunFolder) -> None:
+    """The last lines of a run: where everything is, and what to type next.
+
+    Args:
+        run: The run.
+        experts: The runs of single experts in folders inside; none if the run's own folder has it all.
+        folder: The run's.
+    """
+    # Under `uv run` the commands are not on the path by themselves.
+    command = f"uv run {run.spec.name}" if "UV_RUN_RECURSION_DEPTH" in os.environ else run.spec.name
+    adapters = "adapter_*.safetensors" if experts else "adapter.safetensors"
+    for file in sorted(folder.exports.glob(adapters)):
+        say(f"adapter:  {file}")
+    trained = [(RunFolder(Path(each.config.run.folder)), f" ({each.expert.name})") for each in experts if each.expert]
+    for own, name in trained or [(folder, "")]:
+        for model in sorted(own.exports.glob("transformer_*")):
+            say(f"model:    {model}{name}")
+        say(f"metrics:  {own.metrics}{name or f' (curves: tensorboard --logdir {own.tensorboard})'}")
+    if folder.samples.exists():
+        say(f"samples:  {folder.samples}")
+    if folder.report.exists():
+        say(f"report:   {folder.report}")
+    say(f'next:     {command}-sample --run {folder.path} --prompt "..." draws another sample')
+    if not experts:
+        steps = max(run.config.train.steps, folder.completed_step() or 0)
+        further, verb = 2 * steps or TrainConfig().steps, "continues" if steps else "trains"
+        say(f"          {command}-train --run {folder.path} --train.steps {further} {verb} the run")

@@ -1,304 +1,374 @@
-"""What the commands do, stage by stage: encode → train → export → verify → sample.
+"""The train command: encode → train → export → verify → sample.
 
-Each stage does what is missing and no more, so that the same command starts a run, continues it, and says that it is done.
+A run is a list of component runs that train one transformer each. An ordinary run is a list of one, in the run's own folder. A model with several
+experts has one for each, trained one after the other: they share no trained weight, so the result is bitwise identical to training each
+alone. Each then has a folder with saves, metrics and exports inside the run's, which has what belongs to all: the configuration, the
+adapters, the samples.
+
+Each step does what is missing and no more, so that the same command starts a run, continues it, and says that it is done.
 """
 
-import json
-import os
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from ditkit_core.commands.cache import check_dump, dump_samples, prune_cache, verify_cache
-from ditkit_core.commands.export import Exporter
-from ditkit_core.commands.options import EncodeOptions, TrainOptions
-from ditkit_core.commands.report import held_out_lines
+from ditkit_core.commands.export import Exporter, hand_over, is_handed_over
+from ditkit_core.commands.options import TrainOptions
+from ditkit_core.commands.report import held_out_lines, say_results
+from ditkit_core.config.resume import Change
 from ditkit_core.diagnostics.doctor.dataset import say_in_brief
 from ditkit_core.diagnostics.report.environment import data_summary, environment, write_about
 from ditkit_core.diagnostics.report.page import write_report
-from ditkit_core.encoding.cache_maintenance import parse_rule
 from ditkit_core.encoding.encoded_sample import EncodedSample
-from ditkit_core.encoding.loader import Batch, BatchSize, TrainingData, files_of, split_held_out
-from ditkit_core.encoding.prior_preservation import WithPrior
+from ditkit_core.encoding.loader import Batch, files_of, split_held_out
+from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import Stopped, UserError
 from ditkit_core.io.console import progress, say, warn
-from ditkit_core.io.files import write_text
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.run_dir import RunFolder, open_run
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.partition import place
+from ditkit_core.previews.callbacks import QueuedPreviews, SamplesInPlace
 from ditkit_core.previews.class_images import check_drawable, class_conditions, draw_class_pictures, num_to_draw
 from ditkit_core.previews.manager import Previews, draw_left, previews_of
 from ditkit_core.previews.stages import draw_trained, turns_of
-from ditkit_core.run.checks import check, check_parts, check_training, say_where_previews_could_be
+from ditkit_core.run.checks import (
+    check,
+    check_parts,
+    check_preview_device,
+    check_training,
+    say_where_previews_could_be,
+)
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.encoding import encode_all, encode_prior
-from ditkit_core.run.expert_runs import is_joint, known
+from ditkit_core.run.encoding import Encoded, encode_all, encode_prior
+from ditkit_core.run.expert_runs import folder_of, is_joint, known, runs_of
+from ditkit_core.run.experts import described
+from ditkit_core.run.init_from import check_start, start_from, start_of_expert
 from ditkit_core.run.model import build_model, engine_of, load_model
-from ditkit_core.run.prepare import Prepared, check_items
-from ditkit_core.run.restore import take_trained
+from ditkit_core.run.prepare import Prepared, Unloaded, check_items
 from ditkit_core.run.run import Run, create_run, with_arch
-from ditkit_core.sampling.denoise import only
-from ditkit_core.training.checkpoint import latest
-from ditkit_core.training.trainer import TrainConfig, TrainResult
-from ditkit_core.training.trainer import train as train_loop
+from ditkit_core.run.train_data import check_data, training_data
+from ditkit_core.sampling.denoise import Turn, only
+from ditkit_core.training.callbacks import Callback, ProgressBar
+from ditkit_core.training.train_model import TrainModel
+from ditkit_core.training.trainer import Trainer, TrainerConfig, TrainResult
+from ditkit_core.training.validation import Validator
 
 
-def train(run: Run, options: TrainOptions, *, in_turn: bool = False, shared_previews: Previews | None = None) -> None:
-    """Do everything that is missing between clips and a verified adapter of one transformer.
+@dataclass(frozen=True)
+class Component:
+    """A run of one transformer."""
 
-    Args:
-        run: The run.
-        options: The command's.
-        in_turn: Whether it is one of several that a run trains one after the other, which says itself what comes next.
-        shared_previews: What takes the previews of all of these, if they are drawn on a device of their own.
+    run: Run
+    init_from: str
+    """Another run whose trained weights it starts from; empty for none."""
+
+    @property
+    def folder(self) -> RunFolder:
+        """Where it is trained."""
+        return folder_of(self.run, None)
+
+    @property
+    def completed_step(self) -> int | None:
+        """Optimizer steps that it did, if those were all."""
+        done = self.folder.completed_step()
+        return done if done is not None and done >= self.run.config.train.steps else None
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """What the command was asked for."""
+
+    run: Run
+    """The run of all components; of one alone, that one."""
+    components: list[Component]
+
+    @property
+    def experts(self) -> list[Run]:
+        """The component runs whose results belong into the folder of all; none if there is one component, which is the run."""
+        return [component.run for component in self.components] if is_joint(self.run) else []
+
+
+def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
+    """Do everything that is missing between clips and verified exports.
 
     Raises:
-        UserError: For whatever the person can mend, before anything slow where that is possible.
+        UserError: For whatever the person can fix, before anything slow where that is possible.
         Stopped: If a signal ended it early.
     """
-    spec, config = run.spec, run.given.config
-    check(run)
-    check_training(run)
-    with open_run(Path(config.run.folder), config) as (folder, stated):
-        done = folder.completed_step()
-        if done is not None and done >= config.train.steps:
-            say(f"{folder.path} is complete at step {done}; nothing is left to do")
-            if not in_turn:
-                draw_left(run, folder, write_report)
-                _say_results(run, folder)
-            return
-        for change in stated:
-            say(f"changed since the last part of this run: {change}")
-        folder.store(config)
-        optim = config.optim
-        places = run.precision.described(optimizer=optim.name, fused_backward=optim.fused_backward)
-        say(f"precision {config.precision.preset}: {places}")
-        if options.demo:
-            say(f"writing the demo's checkpoint and media into {folder.inputs}")
-            spec.demo.write(folder.inputs)
-            run = create_run(spec, config)  # of an architecture that was not there before
-        say_where_previews_could_be(run)
-        with nullcontext(shared_previews) if in_turn else previews_of(run, folder, write_report) as previews:
-            result = _train(run, folder, options, previews)
-            if not result.finished:
-                raise Stopped(f"stopped at step {result.step}, saved in {result.save}; the same command continues")
-            if run.expert is not None:  # its model is let go of: drawing takes the others too, one at a time
-                release_memory()
-                draw_trained(run, folder, result.step)
-            folder.mark_complete(result.step)
-            write_report(folder.path)  # once more, now that it is complete
-            for line in held_out_lines(result, folder):
-                say(line)
-            if previews is not None and not in_turn:
-                previews.wait()  # last: what a signal leaves of these the same command draws, and does nothing else again
-        if not in_turn:
-            _say_results(run, folder)
+    run = create_run(spec, config)
+    if not options.demo and any(map(spec.architecture.experts, spec.architecture.presets.values())):
+        run = known(run)
+    whole = _divided_into_components(run, options.init_from)
+    _check(whole)
+    with open_run(Path(config.run.folder), whole.run.given.config) as (folder, stated):
+        done, left = folder.completed_step(), [each for each in whole.components if each.completed_step is None]
+        if not left and done is not None and all(is_handed_over(each, folder) for each in whole.experts):
+            say(f"{folder.path} is complete{'' if whole.experts else f' at step {done}'}; nothing is left to do")
+            draw_left(whole.run, folder, write_report)
+        else:
+            folder.store(whole.run.given.config)
+            if options.demo:
+                say(f"writing the demo's checkpoint and media into {folder.inputs}")
+                spec.demo.write(folder.inputs)
+                # made again, because the architecture was not there before
+                whole = _divided_into_components(create_run(spec, config), options.init_from)
+            _train_what_is_left(whole, folder, stated)
+        say_results(whole.run, whole.experts, folder)
 
 
-def _train(run: Run, folder: RunFolder, options: TrainOptions, previews: Previews | None) -> TrainResult:
-    """Encode, train, export and verify; of a model with one transformer draw too."""
+def _divided_into_components(run: Run, init_from: str) -> _Whole:
+    """The component runs of a run, each with what it starts from."""
+    if not is_joint(run):
+        alone, *_ = runs_of(run)
+        return _Whole(alone, [Component(alone, init_from)])
+    starts = [(each, each.expert) for each in runs_of(run)]
+    return _Whole(run, [Component(each, start_of_expert(init_from, expert)) for each, expert in starts if expert])
+
+
+def _check(whole: _Whole) -> None:
+    """Refuse what cannot work, before anything is written."""
+    run, config, path = whole.run, whole.run.given.config, Path(whole.run.config.run.folder)
+    if run.experts and config.sample.every_steps and not config.sample.device:
+        warn(
+            "sample.every_steps: no previews while an expert trains, which would need the other beside it; samples are drawn at the end "
+            "(sample.device names a device to draw previews on meanwhile)"
+        )
+    if whole.experts:
+        check(run)
+        check_preview_device(run)  # the component runs draw nothing by themselves
+        if config.adapter.init:
+            raise UserError(
+                f"adapter.init = {config.adapter.init!r} is of one expert and would start both; train each in a run of its own, with "
+                "experts.train = high_noise and low_noise"
+            )
+    elif inside := [path / each.name for each in run.experts if RunFolder(path / each.name).config_file.exists()]:
+        raise UserError(
+            f"{path} is a run of several experts; go on with one of them by --run {inside[0]}, or name a new run.folder"
+        )
+    for component in whole.components:
+        check(component.run)
+        check_training(component.run)
+    for each in whole.experts:  # of which the folder of all, without a save, knows nothing
+        folder_of(each, None).check(each.given.config)
+
+
+def _train_what_is_left(whole: _Whole, folder: RunFolder, stated: Sequence[Change]) -> None:
+    """Train one transformer after the other, then do what needs all of them."""
+    run, left = whole.run, [each for each in whole.components if each.completed_step is None]
+    if whole.experts and left:
+        names = ", then ".join(each.run.expert.name for each in left if each.run.expert)
+        say(f"{len(whole.components)} experts, one in memory at a time: {names}")
+        _prepare(run, left)
+    with previews_of(run, folder, write_report) as previews:
+        steps = [each.completed_step or 0 for each in whole.components]
+        for component in left:
+            with _opened(component, folder, stated) as (own, changes):
+                result = _train_component(component, own, changes, previews)
+                steps.append(result.step)
+                release_memory()  # before the next transformer, and before samples that take all of them
+                if whole.experts:
+                    own.mark_complete(result.step)
+                    write_report(own.path)
+                    write_report(folder.path)
+                for line in held_out_lines(result, own):
+                    say(line)
+        for each in whole.experts:
+            hand_over(each, folder)
+        if run.experts:
+            draw_trained(run, folder, max(steps))
+        folder.mark_complete(max(steps))
+        write_report(folder.path)  # once more, now that it is complete
+        if previews is not None:
+            previews.wait()  # last: what a signal leaves of these the same command draws, and does nothing else again
+
+
+def _prepare(run: Run, left: Sequence[Component]) -> None:
+    """Find what is wrong with any expert, then encode for all, before the first is trained."""
+    assert run.data.dataset.samples
+    num_images = num_to_draw(run, started=any(_is_started(folder_of(each, None)) for each in runs_of(run)))
+    for component in left:
+        build_model(component.run)
+    check_parts(run, run.data.dataset.samples, drawing=num_images > 0)
+    encode_all(run, run.config.prior.prompt if num_images else "")
+    if num_images:
+        draw_class_pictures(run, turns_of(run, {}), num_images)
+
+
+def _is_started(folder: RunFolder) -> bool:
+    return any(folder.state.glob("step-*"))
+
+
+@contextmanager
+def _opened(
+    component: Component, folder: RunFolder, stated: Sequence[Change]
+) -> Iterator[tuple[RunFolder, Sequence[Change]]]:
+    """The folder that a component is trained in, and what changed since it was last: the run's own, or one inside."""
+    if component.folder.path == folder.path:
+        yield folder, stated
+        return
+    config = component.run.given.config
+    with open_run(component.folder.path, config) as (own, changes):
+        own.store(config)
+        yield own, changes
+
+
+def _train_component(
+    component: Component, folder: RunFolder, changes: Sequence[Change], previews: Previews | None
+) -> TrainResult:
+    """Train one transformer, export it and verify the export.
+
+    Raises:
+        Stopped: If a signal ended it early.
+    """
+    run = component.run
+    _say_beginning(run, changes)
     assert run.data.dataset.samples  # a caption that is missing is said before a model of many gigabytes is fetched
-    is_started = any(folder.state.glob("step-*"))
+    is_started = _is_started(folder)
     if not is_started:
-        check_start(options.init_from, folder)
-    num_class_pictures = num_to_draw(run, started=is_started)
+        check_start(component.init_from, folder)
+    num_images = num_to_draw(run, started=is_started)
+
     unloaded = build_model(run)
     run = with_arch(run, unloaded.arch)
     if is_joint(run):
         raise UserError("this model has several experts, as only its weights tell; name it with model.preset")
     # before hours of encoding: what is wrong with it is said now
     placement = place(run, unloaded, training=True)
+    data = _encode(run, unloaded, num_images)
+    prepared, data = _load(run, unloaded, placement, data, num_images)
+    start_from(component.init_from, prepared, folder)
+    if not run.config.train.steps:
+        warn("train.steps = 0: nothing is trained; what is exported and drawn is the model as it starts")
+    samples = _split(run, folder, prepared, data)
+    callbacks = _callbacks(run, folder, prepared, data, previews)
+    model = TrainModel(
+        module=prepared.model,
+        engine=engine_of(run, prepared, placement.checkpointing),
+        spec=run.spec,
+        trainable=prepared.trainable,
+        streamer=prepared.passage,
+        matmul_dtype=run.precision.matmul,
+    )
+    with progress("train", run.config.train.steps) as bar:
+        result = _trainer(run, folder, model, samples, [ProgressBar(bar), *callbacks]).fit()
+    if not result.finished:
+        raise Stopped(f"stopped at step {result.step}, saved in {result.save}; the same command continues")
+    return result
+
+
+def _say_beginning(run: Run, changes: Sequence[Change]) -> None:
+    """What a component run is, before it begins."""
+    config = run.config
+    if run.expert is not None:
+        say(described(run.expert, config.flow, config.held_out))
+    for change in changes:
+        say(f"changed since the last part of this run: {change}")
+    places = run.precision.described(optimizer=config.optim.name, fused_backward=config.optim.fused_backward)
+    say(f"precision {config.precision.preset}: {places}")
+    say_where_previews_could_be(run)
+
+
+def _encode(run: Run, unloaded: Unloaded, num_images: int) -> Encoded:
+    """Everything that the run trains on and draws from, in the cache.
+
+    Args:
+        run: The run.
+        unloaded: Its model on `meta`, which has to be able to take the samples.
+        num_images: Class images that are still to be drawn.
+    """
     spec, config = run.spec, run.config
     if advice := spec.training.advice(unloaded.arch):
         warn(advice)
     if config.flow.guidance != 1 and spec.auxiliary.sample_defaults(unloaded.arch).guided_by != "embedding":
         warn(f"flow.guidance = {config.flow.guidance:g} is not used: this model is told no strength of guidance")
-    check_parts(run, run.data.dataset.samples, drawing=num_class_pictures > 0)
-    if num_class_pictures:
+    check_parts(run, run.data.dataset.samples, drawing=num_images > 0)
+    if num_images:
         check_drawable(run)
-    encoded, prior = encode_all(run, config.prior.prompt if num_class_pictures else "")
-    check_items(spec, unloaded.model, [*encoded, *prior])
-    say_in_brief(run, encoded)
-    told = class_conditions(run) if num_class_pictures else {}
-    if num_class_pictures and run.expert is not None:
-        draw_class_pictures(
-            run, turns_of(run, {}), num_class_pictures, told
-        )  # which loads the experts one after the other
-        prior = encode_prior(run)
+    data = encode_all(run, config.prior.prompt if num_images else "")
+    check_items(spec, unloaded.model, [*data.samples, *data.prior])
+    say_in_brief(run, data.samples)
+    if num_images:
+        class_conditions(run)  # while no transformer is in memory: from here on the cache has them
+    return data
+
+
+def _load(
+    run: Run, unloaded: Unloaded, placement: Placement, data: Encoded, num_images: int
+) -> tuple[Prepared, Encoded]:
+    """The model with its weights, and the data with the class images that were missing.
+
+    They are drawn by the model as it is before training. One that has experts needs all of them for that, of which one is in memory at a
+    time: so they are drawn before the expert that trains is loaded.
+    """
+    if num_images and run.expert is not None:
+        data = data._replace(prior=_class_images(run, turns_of(run, {}), num_images))
     if run.auxiliary.conditioning and any(
         conditioner.optional for conditioner in run.auxiliary.conditioning.conditioners
     ):
         kinds = ", ".join(each.kind for each in run.auxiliary.conditioning.conditioners if each.optional)
-        share = config.train.control_dropout
+        share = run.config.train.control_dropout
         say(f"train.control_dropout = {share:g}: {share:.0%} of the samples are trained without {kinds}")
     prepared = load_model(run, unloaded, placement)
-    if num_class_pictures and run.expert is None:
-        draw_class_pictures(run, only(prepared.model, engine_of(run, prepared)), num_class_pictures, told)
-        prior = encode_prior(run)
-    start_from(options.init_from, prepared, folder)
-    if not config.train.steps:
-        warn("train.steps = 0: nothing is trained; what is exported and drawn is the model as it starts")
-    files = files_of(run.data.dataset.samples)
-    kept, held_out = split_held_out([sample.id for sample in encoded], config.held_out.clips, files)
-    by_id = {sample.id: sample for sample in encoded}
-    _check_data(folder, [*encoded, *prior], prepared)
+    if num_images and run.expert is None:
+        data = data._replace(prior=_class_images(run, only(prepared.model, engine_of(run, prepared)), num_images))
+    return prepared, data
+
+
+def _class_images(run: Run, turns: Sequence[Turn], count: int) -> list[EncodedSample]:
+    """Draw class images, and encode them."""
+    draw_class_pictures(run, turns, count, class_conditions(run))
+    return encode_prior(run)
+
+
+class _Samples(NamedTuple):
+    """What a run trains on, and what it is measured on."""
+
+    trained: list[EncodedSample]
+    prior: list[EncodedSample]
+    validator: Validator | None
+
+
+def _split(run: Run, folder: RunFolder, prepared: Prepared, data: Encoded) -> _Samples:
+    """Set the held-out clips apart, and write down what the run is of."""
+    config, files = run.config, files_of(run.data.dataset.samples)
+    by_id = {sample.id: sample for sample in data.samples}
+    kept, held_out = split_held_out(list(by_id), config.held_out.clips, files)
+    check_data(folder, [*data.samples, *data.prior], prepared)
     summary = data_summary(run.data.dataset, by_id.keys(), held_out)
     write_about(folder, environment=environment(run.devices), data=summary)
-    exporter = Exporter(run, folder, prepared, [*encoded, *prior])
-
-    take = None if previews is None else previews.taker(run.expert)
-
-    def preview(step: int) -> None:
-        if take is None:
-            exporter.draw(step)
-        else:
-            exporter.put_aside(step, take)
-
-    with progress("train", config.train.steps) as bar:
-        return train_loop(
-            prepared.model,
-            engine_of(run, prepared, placement.checkpointing),
-            spec,
-            training_data(run, [by_id[id] for id in kept], prior),
-            prepared.trainable,
-            config=config.train,
-            flow=config.flow,
-            optim=config.optim,
-            ema=config.ema,
-            save=config.save,
-            held_out=config.held_out,
-            log=config.log,
-            folder=folder.path,
-            held_out_clips=Batch(ids=held_out, items=[by_id[id].load() for id in held_out]) if held_out else None,
-            held_out_files=[files.get(id, id) for id in held_out],
-            on_save=exporter.after_save,
-            on_finish=exporter.finish,
-            on_preview=preview,
-            preview_steps=config.sample.every_steps if previews is None else previews.every_steps,
-            previews_wait=previews is not None,
-            swap=prepared.passage,
-            matmul=run.precision.matmul,
-            progress=bar,
-            warn=warn,
-        )
+    validator = None
+    if held_out:
+        clips = Batch(ids=held_out, items=[by_id[id].load() for id in held_out])
+        of_files = [files.get(id, id) for id in held_out]
+        validator = Validator(config.held_out, clips, files=of_files, guidance=config.flow.guidance)
+    return _Samples([by_id[id] for id in kept], data.prior, validator)
 
 
-def training_data(
-    run: Run, samples: Sequence[EncodedSample], prior: Sequence[EncodedSample]
-) -> TrainingData | WithPrior:
-    """What a run trains on, in its order."""
-    config = run.config.train
-    size = BatchSize(samples=config.batch_size, tokens=config.batch_tokens, num_tokens=run.spec.training.num_tokens)
-    data = TrainingData(
-        samples, seed=config.seed, batch_size=size, caption_dropout=config.caption_dropout,
-        control_dropout=config.control_dropout,
-    )  # fmt: skip
-    if data.num_shapes > 1:
-        say(f"{len(samples)} samples have {data.num_shapes} shapes: {data.mean_size:.1f} in a micro-batch on average")
-    if not prior:
-        return data
-    return WithPrior(
-        data, prior, seed=config.seed, batch_size=size, weight=run.config.prior.weight,
-        caption_dropout=config.caption_dropout, control_dropout=config.control_dropout,
-    )  # fmt: skip
+def _callbacks(
+    run: Run, folder: RunFolder, prepared: Prepared, data: Encoded, previews: Previews | None
+) -> list[Callback]:
+    """What is done at saves, at previews and at the end."""
+    every_steps = run.config.sample.every_steps if previews is None else 0
+    callbacks: list[Callback] = [
+        Exporter(run, folder, prepared, [*data.samples, *data.prior]),
+        SamplesInPlace(run, prepared, folder, write_report, every_steps=every_steps),
+    ]
+    if previews is not None:
+        callbacks.append(QueuedPreviews(run, prepared, previews))
+    return callbacks
 
 
-def encode(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> None:
-    """Fill the cache, and nothing else."""
-    run = create_run(spec, config)
-    check(run)
-    if options.demo:
-        spec.demo.write(RunFolder(Path(config.run.folder)).inputs)
-        run = create_run(spec, config)
-    run = known(run)
-    rule = parse_rule(options.prune_cache) if options.prune_cache else None
-    if options.dump:
-        check_dump(config.data, Path(options.dump))
-    if options.verify_cache:
-        verify_cache(run)
-    encoded, prior = encode_all(run)
-    say(f"{len(encoded) + len(prior)} samples are encoded in {run.data.cache.folder}")
-    if options.dump:
-        dump_samples(run, Path(options.dump), encoded)
-    if rule is not None:
-        prune_cache(run, rule, [*encoded, *prior])
-
-
-EMPTY_CAPTION = "(empty caption)"
-"""What a run's data file has the empty caption under, which caption dropout gives: where the cache keeps it."""
-
-
-def _check_data(folder: RunFolder, encoded: Sequence[EncodedSample], prepared: Prepared) -> None:
-    """Store what the run trains on, and hold a run that is continued to it: order and held-out clips depend on the samples.
-
-    Raises:
-        UserError: Naming a sample that came, went or changed, or the base.
-    """
-    now = {sample.id: sample.keys for sample in encoded}
-    now["(base weights)"] = [prepared.source.fingerprint(), ""]
-    now[EMPTY_CAPTION] = sorted({f"text {sample.empty_text_key}" for sample in encoded})
-    if folder.data_file.exists() and any(folder.state.glob("step-*")):
-        before = json.loads(folder.data_file.read_text(encoding="utf-8"))
-        if EMPTY_CAPTION not in before:  # of an earlier version
-            before[EMPTY_CAPTION] = now[EMPTY_CAPTION]
-            write_text(folder.data_file, json.dumps(before, indent=0, sort_keys=True))
-        changed = sorted(id for id in now.keys() | before.keys() if now.get(id) != before.get(id))
-        if changed:
-            raise UserError(
-                f"{folder.path} was trained on something else ({len(changed)} changed, first {changed[0]!r}: clip, caption, "
-                f"encoder or weights); put it back, or start a new run from its weights with --run.folder NEW --init-from {folder.path}"
-            )
-    else:
-        write_text(folder.data_file, json.dumps(now, indent=0, sort_keys=True))
-
-
-def check_start(run: str, folder: RunFolder) -> None:
-    """Refuse another run of which a new one cannot take the trained weights.
-
-    Raises:
-        UserError: If it is the same run, has no save, or is of several experts.
-    """
-    if run and Path(run).resolve() == folder.path.resolve():
-        raise UserError(f"--init-from {run} is this run itself; set run.folder to a new folder")
-    if not run or any(RunFolder(Path(run)).state.glob("step-*")):
-        return
-    inside = sorted(path.parent for path in Path(run).glob("*/state") if any(path.glob("step-*")))
-    if inside and RunFolder(Path(run)).config_file.exists():
-        raise UserError(
-            f"--init-from {run} is a run of several experts, and one is trained here; name it: --init-from {' or '.join(map(str, inside))}"
-        )
-    if inside:
-        more = f" and {len(inside) - 3} more" if len(inside) > 3 else ""
-        raise UserError(
-            f"--init-from {run} has no save; runs inside it: {', '.join(map(str, inside[:3]))}{more}; name one"
-        )
-    raise UserError(f"--init-from {run} has no save; name the folder of a run that was trained")
-
-
-def start_from(run: str, prepared: Prepared, folder: RunFolder) -> None:
-    """Take the trained weights of another run as the first ones, unless this run has a state of its own already."""
-    if run and latest(folder.state, warn) is None:
-        check_start(run, folder)
-        step = take_trained(prepared, RunFolder(Path(run)))
-        say(f"starting from the weights of {run} at step {step}")
-
-
-def _say_results(run: Run, folder: RunFolder) -> None:
-    """The last lines: where everything is, and what to type next."""
-    # Under `uv run` the commands are not on the path by themselves.
-    command = f"uv run {run.spec.name}" if "UV_RUN_RECURSION_DEPTH" in os.environ else run.spec.name
-    steps = max(run.config.train.steps, folder.completed_step() or 0)
-    exports = sorted(folder.exports.glob("adapter.safetensors")) + sorted(folder.exports.glob("transformer_*"))
-    for file in exports:
-        say(f"{'adapter' if file.is_file() else 'model'}:  {file}")
-    if folder.samples.exists():
-        say(f"samples:  {folder.samples}")
-    if folder.report.exists():
-        say(f"report:   {folder.report}")
-    say(f"metrics:  {folder.metrics} (curves: tensorboard --logdir {folder.tensorboard})")
-    say(f'next:     {command}-sample --run {folder.path} --prompt "..." draws another sample')
-    further = 2 * steps or TrainConfig().steps
-    say(
-        f"          {command}-train --run {folder.path} --train.steps {further} {'continues' if steps else 'trains'} the run"
+def _trainer(
+    run: Run, folder: RunFolder, model: TrainModel, samples: _Samples, callbacks: Sequence[Callback]
+) -> Trainer:
+    config = run.config
+    sections = TrainerConfig(
+        train=config.train, flow=config.flow, optim=config.optim, ema=config.ema, save=config.save, log=config.log
+    )
+    data = training_data(run, samples.trained, samples.prior)
+    return Trainer(
+        model, data, sections, folder=folder.path, validator=samples.validator, callbacks=callbacks, warn=warn
     )

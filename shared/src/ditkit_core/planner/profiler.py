@@ -30,8 +30,9 @@ from ditkit_core.planner.memory_tracker import Ledger
 from ditkit_core.planner.reduced_model import Thinned, materialise, thinned
 from ditkit_core.planner.stage_costs import Job, Profile, StageCost, behind, mixed
 from ditkit_core.training.optimizer_in_backward import Updates
+from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import Trained
-from ditkit_core.training.train_step import accumulate_gradients, total_norm, update
+from ditkit_core.training.train_step import StepContext, accumulate_gradients, total_norm, update
 
 __all__ = ["Job", "Measured", "Meter", "Moment", "Profile", "StageCost", "measure", "profile"]
 
@@ -277,9 +278,10 @@ class _Measuring:
                 Updates(trained.optimizer, job.optim.lr, readable=False) if job.optim.fused_backward else nullcontext(),
             ):
                 accumulate_gradients(
-                    self.model.whole, engine, job.spec, [Batch(ids=[str(i) for i in range(len(batch))], items=batch)],
-                    step=1, seed=0, flow=job.flow,
-                )  # fmt: skip
+                    TrainModel(self.model.whole, engine, job.spec),
+                    [Batch(ids=[str(i) for i in range(len(batch))], items=batch)],
+                    StepContext(step=1, seed=0, flow=job.flow),
+                )
             found.attention = tuple(sorted(calls.made))
             end = self._boundary()
             if number == 0:

@@ -50,7 +50,7 @@ def take_trained(prepared: Prepared, folder: RunFolder, step: int | Literal["bes
     with prepared.readable():
         parameters, optim = trainable_parameters(prepared.model), replace(stored.optim, fused_backward=False)
         trained = Trained(prepared.model, parameters, optim, stored.ema)
-        trained.restore(state, path)
+        trained.load_state_dict(state, path)
         with trained.used():
             used = {name: value.detach().clone() for name, value in parameters.items()}
         copy_values(parameters, used)

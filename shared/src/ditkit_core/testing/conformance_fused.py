@@ -12,7 +12,8 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.world import ADAPTERS, Items, make_model
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
-from ditkit_core.training.train_step import training_step
+from ditkit_core.training.train_model import TrainModel
+from ditkit_core.training.train_step import StepContext, training_step
 
 COMBINATIONS = [
     *(("full", policy) for policy in POLICIES),
@@ -50,10 +51,7 @@ class FusedChecks:
         items = [dict(item) for item in self.items(2, ragged=True)]
         batch = Batch(ids=["clip 0", "clip 1"], items=items)
         reported = [
-            training_step(
-                model, Engine(policy=policy), self.spec, [batch], optimizer,
-                step=step, lr=1e-2, seed=1, flow=FlowConfig(weighting="bell"), clip_norm=0.0,
-            )
+            training_step(TrainModel(model, Engine(policy=policy), self.spec), [batch], optimizer, StepContext(step=step, seed=1, flow=FlowConfig(weighting="bell")), lr=1e-2, clip_norm=0.0)
             for step in range(2)
         ]  # fmt: skip
         weights = {name: parameter.detach() for name, parameter in trained.items()}

@@ -24,8 +24,9 @@ from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.full_size import Arithmetic
 from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, divide, on_host
 from ditkit_core.testing.world import ADAPTERS, Items, make_model, micro_batches, outcome, train_shortly
-from ditkit_core.training.flow_matching import FlowConfig, draw_noise, loss_weight, velocity_errors
-from ditkit_core.training.train_step import accumulate_gradients
+from ditkit_core.training.flow_matching import FlowConfig, NoisedBatch, draw_noise, loss_weight, velocity_errors
+from ditkit_core.training.train_model import TrainModel
+from ditkit_core.training.train_step import StepContext, accumulate_gradients
 
 DEVICES = tuple(torch.device("cpu", index) for index in (1, 2, 3, 4))
 ONE, TWO, THREE, FOUR = DEVICES
@@ -155,7 +156,9 @@ class SplitChecks:
     def _accumulate(self, model: Any, batches: Sequence[Batch], policy: str, *, pipelined: bool) -> None:
         model.zero_grad(set_to_none=True)
         accumulate_gradients(
-            model, Engine(policy=policy), self.spec, batches, step=3, seed=1, flow=FLOW, pipelined=pipelined
+            TrainModel(model, Engine(policy=policy), self.spec),
+            batches,
+            StepContext(step=3, seed=1, flow=FLOW, pipelined=pipelined),
         )
 
     @pytest.mark.parametrize("policy", POLICIES)
@@ -171,7 +174,9 @@ class SplitChecks:
             divided.head.register_forward_hook(lambda *_: crossed.append(Ways(crossings.copies)))
             divided.head.register_forward_hook(lambda *_: waited.extend(arithmetic.waits))
             accumulate_gradients(
-                divided, Engine(policy=policy), self.spec, batches, step=3, seed=1, flow=FLOW, pipelined=True
+                TrainModel(divided, Engine(policy=policy), self.spec),
+                batches,
+                StepContext(step=3, seed=1, flow=FLOW, pipelined=True),
             )
         assert len(crossed) == 2 * len(batches)
         launched = crossed[-1] - crossed[0]
@@ -210,16 +215,8 @@ def one_backward(spec: ModelSpec, model: Any, batches: Sequence[Batch], chosen: 
             continue
         torch.manual_seed(seed_of(1, "dropout", 3, micro))
         sigma, noise = torch.stack([level for level, _ in drawn]), [eps for _, eps in drawn]
-        errors = velocity_errors(
-            model,
-            Engine(),
-            spec.training.make_inputs,
-            batch.items,
-            sigma,
-            noise,
-            FLOW.guidance,
-            loss_mask=spec.training.loss_mask,
-        )
+        noised = NoisedBatch(batch.items, sigma, noise)
+        errors = velocity_errors(TrainModel(model, Engine(), spec), noised, FLOW.guidance)
         factors = zip(batch.weights or [1.0] * len(drawn), sigma, shifts, strict=True)
         weights = torch.stack([factor * loss_weight(level, FLOW, shift) for factor, level, shift in factors])
         total = total + (errors * weights).sum() / counted

@@ -23,8 +23,9 @@ from ditkit_core.testing.world import Items, make_model, outcome, train_shortly
 from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import Trained
-from ditkit_core.training.train_step import StepResult, training_step
+from ditkit_core.training.train_step import StepContext, StepResult, training_step
 
 _ADAPTERS = {
     "lora": AdapterConfig(rank=4),
@@ -122,13 +123,17 @@ def train_streamed(
     reported = []
     for step in range(num_steps):
         result = training_step(
-            model, Engine(policy=policy, compile=compile, passages=() if swap is None else (swap,)), spec, [batch],
-            trained.optimizer, step=step, lr=1e-2, seed=1, flow=FlowConfig(weighting="bell"), clip_norm=0.0,
-        )  # fmt: skip
+            TrainModel(model, Engine(policy=policy, compile=compile, passages=() if swap is None else (swap,)), spec),
+            [batch],
+            trained.optimizer,
+            StepContext(step=step, seed=1, flow=FlowConfig(weighting="bell")),
+            lr=1e-2,
+            clip_norm=0.0,
+        )
         trained.average.update(step + 1)
         reported.append(result)
     trained.optimizer.zero_grad()
-    groups = trained.state(num_steps, None, {}).tensors
+    groups = trained.state_dict().tensors
     return reported, {f"{group} {name}": on_host(t) for group, own in groups.items() for name, t in own.items()}
 
 

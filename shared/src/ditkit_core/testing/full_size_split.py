@@ -27,8 +27,9 @@ from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import Trained
-from ditkit_core.training.train_step import accumulate_gradients, total_norm, update
+from ditkit_core.training.train_step import StepContext, accumulate_gradients, total_norm, update
 
 DEVICES = tuple(torch.device("cpu", index) for index in range(4))
 """Under fake tensors devices that refuse to mix, and none of them the host."""
@@ -178,7 +179,9 @@ def divided_step(
             ledger.restart_peak()
             carried.clear()
             with Crossings() as crossings:
-                accumulate_gradients(model, engine, spec, [batch], step=step, seed=0, flow=flow)
+                accumulate_gradients(
+                    TrainModel(model, engine, spec), [batch], StepContext(step=step, seed=0, flow=flow)
+                )
             gradients = trained.optimizer.gradients()
             ledger.track(list(gradients.values()), "gradients")
             with ledger.purpose("optimizer" if step == 0 else "activations"):

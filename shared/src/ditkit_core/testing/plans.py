@@ -22,7 +22,8 @@ from ditkit_core.testing.world import make_model, offloadable
 from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.optimizer import OptimConfig
-from ditkit_core.training.train_step import accumulate_gradients
+from ditkit_core.training.train_model import TrainModel
+from ditkit_core.training.train_step import StepContext, accumulate_gradients
 
 
 def step_of(spec: ModelSpec, arch: Any, size: tuple[int, int, int], adapter: AdapterConfig) -> Job:
@@ -137,9 +138,10 @@ def check_kept(job: Job, *, rel: float = 0.02) -> None:
         )  # of which an operation may return a view
         watch = _Watch(ledger)
         accumulate_gradients(
-            model, Engine(policy=job.policy, passages=(watch,)), job.spec, [Batch(ids=["a"], items=items)],
-            step=1, seed=0, flow=job.flow,
-        )  # fmt: skip
+            TrainModel(model, Engine(policy=job.policy, passages=(watch,)), job.spec),
+            [Batch(ids=["a"], items=items)],
+            StepContext(step=1, seed=0, flow=job.flow),
+        )
     assert watch.before is not None
     found = profile(job)
     planned_bytes = sum(block.kept for block in found.blocks)
@@ -157,7 +159,11 @@ def check_sent(job: Job, *, rel: float = 0.001) -> None:
     divide(model, [torch.device("cpu", 1)] * (len(model.blocks()) + 2))
     engine = Engine(policy=job.policy)
     with PretendDevices():
-        accumulate_gradients(model, engine, job.spec, [Batch(ids=["a"], items=items)], step=1, seed=0, flow=job.flow)
+        accumulate_gradients(
+            TrainModel(model, engine, job.spec),
+            [Batch(ids=["a"], items=items)],
+            StepContext(step=1, seed=0, flow=job.flow),
+        )
     planned_bytes = sum(block.on_host for block in profile(job).blocks)
     assert engine.host.num_bytes > 0
     assert engine.host.num_bytes == pytest.approx(planned_bytes, rel=rel), job.policy

@@ -20,7 +20,8 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.pretend_devices import on_host
 from ditkit_core.training.flow_matching import FlowConfig, to_device
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
-from ditkit_core.training.train_step import training_step
+from ditkit_core.training.train_model import TrainModel
+from ditkit_core.training.train_step import StepContext, training_step
 from ditkit_core.training.validation import held_out_loss
 
 Items = Sequence[Mapping[str, Tensor]]
@@ -147,13 +148,17 @@ def train_shortly(
     whole = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
 
     def measure() -> float:
-        return held_out_loss(model, run, spec, whole.ids, whole.items, (0.5,)).mean
+        return held_out_loss(TrainModel(model, run, spec), whole.ids, whole.items, (0.5,)).mean
 
     before = measure()
     result = training_step(
-        model, run, spec, micro_batches(items), optimizer,
-        step=0, lr=1e-2, seed=1, flow=FlowConfig(weighting="bell"), clip_norm=0.1, pipelined=pipelined,
-    )  # fmt: skip
+        TrainModel(model, run, spec),
+        micro_batches(items),
+        optimizer,
+        StepContext(step=0, seed=1, flow=FlowConfig(weighting="bell"), pipelined=pipelined),
+        lr=1e-2,
+        clip_norm=0.1,
+    )
     values = {name: on_host(parameter) for name, parameter in trained.items()}
     values |= {f"gradient of {name}": on_host(gradient) for name, gradient in optimizer.gradients().items()}
     return [before, *result, measure()], values

@@ -8,9 +8,9 @@ A noise level is drawn by inverting the distribution's cumulative function at on
 levels then restricts the distribution; clamping the draws instead would pile them up at the ends of the range.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -19,7 +19,7 @@ from torch import Tensor
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
-from ditkit_core.models.protocol import Engine, StagedModel
+from ditkit_core.training.train_model import TrainModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,43 +134,41 @@ def _bell(sigma: Tensor) -> Tensor:
     return middle - torch.exp(torch.tensor(-0.5, dtype=torch.float64))
 
 
-def velocity_errors(
-    model: StagedModel,
-    run: Engine,
-    make_inputs: Callable[[Sequence[Tensor], Tensor, Sequence[Mapping[str, Tensor]], float], Any],
-    items: Sequence[Mapping[str, Tensor]],
-    sigma: Float[Tensor, " batch"],
-    noise: Sequence[Float[Tensor, "..."]],
-    guidance: float,
-    targets: Sequence[Float[Tensor, "..."]] | None = None,
-    loss_mask: Callable[[Mapping[str, Tensor]], Tensor | None] = lambda item: None,
-    masks: Sequence[Tensor | None] | None = None,
-) -> Float[Tensor, " batch"]:
+class NoisedBatch(NamedTuple):
+    """A micro-batch with the noise that it is trained or measured at."""
+
+    items: Sequence[Mapping[str, Tensor]]
+    """Training items, each with `latents` and what else the model needs."""
+    sigma: Float[Tensor, " batch"]
+    """float32 noise level of each sample."""
+    noise: Sequence[Float[Tensor, "..."]]
+    """float32 noise of each sample, shaped like its latents."""
+    targets: Sequence[Float[Tensor, "..."]] | None = None
+    """What is to be predicted, on the prediction's device; None: `velocity_target` of each sample."""
+    masks: Sequence[Tensor | None] | None = None
+    """Where each sample is learnt, on the prediction's device; None: what `ModelSpec.training.loss_mask` gives of each."""
+
+
+def velocity_errors(model: TrainModel, batch: NoisedBatch, guidance: float) -> Float[Tensor, " batch"]:
     """Mean squared error of the predicted velocity, sample by sample.
 
     Args:
-        model: Any staged model.
-        run: The engine that runs its forward.
-        make_inputs: The model's own, from its `ModelSpec`.
-        items: Training items, each with `latents` and what the model needs beside them.
-        sigma: float32 noise level of each sample.
-        noise: float32 noise of each sample, shaped like its latents.
+        model: The model and its engine.
+        batch: The samples.
         guidance: `FlowConfig.guidance`.
-        targets: What is to be predicted, on the prediction's device, if it was sent there ahead; `velocity_target` of each sample.
-        loss_mask: The model's own, from its `ModelSpec`.
-        masks: What that gives of each sample, if it was sent there ahead.
 
     Returns:
         float32 errors on the prediction's device; each is a mean over its sample's elements, so samples of different size
         count alike.
     """
+    items, sigma, noise, targets, masks = batch
     noised = [(1 - s) * item["latents"].float() + s * eps for s, item, eps in zip(sigma, items, noise, strict=True)]
-    prediction = model(make_inputs(noised, sigma, items, guidance), run=run)
+    prediction = model.module(model.spec.training.make_inputs(noised, sigma, items, guidance), run=model.engine)
     if targets is None:
         made = [velocity_target(item, eps) for item, eps in zip(items, noise, strict=True)]
         targets = [target.to(velocity.device) for target, velocity in zip(made, prediction, strict=True)]
     if masks is None:
-        masks = [loss_mask(item) for item in items]
+        masks = [model.spec.training.loss_mask(item) for item in items]
     triples = zip(prediction, targets, masks, strict=True)
     return torch.stack([learnt_mean((v.float() - t).square(), mask) for v, t, mask in triples])
 

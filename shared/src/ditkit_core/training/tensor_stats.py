@@ -7,7 +7,7 @@ What a block made is what comes out of it in memory that did not go in; that is 
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -170,8 +170,7 @@ class Drift:
     """Largest finite number of the dtype that blocks multiply in."""
     warn: Callable[[str], None]
     first: dict[str, float] = field(default_factory=dict)
-    """What each block's largest activation was when first seen, by `block.part`: kept in saves, so that a run that goes on compares with
-    its beginning."""
+    """What each block's largest activation was when first seen, by `block.part`: `TrainState.first_activations`, which it adds to."""
     _warned: set[str] = field(default_factory=set)
 
     def take(self, step: int, reading: Reading) -> dict[str, float | str]:
@@ -214,8 +213,3 @@ class Drift:
         if kind not in self._warned:
             self._warned.add(kind)
             self.warn(line)
-
-
-def resumed(limit: float, warn: Callable[[str], None], values: Mapping[str, Any]) -> Drift:
-    """The readings of a run that goes on; one that had none so far begins here."""
-    return Drift(limit, warn, {name: float(value) for name, value in values.items()})

@@ -1,4 +1,4 @@
-"""What training changes, as one thing: the parameters, their optimizer, their average."""
+"""What training changes, as one thing: the parameters, their optimizer, their average, and how far the run has come."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -14,14 +14,22 @@ from ditkit_core.nn.parameters import copy_values
 from ditkit_core.training.checkpoint import State
 from ditkit_core.training.ema import EMA, EMAConfig
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.validation import Course
 
 
 class Trained:
-    """What training changes, saved and restored together: parameters, optimizer, average.
+    """What training changes, saved and restored together.
 
     Attributes:
         parameters: What is trained, by name.
         values: What holds their values between two steps: the parameters, or those on the host in place of streamed ones.
+        optimizer: Updates them.
+        average: Their moving average.
+        step: Optimizer steps done.
+        held_out: Held-out loss after this step; None if it was not measured there.
+        history: What the run's measurements came to.
+        first_activations: The largest activation of each block when it was first looked at, by `block.part`: what a run that goes on
+            is compared with.
     """
 
     def __init__(
@@ -52,9 +60,13 @@ class Trained:
         self.average = EMA(self.values, ema)
         if swap is not None:
             swap.attach(self.optimizer)
+        self.step = 0
+        self.held_out: float | None = None
+        self.history = Course()
+        self.first_activations: dict[str, float] = {}
 
-    def state(self, step: int, held_out: float | None, values: Mapping[str, Any]) -> State:
-        """Everything after `step` optimizer steps."""
+    def state_dict(self) -> State:
+        """Everything that `load_state_dict` needs to go on to the bit."""
         with self._swap.on_host() if self._swap else nullcontext():
             tensors, scalars = self.optimizer.state()
         groups: dict[str, Mapping[str, Tensor]] = {
@@ -62,10 +74,15 @@ class Trained:
             "ema": self.average.values,
             "optimizer": tensors,
         }
-        return State(step=step, tensors=groups, values={"optimizer": scalars, **values}, held_out=held_out)
+        values = {"optimizer": scalars, **self.history.state(), "sentinels": self.first_activations}
+        return State(step=self.step, tensors=groups, values=values, held_out=self.held_out)
 
-    def restore(self, state: State, path: Path) -> None:
+    def load_state_dict(self, state: State, path: Path) -> None:
         """Take over a saved state, to the bit.
+
+        Args:
+            state: As `state_dict` gave it.
+            path: Where it was read, for messages.
 
         Raises:
             UserError: If it is of other parameters.
@@ -84,6 +101,9 @@ class Trained:
             self._swap.host_changed()
         self.average = EMA(self.values, self._ema_config)  # anew: an average that was not kept starts from here
         self.average.load(state.tensors.get("ema", {}))
+        self.step, self.held_out = state.step, state.held_out
+        self.history = Course(state.values)
+        self.first_activations = {name: float(value) for name, value in state.values.get("sentinels", {}).items()}
 
     @contextmanager
     def used(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +14,9 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.memory import is_out_of_memory
 from ditkit_core.io.rng import seed_of
 from ditkit_core.models.precision import autocast_disabled
-from ditkit_core.models.protocol import Engine
-from ditkit_core.models.spec import ModelSpec
 from ditkit_core.training.flow_matching import (
     FlowConfig,
+    NoisedBatch,
     draw_noise,
     loss_weight,
     to_device,
@@ -28,31 +27,7 @@ from ditkit_core.training.nan_debug import described, first_not_finite
 from ditkit_core.training.optimizer import NamedOptimizer
 from ditkit_core.training.optimizer_in_backward import Updates
 from ditkit_core.training.tensor_stats import Watch, with_passage
-
-
-@runtime_checkable
-class MicroBatch(Protocol):
-    """Samples that go through the model together."""
-
-    @property
-    def ids(self) -> Sequence[str]:
-        """Stable names of the samples."""
-        ...
-
-    @property
-    def items(self) -> Sequence[Mapping[str, Tensor]]:
-        """Their tensors: `latents` [channels, frames, height, width] and the model's own."""
-        ...
-
-    @property
-    def weights(self) -> Sequence[float]:
-        """Factor of each sample's loss; empty: 1 each."""
-        ...
-
-    @property
-    def counted(self) -> float | None:
-        """How many samples it counts for in the step's mean: None for as many as it has, 0 for what is added to the mean."""
-        ...
+from ditkit_core.training.train_model import MicroBatch, TrainModel
 
 
 class StepResult(NamedTuple):
@@ -63,6 +38,23 @@ class StepResult(NamedTuple):
     that of the prior's samples where there are some."""
     grad_norm: float
     """Norm of all gradients, before clipping."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepContext:
+    """Where a step is in its run: what its random numbers are a function of, and how its micro-batches are run."""
+
+    step: int
+    """Optimizer steps done before this one."""
+    seed: int
+    """The run's seed."""
+    flow: FlowConfig
+    """Noise levels and weights."""
+    pipelined: bool = False
+    """Run all forwards, then one backward over the sum of the losses. Forwards are only launched, and autograd runs backwards of
+    different devices side by side, so that a divided model's devices work at once. What all micro-batches keep for the backward is alive
+    together. Sums of gradients come in another order: for two micro-batches bitwise identical wherever a parameter is used once in a
+    forward."""
 
 
 @dataclass(frozen=True)
@@ -99,58 +91,46 @@ class NonFiniteLoss(Exception):
 
 
 def training_step(
-    model: Any,
-    run: Engine,
-    spec: ModelSpec,
+    model: TrainModel,
     micro_batches: Sequence[MicroBatch],
     optimizer: NamedOptimizer,
+    context: StepContext,
     *,
-    step: int,
     lr: float,
-    seed: int,
-    flow: FlowConfig,
     clip_norm: float,
-    pipelined: bool = False,
     watch: Watch | None = None,
 ) -> StepResult:
     """Update the trained parameters once.
 
     Args:
-        model: The staged model.
-        run: The engine for its forward.
-        spec: The model's spec.
+        model: The model and its engine.
         micro_batches: The step's samples; how they are cut into micro-batches changes nothing but the order of summation
             (and the masks of dropout).
         optimizer: Holds the parameters that are trained.
-        step: Optimizer steps done before this one.
+        context: The step's place in its run.
         lr: Learning rate of this step.
-        seed: The run's seed.
-        flow: Noise levels and weights.
         clip_norm: Longest gradient that is applied as it is; 0 applies any.
-        pipelined: Run the forwards of all micro-batches, then one backward.
         watch: Looks at activations and gradients of this step, and has its reading afterwards.
 
     Raises:
         NonFiniteLoss: If a loss or gradient is not finite; nothing is updated, unless the optimizer updates in the backward.
     """
     optimizer.zero_grad()
-    optimizer.begin(seed, step)
-    watched = run if watch is None else with_passage(run, watch)
-    accumulate = partial(accumulate_gradients, model, watched, spec, micro_batches, step=step, seed=seed, flow=flow)
+    optimizer.begin(context.seed, context.step)
+    watched = model if watch is None else replace(model, engine=with_passage(model.engine, watch))
+    accumulate = partial(accumulate_gradients, watched, micro_batches, context)
     try:
         if optimizer.fused_backward:
             assert len(micro_batches) == 1 and not clip_norm, "refused with the remedies before anything was loaded"
-            return _fused_step(accumulate, optimizer, step=step, lr=lr, watch=watch)
+            return _fused_step(accumulate, optimizer, step=context.step, lr=lr, watch=watch)
         num_samples = sum(len(batch.ids) for batch in micro_batches if batch.counted != 0)
-        losses = accumulate(pipelined=pipelined)
-        return _finish_step(losses, optimizer, num_samples, step=step, lr=lr, clip_norm=clip_norm, watch=watch)
+        losses = accumulate()
+        return _finish_step(losses, optimizer, num_samples, step=context.step, lr=lr, clip_norm=clip_norm, watch=watch)
     except NonFiniteLoss as error:
         evidence = error.evidence
     # the step's graph, which the error held, is freed by now
     try:
-        evidence["where"] = _first_not_finite(
-            model, run, spec, micro_batches, evidence, step=step, seed=seed, flow=flow
-        )
+        evidence["where"] = _first_not_finite(model, micro_batches, evidence, context)
     except (RuntimeError, MemoryError, UserError) as error:
         # no room for a second look, or nothing that can be looked into; the failure itself is what has to be said
         if not (is_out_of_memory(error) or isinstance(error, (NotImplementedError, UserError))):
@@ -160,8 +140,15 @@ def training_step(
 
 
 def _finish_step(
-    losses: Losses, optimizer: NamedOptimizer, num_samples: int, *, step: int, lr: float, clip_norm: float, watch: Watch | None
-) -> StepResult:  # fmt: skip
+    losses: Losses,
+    optimizer: NamedOptimizer,
+    num_samples: int,
+    *,
+    step: int,
+    lr: float,
+    clip_norm: float,
+    watch: Watch | None,
+) -> StepResult:
     """Look at the gradients that were added up, and apply them."""
     gradients = optimizer.gradients()
     if watch is not None:
@@ -181,9 +168,8 @@ def _finish_step(
 def _to_host(loss: Tensor, norm: Tensor, watch: Watch | None) -> tuple[float, float]:
     """Loss, norm and what was watched, in the one transfer from the accelerator that a step has: each would wait for all work before it."""
     pieces = [norm.reshape(1), *(watch.packed() if watch is not None else ())]
-    total, *others = torch.cat(
-        [loss.reshape(1), *(piece.double().to(loss.device, non_blocking=True) for piece in pieces)]
-    ).cpu().tolist()  # fmt: skip
+    sent = [piece.double().to(loss.device, non_blocking=True) for piece in pieces]
+    total, *others = torch.cat([loss.reshape(1), *sent]).cpu().tolist()
     if watch is not None:
         watch.read(others[1:])
     return total, others[0]
@@ -250,15 +236,10 @@ def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[int]]:
 
 
 def accumulate_gradients(
-    model: Any,
-    run: Engine,
-    spec: ModelSpec,
+    model: TrainModel,
     micro_batches: Sequence[MicroBatch],
+    context: StepContext,
     *,
-    step: int,
-    seed: int,
-    flow: FlowConfig,
-    pipelined: bool = False,
     before_backward: Callable[[Losses], None] = lambda losses: None,
 ) -> Losses:
     """Add the gradient of the step's loss to the parameters: the sum of the samples' weighted losses, by what they count for.
@@ -270,35 +251,35 @@ def accumulate_gradients(
     its place counts, because a small dataset can have one sample several times in a step. Dropout is drawn by (seed, step, micro-batch).
 
     Args:
-        pipelined: Run all forwards, then one backward over the sum of the losses. Forwards are only launched, and autograd runs
-            backwards of different devices side by side, so that a divided model's devices work at once. What all micro-batches keep
-            for the backward is alive together. Sums of gradients come in another order: for two micro-batches equal to the bit
-            wherever a parameter is used once in a forward.
+        model: The model and its engine.
+        micro_batches: The step's samples.
+        context: The step's place in its run.
         before_backward: Called before each backward with the losses so far, those that it is of included.
     """
     counted = sum(len(batch.ids) if batch.counted is None else batch.counted for batch in micro_batches)
     losses = Losses(ids=[batch.ids for batch in micro_batches], sigmas=[], weighted=[])
     parts: list[Tensor] = []
-    sent = _sent(model, spec, micro_batches, step=step, seed=seed, flow=flow)
+    sent = _sent(model, micro_batches, context)
     # A copy waits for all that both its ends were given before, on the device or on the host: between two forwards it would stop
     # what is to overlap. So everything but the carry is where it is needed before the first of them.
-    for micro, batch in enumerate(list(sent) if pipelined else sent):
-        torch.manual_seed(seed_of(seed, "dropout", step, micro))  # all devices' generators
-        errors = velocity_errors(
-            model, run, spec.training.make_inputs, batch.items, batch.levels, batch.noise, flow.guidance, batch.targets,
-            masks=batch.masks,
-        )  # fmt: skip
-        weighted = errors * batch.weights
+    for micro, batch in enumerate(list(sent) if context.pipelined else sent):
+        weighted = _weighted_errors(model, batch, micro, context)
         losses.sigmas.append(batch.sigma)
         losses.weighted.append(weighted.detach())
         parts.append(weighted.sum() / counted)
-        if not pipelined:
+        if not context.pipelined:
             before_backward(losses)
             _backward(parts.pop())
-    if pipelined:
+    if context.pipelined:
         before_backward(losses)
         _backward(torch.stack(parts).sum())
     return losses
+
+
+def _weighted_errors(model: TrainModel, batch: "_Sent", micro: int, context: StepContext) -> Tensor:
+    """The forward of a micro-batch: the weighted loss of each sample."""
+    torch.manual_seed(seed_of(context.seed, "dropout", context.step, micro))  # all devices' generators
+    return velocity_errors(model, batch.noised, context.flow.guidance) * batch.weights
 
 
 def _backward(loss: Tensor) -> None:
@@ -312,27 +293,21 @@ class _Sent(NamedTuple):
 
     sigma: Tensor
     """Noise levels, on the host."""
-    items: list[dict[str, Tensor]]
-    levels: Tensor
-    noise: list[Tensor]
-    targets: list[Tensor]
-    """What is to be predicted: where predictions are made."""
-    masks: list[Tensor | None]
-    """What of each sample is learnt, there too."""
+    noised: NoisedBatch
+    """Inputs on the first device; targets and masks where predictions are made."""
     weights: Tensor
-    """Of the samples' losses, there too."""
+    """Of the samples' losses, where predictions are made."""
 
 
-def _sent(
-    model: Any, spec: ModelSpec, micro_batches: Sequence[MicroBatch], *, step: int, seed: int, flow: FlowConfig
-) -> Iterator[_Sent]:
+def _sent(model: TrainModel, micro_batches: Sequence[MicroBatch], context: StepContext) -> Iterator[_Sent]:
     """Draw each micro-batch's noise, and send what its forward needs to the first and the last device."""
-    first, last = (next(stage.parameters()).device for stage in (model.embed, model.head))
+    spec, flow = model.spec, context.flow
+    first, last = (next(stage.parameters()).device for stage in (model.module.embed, model.module.head))
     place = 0
     for batch in micro_batches:
         shifts = [flow.shift_for(spec.training.shift(item["latents"])) for item in batch.items]
         drawn = [
-            draw_noise(item["latents"], flow, shift, seed, "noise", step, place + i, name)
+            draw_noise(item["latents"], flow, shift, context.seed, "noise", context.step, place + i, name)
             for i, (name, item, shift) in enumerate(zip(batch.ids, batch.items, shifts, strict=True))
         ]
         place += len(drawn)
@@ -344,45 +319,39 @@ def _sent(
         ]
         targets = [velocity_target(item, eps) for item, eps in zip(batch.items, noise, strict=True)]
         masks = [spec.training.loss_mask(item) for item in batch.items]
-        yield _Sent(
-            sigma=sigma,
+        noised = NoisedBatch(
             items=[to_device(item, first) for item in batch.items],
-            levels=sigma.to(first, non_blocking=True),
+            sigma=sigma.to(first, non_blocking=True),
             noise=[eps.to(first, non_blocking=True) for eps in noise],
             targets=[target.to(last, non_blocking=True) for target in targets],
             masks=[None if mask is None else mask.to(last, non_blocking=True) for mask in masks],
-            weights=torch.stack(weights).to(last, non_blocking=True),
         )
+        yield _Sent(sigma=sigma, noised=noised, weights=torch.stack(weights).to(last, non_blocking=True))
 
 
 def _first_not_finite(
-    model: Any, run: Engine, spec: ModelSpec, micro_batches: Sequence[MicroBatch], evidence: Mapping[str, Any], *, step: int,
-    seed: int, flow: FlowConfig,
-) -> dict[str, Any] | None:  # fmt: skip
+    model: TrainModel, micro_batches: Sequence[MicroBatch], evidence: Mapping[str, Any], context: StepContext
+) -> dict[str, Any] | None:
     """Run the micro-batches that failed once more and look at each number; all of them if it was a gradient.
 
     Returns:
         What `first_not_finite` found, with the micro-batch and the ids of its samples, or of those whose loss is not finite. None if
         nothing was found: a norm of finite gradients was too large, or the machine does not compute the same twice.
     """
-    if isinstance(run, BlockEngine) and run.backend == "flex":
-        run = replace(run, backend="sdpa")  # not compiled, flex would hold every score
+    if isinstance(model.engine, BlockEngine) and model.engine.backend == "flex":
+        # not compiled, flex would hold every score
+        model = replace(model, engine=replace(model.engine, backend="sdpa"))
     failed = [sample for sample in evidence["samples"] if not isinstance(sample["loss"], float)]
     suspects = {sample["micro_batch"] for sample in failed} or set(range(len(micro_batches)))
-    for micro, batch in enumerate(_sent(model, spec, micro_batches, step=step, seed=seed, flow=flow)):
+    for micro, batch in enumerate(_sent(model, micro_batches, context)):
         if micro not in suspects:
             continue
 
         def loss_of(micro: int = micro, batch: _Sent = batch) -> Tensor:
-            torch.manual_seed(seed_of(seed, "dropout", step, micro))
-            errors = velocity_errors(
-                model, run, spec.training.make_inputs, batch.items, batch.levels, batch.noise, flow.guidance, batch.targets,
-                masks=batch.masks,
-            )  # fmt: skip
-            return (errors * batch.weights).sum()
+            return _weighted_errors(model, batch, micro, context).sum()
 
         with autocast_disabled(batch.weights.device.type):
-            found = first_not_finite(model, loss_of)
+            found = first_not_finite(model.module, loss_of)
         if found is not None:
             ids = [sample["id"] for sample in failed if sample["micro_batch"] == micro]
             return {**found, "micro_batch": micro, "ids": ids or list(micro_batches[micro].ids)}

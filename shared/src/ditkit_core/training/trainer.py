@@ -4,34 +4,32 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
-from torch import nn
 
 from ditkit_core.config.field import setting
 from ditkit_core.engine.ac_schedule import ACSchedule, check_sizes, parse_schedule
-from ditkit_core.engine.block_swap import BlockSwap
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import write_text
 from ditkit_core.io.memory import peak_memory_bytes, restart_peak
 from ditkit_core.io.signals import Interrupts
-from ditkit_core.models.protocol import Engine
-from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.context import AttentionCalls, counted_calls
+from ditkit_core.training.callbacks import Callback
 from ditkit_core.training.checkpoint import SaveConfig, latest, load_state, save_state
 from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
-from ditkit_core.training.metrics import LogConfig, MetricsLog, Progress, SilentProgress
+from ditkit_core.training.metrics import LogConfig, MetricsLog
 from ditkit_core.training.optimizer import OptimConfig, learning_rate, optimizers_that
-from ditkit_core.training.tensor_stats import Watch, resumed
+from ditkit_core.training.tensor_stats import Drift, Watch
+from ditkit_core.training.train_model import MicroBatch, TrainModel
 from ditkit_core.training.train_state import Trained
-from ditkit_core.training.train_step import MicroBatch, NonFiniteLoss, StepResult, training_step
-from ditkit_core.training.validation import Course, HeldOutConfig, held_out_loss
+from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
+from ditkit_core.training.validation import Validator
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -183,6 +181,18 @@ class TrainingData(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """The sections of a configuration that the loop reads."""
+
+    train: TrainConfig
+    flow: FlowConfig
+    optim: OptimConfig
+    ema: EMAConfig
+    save: SaveConfig
+    log: LogConfig
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainResult:
     """How a run stands when the loop ends."""
 
@@ -200,186 +210,165 @@ class TrainResult:
     """The newest save."""
 
 
-def train(
-    model: Any,
-    run: Engine,
-    spec: ModelSpec,
-    data: TrainingData,
-    trainable: Mapping[str, nn.Parameter],
-    *,
-    config: TrainConfig,
-    flow: FlowConfig,
-    optim: OptimConfig,
-    ema: EMAConfig,
-    save: SaveConfig,
-    held_out: HeldOutConfig,
-    log: LogConfig,
-    folder: Path,
-    held_out_clips: MicroBatch | None = None,
-    held_out_files: Sequence[str] = (),
-    on_save: Callable[[int], None] = lambda step: None,
-    on_finish: Callable[[int], None] = lambda step: None,
-    on_preview: Callable[[int], None] = lambda step: None,
-    preview_steps: int = 0,
-    previews_wait: bool = False,
-    swap: BlockSwap | None = None,
-    matmul: torch.dtype = torch.float32,
-    progress: Progress | None = None,
-    warn: Callable[[str], None] = _LOGGER.warning,
-) -> TrainResult:
-    """Train until `config.steps`, continuing the run in `folder` to the bit if there is one.
+class Trainer:
+    """Trains a model until `train.steps`, continuing the run in its folder to the bit if there is one."""
 
-    Args:
-        model: The staged model, on its devices.
-        run: The engine for its forward.
-        spec: The model's spec.
-        data: Gives the micro-batches.
-        trainable: The parameters to train, by name; no two names share one.
-        config, flow, optim, ema, save, held_out, log: Sections of the configuration.
-        folder: The run folder: state/, metrics.jsonl, tensorboard/, and failure-step-N.json if a loss is not finite.
-        held_out_clips: What the held-out loss is measured on; None measures nothing.
-        held_out_files: The file that each of these is of; empty: each is of its own.
-        on_save: Called with the step after each save, while the parameters are those to export.
-        on_finish: Called with the step when all steps are done, now or before, while the parameters are those to export.
-        on_preview: Called with the step before training and every `preview_steps` steps but the last, while the parameters are
-            those to look at. It may take no random number that training takes.
-        preview_steps: Optimizer steps between two previews; 0 for none.
-        previews_wait: Whether `on_preview` only keeps what is to be drawn, so that a signal need not come before it.
-        swap: What streams weights of the model, as the engine has it.
-        matmul: What the blocks multiply in: activations near its largest number are warned of.
-        progress: Display to advance by steps.
-        warn: Called with one line for a save that is passed over, and where activations drift.
+    def __init__(
+        self,
+        model: TrainModel,
+        data: TrainingData,
+        config: TrainerConfig,
+        *,
+        folder: Path,
+        validator: Validator | None = None,
+        callbacks: Sequence[Callback] = (),
+        warn: Callable[[str], None] = _LOGGER.warning,
+    ):
+        """Make optimizer and average.
 
-    Returns:
-        How the run stands. SIGINT and SIGTERM end it after the current step, with a save.
+        Args:
+            model: The model and its engine.
+            data: Gives the micro-batches.
+            config: Sections of the configuration.
+            folder: The run folder: state/, metrics.jsonl, tensorboard/, and failure-step-N.json if a loss is not finite.
+            validator: Measures the held-out loss; None measures nothing.
+            callbacks: What else is done at points of the loop, in this order.
+            warn: Called with one line for a save that is passed over, and where activations drift.
 
-    Raises:
-        UserError: If a loss, gradient or held-out loss is not finite (the last save is untouched), or a save cannot be
-            written or does not fit.
-    """
-    check_fused_backward(config, optim)
-    progress = progress or SilentProgress()
-    trained = Trained(model, trainable, optim, ema, swap)
-    path = latest(folder / "state", warn)
-    start, course = 0, Course(files=held_out_files)
-    seen: Mapping[str, float] = {}
-    if path is not None:
-        state = load_state(path)
-        trained.restore(state, path)
-        start, course = state.step, Course(state.values, held_out_files)
-        seen = state.values.get("sentinels", {})
-    drift = resumed(torch.finfo(matmul).max, warn, seen)
-    devices = {parameter.device for parameter in model.parameters()}
-    restart_peak(devices)
-    model.train()
-    progress.advance(float(start))
+        Raises:
+            UserError: If the configuration contradicts itself.
+        """
+        check_fused_backward(config.train, config.optim)
+        self._model, self._data, self._config, self._folder = model, data, config, folder
+        self._validator, self._callbacks, self._warn = validator, callbacks, warn
+        self._state = Trained(model.module, model.trainable, config.optim, config.ema, model.streamer)
+        self._devices = {parameter.device for parameter in model.module.parameters()}
+        self._last_save: Path | None = None
 
-    with Interrupts() as interrupts, MetricsLog(folder, log, start_step=start) as metrics:
+    def fit(self) -> TrainResult:
+        """Train.
 
-        def measure(step: int) -> float | None:
-            if held_out_clips is None:
-                return None
-            with trained.used():
-                loss = held_out_loss(
-                    model, run, spec, held_out_clips.ids, held_out_clips.items, held_out.sigmas, flow.guidance
-                )
-            if (broken := loss.broken()) is not None:
-                sigma, place = broken
-                raise UserError(_cannot_measure(step, held_out_clips.ids[place], sigma, path))
-            metrics.write(step, course.take(loss, first=step == 0))
-            progress.update(held_out=loss.mean)
-            return loss.mean
+        Returns:
+            How the run stands. SIGINT and SIGTERM end it after the current step, with a save.
 
-        def save_all(step: int, loss: float | None) -> Path:
-            values = {**course.state(), "sentinels": drift.first}
-            written = save_state(folder / "state", trained.state(step, loss, values), save)
-            with trained.used():
-                on_save(step)
-            return written
-
-        def preview(step: int) -> None:
-            if preview_steps and step % preview_steps == 0 and step < config.steps:
-                with trained.used():
-                    on_preview(step)
-
-        saved_at, done = time.monotonic(), start
-        if start == 0 and config.steps:
-            measure(0)
-            preview(0)
-        for step in range(start, config.steps):
-            began = time.perf_counter()
-            first = step * config.accumulation
-            batches = [batch for micro in range(config.accumulation) for batch in data.micro_batches(first + micro)]
-            lr = learning_rate(step, optim, config.steps)
-            looks = config.sentinels and (step == 0 or (step + 1) % config.sentinels == 0)
-            watch = Watch() if looks else None
-            try:
-                with counted_calls(AttentionCalls() if step == start else None):
-                    result = training_step(
-                        model, run, spec, batches, trained.optimizer,
-                        step=step, lr=lr, seed=config.seed, flow=flow, clip_norm=config.clip_norm, pipelined=config.pipelined,
-                        watch=watch,
-                    )  # fmt: skip
-            except NonFiniteLoss as error:
-                raise _failure(error, folder, lr, path) from error
-            trained.optimizer.zero_grad()  # measuring, saving and sampling need the memory, not the gradients
-            done = step + 1
-            if watch is not None and watch.reading is not None:
-                metrics.write(done, drift.take(done, watch.reading))
-            trained.average.update(done)
-            tokens = sum(spec.training.num_tokens(item) for batch in batches for item in batch.items)
-            numbers = _numbers(result, lr, time.perf_counter() - began, tokens, devices)
-            progress.advance(1.0)
-            progress.update(**numbers)
-            if metrics.due(done):
-                metrics.write(done, numbers)
-
-            last = done == config.steps
-            saving = last or save.due(done, time.monotonic() - saved_at)
-            loss = measure(done) if last or held_out.due(done, saving=saving) else None
-            if saving:
-                path, saved_at = save_all(done, loss), time.monotonic()
-            if interrupts.requested:
-                path = path if saving else save_all(done, loss)
-                if previews_wait:
-                    preview(done)
-                break
-            preview(done)
-
-    if done >= config.steps:
-        with trained.used():
-            on_finish(done)
-    return TrainResult(
-        step=done, finished=done >= config.steps, held_out_before=course.before, held_out=course.last,
-        held_out_interval=course.interval, save=path,
-    )  # fmt: skip
-
-
-def _numbers(
-    result: StepResult, lr: float, seconds: float, tokens: int, devices: Collection[torch.device]
-) -> dict[str, float]:
-    """What is reported of a step; seconds include reading its data, but no measuring and saving."""
-    return {
-        "loss": result.loss,
-        "lr": lr,
-        "grad_norm": result.grad_norm,
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "peak_memory_bytes": peak_memory_bytes(devices),
-    }
-
-
-def _cannot_measure(step: int, clip: str, sigma: float, save: Path | None) -> str:
-    """The line for a held-out loss that is not finite."""
-    where = f"is not finite at held-out clip {clip}, noise level {sigma:g}"
-    if step == 0:
-        return (
-            f"before training, the loss {where}: the weights or that clip are damaged; replace them, or remove the clip"
+        Raises:
+            UserError: If a loss, gradient or held-out loss is not finite (the last save is untouched), or a save cannot be
+                written or does not fit.
+        """
+        state, steps, save = self._state, self._config.train.steps, self._config.save
+        self._resume()
+        start = state.step
+        with Interrupts() as interrupts, MetricsLog(self._folder, self._config.log, start_step=start) as metrics:
+            saved_at = time.monotonic()
+            if start == 0 and steps:
+                self._validate(metrics)
+                self._preview(stopping=False)
+            for step in range(start, steps):
+                self._train_step(metrics, count_attention=step == start)
+                last = state.step == steps
+                saving = last or save.due(state.step, time.monotonic() - saved_at)
+                if last or (self._validator is not None and self._validator.due(state.step, saving=saving)):
+                    self._validate(metrics)
+                if saving:
+                    self._save()
+                    saved_at = time.monotonic()
+                stopping = interrupts.requested  # asked once: a signal that comes during the preview ends the next step
+                if stopping and not saving:
+                    self._save()
+                self._preview(stopping=stopping)
+                if stopping:
+                    break
+        if state.step >= steps:
+            self._call(lambda callback: callback.finished(state.step))
+        return TrainResult(
+            step=state.step,
+            finished=state.step >= steps,
+            held_out_before=state.history.before,
+            held_out=state.history.last,
+            held_out_interval=state.history.interval,
+            save=self._last_save,
         )
-    remedy = (
-        f"the last save is {save}: lower optim.lr, and go on from there" if save else "nothing is saved: lower optim.lr"
-    )
-    return f"the loss after step {step} {where}; {remedy}"
+
+    def _resume(self) -> None:
+        """Take over the newest save, if there is one."""
+        self._last_save = latest(self._folder / "state", self._warn)
+        if self._last_save is not None:
+            self._state.load_state_dict(load_state(self._last_save), self._last_save)
+        limit = torch.finfo(self._model.matmul_dtype).max
+        self._drift = Drift(limit, self._warn, self._state.first_activations)
+        restart_peak(self._devices)
+        self._model.module.train()
+        for callback in self._callbacks:
+            callback.started(self._state.step)
+
+    def _train_step(self, metrics: MetricsLog, *, count_attention: bool) -> None:
+        """Take one optimizer step, and report it."""
+        began = time.perf_counter()
+        state, config = self._state, self._config.train
+        first = state.step * config.accumulation
+        batches = [batch for micro in range(config.accumulation) for batch in self._data.micro_batches(first + micro)]
+        lr = learning_rate(state.step, self._config.optim, config.steps)
+        looks = config.sentinels and (state.step == 0 or (state.step + 1) % config.sentinels == 0)
+        watch = Watch() if looks else None
+        context = StepContext(step=state.step, seed=config.seed, flow=self._config.flow, pipelined=config.pipelined)
+        try:
+            with counted_calls(AttentionCalls() if count_attention else None):
+                result = training_step(
+                    self._model, batches, state.optimizer, context, lr=lr, clip_norm=config.clip_norm, watch=watch
+                )
+        except NonFiniteLoss as error:
+            raise _failure(error, self._folder, lr, self._last_save) from error
+        state.optimizer.zero_grad()  # measuring, saving and sampling need the memory, not the gradients
+        state.step, state.held_out = state.step + 1, None
+        if watch is not None and watch.reading is not None:
+            metrics.write(state.step, self._drift.take(state.step, watch.reading))
+        state.average.update(state.step)
+        tokens = sum(self._model.spec.training.num_tokens(item) for batch in batches for item in batch.items)
+        seconds = time.perf_counter() - began  # with reading its data, without measuring and saving
+        numbers = {
+            "loss": result.loss,
+            "lr": lr,
+            "grad_norm": result.grad_norm,
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "peak_memory_bytes": peak_memory_bytes(self._devices),
+        }
+        for callback in self._callbacks:
+            callback.after_step(state.step, numbers)
+        if metrics.due(state.step):
+            metrics.write(state.step, numbers)
+
+    def _validate(self, metrics: MetricsLog) -> None:
+        """Measure the held-out loss, if there are clips to measure it on."""
+        validator, state = self._validator, self._state
+        if validator is None:
+            return
+        with state.used():
+            loss = validator.measure(self._model, state.step, self._last_save)
+        state.held_out = loss.mean
+        metrics.write(state.step, state.history.take(loss, first=state.step == 0, files=validator.files))
+        for callback in self._callbacks:
+            callback.after_validation(state.step, loss)
+
+    def _save(self) -> None:
+        self._last_save = save_state(self._folder / "state", self._state.state_dict(), self._config.save)
+        self._call(lambda callback: callback.on_save(self._state.step))
+
+    def _preview(self, *, stopping: bool) -> None:
+        step = self._state.step
+        if step < self._config.train.steps:  # the last ones are those of the finished model
+            self._call(
+                lambda callback: callback.on_preview(step),
+                [callback for callback in self._callbacks if callback.wants_preview(step, stopping=stopping)],
+            )
+
+    def _call(self, act: Callable[[Callback], None], callbacks: Sequence[Callback] | None = None) -> None:
+        """Have callbacks act, all of them if none are named, while the parameters are those to export."""
+        chosen = self._callbacks if callbacks is None else callbacks
+        if chosen:
+            with self._state.used():
+                for callback in chosen:
+                    act(callback)
 
 
 def _failure(error: NonFiniteLoss, folder: Path, lr: float, save: Path | None) -> UserError:

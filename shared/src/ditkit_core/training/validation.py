@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +20,9 @@ from torch import Tensor, nn
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
-from ditkit_core.models.protocol import Engine
-from ditkit_core.models.spec import ModelSpec
 from ditkit_core.training.confidence import half_width
-from ditkit_core.training.flow_matching import to_device, velocity_errors
+from ditkit_core.training.flow_matching import NoisedBatch, to_device, velocity_errors
+from ditkit_core.training.train_model import MicroBatch, TrainModel
 
 _SEED = 0
 """The grid's own seed: runs that differ in `train.seed` are measured by the same noise."""
@@ -115,14 +115,12 @@ class HeldOutLoss(NamedTuple):
 class Course:
     """What a run's measurements came to: before training, and last. Kept in its saves."""
 
-    def __init__(self, values: Mapping[str, Any] | None = None, files: Sequence[str] = ()):
+    def __init__(self, values: Mapping[str, Any] | None = None):
         """Begin anew, or go on from what a save holds.
 
         Args:
             values: `State.values` of the save.
-            files: Of each clip, as in `HeldOutLoss.half_widths`.
         """
-        self._files = files
         stored = values or {}
         self.before: float | None = stored.get("held_out_before")
         self.last: float | None = stored.get("held_out_last")
@@ -130,12 +128,13 @@ class Course:
         clips = stored.get("held_out_before_clips")
         self._first = HeldOutLoss.of({float(sigma): errors for sigma, errors in clips.items()}) if clips else None
 
-    def take(self, loss: HeldOutLoss, *, first: bool) -> dict[str, float]:
+    def take(self, loss: HeldOutLoss, *, first: bool, files: Sequence[str] = ()) -> dict[str, float]:
         """Take a measurement.
 
         Args:
             loss: What was measured.
             first: Whether nothing has been trained yet.
+            files: Of each clip, as in `HeldOutLoss.half_widths`.
 
         Returns:
             Numbers by name: `held_out`, `held_out/sigma_0.3`, … and but for the first the ends of each one's interval, `held_out_low`,
@@ -146,7 +145,7 @@ class Course:
         if first:
             self.before, self._first = loss.mean, loss
         elif self._first is not None:
-            half, by_sigma = loss.half_widths(self._first, self._files)
+            half, by_sigma = loss.half_widths(self._first, files)
             if half is not None:
                 self.interval = (loss.mean - half, loss.mean + half)
             halves = {"held_out": half} | {f"held_out/sigma_{sigma:g}": x for sigma, x in by_sigma.items()}
@@ -167,9 +166,7 @@ class Course:
 
 
 def held_out_loss(
-    model: Any,
-    run: Engine,
-    spec: ModelSpec,
+    model: TrainModel,
     ids: Sequence[str],
     items: Sequence[Mapping[str, Tensor]],
     sigmas: Sequence[float],
@@ -178,17 +175,15 @@ def held_out_loss(
     """Measure the model without touching anything: no gradients, no dropout, no shared random numbers.
 
     Args:
-        model: The staged model; its train and eval modes are put back.
-        run: The engine for its forward.
-        spec: The model's spec.
+        model: The model and its engine; its train and eval modes are put back.
         ids: Stable names of the clips, at least one.
         items: Their training items.
         sigmas: Noise levels, at least one.
         guidance: What a model with an embedding of guidance is told, as in training.
     """
-    device = next(model.embed.parameters()).device
+    device = next(model.module.embed.parameters()).device
     errors: dict[float, list[float]] = {sigma: [] for sigma in sigmas}
-    with torch.no_grad(), _evaluating(model):
+    with torch.no_grad(), _evaluating(model.module):
         for name, item in zip(ids, items, strict=True):
             moved = [to_device(item, device)]
             for sigma, values in errors.items():
@@ -196,18 +191,65 @@ def held_out_loss(
                 noise = [torch.randn(item["latents"].shape, generator=random).to(device)]
                 level = torch.full((1,), sigma, dtype=torch.float32, device=device)
                 # one sample at a time: a clip's number does not depend on the others
-                found = velocity_errors(
-                    model,
-                    run,
-                    spec.training.make_inputs,
-                    moved,
-                    level,
-                    noise,
-                    guidance,
-                    loss_mask=spec.training.loss_mask,
-                )
-                values.append(float(found[0]))
+                values.append(float(velocity_errors(model, NoisedBatch(moved, level, noise), guidance)[0]))
     return HeldOutLoss.of(errors)
+
+
+class Validator:
+    """Measures a model on the clips that are kept from training.
+
+    Attributes:
+        files: The file that each clip is of, for the confidence interval.
+    """
+
+    def __init__(
+        self, config: HeldOutConfig, clips: MicroBatch, *, files: Sequence[str] = (), guidance: float = 1.0
+    ) -> None:
+        """Keep what is measured.
+
+        Args:
+            config: A section of the configuration.
+            clips: The clips, at least one.
+            files: The file that each of these is of; empty: each is of its own.
+            guidance: `FlowConfig.guidance`.
+        """
+        self.files = files
+        self._config, self._clips, self._guidance = config, clips, guidance
+
+    def due(self, step: int, *, saving: bool) -> bool:
+        """Whether to measure after `step` optimizer steps, given whether the run saves there."""
+        return self._config.due(step, saving=saving)
+
+    def measure(self, model: TrainModel, step: int, last_save: Path | None) -> HeldOutLoss:
+        """The loss of the model as it is.
+
+        Args:
+            model: The model and its engine.
+            step: Optimizer steps done.
+            last_save: What a run whose loss is not finite can be continued from.
+
+        Raises:
+            UserError: If the loss is not finite.
+        """
+        clips = self._clips
+        loss = held_out_loss(model, clips.ids, clips.items, self._config.sigmas, self._guidance)
+        if (broken := loss.broken()) is not None:
+            sigma, place = broken
+            raise UserError(_cannot_measure(step, clips.ids[place], sigma, last_save))
+        return loss
+
+
+def _cannot_measure(step: int, clip: str, sigma: float, save: Path | None) -> str:
+    """The line for a loss that is not finite."""
+    where = f"is not finite at held-out clip {clip}, noise level {sigma:g}"
+    if step == 0:
+        return (
+            f"before training, the loss {where}: the weights or that clip are damaged; replace them, or remove the clip"
+        )
+    remedy = (
+        f"the last save is {save}: lower optim.lr, and go on from there" if save else "nothing is saved: lower optim.lr"
+    )
+    return f"the loss after step {step} {where}; {remedy}"
 
 
 @contextmanager

@@ -30,8 +30,9 @@ from ditkit_core.run.prepare import check_item, check_items
 from ditkit_core.run.run import Run, with_arch
 from ditkit_core.training.checkpoint import SaveConfig, latest, load_state, save_state
 from ditkit_core.training.tensor_stats import Watch
+from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import Trained
-from ditkit_core.training.train_step import NonFiniteLoss, training_step
+from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
 
 STEPS = 2
 LARGEST_SAVE_BYTES = 4 * 2**30
@@ -117,10 +118,14 @@ def _try(run: Run, examined: Examined) -> tuple[StepRow, list[Finding]]:
     for step in range(STEPS):
         with counted_calls(AttentionCalls() if step == 0 else None):
             result = training_step(
-                prepared.model, engine, run.spec, batches, trained.optimizer,
-                step=step, lr=run.config.optim.lr, seed=config.seed, flow=run.config.flow, clip_norm=config.clip_norm,
-                pipelined=config.pipelined, watch=heard.watch(),
-            )  # fmt: skip
+                TrainModel(prepared.model, engine, run.spec),
+                batches,
+                trained.optimizer,
+                StepContext(step=step, seed=config.seed, flow=run.config.flow, pipelined=config.pipelined),
+                lr=run.config.optim.lr,
+                clip_norm=config.clip_norm,
+                watch=heard.watch(),
+            )
         trained.optimizer.zero_grad()
         losses.append(result.loss)
         norms.append(result.grad_norm)
@@ -166,7 +171,7 @@ class _Listening(Watch):
 
 def _reloads(trained: Trained) -> bool | None:
     """Whether a save comes back to the bit, both as it is read and in the parameters; None if it would be too large for a trial."""
-    state = trained.state(STEPS, None, {})
+    state = trained.state_dict()
     if sum(tensor.nbytes for group in state.tensors.values() for tensor in group.values()) > LARGEST_SAVE_BYTES:
         return None
     with tempfile.TemporaryDirectory(prefix="ditkit-check-") as folder:
@@ -180,7 +185,7 @@ def _reloads(trained: Trained) -> bool | None:
         with torch.no_grad():
             for value in trained.values.values():
                 value.zero_()
-        trained.restore(read, written)
+        trained.load_state_dict(read, written)
     return _equal({"": trained.values}, {"": kept})
 
 

@@ -1,19 +1,46 @@
-"""What `encode` is asked beside encoding: to read the cache against its digests, to make room in it, to show what samples became."""
+"""The encode command: fills the cache, and if asked reads it against its digests, makes room in it, or shows what samples became."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from ditkit_core.commands.options import EncodeOptions
 from ditkit_core.data.config import DataConfig
-from ditkit_core.encoding.cache_maintenance import Rule, keys_in, prune, verify
+from ditkit_core.encoding.cache_maintenance import Rule, keys_in, parse_rule, prune, verify
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.preview_dataset import dump
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say, warn
 from ditkit_core.io.run_dir import RunFolder
-from ditkit_core.run.run import Run
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.run.checks import check
+from ditkit_core.run.config import RunConfig
+from ditkit_core.run.encoding import encode_all
+from ditkit_core.run.expert_runs import known
+from ditkit_core.run.run import Run, create_run
 
 
-def verify_cache(run: Run) -> None:
+def encode(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> None:
+    """Fill the cache, and nothing else."""
+    run = create_run(spec, config)
+    check(run)
+    if options.demo:
+        spec.demo.write(RunFolder(Path(config.run.folder)).inputs)
+        run = create_run(spec, config)
+    run = known(run)
+    rule = parse_rule(options.prune_cache) if options.prune_cache else None
+    if options.dump:
+        _check_dump(config.data, Path(options.dump))
+    if options.verify_cache:
+        _verify_cache(run)
+    encoded, prior = encode_all(run)
+    say(f"{len(encoded) + len(prior)} samples are encoded in {run.data.cache.folder}")
+    if options.dump:
+        _dump_samples(run, Path(options.dump), encoded)
+    if rule is not None:
+        _prune_cache(run, rule, [*encoded, *prior])
+
+
+def _verify_cache(run: Run) -> None:
     """Read every entry of the cache, and say which ones were removed because they are not what was written."""
     with progress("verify cache", sum(1 for _ in run.data.cache.entries())) as bar:
         found = verify(run.data.cache, bar.advance)
@@ -25,7 +52,7 @@ def verify_cache(run: Run) -> None:
     say(f"{run.data.cache.folder}: {found.checked} entries read{older}, {len(found.damaged)} damaged")
 
 
-def prune_cache(run: Run, rule: Rule, encoded: Sequence[EncodedSample]) -> None:
+def _prune_cache(run: Run, rule: Rule, encoded: Sequence[EncodedSample]) -> None:
     """Remove entries by a rule. Those of this run's data stay, and with `unused` those of every run in the folder that its own lies in."""
     keep = {part.rpartition(" ")[2] for sample in encoded for part in (*sample.keys, sample.empty_text_key)}
     if rule.unused:
@@ -46,7 +73,7 @@ def prune_cache(run: Run, rule: Rule, encoded: Sequence[EncodedSample]) -> None:
     )
 
 
-def check_dump(data: DataConfig, folder: Path) -> None:
+def _check_dump(data: DataConfig, folder: Path) -> None:
     """Refuse to write samples among the clips, where they would be read as clips, or replace some.
 
     Raises:
@@ -59,7 +86,7 @@ def check_dump(data: DataConfig, folder: Path) -> None:
             raise UserError(f"--dump {folder} would write among the files of {name}; name a folder apart from the data")
 
 
-def dump_samples(run: Run, folder: Path, encoded: Sequence[EncodedSample]) -> None:
+def _dump_samples(run: Run, folder: Path, encoded: Sequence[EncodedSample]) -> None:
     """Write what every sample that was encoded became."""
     there = {sample.id for sample in encoded}
     samples = [sample for sample in run.data.dataset.samples if sample.id in there]

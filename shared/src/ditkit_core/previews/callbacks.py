@@ -1,0 +1,67 @@
+"""Samples of a model that trains: made where it is, or by another process from a copy of its weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ditkit_core.adapters.inject import trainable_parameters
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.previews.generate import draw
+from ditkit_core.previews.manager import Previews
+from ditkit_core.run.encoding import scenes_of
+from ditkit_core.run.model import engine_of
+from ditkit_core.run.prepare import Prepared
+from ditkit_core.run.run import Run
+from ditkit_core.sampling.denoise import only
+from ditkit_core.training.callbacks import Callback
+
+
+class SamplesInPlace(Callback):
+    """Samples with the model that trains, which waits for them: previews, and those of the finished model."""
+
+    def __init__(
+        self, run: Run, prepared: Prepared, folder: RunFolder, on_drawn: Callable[[Path], object], *, every_steps: int
+    ):
+        """Prepare.
+
+        Args:
+            run: The run of one transformer.
+            prepared: Its model.
+            folder: Where samples go.
+            on_drawn: Called with the folder's path after they are written.
+            every_steps: Optimizer steps between two previews; 0 for none.
+        """
+        self._run, self._prepared, self._folder = run, prepared, folder
+        self._on_drawn, self._every_steps = on_drawn, every_steps
+
+    def wants_preview(self, step: int, *, stopping: bool) -> bool:
+        # After a signal nobody waits for samples, which take minutes.
+        return bool(self._every_steps) and step % self._every_steps == 0 and not stopping
+
+    def on_preview(self, step: int) -> None:
+        self._draw(step)
+
+    def finished(self, step: int) -> None:
+        if self._run.expert is None:  # else all experts sample together, once they are trained
+            self._draw(step)
+
+    def _draw(self, step: int) -> None:
+        run = self._run
+        turns = only(self._prepared.model, engine_of(run, self._prepared))
+        draw(run, turns, scenes_of(run, run.data.dataset.samples), self._folder.samples, f"step-{step:06d}")
+        self._on_drawn(self._folder.path)
+
+
+class QueuedPreviews(Callback):
+    """Writes the trained weights into the queue of a process that samples on another device."""
+
+    def __init__(self, run: Run, prepared: Prepared, previews: Previews):
+        self._prepared, self._every_steps = prepared, previews.every_steps
+        self._take = previews.taker(run.expert)
+
+    def wants_preview(self, step: int, *, stopping: bool) -> bool:
+        # After a signal too: it is a copy of the weights, and the process that samples goes on from the queue at the next start.
+        return bool(self._every_steps) and step % self._every_steps == 0
+
+    def on_preview(self, step: int) -> None:
+        with self._prepared.readable():
+            self._take(step, trainable_parameters(self._prepared.model))  # of streamed ones those on the host

@@ -1,0 +1,66 @@
+"""`--init-from`: another run whose trained weights are the first ones of a new run."""
+
+from pathlib import Path
+
+from ditkit_core.errors import UserError
+from ditkit_core.io.console import say, warn
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.models.spec import Expert
+from ditkit_core.run.prepare import Prepared
+from ditkit_core.run.restore import take_trained
+from ditkit_core.training.checkpoint import latest
+
+
+def check_start(run: str, folder: RunFolder) -> None:
+    """Refuse another run of which a new one cannot take the trained weights.
+
+    Raises:
+        UserError: If it is the same run, has no save, or is of several experts.
+    """
+    if run and Path(run).resolve() == folder.path.resolve():
+        raise UserError(f"--init-from {run} is this run itself; set run.folder to a new folder")
+    if not run or any(RunFolder(Path(run)).state.glob("step-*")):
+        return
+    inside = sorted(path.parent for path in Path(run).glob("*/state") if any(path.glob("step-*")))
+    if inside and RunFolder(Path(run)).config_file.exists():
+        raise UserError(
+            f"--init-from {run} is a run of several experts, and one is trained here; name it: --init-from {' or '.join(map(str, inside))}"
+        )
+    if inside:
+        more = f" and {len(inside) - 3} more" if len(inside) > 3 else ""
+        raise UserError(
+            f"--init-from {run} has no save; runs inside it: {', '.join(map(str, inside[:3]))}{more}; name one"
+        )
+    raise UserError(f"--init-from {run} has no save; name the folder of a run that was trained")
+
+
+def start_from(run: str, prepared: Prepared, folder: RunFolder) -> None:
+    """Take the trained weights of another run as the first ones, unless this run has a state of its own already."""
+    if run and latest(folder.state, warn) is None:
+        check_start(run, folder)
+        step = take_trained(prepared, RunFolder(Path(run)))
+        say(f"starting from the weights of {run} at step {step}")
+
+
+def start_of_expert(init_from: str, expert: Expert) -> str:
+    """The run that an expert's run starts from where `--init-from` names a run of all experts.
+
+    Raises:
+        UserError: If that has no save of this expert.
+    """
+    if not init_from:
+        return ""
+    inside = RunFolder(Path(init_from) / expert.name)
+    if any(inside.state.glob("step-*")):
+        return str(inside.path)
+    if not Path(init_from).is_dir():
+        raise UserError(f"--init-from {init_from} is not there; correct the path")
+    if any(RunFolder(Path(init_from)).state.glob("step-*")):
+        raise UserError(
+            f"--init-from {init_from} is a run of one transformer, and here both experts are trained; name the folder of a run of both, or start "
+            f"the one that it is of by itself: --experts.train NAME --init-from {init_from}"
+        )
+    raise UserError(
+        f"--init-from {init_from} has no save of the {expert.name} expert (none in {inside.state}), and here both experts are trained; name the "
+        "folder of a run of both, or train one with --experts.train NAME --init-from ITS_RUN"
+    )

@@ -1,0 +1,56 @@
+"""What a run trains on: its micro-batches in their order, and the record that a continued run is compared with."""
+
+import json
+from collections.abc import Sequence
+
+from ditkit_core.encoding.encoded_sample import EncodedSample
+from ditkit_core.encoding.loader import BatchSize, TrainingData
+from ditkit_core.encoding.prior_preservation import WithPrior
+from ditkit_core.errors import UserError
+from ditkit_core.io.console import say
+from ditkit_core.io.files import write_text
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.run.prepare import Prepared
+from ditkit_core.run.run import Run
+
+EMPTY_CAPTION = "(empty caption)"
+"""What a run's data file has the empty caption under, which caption dropout gives: where the cache keeps it."""
+
+
+def training_data(
+    run: Run, samples: Sequence[EncodedSample], prior: Sequence[EncodedSample]
+) -> TrainingData | WithPrior:
+    """What a run trains on, in its order."""
+    config = run.config.train
+    size = BatchSize(samples=config.batch_size, tokens=config.batch_tokens, num_tokens=run.spec.training.num_tokens)
+    dropout = {"caption_dropout": config.caption_dropout, "control_dropout": config.control_dropout}
+    data = TrainingData(samples, seed=config.seed, batch_size=size, **dropout)
+    if data.num_shapes > 1:
+        say(f"{len(samples)} samples have {data.num_shapes} shapes: {data.mean_size:.1f} in a micro-batch on average")
+    if not prior:
+        return data
+    return WithPrior(data, prior, seed=config.seed, batch_size=size, weight=run.config.prior.weight, **dropout)
+
+
+def check_data(folder: RunFolder, encoded: Sequence[EncodedSample], prepared: Prepared) -> None:
+    """Store what the run trains on, and hold a run that is continued to it: order and held-out clips depend on the samples.
+
+    Raises:
+        UserError: Naming a sample that came, went or changed, or the base.
+    """
+    now = {sample.id: sample.keys for sample in encoded}
+    now["(base weights)"] = [prepared.source.fingerprint(), ""]
+    now[EMPTY_CAPTION] = sorted({f"text {sample.empty_text_key}" for sample in encoded})
+    if not (folder.data_file.exists() and any(folder.state.glob("step-*"))):
+        write_text(folder.data_file, json.dumps(now, indent=0, sort_keys=True))
+        return
+    before = json.loads(folder.data_file.read_text(encoding="utf-8"))
+    if EMPTY_CAPTION not in before:  # of an earlier version
+        before[EMPTY_CAPTION] = now[EMPTY_CAPTION]
+        write_text(folder.data_file, json.dumps(before, indent=0, sort_keys=True))
+    changed = sorted(id for id in now.keys() | before.keys() if now.get(id) != before.get(id))
+    if changed:
+        raise UserError(
+            f"{folder.path} was trained on something else ({len(changed)} changed, first {changed[0]!r}: clip, caption, "
+            f"encoder or weights); put it back, or start a new run from its weights with --run.folder NEW --init-from {folder.path}"
+        )

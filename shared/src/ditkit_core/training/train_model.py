@@ -1,0 +1,54 @@
+"""What a training step works on: a model with everything that runs it, and the samples of a micro-batch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from ditkit_core.engine.block_swap import BlockSwap
+from ditkit_core.models.protocol import Engine
+from ditkit_core.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class TrainModel:
+    """A staged model on its devices, and what runs it."""
+
+    module: Any
+    """The `StagedModel`."""
+    engine: Engine
+    """Runs its forward."""
+    spec: ModelSpec
+    trainable: Mapping[str, nn.Parameter] = field(default_factory=dict, repr=False)
+    """The parameters to train, by name; no two names share one. A forward alone needs none."""
+    streamer: BlockSwap | None = None
+    """Streams weights of the model, as the engine does; None if all stay on their devices."""
+    matmul_dtype: torch.dtype = torch.float32
+    """What the blocks multiply in: the loop warns of activations near its largest number."""
+
+
+@runtime_checkable
+class MicroBatch(Protocol):
+    """Samples that go through the model together."""
+
+    @property
+    def ids(self) -> Sequence[str]:
+        """Stable names of the samples."""
+        ...
+
+    @property
+    def items(self) -> Sequence[Mapping[str, Tensor]]:
+        """Their tensors: `latents` [channels, frames, height, width] and the model's own."""
+        ...
+
+    @property
+    def weights(self) -> Sequence[float]:
+        """Factor of each sample's loss; empty: 1 each."""
+        ...
+
+    @property
+    def counted(self) -> float | None:
+        """How many samples it counts for in the step's mean: None for as many as it has, 0 for what is added to the mean."""
+        ...
