@@ -92,7 +92,11 @@ def _dump_samples(run: Run, folder: Path, encoded: Sequence[EncodedSample]) -> N
     samples = [sample for sample in run.data.dataset.samples if sample.id in there]
     with progress("dump", len(samples)) as bar:
         dump(
-            samples, folder, fps=run.data.dataset.fps, columns=run.auxiliary.columns, reference_size=run.spec.data.reference_size,
+            samples,
+            folder,
+            fps=run.data.dataset.fps,
+            columns=run.auxiliary.columns,
+            reference_size=run.spec.data.reference_size,
             advance=bar.advance,
-        )  # fmt: skip
+        )
     say(f"{len(samples)} samples as they are encoded: {folder}")

@@ -70,9 +70,14 @@ def _export(run: Run, wanted: ExportConfig, options: ExportOptions, folder: RunF
         target = out.with_suffix("") if out.suffix == ".safetensors" else out
         with prepared.readable():
             files = export_merged(
-                prepared.model, spec, target, wanted, metadata=metadata, original=prepared.original,
+                prepared.model,
+                spec,
+                target,
+                wanted,
+                metadata=metadata,
+                original=prepared.original,
                 config_json=prepared.config_json,
-            )  # fmt: skip
+            )
     else:
         stem, exact = out.stem, bool(options.out) and len(wanted.forms) == 1
         files = export_adapter(prepared.model, spec, out.parent, stem, wanted, metadata=metadata, exact=exact)
@@ -157,9 +162,14 @@ class Exporter(Callback):
         prepared = self._prepared
         with prepared.readable():
             export_merged(
-                prepared.model, run.spec, folder, run.config.export, metadata=metadata, original=prepared.original,
+                prepared.model,
+                run.spec,
+                folder,
+                run.config.export,
+                metadata=metadata,
+                original=prepared.original,
                 config_json=prepared.config_json,
-            )  # fmt: skip
+            )
 
 
 def hand_over(run: Run, folder: RunFolder) -> None:

@@ -189,9 +189,12 @@ class _Probe(TorchDispatchMode):
             stage, module = "loss" if self._after_head else "inputs", ""
         passes = "forward" if not self.is_backward else "recompute" if stack else "backward"
         self.found = {
-            "pass": passes, "stage": stage, "module": module, "operation": operation,
+            "pass": passes,
+            "stage": stage,
+            "module": module,
+            "operation": operation,
             "weights": [] if passes == "backward" else self._broken_weights[:10],
-        }  # fmt: skip
+        }
 
 
 def _drop(parameter: Tensor) -> None:

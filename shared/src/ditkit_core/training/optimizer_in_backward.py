@@ -32,9 +32,13 @@ class Updates:
     """
 
     def __init__(
-        self, optimizer: NamedOptimizer, lr: float, *, readable: bool = True,
+        self,
+        optimizer: NamedOptimizer,
+        lr: float,
+        *,
+        readable: bool = True,
         watch: Callable[[str, Tensor], None] | None = None,
-    ):  # fmt: skip
+    ):
         """Prepare the updates of a step.
 
         Args:

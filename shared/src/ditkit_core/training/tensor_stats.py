@@ -189,11 +189,17 @@ class Drift:
             where, ratio = f"step {step}: {made.part} of block {made.block}", growth.get(made, 1.0)
             if ratio > GROWTH:
                 before = largest / ratio
-                self._say("growth", f"{where}: the largest activation is {largest:.3g}, {ratio:.1f} times its first {before:.3g}; "
-                          "look at samples of this step, lower optim.lr, or go back to an earlier save")  # fmt: skip
+                self._say(
+                    "growth",
+                    f"{where}: the largest activation is {largest:.3g}, {ratio:.1f} times its first {before:.3g}; "
+                    "look at samples of this step, lower optim.lr, or go back to an earlier save",
+                )
             if largest > self.limit / 2:
-                self._say("range", f"{where}: the largest activation is {largest:.3g}, within a factor of 2 of {self.limit:.5g}, "
-                          "the largest number of model.dtype; choose a wider one, or lower optim.lr")  # fmt: skip
+                self._say(
+                    "range",
+                    f"{where}: the largest activation is {largest:.3g}, within a factor of 2 of {self.limit:.5g}, "
+                    "the largest number of model.dtype; choose a wider one, or lower optim.lr",
+                )
             if reading.not_finite[made]:
                 self._say("not finite", f"{where}: {reading.not_finite[made]} activations are not finite")
         numbers: dict[str, float | str] = {"grad_underflow": reading.underflow}

@@ -6,13 +6,14 @@ second step, after an update of the second matrix. Nothing of it is kept: the mo
 
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ditkit_core.data.dataset import Sample
 from ditkit_core.diagnostics.doctor.dataset import Examined, outline_of, refused, shape_for
 from ditkit_core.diagnostics.doctor.findings import Finding, StepRow
 from ditkit_core.encoding.loader import BatchSize, TrainingData
@@ -26,7 +27,7 @@ from ditkit_core.run.checks import check_parts
 from ditkit_core.run.encoding import encode_samples
 from ditkit_core.run.expert_runs import is_joint
 from ditkit_core.run.model import build_model, engine_of, load_model
-from ditkit_core.run.prepare import check_item, check_items
+from ditkit_core.run.prepare import Unloaded, check_item, check_items
 from ditkit_core.run.run import Run, with_arch
 from ditkit_core.training.checkpoint import SaveConfig, latest, load_state, save_state
 from ditkit_core.training.tensor_stats import Watch
@@ -87,12 +88,7 @@ def _try(run: Run, examined: Examined) -> tuple[StepRow, list[Finding]]:
     if is_joint(run):
         raise UserError("this model has several experts, as only its weights tell; name it with model.preset")
     placement = place(run, unloaded, training=True)
-    everything = [*examined.samples, *examined.class_pictures]
-    for shape, sample in {shape_for(run, sample): sample for sample in reversed(everything)}.items():
-        try:
-            check_item(run.spec, unloaded.model, outline_of(run, shape))
-        except UserError as error:
-            raise UserError(f"{sample.id}: {error}") from error
+    _check_shapes(run, unloaded, [*examined.samples, *examined.class_pictures])
     check_parts(run, examined.samples)
     encoded = encode_samples(run, largest, run.data.fps)
     if len(encoded) < len(largest):
@@ -141,6 +137,15 @@ def _try(run: Run, examined: Examined) -> tuple[StepRow, list[Finding]]:
         seconds=time.monotonic() - began,
     )  # fmt: skip
     return row, _findings(row, prepared.adapter.method)
+
+
+def _check_shapes(run: Run, unloaded: Unloaded, samples: Sequence[Sample]) -> None:
+    """Have the model without weights take one sample of each shape."""
+    for shape, sample in {shape_for(run, sample): sample for sample in reversed(samples)}.items():
+        try:
+            check_item(run.spec, unloaded.model, outline_of(run, shape))
+        except UserError as error:
+            raise UserError(f"{sample.id}: {error}") from error
 
 
 class _Heard:
