@@ -21,8 +21,9 @@ from ditkit_core.commands.fit import task_for
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.autotune import Candidate, Task, fit, least_missing
+from ditkit_core.planner.autotune import fit, least_missing
 from ditkit_core.planner.gpus import Card, parse_gpus
+from ditkit_core.planner.partition_search import Candidate, Task
 from ditkit_core.planner.step_time import UTILISATION
 from ditkit_core.planner.suggestions import levers
 from ditkit_core.run.config import RunConfig

@@ -15,9 +15,10 @@ from ditkit_core.commands.options import TrainOptions
 from ditkit_core.config.sizes import GIB
 from ditkit_core.config.toml import read_config_file
 from ditkit_core.planner import plan as plan_stage
-from ditkit_core.planner.autotune import Task, fit, least_missing
+from ditkit_core.planner.autotune import fit, least_missing
 from ditkit_core.planner.auxiliary import CompanionRow
 from ditkit_core.planner.gpus import parse_gpus
+from ditkit_core.planner.partition_search import Task
 from ditkit_core.planner.suggestions import best_first, levers
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.run import create_run

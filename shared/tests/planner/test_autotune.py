@@ -15,17 +15,15 @@ from ditkit_core.engine.placement import Placement
 from ditkit_core.planner.autotune import (
     HARDLY_LONGER,
     POLICIES,
-    PRICE,
     ROOM,
     SMALLEST,
-    Task,
     fit,
     least_missing,
     shortest_seconds,
 )
 from ditkit_core.planner.gpus import of_size, parse_gpus
 from ditkit_core.planner.memory import Division, compose
-from ditkit_core.planner.partition_search import budget_of
+from ditkit_core.planner.partition_search import PRICE, Task, budget_of
 from ditkit_core.planner.step_time import Workload, step_seconds
 
 

@@ -23,6 +23,7 @@ from ditkit_core.planner.auxiliary import (
     measure,
 )
 from ditkit_core.planner.memory_tracker import Ledger
+from ditkit_core.testing.plans import step_of
 from ditkit_core.testing.toy import TOY
 from ditkit_core.testing.world import make_model
 from ditkit_core.weights.layer_streaming import MARGIN_BYTES
@@ -164,7 +165,8 @@ def test_the_largest_picture_and_the_largest_clip_are_both_looked_at() -> None:
 def test_denoising_takes_what_the_whole_model_does(frames: int) -> None:
     """Two blocks more hold nothing more, and the real model what the fake one says."""
     arch, size = replace(TOY.architecture.presets["tiny"], depth=5), (frames, 32, 32)
-    planned = denoising_bytes(TOY, arch, Precision(matmul=torch.float32), AdapterConfig(rank=2), size, kind="cpu")
+    step = step_of(TOY, arch, size, AdapterConfig(rank=2))
+    planned = denoising_bytes(replace(step, precision=Precision(matmul=torch.float32), kind="cpu"), size)
     model = make_model(TOY, arch, adapter=AdapterConfig(rank=2)).eval()
     with torch.no_grad(), Ledger() as ledger:
         ledger.track(model, "weights")

@@ -1,14 +1,12 @@
 """Plans of divided toys, compared with whole steps on fake tensors."""
 
 import gc
-import warnings
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from toy_jobs import ARCH
 
 from ditkit_core.adapters.inject import trainable_parameters
@@ -16,9 +14,8 @@ from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.block_swap import BlockSwap
 from ditkit_core.engine.engine import Engine
 from ditkit_core.engine.placement import Placement
-from ditkit_core.nn.context import as_on
 from ditkit_core.planner.memory import Division
-from ditkit_core.planner.profiler import Job, Meter, profile
+from ditkit_core.planner.profiler import Job, fake_tensors, profile
 from ditkit_core.planner.reduced_model import materialise, thinned
 from ditkit_core.testing.plans import divided, planned
 from ditkit_core.training.optimizer_in_backward import Updates
@@ -33,18 +30,6 @@ DEPTH = ARCH.depth
 
 
 TOLERANCE = 0.02
-
-
-@contextmanager
-def fake(kind: str):
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(as_on(kind))
-        stack.enter_context(FakeTensorMode())
-        yield stack.enter_context(Meter(kind))
 
 
 def to_host(block: nn.Module, *, trained: bool) -> None:
@@ -62,7 +47,7 @@ def held(of: Job, division: Division, *, pipelined: bool = False) -> list[int]:
     names = {id(module): name for name, module in model.named_modules()}
     devices = [torch.device("cpu", 1 + index) for index in range(1 + max(division.devices))]
     blocks = tuple(devices[index] for index in division.devices)
-    with fake(of.kind) as meter:
+    with fake_tensors(of.kind) as meter:
         for stage, device in zip((model.embed, *model.blocks(), model.head), (devices[0], *blocks, devices[-1])):
             materialise(stage, names[id(stage)], of.spec, dtype=of.precision.matmul, device=device)
         for index in division.streamed:

@@ -17,14 +17,15 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import write_text
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.autotune import PRICE, Candidate, Fit, Task, fit, least_host, least_missing
+from ditkit_core.planner.autotune import Fit, fit, least_host, least_missing
 from ditkit_core.planner.gpus import Card, cards_here, keeping_reserves, parse_gpus
 from ditkit_core.planner.partition import host_limit
+from ditkit_core.planner.partition_search import PRICE, Candidate, Task
 from ditkit_core.planner.plan import beside_of, check, job_for
 from ditkit_core.planner.profiler import Profile, profile
 from ditkit_core.planner.report import said_of
 from ditkit_core.planner.step_time import BUFFERS, Workload, assumptions
-from ditkit_core.planner.suggestions import Planned, best_first, levers
+from ditkit_core.planner.suggestions import Change, Planned, best_first, levers
 from ditkit_core.run.checks import check_preview_device
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.run import Run, create_run
@@ -129,10 +130,14 @@ def apply(config: RunConfig, chosen: Candidate, names: Sequence[str]) -> RunConf
         device, devices = train.device if keeps else used[0], ()
     reserve = spread(train.reserve, len(names), "train.reserve") if len(train.reserve) > 1 else train.reserve
     changed: dict[str, Any] = {
-        "device": device, "devices": devices, "split_points": setting.cuts, "checkpointing": setting.policy, "pipelined": setting.pipelined,
+        "device": device,
+        "devices": devices,
+        "split_points": setting.cuts,
+        "checkpointing": setting.policy,
+        "pipelined": setting.pipelined,
         "swap_blocks": setting.swap if any(setting.swap) else (),
         "reserve": tuple(reserve[i] for i in setting.cards) if len(reserve) > 1 else reserve,
-    }  # fmt: skip
+    }
     held: dict[str, Any] = {"quantize": setting.quantize}
     return replace(config, train=replace(train, **changed), base=replace(config.base, **held))
 
@@ -169,8 +174,7 @@ def explained(found: Fit, task: Task, names: Sequence[str]) -> Iterator[str]:
 
 def _chosen(candidate: Candidate, names: Sequence[str]) -> str:
     setting = candidate.setting
-    num_blocks = len(candidate.branch.task.profile_of(setting.policy, setting.quantize).blocks)
-    bounds = [0, *setting.cuts, num_blocks]
+    bounds = candidate.division.bounds
     spans = [
         f"{names[card]} blocks {bounds[i]} to {bounds[i + 1] - 1}" + (f", {swap} of them streamed" if swap else "")
         for i, (card, swap) in enumerate(zip(setting.cards, setting.swap, strict=True))
@@ -198,11 +202,7 @@ def _nothing_fits(spec: ModelSpec, config: RunConfig, task: Task) -> Iterator[st
         yield f"{each.change.words}: {state}"
     if planned and not planned[0].missing:
         best = planned[0].change
-        found = fit(
-            replace(task_for(create_run(spec, best.config), best.cards), host=task.host)
-            if best.config is not config
-            else replace(task, cards=best.cards)
-        )
+        found = fit(_after(best, spec, config, task))
         assert found.chosen is not None
         names = [f"cuda:{i}" for i in range(len(best.cards))]
         yield f"the single change that helps most: {best.words}; then {_chosen(found.chosen, names)}"
@@ -215,15 +215,19 @@ def changes(spec: ModelSpec, config: RunConfig, task: Task) -> list[Planned]:
     planned = []
     for lever in levers(spec, config, task.cards):
         for change in lever:
-            changed = replace(task, cards=change.cards)
-            if change.config is not config:
-                changed = replace(task_for(create_run(spec, change.config), change.cards), host=task.host)
-            result = Planned(change=change, missing=least_missing(changed))
+            result = Planned(change=change, missing=least_missing(_after(change, spec, config, task)))
             if not result.missing:
                 break
         if lever:
             planned.append(result)
     return best_first(planned)
+
+
+def _after(change: Change, spec: ModelSpec, config: RunConfig, task: Task) -> Task:
+    """What is to be fitted after a change."""
+    if change.config is config:  # other GPUs alone: the profiles are the same
+        return replace(task, cards=change.cards)
+    return replace(task_for(create_run(spec, change.config), change.cards), host=task.host)
 
 
 def _devices_here(config: RunConfig) -> tuple[torch.device, ...]:

@@ -16,7 +16,7 @@ from ditkit_core.io.console import say, warn
 from ditkit_core.io.memory import is_host_allocation, process_peak_bytes
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.autotune import fit
-from ditkit_core.planner.gpus import RESERVE_BYTES, Card, cards_here, default_reserve, keeping_reserves
+from ditkit_core.planner.gpus import RESERVE_BYTES, cards_here, default_reserve, keeping_reserves
 from ditkit_core.planner.memory import Budget, Division, compose
 from ditkit_core.planner.partition import host_limit
 from ditkit_core.planner.plan import job_for, make_report
@@ -107,7 +107,8 @@ def _on_gpus(run: Run, report: Report, *, on_host: bool) -> str:
     """The settings that `--fit` would choose for the devices of the run, as they are now."""
     spec, config = run.spec, run.config
     cards = []
-    for device, card, plan in zip(run.devices, _cards(run), report.devices, strict=True):
+    own = keeping_reserves(cards_here(run.devices), config.train.reserve)
+    for device, card, plan in zip(run.devices, own, report.devices, strict=True):
         free, total = torch.cuda.mem_get_info(device)
         others = max(0, total - free - RESERVE_BYTES)  # less what CUDA takes for this process
         available = min(
@@ -121,11 +122,11 @@ def _on_gpus(run: Run, report: Report, *, on_host: bool) -> str:
     task = replace(task_for(run, tuple(cards)), host=host)
     names = [str(device) for device in run.devices]
     if (chosen := fit(task).chosen) is not None:
-        fullest = max(chosen.plan, key=lambda plan: plan.peak / (plan.budget.total - plan.budget.reserve))
+        fullest = max(chosen.plan, key=lambda plan: plan.peak / plan.budget.available)
         settings = ", ".join(_differing(config, apply(config, chosen, names)))
         if not settings:
             return "no setting that --fit searches needs less"
-        return f"{settings} fits: {_of(fullest.peak, fullest.budget.total - fullest.budget.reserve)}"
+        return f"{settings} fits: {_of(fullest.peak, fullest.budget.available)}"
     single = [each for each in changes(spec, config, task) if each.change.cards == task.cards]
     if not single:
         return f"nothing that --fit searches is enough; {_NOTHING_LEFT}, so it needs more memory or a smaller model"
@@ -147,10 +148,8 @@ def _on_the_host(run: Run, report: Report) -> str:
         changed = with_config(run, change.config)
         found = profile(job_for(changed, kind="cpu"))
         budget = Budget(name="cpu", total=limit, workspace=0)
-        (planned,) = compose(
-            found, Division(devices=(0,) * len(found.blocks)), [budget], micro_batches=changed.config.micro_batches,
-            pipelined=changed.config.train.pipelined,
-        )  # fmt: skip
+        whole, pipelined = Division(devices=(0,) * len(found.blocks)), changed.config.train.pipelined
+        (planned,) = compose(found, whole, [budget], micro_batches=changed.config.micro_batches, pipelined=pipelined)
         if planned.fits:
             return f"{change.words} fits: {_of(planned.peak, plan.budget.total)}"
         tried.append((planned.peak, change.words))
@@ -174,10 +173,6 @@ def _single(run: Run) -> Iterator[Change]:
 
 def _allowed(fits: bool, peak: int) -> int:
     return int(UNDER_THE_PLAN * peak) if fits else 2**62
-
-
-def _cards(run: Run) -> tuple[Card, ...]:
-    return keeping_reserves(cards_here(run.devices), run.config.train.reserve)
 
 
 def _differing(before: RunConfig, after: RunConfig) -> Iterator[str]:

@@ -11,8 +11,7 @@ block that recomputes then makes again what one that keeps has already; it had b
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 from ditkit_core.config.sizes import GIB
@@ -20,8 +19,7 @@ from ditkit_core.engine.ac_policies import AttentionOnly, Full, Policy
 from ditkit_core.engine.ac_schedule import KEY, ACSchedule, check_sizes
 from ditkit_core.errors import UserError
 from ditkit_core.planner.memory import Budget, DevicePlan, Division, Span, compose
-from ditkit_core.planner.profiler import Profile
-from ditkit_core.planner.stage_costs import mixed
+from ditkit_core.planner.stage_costs import Profile, mixed
 
 SELF = "self"
 """Attention whose outputs are worth more arithmetic than those of other calls, which cost equal bytes."""
@@ -46,13 +44,6 @@ class Task:
     """Bytes that offloaded activations may take on the host; None for any."""
     can_offload: bool = True
     """Whether the devices are others than the host."""
-
-    @cached_property
-    def spans(self) -> tuple[tuple[int, int], ...]:
-        """First block and the one behind the last, of each device."""
-        devices = self.division.devices
-        bounds = [0, *(i for i in range(1, len(devices)) if devices[i] != devices[i - 1]), len(devices)]
-        return tuple(pairwise(bounds))
 
     def plan(self, policies: Sequence[Policy]) -> tuple[DevicePlan, ...]:
         """What each device holds under these policies."""
@@ -139,19 +130,19 @@ def _within(task: Task, menu: tuple[Policy, ...]) -> Iterator[Choice]:
     allowed = [budget.total - budget.reserve for budget in task.budgets]
     policies: dict[int, tuple[Policy, ...]] = {}
     while True:
-        for device in range(len(task.spans)):
+        for device in range(len(task.division.blocks)):
             if device not in policies:
                 found = _Device(task, menu, device, allowed[device]).best()
                 if found is None:
                     return
                 policies[device] = found
-        chosen = tuple(policy for device in range(len(task.spans)) for policy in policies[device])
+        chosen = tuple(policy for device in range(len(task.division.blocks)) for policy in policies[device])
         plans = task.plan(chosen)
         for device, plan in enumerate(plans):
             if plan.missing:  # two policies next to each other hold more than the sum of what they hold alone
                 allowed[device] -= plan.missing
                 del policies[device]
-        if len(policies) == len(task.spans):
+        if len(policies) == len(task.division.blocks):
             if task.host is None or sum(plan.host for plan in plans) <= task.host:
                 yield Choice(policies=chosen, plans=plans)
             return
@@ -190,7 +181,8 @@ class _Device:
     """One device's part of the problem."""
 
     def __init__(self, task: Task, menu: tuple[Policy, ...], device: int, allowed: int):
-        start, end = task.spans[device]
+        own = task.division.blocks[device]
+        start, end = own.start, own.stop
         self._menu, self._allowed = menu, allowed
         waiting = task.micro_batches - 1 if task.pipelined else 0
         self._waiting = (waiting, waiting - 1) if waiting else ()

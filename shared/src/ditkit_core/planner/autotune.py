@@ -8,129 +8,25 @@ exact way needs more than `PRICE` times as long, and 4 bits where 8 bits would n
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
 from ditkit_core.planner.gpus import Card
-from ditkit_core.planner.memory import DevicePlan, Division, on_host
-from ditkit_core.planner.partition_search import Search
-from ditkit_core.planner.profiler import Profile, StageCost
-from ditkit_core.planner.step_time import StepTime, Workload, step_seconds
+from ditkit_core.planner.memory import Division
+from ditkit_core.planner.partition_search import PRICE, Candidate, Search, Task
+from ditkit_core.planner.stage_costs import StageCost
+from ditkit_core.planner.step_time import Workload, step_seconds
 
 POLICIES = ("full", "attn_only", "none")
 """From the smallest to the fastest: where one does not fit, those behind it hold more yet."""
 SMALLEST = "full+offload"
 """What is tried where none of them fits: host memory is dearer than time, and copies that are late are waited for."""
-PRICE = {"none": 1.0, "int8": 1.5, "fp8": 1.5, "nf4": 3.0}
-"""What a step's time is multiplied with before settings are compared, by what the weights are held in."""
 HARDLY_LONGER = 0.03
 """Share of the fastest step's time that is given for cards with room to spare, less host memory for streamed weights, fewer cards, and
 cards that are less full (`_least_effort`). An estimate of time is not closer than that."""
 ROOM = 0.05
 """Share of what a card can give that is left free where that costs no time: as far as a plan may be off."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What is chosen."""
-
-    policy: str
-    quantize: str
-    cards: tuple[int, ...]
-    """Which of the cards are used, in their order."""
-    cuts: tuple[int, ...]
-    swap: tuple[int, ...]
-    """Streamed blocks of each card used."""
-    pipelined: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """Settings with what they lead to."""
-
-    setting: Setting
-    division: Division
-    plan: tuple[DevicePlan, ...]
-    """Of the cards used."""
-    time: StepTime
-    branch: "Branch" = field(repr=False)
-    """Where it was found."""
-
-    @property
-    def score(self) -> float:
-        """Seconds, times the price of what the weights are held in."""
-        return self.time.seconds * PRICE[self.setting.quantize]
-
-    @property
-    def fullness(self) -> float:
-        """Of the fullest card, the share that is used of what it can give."""
-        return max(plan.peak / (plan.budget.total - plan.budget.reserve) for plan in self.plan)
-
-    @property
-    def host(self) -> int:
-        """Bytes of the weights that stay on the host, and of activations that wait there."""
-        return self.weights_on_host + sum(plan.host for plan in self.plan)
-
-    @property
-    def weights_on_host(self) -> int:
-        """Bytes of the weights that stay on the host."""
-        return on_host(self.branch.task.profile_of(self.setting.policy, self.setting.quantize), self.division.streamed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What is to be fitted: a training step, and the cards there are."""
-
-    cards: tuple[Card, ...]
-    profile_of: Callable[[str, str], Profile]
-    """(policy, quantize) to the profile, always the same one for the same two."""
-    micro_batches: int = 1
-    fp32: bool = False
-    quantizations: tuple[str, ...] = ("none", "int8", "nf4")
-    """From the exact one on; a full fine-tune has no other."""
-    host: int | None = None
-    """Bytes that streamed weights and offloaded activations may take on the host; None for any."""
-    streams_trained: bool = False
-    """Whether blocks whose weights are trained can be streamed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Branch:
-    """What is searched with one policy, with weights held in one way."""
-
-    task: Task
-    policy: str
-    quantize: str
-    pipelined: bool
-
-    @cached_property
-    def search(self) -> Search:
-        """Ways to divide its profile."""
-        profile = self.task.profile_of(self.policy, self.quantize)
-        return Search(profile, self._work, streams_trained=self.task.streams_trained)
-
-    @property
-    def _work(self) -> Workload:
-        return Workload(
-            micro_batches=self.task.micro_batches, pipelined=self.pipelined, fp32=self.task.fp32, quantize=self.quantize
-        )
-
-    def fastest(self, chosen: tuple[int, ...], share: float = 1.0) -> Candidate | None:
-        """The fastest division over the chosen cards that takes no more than `share` of what each can give; None if none fits."""
-        cards = [self.task.cards[i] for i in chosen]
-        spans = self.search.fastest(cards, share, self.task.host)
-        if spans is None:
-            return None
-        setting = Setting(
-            policy=self.policy, quantize=self.quantize, cards=chosen, cuts=tuple(span.start for span in spans[1:]),
-            swap=tuple(span.num_streamed for span in spans), pipelined=self.pipelined,
-        )  # fmt: skip
-        profile = self.task.profile_of(self.policy, self.quantize)
-        division = self.search.division(spans)
-        time = step_seconds(profile, division, cards, self._work)
-        return Candidate(setting=setting, division=division, plan=self.search.plan(spans), time=time, branch=self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,37 +79,34 @@ def fit(task: Task) -> Fit:
 
 
 def candidates(task: Task, policy: str, quantize: str) -> Iterator[Candidate]:
-    """For each choice of cards, with and without overlapping micro-batches, the fastest division that fits."""
+    """For each choice of GPUs, with and without overlapping micro-batches, the fastest division that fits."""
     for pipelined in (False, True) if task.micro_batches > 1 else (False,):
-        branch = Branch(task=task, policy=policy, quantize=quantize, pipelined=pipelined)
+        search = Search(task, policy, quantize, pipelined=pipelined)
         for chosen in _choices(task.cards):
-            if (len(chosen) > 1 or not pipelined) and (found := branch.fastest(chosen)) is not None:
+            if (len(chosen) > 1 or not pipelined) and (found := search.fastest(chosen)) is not None:
                 yield found
 
 
 def least_missing(task: Task) -> int:
-    """Bytes that the fullest card lacks under the smallest of all settings, or else the host; 0 if they fit."""
-    search = _smallest_search(task)
-    missing = min(search.least_missing([task.cards[i] for i in chosen]) for chosen in _choices(task.cards))
+    """Bytes that the fullest GPU lacks under the smallest of all settings, or else the host; 0 if they fit."""
+    missing = min(map(_smallest_search(task, SMALLEST).least_missing, _choices(task.cards)))
     if missing or task.host is None:
         return missing
     needed = least_host(task)
-    assert needed is not None, "it fits the cards"
+    assert needed is not None, "it fits the GPUs"
     return max(0, needed - task.host)
 
 
 def least_host(task: Task) -> int | None:
-    """The fewest bytes on the host with which the smallest of all settings fit the cards; None if they do not."""
-    searches = [
-        _smallest_search(task, policy) for policy in (POLICIES[0], SMALLEST)
-    ]  # the first has less on the host where it fits
-    cards = [[task.cards[i] for i in chosen] for chosen in _choices(task.cards)]
-    each = [search.least_host(chosen) for search in searches for chosen in cards]
+    """The fewest bytes on the host with which the smallest of all settings fit the GPUs; None if they do not."""
+    # Of the two policies the first has less on the host where it fits.
+    searches = [_smallest_search(task, policy) for policy in (POLICIES[0], SMALLEST)]
+    each = [search.least_host(chosen) for search in searches for chosen in _choices(task.cards)]
     return min((needed for needed in each if needed is not None), default=None)
 
 
-def _smallest_search(task: Task, policy: str = SMALLEST) -> Search:
-    return Branch(task=task, policy=policy, quantize=task.quantizations[-1], pipelined=False).search
+def _smallest_search(task: Task, policy: str) -> Search:
+    return Search(task, policy, task.quantizations[-1])
 
 
 def shortest_seconds(task: Task) -> float:
@@ -232,7 +125,7 @@ def shortest_seconds(task: Task) -> float:
 
 def _with_room(candidate: Candidate) -> Candidate | None:
     """The fastest division that leaves `ROOM`, everything else as in a candidate."""
-    return candidate.branch.fastest(candidate.setting.cards, 1 - ROOM)
+    return candidate.search.fastest(candidate.setting.cards, 1 - ROOM)
 
 
 def _evened_out(best: Candidate, limit: float) -> Candidate:
@@ -252,7 +145,7 @@ def _emptiest(best: Candidate, accepted: Callable[[Candidate], bool]) -> Candida
     low = 0.0
     for _ in range(8):
         share = (low + best.fullness) / 2
-        found = best.branch.fastest(best.setting.cards, share)
+        found = best.search.fastest(best.setting.cards, share)
         if found is not None and accepted(found):
             best = found
         else:

@@ -11,19 +11,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from ditkit_core.adapters.inject import AdapterConfig
 from ditkit_core.data.dataset import Sample
 from ditkit_core.engine.devices import choose_device
 from ditkit_core.models.encoders import Companion, Holding
-from ditkit_core.models.precision import Precision, parse_dtype
+from ditkit_core.models.precision import parse_dtype
 from ditkit_core.models.protocol import run_plain
-from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.gpus import cards_here
 from ditkit_core.planner.memory import DevicePlan
 from ditkit_core.planner.memory_tracker import Ledger
 from ditkit_core.planner.planned_step import Bucket, Generated, PlannedStep, Size, has_data, missing_class_images
 from ditkit_core.planner.profiler import fake_tensors
 from ditkit_core.planner.reduced_model import give_memory, materialise, thinned
+from ditkit_core.planner.stage_costs import Job
 from ditkit_core.run.encoding import scenes_of
 from ditkit_core.run.run import Run
 from ditkit_core.sampling.prompts import Shape, shape_of
@@ -146,39 +145,25 @@ def _passing(module: nn.Module, ledger: Ledger) -> Holding:
     return holding
 
 
-def denoising_bytes(
-    spec: ModelSpec,
-    arch: Any,
-    precision: Precision,
-    adapter: AdapterConfig,
-    size: Size,
-    *,
-    references: Sequence[tuple[int, int]] = (),
-    quantize: str = "none",
-    kind: str = "cuda",
-) -> int:
-    """The most that one call of the transformer without gradients holds above its weights; inputs included.
+def denoising_bytes(job: Job, size: Size, references: Sequence[tuple[int, int]] = ()) -> int:
+    """The most that one call of a step's transformer without gradients holds above its weights; inputs included.
 
     One block of each kind is run, because nothing of a block stays but what it hands on.
 
     Args:
-        spec: The model's family.
-        arch: Its architecture.
-        precision: Its dtypes.
-        adapter: What is trained, which is applied to the base.
+        job: The step that trains it.
         size: Of the sample.
         references: Height and width of each image to edit.
-        quantize: What the blocks' frozen matrices are held in: what they are multiplied as is made for each product.
-        kind: Kind of device that it is to run on: `cuda` or `cpu`.
     """
-    model: Any = thinned(spec, arch, precision, adapter, quantize=quantize)
+    spec, dtype = job.spec, job.precision.matmul
+    model: Any = thinned(spec, job.arch, job.precision, job.adapter, quantize=job.quantize)
     with torch.device("meta"):
-        item = spec.training.empty_item(arch, size, references)
-    with fake_tensors(kind) as ledger, torch.no_grad():
+        item = spec.training.empty_item(job.arch, size, references)
+    with fake_tensors(job.kind) as ledger, torch.no_grad():
         with ledger.purpose("weights"):
             names = {id(module): name for name, module in model.whole.named_modules()}
             for stage in model.stages():
-                materialise(stage.eval(), names[id(stage)], spec, dtype=precision.matmul, device=_DEVICE)
+                materialise(stage.eval(), names[id(stage)], spec, dtype=dtype, device=_DEVICE)
         weights = ledger.total(_DEVICE)
         item = {name: torch.empty(t.shape, dtype=t.dtype, device=_DEVICE) for name, t in item.items()}
         sigma = torch.empty(1, device=_DEVICE)
@@ -394,17 +379,7 @@ def _denoising_of(step: PlannedStep, generated: Generated, kind: str) -> int:
     """`denoising_bytes` of the largest sample; 0 if there are none."""
     if not generated.shapes:
         return 0
-    size, references = max(generated.shapes, key=_pixels)
-    return denoising_bytes(
-        step.run.spec,
-        step.arch,
-        step.run.precision,
-        step.adapter,
-        size,
-        references=references,
-        kind=kind,
-        quantize=step.run.config.base.quantize,
-    )
+    return denoising_bytes(step.job(kind), *max(generated.shapes, key=_pixels))
 
 
 def to_be_generated(run: Run, shapes: Sequence[Shape], samples: Sequence[Sample] | None = None) -> Generated:

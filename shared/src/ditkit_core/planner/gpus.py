@@ -79,10 +79,15 @@ def _known_cards() -> tuple[tuple[Card, frozenset[str]], ...]:
     for name, others, mebibytes, bf16, fp32, memory, link, source in _TABLE:
         total = mebibytes * 2**20
         card = Card(
-            name=name, total=total, reserve=default_reserve(total), bf16_flops=bf16 * 1e12, fp32_flops=fp32 * 1e12,
-            memory_bandwidth=memory * 1e9, host_bandwidth=_PCIE[link],
+            name=name,
+            total=total,
+            reserve=default_reserve(total),
+            bf16_flops=bf16 * 1e12,
+            fp32_flops=fp32 * 1e12,
+            memory_bandwidth=memory * 1e9,
+            host_bandwidth=_PCIE[link],
             source=f"{source}; PCIe {link[0]} {link[1:]}",
-        )  # fmt: skip
+        )
         known.append((card, frozenset(_plain(each) for each in (name, *others.split("|")) if each)))
     return tuple(known)
 
@@ -115,7 +120,7 @@ def parse_gpus(text: str) -> tuple[Card, ...]:
         if not found:
             raise UserError(f"--gpus {text!r} names no card before or after a comma; {_EXAMPLES}")
         count = int(found[1] or 1)
-        card = _by_size(found[2]) or _by_name(found[2])
+        card = _by_size(found[2]) or next((card for card, names in KNOWN_CARDS if _plain(found[2]) in names), None)
         if card is None:
             names = ", ".join(card.name for card, _ in KNOWN_CARDS)
             raise UserError(f"--gpus {text!r}: {entry.strip()!r} is no size and no card of {names}; {_EXAMPLES}")
@@ -129,10 +134,16 @@ def parse_gpus(text: str) -> tuple[Card, ...]:
     return tuple(cards)
 
 
+def _by_size(text: str) -> Card | None:
+    found = SIZE.fullmatch(text)
+    return of_size(int(float(found[1]) * GIB), f"{found[1]}GiB") if found else None
+
+
 def of_size(total: int, name: str) -> Card:
     """A card of which only the memory is known: the rates of the slowest known one with as much, or of the largest."""
-    as_large = [card for card, _ in KNOWN_CARDS if card.total * 1.1 >= total]
-    like = min(as_large or [max((card for card, _ in KNOWN_CARDS), key=lambda card: card.total)], key=_speed)
+    known = sorted((card for card, _ in KNOWN_CARDS), key=lambda card: card.total)
+    as_large = [card for card in known if card.total * 1.1 >= total] or known[-1:]
+    like = min(as_large, key=lambda card: card.bf16_flops)
     source = f"rates assumed as of {like.name}, the slowest known with as much memory ({like.source})"
     return replace(like, name=name, total=total, reserve=default_reserve(total), source=source)
 
@@ -184,18 +195,3 @@ def card_named(name: str, total: int) -> Card:
         return of_size(total, name)
     known = max(fitting, key=lambda card: len(_plain(card.name)))
     return replace(known, name=name, total=total, reserve=default_reserve(total))
-
-
-def _by_size(text: str) -> Card | None:
-    found = SIZE.fullmatch(text)
-    if not found:
-        return None
-    return of_size(int(float(found[1]) * GIB), f"{found[1]}GiB")
-
-
-def _by_name(text: str) -> Card | None:
-    return next((card for card, names in KNOWN_CARDS if _plain(text) in names), None)
-
-
-def _speed(card: Card) -> float:
-    return card.bf16_flops

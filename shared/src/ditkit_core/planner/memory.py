@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from ditkit_core.planner.profiler import Profile
-from ditkit_core.planner.stage_costs import behind
+from ditkit_core.planner.stage_costs import Profile, behind
 
 CUBLAS_WORKSPACE = 64 * 2**20
 """PyTorch keeps a workspace for each cuBLAS handle and stream, and a handle for each thread that launches products: the program's and
@@ -26,6 +25,11 @@ class Budget:
     workspace: int = CUBLAS_WORKSPACE
     """Bytes that libraries take through the allocator; 0 for a CPU."""
 
+    @property
+    def available(self) -> int:
+        """Bytes that it can give."""
+        return self.total - self.reserve
+
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
@@ -35,6 +39,17 @@ class Division:
     """Index of the device of each block, in execution order."""
     streamed: frozenset[int] = frozenset()
     """Blocks whose weights stay on the host."""
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """The first block of each device, then the number of blocks."""
+        cuts = (i for i in range(1, len(self.devices)) if self.devices[i] != self.devices[i - 1])
+        return 0, *cuts, len(self.devices)
+
+    @property
+    def blocks(self) -> tuple[range, ...]:
+        """The blocks of each device."""
+        return tuple(range(start, end) for start, end in pairwise(self.bounds))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +70,19 @@ class DevicePlan:
         return sum(self.purposes.values())
 
     @property
+    def free(self) -> int:
+        """Bytes that it could give besides; negative if it does not fit."""
+        return self.budget.available - self.peak
+
+    @property
     def fits(self) -> bool:
         """Whether that and the reserve are no more than the device has."""
-        return self.peak + self.budget.reserve <= self.budget.total
+        return self.free >= 0
 
     @property
     def missing(self) -> int:
         """Bytes that are lacking; 0 if it fits."""
-        return max(0, self.peak + self.budget.reserve - self.budget.total)
+        return max(0, -self.free)
 
 
 def compose(
@@ -82,13 +102,18 @@ def compose(
         micro_batches: How many a step adds up; gradients of the first are there while the second runs.
         pipelined: All forwards run before one backward, so that what they keep is there at once.
     """
-    bounds = [0, *(i for i in range(1, len(division.devices)) if division.devices[i] != division.devices[i - 1])]
-    assert len(bounds) == len(budgets), (bounds, len(budgets))
+    assert len(division.bounds) == len(budgets) + 1, (division.bounds, len(budgets))
     return tuple(
         plan_device(
-            profile, start, end, budget, streamed=division.streamed, micro_batches=micro_batches, pipelined=pipelined
+            profile,
+            blocks.start,
+            blocks.stop,
+            budget,
+            streamed=division.streamed,
+            micro_batches=micro_batches,
+            pipelined=pipelined,
         )
-        for budget, (start, end) in zip(budgets, pairwise([*bounds, len(division.devices)]), strict=True)
+        for budget, blocks in zip(budgets, division.blocks, strict=True)
     )
 
 

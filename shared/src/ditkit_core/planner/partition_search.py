@@ -1,4 +1,4 @@
-"""The fastest way to divide a model over cards that it fits on, by looking at every way.
+"""The fastest way to divide a model over GPUs that it fits on, by looking at every way.
 
 What a device holds and how long it takes depend on its own blocks, not on how the others are divided: each span of blocks is judged once,
 spans of like blocks share the judgement, and dynamic programming puts the spans together.
@@ -6,128 +6,213 @@ spans of like blocks share the judgement, and dynamic programming puts the spans
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from ditkit_core.planner.gpus import Card
 from ditkit_core.planner.memory import Budget, DevicePlan, Division, compose, on_host, plan_device, sent_to_host
-from ditkit_core.planner.partition import streamed_of
-from ditkit_core.planner.profiler import Profile
-from ditkit_core.planner.step_time import SpanTime, Workload, crossing_time, span_time, step_time
+from ditkit_core.planner.partition import least_full, streamed_of
+from ditkit_core.planner.stage_costs import Profile
+from ditkit_core.planner.step_time import StageTime, StepTime, Workload, crossing_time, sending, span_time, step_time
+from ditkit_core.planner.step_time import step_seconds as seconds_of
 
+PRICE = {"none": 1.0, "int8": 1.5, "fp8": 1.5, "nf4": 3.0}
+"""What a step's time is multiplied with before settings are compared, by what the weights are held in."""
 _ENDLESS = Budget(name="", total=2**62)
 _CAPS = 12
 """Bounds of the slowest device's time that are tried where micro-batches overlap."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is to be fitted: a training step, and the GPUs there are."""
+
+    cards: tuple[Card, ...]
+    profile_of: Callable[[str, str], Profile]
+    """(policy, quantize) to the profile, always the same one for the same two."""
+    micro_batches: int = 1
+    fp32: bool = False
+    quantizations: tuple[str, ...] = ("none", "int8", "nf4")
+    """From the exact one on; a full fine-tune has no other."""
+    host: int | None = None
+    """Bytes that streamed weights and offloaded activations may take on the host; None for any."""
+    streams_trained: bool = False
+    """Whether blocks whose weights are trained can be streamed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is chosen."""
+
+    policy: str
+    quantize: str
+    cards: tuple[int, ...]
+    """Which of the GPUs are used, in their order."""
+    cuts: tuple[int, ...]
+    swap: tuple[int, ...]
+    """Streamed blocks of each GPU used."""
+    pipelined: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Settings with what they lead to."""
+
+    setting: Setting
+    division: Division
+    plan: tuple[DevicePlan, ...]
+    """Of the GPUs used."""
+    time: StepTime
+    weights_on_host: int
+    """Bytes of the weights that stay on the host."""
+    search: "Search" = field(repr=False)
+    """Where it was found."""
+
+    @property
+    def score(self) -> float:
+        """Seconds, times the price of what the weights are held in."""
+        return self.time.seconds * PRICE[self.setting.quantize]
+
+    @property
+    def fullness(self) -> float:
+        """Of the fullest GPU, the share that is used of what it can give."""
+        return max(plan.peak / plan.budget.available for plan in self.plan)
+
+    @property
+    def host(self) -> int:
+        """Bytes of the weights that stay on the host, and of activations that wait there."""
+        return self.weights_on_host + sum(plan.host for plan in self.plan)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Span:
     """The blocks that a device holds, from `start` to before `end`, some of them streamed."""
 
-    card: Card
     start: int
     end: int
     num_streamed: int
-    time: SpanTime
+    time: StageTime
     host: int
     """Bytes of the streamed weights, and of activations that wait on the host."""
 
 
-def budget_of(card: Card) -> Budget:
-    """The card as a plan takes it."""
-    return Budget(name=card.name, total=card.total, reserve=card.reserve)
+class _Way(NamedTuple):
+    """Spans of the GPUs so far."""
+
+    time: float
+    host: int
+    spans: tuple[Span, ...]
 
 
 Judge = Callable[[Card, int, int], Span | None]
-_Way = tuple[int, int, tuple[Span, ...]]
 
 
-def _undominated(ways: list[_Way], most: int | None) -> list[_Way]:
-    """Of ways, those of which none is both faster and lighter on the host, the fastest first."""
-    kept: list[_Way] = []
-    for way in sorted(ways, key=lambda way: way[:2])[:most]:
-        if not kept or way[1] < kept[-1][1]:
-            kept.append(way)
-    return kept
+def budget_of(card: Card) -> Budget:
+    """The GPU as a plan takes it."""
+    return Budget(name=card.name, total=card.total, reserve=card.reserve)
 
 
 class Search:
-    """Ways to divide one profile."""
+    """Ways to divide a task's step under one policy, with weights held in one way."""
 
-    def __init__(self, profile: Profile, work: Workload, *, streams_trained: bool = False):
+    def __init__(self, task: Task, policy: str, quantize: str, *, pipelined: bool = False):
         """Judge nothing yet.
 
         Args:
-            profile: What the stages hold and do.
-            work: How a step is made up.
-            streams_trained: Whether blocks can be streamed whose weights are trained.
+            task: The step.
+            policy: Of all blocks.
+            quantize: What the frozen weights are held in.
+            pipelined: Whether micro-batches overlap.
         """
-        self._profile, self._work = profile, work
+        self._task, self._policy, self._quantize = task, policy, quantize
+        self._profile = profile = task.profile_of(policy, quantize)
+        self._work = Workload(micro_batches=task.micro_batches, pipelined=pipelined, fp32=task.fp32, quantize=quantize)
         self._num_blocks = len(profile.blocks)
-        trained = profile.trains_all and streams_trained
+        trained = profile.trains_all and task.streams_trained
         self._has_weights = [block.weights + trained * block.adapters > 0 for block in profile.blocks]
         # A block without parameters runs where its carry is: no device begins with it.
         self._starts = [i for i, block in enumerate(profile.blocks) if i and block.weights + block.adapters > 0]
         kinds = {block: kind for kind, block in enumerate(dict.fromkeys(profile.blocks))}
         self._kinds = [kinds[block] for block in profile.blocks]
         self._held: dict[Hashable, int] = {}
-        self._times: dict[Hashable, tuple[SpanTime, int]] = {}
+        self._times: dict[Hashable, tuple[StageTime, int]] = {}
         self._like = cache(self._signature)
 
-    def fastest(self, cards: Sequence[Card], share: float = 1.0, host: int | None = None) -> tuple[Span, ...] | None:
-        """The fastest division over all of these cards, in their order; None if none fits.
+    def fastest(self, chosen: tuple[int, ...], share: float = 1.0) -> Candidate | None:
+        """The fastest division over all of the chosen GPUs, in their order; None if none fits.
 
         Args:
-            cards: At least one.
-            share: Of what each card can give, the most that may be used.
-            host: Bytes that may be taken on the host; None for any.
+            chosen: Which of the task's GPUs, at least one.
+            share: Of what each can give, the most that may be used.
         """
-        judge = self._judge(share)
+        cards = [self._task.cards[i] for i in chosen]
+        spans = self._fastest_spans(cards, share)
+        if spans is None:
+            return None
+        division, profile, work = self._division(spans), self._profile, self._work
+        return Candidate(
+            setting=Setting(
+                policy=self._policy,
+                quantize=self._quantize,
+                cards=chosen,
+                cuts=tuple(span.start for span in spans[1:]),
+                swap=tuple(span.num_streamed for span in spans),
+                pipelined=work.pipelined,
+            ),
+            division=division,
+            plan=compose(
+                profile,
+                division,
+                [budget_of(card) for card in cards],
+                micro_batches=work.micro_batches,
+                pipelined=work.pipelined,
+            ),
+            time=seconds_of(profile, division, cards, work),
+            weights_on_host=on_host(profile, division.streamed),
+            search=self,
+        )
+
+    def least_host(self, chosen: tuple[int, ...]) -> int | None:
+        """The fewest bytes on the host with which the model fits these GPUs; None if it does not."""
+        ways = self._divide([self._task.cards[i] for i in chosen], self._judge(1.0), 2**62)
+        return sum(span.host for span in ways[-1]) if ways else None
+
+    def least_missing(self, chosen: tuple[int, ...]) -> int:
+        """Bytes that the fullest GPU lacks with all blocks streamed and the best cuts; 0 if it fits."""
+        available = [budget_of(self._task.cards[i]).available for i in chosen]
+
+        def lacking(device: int, start: int, end: int) -> int:
+            return max(0, self._least_held(start, end) - available[device])
+
+        cuts = least_full(self._num_blocks, len(chosen), self._starts, lacking)
+        assert cuts is not None, "there are enough blocks for all"
+        bounds = enumerate(pairwise((0, *cuts, self._num_blocks)))
+        return max(lacking(device, start, end) for device, (start, end) in bounds)
+
+    def _fastest_spans(self, cards: Sequence[Card], share: float) -> tuple[Span, ...] | None:
+        judge, host = self._judge(share), self._task.host
         found = self._divide(cards, judge, host)
         if not found or not self._work.pipelined:
             return found[0] if found else None
         # The slowest device decides, which is no sum: bound it more and more.
-        slowest = max(span.time.forward + span.time.backward for span in found[0])
-        least = sum(span.time.forward + span.time.backward for span in found[0]) / len(found[0])
+        times = [span.time.forward + span.time.backward for span in found[0]]
+        slowest, least = max(times), sum(times) / len(times)
         ways = found
         for step in range(_CAPS):
             ways = [*ways, *self._divide(cards, judge, host, least * (slowest / least) ** (step / _CAPS))]
-        return min(ways, key=self._step_time)
 
-    def least_host(self, cards: Sequence[Card]) -> int | None:
-        """The fewest bytes on the host with which the model fits these cards; None if it does not."""
-        ways = self._divide(cards, self._judge(1.0), 2**62)
-        return sum(span.host for span in ways[-1]) if ways else None
+        def seconds(spans: Sequence[Span]) -> int:
+            cuts = [span.start for span in spans[1:]]
+            return step_time(sending(self._profile, [span.time for span in spans], cuts, cards), self._work)[0]
 
-    def least_missing(self, cards: Sequence[Card]) -> int:
-        """Bytes that the fullest card lacks with all blocks streamed and the best cuts; 0 if it fits."""
-        best: dict[int, int] = {0: 0}
-        for place, card in enumerate(cards):
-            following: dict[int, int] = {}
-            for end in self._ends(place == len(cards) - 1):
-                lacking = [
-                    max(before, self._least_held(start, end) - (card.total - card.reserve))
-                    for start, before in best.items()
-                    if start < end
-                ]
-                if lacking:
-                    following[end] = min(lacking)
-            best = following
-        return best[self._num_blocks]
+        return min(ways, key=seconds)
 
-    def division(self, spans: Sequence[Span]) -> Division:
-        """The spans as a plan takes them."""
+    def _division(self, spans: Sequence[Span]) -> Division:
         devices = tuple(i for i, span in enumerate(spans) for _ in range(span.start, span.end))
         streamed = (self._streamed(span.start, span.end, span.num_streamed) for span in spans)
         return Division(devices=devices, streamed=frozenset().union(*streamed))
-
-    def plan(self, spans: Sequence[Span]) -> tuple[DevicePlan, ...]:
-        """What each card holds."""
-        budgets, work = [budget_of(span.card) for span in spans], self._work
-        return compose(
-            self._profile, self.division(spans), budgets, micro_batches=work.micro_batches, pipelined=work.pipelined
-        )
 
     def _judge(self, share: float) -> Judge:
         @cache
@@ -136,7 +221,7 @@ class Search:
             if count is None:
                 return None
             time, host = self._time(card, start, end, count)
-            return Span(card=card, start=start, end=end, num_streamed=count, time=time, host=host)
+            return Span(start=start, end=end, num_streamed=count, time=time, host=host)
 
         return judge
 
@@ -146,13 +231,13 @@ class Search:
         """Spans that take least in sum, none of them longer than `bound`: the fastest ones first, behind them what takes less of a
         limited host; empty if nothing fits."""
         count = 1 if self._work.pipelined else self._work.micro_batches
-        # best[k]: (nanoseconds, bytes on the host, spans) of the cards so far, when they hold the first k blocks
-        best: dict[int, list[_Way]] = {0: [(0, 0, ())]}
+        # best[k]: ways of the GPUs so far to hold the first k blocks
+        best: dict[int, list[_Way]] = {0: [_Way(0, 0, ())]}
         for place, card in enumerate(cards):
             following: dict[int, list[_Way]] = {}
             for start, ways in best.items():
                 sent = sum(crossing_time(self._profile, start, (cards[place - 1], card))) if place else 0
-                for end in self._ends(place == len(cards) - 1):
+                for end in [self._num_blocks] if place == len(cards) - 1 else self._starts:
                     if end <= start:
                         continue
                     span = judge(card, start, end)
@@ -160,20 +245,12 @@ class Search:
                         break  # with more blocks it holds more, and takes longer
                     taken = (span.time.forward + span.time.backward + sent) * count + span.time.update
                     following.setdefault(end, []).extend(
-                        (time + taken, held + span.host, (*spans, span))
-                        for time, held, spans in ways
-                        if host is None or held + span.host <= host
+                        _Way(way.time + taken, way.host + span.host, (*way.spans, span))
+                        for way in ways
+                        if host is None or way.host + span.host <= host
                     )
             best = {end: _undominated(ways, 1 if host is None else None) for end, ways in following.items()}
-        return [spans for _, _, spans in best.get(self._num_blocks, [])]
-
-    def _step_time(self, spans: Sequence[Span]) -> int:
-        pairs = [(before.card, after.card) for before, after in pairwise(spans)]
-        sent = [crossing_time(self._profile, span.start, pair) for span, pair in zip(spans[1:], pairs, strict=True)]
-        return step_time([span.time for span in spans], sent, self._work)[0]
-
-    def _ends(self, is_last: bool) -> list[int]:
-        return [self._num_blocks] if is_last else self._starts
+        return [way.spans for way in best.get(self._num_blocks, [])]
 
     def _fewest_streamed(self, start: int, end: int, capacity: int) -> int | None:
         """How many of the blocks have to be streamed so that a device holds no more than `capacity`."""
@@ -196,24 +273,26 @@ class Search:
         return min(self._bytes_held(start, end, count) for count in {0, sum(self._has_weights[start:end])})
 
     def _bytes_held(self, start: int, end: int, count: int) -> int:
-        like = (self._like(start, end), count)
+        like, work = (self._like(start, end), count), self._work
         if like not in self._held:
             self._held[like] = plan_device(
-                self._profile, start, end, _ENDLESS, streamed=self._streamed(start, end, count),
-                micro_batches=self._work.micro_batches, pipelined=self._work.pipelined,
-            ).peak  # fmt: skip
+                self._profile,
+                start,
+                end,
+                _ENDLESS,
+                streamed=self._streamed(start, end, count),
+                micro_batches=work.micro_batches,
+                pipelined=work.pipelined,
+            ).peak
         return self._held[like]
 
-    def _time(self, card: Card, start: int, end: int, count: int) -> tuple[SpanTime, int]:
+    def _time(self, card: Card, start: int, end: int, count: int) -> tuple[StageTime, int]:
         """Of a span, and bytes of what it streams or sends to the host."""
-        like = (card, self._like(start, end), count)
+        like, work = (card, self._like(start, end), count), self._work
         if like not in self._times:
-            streamed = self._streamed(start, end, count)
-            time = span_time(self._profile, card, start, end, streamed, self._work)
-            work = self._work
-            sent = sent_to_host(
-                self._profile, range(start, end), micro_batches=work.micro_batches, pipelined=work.pipelined
-            )
+            streamed, blocks = self._streamed(start, end, count), range(start, end)
+            sent = sent_to_host(self._profile, blocks, micro_batches=work.micro_batches, pipelined=work.pipelined)
+            time = span_time(self._profile, card, start, end, streamed, work)
             self._times[like] = time, on_host(self._profile, streamed) + sent
         return self._times[like]
 
@@ -222,9 +301,15 @@ class Search:
 
     def _signature(self, start: int, end: int) -> Hashable:
         """What a span's bytes and time depend on."""
-        crossed = [
-            (self._profile.crossing[cut], self._profile.crossing_back[cut])
-            for cut in (start, end)
-            if 0 < cut < self._num_blocks
-        ]
-        return start == 0, end == self._num_blocks, tuple(self._kinds[start:end]), tuple(crossed)
+        cuts = [cut for cut in (start, end) if 0 < cut < self._num_blocks]
+        crossed = tuple((self._profile.crossing[cut], self._profile.crossing_back[cut]) for cut in cuts)
+        return start == 0, end == self._num_blocks, tuple(self._kinds[start:end]), crossed
+
+
+def _undominated(ways: list[_Way], most: int | None) -> list[_Way]:
+    """Of ways, those of which none is both faster and lighter on the host, the fastest first."""
+    kept: list[_Way] = []
+    for way in sorted(ways, key=lambda way: way[:2])[:most]:
+        if not kept or way.host < kept[-1].host:
+            kept.append(way)
+    return kept

@@ -1,7 +1,7 @@
 """A plan as a table for people, and as JSON for programs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ditkit_core.config.sizes import GIB
@@ -9,7 +9,7 @@ from ditkit_core.io.console import say
 from ditkit_core.io.tables import Table
 from ditkit_core.planner.auxiliary import CompanionRow
 from ditkit_core.planner.memory import DevicePlan, Division
-from ditkit_core.planner.pipeline_schedule import Comparison
+from ditkit_core.planner.step_time import Comparison
 
 _PURPOSES = ("weights", "adapters", "gradients", "optimizer", "average", "activations", "workspace")
 
@@ -92,31 +92,16 @@ def as_json(report: Report) -> dict[str, Any]:
                 "reserve": plan.budget.reserve,
                 "peak": plan.peak,
                 **{purpose: plan.purposes[purpose] for purpose in _PURPOSES},
-                "free": plan.budget.total - plan.budget.reserve - plan.peak,
+                "free": plan.free,
                 "fits": plan.fits,
                 "missing": plan.missing,
                 "crossing": plan.crossing,
-                "blocks": [i for i, device in enumerate(report.division.devices) if device == index],
-                "streamed": [i for i in sorted(report.division.streamed) if report.division.devices[i] == index],
+                "blocks": list(blocks),
+                "streamed": sorted(report.division.streamed.intersection(blocks)),
             }
-            for index, plan in enumerate(report.devices)
+            for plan, blocks in zip(report.devices, report.division.blocks, strict=True)
         ],
-        "beside": [
-            {
-                "stage": row.stage,
-                "name": row.name,
-                "device": row.device,
-                "size": list(row.size) if row.size else None,
-                "mode": row.mode,
-                "weights": row.weights,
-                "beside": row.beside,
-                "peak": row.peak,
-                "available": row.available,
-                "fits": row.fits,
-                "remedy": row.remedy or None,
-            }
-            for row in report.beside
-        ],
+        "beside": [_row_json(row) for row in report.beside],
         "previews": report.previews,
         "host": {
             "streamed_weights": report.host,
@@ -130,6 +115,12 @@ def as_json(report: Report) -> dict[str, Any]:
         "pipelining": None if report.orders is None else _orders_json(report.orders),
         "notes": list(report.notes),
     }
+
+
+def _row_json(row: CompanionRow) -> dict[str, Any]:
+    values = asdict(row)
+    remedy = values.pop("remedy")
+    return {**values, "fits": row.fits, "remedy": remedy or None}
 
 
 def _orders_json(orders: Comparison) -> dict[str, Any]:
@@ -222,11 +213,10 @@ def _rows(report: Report) -> list[list[str]]:
     rows.append(["peak", *(_gib(plan.peak) for plan in plans)])
     rows.append(["reserve", *(_gib(plan.budget.reserve) for plan in plans)])
     rows.append(["total", *(_gib(plan.budget.total) for plan in plans)])
-    rows.append(["free", *(_gib(plan.budget.total - plan.budget.reserve - plan.peak) for plan in plans)])
-    own = [[i for i, device in enumerate(division.devices) if device == index] for index in range(len(plans))]
-    rows.append(["blocks", *(f"{blocks[0]}-{blocks[-1]}" for blocks in own)])
+    rows.append(["free", *(_gib(plan.free) for plan in plans)])
+    rows.append(["blocks", *(f"{blocks[0]}-{blocks[-1]}" for blocks in division.blocks)])
     if division.streamed:
-        rows.append(["streamed", *(str(len(division.streamed.intersection(blocks))) for blocks in own)])
+        rows.append(["streamed", *(str(len(division.streamed.intersection(blocks))) for blocks in division.blocks)])
     rows.append(["", *("fits" if plan.fits else f"lacks {_gib(plan.missing)}" for plan in plans)])
     return rows
 

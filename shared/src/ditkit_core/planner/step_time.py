@@ -1,33 +1,35 @@
-"""How long a step would take: arithmetic over assumed rates, with what a card waits for besides.
+"""How long a step would take, from published rates: a roofline with what a device waits for besides, and the order of micro-batches.
 
 This is an estimate for choosing between settings, and it says what it assumes. Times are whole nanoseconds, so that equal ways of dividing
 a model take equal times.
+
+Devices take what they are given in order, as streams do, and the host gives it faster than they work it off. A copy from one device to
+another is at its turn on both: torch has each wait for what the other was given before. So the end of every piece of work follows
+from the order in which the host gives it, and that is all there is to simulate.
+
+- *Accumulated*: forward and backward of a micro-batch, then those of the next. Its forward begins on the device where the backward
+  before it ends, so that nothing overlaps.
+- *Pipelined*: the forwards of all micro-batches, then one backward. Autograd has a queue for each device and takes from it what was made
+  last: the last micro-batch goes backwards first, on every device, and the one before it follows one device behind.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal, NamedTuple
 
 from ditkit_core.planner.gpus import Card
 from ditkit_core.planner.memory import Division
-from ditkit_core.planner.pipeline_schedule import (
-    Comparison,
-    Schedule,
-    StageSeconds,
-    accumulated,
-    pipelined,
-    utilisation,
-)
-from ditkit_core.planner.profiler import Profile, StageCost
+from ditkit_core.planner.stage_costs import Profile, StageCost
 
 UTILISATION = 0.5
-"""Share of a card's published rate that a whole step is assumed to reach: elementwise work included, which is not counted apart."""
+"""Share of a GPU's published rate that a whole step is assumed to reach: elementwise work included, which is not counted apart."""
 LINK_SHARE = 0.8
 """Share of a link's published rate that copies from pinned memory are assumed to reach."""
 MEMORY_SHARE = 0.8
-"""The same of a card's own memory."""
+"""The same of a GPU's own memory."""
 BUFFERS = 2
-"""Streamed blocks that lie on a device at a time, the one at work included."""
+"""Streamed blocks that are on a device at a time, the one at work included."""
 CONVERSION_TRAFFIC = {"none": 0, "int8": 7, "fp8": 7, "nf4": 45}
 """Bytes read and written for each stored byte when quantized weights are made bf16, one operation after the other: 8 bits are copied
 and scaled; a byte of two 4-bit codes is widened, looked up, scaled and copied."""
@@ -46,17 +48,101 @@ class Workload:
     """What the frozen matrices are held in."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpanTime:
-    """What a device needs for the stages that it holds, in nanoseconds."""
+class StageTime(NamedTuple):
+    """What one device's part of the model takes for one micro-batch: whole nanoseconds in the search, seconds in a schedule."""
 
-    forward: int
-    """Of one micro-batch, waiting for streamed weights included."""
-    backward: int
-    update: int
+    forward: float
+    """Waiting for streamed weights included."""
+    backward: float
+    """Recompute included."""
+    send: float = 0
+    """The carry to the next device; of the last, nothing."""
+    send_back: float = 0
+    """The next device's gradients to this one."""
+    update: float = 0
     """Of one step."""
-    waiting: int
-    """What is included of waiting for weights, in one micro-batch."""
+    waiting: float = 0
+    """What is included of waiting for weights."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A step as it runs on the devices."""
+
+    seconds: float
+    """From the first launch to the end of the last backward."""
+    busy: tuple[float, ...]
+    """Seconds that each device computes; copies and waits are no work."""
+
+    @property
+    def utilisation(self) -> tuple[float, ...]:
+        """Share of the step that each device computes, in [0, 1]."""
+        return tuple(busy / self.seconds for busy in self.busy)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A step in both orders."""
+
+    accumulated: Schedule
+    pipelined: Schedule
+    source: Literal["measured", "estimated"]
+    """Where the stages' times are from."""
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast pipelining makes the step; 1 for no gain."""
+        return self.accumulated.seconds / self.pipelined.seconds
+
+    def __str__(self) -> str:
+        """One line."""
+        shares = (" and ".join(f"{share:.0%}" for share in s.utilisation) for s in (self.accumulated, self.pipelined))
+        without, with_ = shares
+        return (
+            f"devices compute {without} of a step, with train.pipelined {with_}, {self.gain:.2f} times as fast "
+            f"(from {self.source} times)"
+        )
+
+
+def utilisation(
+    stages: Sequence[StageTime], num_micro_batches: int, *, source: Literal["measured", "estimated"]
+) -> Comparison:
+    """Compare a step with pipelined micro-batches and without.
+
+    Args:
+        stages: The devices' parts in order, in seconds; the first has the embedding, the last the head.
+        num_micro_batches: In an optimizer step, those of prior preservation included.
+        source: Whether the times were measured on the devices or estimated.
+    """
+    assert stages and num_micro_batches >= 1
+    accumulated, pipelined = (simulate(stages, num_micro_batches, pipelined=each) for each in (False, True))
+    return Comparison(accumulated, pipelined, source)
+
+
+def simulate(stages: Sequence[StageTime], num_micro_batches: int, *, pipelined: bool) -> Schedule:
+    """Give the devices all work of a step in order; each begins when it is free.
+
+    Args:
+        stages: The devices' parts, in seconds.
+        num_micro_batches: In the step.
+        pipelined: Whether all forwards come first, then all backwards.
+    """
+    free, busy = [0.0] * len(stages), [0.0] * len(stages)
+    # Autograd's queues run their devices side by side, but give each the same as if one backward after the other were given: the
+    # micro-batches come down the devices in one order, and none overtakes another.
+    order = (
+        (True,) * num_micro_batches + (False,) * num_micro_batches if pipelined else (True, False) * num_micro_batches
+    )
+    for is_forward in order:
+        for device in range(len(stages)) if is_forward else reversed(range(len(stages))):
+            seconds = stages[device].forward if is_forward else stages[device].backward
+            free[device] += seconds
+            busy[device] += seconds
+            following = device + 1 if is_forward else device - 1
+            if 0 <= following < len(stages):
+                sent = stages[device].send if is_forward else stages[following].send_back
+                free[device] = free[following] = max(free[device], free[following]) + sent
+    return Schedule(max(free), tuple(busy))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,16 +167,13 @@ def step_seconds(profile: Profile, division: Division, cards: Sequence[Card], wo
         cards: The devices, as many as the division has.
         work: How a step is made up.
     """
-    spans, crossings = _spans(profile, division, cards, work)
-    total, schedule = step_time(spans, crossings, work)
-    working = [
-        busy * 1e9 - span.waiting * work.micro_batches + span.update
-        for busy, span in zip(schedule.busy, spans, strict=True)
-    ]
+    spans, count = _spans(profile, division, cards, work), work.micro_batches
+    total, schedule = step_time(spans, work)
+    working = [busy * 1e9 - span.waiting * count + span.update for busy, span in zip(schedule.busy, spans, strict=True)]
     return StepTime(
         seconds=total / 1e9,
-        waiting_seconds=sum(span.waiting for span in spans) * work.micro_batches / 1e9,
-        crossing_seconds=sum(map(sum, crossings)) * work.micro_batches / 1e9,
+        waiting_seconds=sum(span.waiting for span in spans) * count / 1e9,
+        crossing_seconds=sum(span.send + span.send_back for span in spans) * count / 1e9,
         busy=tuple(time / max(total, 1) for time in working),
     )
 
@@ -99,79 +182,72 @@ def both_orders(profile: Profile, division: Division, cards: Sequence[Card], wor
     """How much the devices work with pipelined micro-batches and without, updates left out; None where nothing could overlap."""
     if len(cards) == 1 or work.micro_batches == 1:
         return None
-    return utilisation(_stages(*_spans(profile, division, cards, work)), work.micro_batches, source="estimated")
+    spans = _in_seconds(_spans(profile, division, cards, work))
+    return utilisation(spans, work.micro_batches, source="estimated")
 
 
-def _spans(
-    profile: Profile, division: Division, cards: Sequence[Card], work: Workload
-) -> tuple[list[SpanTime], list[tuple[int, int]]]:
-    """What each device needs, and each cut."""
-    bounds = [0, *(i for i in range(1, len(division.devices)) if division.devices[i] != division.devices[i - 1])]
-    bounds.append(len(division.devices))
+def step_time(spans: Sequence[StageTime], work: Workload) -> tuple[int, Schedule]:
+    """Nanoseconds of a step whose devices need so long for their parts, and how the micro-batches go through them."""
+    schedule = simulate(_in_seconds(spans), work.micro_batches, pipelined=work.pipelined)
+    return round(schedule.seconds * 1e9) + round(sum(span.update for span in spans)), schedule
+
+
+def _in_seconds(spans: Sequence[StageTime]) -> list[StageTime]:
+    return [StageTime(*(each / 1e9 for each in span)) for span in spans]
+
+
+def _spans(profile: Profile, division: Division, cards: Sequence[Card], work: Workload) -> list[StageTime]:
+    """What each device needs."""
+    bounds = division.bounds
     assert len(bounds) == len(cards) + 1, (bounds, len(cards))
     spans = [
         span_time(profile, card, start, end, division.streamed, work)
         for card, (start, end) in zip(cards, pairwise(bounds), strict=True)
     ]
-    return spans, [crossing_time(profile, cut, pair) for cut, pair in zip(bounds[1:-1], pairwise(cards), strict=True)]
+    return sending(profile, spans, bounds[1:-1], cards)
 
 
-def step_time(spans: Sequence[SpanTime], crossings: Sequence[tuple[int, int]], work: Workload) -> tuple[int, Schedule]:
-    """Nanoseconds of a step whose devices need so long for their parts, and how the micro-batches go through them."""
-    schedule = (pipelined if work.pipelined else accumulated)(_stages(spans, crossings), work.micro_batches)
-    return round(schedule.seconds * 1e9) + sum(span.update for span in spans), schedule
-
-
-def _stages(spans: Sequence[SpanTime], crossings: Sequence[tuple[int, int]]) -> list[StageSeconds]:
-    return [
-        StageSeconds(forward=span.forward / 1e9, backward=span.backward / 1e9, send=there / 1e9, send_back=back / 1e9)
-        for span, (there, back) in zip(spans, [*crossings, (0, 0)], strict=True)
-    ]
+def sending(
+    profile: Profile, spans: Sequence[StageTime], cuts: Sequence[int], cards: Sequence[Card]
+) -> list[StageTime]:
+    """The devices' parts with what they send to each other."""
+    sent = [crossing_time(profile, cut, pair) for cut, pair in zip(cuts, pairwise(cards), strict=True)]
+    pairs = zip(spans, [*sent, (0, 0)], strict=True)
+    return [span._replace(send=there, send_back=back) for span, (there, back) in pairs]
 
 
 def span_time(
     profile: Profile, card: Card, start: int, end: int, streamed: Collection[int], work: Workload
-) -> SpanTime:
+) -> StageTime:
     """What `card` needs for the blocks from `start` to before `end`, with the embedding before the first and the head after the last."""
-    is_first, is_last = start == 0, end == len(profile.blocks)
     stages = [(profile.blocks[i], i in streamed) for i in range(start, end)]
-    stages = [*([(profile.embed, False)] if is_first else []), *stages, *([(profile.head, False)] if is_last else [])]
+    if start == 0:
+        stages.insert(0, (profile.embed, False))
+    if end == len(profile.blocks):
+        stages.append((profile.head, False))
     link = card.host_bandwidth * LINK_SHARE
 
     def timed(stage: StageCost, copied: int, flops: int, conversions: int) -> tuple[int, int]:
-        return compute_time(stage, card, flops, conversions, work), int(copied / link * 1e9)
+        # What a block sends to the host takes the link behind its forward, and again before its backward: of one block at a time, too.
+        return compute_time(stage, card, flops, conversions, work), int((copied + stage.on_host) / link * 1e9)
 
-    # What a block sends to the host takes the link behind its forward, and again before its backward: of one block at a time, too.
-    forward = [
-        timed(stage, copied_forward(profile, stage) * through + stage.on_host, stage.flops_forward, CONVERSIONS_FORWARD)
-        for stage, through in stages
-    ]
-    backward = [
-        timed(
-            stage, copied_backward(profile, stage) * through + stage.on_host, stage.flops_backward, CONVERSIONS_BACKWARD
-        )
-        for stage, through in stages[::-1]
-    ]
+    forward, backward = [], []
+    for stage, is_streamed in stages:
+        # Of a full fine-tune the trained weights come for the forward; for the backward, and back, the optimizer's state too.
+        trained = (stage.adapters, 2 * (stage.adapters + stage.optimizer)) if profile.trains_all else (0, 0)
+        there, back = (stage.weights + each if is_streamed else 0 for each in trained)
+        forward.append(timed(stage, there, stage.flops_forward, CONVERSIONS_FORWARD))
+        backward.append(timed(stage, back, stage.flops_backward, CONVERSIONS_BACKWARD))
     # A device that waits for the one before it has its first blocks there when its turn comes, and a backward those that the forward
     # ended with.
-    passes = streaming_time(forward, ahead=not is_first), streaming_time(backward, ahead=True)
+    passes = streaming_time(forward, ahead=start > 0), streaming_time(backward[::-1], ahead=True)
     kept = sum(stage.adapters + stage.gradients + stage.optimizer + stage.average for stage, _ in stages)
-    return SpanTime(
+    return StageTime(
         forward=passes[0],
         backward=passes[1],
         update=int(2 * kept / (card.memory_bandwidth * MEMORY_SHARE) * 1e9),
         waiting=sum(passes) - sum(compute for compute, _ in (*forward, *backward)),
     )
-
-
-def copied_forward(profile: Profile, stage: StageCost) -> int:
-    """Bytes that come for a streamed block's forward: of a full fine-tune its trained weights."""
-    return stage.weights + (stage.adapters if profile.trains_all else 0)
-
-
-def copied_backward(profile: Profile, stage: StageCost) -> int:
-    """Bytes that come for its backward, and of a full fine-tune go back: one stream copies both ways, with the optimizer's state."""
-    return stage.weights + (2 * (stage.adapters + stage.optimizer) if profile.trains_all else 0)
 
 
 def compute_time(stage: StageCost, card: Card, flops: int, conversions: int, work: Workload) -> int:
@@ -212,7 +288,7 @@ def crossing_time(profile: Profile, cut: int, cards: tuple[Card, Card]) -> tuple
 
 
 def assumptions(cards: Sequence[Card], work: Workload) -> list[str]:
-    """What an estimate for these cards assumes, line by line."""
+    """What an estimate for these GPUs assumes, line by line."""
     lines = []
     for card in dict.fromkeys(cards):
         rate = card.fp32_flops if work.fp32 else card.bf16_flops

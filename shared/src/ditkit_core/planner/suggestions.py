@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ditkit_core.config.sizes import GIB
 from ditkit_core.models.spec import ModelSpec
@@ -9,7 +10,7 @@ from ditkit_core.planner.gpus import Card, of_size
 from ditkit_core.run.config import RunConfig
 
 CARD_SIZES = (12, 16, 24, 32, 48, 80, 96, 141)
-"""GiB of cards that are sold."""
+"""GiB of GPUs that are sold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class Planned:
 
     change: Change
     missing: int
-    """Bytes that the fullest card still lacks under the smallest settings, or else the host; 0 if they fit."""
+    """Bytes that the fullest GPU still lacks under the smallest settings, or else the host; 0 if they fit."""
 
 
 def levers(spec: ModelSpec, config: RunConfig, cards: tuple[Card, ...]) -> Iterator[list[Change]]:
@@ -39,12 +40,14 @@ def levers(spec: ModelSpec, config: RunConfig, cards: tuple[Card, ...]) -> Itera
     Args:
         spec: The model's family, whose sizes have steps.
         config: With the sizes that the model decides in place.
-        cards: What there is; none leaves out what cards would do.
+        cards: What there is; none leaves out what GPUs would do.
     """
-    yield _batches(config, cards)
-    yield _frames(spec, config, cards)
-    yield _sizes(spec, config, cards)
-    yield _ranks(config, cards)
+    for found in (_batches(config), _frames(spec, config), _sizes(spec, config), _ranks(config)):
+        changes = (
+            Change(words=words, gives_up=lost, config=_with(config, section, **values), cards=cards)
+            for words, lost, section, values in found
+        )
+        yield list(changes)
     if cards:
         yield _larger_cards(config, cards)
         yield [_one_more(config, cards)]
@@ -55,65 +58,57 @@ def best_first(planned: Sequence[Planned]) -> list[Planned]:
     return sorted(planned, key=lambda each: (each.missing, each.change.gives_up))
 
 
-def _batches(config: RunConfig, cards: tuple[Card, ...]) -> list[Change]:
-    train = config.train
-    if train.batch_size == 1:
-        return []
-    fewer = replace(train, batch_size=1, accumulation=train.accumulation * train.batch_size)
-    words = f"train.batch_size = 1 (now {train.batch_size}) with train.accumulation = {fewer.accumulation}: as many samples in a step"
-    return [Change(words=words, gives_up=0.0, config=replace(config, train=fewer), cards=cards)]
+_Changed = tuple[str, float, str, dict[str, Any]]
+"""Words, what is lost, a section of the configuration, and its new values."""
 
 
-def _frames(spec: ModelSpec, config: RunConfig, cards: tuple[Card, ...]) -> list[Change]:
+def _with(config: RunConfig, section: str, **values: Any) -> RunConfig:
+    changed: dict[str, Any] = {section: replace(getattr(config, section), **values)}
+    return replace(config, **changed)
+
+
+def _batches(config: RunConfig) -> Iterator[_Changed]:
+    now = config.train.batch_size
+    if now > 1:
+        fewer = {"batch_size": 1, "accumulation": config.train.accumulation * now}
+        words = f"train.batch_size = 1 (now {now}) with train.accumulation = {fewer['accumulation']}: as many samples in a step"
+        yield words, 0.0, "train", fewer
+
+
+def _frames(spec: ModelSpec, config: RunConfig) -> Iterator[_Changed]:
     now, step = config.data.frames, spec.data.frame_step
-    if step == 0 or now <= 1:
-        return []
-    wanted = dict.fromkeys(1 + int((now - 1) * share) // step * step for share in (0.8, 0.65, 0.5, 0.3))
-    return [
-        Change(
-            words=f"data.frames = {frames} (now {now})", gives_up=1 - frames / now,
-            config=replace(config, data=replace(config.data, frames=frames)), cards=cards,
-        )
-        for frames in wanted
-        if 1 < frames < now
-    ]  # fmt: skip
+    if step and now > 1:
+        for frames in dict.fromkeys(1 + int((now - 1) * share) // step * step for share in (0.8, 0.65, 0.5, 0.3)):
+            if 1 < frames < now:
+                yield f"data.frames = {frames} (now {now})", 1 - frames / now, "data", {"frames": frames}
 
 
-def _sizes(spec: ModelSpec, config: RunConfig, cards: tuple[Card, ...]) -> list[Change]:
+def _sizes(spec: ModelSpec, config: RunConfig) -> Iterator[_Changed]:
     data, step = config.data, spec.data.size_step
-    changes = []
+    now = data.height * data.width
     for share in (0.85, 0.7, 0.5):
         height, width = (max(step, int(side * share) // step * step) for side in (data.height, data.width))
-        if height * width < data.height * data.width:
+        if height * width < now:
             words = f"data.height = {height} and width = {width} (now {data.height} and {data.width})"
-            smaller = replace(config, data=replace(data, height=height, width=width))
-            lost = 1 - height * width / (data.height * data.width)
-            changes.append(Change(words=words, gives_up=lost, config=smaller, cards=cards))
-    return changes
+            yield words, 1 - height * width / now, "data", {"height": height, "width": width}
 
 
-def _ranks(config: RunConfig, cards: tuple[Card, ...]) -> list[Change]:
+def _ranks(config: RunConfig) -> Iterator[_Changed]:
     adapter = config.adapter
-    if adapter.method != "lora" or adapter.init:
-        return []
-    return [
-        Change(
-            words=f"adapter.rank = {rank} (now {adapter.rank})", gives_up=1 - rank / adapter.rank,
-            config=replace(config, adapter=replace(adapter, rank=rank)), cards=cards,
-        )
-        for rank in dict.fromkeys((adapter.rank // 2, adapter.rank // 4))
-        if rank >= 1
-    ]  # fmt: skip
+    if adapter.method == "lora" and not adapter.init:
+        for rank in dict.fromkeys((adapter.rank // 2, adapter.rank // 4)):
+            if rank >= 1:
+                yield f"adapter.rank = {rank} (now {adapter.rank})", 1 - rank / adapter.rank, "adapter", {"rank": rank}
 
 
 def _larger_cards(config: RunConfig, cards: tuple[Card, ...]) -> list[Change]:
-    """Larger cards in place of the smallest ones, or of all where they are alike."""
+    """Larger GPUs in place of the smallest ones, or of all where they are alike."""
     smallest = min(card.total for card in cards)
+    count = sum(card.total == smallest for card in cards)
     changes = []
     for size in CARD_SIZES:
         if size * GIB > smallest * 1.1:
             larger = tuple(of_size(size * GIB, f"{size}GiB") if card.total == smallest else card for card in cards)
-            count = sum(card.total == smallest for card in cards)
             words = f"{'a card' if count == 1 else f'{count} cards'} of {size} GiB in place of {smallest / GIB:.3g} GiB"
             changes.append(Change(words=words, gives_up=1.0 + size / 1000, config=config, cards=larger))
     return changes
