@@ -46,8 +46,9 @@ def fit(task: Task) -> Fit:
     found: list[Candidate] = []
     passed_over: list[str] = []
     for quantize in task.quantizations:
+        # Nothing held so can be faster than arithmetic alone, so with its price it could not win: its profiles, seconds each, are not made.
         if found and min(each.score for each in found) <= shortest_seconds(task) * PRICE[quantize]:
-            passed_over.append(quantize)  # and its profiles need not be made
+            passed_over.append(quantize)
             continue
         for policy in POLICIES:
             if not (fitting := list(candidates(task, policy, quantize))):
@@ -69,6 +70,7 @@ def fit(task: Task) -> Fit:
         "least memory": _smallest(found),
         "fastest": min(found, key=lambda each: (each.time.seconds, *_rank(each))),
     }
+    # Others are printed for comparison: one that differs in its cuts alone tells nobody anything.
     known = {(chosen.setting.policy, chosen.setting.quantize, chosen.setting.swap)}
     for name, each in list(others.items()):
         key = (each.setting.policy, each.setting.quantize, each.setting.swap)
@@ -142,6 +144,7 @@ def _smallest(found: Sequence[Candidate]) -> Candidate:
 
 
 def _emptiest(best: Candidate, accepted: Callable[[Candidate], bool]) -> Candidate:
+    # By bisection, because how full the fullest is follows from which blocks are streamed, of which there are too many to look at.
     low = 0.0
     for _ in range(8):
         share = (low + best.fullness) / 2

@@ -177,12 +177,14 @@ class Span:
     def plan(self, budget: Budget, *, micro_batches: int, pipelined: bool) -> DevicePlan:
         """The peak, and what it is made of."""
         static = self.static()
+        # Pipelined, the first backward runs while all other micro-batches keep what they need for theirs.
         waiting = micro_batches - 1 if pipelined else 0
         moments = self.moments(again=False, waiting=waiting)
         if micro_batches > 1:
             moments += self.moments(again=True, waiting=max(0, waiting - 1))
         all_gradients = sum(cost.gradients for cost in self.stages)
         whole = sum if self.profile.update_adds_up else max
+        # Updates come last: no activation is left, and every gradient is there.
         moments.append(Moment(whole(cost.update_extra for cost in self.stages), all_gradients, 0))
         highest = max(moments, key=sum)
         held = {

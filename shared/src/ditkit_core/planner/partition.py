@@ -82,16 +82,16 @@ def choose_cuts(
 
     @cache
     def bytes_held(kind: int, start: int, end: int, count: int, budget: Budget) -> int:
+        streamed = streamed_of(has_weights, start, end, count)
         return plan_device(
-            profiles[kind], start, end, budget, streamed=streamed_of(has_weights, start, end, count),
-            micro_batches=micro_batches, pipelined=pipelined,
-        ).peak  # fmt: skip
+            profiles[kind], start, end, budget, streamed=streamed, micro_batches=micro_batches, pipelined=pipelined
+        ).peak
 
     def fullness(device: int, start: int, end: int) -> float | None:
         if counts[device] > sum(has_weights[start:end]):
             return None
         budget = budgets[device]
-        return bytes_held(kinds[device], start, end, counts[device], budget) / (budget.total - budget.reserve)
+        return bytes_held(kinds[device], start, end, counts[device], budget) / budget.available
 
     cuts = least_full(len(blocks), len(budgets), starts, fullness)
     assert cuts is not None, "there are enough blocks for all"
@@ -207,9 +207,13 @@ def weights_profile(model: StagedModel, spec: ModelSpec, precision: Precision, *
     blocks = tuple(map(cost, model.blocks()))
     nothing = (0,) * (len(blocks) + 1)
     return Profile(
-        embed=cost(model.embed), blocks=blocks, head=cost(model.head), crossing=nothing, crossing_back=nothing,
+        embed=cost(model.embed),
+        blocks=blocks,
+        head=cost(model.head),
+        crossing=nothing,
+        crossing_back=nothing,
         trains_all=all(parameter.requires_grad for parameter in model.parameters()),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,6 +61,7 @@ def profile(job: Job, *, of_each: int | None = 3) -> Profile:
     model = thinned(job.spec, job.arch, job.precision, job.adapter, quantize=job.quantize, of_each=of_each)
     job = replace(job, policy=schedule)
     together = measure(job, model, [0] * len(model.stages()))
+    # What a cut costs does not depend on other micro-batches, so one is enough.
     apart = measure(replace(job, micro_batches=1), model, _places(model))
     return replace(_profile(model, together, apart), trains_all=job.adapter.method == "full")
 
@@ -159,6 +160,7 @@ class Meter(Ledger):
             if func is torch.ops.aten._local_scalar_dense.default:
                 return args[0].dtype.is_floating_point * 1.0 or 1
             args = _on_one_device(func, args)
+        # The kernel allocates it inside of one operation, where nothing is dispatched, so it is made here and freed after the operation.
         workspace = None
         if func is _ATTENTION_BACKWARD and self._kind == "cuda":
             workspace = self._flash_workspace(args[1])
@@ -258,6 +260,7 @@ class _Measuring:
         with meter.purpose("average"):
             trained = Trained(self.model, parameters, job.optim, job.ema)
         self.gradients = trained.optimizer.parameters.values()
+        # The step that is measured is the second: only an update makes the optimizer's state, which the first step does not have.
         with meter.purpose("optimizer"):
             for parameter in self.gradients:
                 parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
@@ -265,25 +268,7 @@ class _Measuring:
         trained.optimizer.zero_grad()
         found.static = [self._static(stage, trained) for stage in stages]
         for number, backward in enumerate((found.backward, found.again)[: job.micro_batches]):
-            forward: list[Moment] = []
-            calls = AttentionCalls()
-            engine = _Watched(
-                policy=job.schedule, backend=job.backend, model=self.model,
-                entered=partial(self._entered, forward), entered_backward=partial(self._entered_backward, backward),
-            )  # fmt: skip
-            forward.append(self._boundary())
-            meter.is_updating = job.optim.fused_backward
-            with (
-                counted_calls(calls),
-                Updates(trained.optimizer, job.optim.lr, readable=False) if job.optim.fused_backward else nullcontext(),
-            ):
-                accumulate_gradients(
-                    TrainModel(self.model.whole, engine, job.spec),
-                    [Batch(ids=[str(i) for i in range(len(batch))], items=batch)],
-                    StepContext(step=1, seed=0, flow=job.flow),
-                )
-            found.attention = tuple(sorted(calls.made))
-            end = self._boundary()
+            forward, end = self._micro_batch(trained, batch, backward)
             if number == 0:
                 found.forward, found.end = forward, end
         found.update = self._boundary()
@@ -292,6 +277,33 @@ class _Measuring:
         trained.average.update(2)
         self._boundary()
         return found
+
+    def _micro_batch(
+        self, trained: Trained, batch: list[dict[str, Tensor]], backward: dict[int, Moment]
+    ) -> tuple[list[Moment], Moment]:
+        """A forward and a backward, whose boundaries go to `backward`: the forward's boundaries, and what is there behind both."""
+        job, optimizer = self.job, trained.optimizer
+        forward: list[Moment] = []
+        calls = AttentionCalls()
+        engine = _Watched(
+            policy=job.schedule,
+            backend=job.backend,
+            model=self.model,
+            entered=partial(self._entered, forward),
+            entered_backward=partial(self._entered_backward, backward),
+        )
+        forward.append(self._boundary())
+        # With updates in the backward the optimizer is at work inside of it.
+        self.meter.is_updating = job.optim.fused_backward
+        batches = [Batch(ids=[str(i) for i in range(len(batch))], items=batch)]
+        with (
+            counted_calls(calls),
+            Updates(optimizer, job.optim.lr, readable=False) if job.optim.fused_backward else nullcontext(),
+        ):
+            model = TrainModel(self.model.whole, engine, job.spec)
+            accumulate_gradients(model, batches, StepContext(step=1, seed=0, flow=job.flow))
+        self.found.attention = tuple(sorted(calls.made))
+        return forward, self._boundary()
 
     def _entered(self, forward: list[Moment], stage: int) -> None:
         assert stage == len(forward)
