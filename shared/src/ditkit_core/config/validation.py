@@ -131,6 +131,9 @@ def expected(hint: Any) -> str:
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}.get(hint, str(hint))
 
 
+_accepted: dict[tuple[Any, str], Any] = {}
+
+
 @functools.cache
 def _parser(hint: Any) -> ArgumentParser:
     parser = ArgumentParser(exit_on_error=False, add_help=False)
@@ -139,10 +142,19 @@ def _parser(hint: Any) -> ArgumentParser:
 
 
 def _convert(hint: Any, raw: Any) -> Any:
-    """The value as the type has it; raises argparse.ArgumentError if the type does not accept it."""
+    """The value as the type has it; raises argparse.ArgumentError if the type does not accept it.
+
+    A run reads its stored configuration several times, and jsonargparse takes milliseconds for each of a hundred keys: what it accepted is
+    remembered. Not by the value, for `1`, `1.0` and `true` are equal in Python, but by how it is written.
+    """
+    written = hint, repr(raw)
+    if written in _accepted:
+        return _accepted[written]
     value = _parser(hint).parse_object({"value": raw}, defaults=False).value
     if isinstance(value, float) and not math.isfinite(value):  # NaN passes every `if value < 0` of a section
         raise argparse.ArgumentError(None, "not finite")
+    if not isinstance(value, list | dict):  # which somebody could change
+        _accepted[written] = value
     return value
 
 
