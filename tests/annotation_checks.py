@@ -15,11 +15,12 @@ from beartype import beartype
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """`beartype(function)` for the annotations that beartype understands.
 
-    jaxtyping hands over two stand-ins for a function: one takes the arguments, and the other, after the call, arguments and result. In the
-    second the result is all that is left to check: what the dimensions are called was settled in the first.
+    jaxtyping hands over two functions that it made from a text: one takes the arguments, and the other, after the call, arguments and
+    result. In the second the result is all that is left to check: what the dimensions are called was settled in the first.
     """
     hints = {name: _checkable(hint) for name, hint in function.__annotations__.items()}
-    function.__annotations__ = {"return": hints["return"]} if hints.get("return", Any) is not Any else hints
+    takes_result = function.__code__.co_filename == "<string>" and hints.get("return", Any) is not Any
+    function.__annotations__ = {"return": hints["return"]} if takes_result else hints
     return beartype(function)
 
 

@@ -8,6 +8,8 @@ from types import ModuleType
 import jaxtyping
 import pytest
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from annotation_checks import _checkable, checked
 from ditkit_core.nn.lora import low_rank_sum
@@ -20,6 +22,16 @@ def test_annotations_of_modules_that_name_shapes_are_checked():
         shift_sigma("0.5", 3.0)  # type: ignore[arg-type]
     with pytest.raises(jaxtyping.TypeCheckError, match="down"):
         low_rank_sum(torch.ones(2, 3), torch.ones(1, 4), torch.ones(5, 1), 1.0, lambda: torch.ones(2, 5))
+
+
+def test_a_result_is_checked_too_by_the_dimensions_of_the_arguments():
+    @jaxtyping.jaxtyped(typechecker=checked)
+    def use(x: Float[Tensor, "rows columns"]) -> Float[Tensor, "columns rows"]:
+        return x.T if len(x) < 4 else x
+
+    use(torch.ones(2, 3))
+    with pytest.raises(jaxtyping.TypeCheckError, match="return value"):
+        use(torch.ones(4, 3))
 
 
 def test_a_protocol_counts_as_any_and_what_stands_beside_it_is_still_checked():
