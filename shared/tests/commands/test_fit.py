@@ -24,6 +24,8 @@ from ditkit_core.run.config import RunConfig
 from ditkit_core.run.run import create_run
 from ditkit_core.testing.toy import TOY
 
+pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")
+
 RUN = """
 [run]
 folder = "runs/x"

@@ -13,6 +13,8 @@ from ditkit_core.models.tiling import Tiles
 from ditkit_core.planner import auxiliary
 from ditkit_core.testing.toy import TOY
 
+pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")
+
 WIDTH = 2**14
 """Of the companions' one layer: 1 GiB of weights in fp32."""
 

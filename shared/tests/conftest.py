@@ -1,0 +1,28 @@
+"""What the core's tests share."""
+
+import pytest
+
+from ditkit_core.planner.profiler import Job, Profile
+
+_PROFILES: dict[tuple[str, int | None], tuple[Job, Profile]] = {}
+
+
+@pytest.fixture
+def equal_steps_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what is made of profiles: a plan takes seconds to profile, and most tests plan one of few steps.
+
+    A profile is a frozen value that the step alone decides. The step is kept with it, so that no function of another step gets its address.
+    """
+    from ditkit_core.commands import fit
+    from ditkit_core.planner import plan, profiler
+
+    profile = profiler.profile
+
+    def remembered(job: Job, *, of_each: int | None = 3) -> Profile:
+        key = repr(job), of_each
+        if key not in _PROFILES:
+            _PROFILES[key] = job, profile(job, of_each=of_each)
+        return _PROFILES[key][1]
+
+    for module in (plan, fit):
+        monkeypatch.setattr(module, "profile", remembered)
