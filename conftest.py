@@ -117,11 +117,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         kind = getattr(item, "cls", None)
         if getattr(kind, "one_in", 1) > 1 and not item.get_closest_marker("exhaustive"):
             combinations.setdefault((kind, item.name.partition("[")[0]), []).append(item)
-    for (kind, _), of_check in combinations.items():
+    for (kind, check), of_check in combinations.items():
         daily = [item for item in of_check if not item.get_closest_marker("slow")] or of_check
         every = min(kind.one_in, len(daily))
         shift = sum(kind.__name__.encode())  # variants differ in what they leave out
-        chosen = [item for index, item in enumerate(daily) if (index + shift) % every == 0]
+        chosen = [] if check in kind.nightly else daily[-shift % every :: every]
         for item in of_check:
             if item not in chosen:
                 item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]

@@ -25,9 +25,14 @@ from ditkit_core.training.train_step import StepContext, training_step
 @pytest.mark.parametrize(
     ("policy", "method"),
     [
-        pytest.param(policy, method, marks=() if (policy, method) == ("full", "lora") else pytest.mark.slow)
-        for policy in POLICIES
-        for method in ("lora", "full")
+        ("full", "lora"),
+        pytest.param("attn_only", "full", marks=pytest.mark.slow),
+        *(
+            pytest.param(policy, method, marks=pytest.mark.exhaustive)
+            for policy in POLICIES
+            for method in ("lora", "full")
+            if (policy, method) not in (("full", "lora"), ("attn_only", "full"))
+        ),
     ],
 )
 def test_three_blocks_say_what_six_hold_on_any_number_of_devices(policy, method):
@@ -112,7 +117,8 @@ def test_an_adapter_on_some_blocks_makes_kinds_of_its_own():
 
 
 @pytest.mark.parametrize(
-    "policy", ["attn_only", *(pytest.param(name, marks=pytest.mark.slow) for name in POLICIES if name != "attn_only")]
+    "policy",
+    ["attn_only", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in POLICIES if name != "attn_only")],
 )
 def test_the_plan_of_a_cpu_is_what_real_tensors_hold(policy):
     of = toy_job(policy=policy, kind="cpu")

@@ -6,6 +6,13 @@ from typing import Any
 
 import pytest
 
+NIGHTLY_FOR_VARIANTS = (
+    "test_policies_leave_nothing_in_a_model",
+    "test_errors_come_in_the_right_order",
+    "test_no_cut_changes_a_number_over_a_quantized_base",
+)
+"""Checks that take longest, of what a family's blocks have in common: `Conformance.nightly`."""
+
 
 def pairwise(
     levers: Mapping[str, Sequence[Any]], allowed: Callable[[tuple[Any, ...]], bool] = lambda case: True

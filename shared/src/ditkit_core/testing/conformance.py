@@ -39,7 +39,7 @@ from ditkit_core.nn.attention_backends import BACKENDS
 from ditkit_core.nn.context import AttentionSettings, attention_settings
 from ditkit_core.run.prepare import check_item
 from ditkit_core.testing.carries import check_carry
-from ditkit_core.testing.combinations import every_pair, every_value
+from ditkit_core.testing.combinations import NIGHTLY_FOR_VARIANTS, every_pair, every_value
 from ditkit_core.testing.conformance_fused import FusedChecks
 from ditkit_core.testing.conformance_levers import LeverChecks
 from ditkit_core.testing.conformance_offload import OffloadChecks
@@ -70,6 +70,8 @@ class CoreChecks:
     one_in: ClassVar[int] = 1
     """For variants of a model that passes: of a check's combinations one in so many is run, and one at least; others for each variant, and the
     rest are marked `exhaustive`. It should have no factor in common with the sizes of what is combined, so that all of each are met."""
+    nightly: ClassVar[tuple[str, ...]] = NIGHTLY_FOR_VARIANTS
+    """Of a variant none of these is run daily: they take longest, and are about what the family's blocks have in common."""
     idle: ClassVar[tuple[str, ...]] = ()
     """How names of parameters begin that not every item uses."""
 

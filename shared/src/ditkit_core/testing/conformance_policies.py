@@ -53,13 +53,17 @@ LEVERS: Mapping[str, Sequence[Any]] = {
 
 
 def _cases() -> list[Any]:
-    """Every pair of values in one that is run always. In a slow one, of policies that all blocks have and that do not offload, each with
-    every backend, adapter and dtype under an autocast, and each with a dropout."""
+    """Every pair of values in one that is run always. Of policies that all blocks have and that do not offload, each with a dropout in a slow
+    one, and each with every backend, adapter and dtype under an autocast in an exhaustive one."""
     soon = pairwise(LEVERS)
     alike = [policy for policy in LEVERS["policy"] if not policy.endswith(_OFFLOAD) and policy not in _BY_BLOCK]
     rest = itertools.product(*{**LEVERS, "policy": alike, "autocast": (True,)}.values())
     drawing = itertools.product(alike, ("sdpa",), ("lora with dropout",), (torch.float32,), (False,))
-    return [*soon, *(pytest.param(*case, marks=pytest.mark.slow) for case in (*rest, *drawing) if case not in soon)]
+    return [
+        *soon,
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in drawing),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in rest if case not in soon),
+    ]
 
 
 class Arithmetic(TorchDispatchMode):
