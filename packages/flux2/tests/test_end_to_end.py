@@ -10,7 +10,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from ditkit_core.commands import cli
-from ditkit_core.testing.demo import LEVERS, Demo, check_loss
+from ditkit_core.testing.conformance_demo import DemoConformance
+from ditkit_core.testing.demo import Demo
 from ditkit_flux2.spec import FLUX2
 
 BOTH = ("--export.forms", '["official", "diffusers"]')
@@ -21,10 +22,30 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     return Demo.write(FLUX2, tmp_path_factory.mktemp("demo"))
 
 
-def test_the_demo_ends_with_a_verified_adapter_samples_and_metrics(demo, tmp_path, capsys):
-    tensors = demo.check_run(tmp_path / "run", lambda: capsys.readouterr().out, samples="*.png")
-    assert "diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight" in tensors
-    assert all("_blocks." in name for name in tensors)
+class TestDemo(DemoConformance):
+    spec = FLUX2
+    samples = "*.png"
+    num_samples = range(2, 1000)
+    trained = "diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight"
+    trained_names = r".*_blocks\."
+    daily = slice(0, None, 2)
+    levers = (
+        ("--adapter.targets", '["modulation"]', "--adapter.alpha", "3", "--export.forms", '["diffusers"]'),
+        (
+            "--data.buckets",
+            "false",
+            "--train.batch_tokens",
+            "1300",
+            "--train.batch_size",
+            "1",
+            "--sample.guidance",
+            "1",
+        ),
+        ("--prior.prompt", "a circle", "--prior.images", "2", "--prior.weight", "0.5"),
+    )
+    forms = BOTH
+    init_from = "adapter_diffusers.safetensors"
+    merge_from = "adapter.safetensors"
 
 
 def test_diffusers_pipeline_draws_with_the_adapter_what_it_draws_with_our_weights(demo, tmp_path):
@@ -96,21 +117,6 @@ def test_a_run_draws_from_a_prompt_and_from_a_picture_to_edit(demo, tmp_path, ca
     assert {size for name, size in sizes.items() if "seed" in name} == {(160, 96)}, "the shape of the reference"
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        *LEVERS[0::2],
-        *(pytest.param(flags, marks=pytest.mark.exhaustive) for flags in LEVERS[1::2]),  # daily in the other family
-        ("--adapter.targets", '["modulation"]', "--adapter.alpha", "3", "--export.forms", '["diffusers"]'),
-        ("--data.buckets", "false", "--train.batch_tokens", "1300", "--train.batch_size", "1", "--sample.guidance", "1"),
-        ("--prior.prompt", "a circle", "--prior.images", "2", "--prior.weight", "0.5"),
-    ],
-)  # fmt: skip
-def test_the_demo_takes_every_lever(demo, tmp_path, capsys, flags):
-    assert demo.train(tmp_path / "run", *flags) == 0, capsys.readouterr().err
-    assert list((tmp_path / "run" / "exports").iterdir())
-
-
 def test_a_distilled_base_is_warned_about(demo, tmp_path, capsys):
     distilled = tmp_path / "distilled"
     shutil.copytree(demo.inputs, distilled)
@@ -118,22 +124,3 @@ def test_a_distilled_base_is_warned_about(demo, tmp_path, capsys):
     index.write_text(json.dumps(json.loads(index.read_text()) | {"is_distilled": True}))
     assert replace(demo, inputs=distilled).train(tmp_path / "run") == 0
     assert "train its base model instead" in capsys.readouterr().err
-
-
-def test_an_adapter_trained_here_starts_and_merges_into_another_run(demo, tmp_path, capsys):
-    assert demo.train(tmp_path / "first", *BOTH) == 0
-    official, diffusers = (
-        tmp_path / "first" / "exports" / name for name in ("adapter.safetensors", "adapter_diffusers.safetensors")
-    )
-    assert demo.train(tmp_path / "second", "--adapter.init", str(diffusers), "--train.steps", "0", *BOTH) == 0
-    for file in (official, diffusers):
-        again = load_file(tmp_path / "second" / "exports" / file.name)
-        assert all(torch.equal(tensor, again[name]) for name, tensor in load_file(file).items())
-    assert demo.train(tmp_path / "third", "--base.merge", f'["{official.as_posix()}@0.5"]') == 0
-    assert "at strength 0.5" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_the_whole_demo_lowers_the_held_out_loss_by_a_fifth(tmp_path):
-    check_loss(FLUX2, tmp_path)
-    assert len(list((tmp_path / "samples").glob("*.png"))) >= 2

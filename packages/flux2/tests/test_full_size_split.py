@@ -1,58 +1,34 @@
 """FLUX.2 dev at its published size, divided over two to four devices that refuse to mix, without memory."""
 
-from dataclasses import replace
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
-import torch
 
 from ditkit_core.adapters.inject import AdapterConfig
-from ditkit_core.engine.engine import POLICIES
 from ditkit_core.models.precision import Precision
 from ditkit_core.planner.memory import Budget, plan_device
 from ditkit_core.planner.partition import choose_cuts, weights_profile
 from ditkit_core.planner.reduced_model import thinned
-from ditkit_core.testing.full_size_split import balanced, divided_step
+from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConformance
 from ditkit_flux2.presets import PRESETS
 from ditkit_flux2.spec import FLUX2
 
 ARCH = PRESETS["dev"]
 NUM_BLOCKS = ARCH.double_layers + 1 + ARCH.single_layers
-# torch_remat looks at the addresses of tensors, of which fake ones have none.
-pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
 
 
-def items(arch):
-    with torch.device("meta"):
-        return [FLUX2.training.empty_item(arch, (1, 1024, 1024), ())]
+class TestSplit(FullSizeSplitConformance):
+    spec = FLUX2
+    preset = "dev"
+    size = (1, 1024, 1024)
+    few: ClassVar = {"double_layers": 2, "single_layers": 3}
+    all_blocks = ("full", 3)
+    most_apart = 1.1 * 2 * 708e6  # no more than a double block
 
-
-@pytest.mark.parametrize(
-    "policy", [pytest.param(policy, marks=[pytest.mark.exhaustive] if policy != "full" else []) for policy in POLICIES]
-)
-def test_a_step_over_four_devices_sends_each_carry_once(policy, monkeypatch):
-    arch = replace(ARCH, double_layers=2, single_layers=3)
-    divided = divided_step(FLUX2, arch, balanced(FLUX2, 4), items(arch), policy=policy, rank=32, patch=monkeypatch)
-    divided.check()
-    # Two streams, three modulations, time, cos, sin; after the join one stream and one modulation. The streams alone come from adapters.
-    crossing = {True: (8, 2), False: (5, 1)}
-    expected = [crossing[cut <= arch.double_layers] for cut in divided.placement.cuts]
-    assert [(carry["tensors"], carry["gradients"]) for carry in divided.carried] == expected
-    assert len(set(expected)) == 2, "a cut before the join, and one after it"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("policy", "num_devices"), [("full", 3)])  # each takes minutes
-def test_all_57_blocks_do_too(policy, num_devices, monkeypatch):
-    divided = divided_step(
-        FLUX2, ARCH, balanced(FLUX2, num_devices), items(ARCH), policy=policy, rank=32, patch=monkeypatch, steps=2
-    )
-    divided.check()
-    live, peak = divided.ledger.live, divided.ledger.peak
-    held = [live[device]["weights"] for device in dict.fromkeys(divided.placement.blocks)]
-    print(policy, divided.placement.cuts, [f"{peak[device] / 2**30:.2f} GiB" for device in peak])
-    assert max(held) - min(held) < 1.1 * 2 * 708e6, "no more than a double block apart"
+    def crossing(self, arch, cut):
+        """Two streams, three modulations, time, cos, sin; after the join one stream and one modulation. The streams alone come from adapters."""
+        return (8, 2) if cut <= arch.double_layers else (5, 1)
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])

@@ -1,19 +1,11 @@
 """The plan of a whole model at full size, made from three blocks of a kind, against all of its blocks on fake tensors."""
 
-from dataclasses import replace
-
-import pytest
-
-from ditkit_core.adapters.inject import AdapterConfig
-from ditkit_core.planner.profiler import profile
-from ditkit_core.testing.plans import check_plan, step_of
+from ditkit_core.testing.conformance_plans import FullSizePlanConformance
 from ditkit_flux2.spec import FLUX2
 
 
-@pytest.mark.exhaustive
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("policy", "cuts"), [("none", ()), ("full", (18,)), ("attn_only", ())])
-def test_the_plan_is_what_all_blocks_hold(policy, cuts):
-    step = step_of(FLUX2, FLUX2.architecture.presets["dev"], (1, 1024, 1024), AdapterConfig(rank=32))
-    job = replace(step, policy=policy)
-    check_plan(profile(job), job, cuts, rel=1e-3)
+class TestPlan(FullSizePlanConformance):
+    spec = FLUX2
+    preset = "dev"
+    size = (1, 1024, 1024)
+    cut = 18

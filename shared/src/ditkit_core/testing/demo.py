@@ -15,7 +15,7 @@ from ditkit_core.testing.specs import altered
 
 _FEW = ("--train.steps", "2", "--held_out.clips", "1", "--sample.captions", "1", "--sample.steps", "2")
 
-LEVERS = (
+LEVERS: tuple[tuple[str, ...], ...] = (
     ("--model.dtype", "bf16", "--train.checkpointing", "attn_only", "--adapter.dropout", "0.1"),
     ("--train.checkpointing", "full", "--adapter.method", "full", "--optim.lr", "1e-4", "--export.forms", '["diffusers"]'),
     ("--adapter.use_dora", "true", "--export.forms", '["diffusers"]', "--train.caption_dropout", "0.5"),

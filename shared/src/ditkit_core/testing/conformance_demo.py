@@ -1,0 +1,74 @@
+"""Checks that a family's demo is the real path on generated inputs: from files to an adapter that diffusers loads."""
+
+import re
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.testing.demo import LEVERS, Demo, check_loss
+
+
+class DemoConformance:
+    """Inherit, set what has no value here, and have a fixture `demo` of the module: `Demo.write(spec, folder)`."""
+
+    spec: ClassVar[ModelSpec]
+    samples: ClassVar[str]
+    """Pattern of the files that a run generates."""
+    num_samples: ClassVar[range]
+    """How many of them the whole demo may leave."""
+    trained: ClassVar[str]
+    """A tensor of the adapter's file."""
+    trained_names: ClassVar[str]
+    """A pattern for how the names of all its tensors begin."""
+    daily: ClassVar[slice]
+    """Which of `LEVERS` are daily here; the other family has the rest."""
+    levers: ClassVar[tuple[tuple[str, ...], ...]]
+    """Flags that this family alone takes."""
+    forms: ClassVar[tuple[str, ...]] = ()
+    """Flags that export an adapter in every form."""
+    init_from: ClassVar[str]
+    """The file of these from which another run starts."""
+    merge_from: ClassVar[str]
+    """The one that a third run merges into its base."""
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Flags that a subclass says."""
+        if "flags" in metafunc.fixturenames:
+            daily = LEVERS[self.daily]
+            rest = [pytest.param(flags, marks=pytest.mark.exhaustive) for flags in LEVERS if flags not in daily]
+            metafunc.parametrize("flags", [*daily, *self.levers, *rest])
+
+    def test_the_demo_ends_with_a_verified_adapter_samples_and_metrics(
+        self, demo: Demo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        tensors = demo.check_run(tmp_path / "run", lambda: capsys.readouterr().out, samples=self.samples)
+        assert self.trained in tensors
+        assert all(re.match(self.trained_names, name) for name in tensors)
+
+    def test_the_demo_takes_every_lever(
+        self, demo: Demo, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+    ) -> None:
+        assert demo.train(tmp_path / "run", *flags) == 0, capsys.readouterr().err
+        assert list((tmp_path / "run" / "exports").iterdir())
+
+    def test_an_adapter_trained_here_starts_and_merges_into_another_run(
+        self, demo: Demo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert demo.train(tmp_path / "first", *self.forms) == 0
+        first, second = (tmp_path / run / "exports" for run in ("first", "second"))
+        init, merge = first / self.init_from, first / self.merge_from
+        assert demo.train(tmp_path / "second", "--adapter.init", str(init), "--train.steps", "0", *self.forms) == 0
+        for file in {init, merge}:
+            again = load_file(second / file.name)
+            assert all(torch.equal(tensor, again[name]) for name, tensor in load_file(file).items())
+        assert demo.train(tmp_path / "third", "--base.merge", f'["{merge.as_posix()}@0.5"]') == 0
+        assert "at strength 0.5" in capsys.readouterr().out
+
+    @pytest.mark.slow
+    def test_the_whole_demo_lowers_the_held_out_loss_by_a_fifth(self, tmp_path: Path) -> None:
+        check_loss(self.spec, tmp_path)
+        assert len(list((tmp_path / "samples").glob(self.samples))) in self.num_samples

@@ -1,0 +1,84 @@
+"""Checks of a model's plans: what blocks are planned to keep is what real tensors take, and a plan of few blocks is that of all."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import pytest
+
+from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.profiler import profile
+from ditkit_core.testing.plans import KEPT, SENT, check_kept, check_plan, check_sent, step_of
+
+_SLOW = (("attn_only", "full"), ("every_n(2)", "lora"))
+
+
+class KeptBytesConformance:
+    """What a tiny model keeps under each policy of checkpointing: planned on fake tensors, and counted on real ones.
+
+    Inherit, and set what has no value here.
+    """
+
+    spec: ClassVar[ModelSpec]
+    arch: ClassVar[Any]
+    """Of several blocks of each kind."""
+    size: ClassVar[tuple[int, int, int]]
+    """Frames, height and width of an item."""
+    wider: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Fields of the architecture for checks of what is sent: its storages are to be above `offload.SMALLEST`."""
+    larger: ClassVar[tuple[int, int, int]]
+    """Size of an item for these checks."""
+    daily: ClassVar[tuple[str, ...]]
+    """Policies for the default tests, of which one differs by block."""
+    nightly: ClassVar[tuple[str, ...]]
+    """The other policies."""
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Policies that a subclass says."""
+        if metafunc.function.__name__ == "test_blocks_keep_what_is_planned":
+            nightly = [pytest.param(policy, marks=pytest.mark.exhaustive) for policy in self.nightly]
+            metafunc.parametrize("policy", [*self.daily, *nightly])
+
+    def _check_kept(self, policy: str, method: Any) -> None:
+        step = step_of(self.spec, self.arch, self.size, AdapterConfig(method=method, rank=4))
+        check_kept(replace(step, policy=policy))
+
+    def test_blocks_keep_what_is_planned(self, policy: str) -> None:
+        self._check_kept(policy, "lora")
+
+    @pytest.mark.parametrize(
+        ("policy", "method"),
+        [pytest.param(*case, marks=pytest.mark.slow if case in _SLOW else pytest.mark.exhaustive) for case in KEPT],
+    )
+    def test_so_they_do_where_all_is_trained_and_under_other_policies(self, policy: str, method: str) -> None:
+        self._check_kept(policy, method)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("policy", SENT)
+    def test_blocks_send_what_is_planned(self, policy: str) -> None:
+        step = step_of(self.spec, replace(self.arch, **self.wider), self.larger, AdapterConfig(rank=4))
+        check_sent(replace(step, policy=policy))
+
+
+class FullSizePlanConformance:
+    """The plan of a whole model at full size, made from three blocks of a kind, against all of its blocks on fake tensors.
+
+    Inherit, and set what has no value here.
+    """
+
+    spec: ClassVar[ModelSpec]
+    preset: ClassVar[str]
+    size: ClassVar[tuple[int, int, int]]
+    """Frames, height and width of an item."""
+    cut: ClassVar[int]
+    """The block before which a second device begins."""
+
+    @pytest.mark.exhaustive
+    @pytest.mark.timeout(600)
+    @pytest.mark.parametrize(("policy", "is_cut"), [("none", False), ("full", True), ("attn_only", False)])
+    def test_the_plan_is_what_all_blocks_hold(self, policy: str, is_cut: bool) -> None:
+        step = step_of(self.spec, self.spec.architecture.presets[self.preset], self.size, AdapterConfig(rank=32))
+        job = replace(step, policy=policy)
+        check_plan(profile(job), job, (self.cut,) if is_cut else (), rel=1e-3)
