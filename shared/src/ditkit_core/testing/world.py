@@ -136,7 +136,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def train_shortly(
-    spec: ModelSpec, model: nn.Module, items: Items, run: Engine, *, pipelined: bool = False
+    spec: ModelSpec, model: Any, items: Items, run: Engine, *, pipelined: bool = False
 ) -> tuple[list[float], dict[str, Tensor]]:
     """A measurement and an optimizer step as a run does them, on items that lie on the host, then the measurement again.
 

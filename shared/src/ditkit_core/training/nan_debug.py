@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ditkit_core.adapters.inject import canonical_name
+from ditkit_core.models.protocol import StagedModel
 from ditkit_core.training.tensor_stats import magnitudes
 
 _MAKES_INFINITIES = (
@@ -35,7 +36,7 @@ _MAKES_INFINITIES = (
 """Operations whose result is what somebody wrote there, or nobody: masks of -inf, memory to be filled."""
 
 
-def first_not_finite(model: Any, loss_of: Callable[[], Tensor]) -> dict[str, Any] | None:
+def first_not_finite(model: StagedModel, loss_of: Callable[[], Tensor]) -> dict[str, Any] | None:
     """Run a micro-batch's forward, and its backward if the loss is finite, and say where the first value that is not finite came from.
 
     Args:
@@ -79,7 +80,7 @@ class _Probe(TorchDispatchMode):
     supports_higher_order_operators = True
     """So that torch hands those over too: they call functions, have no overloads, and attention can be one."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: StagedModel) -> None:
         super().__init__()
         self.found: dict[str, Any] | None = None
         self.is_backward = False

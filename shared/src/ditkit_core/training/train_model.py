@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from ditkit_core.engine.block_swap import BlockSwap
-from ditkit_core.models.protocol import Engine
+from ditkit_core.models.protocol import Engine, StagedModel
 from ditkit_core.models.spec import ModelSpec
 
 
@@ -16,8 +16,7 @@ from ditkit_core.models.spec import ModelSpec
 class TrainModel:
     """A staged model on its devices, and what runs it."""
 
-    module: Any
-    """The `StagedModel`."""
+    module: StagedModel
     engine: Engine
     """Runs its forward."""
     spec: ModelSpec

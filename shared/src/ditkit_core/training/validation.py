@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
+from ditkit_core.models.protocol import StagedModel
 from ditkit_core.training.confidence import half_width
 from ditkit_core.training.flow_matching import NoisedBatch, to_device, velocity_errors
 from ditkit_core.training.train_model import MicroBatch, TrainModel
@@ -253,9 +254,9 @@ def _cannot_measure(step: int, clip: str, sigma: float, save: Path | None) -> st
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _evaluating(model: StagedModel) -> Iterator[None]:
     before = [(module, module.training) for module in model.modules()]
-    model.eval()
+    model.train(False)
     try:
         yield
     finally:
