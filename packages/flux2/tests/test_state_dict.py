@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from flux2_pieces import foreign, native
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -12,7 +13,6 @@ from ditkit_core.models.state_dict import Part
 from ditkit_flux2.model.transformer import Flux2Transformer
 from ditkit_flux2.presets import PRESETS, Flux2Arch
 from ditkit_flux2.state_dict import NAMES
-from flux2_pieces import foreign, native
 
 GOLDEN = Path(__file__).parent / "golden" / "flux2_bfl_fp32.safetensors"
 FORMS = ("official", "diffusers")

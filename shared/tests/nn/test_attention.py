@@ -14,7 +14,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.nn.attention import attend
 from ditkit_core.nn.attention_backends import BACKENDS, Backend
 from ditkit_core.nn.context import AttentionSettings, attention_settings, settings_in_force
-from ditkit_core.nn.remat import last_step
+from ditkit_core.nn.remat import recompute_boundary
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_settings_hold_inside_their_block_and_are_restored_also_after_an_error()
     assert settings_in_force() == AttentionSettings(backend="sdpa", keep=None)
 
 
-# last_step
+# recompute_boundary
 
 
 class Gated(nn.Module):
@@ -109,7 +109,7 @@ class Gated(nn.Module):
 
     def forward(self, carry: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         x, gate = carry
-        return last_step(self.last, self.first(x).sin(), lambda y, x, gate: x + y * gate, x, gate), gate
+        return x + recompute_boundary(self.last, self.first(x).sin()) * gate, gate
 
 
 def gradients(block: Gated, policy: str) -> dict[str, Tensor]:
@@ -148,11 +148,11 @@ def test_a_frozen_last_matmul_and_no_other_layer_is_left_out_of_a_recompute_that
     assert block.runs == {"first": 1 if policy == "none" else 2, "last": runs}
 
 
-def test_outside_a_recompute_that_keeps_regions_a_last_step_is_a_plain_call(monkeypatch):
+def test_outside_a_recompute_that_keeps_regions_a_boundary_is_a_plain_call(monkeypatch):
     from ditkit_core.nn import remat as module
 
     monkeypatch.setattr(module, "remat", None)
-    layer, h, x = matmul(), torch.randn(4, 6), torch.randn(4, 6)
-    assert torch.equal(last_step(layer, h, torch.add, x), layer(h) + x)
+    layer, h = matmul(), torch.randn(4, 6)
+    assert torch.equal(recompute_boundary(layer, h), layer(h))
     with attention_settings(AttentionSettings(keep=())), pytest.raises(AttributeError):
-        last_step(layer, h, torch.add, x)
+        recompute_boundary(layer, h)

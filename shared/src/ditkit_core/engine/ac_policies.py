@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ditkit_core.engine.selective_ac import SEEN_BY_HOOKS, Region, kept_ops
 from ditkit_core.errors import UserError
-from ditkit_core.nn.context import AttentionSettings, attention_settings, calls_in_force
+from ditkit_core.nn.context import AttentionSettings, attention_settings, calls_in_force, scope_set
+from ditkit_core.nn.remat import RecomputeDone, RecomputeScope
 
 Body = Callable[..., tuple[Tensor, ...]]
 """A block as a function of the carry's tensors, which it takes one by one."""
@@ -262,25 +263,39 @@ def run_block(block: nn.Module, carry: Any, *, policy: Policy, backend: str = "s
     leaves, spec = tree_flatten(carry)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     outline = [_static(leaf) for leaf in leaves]  # the body outlives the forward
+    scope = RecomputeScope(torch._C._autograd._top_saved_tensors_default_hooks(True))
     outcome: Any = None
 
     def body(*tensors: Tensor) -> tuple[Tensor, ...]:
         nonlocal outcome
         given = iter(tensors)
         inner = tree_unflatten([next(given) if leaf is _MADE else leaf for leaf in outline], spec)
-        # Inside the body: autograd recomputes on threads of its own, which do not see what was set around the
-        # forward.
-        with attention_settings(settings if outcome is None else again):
-            after, after_spec = tree_flatten(block(inner))
+        # Settings are made inside the body: autograd recomputes on threads of its own, which do not see what was set around
+        # the forward.
         if outcome is None:
+            with attention_settings(settings), scope_set(scope), scope:
+                after, after_spec = tree_flatten(block(inner))
             # What the block passed on unchanged keeps its identity and does not cross the checkpoint.
             position = {id(tensor): index for index, tensor in enumerate(tensors)}
-            outcome = after_spec, [_Given(position[id(x)]) if id(x) in position else _static(x) for x in after]
+            statics = [_Given(position[id(x)]) if id(x) in position else _static(x) for x in after]
+            results = [x for x, static in zip(after, statics, strict=True) if static is _MADE]
+            scope.hold(results)
+            outcome = after_spec, statics, [(x.dtype, x.requires_grad) for x in results]
+        else:
+            try:
+                with attention_settings(again), scope_set(scope):
+                    after, _ = tree_flatten(block(inner))
+            except RecomputeDone:
+                # Nobody reads them: the checkpoint asks for results of the same kinds as in the forward.
+                return tuple(
+                    tensors[0].new_empty(0, dtype=dtype).requires_grad_(requires_grad)
+                    for dtype, requires_grad in outcome[2]
+                )
         # As in the forward, whatever has its identity now: hooks on the block (FSDP2's) may differ in the recompute.
         return tuple(leaf for leaf, static in zip(after, outcome[1], strict=True) if static is _MADE)
 
     made = iter(policy.checkpoint(body, tensors, name))
-    after_spec, after = outcome
+    after_spec, after, _ = outcome
     rebuilt = [tensors[x.index] if isinstance(x, _Given) else next(made) if x is _MADE else x for x in after]
     return tree_unflatten(rebuilt, after_spec)
 

@@ -1,10 +1,11 @@
 """What is global to the process while a forward, or its recompute, runs, in one place.
 
-What a block needs travels in its carry, and what a layer needs in its arguments. Three things cannot: they belong to the engine or the
+What a block needs travels in its carry, and what a layer needs in its arguments. Four things cannot: they belong to the engine or the
 planner, and are read at calls of `attend`, or of a product, deep inside model code that knows no engine.
 
 - How attention is run, and whether a checkpoint keeps it. A ContextVar that the engine sets *inside* the function it checkpoints: autograd
   recomputes on threads of its own, where a setting that was made outside is not seen.
+- What a block saves behind the boundary of its recompute (`remat.py`). A ContextVar, set where the first one is.
 - Where calls of attention are counted in a first step. A ContextVar that is set around a step.
 - The kind of device that fake tensors stand for. A list: it is read in compiled code too, and up to torch 2.11 the compiler cannot read
   a ContextVar.
@@ -72,6 +73,24 @@ def counted_calls(calls: AttentionCalls | None) -> Iterator[None]:
         yield
     finally:
         _calls.reset(token)
+
+
+_scope: ContextVar[Any] = ContextVar("recompute_scope", default=None)
+
+
+def scope_in_force() -> Any:
+    """The `remat.RecomputeScope` of the block that runs, if its policy has one."""
+    return _scope.get()
+
+
+@contextmanager
+def scope_set(scope: Any) -> Iterator[None]:
+    """Put a scope in force."""
+    token = _scope.set(scope)
+    try:
+        yield
+    finally:
+        _scope.reset(token)
 
 
 @dataclass(frozen=True, kw_only=True)

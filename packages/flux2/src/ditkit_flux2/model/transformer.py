@@ -24,7 +24,7 @@ from ditkit_core.nn.attention import attend
 from ditkit_core.nn.functional import gated_sum, gated_unit, modulated_norm, normalised_heads
 from ditkit_core.nn.linear import CastLinear
 from ditkit_core.nn.padding import key_mask
-from ditkit_core.nn.remat import last_step
+from ditkit_core.nn.remat import recompute_boundaries, recompute_boundary
 from ditkit_core.nn.rope import timestep_features
 from ditkit_flux2.model.rope import Grid, rotary_angles, token_positions
 from ditkit_flux2.presets import Flux2Arch
@@ -220,10 +220,8 @@ class Flux2DoubleBlock(nn.Module):
         text = gated_sum(self.txt_attn.proj(out_t), text.to(precision.residual), gate_t)
         image = gated_sum(self.img_attn.proj(out_i), image.to(precision.residual), gate_i)
         h_t, h_i = self._hidden(self.txt_mlp, text, *mlp_t), self._hidden(self.img_mlp, image, *mlp_i)
-        return carry._replace(
-            text=last_step(self.txt_mlp[2], h_t, gated_sum, text, mlp_t[2], name="last step of text"),
-            image=last_step(self.img_mlp[2], h_i, gated_sum, image, mlp_i[2], name="last step of image"),
-        )
+        y_t, y_i = recompute_boundaries([(self.txt_mlp[2], h_t), (self.img_mlp[2], h_i)])
+        return carry._replace(text=gated_sum(y_t, text, mlp_t[2]), image=gated_sum(y_i, image, mlp_i[2]))
 
     def _hidden(self, mlp: nn.Sequential, x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
         h = modulated_norm(x, scale, shift, self.eps, self.precision.norms).to(self.precision.matmul)
@@ -268,7 +266,7 @@ class Flux2SingleBlock(nn.Module):
         v = v.unflatten(-1, (arch.heads, -1)).to(precision.attention)
         out = attend(q, k, v, name="self", key_mask=carry.key_mask).flatten(2).to(precision.matmul)
         h = torch.cat([out, gated_unit(both)], -1)
-        return carry._replace(tokens=last_step(self.linear2, h, gated_sum, x.to(precision.residual), gate))
+        return carry._replace(tokens=gated_sum(recompute_boundary(self.linear2, h), x.to(precision.residual), gate))
 
 
 class Flux2Head(nn.Module):

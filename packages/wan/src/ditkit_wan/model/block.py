@@ -1,8 +1,5 @@
 """The blocks of the Wan transformer, from carry to carry."""
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -10,7 +7,7 @@ from torch import Tensor, nn
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.attention import attend
 from ditkit_core.nn.functional import gated_sum, modulated_norm, normalised_heads, per_token, plain_sum
-from ditkit_core.nn.remat import last_step
+from ditkit_core.nn.remat import recompute_boundary
 from ditkit_wan.model.carry import WanCarry
 from ditkit_wan.model.norms import affine_norm
 from ditkit_wan.presets import WanArch
@@ -78,12 +75,6 @@ class WanBlock(nn.Module):
 
     def advanced(self, x: Float[Tensor, "batch tokens dim"], carry: WanCarry) -> Float[Tensor, "batch tokens dim"]:
         """A residual stream behind this block, given everything else of the carry."""
-        return last_step(self.ffn[2], *self.unfinished(x, carry))
-
-    def unfinished(
-        self, x: Float[Tensor, "batch tokens dim"], carry: WanCarry
-    ) -> tuple[Tensor, Callable[..., Tensor], Tensor, Tensor]:
-        """What is left to `last_step`: the last layer's input, how the block ends, the stream, and the gate of what is added to it."""
         precision = self.precision
         matmul, norms = precision.matmul, precision.norms
         modulation = self.modulation.to(precision.modulation) + carry.modulation
@@ -95,5 +86,5 @@ class WanBlock(nn.Module):
         x = plain_sum(self.cross_attn(affine_norm(self.norm3, x, norms).to(matmul), carry.text, carry.image), x)
         scale_ffn, shift_ffn = per_token(scale_ffn, late), per_token(shift_ffn, late)
         h = modulated_norm(x, scale_ffn, shift_ffn, self.eps, norms).to(matmul)
-        h = self.ffn[1](self.ffn[0](h))
-        return h, partial(gated_sum, late=late), x, gate_ffn
+        y = recompute_boundary(self.ffn[2], self.ffn[1](self.ffn[0](h)), gate_ffn)
+        return gated_sum(y, x, gate_ffn, late)

@@ -3,16 +3,13 @@
 Source: Wan-Video/Wan-Dancer, diffsynth/models/wan_video_dit.py and diffsynth/pipelines/wan_video_new.py.
 """
 
-from functools import partial
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ditkit_core.models.precision import Precision
-from ditkit_core.nn.functional import gated_sum, plain_sum
-from ditkit_core.nn.remat import last_step
+from ditkit_core.nn.functional import plain_sum
 from ditkit_wan.model.block import WanBlock
 from ditkit_wan.model.carry import WanCarry
 from ditkit_wan.model.variants.music import GROUPS
@@ -47,11 +44,7 @@ class MusicInjector(nn.Module):
 
 
 class MusicBlock(WanBlock):
-    """A block, and behind it the music.
-
-    The two are one block because what is between them would be kept by checkpoints that keep what ends a block: the music needs
-    nothing of it.
-    """
+    """A block, and behind it the music."""
 
     def __init__(self, arch: WanArch, precision: Precision):
         super().__init__(arch, precision)
@@ -60,9 +53,8 @@ class MusicBlock(WanBlock):
     def forward(self, carry: WanCarry) -> WanCarry:
         assert carry.music is not None, "embed makes it"
         heard = self.music(carry.music.rows)
-        h, _, x, gate = self.unfinished(carry.tokens, carry)
-        end = partial(_sum_with_music, grids=carry.grids)
-        return carry._replace(tokens=last_step(self.ffn[2], h, end, x, gate, heard))
+        carry = super().forward(carry)
+        return carry._replace(tokens=_sum_with_music(carry.tokens, heard, carry.grids))
 
 
 class SkippedBlock(WanBlock):
@@ -73,15 +65,12 @@ class SkippedBlock(WanBlock):
 
 
 def _sum_with_music(
-    y: Float[Tensor, "batch tokens dim"],
     x: Float[Tensor, "batch tokens dim"],
-    gate: Float[Tensor, "batch times dim"],
     heard: Float[Tensor, "batch music dim"],
-    *,
     grids: tuple[tuple[int, int, int], ...],
 ) -> Float[Tensor, "batch tokens dim"]:
-    """x + y · gate, and to every token what its group hears; nothing to padding."""
+    """The stream, and to every token what its group hears; nothing to padding."""
     rows = [
         row[: GROUPS * f].repeat_interleave(h * w // GROUPS, dim=0) for row, (f, h, w) in zip(heard, grids, strict=True)
     ]
-    return plain_sum(pad_sequence(rows, batch_first=True), gated_sum(y, x, gate))
+    return plain_sum(pad_sequence(rows, batch_first=True), x)
