@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from flux2_pieces import foreign, native
 from safetensors.torch import save_file
+from tiny_flux2 import tiny_model
 from torch import Tensor, nn
 
 from ditkit_core.adapters.read import merge_into, open_adapter
 from ditkit_flux2.state_dict import NAMES
-from flux2_pieces import foreign, native
-from tiny_flux2 import tiny_model
 
 RANK = 4
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapted_flux2 import ADALN, Adapted
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from adapted_flux2 import ADALN, Adapted
 from ditkit_core.adapters.identify import find_adapter
 from ditkit_core.adapters.inject import adapter_state
 from ditkit_core.adapters.read import open_adapter

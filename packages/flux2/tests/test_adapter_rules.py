@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-
 from adapted_flux2 import ADALN, Adapted, kinds_of_layers
+
 from ditkit_core.errors import UserError
 from ditkit_flux2.adapters import check_adapter
 

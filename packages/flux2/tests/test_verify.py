@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapted_flux2 import ADALN, Adapted, kinds_of_layers
 from safetensors.torch import load_file, save_file
 
-from adapted_flux2 import ADALN, Adapted, kinds_of_layers
 from ditkit_core.adapters.inject import adapter_state
 from ditkit_core.errors import UserError
 from ditkit_flux2.verify import diffusers_transformer
