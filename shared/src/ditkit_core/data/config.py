@@ -79,9 +79,16 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         bounds = {
-            "frames": (0, 65536), "fps": (0, 1000), "height": (0, 16384), "width": (0, 16384), "bucket_step": (0, 4096),
-            "max_aspect": (1, 16), "clips_per_file": (1, 1000), "keep_tags": (0, 1000), "tag_variants": (1, 64),
-        }  # fmt: skip
+            "frames": (0, 65536),
+            "fps": (0, 1000),
+            "height": (0, 16384),
+            "width": (0, 16384),
+            "bucket_step": (0, 4096),
+            "max_aspect": (1, 16),
+            "clips_per_file": (1, 1000),
+            "keep_tags": (0, 1000),
+            "tag_variants": (1, 64),
+        }
         for name, (least, most) in bounds.items():
             value = getattr(self, name)
             if not least <= value <= most:
@@ -139,8 +146,7 @@ class DataConfig:
                 raise UserError(f"data.{name} is blank; write it out, or leave it out")
             if any(0xD800 <= ord(character) <= 0xDFFF for character in value):
                 raise UserError(f"data.{name} has half of a character (a lone surrogate); correct it")
-        if not self.shuffle_tags:
-            for name, value, unset in (("keep_tags", self.keep_tags, 0), ("tag_variants", self.tag_variants, 4),
-                                       ("tag_separator", self.tag_separator, ",")):  # fmt: skip
-                if value != unset:
-                    raise UserError(f"data.{name} = {value} does nothing without data.shuffle_tags = true; set it too")
+        for name in () if self.shuffle_tags else ("keep_tags", "tag_variants", "tag_separator"):
+            value = getattr(self, name)
+            if value != getattr(DataConfig, name):  # its default
+                raise UserError(f"data.{name} = {value} does nothing without data.shuffle_tags = true; set it too")

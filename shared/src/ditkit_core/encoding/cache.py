@@ -28,6 +28,7 @@ DIGEST = "ditkit_digest"
 """Under which a file's header says what `digest` made of its tensors."""
 
 Taken = TypeVar("Taken")
+Read = Callable[[str, str], dict[str, Taken] | None]
 
 
 def key(*parts: str) -> str:
@@ -78,6 +79,17 @@ class Cache:
             return {name: file.get_tensor(name).clone() for name in names}
 
         return self._read(kind, key, tensors)
+
+    def found(self, read: Read[Taken], kind: str, key: str, name: str) -> dict[str, Taken]:
+        """What `get` or `shapes` reads of an entry that was encoded before.
+
+        Raises:
+            UserError: If it has gone since, which names what it was.
+        """
+        taken = read(kind, key)
+        if taken is None:
+            raise UserError(f"the cache {self.folder} has lost {name}; start again to encode it")
+        return taken
 
     def put(self, kind: str, key: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Write an entry atomically.

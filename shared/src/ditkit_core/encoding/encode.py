@@ -96,44 +96,41 @@ def encode(
     Raises:
         UserError: If a clip cannot be read, or an encoder gives numbers that are not finite.
     """
-    keep_going, conditioning = on_bad is not None, encoders.conditioning
+    keep_going, conditioning = on_bad is not None, encoders.conditioning or Conditioning(conditioners=())
     given = {sample.id: controls_of(sample, encoders.fps) for sample in samples}
     # what has no condition is said before hours go into clips
-    used = [] if conditioning is None else conditioning.used(given, keep_going=keep_going)
+    used = conditioning.used(given, keep_going=keep_going)
     cuts = {sample.id: _cuts_of(sample, encoders.fps, encoders.reference_size) for sample in samples}
     keys = _media_keys([cut for each in cuts.values() for cut in each], cache, encoders.media, progress)
     failures = _fill_media(cache, keys, encoders.media, progress, keep_going=keep_going)
-    conditions: dict[str, tuple[Condition, ...]] = {}
-    if conditioning is not None:
-        left = {name: controls for name, controls in given.items() if keys[cuts[name][0]] not in failures}
-        conditions = conditioning.fill(left, used, cache, failures, progress, keep_going=keep_going)
-    good = []
+    left = {name: controls for name, controls in given.items() if keys[cuts[name][0]] not in failures}
+    conditions = conditioning.fill(left, used, cache, failures, progress, keep_going=keep_going)
+    encoded = []
     for sample in samples:
-        failed = [failures[keys[cut]] for cut in cuts[sample.id] if keys[cut] in failures]
-        failed += [failures[each.key] for each in conditions.get(sample.id, ()) if each.key in failures]
+        media_keys = [keys[cut] for cut in cuts[sample.id]]
+        of_sample = conditions.get(sample.id, ())
+        failed = [failures[key] for key in (*media_keys, *(each.key for each in of_sample)) if key in failures]
         if on_bad is not None and failed:
             on_bad(sample, failed[0])
-        else:
-            good.append(sample)
-    captions = ["", *(caption for sample in good for caption in sample.captions), *extra_captions]
-    texts = {text_key(caption, encoders.text): caption for caption in captions}
-    fill(cache, Jobs(kind="text", wanted=texts, encoder=encoders.text, read=str, name=repr), progress)
-
-    def encoded(sample: Sample) -> EncodedSample:
-        media_key, *reference_keys = (keys[cut] for cut in cuts[sample.id])
-        return EncodedSample(
-            id=sample.id,
-            cache=cache,
-            media_key=media_key,
-            text_keys=tuple(text_key(caption, encoders.text) for caption in sample.captions),
-            empty_text_key=text_key("", encoders.text),
-            reference_keys=tuple(reference_keys),
-            conditions=conditions.get(sample.id, ()),
-            assemble=encoders.assemble,
-            repeats=sample.repeats,
+            continue
+        encoded.append(
+            EncodedSample(
+                id=sample.id,
+                cache=cache,
+                media_key=media_keys[0],
+                text_keys=tuple(text_key(caption, encoders.text) for caption in sample.captions),
+                empty_text_key=text_key("", encoders.text),
+                reference_keys=tuple(media_keys[1:]),
+                conditions=of_sample,
+                assemble=encoders.assemble,
+                repeats=sample.repeats,
+            )
         )
-
-    return [encoded(sample) for sample in good]
+    good = {sample.id for sample in encoded}
+    captions = ["", *(caption for sample in samples if sample.id in good for caption in sample.captions)]
+    texts = {text_key(caption, encoders.text): caption for caption in (*captions, *extra_captions)}
+    fill(cache, Jobs(kind="text", wanted=texts, encoder=encoders.text, read=str, name=repr), progress)
+    return encoded
 
 
 def encode_references(
@@ -159,13 +156,7 @@ def encode_references(
     cuts = _reference_cuts(paths, reference_size)
     keys = _media_keys(cuts, cache, media_encoder, progress)
     _fill_media(cache, keys, media_encoder, progress, keep_going=False)
-    latents = []
-    for cut in cuts:
-        tensors = cache.get("media", keys[cut])
-        if tensors is None:
-            raise UserError(f"the cache {cache.folder} has lost {cut.path}; start again to encode it")
-        latents.append(tensors["latents"])
-    return latents
+    return [cache.found(cache.get, "media", keys[cut], str(cut.path))["latents"] for cut in cuts]
 
 
 Used = tuple[str, ...] | UserError
@@ -267,17 +258,18 @@ class Conditioning:
         item: dict[str, Tensor] = {}
         given = {"": controls}
         for kind, address, _ in self.fill(given, self.used(given), cache, {}, progress)[""]:
-            tensors = cache.get(kind, address)
-            if tensors is None:
-                raise UserError(f"the cache {cache.folder} has lost {_named(controls)}; start again to encode it")
-            item |= tensors
+            item |= cache.found(cache.get, kind, address, _named(controls))
         return item
 
     def _key(self, conditioner: Conditioner, controls: Controls, used: Sequence[str], hashes: MediaHashes) -> str:
         cut = {
-            "version": TRANSFORM_VERSION, "frames": controls.frames, "fps": controls.fps, "height": controls.height,
-            "width": controls.width, "start": controls.start_seconds,
-        }  # fmt: skip
+            "version": TRANSFORM_VERSION,
+            "frames": controls.frames,
+            "fps": controls.fps,
+            "height": controls.height,
+            "width": controls.width,
+            "start": controls.start_seconds,
+        }
         contents = []
         for column in sorted(used):
             if column in self.texts:
@@ -295,9 +287,14 @@ def _named(controls: Controls) -> str:
 def controls_of(sample: Sample, fps: float) -> Controls:
     """What a conditioner is given of a sample."""
     return Controls(
-        clip=sample.media, start_seconds=sample.start_seconds, files=sample.controls, frames=sample.frames,
-        height=sample.height, width=sample.width, fps=fps if kind_of(sample.media) == "video" else 0.0,
-    )  # fmt: skip
+        clip=sample.media,
+        start_seconds=sample.start_seconds,
+        files=sample.controls,
+        frames=sample.frames,
+        height=sample.height,
+        width=sample.width,
+        fps=fps if kind_of(sample.media) == "video" else 0.0,
+    )
 
 
 class _Cut(NamedTuple):
@@ -312,10 +309,7 @@ class _Cut(NamedTuple):
     start_seconds: float = 0.0
 
     def read(self) -> Tensor:
-        return read_clip(
-            self.path, frames=self.frames, fps=self.fps, height=self.height, width=self.width,
-            start_seconds=self.start_seconds,
-        )  # fmt: skip
+        return read_clip(**self._asdict())
 
     def key(self, content: str, encoder: Encoder) -> str:
         transform = {

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ditkit_core.encoding.cache import Cache
-from ditkit_core.errors import UserError
 from ditkit_core.models.spec import no_change
 
 Found = TypeVar("Found")
@@ -46,8 +45,9 @@ class EncodedSample:
     @property
     def keys(self) -> list[str]:
         """Everything that it is, in one list: another list is another sample."""
-        return [self.media_key, *self.text_keys, *(f"reference {key}" for key in self.reference_keys),
-                *(f"{kind} {key}" for kind, key, _ in self.conditions)]  # fmt: skip
+        references = [f"reference {key}" for key in self.reference_keys]
+        conditions = [f"{kind} {key}" for kind, key, _ in self.conditions]
+        return [self.media_key, *self.text_keys, *references, *conditions]
 
     def load(self, *, caption: int = 0, drop_caption: bool = False, drop_controls: bool = False) -> dict[str, Tensor]:
         """The sample as a training item: `latents`, `reference.0`, … and the model's own tensors, on the CPU.
@@ -84,7 +84,4 @@ class EncodedSample:
         return self.assemble({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
 
     def _found(self, kind: str, key: str, read: Callable[[str, str], dict[str, Found] | None]) -> dict[str, Found]:
-        found = read(kind, key)
-        if found is None:
-            raise UserError(f"the cache {self.cache.folder} has lost {kind} of {self.id!r}; start again to encode it")
-        return found
+        return self.cache.found(read, kind, key, f"{kind} of {self.id!r}")

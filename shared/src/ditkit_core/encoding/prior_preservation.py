@@ -60,9 +60,7 @@ class PriorConfig:
 
 def prior_data_config(data: DataConfig, folder: str) -> DataConfig:
     """The `[data]` section of the class pictures: read like the instance's, from another folder and without its trigger word."""
-    return replace(
-        data, folder=folder, folders=(), repeats=(), metadata="", references="", controls=(), trigger="",
-    )  # fmt: skip
+    return replace(data, folder=folder, folders=(), repeats=(), metadata="", references="", controls=(), trigger="")
 
 
 def count_media(folder: Path) -> int:

@@ -23,10 +23,19 @@ PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle")
 
 
 _DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _SCALED_AT_ONCE = 2**20
@@ -198,13 +207,11 @@ def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     try:
         header = json.loads(raw)
         metadata = dict(header.pop("__metadata__", {}))
-        stored = {
-            name: StoredTensor(
-                path, start + about["data_offsets"][0], about["data_offsets"][1] - about["data_offsets"][0],
-                tuple(about["shape"]), _DTYPES[about["dtype"]],
-            )
-            for name, about in header.items()
-        }  # fmt: skip
+        stored = {}
+        for name, about in header.items():
+            first, end = about["data_offsets"]
+            shape, dtype = tuple(about["shape"]), _DTYPES[about["dtype"]]
+            stored[name] = StoredTensor(path, start + first, end - first, shape, dtype)
         sound = all(
             t.num_bytes == torch.Size(t.shape).numel() * t.dtype.itemsize and min(t.offset - start, 0, *t.shape) == 0
             for t in stored.values()
