@@ -15,8 +15,8 @@ from toy_world import World
 from ditkit_core.config.resolve import resolve
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
+from ditkit_core.io.console import NullProgress
 from ditkit_core.models.conditions import Column, Conditioner, Controls
-from ditkit_core.models.encoders import ignored
 from ditkit_core.planner.planned_step import largest_bucket
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.encoding import scenes_of
@@ -46,7 +46,7 @@ class Start:
     def unload(self) -> None:
         """There are no weights."""
 
-    def encode(self, items: Sequence[Any], advance: Any = ignored) -> list[dict[str, Tensor]]:
+    def encode(self, items: Sequence[Any], advance: Any = NullProgress.advance) -> list[dict[str, Tensor]]:
         (item,) = items
         path = Path(item.files["start"]) if "start" in item.files else item.clip
         advance(1.0)

@@ -21,8 +21,8 @@ from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import BatchSize, TrainingData
 from ditkit_core.engine.engine import Engine
 from ditkit_core.errors import UserError
+from ditkit_core.io.console import NullProgress
 from ditkit_core.models.conditions import Column, Controls
-from ditkit_core.models.encoders import ignored
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.run import create_run, with_arch, with_config
@@ -62,7 +62,9 @@ class StartPicture:
     def load(self) -> None:
         self.log.append("load start")
 
-    def encode(self, items: Sequence[Controls], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
+    def encode(
+        self, items: Sequence[Controls], advance: Callable[[float], None] = NullProgress.advance
+    ) -> list[dict[str, Tensor]]:
         (item,) = items
         self.log.append("start")
         path = Path(item.files["start"]) if "start" in item.files else item.clip

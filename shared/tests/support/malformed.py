@@ -16,8 +16,8 @@ from media_files import picture
 from torch import Tensor
 
 from ditkit_core.data.media.clip import read_clip
+from ditkit_core.io.console import NullProgress
 from ditkit_core.models.conditions import Column, Controls
-from ditkit_core.models.encoders import ignored
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.specs import altered
 
@@ -51,7 +51,9 @@ class Given:
     def unload(self) -> None:
         pass
 
-    def encode(self, items: Sequence[Controls], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
+    def encode(
+        self, items: Sequence[Controls], advance: Callable[[float], None] = NullProgress.advance
+    ) -> list[dict[str, Tensor]]:
         (item,) = items
         if not self.uses(item):
             return [{}]

@@ -13,8 +13,8 @@ from toy_world import World
 
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import NotEquipped, UserError
+from ditkit_core.io.console import NullProgress
 from ditkit_core.models.conditions import Column, Controls
-from ditkit_core.models.encoders import ignored
 from ditkit_core.testing.specs import altered
 
 COLUMNS = (
@@ -52,7 +52,9 @@ class Way:
     def unload(self) -> None:
         pass
 
-    def encode(self, items: Sequence[Controls], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
+    def encode(
+        self, items: Sequence[Controls], advance: Callable[[float], None] = NullProgress.advance
+    ) -> list[dict[str, Tensor]]:
         (controls,) = items
         advance(1.0)
         return [self._read(controls)]

@@ -9,7 +9,8 @@ from torch import Tensor
 from ditkit_core.data.dataset import Sample
 from ditkit_core.encoding.cache import Cache
 from ditkit_core.encoding.encode import SampleEncoders, encode
-from ditkit_core.models.encoders import Encoder, ignored
+from ditkit_core.io.console import NullProgress
+from ditkit_core.models.encoders import Encoder
 
 
 class CountingEncoder:
@@ -33,7 +34,9 @@ class CountingEncoder:
     def unload(self) -> None:
         self.log.append(f"unload {self.kind}")
 
-    def encode(self, items: Sequence[Any], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
+    def encode(
+        self, items: Sequence[Any], advance: Callable[[float], None] = NullProgress.advance
+    ) -> list[dict[str, Tensor]]:
         assert 0 < len(items) <= self.items_at_once
         encoded = [self._one(item) for item in items]
         advance(float(len(items)))

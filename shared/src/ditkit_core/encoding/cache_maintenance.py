@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 
 from ditkit_core.encoding.cache import DIGEST, Cache, digest
 from ditkit_core.errors import UserError
+from ditkit_core.io.console import NullProgress
 from ditkit_core.io.files import read_json_object
-from ditkit_core.models.encoders import ignored
 
 _DAY_SECONDS = 86400
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -30,7 +30,7 @@ class Verified:
     """Entries that a version before digests wrote; of these only the length is known to be right."""
 
 
-def verify(cache: Cache, advance: Callable[[float], None] = ignored) -> Verified:
+def verify(cache: Cache, advance: Callable[[float], None] = NullProgress.advance) -> Verified:
     """Read every entry and compare it with the digest that it was stored with; what differs is removed, and encoded again when needed.
 
     Args:

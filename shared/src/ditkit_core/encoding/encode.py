@@ -18,11 +18,12 @@ from ditkit_core.data.media.clip import TRANSFORM_VERSION, kind_of, read_clip
 from ditkit_core.data.references import ReferenceSize, encoded_sizes
 from ditkit_core.encoding.cache import Cache, MediaHashes, key
 from ditkit_core.encoding.encoded_sample import Condition, EncodedSample
-from ditkit_core.encoding.tasks import Jobs, Progress, fill, goes_on, no_progress, of_whom
+from ditkit_core.encoding.tasks import Jobs, Progress, fill, goes_on, of_whom
 from ditkit_core.errors import NotEquipped, UserError
+from ditkit_core.io.console import NullProgress
 from ditkit_core.models.conditions import Conditioner, Controls
 from ditkit_core.models.encoders import Encoder
-from ditkit_core.models.spec import no_change
+from ditkit_core.models.spec import identity
 
 _LONG_HASH_BYTES = 2**28
 """So many take seconds to read; less is over before a progress bar says anything."""
@@ -67,7 +68,7 @@ class SampleEncoders:
     """As in `DataSpec`; needed where samples have references."""
     conditioning: "Conditioning | None" = None
     """What encodes conditions besides clip and caption."""
-    assemble: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = no_change
+    assemble: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = identity
     """As in `TrainingSpec`."""
 
 
@@ -77,7 +78,7 @@ def encode(
     cache: Cache,
     *,
     extra_captions: Sequence[str] = (),
-    progress: Progress = no_progress,
+    progress: Progress = NullProgress,
     on_bad: Callable[[Sample, UserError], None] | None = None,
 ) -> list[EncodedSample]:
     """Encode what the cache lacks: all clips and the images they are made from, then all captions and the empty one.
@@ -139,7 +140,7 @@ def encode_references(
     cache: Cache,
     media_encoder: Encoder,
     reference_size: ReferenceSize,
-    progress: Progress = no_progress,
+    progress: Progress = NullProgress,
 ) -> list[Tensor]:
     """The latents of pictures to edit, which belong to one sample, as training has them; encoded if the cache lacks them.
 
@@ -176,7 +177,7 @@ class Conditioning:
         all_used: Sequence[Mapping[str, Used]],
         cache: Cache,
         failures: dict[str, UserError],
-        progress: Progress = no_progress,
+        progress: Progress = NullProgress,
         *,
         keep_going: bool = False,
     ) -> dict[str, tuple[Condition, ...]]:
@@ -253,7 +254,7 @@ class Conditioning:
             return False
         return True
 
-    def tensors(self, controls: Controls, cache: Cache, progress: Progress = no_progress) -> dict[str, Tensor]:
+    def tensors(self, controls: Controls, cache: Cache, progress: Progress = NullProgress) -> dict[str, Tensor]:
         """The conditions of one clip or drawing, encoded if the cache lacks them."""
         item: dict[str, Tensor] = {}
         given = {"": controls}
@@ -345,7 +346,7 @@ def _media_keys(cuts: Sequence[_Cut], cache: Cache, encoder: Encoder, progress: 
     keys = {}
     with MediaHashes(cache.folder) as hashes:
         takes_long = sum(hashes.bytes_to_read(cut.path) for cut in cuts) >= _LONG_HASH_BYTES
-        with (progress if takes_long else no_progress)("hash", len(cuts)) as advance:
+        with (progress if takes_long else NullProgress)("hash", len(cuts)) as advance:
             for cut in cuts:
                 # The content's hash, not the path: a file that was renamed or copied is found again, one that was
                 # changed is not.

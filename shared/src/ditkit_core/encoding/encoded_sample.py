@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.encoding.cache import Cache
-from ditkit_core.models.spec import no_change
+from ditkit_core.models.spec import identity
 
 Found = TypeVar("Found")
 
@@ -37,7 +37,7 @@ class EncodedSample:
     """Of the pictures that it is made from, in order."""
     conditions: tuple[Condition, ...] = ()
     """What the model is told of it beside the caption."""
-    assemble: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = no_change
+    assemble: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = identity
     """As `ModelSpec.assemble`."""
     repeats: float = 1.0
     """How often an epoch has it."""

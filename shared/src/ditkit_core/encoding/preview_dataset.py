@@ -6,9 +6,9 @@ from pathlib import Path, PurePosixPath
 from ditkit_core.data.dataset import Sample
 from ditkit_core.data.media.clip import kind_of, read_clip, write_image, write_video
 from ditkit_core.data.references import ReferenceSize, encoded_sizes
+from ditkit_core.io.console import NullProgress
 from ditkit_core.io.files import write_text
 from ditkit_core.models.conditions import Column
-from ditkit_core.models.encoders import ignored
 
 
 def dump(
@@ -18,7 +18,7 @@ def dump(
     fps: float,
     columns: Sequence[Column] = (),
     reference_size: ReferenceSize | None = None,
-    advance: Callable[[float], None] = ignored,
+    advance: Callable[[float], None] = NullProgress.advance,
 ) -> list[Path]:
     """Write each sample as it is encoded: a clip as .mp4, a still image as .png, its captions as .txt with an empty line between two.
 

@@ -1,8 +1,8 @@
 """Filling the cache: one encoder's work, each result stored as soon as it is there, so that what was killed goes on where it stopped."""
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -14,7 +14,7 @@ from ditkit_core.errors import NotEquipped, UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.memory import release_memory
 from ditkit_core.models.conditions import Conditioner
-from ditkit_core.models.encoders import Encoder, ignored
+from ditkit_core.models.encoders import Encoder
 
 _JUDGED_BY = 2
 """Entries of a kind by which the size of the rest is judged; the first caption is the empty one, which some models keep short."""
@@ -22,12 +22,6 @@ _WORTH_TELLING_BYTES = 10**9
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[float], None]]]
 """(what is done, how many) to a context in which the yielded function is told how much of that is done since."""
-
-
-@contextmanager
-def no_progress(stage: str, total: int) -> Iterator[Callable[[float], None]]:
-    """Progress that nobody watches."""
-    yield ignored
 
 
 def goes_on(error: UserError, *, keep_going: bool) -> bool:

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, SupportsFloat
@@ -94,6 +94,27 @@ class Bar(Protocol):
         Known are loss, held_out, lr, grad_norm, seconds (of a step), tokens_per_second and peak_memory_bytes.
         """
         ...
+
+
+class NullProgress:
+    """Progress that nobody watches: it is a bar, and what stages of which each has a bar are given in place of `progress`."""
+
+    def __init__(self, stage: str = "", total: int = 0) -> None:
+        """Take what a stage says of itself."""
+
+    @staticmethod
+    def advance(amount: float = 1) -> None:
+        """Show nothing."""
+
+    @staticmethod
+    def update(**fields: SupportsFloat) -> None:
+        """Show nothing."""
+
+    def __enter__(self) -> Callable[[float], None]:
+        return self.advance
+
+    def __exit__(self, *exception: object) -> None:
+        pass
 
 
 @contextmanager

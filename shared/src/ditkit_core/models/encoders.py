@@ -12,11 +12,6 @@ from torch import Tensor, nn
 from ditkit_core.models.protocol import Engine, StagedModel
 from ditkit_core.models.tiling import Tiles
 
-
-def ignored(share: float) -> None:
-    """Progress that nobody watches."""
-
-
 Streaming = Literal["auto", "always", "never"]
 """Whether an encoder's weights pass through memory layer by layer, for many items at once, instead of lying there whole: `auto` does
 where they would not fit."""

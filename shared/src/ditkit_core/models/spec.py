@@ -46,7 +46,7 @@ class Expert:
     """Strength of guidance that its authors draw with."""
 
 
-def no_change(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def identity(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A training item as the cache holds it."""
     return dict(item)
 
@@ -123,7 +123,7 @@ class TrainingSpec:
     shift: Callable[[Tensor], float]
     """Noise-level shift that the model is trained with on latents of this shape; 1 shifts nothing."""
 
-    assemble: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = no_change
+    assemble: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = identity
     """What the cache holds of a sample to its training item: where a condition is part of the latents, this puts it there."""
 
     loss_mask: Callable[[Mapping[str, Tensor]], Tensor | None] = lambda item: None

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from ditkit_core.models.encoders import Denoiser, SampleJob, ignored
+from ditkit_core.io.console import NullProgress
+from ditkit_core.models.encoders import Denoiser, SampleJob
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import Engine, run_plain
 from ditkit_core.models.spec import (
@@ -171,7 +172,9 @@ class ToyMediaEncoder(_Counted):
 
     identity = "toy-media"
 
-    def encode(self, items: Sequence[Tensor], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
+    def encode(
+        self, items: Sequence[Tensor], advance: Callable[[float], None] = NullProgress.advance
+    ) -> list[dict[str, Tensor]]:
         (item,) = items
         self.calls += 1
         advance(1.0)
@@ -184,7 +187,9 @@ class ToyTextEncoder(_Counted):
 
     identity = "toy-text"
 
-    def encode(self, items: Sequence[str], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
+    def encode(
+        self, items: Sequence[str], advance: Callable[[float], None] = NullProgress.advance
+    ) -> list[dict[str, Tensor]]:
         (item,) = items
         self.calls += 1
         advance(1.0)

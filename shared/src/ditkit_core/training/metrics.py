@@ -39,16 +39,6 @@ class Progress(Protocol):
         ...
 
 
-class SilentProgress:
-    """Shows nothing."""
-
-    def advance(self, amount: float = 1) -> None:
-        pass
-
-    def update(self, **fields: Any) -> None:
-        pass
-
-
 class MetricsLog:
     """Writes metrics.jsonl and TensorBoard's files into a run folder, between `with` and its end.
 

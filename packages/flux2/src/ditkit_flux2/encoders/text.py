@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from ditkit_core.io.console import say, warn
+from ditkit_core.io.console import NullProgress, say, warn
 from ditkit_core.io.memory import process_peak_bytes
-from ditkit_core.models.encoders import Holding, Streaming, ignored
+from ditkit_core.models.encoders import Holding, Streaming
 from ditkit_core.models.paths import Components
 from ditkit_core.models.state_dict import Part
 from ditkit_core.weights.fp8_scaled import open_weights
@@ -144,7 +144,9 @@ class TextEncoder:
         self._mapping = {}
 
     @torch.no_grad()
-    def encode(self, items: Sequence[str], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
+    def encode(
+        self, items: Sequence[str], advance: Callable[[float], None] = NullProgress.advance
+    ) -> list[dict[str, Tensor]]:
         """Features of captions.
 
         Args:
@@ -185,7 +187,7 @@ def features(
     ids: Sequence[Int64[Tensor, " tokens"]],
     masks: Sequence[Bool[Tensor, "1 1 tokens tokens"] | None],
     passing: Callable[[], Holding],
-    advance: Callable[[float], None] = ignored,
+    advance: Callable[[float], None] = NullProgress.advance,
 ) -> list[Float[Tensor, "tokens width"]]:
     """Captions through the layers, one layer after the other.
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from ditkit_core.data.media.clip import MediaInfo, available, probe
 from ditkit_core.encoding.cache import key
 from ditkit_core.errors import UserError
+from ditkit_core.io.console import NullProgress
 from ditkit_core.models.conditions import Controls
-from ditkit_core.models.encoders import ignored
 from ditkit_wan.conditioning import camera
 from ditkit_wan.conditioning.images import FIRST, ClipVision, VaeConditioner
 from ditkit_wan.conditioning.pictures import column_or_own, lacking, picture, picture_or_own, video
@@ -88,7 +88,9 @@ class ControlVision(ClipVision):
         """The one picture of the columns that is shown; "" for none, which is a condition too."""
         return (self._shown(controls) or "",)
 
-    def encode(self, items: Sequence[Any], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
+    def encode(
+        self, items: Sequence[Any], advance: Callable[[float], None] = NullProgress.advance
+    ) -> list[dict[str, Tensor]]:
         """Tokens of that picture [257, 1280]."""
         (controls,) = items
         shown = self.pictures(controls)
@@ -142,7 +144,9 @@ class Camera:
     def unload(self) -> None:
         """There are no weights."""
 
-    def encode(self, items: Sequence[Any], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
+    def encode(
+        self, items: Sequence[Any], advance: Callable[[float], None] = NullProgress.advance
+    ) -> list[dict[str, Tensor]]:
         """The path of one clip's camera."""
         (controls,) = items
         poses = self._poses(controls)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ditkit_core.encoding.cache import key
 from ditkit_core.errors import UserError
+from ditkit_core.io.console import NullProgress
 from ditkit_core.models.conditions import Controls
-from ditkit_core.models.encoders import ignored
 from ditkit_wan.conditioning import music_features
 from ditkit_wan.conditioning.images import ClipVision, VaeConditioner, known_frames_mask
 from ditkit_wan.conditioning.pictures import column_or_own, lacking, picture_or_own, video
@@ -71,7 +71,9 @@ class Music:
     def unload(self) -> None:
         """There are no weights."""
 
-    def encode(self, items: Sequence[Any], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
+    def encode(
+        self, items: Sequence[Any], advance: Callable[[float], None] = NullProgress.advance
+    ) -> list[dict[str, Tensor]]:
         """Features of one clip's music."""
         (controls,) = items
         part = self._part(controls)

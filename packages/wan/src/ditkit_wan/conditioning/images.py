@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ditkit_core.encoding.cache import key
+from ditkit_core.io.console import NullProgress
 from ditkit_core.models.conditions import Controls
-from ditkit_core.models.encoders import ignored
 from ditkit_wan.conditioning.pictures import column_or_own, picture_or_own
 from ditkit_wan.encoders.clip import ImageEncoder
 from ditkit_wan.encoders.vae import VaeEncoder
@@ -45,7 +45,9 @@ class Outlined:
         """There are no weights."""
 
     def encode(
-        self, items: Sequence[Float[Tensor, "3 frames height width"]], advance: Callable[[float], None] = ignored
+        self,
+        items: Sequence[Float[Tensor, "3 frames height width"]],
+        advance: Callable[[float], None] = NullProgress.advance,
     ) -> list[dict[str, Tensor]]:
         """`latents` [channels, 1 + k, height / stride, width / stride], and one token of an `image`."""
         (item,) = items
@@ -88,7 +90,9 @@ class VaeConditioner:
         """Normalised latents of a clip, on the CPU."""
         return self.vae.encode([pixels])[0]["latents"]
 
-    def encode(self, items: Sequence[Any], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
+    def encode(
+        self, items: Sequence[Any], advance: Callable[[float], None] = NullProgress.advance
+    ) -> list[dict[str, Tensor]]:
         """The condition of one clip; reads what it is made of."""
         (controls,) = items
         tensors = self.condition(controls)
@@ -234,7 +238,9 @@ class ClipVision:
         """Free them."""
         self.encoder.unload()
 
-    def encode(self, items: Sequence[Any], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
+    def encode(
+        self, items: Sequence[Any], advance: Callable[[float], None] = NullProgress.advance
+    ) -> list[dict[str, Tensor]]:
         """Tokens of one clip's pictures [pictures · 257, 1280]."""
         (controls,) = items
         tokens = [self.encoder.encode([picture])[0]["image"] for picture in self.pictures(controls)]

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.models.encoders import ignored
+from ditkit_core.io.console import NullProgress
 from ditkit_core.weights.frozen import fingerprint
 from ditkit_wan.encoders.vae import TILES, VaeEncoder
 from ditkit_wan.presets import WanArch
@@ -26,7 +26,9 @@ class KeyframeVae(VaeEncoder):
         return fingerprint(self._source.path, "posterior mean, normalised, fp32, every fourth frame alone", *tiles)
 
     def encode(
-        self, items: Sequence[Float[Tensor, "3 frames height width"]], advance: Callable[[float], None] = ignored
+        self,
+        items: Sequence[Float[Tensor, "3 frames height width"]],
+        advance: Callable[[float], None] = NullProgress.advance,
     ) -> list[dict[str, Tensor]]:
         """Latents of one clip's keyframes: as many as a video of it would have.
 

@@ -11,9 +11,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from ditkit_core.errors import UserError
-from ditkit_core.io.console import warn
+from ditkit_core.io.console import NullProgress, warn
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.encoders import ignored
 from ditkit_core.models.paths import Components
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.nn.quantized_linear import QuantizedLinear
@@ -152,7 +151,9 @@ class TextEncoder:
         self._model = self._tokenizer = None
 
     @torch.no_grad()
-    def encode(self, items: Sequence[str], advance: Callable[[float], None] = ignored) -> list[dict[str, Tensor]]:
+    def encode(
+        self, items: Sequence[str], advance: Callable[[float], None] = NullProgress.advance
+    ) -> list[dict[str, Tensor]]:
         """Features of one caption.
 
         Padded to 512 tokens with the padding masked, as in training: rounding depends on the shape. The result is

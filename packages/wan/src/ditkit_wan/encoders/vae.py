@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ditkit_core.errors import UserError
+from ditkit_core.io.console import NullProgress
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.encoders import ignored
 from ditkit_core.models.paths import Components
 from ditkit_core.models.tiling import Tiles, in_tiles
 from ditkit_core.weights.frozen import built_from, fill, find_weights, fingerprint
@@ -98,7 +98,9 @@ class VaeEncoder:
 
     @torch.no_grad()
     def encode(
-        self, items: Sequence[Float[Tensor, "3 frames height width"]], advance: Callable[[float], None] = ignored
+        self,
+        items: Sequence[Float[Tensor, "3 frames height width"]],
+        advance: Callable[[float], None] = NullProgress.advance,
     ) -> list[dict[str, Tensor]]:
         """Latents of one clip.
 
