@@ -12,10 +12,9 @@ from typing import NamedTuple
 from ditkit_core.data.columns import NUMBERED_REFERENCES, number_of
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, kind_of, status
 from ditkit_core.data.media.image_sequence import check_inside
-from ditkit_core.data.records import read_text
 from ditkit_core.data.windows import Window
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import inside, refuse_backslashes
+from ditkit_core.io.files import inside, read_text, refuse_backslashes
 from ditkit_core.models.conditions import Column, named_columns
 
 AUDIO_SUFFIXES = frozenset({".wav", ".mp3", ".flac", ".m4a", ".aac", ".ogg", ".opus"})

@@ -15,7 +15,7 @@ from ditkit_core.data.control_files import Control, checked_control, controls_by
 from ditkit_core.data.discovery import list_entries, names_of
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, kind_of, status
 from ditkit_core.data.media.image_sequence import check_inside
-from ditkit_core.data.records import Entry, Reader
+from ditkit_core.data.metadata import Entry, Reader
 from ditkit_core.data.references import ReferenceSize, checked_references, references_by_name
 from ditkit_core.data.windows import Window, longest_that_fits, windows_of
 from ditkit_core.errors import UserError, printable

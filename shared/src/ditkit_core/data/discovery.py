@@ -11,10 +11,9 @@ from pathlib import Path
 
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, status
 from ditkit_core.data.media.image_sequence import numbered
-from ditkit_core.data.metadata import csv_rows, json_lines, json_list
-from ditkit_core.data.records import Entry, Reader, read_text
+from ditkit_core.data.metadata import Entry, Reader, csv_rows, json_lines, json_list
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import inside
+from ditkit_core.io.files import inside, read_text
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.json")
 _PARQUET = "metadata.parquet"

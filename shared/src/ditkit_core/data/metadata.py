@@ -1,12 +1,15 @@
-"""Metadata of a dataset: JSON lines, a JSON list or CSV, row by row."""
+"""What each line of a dataset says: its clip, captions, references and conditions, read from JSON lines, a JSON list or CSV."""
 
 import csv
 import functools
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import stat
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from ditkit_core.data.columns import (
     CAPTION_COLUMNS,
@@ -15,15 +18,95 @@ from ditkit_core.data.columns import (
     REFERENCE_COLUMNS,
     media_columns,
     only_column,
+    reference_columns,
 )
 from ditkit_core.data.control_files import control_headers, control_values
-from ditkit_core.data.records import Entry, Reader
+from ditkit_core.data.media.clip import kind_by_name, status
 from ditkit_core.errors import UserError
+from ditkit_core.io.files import refuse_backslashes
+from ditkit_core.models.conditions import Column
+
+MOST_CHARACTERS = 50_000
+"""Of a caption. Text encoders read a few hundred words; what is longer is another file."""
 
 _LIST = re.compile(r"\s*\[\s*[\]\"']")
 """How a list of paths begins, of JSON or (to be told) of Python."""
 
 _OTHER = (*MEDIA_COLUMNS, *CAPTION_COLUMNS, *REFERENCE_COLUMNS, *OF_THE_MODEL)
+
+Captions = Literal["whole", "lines"]
+"""Whether a text is one caption, or each of its lines is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One line of a dataset: a media file and its captions, or what is wrong with the line."""
+
+    media: str
+    """Path as written, relative to the dataset folder or absolute; the line's place when it names no file."""
+    captions: tuple[str, ...] = ()
+    references: tuple[str, ...] = ()
+    """Paths of the pictures that an instruction starts from, as written, in order."""
+    controls: Mapping[str, str] = field(default_factory=dict)
+    """By column what goes with the clip: a path as written, or a text."""
+    problem: UserError | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """What is the same for every line of a dataset."""
+
+    folder: Path
+    allow_outside: bool
+    captions: Captions
+    skip: Sequence[Path]
+    """Folders inside the dataset's whose media are no samples."""
+    columns: Sequence[Column]
+    edits: bool
+    """Whether the model takes references."""
+    image_folders: bool
+    """Whether a folder of numbered images is a clip."""
+
+    def check_media(self, where: str, paths: Sequence[str]) -> None:
+        """Refuse what is no media file by its name, so that the line is told which says so.
+
+        Raises:
+            UserError: Naming the path.
+        """
+        try:
+            for path in paths:
+                there = status(self.folder / path)
+                if there is None:
+                    refuse_backslashes(path)
+                if not (there is not None and stat.S_ISDIR(there.st_mode) and self.image_folders):
+                    kind_by_name(Path(path))
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+
+    def split(self, where: str, texts: Sequence[str]) -> tuple[str, ...]:
+        """The captions of texts, as the configuration reads them.
+
+        Raises:
+            UserError: If nothing is left of one, or it is no text that can be written.
+        """
+        found = []
+        for text in texts:
+            lines = text.splitlines() if self.captions == "lines" else [text]
+            kept = [line.strip() for line in lines if line.strip()]
+            if not kept:
+                raise UserError(f"{where} is empty; fill it in or remove the clip")
+            if len(text) > MOST_CHARACTERS:
+                raise UserError(
+                    f"{where} has {len(text)} characters, no caption is so long; shorten it, or name the right file"
+                )
+            if "\0" in text:
+                raise UserError(f"{where} has null bytes, as UTF-16 and binary files do; save it again as UTF-8")
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise UserError(f"{where} has half of a character (a lone surrogate); correct the text") from error
+            found += kept
+        return tuple(found)
 
 
 def json_lines(reader: Reader, path: Path, text: str) -> Iterator[Entry]:
@@ -95,7 +178,7 @@ def csv_rows(reader: Reader, path: Path, text: str) -> Iterator[Entry]:
         lists = [name for name, meant in controls.items() if len(meant) > 1]
         only_column(where, plain, media_columns(plain), "media")
         only_column(where, plain, CAPTION_COLUMNS, "caption")
-        reader.references(where, plain)
+        _reference_columns(reader, where, plain)
         for row in rows:
             where = f"{path} line {rows.line_num}"
             try:
@@ -124,11 +207,15 @@ def _row(
     named = f"{where}: {column!r}"
     captions = reader.split(named, _texts(named, given if isinstance(given, list) else [given]))
     references = tuple(
-        path for name in reader.references(where, plain) for path in paths(f"{where}: {name!r}", row[name])
+        path for name in _reference_columns(reader, where, plain) for path in paths(f"{where}: {name!r}", row[name])
     )
     controls = control_values(where, row, reader.columns, headers)
     reader.check_media(where, (media, *references))
     return Entry(media=media, captions=captions, references=references, controls=controls)
+
+
+def _reference_columns(reader: Reader, where: str, headers: Collection[str]) -> tuple[str, ...]:
+    return reference_columns(where, headers, edits=reader.edits, model_columns=[each.name for each in reader.columns])
 
 
 def _json_paths(where: str, given: object) -> tuple[str, ...]:

@@ -147,8 +147,7 @@ class TrainingData:
         self._samples = samples
         self._captions = Captions(seed, caption_dropout, control_dropout)
         ids = [sample.id for sample in samples]
-        groups = [shapes_of(sample) for sample in samples]
-        sizes = {group: batch_size.of(samples[groups.index(group)]) for group in dict.fromkeys(groups)}
+        groups, sizes = grouped_by_shape(samples, batch_size)
         self.num_shapes = len(sizes)
         """How many shapes the samples have."""
         self._grouped = self.num_shapes > 1
@@ -190,3 +189,9 @@ class TrainingData:
 def shapes_of(sample: EncodedSample) -> Shapes:
     """What samples of one micro-batch have in common; texts may differ, which models pad."""
     return tuple(sorted(sample.media_shapes().items()))
+
+
+def grouped_by_shape(samples: Sequence[EncodedSample], size: BatchSize) -> tuple[list[Shapes], dict[Shapes, int]]:
+    """The shapes of each sample, and by shapes how many samples of them make a micro-batch."""
+    groups = [shapes_of(sample) for sample in samples]
+    return groups, {group: size.of(samples[groups.index(group)]) for group in dict.fromkeys(groups)}

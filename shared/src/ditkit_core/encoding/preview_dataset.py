@@ -1,6 +1,6 @@
 """What samples became, as files to look at: the pixels that the encoder is given, with the captions beside them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 
 from ditkit_core.data.dataset import Sample
@@ -45,7 +45,7 @@ def dump(
         name = _file_name(sample.id)
         written.append(_write(folder, name, sample.media, sample, fps))
         write_text(folder / f"{name}.txt", "\n\n".join(sample.captions) + "\n")
-        for column in _videos(sample.controls, kinds):
+        for column in [each for each in sample.controls if kinds.get(each) == "video"]:
             _write(folder, f"{name}.{column}", Path(sample.controls[column]), sample, fps)
         sizes = encoded_sizes(sample.references, reference_size) if reference_size and sample.references else []
         for number, (path, (height, width)) in enumerate(zip(sample.references, sizes, strict=True)):
@@ -53,10 +53,6 @@ def dump(
             write_image(folder / f"{name}.reference_{number}.png", (picture[:, 0] + 1) / 2)
         advance(1.0)
     return written
-
-
-def _videos(controls: Mapping[str, str], kinds: Mapping[str, str]) -> list[str]:
-    return [column for column in controls if kinds.get(column) == "video"]
 
 
 def _write(folder: Path, name: str, path: Path, sample: Sample, fps: float) -> Path:

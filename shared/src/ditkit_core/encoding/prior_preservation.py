@@ -14,7 +14,7 @@ from ditkit_core.data.config import DataConfig
 from ditkit_core.data.discovery import media_files
 from ditkit_core.encoding.batch_sampler import EndlessOrder
 from ditkit_core.encoding.encoded_sample import EncodedSample
-from ditkit_core.encoding.loader import Batch, BatchSize, Captions, Shapes, TrainingData, shapes_of
+from ditkit_core.encoding.loader import Batch, BatchSize, Captions, Shapes, TrainingData, grouped_by_shape
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import seed_of
 
@@ -97,10 +97,7 @@ class WithPrior:
         self._data, self._samples, self._weight = data, samples, weight
         self._order = EndlessOrder([sample.id for sample in samples], own_seed, 1)
         self._captions = Captions(own_seed, caption_dropout, control_dropout)
-        self._groups = [shapes_of(sample) for sample in samples]
-        self._sizes = {
-            group: batch_size.of(samples[self._groups.index(group)]) for group in dict.fromkeys(self._groups)
-        }
+        self._groups, self._sizes = grouped_by_shape(samples, batch_size)
 
     def micro_batches(self, index: int) -> list[Batch]:
         """The instance's micro-batch of this index, then the prior's samples, by shape."""

@@ -46,6 +46,20 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8", newline="\n")
 
 
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8, without a byte order mark.
+
+    Raises:
+        UserError: If it cannot be read, or is none.
+    """
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}); save it again as UTF-8") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); correct its permissions or remove it") from error
+
+
 def file_hash(path: Path) -> str:
     """Hex digest (blake2b, 128 bits) of a file's bytes."""
     with open(path, "rb") as file:
