@@ -68,7 +68,7 @@ def test_public_names_of_two_modules_are_found_and_methods_are_not():
 def test_imports_are_found_in_every_spelling_and_place():
     texts = {
         "__init__.py": "",
-        "a.py": "import ditkit_core.b.c as c, os\nimport ditkit_core\n",
+        "a.py": "import ditkit_core.b.c, os\nimport ditkit_core\n",
         "b/__init__.py": "from . import c\n",
         "b/c.py": "from ditkit_core import a\nfrom ditkit_core.b import THING\n",
         "b/d.py": "def late():\n    from .c import f\n    from .. import a\n    from ..a import g\n",

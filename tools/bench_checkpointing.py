@@ -24,7 +24,7 @@ from torch import Tensor
 from bench_step import live_peak
 from ditkit_core.adapters.inject import AdapterConfig, initialise, inject, trainable_parameters
 from ditkit_core.engine.ac_schedule import parse_schedule
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_wan.model.transformer import WanInputs, WanTransformer
 from ditkit_wan.presets import WanArch
@@ -123,7 +123,7 @@ def build(args: argparse.Namespace, device: torch.device) -> tuple[WanTransforme
 
     def step(policy: str) -> Tensor:
         model.zero_grad(set_to_none=True)
-        loss = (torch.stack(model(inputs, Engine(policy=policy, backend=args.backend))) - target).square().mean()
+        loss = (torch.stack(model(inputs, BlockEngine(policy=policy, backend=args.backend))) - target).square().mean()
         loss.backward()
         return loss.detach()
 

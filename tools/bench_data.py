@@ -29,12 +29,12 @@ import torch
 from ditkit_core.config.resolve import resolve
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.data.media.video import write_h264
-from ditkit_core.diagnostics.doctor.dataset import examine
+from ditkit_core.diagnostics.doctor.dataset import examine_dataset
 from ditkit_core.diagnostics.doctor.media import Fingerprint, near_duplicates
 from ditkit_core.io.memory import process_peak_bytes
 from ditkit_core.run.config import RunConfig
+from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.encoding import encode_all
-from ditkit_core.run.run import Run, create_run
 from ditkit_wan.spec import WAN
 
 FILES = (50, 200, 800)
@@ -72,7 +72,7 @@ def write_long(path: Path, frames: int) -> None:
     write_h264(path, [wide[:, place : place + SIDE].copy() for place in places], fps=FPS)
 
 
-def run_of(base: Path, clips: Path) -> Run:
+def run_of(base: Path, clips: Path) -> RunContext:
     """A run of the demo's tiny model on some clips, whose cache lies beside them."""
     config = resolve(RunConfig)
     data = replace(config.data, folder=str(clips), frames=9, height=SIDE, width=SIDE)
@@ -90,8 +90,8 @@ def child(what: str, base: Path, clips: Path) -> dict[str, float]:
     """
     torch.set_num_threads(1)
 
-    def done(run: Run) -> int:
-        return len(examine(run).samples if what == "doctor" else encode_all(run).samples)
+    def done(run: RunContext) -> int:
+        return len(examine_dataset(run).samples if what == "doctor" else encode_all(run).samples)
 
     done(run_of(base, clips.parent / FEW))
     run = run_of(base, clips)

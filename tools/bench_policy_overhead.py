@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from bench_step import Pair, wan_pair
 from ditkit_core.engine.ac_policies import run_block
 from ditkit_core.engine.ac_schedule import parse_policy
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.precision import parse_dtype
 from ditkit_core.nn.attention import attend
 from ditkit_core.nn.attention_backends import BACKENDS, Backend
@@ -99,7 +99,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     BACKENDS["nothing"] = Backend(
-        kernel=lambda q, k, v, key_mask, dropout: q.view_as(q), takes_mask=True, takes_dropout=True, half_only=False
+        kernel=lambda q, k, v, padding_mask, dropout: q.view_as(q), takes_mask=True, takes_dropout=True, half_only=False
     )
     blocks = [Empty() for _ in range(BLOCKS)]
     work = {BARE: bare(blocks)} | {policy: under_policy(blocks, policy) for policy in POLICIES}
@@ -131,7 +131,7 @@ def seconds(step: Callable[[], Tensor]) -> float:
 
 def step_seconds(pair: Pair, policy: str, repeats: int) -> float:
     """The least time of a step of ours, forward and backward."""
-    engine = Engine(policy=policy)
+    engine = BlockEngine(policy=policy)
 
     def step() -> Tensor:
         loss = (pair.predict(engine).float() - pair.target).square().mean()

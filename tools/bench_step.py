@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.adapters.inject import AdapterConfig, initialise, inject
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.models.state_dict import StateDictNames
 
@@ -35,7 +35,7 @@ class Pair:
 
     ours: nn.Module
     theirs: nn.Module
-    predict: Callable[[Engine], Tensor]
+    predict: Callable[[BlockEngine], Tensor]
     their_predict: Predict
     target: Tensor
     shape: str
@@ -168,7 +168,7 @@ def steps(
     args: argparse.Namespace, pair: Pair, *, compile: bool = False
 ) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     """Our step, compiled or not, and diffusers' step as closures that return the loss."""
-    engine = Engine(policy=args.checkpointing, compile=compile)
+    engine = BlockEngine(policy=args.checkpointing, compile=compile)
     if args.checkpointing != "none":
         pair.theirs.enable_gradient_checkpointing()
 

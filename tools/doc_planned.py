@@ -10,10 +10,11 @@ from ditkit_core.config.sizes import GIB
 from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
-from ditkit_core.planner.ac_budget import Task, choose
+from ditkit_core.planner.ac_budget import BudgetTask, choose
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.memory import Budget, Division, compose
-from ditkit_core.planner.profiler import Job, Profile, profile
+from ditkit_core.planner.memory import Budget, Partition, compose
+from ditkit_core.planner.profiler import Profile, profile
+from ditkit_core.planner.stage_costs import StepJob as Job
 from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.optimizer import OptimConfig
@@ -70,8 +71,8 @@ def row(family: str, policy: str) -> str:
     )
 
 
-def _whole(made: Profile) -> Division:
-    return Division(devices=(0,) * len(made.blocks))
+def _whole(made: Profile) -> Partition:
+    return Partition(devices=(0,) * len(made.blocks))
 
 
 def budgets() -> Iterator[str]:
@@ -93,7 +94,7 @@ def _chosen(family: str, name: str) -> str:
         return planned(family, str(policy))
 
     try:
-        choice = choose(Task(profile_of=profile_of, division=_whole(plain), budgets=(budget,)))
+        choice = choose(BudgetTask(profile_of=profile_of, division=_whole(plain), budgets=(budget,)))
     except UserError:
         return "nothing fits | |"
     again, forward = 0, 0

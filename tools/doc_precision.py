@@ -10,9 +10,9 @@ from torch import Tensor
 from ditkit_core.adapters.inject import AdapterConfig, trainable_parameters
 from ditkit_core.config.schema import field_docs
 from ditkit_core.diagnostics.audit.audit import ACTING
-from ditkit_core.diagnostics.audit.findings import Case, from_json
-from ditkit_core.diagnostics.audit.render import number
-from ditkit_core.engine.engine import Engine
+from ditkit_core.diagnostics.audit.findings import Case, audit_from_json
+from ditkit_core.diagnostics.audit.render import format_error
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.precision import PLACES, Precision, PrecisionConfig, dtype_name, set_precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.attention_backends import BACKENDS
@@ -126,7 +126,7 @@ def _step(spec: ModelSpec, model: Any, arch: Any) -> tuple[Tensor, Tensor]:
     ]  # fmt: skip
     model.zero_grad(set_to_none=True)
     inputs = spec.training.make_inputs([item["latents"] for item in items], torch.tensor(SIGMAS), items, 1.0)
-    velocity = torch.cat([each.double().flatten() for each in model(inputs, run=Engine())])
+    velocity = torch.cat([each.double().flatten() for each in model(inputs, engine=BlockEngine())])
     target = torch.randn(velocity.shape, generator=random, dtype=torch.float64)
     (velocity - target).square().mean().backward()
     gradients = [parameter.grad.double().flatten() for parameter in trainable_parameters(model).values()]
@@ -135,12 +135,12 @@ def _step(spec: ModelSpec, model: Any, arch: Any) -> tuple[Tensor, Tensor]:
 
 def audited(text: str) -> Iterator[str]:
     """What `--audit-precision --json` printed, without times, which mean nothing for a model this small."""
-    findings = from_json(json.loads(text))
+    findings = audit_from_json(json.loads(text))
     yield ". ".join(each[0].upper() + each[1:] for each in findings.notes) + "."
     yield ""
     yield f"| place | velocity | loss | gradient | {' | '.join(f'σ {name}' for name in findings.bin_names)} | others low |"
     yield "|---|" + "---:|" * (4 + len(findings.bin_names))
-    rows = [(f"`{each.place}`", each.alone, number(each.all_but.overall.gradient)) for each in findings.places]
+    rows = [(f"`{each.place}`", each.alone, format_error(each.all_but.overall.gradient)) for each in findings.places]
     rows += [("all of them", findings.all_lowered, ""), ("the demo itself, fp32", findings.own, "")]
     for name, case, others in rows:
         yield f"| {name} | {' | '.join(_cells(case))} | {others} |"
@@ -149,4 +149,4 @@ def audited(text: str) -> Iterator[str]:
 def _cells(case: Case) -> list[str]:
     overall = case.overall
     errors = [overall.velocity, overall.loss, overall.gradient, *(each.gradient for each in case.bins)]
-    return [number(error) for error in errors]
+    return [format_error(error) for error in errors]

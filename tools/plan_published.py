@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.adapters.inject import AdapterConfig
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.memory import Budget, DevicePlan, Division, compose
-from ditkit_core.planner.profiler import Job, Profile, StageCost, profile
+from ditkit_core.planner.memory import Budget, DevicePlan, Partition, compose
+from ditkit_core.planner.profiler import Profile, StageCost, profile
+from ditkit_core.planner.stage_costs import StepJob as Job
 from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.testing.specs import altered
 from ditkit_core.training.ema import EMAConfig
@@ -124,7 +125,7 @@ def _with_masters(made: Profile, numbers: Sequence[int], ranks: int) -> Profile:
 
 
 def _alone(made: Profile) -> DevicePlan:
-    division = Division(devices=(0,) * len(made.blocks))
+    division = Partition(devices=(0,) * len(made.blocks))
     (plan,) = compose(made, division, [Budget(name="", total=2**60, workspace=0)])
     return plan
 
@@ -211,7 +212,7 @@ def _adapted(
 
 def _divided(made: Profile, cut: int) -> tuple[DevicePlan, ...]:
     devices = tuple(int(index >= cut) for index in range(len(made.blocks)))
-    return compose(made, Division(devices=devices), [Budget(name="", total=2**60, workspace=0)] * 2)
+    return compose(made, Partition(devices=devices), [Budget(name="", total=2**60, workspace=0)] * 2)
 
 
 def _adapter_bytes(made: Profile) -> int:
@@ -226,7 +227,7 @@ def split_a14b() -> Iterator[Line]:
     plans = _divided(made, 20)
     beside = {
         companion.name: sum(p.numel() * 2 for p in companion.build(torch.bfloat16).parameters())
-        for companion in WAN.auxiliary.models(I2V_A14B, Components())
+        for companion in WAN.auxiliary.models(I2V_A14B, ModelPaths())
     }
     encoders = beside["text encoder"] + beside["VAE decoder"]
     for index, figure in enumerate((19.5, 8.4)):

@@ -22,12 +22,12 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.autotune import fit, least_missing
-from ditkit_core.planner.gpus import Card, parse_gpus
-from ditkit_core.planner.partition_search import Candidate, Task
+from ditkit_core.planner.gpus import GPU, parse_gpus
+from ditkit_core.planner.partition_search import Candidate, FitTask
 from ditkit_core.planner.step_time import UTILISATION
 from ditkit_core.planner.suggestions import levers
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import create_run
+from ditkit_core.run.context import create_run
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.spec import WAN
 from marked import replaced
@@ -90,13 +90,13 @@ ROWS = (
 
 
 @cache
-def _task(spec_name: str, config: RunConfig) -> Task:
+def _task(spec_name: str, config: RunConfig) -> FitTask:
     """What is to be fitted, for no cards yet; its profiles are made once for all of them."""
     spec = {WAN.name: WAN, FLUX2.name: FLUX2}[spec_name]
     return task_for(create_run(spec, config), ())
 
 
-def fitted(row: Row, cards: tuple[Card, ...]) -> str:
+def fitted(row: Row, cards: tuple[GPU, ...]) -> str:
     """A cell: what `--fit` would choose for these cards, and what it leads to."""
     task = replace(_task(row.spec.name, row.config), cards=cards)
     chosen = fit(task).chosen
@@ -126,7 +126,7 @@ def _bytes(chosen: Candidate) -> str:
     return f"{held} GiB{f', host {chosen.host / GIB:.1f}' if chosen.host else ''}"
 
 
-def _change(row: Row, cards: tuple[Card, ...]) -> Iterator[str]:
+def _change(row: Row, cards: tuple[GPU, ...]) -> Iterator[str]:
     """The mildest single change of the configuration that would make it fit; nothing if there is none."""
     enough = []
     for lever in levers(row.spec, row.config, cards):

@@ -92,14 +92,14 @@ def measure(case: Case, device: torch.device) -> dict[str, float]:
     """Two real steps; run in a process of its own."""
     from ditkit_core.adapters.inject import inject, trainable_parameters
     from ditkit_core.encoding.loader import Batch
-    from ditkit_core.engine.engine import Engine
+    from ditkit_core.engine.engine import BlockEngine
     from ditkit_core.models.precision import Precision, compute_fp32_in_fp32, parse_dtype
     from ditkit_core.run.prepare import build_on_meta
     from ditkit_core.training.ema import EMAConfig
     from ditkit_core.training.flow_matching import FlowConfig
     from ditkit_core.training.optimizer import OptimConfig
     from ditkit_core.training.train_model import TrainModel
-    from ditkit_core.training.train_state import Trained
+    from ditkit_core.training.train_state import TrainState
     from ditkit_core.training.train_step import StepContext, training_step
 
     torch.set_num_threads(1)
@@ -115,12 +115,12 @@ def measure(case: Case, device: torch.device) -> dict[str, float]:
     inject(model, adapter, spec.adapters.targets)
     base = resident() if device.type == "cpu" else 0
     fill(model, spec, precision, device)
-    trained = Trained(model, trainable_parameters(model), OptimConfig(), EMAConfig(decay=case.ema))
+    trained = TrainState(model, trainable_parameters(model), OptimConfig(), EMAConfig(decay=case.ema))
     model.train()
     for step in range(2):  # the optimizer's state is there from the second on
         batch = Batch(ids=[str(i) for i in range(len(items))], items=items)
         training_step(
-            TrainModel(model, Engine(policy=case.policy), spec),
+            TrainModel(model, BlockEngine(policy=case.policy), spec),
             [batch],
             trained.optimizer,
             StepContext(step=step, seed=0, flow=FlowConfig()),
@@ -153,8 +153,9 @@ def fill(model: nn.Module, spec: Any, precision: Any, device: torch.device) -> N
 def plan(case: Case, device: torch.device) -> int:
     """What a plan says of the same steps."""
     from ditkit_core.models.precision import Precision, parse_dtype
-    from ditkit_core.planner.memory import Budget, Division, compose
-    from ditkit_core.planner.profiler import Job, profile
+    from ditkit_core.planner.memory import Budget, Partition, compose
+    from ditkit_core.planner.profiler import profile
+    from ditkit_core.planner.stage_costs import StepJob as Job
     from ditkit_core.training.ema import EMAConfig
     from ditkit_core.training.flow_matching import FlowConfig
     from ditkit_core.training.optimizer import OptimConfig
@@ -168,7 +169,7 @@ def plan(case: Case, device: torch.device) -> int:
     made = profile(job)
     (planned,) = compose(
         made,
-        Division(devices=(0,) * len(made.blocks), streamed=frozenset()),
+        Partition(devices=(0,) * len(made.blocks), streamed=frozenset()),
         [Budget(name="", total=2**50, workspace=0)],
     )
     return planned.peak

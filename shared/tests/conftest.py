@@ -2,7 +2,8 @@
 
 import pytest
 
-from ditkit_core.planner.profiler import Job, Profile
+from ditkit_core.planner.profiler import Profile
+from ditkit_core.planner.stage_costs import StepJob as Job
 
 _PROFILES: dict[tuple[str, int | None], tuple[Job, Profile]] = {}
 

@@ -10,10 +10,10 @@ from tiny_encoders import tiny_vae, write_mistral
 from tiny_flux2 import ARCHS
 
 from ditkit_core.config.sizes import GIB
-from ditkit_core.models.encoders import Companion
-from ditkit_core.models.paths import Components
-from ditkit_core.planner.auxiliary import measure
-from ditkit_core.planner.memory_tracker import Ledger
+from ditkit_core.models.encoders import AuxiliaryModel
+from ditkit_core.models.paths import ModelPaths
+from ditkit_core.planner.auxiliary import measure_model
+from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.testing.companions import check_tiles, live, num_parameters
 from ditkit_flux2.encoders import text, vae
 from ditkit_flux2.encoders.prompt import MISTRAL, QWEN
@@ -25,8 +25,8 @@ from ditkit_flux2.spec import FLUX2
 CPU = torch.device("cpu")
 
 
-def companion(name: str, preset: str = "dev", **where: str) -> Companion:
-    (found,) = (each for each in FLUX2.auxiliary.models(PRESETS[preset], Components(**where)) if each.name == name)
+def companion(name: str, preset: str = "dev", **where: str) -> AuxiliaryModel:
+    (found,) = (each for each in FLUX2.auxiliary.models(PRESETS[preset], ModelPaths(**where)) if each.name == name)
     return found
 
 
@@ -63,10 +63,10 @@ def test_the_vae_takes_what_was_measured_and_less_in_tiles() -> None:
     for name in ("VAE encoder", "VAE decoder"):
         vae = companion(name)
         for side in (1024, 2048):
-            weights, peak = measure(vae, (1, side, side), text_dtype=torch.bfloat16)
+            weights, peak = measure_model(vae, (1, side, side), text_dtype=torch.bfloat16)
             assert weights == pytest.approx(4 * 84_046_115, rel=1e-4)
             found[name, side] = (peak - weights) / GIB
-        assert measure(vae, (1, 2048, 2048), text_dtype=torch.bfloat16, mode="in tiles").peak < 1.1 * GIB
+        assert measure_model(vae, (1, 2048, 2048), text_dtype=torch.bfloat16, mode="in tiles").peak < 1.1 * GIB
     assert found["VAE encoder", 1024] == pytest.approx(2.51, abs=0.01)
     assert found["VAE encoder", 2048] == pytest.approx(10.05, abs=0.05)
     assert found["VAE decoder", 1024] == pytest.approx(3.01, abs=0.02)
@@ -82,18 +82,18 @@ def vae_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("height", [48, 128])
 def test_what_the_vae_holds_is_what_was_planned(vae_folder: Path, height: int) -> None:
-    encoder = VaeEncoder(Components(vae=str(vae_folder)), CPU)
+    encoder = VaeEncoder(ModelPaths(vae=str(vae_folder)), CPU)
     encoder.load()
-    encode, _, decode = FLUX2.auxiliary.models(replace(ARCHS["dev"], in_channels=16), Components(vae=str(vae_folder)))
+    encode, _, decode = FLUX2.auxiliary.models(replace(ARCHS["dev"], in_channels=16), ModelPaths(vae=str(vae_folder)))
     size = (1, height, 64)
-    planned = [measure(each, size, text_dtype=torch.float32, kind="cpu").peak for each in (encode, decode)]
+    planned = [measure_model(each, size, text_dtype=torch.float32, kind="cpu").peak for each in (encode, decode)]
     assert live(encoder._vae, lambda: encoder.encode([torch.zeros(3, *size)])) == pytest.approx(planned[0], rel=0.05)
     latents = torch.zeros(16, 1, height // 16, 4)
     assert live(encoder._vae, lambda: encoder.decode(latents)) == pytest.approx(planned[1], rel=0.05)
 
 
 def test_tiles_give_other_latents_under_another_identity(vae_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = Components(vae=str(vae_folder))
+    where = ModelPaths(vae=str(vae_folder))
     whole, tiled = VaeEncoder(where, CPU), VaeEncoder(where, CPU, tiled=True)
     assert whole.identity != tiled.identity == FLUX2.auxiliary.media_encoder(where, CPU, True).identity
     whole.load()
@@ -108,17 +108,17 @@ def test_a_streamed_text_encoder_holds_what_was_planned(tmp_path: Path, monkeypa
     """Not the bytes of what is kept on the host anyhow: the results."""
     monkeypatch.setattr(text, "captions_at_once", lambda *_: 3)
     write_mistral(tmp_path)
-    where = Components(base=str(tmp_path))
+    where = ModelPaths(base=str(tmp_path))
     _, planner, _ = FLUX2.auxiliary.models(ARCHS["dev"], where)
     for streaming in ("always", "never"):
         encoder = text.TextEncoder(where, CPU, torch.float32, streaming)
         encoder.load()
         mode: Any = "layer by layer" if encoder.streams else "whole"
-        with Ledger() as ledger:
+        with MemoryTracker() as ledger:
             if not encoder.streams:
                 ledger.track(encoder._model, "weights")
             (one, *_) = encoder.encode(["a fox"] * encoder.items_at_once)
         held = ledger.peak[CPU] - encoder.items_at_once * one["text"].nbytes
-        planned = measure(planner, (1, 64, 64), text_dtype=torch.float32, mode=mode, kind="cpu")
+        planned = measure_model(planner, (1, 64, 64), text_dtype=torch.float32, mode=mode, kind="cpu")
         assert held == pytest.approx(planned.peak, rel=0.05)
         encoder.unload()

@@ -7,9 +7,9 @@ import pytest
 
 from ditkit_core.adapters.export import check_export
 from ditkit_core.config.resolve import resolve
-from ditkit_core.run.checks import check, check_training
+from ditkit_core.run.checks import check_run, check_training
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import create_run
+from ditkit_core.run.context import create_run
 from ditkit_core.testing.run_files import check_planned
 from ditkit_flux2.spec import FLUX2
 
@@ -36,7 +36,7 @@ def test_a_run_file_is_accepted(file):
     assert config.data.height % FLUX2.data.size_step == config.data.width % FLUX2.data.size_step == 0
     check_export(FLUX2, config.export, config.adapter)
     run = create_run(FLUX2, replace(config, train=replace(config.train, threads=0)))
-    check(run)
+    check_run(run)
     check_training(run)
     assert run.config.data.frames == 1
 

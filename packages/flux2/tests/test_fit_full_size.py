@@ -10,7 +10,7 @@ from ditkit_core.planner.autotune import HARDLY_LONGER, POLICIES, candidates, fi
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.step_time import Workload, step_seconds
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import create_run
+from ditkit_core.run.context import create_run
 from ditkit_flux2.spec import FLUX2
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1800)]

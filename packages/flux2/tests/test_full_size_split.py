@@ -8,8 +8,8 @@ import pytest
 from ditkit_core.adapters.inject import AdapterConfig
 from ditkit_core.models.precision import Precision
 from ditkit_core.planner.memory import Budget, plan_device
-from ditkit_core.planner.partition import choose_cuts, weights_profile
-from ditkit_core.planner.reduced_model import thinned
+from ditkit_core.planner.partition import choose_split_points, weights_profile
+from ditkit_core.planner.reduced_model import reduced_model
 from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConformance
 from ditkit_flux2.presets import PRESETS
 from ditkit_flux2.spec import FLUX2
@@ -34,14 +34,14 @@ class TestSplit(FullSizeSplitConformance):
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_two_cards_are_fuller_alike_than_at_the_midpoint_of_the_single_blocks(quantize):
     """Upstream cuts there, which leaves 20.7 against 12.6 GB with 8-bit weights."""
-    model = thinned(FLUX2, ARCH, Precision(), AdapterConfig(rank=32), quantize=quantize, of_each=None).whole
+    model = reduced_model(FLUX2, ARCH, Precision(), AdapterConfig(rank=32), quantize=quantize, of_each=None).whole
     profile = weights_profile(model, FLUX2, Precision(), averaged=True)
     card = Budget(name="a card", total=80 * 10**9, workspace=0)
 
     def held(*bounds):
         return [plan_device(profile, start, end, card).peak for start, end in pairwise(bounds)]
 
-    (cut,) = choose_cuts(profile, [card, card])
+    (cut,) = choose_split_points(profile, [card, card])
     ours = held(0, cut, NUM_BLOCKS)
     midpoint = held(0, ARCH.double_layers + 1 + ARCH.single_layers // 2, NUM_BLOCKS)
     for name, pair in ((f"cut {cut}", ours), ("midpoint", midpoint)):

@@ -10,10 +10,10 @@ from tiny_flux2 import ARCHS, tiny_model
 from torch import Tensor
 
 from ditkit_core.io.rng import generator
-from ditkit_core.models.encoders import SampleJob
-from ditkit_core.models.paths import Components
+from ditkit_core.models.encoders import GenerationRequest
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import run_plain
-from ditkit_core.sampling.denoise import latents_of
+from ditkit_core.sampling.denoise import generate_latents
 from ditkit_flux2.sampling import Flux2Sampler
 from ditkit_flux2.verify import diffusers_transformer
 
@@ -40,10 +40,10 @@ def vae_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def sampler(vae_folder: Path) -> Flux2Sampler:
-    return Flux2Sampler(Components(vae=str(vae_folder)), CPU)
+    return Flux2Sampler(ModelPaths(vae=str(vae_folder)), CPU)
 
 
-def job(references: int = 0, **changes: Any) -> SampleJob:
+def job(references: int = 0, **changes: Any) -> GenerationRequest:
     arch = ARCHS["dev"]
 
     def drawn(name: str, *size: int) -> Tensor:
@@ -55,10 +55,10 @@ def job(references: int = 0, **changes: Any) -> SampleJob:
         "conditions": {"text": drawn("wanted", *rows)}, "negative": {"text": drawn("unwanted", *rows)}, "references": pictures,
         "frames": 1, "height": HEIGHT, "width": WIDTH, "steps": STEPS, "guidance": 4.0, "shift": 0.0, "seed": 7,
     }  # fmt: skip
-    return SampleJob(**(defaults | changes))
+    return GenerationRequest(**(defaults | changes))
 
 
-def pipeline_latents(kind: str, model: Any, vae_folder: Path, wanted: SampleJob) -> tuple[Tensor, Tensor]:
+def pipeline_latents(kind: str, model: Any, vae_folder: Path, wanted: GenerationRequest) -> tuple[Tensor, Tensor]:
     """Latents after each step, and the picture in [0, 1], as diffusers' pipeline draws them."""
     from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Pipeline
 
@@ -115,7 +115,7 @@ def test_every_step_is_that_of_diffusers(sampler: Flux2Sampler, vae_folder: Path
         return run_plain(model, inputs)
 
     steps: list[None] = []
-    latents = latents_of(sampler, wanted, model, run, lambda: steps.append(None))
+    latents = generate_latents(sampler, wanted, model, run, lambda: steps.append(None))
     expected, picture = pipeline_latents(kind, model, vae_folder, wanted)
     calls = 2 if kind == "klein base" else 1
     assert len(steps) == STEPS and len(seen) == STEPS * calls
@@ -132,10 +132,10 @@ def test_every_step_is_that_of_diffusers(sampler: Flux2Sampler, vae_folder: Path
 
 def test_a_constant_shift_is_that_of_diffusers(sampler: Flux2Sampler, vae_folder: Path) -> None:
     model, wanted = tiny_model("klein"), job(shift=2.0)
-    latents = latents_of(sampler, wanted, model, run_plain)
+    latents = generate_latents(sampler, wanted, model, run_plain)
     expected, _ = pipeline_latents("klein", model, vae_folder, wanted)
     assert (latents - expected[-1]).abs().max() / expected[-1].std() < 1e-4
-    assert not torch.equal(latents, latents_of(sampler, job(), model, run_plain))
+    assert not torch.equal(latents, generate_latents(sampler, job(), model, run_plain))
 
 
 @pytest.mark.parametrize(("kind", "calls"), [("dev", 1), ("klein base", 2), ("klein", 1)])
@@ -148,7 +148,7 @@ def test_guidance_is_what_the_architecture_makes_of_it(sampler: Flux2Sampler, ki
 
     def drawn(**changes: Any) -> Tensor:
         given.clear()
-        return latents_of(sampler, job(**changes), model, run)
+        return generate_latents(sampler, job(**changes), model, run)
 
     strong = drawn()
     assert given == [4.0] * STEPS * calls
@@ -163,10 +163,10 @@ def test_seed_and_references_decide_the_picture(sampler: Flux2Sampler) -> None:
     model = tiny_model("klein")
 
     def drawn(references: int = 0, **changes: Any) -> Tensor:
-        return latents_of(sampler, job(references, **changes), model, run_plain)
+        return generate_latents(sampler, job(references, **changes), model, run_plain)
 
     first = drawn()
     assert torch.equal(first, drawn()) and not torch.equal(first, drawn(seed=8))
     assert not torch.equal(first, drawn(1)) and not torch.equal(drawn(1), drawn(2))
     swapped = dataclasses.replace(job(2), references=job(2).references[::-1])
-    assert not torch.equal(drawn(2), latents_of(sampler, swapped, model, run_plain))
+    assert not torch.equal(drawn(2), generate_latents(sampler, swapped, model, run_plain))

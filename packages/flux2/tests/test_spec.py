@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ditkit_core.adapters.inject import target_modules
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.spec import SampleDefaults
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.world import make_model, train_shortly
@@ -63,7 +63,7 @@ def test_training_in_bf16_hands_over_noise_levels_in_fp32():
         return FLUX2.training.make_inputs(*given)
 
     model = make_model(FLUX2, ARCH, dtype=torch.bfloat16)
-    train_shortly(altered(FLUX2, make_inputs=spied), model, items(2), Engine())
+    train_shortly(altered(FLUX2, make_inputs=spied), model, items(2), BlockEngine())
     assert {sigma.dtype for sigma in seen} == {torch.float32}
     drawn = torch.cat([sigma for sigma in seen if len(sigma) == 2])
     assert drawn.max() <= 1 and not torch.equal(drawn, drawn.bfloat16().float())

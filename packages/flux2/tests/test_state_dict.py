@@ -9,7 +9,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.state_dict import Part
+from ditkit_core.models.state_dict import TensorSlice
 from ditkit_flux2.model.transformer import Flux2Transformer
 from ditkit_flux2.presets import PRESETS, Flux2Arch
 from ditkit_flux2.state_dict import NAMES
@@ -91,10 +91,10 @@ def test_official_and_diffusers_tensors_relate_as_its_converter_says():
 
 def test_the_halves_of_the_heads_modulation_change_places_both_ways():
     ours = "head.adaLN_modulation.1.weight"
-    assert NAMES.to_native("norm_out.linear.weight") == (Part(ours, 1, 2), Part(ours, 0, 2))
+    assert NAMES.to_native("norm_out.linear.weight") == (TensorSlice(ours, 1, 2), TensorSlice(ours, 0, 2))
     theirs = "norm_out.linear.weight"
-    assert NAMES.from_native["diffusers"](ours) == (Part(theirs, 1, 2), Part(theirs, 0, 2))
-    assert NAMES.from_native["official"](ours) == (Part("final_layer.adaLN_modulation.1.weight"),)
+    assert NAMES.from_native["diffusers"](ours) == (TensorSlice(theirs, 1, 2), TensorSlice(theirs, 0, 2))
+    assert NAMES.from_native["official"](ours) == (TensorSlice("final_layer.adaLN_modulation.1.weight"),)
 
 
 def test_repacked_files_may_name_the_weight_of_a_norm_as_torch_does():

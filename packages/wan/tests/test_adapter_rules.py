@@ -14,14 +14,14 @@ from ditkit_core.adapters.identify import find_adapter, layers_of
 from ditkit_core.adapters.inject import AdapterConfig, adapter_layers
 from ditkit_core.adapters.read import BaseConfig, open_adapter
 from ditkit_core.commands import cli
-from ditkit_core.engine.placement import place
+from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
 from ditkit_core.models.adapter_formats import AdapterLayout
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
-from ditkit_core.run.prepare import build, load
+from ditkit_core.run.prepare import build_meta_model, load_weights
 from ditkit_wan.adapters import fillers, readers
 from ditkit_wan.presets import PRESETS
 from ditkit_wan.spec import WAN
@@ -36,11 +36,11 @@ class Trained:
     """A tiny model with an adapter that does something."""
 
     def __init__(self, checkpoint: Path, targets: tuple[str, ...], alpha: float = 6.0):
-        self.components = Components(base=str(checkpoint), dtype="fp32")
+        self.components = ModelPaths(base=str(checkpoint), dtype="fp32")
         adapter = AdapterConfig(rank=4, alpha=alpha, targets=targets)
         precision = Precision(matmul=torch.float32)
-        unloaded = build(WAN, self.components, adapter, BaseConfig(), precision=precision)
-        self.model = load(unloaded, placement=place(unloaded.model, [torch.device("cpu")]), seed=0).model
+        unloaded = build_meta_model(WAN, self.components, adapter, BaseConfig(), precision=precision)
+        self.model = load_weights(unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=0).model
         self.layers = layers_of(WAN.architecture.build, unloaded.arch)
         for name, layer in adapter_layers(self.model).items():
             up = layer.lora_B["default"].weight

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ditkit_core.config.sizes import GIB
-from ditkit_core.models.encoders import Companion
-from ditkit_core.models.paths import Components
-from ditkit_core.planner.auxiliary import measure
+from ditkit_core.models.encoders import AuxiliaryModel
+from ditkit_core.models.paths import ModelPaths
+from ditkit_core.planner.auxiliary import measure_model
 from ditkit_core.testing.companions import check_tiles, live, num_parameters
 from ditkit_wan.encoders import vae
 from ditkit_wan.encoders.clip import ImageEncoder
@@ -20,8 +20,8 @@ from ditkit_wan.spec import WAN
 CPU = torch.device("cpu")
 
 
-def companions(preset: str = "t2v-1.3b", **where: str) -> dict[str, Companion]:
-    return {each.name: each for each in WAN.auxiliary.models(PRESETS[preset], Components(**where))}
+def companions(preset: str = "t2v-1.3b", **where: str) -> dict[str, AuxiliaryModel]:
+    return {each.name: each for each in WAN.auxiliary.models(PRESETS[preset], ModelPaths(**where))}
 
 
 def test_the_built_in_sizes_are_those_of_the_published_files() -> None:
@@ -44,10 +44,10 @@ def test_a_model_that_looks_at_pictures_has_clip_and_ti2v_the_larger_vae() -> No
 
 
 def test_what_clip_holds_is_what_was_planned(clip_folder: Path) -> None:
-    encoder = ImageEncoder(Components(image_encoder=str(clip_folder)), CPU, torch.float32)
+    encoder = ImageEncoder(ModelPaths(image_encoder=str(clip_folder)), CPU, torch.float32)
     encoder.load()
     found = companions("i2v-14b-480p", image_encoder=str(clip_folder))["image encoder"]
-    planned = measure(found, (9, 480, 832), text_dtype=torch.float32, kind="cpu")
+    planned = measure_model(found, (9, 480, 832), text_dtype=torch.float32, kind="cpu")
     held = live(encoder._model, lambda: encoder.encode([torch.zeros(3, 1, 480, 832)]))
     on_the_host = (
         4 * 3 * (480 * 832 + 3 * 224 * 224)
@@ -59,27 +59,27 @@ def test_what_clip_holds_is_what_was_planned(clip_folder: Path) -> None:
 
 
 def test_the_text_encoder_takes_its_weights_and_little_more() -> None:
-    weights, peak = measure(companions()["text encoder"], WAN.data.size, text_dtype=torch.bfloat16)
+    weights, peak = measure_model(companions()["text encoder"], WAN.data.size, text_dtype=torch.bfloat16)
     assert weights == 2 * 5_680_910_336 and weights < peak < weights + 0.2 * GIB
 
 
 def test_a_clip_in_tiles_takes_a_quarter() -> None:
     """Of nine frames: what the later ones add is their pixels and latents alone."""
     encoder = companions()["VAE encoder"]
-    whole = measure(encoder, (9, 480, 832), text_dtype=torch.bfloat16)
-    tiled = measure(encoder, (9, 480, 832), text_dtype=torch.bfloat16, mode="in tiles")
+    whole = measure_model(encoder, (9, 480, 832), text_dtype=torch.bfloat16)
+    tiled = measure_model(encoder, (9, 480, 832), text_dtype=torch.bfloat16, mode="in tiles")
     assert 5 * GIB < whole.peak < 6.5 * GIB and tiled.peak < whole.peak / 4
-    longer = measure(encoder, (13, 480, 832), text_dtype=torch.bfloat16)
+    longer = measure_model(encoder, (13, 480, 832), text_dtype=torch.bfloat16)
     assert 0 < longer.peak - whole.peak < 2 * 4 * 3 * 4 * 480 * 832
 
 
 @pytest.mark.parametrize("size", [(1, 48, 64), (13, 64, 32)])
 def test_what_the_vae_holds_is_what_was_planned(checkpoint: Path, size: tuple[int, int, int]) -> None:
-    encoder = VaeEncoder(Components(base=str(checkpoint)), CPU)
+    encoder = VaeEncoder(ModelPaths(base=str(checkpoint)), CPU)
     encoder.load()
     found = companions(base=str(checkpoint))
     encode, decode = (
-        measure(found[f"VAE {half}"], size, text_dtype=torch.float32, kind="cpu").peak
+        measure_model(found[f"VAE {half}"], size, text_dtype=torch.float32, kind="cpu").peak
         for half in ("encoder", "decoder")
     )
     assert live(encoder._vae, lambda: encoder.encode([torch.zeros(3, *size)])) == pytest.approx(encode, rel=0.05)
@@ -88,16 +88,16 @@ def test_what_the_vae_holds_is_what_was_planned(checkpoint: Path, size: tuple[in
 
 
 def test_what_the_text_encoder_holds_is_what_was_planned(checkpoint: Path) -> None:
-    encoder = TextEncoder(Components(base=str(checkpoint)), CPU, torch.float32)
+    encoder = TextEncoder(ModelPaths(base=str(checkpoint)), CPU, torch.float32)
     encoder.load()
-    planned = measure(
+    planned = measure_model(
         companions(base=str(checkpoint))["text encoder"], WAN.data.size, text_dtype=torch.float32, kind="cpu"
     )
     assert live(encoder._model, lambda: encoder.encode(["a red circle"])) == pytest.approx(planned.peak, rel=0.05)
 
 
 def test_tiles_give_other_latents_under_another_identity(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = Components(base=str(checkpoint))
+    where = ModelPaths(base=str(checkpoint))
     whole, tiled = VaeEncoder(where, CPU), VaeEncoder(where, CPU, tiled=True)
     assert whole.identity != tiled.identity == WAN.auxiliary.media_encoder(where, CPU, True).identity
     whole.load()

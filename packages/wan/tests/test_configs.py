@@ -9,7 +9,7 @@ from ditkit_core.adapters.export import check_export
 from ditkit_core.config.resolve import resolve
 from ditkit_core.run.checks import check_training
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import create_run
+from ditkit_core.run.context import create_run
 from ditkit_core.testing.run_files import check_planned
 from ditkit_wan.presets import PRESETS
 from ditkit_wan.spec import WAN

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ditkit_core.adapters.inject import target_modules
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.tiling import Tiles
 from ditkit_core.run.encoding import encode_all
@@ -108,7 +108,7 @@ def test_music_may_have_an_adapter_where_it_matters():
 def test_keyframes_go_through_the_vae_one_by_one(checkpoint):
     assert vae_class(PRESETS["wantodance-14b"]) is vae_class(None) is VaeEncoder
     assert vae_class(PRESETS["wantodance-14b-global"]) is KeyframeVae
-    where, cpu = Components(base=str(checkpoint)), torch.device("cpu")
+    where, cpu = ModelPaths(base=str(checkpoint)), torch.device("cpu")
     plain, alone = VaeEncoder(where, cpu), KeyframeVae(where, cpu)
     assert plain.identity != alone.identity, "or the cache would hand out latents of a video"
     tiled = KeyframeVae(where, cpu, tiled=True).identity

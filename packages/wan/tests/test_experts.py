@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from ditkit_core.commands import cli
 from ditkit_core.config.resolve import resolve
 from ditkit_core.io.rng import generator
-from ditkit_core.models.encoders import SampleJob
-from ditkit_core.previews.stages import trained_in, turns_of
+from ditkit_core.models.encoders import GenerationRequest
+from ditkit_core.previews.stages import denoiser_stages, trained_weights_in
 from ditkit_core.run.config import RunConfig
+from ditkit_core.run.context import create_run
 from ditkit_core.run.expert_runs import runs_of
 from ditkit_core.run.experts import levels
-from ditkit_core.run.run import create_run
-from ditkit_core.sampling.denoise import draw
+from ditkit_core.sampling.denoise import generate
 from ditkit_core.training.flow_matching import shift_sigma, sigma_at
 from ditkit_wan.demo.media import CLIPS, write_clip
 from ditkit_wan.demo.write import write_checkpoint
@@ -195,13 +195,13 @@ def test_a_drawing_over_the_boundary_is_that_of_diffusers(
     encoder = TextEncoder(run.config.model, torch.device("cpu"), torch.float32)
     encoder.load()
     wanted, unwanted = encoder.encode([CAPTIONS[0]])[0], encoder.encode([""])[0]
-    job = SampleJob(
+    job = GenerationRequest(
         conditions=wanted, negative=unwanted, frames=5, height=32, width=48, steps=6, guidance=1.0, shift=5.0, seed=7
     )  # fmt: skip
-    turns = turns_of(run, trained_in(run)[0] if with_adapters else {})
+    turns = denoiser_stages(run, trained_weights_in(run)[0] if with_adapters else {})
     sampler = run.auxiliary.sampler
     assert isinstance(sampler, WanSampler)
-    (pixels,) = draw(sampler, [job], turns)
+    (pixels,) = generate(sampler, [job], turns)
 
     pipeline = WanPipeline.from_pretrained(base, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
@@ -228,7 +228,7 @@ def test_a_drawing_over_the_boundary_is_that_of_diffusers(
     expected = torch.from_numpy(video).permute(3, 0, 1, 2)
     torch.testing.assert_close(pixels, expected, atol=2e-3 if with_adapters else 2e-4, rtol=0)
     if with_adapters:
-        (bare,) = draw(sampler, [job], turns_of(run, {}))
+        (bare,) = generate(sampler, [job], denoiser_stages(run, {}))
         assert (bare - pixels).abs().max() > 0.02, "or the adapters would prove nothing"
 
 

@@ -8,7 +8,7 @@ from ditkit_core.planner.autotune import HARDLY_LONGER, candidates, fit, least_m
 from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.step_time import Workload, step_seconds
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import create_run
+from ditkit_core.run.context import create_run
 from ditkit_wan.spec import WAN
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1800)]

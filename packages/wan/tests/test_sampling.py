@@ -11,15 +11,15 @@ import torch
 
 from ditkit_core.adapters.inject import AdapterConfig
 from ditkit_core.adapters.read import BaseConfig
-from ditkit_core.engine.placement import place
+from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
-from ditkit_core.models.encoders import SampleJob
-from ditkit_core.models.paths import Components
+from ditkit_core.models.encoders import GenerationRequest
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
-from ditkit_core.run.prepare import build, load
-from ditkit_core.sampling.denoise import latents_of
+from ditkit_core.run.prepare import build_meta_model, load_weights
+from ditkit_core.sampling.denoise import generate_latents
 from ditkit_wan.encoders.text import TextEncoder
 from ditkit_wan.sampling import WanSampler
 from ditkit_wan.spec import WAN
@@ -30,17 +30,17 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def model(checkpoint: Path) -> Any:
     """Our transformer with the checkpoint's weights, in fp32, trained in full: no adapter, no peft."""
-    components = Components(base=str(checkpoint), dtype="fp32")
+    components = ModelPaths(base=str(checkpoint), dtype="fp32")
     precision = Precision(matmul=torch.float32)
-    unloaded = build(WAN, components, AdapterConfig(method="full"), BaseConfig(), precision=precision)
-    return load(unloaded, placement=place(unloaded.model, [CPU]), seed=0).model
+    unloaded = build_meta_model(WAN, components, AdapterConfig(method="full"), BaseConfig(), precision=precision)
+    return load_weights(unloaded, placement=place_blocks(unloaded.model, [CPU]), seed=0).model
 
 
 @pytest.fixture(scope="module")
-def job(checkpoint: Path) -> SampleJob:
-    encoder = TextEncoder(Components(base=str(checkpoint)), CPU, torch.float32)
+def job(checkpoint: Path) -> GenerationRequest:
+    encoder = TextEncoder(ModelPaths(base=str(checkpoint)), CPU, torch.float32)
     encoder.load()
-    return SampleJob(
+    return GenerationRequest(
         conditions=encoder.encode(["a red circle"])[0], negative=encoder.encode(["blue"])[0], frames=5, height=32, width=48,
         steps=3, guidance=4.0, shift=0.0, seed=7,
     )  # fmt: skip
@@ -54,10 +54,10 @@ def diffusers_pipeline(checkpoint: Path) -> Any:
     return pipeline
 
 
-def test_three_guided_steps_are_those_of_diffusers(checkpoint: Path, model: Any, job: SampleJob) -> None:
-    sampler = WanSampler(Components(base=str(checkpoint)), CPU)
+def test_three_guided_steps_are_those_of_diffusers(checkpoint: Path, model: Any, job: GenerationRequest) -> None:
+    sampler = WanSampler(ModelPaths(base=str(checkpoint)), CPU)
     steps: list[None] = []
-    latents = latents_of(sampler, job, model, run_plain, lambda: steps.append(None))
+    latents = generate_latents(sampler, job, model, run_plain, lambda: steps.append(None))
     noise = torch.randn((1, 16, 2, 4, 6), generator=generator(7, "sample"))
     pipeline = diffusers_pipeline(checkpoint)
     arguments = {
@@ -76,8 +76,8 @@ def test_three_guided_steps_are_those_of_diffusers(checkpoint: Path, model: Any,
     torch.testing.assert_close(pixels, video, atol=1e-4, rtol=0)
 
 
-def test_without_guidance_the_model_is_called_once_a_step(checkpoint: Path, model: Any, job: SampleJob) -> None:
-    sampler = WanSampler(Components(base=str(checkpoint)), CPU)
+def test_without_guidance_the_model_is_called_once_a_step(checkpoint: Path, model: Any, job: GenerationRequest) -> None:
+    sampler = WanSampler(ModelPaths(base=str(checkpoint)), CPU)
     times: list[float] = []
 
     def run(model: Any, inputs: Any) -> Any:
@@ -86,7 +86,7 @@ def test_without_guidance_the_model_is_called_once_a_step(checkpoint: Path, mode
 
     def drawn(**changes: Any) -> torch.Tensor:
         times.clear()
-        return latents_of(sampler, dataclasses.replace(job, **changes), model, run)
+        return generate_latents(sampler, dataclasses.replace(job, **changes), model, run)
 
     plain = drawn(guidance=1.0)
     assert len(times) == 3 and all(time == round(time) for time in times) and times[0] == 999
@@ -95,11 +95,13 @@ def test_without_guidance_the_model_is_called_once_a_step(checkpoint: Path, mode
     assert len(times) == 6 and not torch.equal(plain, guided)
 
 
-def test_a_seed_decides_the_sample_and_shift_the_noise_levels(checkpoint: Path, model: Any, job: SampleJob) -> None:
-    sampler = WanSampler(Components(base=str(checkpoint)), CPU)
+def test_a_seed_decides_the_sample_and_shift_the_noise_levels(
+    checkpoint: Path, model: Any, job: GenerationRequest
+) -> None:
+    sampler = WanSampler(ModelPaths(base=str(checkpoint)), CPU)
 
     def drawn(**changes: Any) -> torch.Tensor:
-        return latents_of(sampler, dataclasses.replace(job, guidance=1.0, **changes), model, run_plain)
+        return generate_latents(sampler, dataclasses.replace(job, guidance=1.0, **changes), model, run_plain)
 
     first = drawn()
     assert torch.equal(first, drawn()) and torch.equal(first, drawn(shift=3.0))  # 3 is the checkpoint's own
@@ -107,23 +109,23 @@ def test_a_seed_decides_the_sample_and_shift_the_noise_levels(checkpoint: Path, 
 
 
 def test_a_checkpoints_scheduler_decides_the_shift(
-    checkpoint: Path, tmp_path: Path, model: Any, job: SampleJob
+    checkpoint: Path, tmp_path: Path, model: Any, job: GenerationRequest
 ) -> None:
     shutil.copytree(checkpoint, tmp_path / "base")
     file = tmp_path / "base" / "scheduler" / "scheduler_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"flow_shift": 8.0}))
-    theirs, ours = (WanSampler(Components(base=str(base)), CPU) for base in (tmp_path / "base", checkpoint))
-    explicit = latents_of(ours, dataclasses.replace(job, shift=8.0), model, run_plain)
-    assert torch.equal(latents_of(theirs, job, model, run_plain), explicit)
+    theirs, ours = (WanSampler(ModelPaths(base=str(base)), CPU) for base in (tmp_path / "base", checkpoint))
+    explicit = generate_latents(ours, dataclasses.replace(job, shift=8.0), model, run_plain)
+    assert torch.equal(generate_latents(theirs, job, model, run_plain), explicit)
     file.write_text("{")
     with pytest.raises(UserError, match="scheduler_config.json"):
-        WanSampler(Components(base=str(tmp_path / "base")), CPU)
+        WanSampler(ModelPaths(base=str(tmp_path / "base")), CPU)
 
 
-def test_a_single_file_vae_needs_no_scheduler_folder(checkpoint: Path, model: Any, job: SampleJob) -> None:
-    alone = WanSampler(Components(vae=str(checkpoint / "vae")), CPU)
-    with_base = WanSampler(Components(base=str(checkpoint)), CPU)
+def test_a_single_file_vae_needs_no_scheduler_folder(checkpoint: Path, model: Any, job: GenerationRequest) -> None:
+    alone = WanSampler(ModelPaths(vae=str(checkpoint / "vae")), CPU)
+    with_base = WanSampler(ModelPaths(base=str(checkpoint)), CPU)
     job = dataclasses.replace(job, guidance=1.0)
     # without a checkpoint's configuration the shift is the official 5
-    expected = latents_of(with_base, dataclasses.replace(job, shift=5.0), model, run_plain)
-    assert torch.equal(latents_of(alone, job, model, run_plain), expected)
+    expected = generate_latents(with_base, dataclasses.replace(job, shift=5.0), model, run_plain)
+    assert torch.equal(generate_latents(alone, job, model, run_plain), expected)

@@ -14,14 +14,14 @@ from PIL import Image
 from ditkit_core.adapters.inject import AdapterConfig
 from ditkit_core.adapters.read import BaseConfig
 from ditkit_core.data.media.clip import read_clip, write_video
-from ditkit_core.engine.placement import place
+from ditkit_core.engine.placement import place_blocks
 from ditkit_core.io.rng import generator
-from ditkit_core.models.encoders import SampleJob
-from ditkit_core.models.paths import Components
+from ditkit_core.models.encoders import GenerationRequest
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
-from ditkit_core.run.prepare import build, load
-from ditkit_core.sampling.denoise import latents_of
+from ditkit_core.run.prepare import build_meta_model, load_weights
+from ditkit_core.sampling.denoise import generate_latents
 from ditkit_wan.conditioning.columns import conditioners
 from ditkit_wan.demo.write import write_checkpoint
 from ditkit_wan.encoders.text import TextEncoder
@@ -41,11 +41,11 @@ class Drawn:
 
     def __init__(self, folder: Path, variant: str):
         write_checkpoint(folder, ["a red circle", "blue"], variant)
-        self.folder, self.components = folder, Components(base=str(folder), dtype="fp32")
+        self.folder, self.components = folder, ModelPaths(base=str(folder), dtype="fp32")
         precision = Precision(matmul=torch.float32)
-        made = build(WAN, self.components, AdapterConfig(method="full"), BaseConfig(), precision=precision)
+        made = build_meta_model(WAN, self.components, AdapterConfig(method="full"), BaseConfig(), precision=precision)
         self.arch = made.model.embed.arch
-        self.model = load(made, placement=place(made.model, [CPU]), seed=0).model
+        self.model = load_weights(made, placement=place_blocks(made.model, [CPU]), seed=0).model
         self.sampler = WanSampler(self.components, CPU, arch=self.arch)
 
     def latents(self, files: dict[str, str], **changes: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -57,11 +57,11 @@ class Drawn:
         for conditioner in conditioners(self.arch, self.components, CPU, False):
             if conditioner.uses(given):
                 conditions |= encoded(conditioner, given)
-        job = SampleJob(
+        job = GenerationRequest(
             conditions=conditions, negative=text.encode(["blue"])[0], frames=FRAMES, height=SIDE, width=SIDE, steps=3,
             guidance=4.0, shift=0.0, seed=7,
         )  # fmt: skip
-        return latents_of(self.sampler, replace(job, **changes), self.model, run_plain), conditions
+        return generate_latents(self.sampler, replace(job, **changes), self.model, run_plain), conditions
 
     def pipeline(self, name: str, **more: Any) -> Any:
         import diffusers
@@ -164,7 +164,7 @@ def test_noise_levels_are_shifted_as_each_variants_authors_do() -> None:
 
 def test_without_a_schedulers_configuration_a_variant_is_drawn_with_its_own_shift(drawn: Any) -> None:
     ours = drawn("vace")
-    alone = WanSampler(Components(vae=str(ours.folder / "vae")), CPU, arch=ours.arch)
+    alone = WanSampler(ModelPaths(vae=str(ours.folder / "vae")), CPU, arch=ours.arch)
     explicit, _ = ours.latents({}, shift=16.0)
     ours.sampler = alone
     assert torch.equal(ours.latents({})[0], explicit)

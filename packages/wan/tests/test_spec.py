@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.world import make_model, train_shortly
 from ditkit_wan.presets import WanArch
@@ -53,7 +53,7 @@ def test_training_in_bf16_hands_over_timesteps_in_fp32():
         return WAN.training.make_inputs(*given)
 
     model = make_model(WAN, ARCH, dtype=torch.bfloat16)
-    train_shortly(altered(WAN, make_inputs=spied), model, items(2), Engine())
+    train_shortly(altered(WAN, make_inputs=spied), model, items(2), BlockEngine())
     assert {len(timestep) for timestep in seen} == {1, 2}, "held-out clips one by one, and micro-batches"
     assert {timestep.dtype for timestep in seen} == {torch.float32}
     drawn = torch.cat([timestep for timestep in seen if len(timestep) == 2])

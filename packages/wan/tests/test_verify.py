@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 from ditkit_core.adapters.export import ExportConfig, export_adapter
 from ditkit_core.adapters.inject import AdapterConfig, adapter_layers
 from ditkit_core.adapters.read import BaseConfig
-from ditkit_core.engine.placement import place
+from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.models.protocol import run_plain
-from ditkit_core.run.prepare import build, load
+from ditkit_core.run.prepare import build_meta_model, load_weights
 from ditkit_wan.spec import WAN
 from ditkit_wan.verify import verify_export
 
@@ -35,11 +35,11 @@ class World:
         quantize: Literal["none", "int8", "fp8", "nf4"] = "none",
         **config: Any,
     ):
-        self.components = Components(base=str(checkpoint), dtype=dtype)
+        self.components = ModelPaths(base=str(checkpoint), dtype=dtype)
         precision = Precision(matmul=parse_dtype(dtype))
         base = BaseConfig(quantize=quantize)
-        unloaded = build(WAN, self.components, AdapterConfig(rank=4, **config), base, precision=precision)
-        self.model = load(unloaded, placement=place(unloaded.model, [torch.device("cpu")]), seed=0).model
+        unloaded = build_meta_model(WAN, self.components, AdapterConfig(rank=4, **config), base, precision=precision)
+        self.model = load_weights(unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=0).model
         self.folder, self.form = folder, form
         with torch.no_grad():
             for name, layer in adapter_layers(self.model).items():

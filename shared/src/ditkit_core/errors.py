@@ -30,9 +30,9 @@ class UserError(Exception):
         super().__init__(printable(message))
 
 
-class NotEquipped(UserError):
+class MissingDependency(UserError):
     """Something that is not installed here: no sample is at fault, and none is left out for it."""
 
 
-class Stopped(Exception):
+class Interrupted(Exception):
     """A signal ended the work early, with everything saved; the message says how to go on."""

@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from ditkit_core.adapters.export import ExportConfig, check_export, export_adapter, export_merged
 from ditkit_core.adapters.inject import AdapterConfig, canonical_name
 from ditkit_core.adapters.read import BaseConfig
-from ditkit_core.engine.placement import place
+from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource, StoredTensor
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
-from ditkit_core.run.prepare import Prepared, build, load
+from ditkit_core.run.prepare import LoadedModel, build_meta_model, load_weights
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, in_form, native_name
 
@@ -35,14 +35,14 @@ def base(tmp_path: Path) -> Path:
     return folder
 
 
-def prepared(base: Path, adapter: AdapterConfig | None = None, *, merge=(), precision=FP32) -> Prepared:
-    unloaded = build(
-        SPEC, Components(transformer=str(base)), adapter or AdapterConfig(rank=4), BaseConfig(merge=tuple(merge)), precision=precision
+def prepared(base: Path, adapter: AdapterConfig | None = None, *, merge=(), precision=FP32) -> LoadedModel:
+    unloaded = build_meta_model(
+        SPEC, ModelPaths(transformer=str(base)), adapter or AdapterConfig(rank=4), BaseConfig(merge=tuple(merge)), precision=precision
     )  # fmt: skip
-    return load(unloaded, placement=place(unloaded.model, [torch.device("cpu")]), seed=0)
+    return load_weights(unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=0)
 
 
-def trained(base: Path, adapter: AdapterConfig | None = None, *, precision=FP32) -> Prepared:
+def trained(base: Path, adapter: AdapterConfig | None = None, *, precision=FP32) -> LoadedModel:
     """As after some steps: every trained parameter has moved."""
     result = prepared(base, adapter, precision=precision)
     generator = torch.Generator().manual_seed(1)

@@ -11,7 +11,14 @@ from torch import nn
 
 from ditkit_core.adapters import write as adapter_writer
 from ditkit_core.adapters.inject import AdapterConfig
-from ditkit_core.adapters.read import AdapterFile, config_from_file, merge_into, open_adapter, parse_merge, start_from
+from ditkit_core.adapters.read import (
+    AdapterFile,
+    config_from_file,
+    initial_adapter,
+    merge_into,
+    open_adapter,
+    parse_merge,
+)
 from ditkit_core.adapters.write import write_adapter
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
@@ -273,7 +280,7 @@ def test_a_start_from_mixed_ranks_or_alphas_is_an_error(tmp_path):
 
 
 def test_a_start_gives_the_files_values_and_nothing_to_modules_that_it_lacks(tmp_path):
-    start = start_from(opened(write(tmp_path / "x.safetensors", "diffsynth")), [*MODULES, "layers.0.out"])
+    start = initial_adapter(opened(write(tmp_path / "x.safetensors", "diffsynth")), [*MODULES, "layers.0.out"])
     down, up = matrices("layers.1.qkv")
     given = start("layers.1.qkv")
     assert given.keys() == {"lora_A.weight", "lora_B.weight"}
@@ -285,7 +292,7 @@ def test_a_start_gives_the_files_values_and_nothing_to_modules_that_it_lacks(tmp
 def test_a_start_whose_modules_have_no_adapter_is_an_error(tmp_path):
     file = opened(write(tmp_path / "x.safetensors", "official"))
     with pytest.raises(UserError, match="leaves out: layers.0.mlp.0, layers.1.mlp.0"):
-        start_from(file, ["layers.0.qkv", "layers.1.qkv"])
+        initial_adapter(file, ["layers.0.qkv", "layers.1.qkv"])
 
 
 def state(*, dora: bool = False) -> dict[str, torch.Tensor]:

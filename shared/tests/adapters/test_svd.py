@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ditkit_core.adapters import svd as adapter_svd
-from ditkit_core.adapters.svd import low_rank, product_norm, relative_difference, shrink
+from ditkit_core.adapters.svd import low_rank, product_norm, reduce_product, relative_difference
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -34,7 +34,7 @@ def test_a_difference_far_below_fp32_is_seen_and_equal_products_in_other_factors
 @pytest.mark.parametrize("rank", [1, 3, 8, 20])
 def test_a_shrunk_product_is_the_nearest(rank: int) -> None:
     down, up = drawn(8, 30), drawn(20, 8, seed=1)
-    found = shrink(down, up, rank=rank)
+    found = reduce_product(down, up, rank=rank)
     u, s, vh = torch.linalg.svd(up.double() @ down.double(), full_matrices=False)
     kept = min(rank, 8)
     torch.testing.assert_close(
@@ -48,12 +48,14 @@ def test_a_shrunk_product_is_the_nearest(rank: int) -> None:
 def test_the_least_rank_keeps_the_share_and_one_less_does_not() -> None:
     down, up = drawn(8, 30), drawn(20, 8, seed=1)
     for energy in (0.1, 0.5, 0.9, 0.999, 1.0):
-        found = shrink(down, up, energy=energy)
+        found = reduce_product(down, up, energy=energy)
         assert found.kept >= energy - 1e-9
         if len(found.down) > 1:
-            assert shrink(down, up, rank=len(found.down) - 1).kept < energy
-    assert shrink(down, torch.zeros(20, 8), energy=0.9).kept == 1.0
-    assert len(shrink(drawn(1, 30).expand(8, 30), up, energy=1.0).down) == 1, "what has rank 1 is written at rank 1"
+            assert reduce_product(down, up, rank=len(found.down) - 1).kept < energy
+    assert reduce_product(down, torch.zeros(20, 8), energy=0.9).kept == 1.0
+    assert len(reduce_product(drawn(1, 30).expand(8, 30), up, energy=1.0).down) == 1, (
+        "what has rank 1 is written at rank 1"
+    )
 
 
 def decaying(out: int, width: int) -> torch.Tensor:
@@ -76,7 +78,7 @@ def test_the_range_finder_keeps_what_a_whole_decomposition_keeps(
     assert found.kept == pytest.approx(measured, abs=1e-5), "what it says it keeps is what it keeps"
     assert whole.kept - found.kept < 1e-6 * whole.kept + 1e-6
     auto = low_rank(matrix, None, 0.9, "x")
-    assert len(auto.down) == len(shrink(whole.down, whole.up, energy=0.9 / whole.kept).down)
+    assert len(auto.down) == len(reduce_product(whole.down, whole.up, energy=0.9 / whole.kept).down)
 
 
 def test_a_matrix_of_nothing_and_one_that_is_low_already() -> None:

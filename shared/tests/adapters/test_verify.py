@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from ditkit_core.adapters.inject import AdapterConfig, adapter_layers, adapter_state, initialise, inject
-from ditkit_core.adapters.read import open_adapter, start_from
+from ditkit_core.adapters.read import initial_adapter, open_adapter
 from ditkit_core.adapters.verify import base_in_form, compare_with_pipeline
 from ditkit_core.adapters.write import write_adapter
 from ditkit_core.errors import UserError
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, in_form, toy_items
 from ditkit_core.testing.world import make_model
@@ -35,7 +35,7 @@ class Pipeline:
         }
         file = open_adapter(Path(path), NAMES, layers)
         inject(self.transformer, AdapterConfig(rank=2, targets=self.targets), TOY.adapters.targets)
-        start = start_from(file, file.modules)
+        start = initial_adapter(file, file.modules)
         initialise(self.transformer, 0, device_of=lambda name: torch.device("cpu"), start=start)
         self.spoil(self.transformer)
 
@@ -51,7 +51,7 @@ def verify(folder: Path, pipeline: Pipeline, *, size: float = 1.0, dtype: torch.
     inputs = ToyInputs([item["latents"]], torch.tensor([0.5]), [item["text"]])
     before = adapter_state(model)
     line = compare_with_pipeline(
-        file, Components(transformer="toy.safetensors"), model, NAMES, pipeline=pipeline,
+        file, ModelPaths(transformer="toy.safetensors"), model, NAMES, pipeline=pipeline,
         ours=lambda: model(inputs)[0], theirs=lambda: pipeline.transformer.eval()(inputs)[0],
     )  # fmt: skip
     assert all(torch.equal(value, adapter_state(model)[name]) for name, value in before.items())

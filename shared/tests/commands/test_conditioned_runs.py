@@ -16,11 +16,11 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import NullProgress
-from ditkit_core.models.conditions import Column, Conditioner, Controls
+from ditkit_core.models.conditions import ClipInputs, Column, Conditioner
 from ditkit_core.planner.planned_step import largest_bucket
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.encoding import scenes_of
-from ditkit_core.run.run import Run, create_run
+from ditkit_core.run.context import RunContext, create_run
+from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY
 
@@ -33,7 +33,7 @@ class Start:
     def __init__(self, *, optional: bool = False, needed: bool = True) -> None:
         self.optional, self.needed = optional, needed
 
-    def uses(self, controls: Controls) -> tuple[str, ...]:
+    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         if "start" in controls.files:
             return ("start",)
         if controls.clip is None and self.needed:
@@ -167,7 +167,7 @@ def test_a_share_is_a_share(share: float) -> None:
         resolve(RunConfig, flags={"train.control_dropout": share})
 
 
-def run_of(folder: Path, **flags: Any) -> Run:
+def run_of(folder: Path, **flags: Any) -> RunContext:
     columns = (START, Column(name="pose", kind="video"))
     spec = altered(TOY, columns=lambda arch: columns)
     given = {
@@ -190,11 +190,11 @@ def test_a_caption_is_drawn_no_longer_than_its_clip_and_what_goes_with_it(tmp_pa
 
     def frames(said: list[str], **more: Any) -> list[int]:
         run = run_of(clips, **flags, **more)
-        return [scene.frames for scene in scenes_of(run, run.data.dataset.samples, said.append)]
+        return [scene.frames for scene in sample_prompts(run, run.data.dataset.samples, said.append)]
 
     said: list[str] = []
     own = run_of(clips, **flags, **{"data.frames": 9})
-    assert [scene.frames for scene in scenes_of(own, own.data.dataset.samples)] == [9, 9, 9]
+    assert [scene.frames for scene in sample_prompts(own, own.data.dataset.samples)] == [9, 9, 9]
     assert frames(said) == [5, 5, 5] and not said
     assert frames(said, **{"sample.frames": 9}) == [9, 9, 9] and not said
     assert frames(said, **{"sample.frames": 13}) == [5, 13, 5]
@@ -206,7 +206,7 @@ def test_a_clip_that_was_shortened_is_drawn_as_long_as_it_is_trained(tmp_path: P
     numbered_video(tmp_path / "a.mp4", frames=6, fps=16)
     (tmp_path / "a.txt").write_text("a")
     run = run_of(tmp_path, **{"data.frames": 13, "data.short_clips": "shorten"})
-    (scene,) = scenes_of(run, run.data.dataset.samples)
+    (scene,) = sample_prompts(run, run.data.dataset.samples)
     assert scene.frames == 5
 
 

@@ -16,12 +16,12 @@ from ditkit_core.config.sizes import GIB
 from ditkit_core.config.toml import read_config_file
 from ditkit_core.planner import plan as plan_stage
 from ditkit_core.planner.autotune import fit, least_missing
-from ditkit_core.planner.auxiliary import CompanionRow
+from ditkit_core.planner.auxiliary import AuxiliaryRow
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.partition_search import Task
+from ditkit_core.planner.partition_search import FitTask
 from ditkit_core.planner.suggestions import best_first, levers
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import create_run
+from ditkit_core.run.context import create_run
 from ditkit_core.testing.toy import TOY
 
 pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")
@@ -132,7 +132,7 @@ def made_task(cards, config, run=None):
     def profile_of(policy, quantize):
         return made_profile(policy, quantize, work=work)
 
-    return Task(cards=tuple(cards), profile_of=profile_of, micro_batches=config.train.accumulation)
+    return FitTask(cards=tuple(cards), profile_of=profile_of, micro_batches=config.train.accumulation)
 
 
 BIG = {"data": {"frames": 49, "height": 480, "width": 832}, "adapter": {"rank": 4}}
@@ -197,7 +197,7 @@ def test_the_mildest_change_that_fits_is_offered():
 
 def test_nothing_fits_is_an_exit_status_and_says_what_would(made, monkeypatch, capsys):
     monkeypatch.setattr(plan_stage, "check_training", lambda run, *, here: None)
-    assert fit_stage.fit_stage(TOY, config_of(**BIG, train={"batch_size": 4}), TrainOptions(fit=True, gpus="7GiB")) == 3
+    assert fit_stage.fit_run(TOY, config_of(**BIG, train={"batch_size": 4}), TrainOptions(fit=True, gpus="7GiB")) == 3
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "nothing fits" in printed.err and "the single change that helps most: " in printed.err
@@ -206,22 +206,22 @@ def test_nothing_fits_is_an_exit_status_and_says_what_would(made, monkeypatch, c
 def test_the_host_is_a_limit_that_can_be_given(made, monkeypatch, capsys):
     monkeypatch.setattr(plan_stage, "check_training", lambda run, *, here: None)
     options = TrainOptions(fit=True, gpus="10GiB")
-    assert fit_stage.fit_stage(TOY, config_of(**BIG), options) == 0
+    assert fit_stage.fit_run(TOY, config_of(**BIG), options) == 0
     assert "stay in host memory, page-locked; --host says how much there is" in capsys.readouterr().err
-    assert fit_stage.fit_stage(TOY, config_of(**BIG), replace(options, host="9GiB")) == 0
+    assert fit_stage.fit_run(TOY, config_of(**BIG), replace(options, host="9GiB")) == 0
     assert "of 9.0 GiB that it can give" in capsys.readouterr().err
-    assert fit_stage.fit_stage(TOY, config_of(**BIG), replace(options, gpus="5GiB", host="0.1GiB")) == 3
+    assert fit_stage.fit_run(TOY, config_of(**BIG), replace(options, gpus="5GiB", host="0.1GiB")) == 3
     assert "which can give 0.10 GiB" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_beside_the_steps_is_said_with_the_status_of_a_plan(made, monkeypatch, capsys):
-    row = CompanionRow(
+    row = AuxiliaryRow(
         stage="sample", name="VAE decoder", device="10GiB", size=(1, 64, 64), mode="whole", weights=1, beside=1,
         peak=11 * GIB, available=10 * GIB, remedy="sample.vae_tiling = true would need 2.0 GiB",
     )  # fmt: skip
     monkeypatch.setattr(fit_stage, "beside_of", lambda *args, **kwargs: (row,))
     monkeypatch.setattr(plan_stage, "check_training", lambda run, *, here: None)
-    assert fit_stage.fit_stage(TOY, config_of(**BIG), TrainOptions(fit=True, gpus="24GiB")) == 3
+    assert fit_stage.fit_run(TOY, config_of(**BIG), TrainOptions(fit=True, gpus="24GiB")) == 3
     printed = capsys.readouterr()
     assert "sample: VAE decoder does not fit 10GiB; sample.vae_tiling = true" in printed.err
     assert "the steps fit, and what is said above does not" in printed.err and "[train]" in printed.out
@@ -230,7 +230,7 @@ def test_what_does_not_fit_beside_the_steps_is_said_with_the_status_of_a_plan(ma
 def test_activations_go_to_the_host_where_nothing_fits_without(made, monkeypatch, capsys):
     monkeypatch.setattr(plan_stage, "check_training", lambda run, *, here: None)
     config = config_of(**BIG, train={"batch_size": 4})
-    assert fit_stage.fit_stage(TOY, config, TrainOptions(fit=True, gpus="9GiB")) == 0
+    assert fit_stage.fit_run(TOY, config, TrainOptions(fit=True, gpus="9GiB")) == 0
     printed = capsys.readouterr()
     assert tomllib.loads(printed.out)["train"]["checkpointing"] == "full+offload"
     assert "GiB of activations wait in host memory for their backward" in printed.err

@@ -16,10 +16,10 @@ from toy_world import World
 
 from ditkit_core.config.resolve import resolve
 from ditkit_core.data.media.clip import read_clip
-from ditkit_core.diagnostics.doctor.dataset import Examined, examine
+from ditkit_core.diagnostics.doctor.dataset import ExaminedDataset, examine_dataset
 from ditkit_core.errors import UserError, printable
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run, create_run
+from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.testing.toy import TOY
 
 GOOD = ["good0", "good1"]
@@ -37,14 +37,14 @@ def made(folder: Path, each: Malformed) -> str:
     return ""
 
 
-def look(folder: Path, **settings: Any) -> tuple[Examined, Run]:
+def look(folder: Path, **settings: Any) -> tuple[ExaminedDataset, RunContext]:
     """What the doctor sees, before anything is encoded."""
     flags = {
         "model.preset": "tiny", "data.folder": str(folder), "data.frames": 5, "data.height": 16, "data.width": 16,
         "run.folder": str(folder.parent / "run"), **settings,
     }  # fmt: skip
     run = create_run(controlled(TOY), resolve(RunConfig, flags=flags))
-    return examine(run), run
+    return examine_dataset(run), run
 
 
 def of_outcome(outcome: str) -> list[Any]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from toy_world import World, equal
 
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model, micro_batches
@@ -56,7 +56,9 @@ def losses(pipelined, num):
     model = make_model(TOY, TOY.architecture.presets["dropout"], adapter=ADAPTERS["lora with dropout"])
     batches = micro_batches(toy_items(2), num)
     made = accumulate_gradients(
-        TrainModel(model, Engine(), TOY), batches, StepContext(step=2, seed=1, flow=FlowConfig(), pipelined=pipelined)
+        TrainModel(model, BlockEngine(), TOY),
+        batches,
+        StepContext(step=2, seed=1, flow=FlowConfig(), pipelined=pipelined),
     )
     return made, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
 

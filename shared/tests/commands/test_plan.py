@@ -8,7 +8,7 @@ from PIL import Image
 from torch import nn
 
 from ditkit_core.commands.cli import run
-from ditkit_core.models.encoders import Companion
+from ditkit_core.models.encoders import AuxiliaryModel
 from ditkit_core.models.tiling import Tiles
 from ditkit_core.planner import auxiliary
 from ditkit_core.testing.toy import TOY
@@ -19,7 +19,7 @@ WIDTH = 2**14
 """Of the companions' one layer: 1 GiB of weights in fp32."""
 
 
-def companion(name: str, stage, rows_per_pixel: float, **more) -> Companion:
+def companion(name: str, stage, rows_per_pixel: float, **more) -> AuxiliaryModel:
     """One layer in fp32 that makes rows of 64 KiB."""
 
     def build(dtype: torch.dtype) -> nn.Module:
@@ -30,7 +30,7 @@ def companion(name: str, stage, rows_per_pixel: float, **more) -> Companion:
         rows = int(rows_per_pixel * size[0] * size[1] * size[2])
         return layer(torch.empty(rows, WIDTH, device=device, dtype=layer.weight.dtype))
 
-    return Companion(name=name, stage=stage, build=build, run=forward, **more)
+    return AuxiliaryModel(name=name, stage=stage, build=build, run=forward, **more)
 
 
 WITH_COMPANIONS = altered(

@@ -147,7 +147,7 @@ def test_any_adapter_file_that_fits_is_drawn_with(world: World, capsys: pytest.C
         out = world.folder / "drawn" / file.stem / "-".join(flags).replace("*", "")
         assert world.run("sample", "--adapter", str(file), "--prompt", "a", "--out", str(out), *flags) == 0
         (picture,) = out.glob(f"drawn-*-{file.stem}-0-a.png")
-        return torch.from_numpy(still.read(picture)).int()
+        return torch.from_numpy(still.read_image(picture)).int()
 
     alike = drawn(world.folder / "run" / "exports" / "adapter.safetensors")
     for flags in ((), ("--adapter.method", "full"), ("--adapter.targets", f'["layers.0.*{module}"]')):
@@ -340,7 +340,7 @@ def test_encoders_of_another_model_are_found_before_the_weights_are_read(
         {**load_file(world.folder / "toy.safetensors"), "text_in.weight": torch.ones(32, 9)},
         world.folder / "toy.safetensors",
     )
-    monkeypatch.setattr("ditkit_core.run.model.load", None)
+    monkeypatch.setattr("ditkit_core.run.model.load_weights", None)
     assert world.train("run", 1) == 1
     error = capsys.readouterr().err
     assert "do not fit the transformer" in error and "text [" in error and error.count("\n") == 1

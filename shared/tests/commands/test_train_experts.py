@@ -17,7 +17,7 @@ from toy_world import equal
 from two_experts import BOUNDARY, EXPERTS, STEPS, TwoExperts
 
 from ditkit_core.run import model as run
-from ditkit_core.run.prepare import Prepared
+from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.training import trainer as train
 
 NAMES = tuple(expert.name for expert in EXPERTS)
@@ -36,7 +36,7 @@ def loads_watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     loaded: list[str] = []
     original = run.load
 
-    def load(unloaded: Any, **arguments: Any) -> Prepared:
+    def load(unloaded: Any, **arguments: Any) -> LoadedModel:
         gc.collect()
         left = [reference for reference in alive if reference() is not None]
         assert not left, f"{len(left)} parameters of {loaded[-1]} are alive when {unloaded.source.path.name} is loaded"
@@ -46,7 +46,7 @@ def loads_watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return prepared
 
     with monkeypatch.context() as patched:
-        patched.setattr(run, "load", load)
+        patched.setattr(run, "load_weights", load)
         yield loaded
 
 

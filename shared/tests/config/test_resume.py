@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ditkit_core.config.field import setting
-from ditkit_core.config.resume import Change, compare, refuse
+from ditkit_core.config.resume import ConfigChange, compare, refuse
 from ditkit_core.config.schema import config_values
 
 
@@ -36,27 +36,30 @@ def test_nothing_changed_is_no_change() -> None:
 def test_each_change_goes_by_the_rule_of_its_key() -> None:
     config = Tree(keys=Keys(steps=7, lr=1e-3, rank=8, targets=("q", "k"), alpha=2.0))
     changes = compare(STORED, config)
-    assert changes.stated == [Change("keys.lr", 1e-4, 1e-3)]
+    assert changes.stated == [ConfigChange("keys.lr", 1e-4, 1e-3)]
     assert changes.refused == [
-        Change("keys.rank", 16, 8),
-        Change("keys.targets", ["q"], ["q", "k"]),
-        Change("keys.alpha", None, 2.0),
+        ConfigChange("keys.rank", 16, 8),
+        ConfigChange("keys.targets", ["q"], ["q", "k"]),
+        ConfigChange("keys.alpha", None, 2.0),
     ]
 
 
 def test_a_key_that_an_older_version_did_not_store_counts_as_its_default() -> None:
     older = {key: value for key, value in STORED.items() if key != "keys.rank"}
     assert compare(older, Tree()) == ([], [])
-    assert compare(older, Tree(keys=Keys(rank=8))).refused == [Change("keys.rank", 16, 8)]
+    assert compare(older, Tree(keys=Keys(rank=8))).refused == [ConfigChange("keys.rank", 16, 8)]
 
 
 def test_an_optional_value_that_was_set_and_is_not_any_more_is_a_change() -> None:
-    assert compare(STORED | {"keys.alpha": 2.0}, Tree()).refused == [Change("keys.alpha", 2.0, None)]
+    assert compare(STORED | {"keys.alpha": 2.0}, Tree()).refused == [ConfigChange("keys.alpha", 2.0, None)]
 
 
 def test_a_key_that_is_no_longer_known_is_stated() -> None:
     changes = compare(STORED | {"keys.gone": 3, "old.key": "x"}, Tree())
-    assert changes.stated == [Change("keys.gone", 3, None), Change("old.key", "x", None)] and not changes.refused
+    assert (
+        changes.stated == [ConfigChange("keys.gone", 3, None), ConfigChange("old.key", "x", None)]
+        and not changes.refused
+    )
 
 
 def test_the_refusal_names_each_key_with_both_values_and_the_remedy() -> None:

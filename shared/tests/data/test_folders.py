@@ -11,7 +11,7 @@ from media_files import picture
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Dataset, scan
 from ditkit_core.data.discovery import names_of
-from ditkit_core.encoding.batch_sampler import EndlessOrder, Epochs, GroupedOrder
+from ditkit_core.encoding.batch_sampler import BatchSampler, BucketBatchSampler, Epochs
 from ditkit_core.encoding.prior_preservation import prior_data_config
 from ditkit_core.errors import UserError
 
@@ -126,30 +126,30 @@ def test_an_epoch_depends_on_nothing_but_its_samples() -> None:
 
 def test_without_repeats_nothing_changes() -> None:
     for one, other in (
-        (EndlessOrder(IDS, 1, 4), EndlessOrder(IDS, 1, 4, [1.0] * 6)),
-        (GroupedOrder(IDS, 1, "aabbbc", dict.fromkeys("abc", 2)), GroupedOrder(IDS, 1, "aabbbc", dict.fromkeys("abc", 2), [1.0] * 6)),
+        (BatchSampler(IDS, 1, 4), BatchSampler(IDS, 1, 4, [1.0] * 6)),
+        (BucketBatchSampler(IDS, 1, "aabbbc", dict.fromkeys("abc", 2)), BucketBatchSampler(IDS, 1, "aabbbc", dict.fromkeys("abc", 2), [1.0] * 6)),
     ):  # fmt: skip
         assert [one.places(i) for i in range(30)] == [other.places(i) for i in range(30)]
 
 
 def test_the_endless_order_goes_through_all_epochs() -> None:
-    epochs, order = Epochs(IDS, 5, REPEATS), EndlessOrder(IDS, 5, 4, REPEATS)
+    epochs, order = Epochs(IDS, 5, REPEATS), BatchSampler(IDS, 5, 4, REPEATS)
     whole = [i for epoch in range(20) for i in epochs.order(epoch)]
     found = [order.places(index) for index in range(len(whole) // 4)]
     assert [i for places in found for i in places.samples] == whole[: 4 * len(found)]
     assert [places.first for places in found] == [4 * index for index in range(len(found))]
-    late = EndlessOrder(IDS, 5, 4, REPEATS)
+    late = BatchSampler(IDS, 5, 4, REPEATS)
     assert late.places(30) == order.places(30), "whatever was asked for before"
 
 
 def test_the_endless_order_passes_over_empty_epochs() -> None:
-    order = EndlessOrder(["a", "b"], 0, 1, [0.2, 0.2])
+    order = BatchSampler(["a", "b"], 0, 1, [0.2, 0.2])
     assert Counter(order.sample(place) for place in range(20)) == {0: 10, 1: 10}
 
 
 def test_the_grouped_order_cuts_each_epoch_into_batches_of_one_group() -> None:
     sizes = {"a": 2, "b": 3}
-    order = GroupedOrder(IDS, 5, "aaabbb", sizes, REPEATS)
+    order = BucketBatchSampler(IDS, 5, "aaabbb", sizes, REPEATS)
     epochs = Epochs(IDS, 5, REPEATS)
     index = 0
     for epoch in range(12):
@@ -162,5 +162,5 @@ def test_the_grouped_order_cuts_each_epoch_into_batches_of_one_group() -> None:
             used += places.samples
             index += 1
         assert Counter(used) == Counter(epochs.order(epoch))
-    assert GroupedOrder(IDS, 5, "aaabbb", sizes, REPEATS).places(17) == order.places(17)
+    assert BucketBatchSampler(IDS, 5, "aaabbb", sizes, REPEATS).places(17) == order.places(17)
     assert order.mean_size == pytest.approx(epochs.before(12) / index, rel=0.1)

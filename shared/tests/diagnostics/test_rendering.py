@@ -5,15 +5,15 @@ import hashlib
 import json
 import re
 
-from ditkit_core.diagnostics.rendering import Html, element, escaped, html_page, html_table, joined, json_script
+from ditkit_core.diagnostics.rendering import Html, element, escape_html, html_page, html_table, join_html, json_script
 from ditkit_core.io.tables import Table
 
 
 def test_text_is_escaped_and_markup_is_not() -> None:
     made = element("p", "<b>", element("i", "x & y"), title='"quoted"', data_key="'k'", class_="c", id=None)
     assert made == '<p title="&quot;quoted&quot;" data-key="&#x27;k&#x27;" class="c">&lt;b&gt;<i>x &amp; y</i></p>'
-    assert isinstance(joined("<", Html("<br>")), Html) and joined("<", Html("<br>")) == "&lt;<br>"
-    assert escaped("a\x00b\ud800c\nd\te") == "a\ufffdb\ufffdc\nd\te"
+    assert isinstance(join_html("<", Html("<br>")), Html) and join_html("<", Html("<br>")) == "&lt;<br>"
+    assert escape_html("a\x00b\ud800c\nd\te") == "a\ufffdb\ufffdc\nd\te"
     assert element("img", src="a") == '<img src="a">' and element("td") == "<td></td>"
 
 
@@ -34,9 +34,9 @@ def test_a_page_allows_its_own_style_and_script_and_nothing_else() -> None:
     page = html_page("<title>", element("p", "x"), script="run()")
     (style,) = re.findall("<style>(.*?)</style>", page, re.DOTALL)
     policy = f"default-src 'none'; img-src data:; style-src '{digest(style)}'; script-src '{digest('run()')}'; "
-    assert escaped(policy) in page and "<title>&lt;title&gt;</title>" in page and "<script>run()</script>" in page
+    assert escape_html(policy) in page and "<title>&lt;title&gt;</title>" in page and "<script>run()</script>" in page
     without = html_page("plain", element("p", "x"))
-    assert "<script" not in without and escaped("script-src 'none'; ") in without
+    assert "<script" not in without and escape_html("script-src 'none'; ") in without
 
 
 def test_values_for_a_script_cannot_end_its_element() -> None:

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from ditkit_core.encoding.batch_sampler import EndlessOrder, GroupedOrder
+from ditkit_core.encoding.batch_sampler import BatchSampler, BucketBatchSampler
 
 IDS = [f"clip{i}" for i in range(17)]
 GROUPS = ["abc"[i % 3] if i < 15 else "d" for i in range(17)]
@@ -12,8 +12,8 @@ SIZES = {"a": 2, "b": 3, "c": 5, "d": 4}
 NUM_BATCHES = 3 + 2 + 1 + 1
 
 
-def grouped(seed: int = 0, ids: list[str] = IDS, groups: list[str] = GROUPS) -> GroupedOrder:
-    return GroupedOrder(ids, seed, groups, SIZES)
+def grouped(seed: int = 0, ids: list[str] = IDS, groups: list[str] = GROUPS) -> BucketBatchSampler:
+    return BucketBatchSampler(ids, seed, groups, SIZES)
 
 
 def test_an_epoch_has_every_sample_once_in_batches_of_one_group() -> None:
@@ -35,7 +35,7 @@ def test_a_batch_is_the_same_whenever_it_is_asked_for() -> None:
 
 
 def test_the_first_place_counts_the_samples_before() -> None:
-    for order in (grouped(), EndlessOrder(IDS, 0, 4)):
+    for order in (grouped(), BatchSampler(IDS, 0, 4)):
         seen = 0
         for index in range(30):
             first, samples = order.places(index)
@@ -63,7 +63,7 @@ def test_the_order_does_not_depend_on_how_the_samples_are_listed() -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 17, 20])
 def test_the_endless_order_has_one_size_and_every_sample_once_per_epoch(size: int) -> None:
-    order = EndlessOrder(IDS, 0, size)
+    order = BatchSampler(IDS, 0, size)
     places = [i for index in range(17) for i in order.places(index).samples]
     assert len(places) == 17 * size and order.mean_size == size
     for epoch in range(size):

@@ -18,7 +18,7 @@ from ditkit_core.data.dataset import Dataset, Sample, scan
 from ditkit_core.encoding.cache import Cache
 from ditkit_core.encoding.encode import text_key
 from ditkit_core.encoding.encoded_sample import EncodedSample
-from ditkit_core.encoding.tasks import _check_finite
+from ditkit_core.encoding.missing import _check_finite
 from ditkit_core.errors import UserError
 
 
@@ -249,7 +249,7 @@ def test_a_cache_that_grows_large_is_told_of_and_one_that_cannot_fit_is_warned_o
 ) -> None:
     world.start()
     assert "the cache" not in capsys.readouterr().out, "a small one is not"
-    monkeypatch.setattr("ditkit_core.encoding.tasks._WORTH_TELLING_BYTES", 0)
+    monkeypatch.setattr("ditkit_core.encoding.missing._WORTH_TELLING_BYTES", 0)
     shutil.rmtree(world.cache.folder)
     world.start()
     told = capsys.readouterr()
@@ -259,7 +259,7 @@ def test_a_cache_that_grows_large_is_told_of_and_one_that_cannot_fit_is_warned_o
     ]
     assert told.err == ""
     monkeypatch.setattr(
-        "ditkit_core.encoding.tasks.shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(9, 9, 0)
+        "ditkit_core.encoding.missing.shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(9, 9, 0)
     )
     shutil.rmtree(world.cache.folder)
     world.start()

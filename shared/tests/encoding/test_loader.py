@@ -9,7 +9,7 @@ from ditkit_core.data.dataset import Sample
 from ditkit_core.encoding.batch_sampler import epoch_order
 from ditkit_core.encoding.cache import Cache, key
 from ditkit_core.encoding.encoded_sample import EncodedSample
-from ditkit_core.encoding.loader import BatchSize, TrainingData, files_of, split_held_out
+from ditkit_core.encoding.loader import BatchSize, TrainDataLoader, files_of, split_held_out
 from ditkit_core.errors import UserError
 
 IDS = [f"clip{i}" for i in range(7)]
@@ -49,7 +49,7 @@ def shaped(tmp_path: Path) -> list[EncodedSample]:
 
 def drawn(samples: list[EncodedSample], batches: int, *, batch_size: int = 2, **settings: float) -> list[str]:
     size = BatchSize(samples=batch_size)
-    data = TrainingData(samples, **{"seed": 0, "batch_size": size, **settings})  # type: ignore[arg-type]
+    data = TrainDataLoader(samples, **{"seed": 0, "batch_size": size, **settings})  # type: ignore[arg-type]
     return [id for index in range(batches) for id in data.micro_batch(index).ids]
 
 
@@ -62,9 +62,9 @@ def test_every_sample_is_used_once_per_epoch_in_batches_of_one_size(samples: lis
 
 
 def test_a_micro_batch_is_the_same_whenever_it_is_read(samples: list[EncodedSample]) -> None:
-    data = TrainingData(samples, seed=1, batch_size=BatchSize(samples=2), caption_dropout=0.5)
+    data = TrainDataLoader(samples, seed=1, batch_size=BatchSize(samples=2), caption_dropout=0.5)
     forwards = [data.micro_batch(index) for index in range(20)]
-    again = TrainingData(samples, seed=1, batch_size=BatchSize(samples=2), caption_dropout=0.5)
+    again = TrainDataLoader(samples, seed=1, batch_size=BatchSize(samples=2), caption_dropout=0.5)
     backwards = [again.micro_batch(index) for index in reversed(range(20))][::-1]
     for one, other in zip(forwards, backwards, strict=True):
         assert one.ids == other.ids
@@ -73,7 +73,7 @@ def test_a_micro_batch_is_the_same_whenever_it_is_read(samples: list[EncodedSamp
 
 
 def test_items_belong_to_their_ids(samples: list[EncodedSample]) -> None:
-    batch = TrainingData(samples, seed=3, batch_size=BatchSize(samples=7)).micro_batch(0)
+    batch = TrainDataLoader(samples, seed=3, batch_size=BatchSize(samples=7)).micro_batch(0)
     assert [IDS[int(item["latents"])] for item in batch.items] == batch.ids
 
 
@@ -101,7 +101,7 @@ def test_first_places_are_evenly_spread() -> None:
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
 def test_captions_are_dropped_at_the_rate_asked_for(samples: list[EncodedSample], rate: float) -> None:
-    data = TrainingData(samples, seed=0, batch_size=BatchSize(samples=2), caption_dropout=rate)
+    data = TrainDataLoader(samples, seed=0, batch_size=BatchSize(samples=2), caption_dropout=rate)
     dropped = [float(item["text"]) == 0 for index in range(150) for item in data.micro_batch(index).items]
     assert sum(dropped) / 300 == pytest.approx(rate, abs=0.1 if 0 < rate < 1 else 0)
 
@@ -157,7 +157,7 @@ def test_holding_out_everything_is_refused() -> None:
 
 
 def test_a_micro_batch_has_one_shape_and_every_sample_comes_once_per_epoch(shaped: list[EncodedSample]) -> None:
-    data = TrainingData(shaped, seed=2, batch_size=BatchSize(samples=2))
+    data = TrainDataLoader(shaped, seed=2, batch_size=BatchSize(samples=2))
     for epoch in range(4):
         batches = [data.micro_batch(5 * epoch + number) for number in range(5)]
         assert sorted(id for batch in batches for id in batch.ids) == IDS
@@ -173,11 +173,11 @@ def test_the_order_reads_headers_alone(shaped: list[EncodedSample], monkeypatch:
         raise AssertionError("a tensor was read")
 
     monkeypatch.setattr(Cache, "get", reading)
-    TrainingData(shaped, seed=0, batch_size=BatchSize(tokens=6, num_tokens=lambda item: item["latents"].shape[-1]))
+    TrainDataLoader(shaped, seed=0, batch_size=BatchSize(tokens=6, num_tokens=lambda item: item["latents"].shape[-1]))
 
 
 def test_a_reference_comes_with_its_sample(shaped: list[EncodedSample]) -> None:
-    data = TrainingData(shaped, seed=0, batch_size=BatchSize(samples=7))
+    data = TrainDataLoader(shaped, seed=0, batch_size=BatchSize(samples=7))
     items = {
         id: item
         for index in range(4)
@@ -190,9 +190,9 @@ def test_a_reference_comes_with_its_sample(shaped: list[EncodedSample]) -> None:
 
 def test_small_micro_batches_count_for_the_mean_size(shaped: list[EncodedSample]) -> None:
     """So every sample has the same weight in an epoch: its part of a step's loss is 1 / what the step counts for."""
-    grouped = TrainingData(shaped, seed=2, batch_size=BatchSize(samples=2))
+    grouped = TrainDataLoader(shaped, seed=2, batch_size=BatchSize(samples=2))
     assert {grouped.micro_batch(index).counted for index in range(10)} == {7 / 5}
-    alike = TrainingData(
+    alike = TrainDataLoader(
         [s for s in shaped if s.id in ("clip0", "clip3", "clip5")], seed=2, batch_size=BatchSize(samples=2)
     )
     assert alike.micro_batch(0).counted is None and len(alike.micro_batch(1).ids) == 2
@@ -202,7 +202,7 @@ def test_a_budget_of_tokens_gives_each_shape_its_size(shaped: list[EncodedSample
     def tokens(item: dict[str, torch.Tensor]) -> int:
         return sum(tensor.shape[-1] for name, tensor in item.items() if name != "text")
 
-    data = TrainingData(shaped, seed=0, batch_size=BatchSize(tokens=4, num_tokens=tokens))
+    data = TrainDataLoader(shaped, seed=0, batch_size=BatchSize(tokens=4, num_tokens=tokens))
     batches = [data.micro_batch(index) for index in range(4)]
     assert sorted(id for batch in batches for id in batch.ids) == IDS
     found = {frozenset(tokens(item) for item in batch.items): len(batch.ids) for batch in batches}
@@ -212,7 +212,7 @@ def test_a_budget_of_tokens_gives_each_shape_its_size(shaped: list[EncodedSample
 
 def test_captions_take_turns_as_a_function_of_seed_index_and_id(shaped: list[EncodedSample]) -> None:
     def chosen(seed: int) -> list[tuple[str, float]]:
-        data = TrainingData(shaped, seed=seed, batch_size=BatchSize(samples=2))
+        data = TrainDataLoader(shaped, seed=seed, batch_size=BatchSize(samples=2))
         batches = [data.micro_batch(index) for index in range(200)]
         return [(id, float(item["text"][0])) for b in batches for id, item in zip(b.ids, b.items, strict=True)]
 
@@ -225,6 +225,6 @@ def test_captions_take_turns_as_a_function_of_seed_index_and_id(shaped: list[Enc
 
 
 def test_dropout_empties_any_of_several_captions(shaped: list[EncodedSample]) -> None:
-    data = TrainingData(shaped, seed=0, batch_size=BatchSize(samples=2), caption_dropout=1.0)
+    data = TrainDataLoader(shaped, seed=0, batch_size=BatchSize(samples=2), caption_dropout=1.0)
     assert all(item["text"].tolist() == [[0], [0]] for index in range(10) for item in data.micro_batch(index).items)
     assert shaped[0].load()["text"].tolist() == [[1]]  # what is held out is measured with the first

@@ -14,15 +14,15 @@ from toy_world import World, equal
 from ditkit_core.data.media import image as still
 from ditkit_core.encoding.cache import Cache, key
 from ditkit_core.encoding.encoded_sample import EncodedSample
-from ditkit_core.encoding.loader import BatchSize, TrainingData
-from ditkit_core.encoding.prior_preservation import PriorConfig, WithPrior
-from ditkit_core.engine.engine import Engine
+from ditkit_core.encoding.loader import BatchSize, TrainDataLoader
+from ditkit_core.encoding.prior_preservation import PriorConfig, PriorDataLoader
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
-from ditkit_core.models.encoders import Denoiser, SampleJob
+from ditkit_core.models.encoders import Denoiser, GenerationRequest
 from ditkit_core.models.spec import SampleDefaults
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyInputs, ToySampler
-from ditkit_core.training.flow_matching import FlowConfig, draw_noise
+from ditkit_core.training.flow_matching import FlowConfig, sample_noise
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, training_step
@@ -42,10 +42,10 @@ def stored(folder: Path, name: str, count: int, widths: tuple[int, ...] = (2,)) 
     return made
 
 
-def paired(folder: Path, *, size: BatchSize, widths: tuple[int, ...] = (2,), **given: Any) -> WithPrior:
-    data = TrainingData(stored(folder, "dog", 5, widths), seed=1, batch_size=size)
+def paired(folder: Path, *, size: BatchSize, widths: tuple[int, ...] = (2,), **given: Any) -> PriorDataLoader:
+    data = TrainDataLoader(stored(folder, "dog", 5, widths), seed=1, batch_size=size)
     prior = stored(folder, "class", 4, given.pop("prior_widths", (2,)))
-    return WithPrior(data, prior, **{"seed": 1, "batch_size": size, "weight": 0.5, **given})
+    return PriorDataLoader(data, prior, **{"seed": 1, "batch_size": size, "weight": 0.5, **given})
 
 
 @pytest.mark.parametrize("widths", [(2,), (2, 3)])
@@ -93,7 +93,7 @@ def test_the_loss_is_the_mean_over_the_instance_plus_a_weighted_mean_over_the_pr
     made = [batch for index in range(2) for batch in data.micro_batches(index)]
     model, trainable = toy_model()
     result = training_step(
-        TrainModel(model, Engine(), TOY),
+        TrainModel(model, BlockEngine(), TOY),
         made,
         NamedOptimizer(trainable, OptimConfig()),
         StepContext(step=3, seed=1, flow=FlowConfig()),
@@ -104,7 +104,7 @@ def test_the_loss_is_the_mean_over_the_instance_plus_a_weighted_mean_over_the_pr
     losses: dict[bool, list[Tensor]] = {True: [], False: []}
     named = [(id, item) for batch in made for id, item in zip(batch.ids, batch.items, strict=True)]
     for place, (id, item) in enumerate(named):
-        sigma, noise = draw_noise(item["latents"], FlowConfig(), 5.0, 1, "noise", 3, place, id)
+        sigma, noise = sample_noise(item["latents"], FlowConfig(), 5.0, 1, "noise", 3, place, id)
         noised = (1 - sigma) * item["latents"] + sigma * noise
         velocity = reference(ToyInputs([noised], sigma[None], [item["text"]]))[0]
         losses[id.startswith("class")].append((velocity - (noise - item["latents"])).square().mean())
@@ -148,12 +148,12 @@ class Recording(ToySampler):
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
-        self.jobs: list[SampleJob] = []
+        self.jobs: list[GenerationRequest] = []
         self.base: list[bool] = []
         self.stop_after: int | None = None
         self.loaded = False
 
-    def denoise(self, job: SampleJob) -> Generator[float, Denoiser, Tensor]:
+    def denoise(self, job: GenerationRequest) -> Generator[float, Denoiser, Tensor]:
         if self.stop_after is not None and len(self.jobs) >= self.stop_after:
             raise KeyboardInterrupt
         self.jobs.append(job)
@@ -202,7 +202,7 @@ def test_missing_class_pictures_are_drawn_with_the_base_before_training(
     folder = world.folder / "run" / "prior"
     assert list(contents(folder)) == [f"class-0000{i}.{suffix}" for i in range(3) for suffix in ("png", "txt")]
     assert {path.read_text() for path in folder.glob("*.txt")} == {"a class\n"}
-    assert still.size(folder / "class-00000.png") == (16, 16)
+    assert still.image_size(folder / "class-00000.png") == (16, 16)
     recorded = world.sampler  # type: ignore[attr-defined]
     assert [job.seed for job in recorded.jobs] == [0, 1, 2] and recorded.base == [True] * 3
     assert not recorded.loaded, "memory is given back before training"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ditkit_core.engine.ac_schedule import ACSchedule, parse_policy, parse_schedule
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
@@ -58,7 +58,7 @@ def test_the_text_of_a_schedule_is_read_as_the_same_schedule(text, expected):
 def test_a_configurations_schedule_is_the_value_that_an_engine_runs():
     config = TrainConfig(checkpointing="full,0=none")
     assert config.checkpointing == "full,0=none"  # stored as it was written
-    assert Engine(policy=config.schedule).schedule is config.schedule is config.schedule
+    assert BlockEngine(policy=config.schedule).schedule is config.schedule is config.schedule
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_what_is_not_understood_is_refused_in_one_line(text, message):
         parse_schedule(text)
     assert message in str(refused.value) and "\n" not in str(refused.value)
     with pytest.raises(UserError):
-        Engine(policy=text)
+        BlockEngine(policy=text)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,9 @@ def test_a_schedule_by_devices_of_the_training_is_no_obstacle_without_a_backward
     """A run that was trained on two GPUs is sampled on a CPU."""
     model, items = make_model(TOY, ToyArch(depth=2)), toy_items(1)
     given = TOY.training.make_inputs([items[0]["latents"]], torch.tensor([0.3]), items, 1.0)
-    run = Engine(policy="cuda:0=full, cuda:1=none")
+    run = BlockEngine(policy="cuda:0=full, cuda:1=none")
     with torch.no_grad():
-        found, expected = model(given, run=run), model(given, run=Engine())
+        found, expected = model(given, engine=run), model(given, engine=BlockEngine())
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     with pytest.raises(UserError, match="cuda:0"):
-        model(given, run=run)
+        model(given, engine=run)

@@ -17,10 +17,10 @@ from toy_world import World
 
 from ditkit_core.engine import activation_offload, block_hooks
 from ditkit_core.engine.activation_offload import SMALLEST, HostMemory, HostStore
-from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.engine.selective_ac import SEEN_BY_HOOKS
 from ditkit_core.models.precision import Precision, compute_fp32_in_fp32
-from ditkit_core.planner.memory_tracker import Ledger
+from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.testing import conformance_swap
 from ditkit_core.testing.conformance_swap import Watched, stream, train_streamed
 from ditkit_core.testing.plans import check_sent
@@ -37,8 +37,8 @@ at = partial(StepContext, seed=1, flow=FlowConfig())
 DROPOUT = ADAPTERS["lora with dropout"]
 
 
-def engine(policy, *passages):
-    return Engine(policy=f"{policy}+offload", passages=passages, host=HostMemory(smallest=0))
+def engine(policy, *hooks):
+    return BlockEngine(policy=f"{policy}+offload", hooks=hooks, host=HostMemory(smallest=0))
 
 
 def on(devices, *, adapter=DROPOUT, arch=ARCH):
@@ -60,7 +60,7 @@ def inputs_of(model, device=ONE):
 
 def loss_of(model, run):
     torch.manual_seed(1)
-    return sum(output.square().mean() for output in model(inputs_of(model), run=run))
+    return sum(output.square().mean() for output in model(inputs_of(model), engine=run))
 
 
 def gradients(model):
@@ -81,8 +81,8 @@ def sent_by_block(policy, *, smallest=0):
     blocks = [torch.device("cpu", 1 + i) for i in range(3)]
     model = on([torch.device("cpu:7"), *blocks, torch.device("cpu:8")], arch=arch, adapter=None)
     with PretendDevices(), CountCrossings() as crossings:
-        run = Engine(policy=policy, host=HostMemory(smallest=smallest))
-        model(inputs_of(model, torch.device("cpu:7")), run=run)
+        run = BlockEngine(policy=policy, host=HostMemory(smallest=smallest))
+        model(inputs_of(model, torch.device("cpu:7")), engine=run)
     return [crossings.num_bytes[block, HOST] for block in blocks]
 
 
@@ -135,7 +135,7 @@ def test_weights_and_buffers_stay():
     model.layers[0].register_forward_pre_hook(lambda block, given: (block.table * given[0].tokens.sum(), None)[1])
     divide(model, whole(1))
     with PretendDevices(), Copies() as copies:
-        model(inputs_of(model), run=engine("none"))
+        model(inputs_of(model), engine=engine("none"))
     assert copies.sizes and not weights & set(copies.sizes) and 123 * 4 not in copies.sizes
 
 
@@ -154,7 +154,7 @@ class Copies(torch.utils._python_dispatch.TorchDispatchMode):
 
 def counted(policy, depth):
     """Bytes of fake tensors: alive on the device and on the host after a forward, and most on the device in forward and backward."""
-    with warnings.catch_warnings(), FakeTensorMode(), Ledger() as ledger:
+    with warnings.catch_warnings(), FakeTensorMode(), MemoryTracker() as ledger:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
         with torch.device(ONE), ledger.purpose("weights"):
             model = ToyModel(ToyArch(depth=depth), Precision()).requires_grad_(False)
@@ -162,7 +162,8 @@ def counted(policy, depth):
             given = ToyInputs(latents, torch.empty(2), [torch.empty(5, 8) for _ in range(2)])
         ledger.restart_peak()
         loss = sum(
-            output.square().sum() for output in model(given, run=Engine(policy=policy, host=HostMemory(smallest=0)))
+            output.square().sum()
+            for output in model(given, engine=BlockEngine(policy=policy, host=HostMemory(smallest=0)))
         )
         alive, forward = [ledger.live[ONE]["activations"], ledger.total(HOST)], ledger.at_peak[ONE]["activations"]
         ledger.restart_peak()
@@ -218,7 +219,7 @@ def test_a_block_is_fetched_while_the_one_behind_it_works(policy, expected, monk
 
     monkeypatch.setattr(activation_offload, "HostStore", Kept)
     with PretendDevices():
-        loss = loss_of(on(whole()), Engine(policy=policy, host=HostMemory(smallest=0)))
+        loss = loss_of(on(whole()), BlockEngine(policy=policy, host=HostMemory(smallest=0)))
         assert stores[0]._there() == [3], "the backward begins with the last"
         loss.backward()
     assert seen == expected
@@ -232,7 +233,7 @@ def test_several_forwards_wait_for_one_backward():
     """Pipelined micro-batches, on one device and on two: the first block of one is followed by the last of the one before."""
     batches, made = micro_batches(toy_items(2, ragged=True), 3), []
     for devices, run in (
-        (whole(), Engine(policy="attn_only")),
+        (whole(), BlockEngine(policy="attn_only")),
         (whole(), engine("attn_only")),
         ([ONE] * 3 + [TWO] * 3, engine("attn_only")),
     ):
@@ -265,9 +266,9 @@ def test_trained_weights_may_be_streamed_as_well(policy, monkeypatch):
 
     def made(**given):
         hosts.append(HostMemory(smallest=0))
-        return Engine(**given, host=hosts[-1])
+        return BlockEngine(**given, host=hosts[-1])
 
-    monkeypatch.setattr(conformance_swap, "Engine", made)
+    monkeypatch.setattr(conformance_swap, "BlockEngine", made)
     with PretendDevices():
         swap = stream(model, devices=[ONE] * 4, trained=True)
         with Watched(swap) as watch:
@@ -290,7 +291,7 @@ def test_a_retained_graph_is_run_backwards_again(policy):
             twice.append(gradients(model))
     plain = on(whole())
     with PretendDevices():
-        loss_of(plain, Engine(policy=policy)).backward()
+        loss_of(plain, BlockEngine(policy=policy)).backward()
     assert same(twice[0], gradients(plain)) and same(twice[1], gradients(plain))
 
 
@@ -308,8 +309,8 @@ def test_without_a_mark_a_saved_tensor_is_fetched_when_it_is_asked_for():
     model, results = on(whole()), []
     for policy in ("none", "none+offload"):
         with PretendDevices(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(block_hooks, "marked", lambda before, after, callback: after)
-            run = Engine(policy=policy, host=HostMemory(smallest=0))
+            patch.setattr(block_hooks, "call_before_backward", lambda before, after, callback: after)
+            run = BlockEngine(policy=policy, host=HostMemory(smallest=0))
             model.zero_grad(set_to_none=True)
             loss_of(model, run).backward()
             results.append(gradients(model))
@@ -332,7 +333,7 @@ def test_a_saved_tensor_that_is_changed_is_refused():
         model = on(whole())
         model.layers[1] = Careless(model.layers[1])
         with PretendDevices(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss_of(model, Engine(policy="none+offload", host=HostMemory(smallest=smallest))).backward()
+            loss_of(model, BlockEngine(policy="none+offload", host=HostMemory(smallest=smallest))).backward()
 
 
 # Where nothing is moved, and where something fails
@@ -342,8 +343,9 @@ def test_a_saved_tensor_that_is_changed_is_refused():
 def test_on_the_host_nothing_is_done(policy, monkeypatch):
     monkeypatch.setattr(activation_offload, "HostStore", None)
     model = make_model(TOY, ARCH, adapter=DROPOUT)
-    run = Engine(policy=policy, host=HostMemory(smallest=0))
-    plain = outcome(TOY, model, toy_items(2), Engine(policy=policy.replace("+offload", "").replace("offload", "full")))
+    run = BlockEngine(policy=policy, host=HostMemory(smallest=0))
+    without = policy.replace("+offload", "").replace("offload", "full")
+    plain = outcome(TOY, model, toy_items(2), BlockEngine(policy=without))
     assert outcome(TOY, model, toy_items(2), run).differences(plain) == []
     assert run.host.num_bytes == 0
 
@@ -358,7 +360,7 @@ def test_without_gradients_nothing_is_done(monkeypatch):
 def test_a_policy_that_does_not_offload_costs_nothing(monkeypatch):
     monkeypatch.setattr(activation_offload, "HostStore", None)
     with PretendDevices():
-        loss_of(on(whole()), Engine(policy="attn_only")).backward()
+        loss_of(on(whole()), BlockEngine(policy="attn_only")).backward()
 
 
 def test_a_run_on_the_host_says_so_in_one_line(tmp_path, monkeypatch, capsys):
@@ -381,7 +383,7 @@ def test_a_failure_in_a_block_leaves_nothing_registered(policy, monkeypatch):
     model, run = on(whole()), engine(policy)
     expected = on(whole())
     with PretendDevices():
-        loss_of(expected, Engine(policy=policy)).backward()
+        loss_of(expected, BlockEngine(policy=policy)).backward()
         with monkeypatch.context() as patch:
             patch.setattr(F, "layer_norm", _fails_at_call(3, F.layer_norm))
             with pytest.raises(NoMemory):
@@ -421,7 +423,7 @@ def test_a_gpu_offloads_to_the_bit_and_holds_less(policy):
         for _ in range(2)
     ]
     for chosen in (policy, f"{policy}+offload"):
-        run = Engine(policy=chosen)
+        run = BlockEngine(policy=chosen)
         model = make_model(TOY, ToyArch(depth=depth, dim=512, heads=8, dropout=0.1), adapter=DROPOUT).to(cuda)
         with sdpa_kernel(SDPBackend.MATH):  # the others sum in any order
             steps.append([outcome(TOY, model, items, run) for _ in range(2)])  # the second with buffers that there are
@@ -441,7 +443,7 @@ def test_a_gpu_offloads_several_forwards_before_one_backward():
     batches, made = micro_batches(toy_items(2, ragged=True), 3), []
     for policy, smallest in (("none", SMALLEST), ("none+offload", 0)):
         model = make_model(TOY, ToyArch(depth=6, dim=256, heads=4, dropout=0.1), adapter=DROPOUT).to("cuda")
-        run = Engine(policy=policy, host=HostMemory(smallest=smallest))
+        run = BlockEngine(policy=policy, host=HostMemory(smallest=smallest))
         with sdpa_kernel(SDPBackend.MATH):
             for step in range(3):
                 accumulate_gradients(TrainModel(model, run, TOY), batches, at(step=step, pipelined=True))

@@ -18,13 +18,13 @@ from ditkit_core.adapters.export import ExportConfig, export_merged
 from ditkit_core.adapters.inject import AdapterConfig, inject
 from ditkit_core.adapters.verify import base_in_form
 from ditkit_core.engine.block_swap import BlockSwap, choose_streamed
-from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.engine.pinned_memory import page_lock, unlock
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision, compute_fp32_in_fp32
 from ditkit_core.nn.quantized_linear import quantized_weights
-from ditkit_core.planner.memory_tracker import Ledger
+from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.testing.conformance_quantized import KINDS, make_quantized
 from ditkit_core.testing.conformance_swap import SwapChecks, Watched, stream
 from ditkit_core.testing.full_size import DEVICE, materialise
@@ -107,24 +107,24 @@ def test_counts_that_fit_no_device_are_refused(counts, says):
 class Early(BlockSwap):
     """Empties a block before its backward instead of after it."""
 
-    def backward(self, index, block):
-        super().backward(index - 1, block) if index else super().backward(index, block)
+    def pre_backward(self, index, block):
+        super().pre_backward(index - 1, block) if index else super().pre_backward(index, block)
 
 
 class Forgetful(BlockSwap):
     """Is told nothing of backward."""
 
-    def backward(self, index, block):
+    def pre_backward(self, index, block):
         pass
 
 
 class Late(BlockSwap):
     """Never empties anything."""
 
-    def enter(self, index, block):
+    def pre_forward(self, index, block):
         for queue in self._queues.values():
             queue.held = True
-        super().enter(index, block)
+        super().pre_forward(index, block)
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "attn_only"])
@@ -137,7 +137,7 @@ def test_weights_that_go_too_early_are_seen(wrong, policy, monkeypatch):
         (AssertionError, RuntimeError), match="weights that are not there|out of bounds for storage of size 0"
     )
     with seen, Watched(swap):
-        outcome(TOY, model, toy_items(2), Engine(policy=policy, passages=(swap,)))
+        outcome(TOY, model, toy_items(2), BlockEngine(policy=policy, hooks=(swap,)))
 
 
 def test_weights_that_stay_are_seen(monkeypatch):
@@ -145,13 +145,13 @@ def test_weights_that_stay_are_seen(monkeypatch):
     monkeypatch.setattr("ditkit_core.testing.conformance_swap.BlockSwap", Late)
     swap = stream(model)
     with Watched(swap) as watch:
-        outcome(TOY, model, toy_items(2), Engine(passages=(swap,)))
+        outcome(TOY, model, toy_items(2), BlockEngine(hooks=(swap,)))
     assert watch.most == 4
 
 
 def test_a_step_that_failed_leaves_nothing_for_good():
     model = make_model(TOY, ToyArch(depth=4), adapter=LORA)
-    plain = outcome(TOY, model, toy_items(2), Engine())
+    plain = outcome(TOY, model, toy_items(2), BlockEngine())
     swap = stream(model)
 
     def fail(gradient):
@@ -159,9 +159,9 @@ def test_a_step_that_failed_leaves_nothing_for_good():
 
     handle = model.layers[1].out.lora_A["default"].weight.register_hook(fail)
     with pytest.raises(RuntimeError, match="as out of memory"):
-        outcome(TOY, model, toy_items(2), Engine(passages=(swap,)))
+        outcome(TOY, model, toy_items(2), BlockEngine(hooks=(swap,)))
     handle.remove()
-    assert outcome(TOY, model, toy_items(2), Engine(passages=(swap,))).differences(plain) == []
+    assert outcome(TOY, model, toy_items(2), BlockEngine(hooks=(swap,))).differences(plain) == []
     assert not Watched(swap).there()
 
 
@@ -207,7 +207,7 @@ def test_frozen_tensors_of_every_kind_are_streamed():
     }
     assert offsets == {0}
     versions = [tensor._version for tensor in odd.state_dict().values()]
-    swap.enter(0, odd)
+    swap.pre_forward(0, odd)
     assert [tensor._version for tensor in odd.state_dict().values()] == versions, "autograd would complain"
     with swap.on_host():
         hosts = odd.state_dict()
@@ -219,11 +219,11 @@ def test_frozen_tensors_of_every_kind_are_streamed():
 def test_all_weights_are_there_where_they_are_asked_for():
     model = make_model(TOY, ToyArch(depth=4), adapter=LORA).eval()
     items = toy_items(2)
-    plain = outcome(TOY, model, items, Engine())
+    plain = outcome(TOY, model, items, BlockEngine())
     swap = stream(model)
     with swap.whole(), Watched(swap) as watch:
         assert watch.there().total() == 4
-        assert outcome(TOY, model, items, Engine(passages=(swap,))).differences(plain) == []
+        assert outcome(TOY, model, items, BlockEngine(hooks=(swap,))).differences(plain) == []
         assert outcome(TOY, model, items, None).differences(plain) == [], "a reader that knows of no engine"
         assert watch.fetched.total() == 0
     assert not watch.there()
@@ -234,13 +234,13 @@ def test_a_quantized_base_is_streamed_to_the_bit(kind, policy):
     """Codes and scales are streamed, and there whenever a weight is dequantized, in the backward and in a recompute, too."""
     make = partial(make_quantized, TOY, ToyArch(depth=4, dim=64), kind, dtype=torch.bfloat16, adapter=LORA)
     items, model = toy_items(2, ragged=True), make()
-    plain = train_shortly(TOY, make(), items, Engine(policy=policy))
+    plain = train_shortly(TOY, make(), items, BlockEngine(policy=policy))
     swap = stream(model)
     assert not any(
         p.untyped_storage().nbytes() for layer in quantized_weights(model).values() for p in layer.values().values()
     )
     with Watched(swap) as watch:
-        numbers, values = train_shortly(TOY, model, items, Engine(policy=policy, passages=(swap,)))
+        numbers, values = train_shortly(TOY, model, items, BlockEngine(policy=policy, hooks=(swap,)))
     assert quantized_weights(model) and numbers == plain[0] and equal(values, plain[1])
     assert watch.most == 2 and watch.returned == 0
 
@@ -280,7 +280,7 @@ def test_fake_weights_stream_and_are_counted():
         with torch.device("meta"):
             model = TOY.architecture.build(ToyArch(depth=6, dim=128), Precision())
             inject(model, replace(LORA, dropout=0.0), TOY.adapters.targets)
-        with FakeTensorMode(), Ledger() as ledger:
+        with FakeTensorMode(), MemoryTracker() as ledger:
             materialise(model, TOY)
             swap = BlockSwap(model, placed(*[DEVICE] * 6, streamed=streamed))
             ledger.track(model, "weights")
@@ -293,7 +293,7 @@ def test_fake_weights_stream_and_are_counted():
             gc.collect()
             ledger.restart_peak()
             with Watched(swap) as watch:
-                model(inputs, run=Engine(policy="full", passages=(swap,)))[0].square().mean().backward()
+                model(inputs, engine=BlockEngine(policy="full", hooks=(swap,)))[0].square().mean().backward()
             peaks.append(ledger.at_peak[DEVICE]["weights"])
             streamed_bytes = swap.num_bytes
             ledger.poll()
@@ -433,7 +433,7 @@ def test_a_gpu_streams_without_changing_a_number(policy):
         before = torch.cuda.memory_allocated()
         with sdpa_kernel(SDPBackend.MATH):  # the others sum in any order
             outcomes += [
-                [train_shortly(TOY, model, toy_items(2), Engine(policy=policy, passages=(swap,))) for _ in range(3)]
+                [train_shortly(TOY, model, toy_items(2), BlockEngine(policy=policy, hooks=(swap,))) for _ in range(3)]
             ]
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert [numbers for numbers, _ in outcomes[0]] == [numbers for numbers, _ in outcomes[1]]

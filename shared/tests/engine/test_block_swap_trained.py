@@ -16,7 +16,7 @@ from toy_training import ToyBatch, ToyData, train
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.engine.block_swap import BlockQueue, BlockSwap
 from ditkit_core.engine.copy_lane import CopyLane
-from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import compute_fp32_in_fp32
@@ -30,7 +30,7 @@ from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optimizer import OptimConfig
 from ditkit_core.training.train_model import TrainModel
-from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, training_step
 from ditkit_core.training.trainer import TrainConfig, check_swap
 from ditkit_core.training.validation import HeldOutConfig
@@ -108,7 +108,7 @@ def run(folder, steps, one_of=None, **given):
         **given,
     }
     trainable, flow = trainable_parameters(model), FlowConfig(weighting="bell")
-    toy = TrainModel(model, Engine(passages=() if swap is None else (swap,)), TOY, trainable, swap)
+    toy = TrainModel(model, BlockEngine(hooks=() if swap is None else (swap,)), TOY, trainable, swap)
     return train(toy, ToyData(), folder=folder, flow=flow, **arguments)
 
 
@@ -128,7 +128,7 @@ def test_a_weight_whose_first_gradient_comes_late_is_streamed_from_then_on():
     for streams in (False, True):
         model = model_of()
         swap = stream(model, trained=True) if streams else None
-        trained = Trained(
+        trained = TrainState(
             model, trainable_parameters(model), OptimConfig(fused_backward=streams), EMAConfig(), swap
         )  # fmt: skip
         out = model.layers[1].out
@@ -136,7 +136,7 @@ def test_a_weight_whose_first_gradient_comes_late_is_streamed_from_then_on():
             out.forward = partial(F.linear, weight=out.weight, bias=out.bias if step else None)
             batch = ToyBatch(["a", "b"], toy_items(2))
             training_step(
-                TrainModel(model, Engine(passages=() if swap is None else (swap,)), TOY),
+                TrainModel(model, BlockEngine(hooks=() if swap is None else (swap,)), TOY),
                 [batch],
                 trained.optimizer,
                 StepContext(step=step, seed=1, flow=FlowConfig()),
@@ -239,13 +239,13 @@ class Live(TorchDispatchMode):
 def test_no_more_than_two_blocks_are_there(policy):
     model = model_of(ToyArch(depth=4, dim=16))
     swap = stream(model, trained=True)
-    trained = Trained(model, trainable_parameters(model), OptimConfig(fused_backward=True), EMAConfig(), swap)
+    trained = TrainState(model, trainable_parameters(model), OptimConfig(fused_backward=True), EMAConfig(), swap)
     block, largest = swap.num_bytes // 4, 3 * 16 * 16 * 4
     for step in range(2):
         with Live(swap, trained.optimizer) as live:
             batch = ToyBatch(["a", "b"], toy_items(2))
             training_step(
-                TrainModel(model, Engine(policy=policy, passages=() if swap is None else (swap,)), TOY),
+                TrainModel(model, BlockEngine(policy=policy, hooks=() if swap is None else (swap,)), TOY),
                 [batch],
                 trained.optimizer,
                 StepContext(step=step, seed=1, flow=FlowConfig()),
@@ -327,8 +327,8 @@ def test_a_gpu_brings_back_what_an_average_reads():
 class Forgetful(BlockSwap):
     """Brings nothing back."""
 
-    def backward(self, index, block):
-        super().backward(index, block)
+    def pre_backward(self, index, block):
+        super().pre_backward(index, block)
         for queue in self._queues.values():
             queue._updated.clear()
 
@@ -336,8 +336,8 @@ class Forgetful(BlockSwap):
 class Hasty(BlockSwap):
     """Brings a block back before its update."""
 
-    def backward(self, index, block):
-        super().backward(index, block)
+    def pre_backward(self, index, block):
+        super().pre_backward(index, block)
         for queue in self._queues.values():
             queue.blocks[index].store()
             queue._updated.clear()
@@ -346,8 +346,8 @@ class Hasty(BlockSwap):
 class Early(BlockSwap):
     """Empties a block when its backward begins."""
 
-    def backward(self, index, block):
-        super().backward(max(0, index - 1), block)
+    def pre_backward(self, index, block):
+        super().pre_backward(max(0, index - 1), block)
 
 
 class Stale(BlockSwap):

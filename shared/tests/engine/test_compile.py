@@ -10,11 +10,11 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.engine import compile as compiled
 from ditkit_core.engine.ac_schedule import parse_policy
 from ditkit_core.engine.compile import backend_of, check_compiled, check_compiler
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.run.checks import check_training
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import create_run
+from ditkit_core.run.context import create_run
 from ditkit_core.testing.compiled_runs import check_levers, printed
 from ditkit_core.testing.toy import TOY, ToyBlock
 
@@ -127,9 +127,9 @@ def test_a_missing_compiler_is_said_in_one_line(monkeypatch):
 
 def test_policies_that_would_not_be_exact_are_refused_before_a_forward():
     draws = "ops(matmul, aten.bernoulli.p)"
-    refused(lambda: Engine(policy=draws, compile=True), "random numbers", "train.compile")
-    Engine(policy=draws)
-    Engine(policy="ops(matmul)", compile=True)
+    refused(lambda: BlockEngine(policy=draws, compile=True), "random numbers", "train.compile")
+    BlockEngine(policy=draws)
+    BlockEngine(policy="ops(matmul)", compile=True)
 
 
 def test_a_model_that_is_spread_over_ranks_is_refused():

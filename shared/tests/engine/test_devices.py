@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ditkit_core.engine.devices import choose_devices, spread
+from ditkit_core.engine.devices import choose_devices, per_device
 from ditkit_core.errors import UserError
 from ditkit_core.training.trainer import TrainConfig
 
@@ -47,15 +47,15 @@ def test_devices_that_are_not_here_are_named_in_one_line(machine, sizes, names, 
 
 def test_a_reserve_belongs_to_a_device():
     with pytest.raises(UserError, match="3 numbers for 2 devices"):
-        spread((1.0, 1.0, 1.0), 2, "train.reserve")
+        per_device((1.0, 1.0, 1.0), 2, "train.reserve")
     for reserve in (-1.0, float("nan"), float("inf")):
         with pytest.raises(UserError, match=r"train\.reserve"):
             TrainConfig(reserve=(reserve,))
     for reserve in ((), (1.0,), (1.0, 0.0)):
-        spread(reserve, 2, "train.reserve")
+        per_device(reserve, 2, "train.reserve")
 
 
 def test_one_value_holds_for_all_devices():
-    assert spread((), 2, "train.reserve") == (0.0, 0.0)
-    assert spread((1.0,), 3, "train.reserve") == (1.0, 1.0, 1.0)
-    assert spread((1.0, 2.0), 2, "train.reserve") == (1.0, 2.0)
+    assert per_device((), 2, "train.reserve") == (0.0, 0.0)
+    assert per_device((1.0,), 3, "train.reserve") == (1.0, 1.0, 1.0)
+    assert per_device((1.0, 2.0), 2, "train.reserve") == (1.0, 2.0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.testing.ranks import run_ranks_once
 from ditkit_core.testing.sharded_steps import apart, differences, policies, step_of
 from ditkit_core.testing.toy import TOY, ToyArch, ToyBlock, toy_items
@@ -63,7 +63,7 @@ def test_explicit_casts_are_as_good_as_islands_after_30_blocks(dtype: torch.dtyp
     """Loss and gradients; in fp32 to the bit."""
     arch, items = ToyArch(depth=30), toy_items(2)
     found, expected = (
-        step_of(TOY, model_of(block, dtype, arch), items, Engine(), of=2) for block in (ToyBlock, IslandBlock)
+        step_of(TOY, model_of(block, dtype, arch), items, BlockEngine(), of=2) for block in (ToyBlock, IslandBlock)
     )
     assert bound or differences(found, expected) == []
     assert apart(found, expected) <= bound

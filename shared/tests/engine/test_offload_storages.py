@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ditkit_core.engine import activation_offload, block_hooks
 from ditkit_core.engine.ac_schedule import parse_schedule
 from ditkit_core.engine.activation_offload import HostMemory, HostStore
-from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.testing import world
 from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, divide, on_host
@@ -29,7 +29,7 @@ def toy(depth: int) -> nn.Module:
 def loss_of(model: nn.Module, policy: str) -> Tensor:
     there = [{name: tensor.to(ONE) for name, tensor in item.items()} for item in toy_items(2)]
     given = TOY.training.make_inputs([item["latents"] for item in there], torch.tensor([0.3, 0.8]).to(ONE), there, 1.0)
-    outputs = model(given, run=Engine(policy=policy, host=HostMemory(smallest=0)))
+    outputs = model(given, engine=BlockEngine(policy=policy, host=HostMemory(smallest=0)))
     return sum((output.square().mean() for output in outputs), torch.zeros(()))
 
 
@@ -84,7 +84,7 @@ def test_what_was_fetched_without_a_mark_is_let_go_of_behind_the_backward(monkey
             stores.append(self)
 
     monkeypatch.setattr(activation_offload, "HostStore", Seen)
-    monkeypatch.setattr(block_hooks, "marked", lambda before, after, callback: after)
+    monkeypatch.setattr(block_hooks, "call_before_backward", lambda before, after, callback: after)
     model, made = toy(4), []
     with PretendDevices():
         loss = loss_of(model, "none+offload")
@@ -101,13 +101,13 @@ def test_what_is_looked_at_outside_a_backward_is_let_go_of_by_the_next_forward()
     model = toy(2)
     first, second = model.layers
     with PretendDevices(), HostStore(HostMemory(smallest=0), [], [True, False]) as store:
-        store.enter(0, first)
+        store.pre_forward(0, first)
         y = torch.ones(8, 8, device=ONE).requires_grad_().exp()
-        store.leave(0, first, ())
+        store.post_forward(0, first, ())
         (kept,) = store._groups[0].alive()
         for _ in range(2):
-            store.enter(1, second)
-            store.leave(1, second, ())
+            store.pre_forward(1, second)
+            store.post_forward(1, second, ())
             assert kept.host is not None and kept.device is None
             assert torch.equal(on_host(y.grad_fn._saved_result), on_host(y)) and kept.device is not None
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from toy_world import World, equal
 
-from ditkit_core.engine.placement import place
+from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
 from ditkit_core.planner.memory import Budget, plan_device
-from ditkit_core.planner.partition import choose_cuts, least_full, weights_profile
+from ditkit_core.planner.partition import choose_split_points, least_full, weights_profile
 from ditkit_core.planner.profiler import Profile, StageCost
 from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.toy import TOY, ToyArch
@@ -44,7 +44,7 @@ def budgets(capacities):
 
 
 def balanced_cuts(given, capacities):
-    return choose_cuts(given, budgets(capacities))
+    return choose_split_points(given, budgets(capacities))
 
 
 def fullness(given, cards, device, start, end):
@@ -137,10 +137,10 @@ def test_no_device_begins_with_a_block_without_parameters():
     """It runs where its carry is: a placement that said otherwise would not say what happens."""
     model = Joined()
     for cuts in (chosen(model, 2), (2,), (3,)):
-        assert place(model, (CPU, OTHER), cuts).cuts == (3,)
+        assert place_blocks(model, (CPU, OTHER), cuts).cuts == (3,)
     for cuts in ((2, 3), (1, 1), (3, 3)):
         with pytest.raises(UserError, match="increasing"):
-            place(model, (CPU, OTHER, THIRD), cuts)
+            place_blocks(model, (CPU, OTHER, THIRD), cuts)
     with pytest.raises(UserError, match="name fewer"):
         chosen(model, 5)
 
@@ -148,14 +148,14 @@ def test_no_device_begins_with_a_block_without_parameters():
 def test_a_parameter_outside_the_stages_has_no_device():
     model = Joined()
     model.table = nn.Parameter(torch.zeros(3))
-    device_of = place(model, (CPU, OTHER), (3,)).device_of(model)
+    device_of = place_blocks(model, (CPU, OTHER), (3,)).device_of(model)
     with pytest.raises(LookupError, match="table belongs neither"):
         device_of("table")
 
 
 def test_a_parameter_goes_where_its_stage_is():
     model = make_model(TOY, ToyArch(depth=3))
-    device_of = place(model, (CPU, OTHER), (2,)).device_of(model)
+    device_of = place_blocks(model, (CPU, OTHER), (2,)).device_of(model)
     found = {
         name: device_of(name) for name in ("embed.patch.weight", "layers.1.out", "layers.2.out", "head.out.weight")
     }
@@ -176,7 +176,7 @@ def test_a_parameter_goes_where_its_stage_is():
 def test_cuts_that_divide_nothing_are_refused(devices, cuts, says):
     with pytest.raises(UserError, match=says) as error:
         model = make_model(TOY, ToyArch(depth=2))
-        place(model, devices, chosen(model, len(devices)) if cuts is None else cuts)
+        place_blocks(model, devices, chosen(model, len(devices)) if cuts is None else cuts)
     assert "\n" not in str(error.value)
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from ditkit_core.engine import ac_policies as checkpoint_policies
 from ditkit_core.engine.ac_policies import GeneratorHook, run_block
 from ditkit_core.engine.ac_schedule import ACSchedule, parse_policy, parse_schedule
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.selective_ac import SETS, KeptOps, Region, kept_ops
 from ditkit_core.errors import UserError
 from ditkit_core.nn.context import AttentionCalls, counted_calls
@@ -134,7 +134,7 @@ def test_no_kept_operation_runs_again(adapter, dtype):
     counts, outcomes = {}, {}
     for policy in ("none", "full", "ops(matmul)", "ops(attention)", "ops(matmul, attention)"):
         with Executed() as executed:
-            outcomes[policy] = outcome(TOY, model, toy_items(2, ragged=True), Engine(policy=policy))
+            outcomes[policy] = outcome(TOY, model, toy_items(2, ragged=True), BlockEngine(policy=policy))
         counts[policy] = {
             name: sum(executed.count[op] for op in ops) for name, ops in SETS.items() if name != "collectives"
         }
@@ -151,7 +151,7 @@ def test_no_kept_operation_runs_again(adapter, dtype):
 def test_dropout_in_block_and_attention_is_replayed(policy, adapter):
     model: Any = make_model(TOY, TOY.architecture.presets["dropout"], adapter=ADAPTERS[adapter])
     plain = outcome(TOY, model, toy_items(2), None)
-    under = outcome(TOY, model, toy_items(2), Engine(policy=policy))
+    under = outcome(TOY, model, toy_items(2), BlockEngine(policy=policy))
     assert under.differences(plain) == []
     assert torch.equal(under.generator_state, plain.generator_state)
 
@@ -248,13 +248,13 @@ def test_a_block_that_runs_other_operations_in_its_recompute_is_refused_in_one_l
 def test_operations_that_are_kept_pass_the_first_step(preset, policy):
     model: Any = make_model(TOY, TOY.architecture.presets[preset])
     with counted_calls(AttentionCalls()) as _:
-        outcome(TOY, model, toy_items(1), Engine(policy=policy))
+        outcome(TOY, model, toy_items(1), BlockEngine(policy=policy))
 
 
 def test_attention_that_is_not_one_operation_is_refused_in_the_first_step():
     model: Any = make_model(TOY, TOY.architecture.presets["dropout"])
     with counted_calls(AttentionCalls()), pytest.raises(UserError) as refused:
-        outcome(TOY, model, toy_items(1), Engine(policy="ops(matmul, attention)"))
+        outcome(TOY, model, toy_items(1), BlockEngine(policy="ops(matmul, attention)"))
     assert str(refused.value) == (
         "train.checkpointing: ops(matmul, attention) keeps 1 of the 2 attention calls of block 0: the others are not one operation "
         "(dropout, the math kernel, flex, kernels in Python); use attn_only, which keeps every one"

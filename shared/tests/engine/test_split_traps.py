@@ -13,8 +13,8 @@ from toy_world import World
 from ditkit_core.adapters.inject import AdapterConfig, adapter_layers, initialise, trainable_parameters
 from ditkit_core.commands import cli
 from ditkit_core.encoding.loader import Batch
-from ditkit_core.engine.engine import POLICIES, Engine, moved
-from ditkit_core.engine.placement import place
+from ditkit_core.engine.engine import POLICIES, BlockEngine, move_carry
+from ditkit_core.engine.placement import place_blocks
 from ditkit_core.testing.carries import check_carry
 from ditkit_core.testing.conformance_split import layouts
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
@@ -27,7 +27,7 @@ from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optimizer import OptimConfig
 from ditkit_core.training.train_model import TrainModel
-from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.trainer import TrainConfig
 from ditkit_core.training.validation import HeldOutConfig
 
@@ -58,27 +58,27 @@ def test_the_variant_hands_on_what_it_says():
 @pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_cut_of_a_variant_changes_a_bit(adapter, policy):
-    expected = outcome(VARIANT, make_model(VARIANT, VARIANT_ARCH, adapter=adapter), ITEMS, Engine(policy=policy))
+    expected = outcome(VARIANT, make_model(VARIANT, VARIANT_ARCH, adapter=adapter), ITEMS, BlockEngine(policy=policy))
     num = len(make_model(VARIANT, VARIANT_ARCH).blocks())
     assert num == 7
     for cut in range(1, num):
         model = divided(VARIANT, VARIANT_ARCH, [ONE] * (1 + cut) + [TWO] * (num - cut + 1), adapter)
         with PretendDevices():
-            assert outcome(VARIANT, model, ITEMS, Engine(policy=policy)).differences(expected) == [], cut
+            assert outcome(VARIANT, model, ITEMS, BlockEngine(policy=policy)).differences(expected) == [], cut
 
 
 def test_a_variant_trains_over_three_devices_as_on_one():
-    numbers, values = train_shortly(VARIANT, make_model(VARIANT, VARIANT_ARCH, adapter=LORA), ITEMS, Engine())
+    numbers, values = train_shortly(VARIANT, make_model(VARIANT, VARIANT_ARCH, adapter=LORA), ITEMS, BlockEngine())
     for devices in layouts(7).values():
         with PretendDevices():
-            found, others = train_shortly(VARIANT, divided(VARIANT, VARIANT_ARCH, devices, LORA), ITEMS, Engine())
+            found, others = train_shortly(VARIANT, divided(VARIANT, VARIANT_ARCH, devices, LORA), ITEMS, BlockEngine())
         assert found == numbers
         assert all(torch.equal(values[name], others[name]) for name in values)
 
 
 def test_bare_parameters_go_where_they_are_used():
     model = make_model(VARIANT, VARIANT_ARCH)
-    device_of = place(model, (ONE, TWO, THREE), (2, 5)).device_of(model)
+    device_of = place_blocks(model, (ONE, TWO, THREE), (2, 5)).device_of(model)
     assert device_of("layers.0.strength") == ONE
     assert device_of("injectors.0.scale_shift_table") == ONE
     assert device_of("layers.1.strength") == TWO
@@ -93,7 +93,7 @@ def test_a_parameter_outside_the_stages_is_refused_before_anything_is_loaded():
             self.scale_shift_table = nn.Parameter(torch.zeros(2, arch.dim))
 
     model = make_model(altered(VARIANT, build=Rootless), VARIANT_ARCH)
-    device_of = place(model, (ONE, TWO), (3,)).device_of(model)
+    device_of = place_blocks(model, (ONE, TWO), (3,)).device_of(model)
     with pytest.raises(LookupError, match="scale_shift_table belongs neither"):
         [device_of(name) for name, _ in model.named_parameters()]
 
@@ -112,9 +112,9 @@ def test_a_table_left_behind_is_found(where, place_of_table):
         stage = model.blocks()[3] if where == "block" else model.head
         handle = stage.register_forward_pre_hook(lambda _, given: (given[0]._replace(tokens=given[0].tokens + table),))
         with pytest.raises(RuntimeError, match="mixes tensors of"):
-            outcome(TOY, model, ITEMS, Engine())
+            outcome(TOY, model, ITEMS, BlockEngine())
         handle.remove()
-        outcome(TOY, model, ITEMS, Engine())  # and it was the table
+        outcome(TOY, model, ITEMS, BlockEngine())  # and it was the table
 
 
 # Naive ways to cross a boundary
@@ -134,13 +134,13 @@ def tensors_of_the_first_level(carry, device):
 @pytest.mark.parametrize("naive", [tokens_alone, tensors_of_the_first_level])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_ways_that_leave_constants_behind_fail(naive, policy, monkeypatch):
-    monkeypatch.setattr("ditkit_core.engine.engine.moved", naive)
+    monkeypatch.setattr("ditkit_core.engine.engine.move_carry", naive)
     model = divided(VARIANT, VARIANT_ARCH, [ONE] * 4 + [TWO] * 5)
     with PretendDevices(), pytest.raises(RuntimeError, match="mixes tensors of"):
-        outcome(VARIANT, model, ITEMS, Engine(policy=policy))
-    monkeypatch.setattr("ditkit_core.engine.engine.moved", moved)
+        outcome(VARIANT, model, ITEMS, BlockEngine(policy=policy))
+    monkeypatch.setattr("ditkit_core.engine.engine.move_carry", move_carry)
     with PretendDevices():
-        outcome(VARIANT, model, ITEMS, Engine(policy=policy))
+        outcome(VARIANT, model, ITEMS, BlockEngine(policy=policy))
 
 
 # Adapters, average, multipliers
@@ -148,7 +148,7 @@ def test_ways_that_leave_constants_behind_fail(naive, policy, monkeypatch):
 
 def test_adapters_are_made_where_their_layer_is():
     model = make_model(TOY, ToyArch(depth=4), adapter=AdapterConfig(rank=2, use_dora=True))
-    placed = place(model, (ONE, TWO), (3,))
+    placed = place_blocks(model, (ONE, TWO), (3,))
     divide(model, [placed.embed, *placed.blocks, placed.head])
     with PretendDevices():
         initialise(model, 0, device_of=placed.device_of(model))
@@ -165,15 +165,15 @@ def test_adapters_left_on_the_first_device_are_found():
     with PretendDevices():
         initialise(model, 0, device_of=lambda name: ONE)
         with pytest.raises(RuntimeError, match="mixes tensors of"):
-            outcome(TOY, model, ITEMS, Engine())
+            outcome(TOY, model, ITEMS, BlockEngine())
 
 
 def test_average_and_optimizer_lie_with_their_parameters():
     model = divided(TOY, ToyArch(depth=4), [ONE, ONE, TWO, TWO, THREE, THREE], AdapterConfig(rank=2))
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with PretendDevices():
-        trained = Trained(model, trainable, OptimConfig(), EMAConfig(decay=0.9))
-        outcome(TOY, model, ITEMS, Engine())
+        trained = TrainState(model, trainable, OptimConfig(), EMAConfig(decay=0.9))
+        outcome(TOY, model, ITEMS, BlockEngine())
         trained.optimizer.step(1e-3)
         trained.average.update(1)
     state = trained.optimizer.state()[0]
@@ -230,7 +230,7 @@ def train_toy(folder, steps, way, method, name):
     averages_itself = name == "schedulefree_adamw"
     with PretendDevices():
         result = train(
-            TrainModel(model, Engine(policy=policy), TOY, trainable_parameters(model)), ToyData(ragged=True), folder=folder,
+            TrainModel(model, BlockEngine(policy=policy), TOY, trainable_parameters(model)), ToyData(ragged=True), folder=folder,
             config=TrainConfig(steps=steps, batch_size=2, accumulation=2, clip_norm=0.1),
             flow=FlowConfig(weighting="bell"), save=SaveConfig(), held_out=HeldOutConfig(sigmas=(0.5,)),
             optim=OptimConfig(name=name, lr=1.0 if name == "prodigy" else 0.01, warmup_steps=2),

@@ -10,7 +10,7 @@ import pytest
 
 from ditkit_core.config.field import setting
 from ditkit_core.config.resolve import resolve
-from ditkit_core.config.resume import Change
+from ditkit_core.config.resume import ConfigChange
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import RunFolder, RunFolderConfig, next_drawing, open_run
 
@@ -66,7 +66,7 @@ def test_a_new_folder_gets_the_configuration(tmp_path: Path) -> None:
 def test_a_run_is_continued_with_free_and_stated_changes(saved: Path) -> None:
     config = Tree(keys=Keys(steps=200, lr=1e-3))
     with open_run(saved, config) as (run, stated):
-        assert stated == [Change("keys.lr", 1e-4, 1e-3)]
+        assert stated == [ConfigChange("keys.lr", 1e-4, 1e-3)]
         run.store(config)
         assert resolve(Tree, file=run.config_file) == config
 

@@ -18,14 +18,14 @@ from ditkit_core.data.media.clip import read_clip
 from ditkit_core.encoding.cache import Cache
 from ditkit_core.encoding.encode import Conditioning
 from ditkit_core.encoding.encoded_sample import EncodedSample
-from ditkit_core.encoding.loader import BatchSize, TrainingData
-from ditkit_core.engine.engine import Engine
+from ditkit_core.encoding.loader import BatchSize, TrainDataLoader
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import NullProgress
-from ditkit_core.models.conditions import Column, Controls
+from ditkit_core.models.conditions import ClipInputs, Column
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import create_run, with_arch, with_config
+from ditkit_core.run.context import create_run, with_arch, with_config
 from ditkit_core.sampling.prompts import SampleConfig
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
@@ -47,7 +47,7 @@ class StartPicture:
     def __init__(self, log: list[str]) -> None:
         self.log, self.num_asked = log, 0
 
-    def uses(self, controls: Controls) -> tuple[str, ...]:
+    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         self.num_asked += 1
         own = () if controls.clip is None else ("",)
         named = tuple(column for column in ("start", "direction") if column in controls.files)
@@ -55,7 +55,7 @@ class StartPicture:
             raise UserError("nothing to start from; give start=FILE")
         return named if "start" in controls.files else (*own, *named)
 
-    def check(self, controls: Controls) -> None:
+    def check(self, controls: ClipInputs) -> None:
         if self.uses(controls):
             self.encode([controls])
 
@@ -63,7 +63,7 @@ class StartPicture:
         self.log.append("load start")
 
     def encode(
-        self, items: Sequence[Controls], advance: Callable[[float], None] = NullProgress.advance
+        self, items: Sequence[ClipInputs], advance: Callable[[float], None] = NullProgress.advance
     ) -> list[dict[str, Tensor]]:
         (item,) = items
         self.log.append("start")
@@ -167,7 +167,7 @@ def test_optional_conditions_are_dropped_by_sample_and_step_alone(
 ) -> None:
     def given(dropout: float) -> list[bool]:
         encoded = world.encode(world.sample(0), world.sample(1))
-        data = TrainingData(encoded, seed=0, batch_size=BatchSize(samples=2), control_dropout=dropout)
+        data = TrainDataLoader(encoded, seed=0, batch_size=BatchSize(samples=2), control_dropout=dropout)
         return ["start" in item for index in range(20) for item in data.micro_batch(index).items]
 
     assert all(given(1.0))  # it is not optional
@@ -189,7 +189,7 @@ def test_velocity_is_learnt_where_the_mask_is() -> None:
     model = make_model(TOY, TOY.architecture.presets["tiny"])
     items = toy_items(2)
     sigma, noise = torch.tensor([0.3, 0.6]), [torch.randn_like(item["latents"]) for item in items]
-    toy, batch = TrainModel(model, Engine(), TOY), NoisedBatch(items, sigma, noise)
+    toy, batch = TrainModel(model, BlockEngine(), TOY), NoisedBatch(items, sigma, noise)
     plain = velocity_errors(toy, batch, 1.0)
     halves = []
     for part in (slice(None, None, 2), slice(1, None, 2)):

@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub import errors
 
 from ditkit_core.errors import UserError
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.run.prepare import arch_here
 from ditkit_core.testing.toy import TOY
 
@@ -22,32 +22,32 @@ def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
 
 def test_a_part_lies_below_the_base(tmp_path):
     (tmp_path / "vae").mkdir()
-    assert Components(base=str(tmp_path)).locate("vae") == tmp_path / "vae"
+    assert ModelPaths(base=str(tmp_path)).locate("vae") == tmp_path / "vae"
 
 
 def test_a_part_of_its_own_path_is_taken_from_there(tmp_path):
     (tmp_path / "base" / "vae").mkdir(parents=True)
     file = tmp_path / "vae.safetensors"
     file.touch()
-    components = Components(base=str(tmp_path / "base"), vae=str(file))
+    components = ModelPaths(base=str(tmp_path / "base"), vae=str(file))
     assert components.locate("vae") == file
 
 
 def test_a_part_without_a_key_of_its_own_comes_from_the_base(tmp_path):
     (tmp_path / "scheduler").mkdir()
-    assert Components(base=str(tmp_path), vae="x").locate("scheduler") == tmp_path / "scheduler"
+    assert ModelPaths(base=str(tmp_path), vae="x").locate("scheduler") == tmp_path / "scheduler"
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder", "tokenizer", "image_encoder"])
 def test_a_part_that_nothing_names_is_an_error_that_names_the_key(part):
     with pytest.raises(UserError, match=f"set model.{part} ") as error:
-        Components().locate(part)
+        ModelPaths().locate(part)
     one_line(error)
 
 
 def test_a_base_without_the_part_names_both_keys(tmp_path):
     with pytest.raises(UserError) as error:
-        Components(base=str(tmp_path)).locate("vae")
+        ModelPaths(base=str(tmp_path)).locate("vae")
     message = one_line(error)
     assert "model.base" in message
     assert "holds no vae; set model.vae" in message
@@ -57,7 +57,7 @@ def test_a_base_without_the_part_names_both_keys(tmp_path):
 def test_a_path_that_is_not_there_is_named(value, monkeypatch):
     monkeypatch.setattr(HUB, lambda *args, **kwargs: pytest.fail("asked the hub"))
     with pytest.raises(UserError, match="no such file or folder") as error:
-        Components(vae=value).locate("vae")
+        ModelPaths(vae=value).locate("vae")
     assert "model.vae" in one_line(error)
 
 
@@ -66,28 +66,28 @@ def test_a_pickle_is_refused_with_the_reason_and_what_to_get_instead(tmp_path, s
     file = tmp_path / f"their_vae{suffix}"
     file.touch()
     with pytest.raises(UserError, match="runs the code in it; get vae.safetensors instead") as error:
-        Components(vae=str(file)).locate("vae", safe_names={file.name: "vae.safetensors"})
+        ModelPaths(vae=str(file)).locate("vae", safe_names={file.name: "vae.safetensors"})
     one_line(error)
     with pytest.raises(UserError, match=r"get the same weights as .safetensors instead of their_vae"):
-        Components(vae=str(file)).locate("vae")
+        ModelPaths(vae=str(file)).locate("vae")
 
 
 def test_a_folder_of_pickles_alone_is_refused_and_one_with_safe_weights_is_not(tmp_path):
     (tmp_path / "pytorch_model.bin").touch()
     (tmp_path / "config.json").touch()
     with pytest.raises(UserError, match="is a pickle"):
-        Components(text_encoder=str(tmp_path)).locate("text_encoder")
+        ModelPaths(text_encoder=str(tmp_path)).locate("text_encoder")
     (tmp_path / "model.safetensors").touch()
-    assert Components(text_encoder=str(tmp_path)).locate("text_encoder") == tmp_path
+    assert ModelPaths(text_encoder=str(tmp_path)).locate("text_encoder") == tmp_path
 
 
 def test_the_commands_that_fetch_are_named_repository_by_repository():
-    elsewhere = Components(base="owner/model/wan", vae="owner/vae/wan/vae.safetensors", text_encoder="other/texts/umt5")
+    elsewhere = ModelPaths(base="owner/model/wan", vae="owner/vae/wan/vae.safetensors", text_encoder="other/texts/umt5")
     assert elsewhere.fetch_commands(["transformer", "tokenizer", "vae", "text_encoder"]) == (
         'hf download owner/model --include "wan/model_index.json" --include "wan/transformer/*" --include "wan/tokenizer/*" && '
         'hf download owner/vae --include "wan/vae.safetensors" && hf download other/texts --include "umt5/*"'
     )
-    alone = Components(base="owner/model", vae="owner/model")
+    alone = ModelPaths(base="owner/model", vae="owner/model")
     assert alone.fetch_commands(["vae"]) == 'hf download owner/model --include "*"'
 
 
@@ -119,10 +119,10 @@ FILES = [
 def test_a_base_on_the_hub_gives_that_part_alone_and_no_code(tmp_path, monkeypatch):
     hub = Hub(tmp_path, FILES)
     monkeypatch.setattr(HUB, hub)
-    assert Components(base="owner/model").locate("vae") == tmp_path / "vae"
+    assert ModelPaths(base="owner/model").locate("vae") == tmp_path / "vae"
     assert hub.fetched() == {"model_index.json", "vae/config.json", "vae/diffusion_pytorch_model.safetensors"}
     assert hub.calls == ["owner/model"]
-    Components(base="owner/model").locate("tokenizer")
+    ModelPaths(base="owner/model").locate("tokenizer")
     assert "tokenizer/spiece.model" in hub.fetched()
 
 
@@ -143,7 +143,7 @@ def test_a_base_on_the_hub_gives_that_part_alone_and_no_code(tmp_path, monkeypat
 def test_a_hub_id_of_a_part_may_name_a_folder_or_file_inside(tmp_path, monkeypatch, value, files, expected, fetched):
     hub = Hub(tmp_path, files)
     monkeypatch.setattr(HUB, hub)
-    assert Components(vae=value).locate("vae") == tmp_path / expected
+    assert ModelPaths(vae=value).locate("vae") == tmp_path / expected
     assert hub.fetched() == fetched
 
 
@@ -151,7 +151,7 @@ def test_a_base_inside_a_repository_brings_its_own_index(tmp_path, monkeypatch):
     files = ["model_index.json", "inner/model_index.json", "inner/transformer/config.json", "inner/vae/config.json"]
     hub = Hub(tmp_path, files)
     monkeypatch.setattr(HUB, hub)
-    assert Components(base="owner/model/inner").locate("transformer") == tmp_path / "inner" / "transformer"
+    assert ModelPaths(base="owner/model/inner").locate("transformer") == tmp_path / "inner" / "transformer"
     assert hub.fetched() == {"inner/model_index.json", "inner/transformer/config.json"}
 
 
@@ -161,16 +161,16 @@ def test_a_folder_that_is_here_is_never_asked_for_on_the_hub(tmp_path, monkeypat
     monkeypatch.setattr(HUB, lambda *args, **kwargs: asked.append(args))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine" / "wan" / "vae").mkdir(parents=True)
-    assert Components(base="mine/wan").fetched_description("transformer") is None
+    assert ModelPaths(base="mine/wan").fetched_description("transformer") is None
     with pytest.raises(UserError, match="'mine/wan' holds no transformer to say .*; set model.transformer to its file"):
-        arch_here(TOY, Components(base="mine/wan"), fetch=True)
+        arch_here(TOY, ModelPaths(base="mine/wan"), fetch=True)
     assert not asked
 
 
 def test_a_part_that_the_hub_does_not_have_names_the_key(tmp_path, monkeypatch):
     monkeypatch.setattr(HUB, Hub(tmp_path, FILES))
     with pytest.raises(UserError, match="holds no text_encoder; set model.text_encoder"):
-        Components(base="owner/model").locate("text_encoder")
+        ModelPaths(base="owner/model").locate("text_encoder")
 
 
 def response(status: int) -> SimpleNamespace:
@@ -205,7 +205,7 @@ def test_what_the_hub_refuses_is_said_in_one_line_with_the_key(monkeypatch, rais
 
     monkeypatch.setattr(HUB, refuse)
     with pytest.raises(UserError) as error:
-        Components(base="owner/model").locate("vae")
+        ModelPaths(base="owner/model").locate("vae")
     message = one_line(error)
     assert said in message
     assert "model.base" in message

@@ -11,7 +11,7 @@ from toy_training import ToyBatch, toy_model
 
 from ditkit_core.adapters.inject import AdapterConfig, initialise, inject
 from ditkit_core.config.resume import compare
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import (
     PLACES,
@@ -26,13 +26,13 @@ from ditkit_core.nn.linear import CastLinear
 from ditkit_core.planner.profiler import profile
 from ditkit_core.run.checks import check_settings, check_training
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run, create_run
+from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, toy_items
 from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
 from ditkit_core.training.train_model import TrainModel
-from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, accumulate_gradients, training_step
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -110,7 +110,7 @@ def test_the_line_says_what_the_optimizer_holds_and_no_sum_that_is_not_made() ->
     assert "accumulation" not in chosen().described(fused_backward=True)
 
 
-def run_with(*, optim: OptimConfig | None = None, **fields: Any) -> Run:
+def run_with(*, optim: OptimConfig | None = None, **fields: Any) -> RunContext:
     config = RunConfig(precision=PrecisionConfig(**fields), optim=optim or OptimConfig())
     return create_run(TOY, replace(config, model=replace(config.model, preset="tiny")))
 
@@ -195,7 +195,7 @@ def accumulated(dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     model, trainable = toy_model()
     optimizer = NamedOptimizer(trainable, OptimConfig(), accumulation=dtype)
     accumulate_gradients(
-        TrainModel(model, Engine(), TOY), micro_batches(), StepContext(step=0, seed=1, flow=FlowConfig())
+        TrainModel(model, BlockEngine(), TOY), micro_batches(), StepContext(step=0, seed=1, flow=FlowConfig())
     )
     return dict(optimizer.gradients())
 
@@ -230,7 +230,7 @@ def test_a_step_is_made_from_gradients_of_any_dtype_and_the_next_sums_in_it_agai
     before = {name: parameter.detach().clone() for name, parameter in trainable.items()}
     for step in range(2):
         training_step(
-            TrainModel(model, Engine(), TOY),
+            TrainModel(model, BlockEngine(), TOY),
             micro_batches(),
             optimizer,
             StepContext(step=step, seed=1, flow=FlowConfig()),
@@ -250,7 +250,7 @@ def test_a_model_says_what_its_gradients_are_summed_in(matmul: torch.dtype) -> N
         precision = Precision(matmul=matmul) if accumulation is None else Precision(matmul=matmul, accumulation=BF16)
         model = ToyModel(ToyArch(), precision).to(matmul)
         optim = OptimConfig(rounding="stochastic" if matmul == BF16 else "nearest")
-        Trained(model, dict(model.named_parameters()), optim, EMAConfig())
+        TrainState(model, dict(model.named_parameters()), optim, EMAConfig())
         assert {parameter.grad_dtype for parameter in model.parameters()} == {expected}
 
 

@@ -33,7 +33,7 @@ def test_sdpa_is_softmax_of_scaled_products_and_sees_no_masked_key():
     mask = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
     weights = torch.einsum("bqhd,bkhd->bhqk", q, k) / 8**0.5
     expected = torch.einsum("bhqk,bkhd->bqhd", weights.masked_fill(~mask[:, None, None], -torch.inf).softmax(-1), v)
-    assert torch.allclose(attend(q, k, v, name="self", key_mask=mask), expected, rtol=0, atol=1e-14)
+    assert torch.allclose(attend(q, k, v, name="self", padding_mask=mask), expected, rtol=0, atol=1e-14)
     assert torch.allclose(attend(q, k, v, name="self"), torch.einsum("bhqk,bkhd->bqhd", weights.softmax(-1), v), rtol=0, atol=1e-14)  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def test_sdpa_is_softmax_of_scaled_products_and_sees_no_masked_key():
     ("can", "given", "dtype", "message"),
     [
         (
-            {"takes_mask": False}, {"key_mask": torch.ones(2, 7, dtype=torch.bool)}, torch.float32,
+            {"takes_mask": False}, {"padding_mask": torch.ones(2, 7, dtype=torch.bool)}, torch.float32,
             "attention backend 'fake' takes no mask: batch samples of one size, or use sdpa",
         ),
         (
@@ -64,7 +64,7 @@ def test_what_a_backend_cannot_take_is_refused_before_it_runs(monkeypatch, fake,
 @pytest.mark.parametrize(
     ("can", "given", "dtype"),
     [
-        ({}, {"key_mask": torch.ones(2, 7, dtype=torch.bool), "dropout": 0.1}, torch.float32),
+        ({}, {"padding_mask": torch.ones(2, 7, dtype=torch.bool), "dropout": 0.1}, torch.float32),
         ({"takes_mask": False, "takes_dropout": False}, {}, torch.float32),
         ({"half_only": True}, {}, torch.bfloat16),
         ({"half_only": True}, {}, torch.float16),

@@ -95,7 +95,7 @@ def test_a_library_gets_tokens_before_heads_and_what_it_returns_is_handed_on(
 def test_a_kernel_is_not_asked_for_what_it_has_not(monkeypatch, on_any_device, backend):
     entry = replace(BACKENDS[backend], kernel=fake_kernel)
     monkeypatch.setitem(BACKENDS, backend, entry)
-    asked = [] if entry.takes_mask else [{"key_mask": torch.ones(2, 7, dtype=torch.bool)}]
+    asked = [] if entry.takes_mask else [{"padding_mask": torch.ones(2, 7, dtype=torch.bool)}]
     asked += [] if entry.takes_dropout else [{"dropout": 0.1}]
     with attention_settings(AttentionSettings(backend=backend)):
         for given in asked:
@@ -165,9 +165,9 @@ def test_varlen_gets_the_keys_that_may_be_seen_packed(monkeypatch, on_any_device
     monkeypatch.setitem(BACKENDS, "varlen", replace(BACKENDS["varlen"], half_only=False))
     q, k, v = (t.requires_grad_() for t in qkv(torch.float64))
     mask = torch.tensor([[True] * 7, [False, True, True, True, True, False, False]]) if masked else None
-    out, expected = None, attend(q, k, v, name="self", key_mask=mask)
+    out, expected = None, attend(q, k, v, name="self", padding_mask=mask)
     with attention_settings(AttentionSettings(backend="varlen")):
-        out = attend(q, k, v, name="self", key_mask=mask)
+        out = attend(q, k, v, name="self", padding_mask=mask)
     assert torch.allclose(out, expected, rtol=0, atol=1e-14)
     gradients = [torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected)]
     assert all(torch.allclose(a, b, rtol=0, atol=1e-13) for a, b in zip(*gradients, strict=True))
@@ -181,9 +181,9 @@ def test_flex_sees_no_masked_key(monkeypatch, on_any_device, masked):
     monkeypatch.setattr(attention_backends, "_compiled_flex", lambda: flex_attention)
     q, k, v = (t.contiguous() for t in qkv())
     mask = torch.tensor([[True] * 7, [True] * 4 + [False] * 3]) if masked else None
-    expected = attend(q, k, v, name="self", key_mask=mask)
+    expected = attend(q, k, v, name="self", padding_mask=mask)
     with torch.no_grad(), attention_settings(AttentionSettings(backend="flex")):
-        assert torch.allclose(attend(q, k, v, name="self", key_mask=mask), expected, rtol=0, atol=1e-6)
+        assert torch.allclose(attend(q, k, v, name="self", padding_mask=mask), expected, rtol=0, atol=1e-6)
 
 
 def test_flex_never_runs_eagerly_behind_the_last_graph_that_it_may_make(monkeypatch, on_any_device):
@@ -220,12 +220,12 @@ def test_on_a_gpu_every_installed_backend_agrees_with_the_math_kernel_in_fp32(ba
     mask = torch.arange(160)[None] < torch.tensor([[160], [96]]) if masked else None
     truth = [t.float().requires_grad_() for t in given]
     with attention_settings(AttentionSettings(backend="sdpa_math")):
-        expected = attend(*truth, name="self", key_mask=mask)
+        expected = attend(*truth, name="self", padding_mask=mask)
     expected_gradients = torch.autograd.grad(expected.square().mean(), truth)
     there = [t.cuda().requires_grad_() for t in given]
     try:
         with attention_settings(AttentionSettings(backend=backend)):
-            out = attend(*there, name="self", key_mask=None if mask is None else mask.cuda())
+            out = attend(*there, name="self", padding_mask=None if mask is None else mask.cuda())
     except UserError as refused:
         pytest.skip(str(refused))  # this GPU has no such kernel
     gradients = torch.autograd.grad(out.float().square().mean(), there)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ditkit_core.engine import ac_schedule as policy_schedule
 from ditkit_core.engine.ac_policies import AttentionOnly, Body, Full, Policy, run_block
 from ditkit_core.engine.ac_schedule import parse_policy
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.nn.attention import attend
 from ditkit_core.nn.attention_backends import BACKENDS, Backend, Kernel
@@ -93,7 +93,7 @@ BIAS = nn.Parameter(torch.linspace(-1, 1, TOKENS * TOKENS).reshape(1, 1, TOKENS,
 
 
 def with_a_mask(make: Callable[[], Tensor]) -> Kernel:
-    def kernel(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: float) -> Tensor:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
         heads_first = (t.transpose(1, 2) for t in (q, k, v))
         return F.scaled_dot_product_attention(*heads_first, attn_mask=make()).transpose(1, 2)
 
@@ -107,8 +107,8 @@ KERNELS: dict[str, tuple[Kernel, float]] = {
     "a mask that needs a gradient": (with_a_mask(lambda: BIAS), 0.0),
     "a mask made of one that needs a gradient": (with_a_mask(lambda: BIAS * 2), 0.0),
     "a mask of bools": (with_a_mask(lambda: BIAS.detach() < 0.9), 0.0),
-    "an autograd function": (lambda q, k, v, key_mask, dropout: Composed.apply(q, k, v), 0.0),
-    "a fake of flash attention": (lambda q, k, v, key_mask, dropout: FakeFlash.apply(q, k, v)[0], 0.0),
+    "an autograd function": (lambda q, k, v, padding_mask, dropout: Composed.apply(q, k, v), 0.0),
+    "a fake of flash attention": (lambda q, k, v, padding_mask, dropout: FakeFlash.apply(q, k, v)[0], 0.0),
 }
 """Kernels by what is special about them, with the dropout they are given."""
 
@@ -181,7 +181,7 @@ def test_a_policy_that_computes_attention_again_in_silence_stops_the_first_step(
     model: Any = make_model(TOY, TOY.architecture.presets["tiny"])
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     with pytest.raises(UserError, match="attention 'cross'|attention 'self'") as refused:
-        train_shortly(TOY, model, toy_items(2), Engine(policy="forgetful"))
+        train_shortly(TOY, model, toy_items(2), BlockEngine(policy="forgetful"))
     assert "was to be kept and is computed again" in str(refused.value) and "\n" not in str(refused.value)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
@@ -190,7 +190,7 @@ def test_a_policy_that_computes_attention_again_in_silence_stops_the_first_step(
 def test_a_name_that_no_block_calls_is_refused_in_the_first_step_of_every_start(monkeypatch, tmp_path, policy):
     config = TrainConfig(steps=2, batch_size=2, accumulation=2)
     toy_training.toy_run(tmp_path / "resumed", 2, config=config)
-    monkeypatch.setattr(toy_training, "Engine", lambda: Engine(policy=policy))
+    monkeypatch.setattr(toy_training, "BlockEngine", lambda: BlockEngine(policy=policy))
     for folder, steps in (("new", 2), ("resumed", 4)):
         with pytest.raises(UserError) as refused:
             toy_training.toy_run(tmp_path / folder, steps, config=replace(config, steps=steps))
@@ -203,7 +203,7 @@ def test_a_name_that_no_block_calls_is_refused_in_the_first_step_of_every_start(
 def test_calls_are_counted_in_the_first_step_alone(monkeypatch, tmp_path):
     looked: list[Counter[str]] = []
     monkeypatch.setattr(AttentionCalls, "check", lambda calls: looked.append(calls.made.copy()))
-    monkeypatch.setattr(toy_training, "Engine", lambda: Engine(policy="attn_only"))
+    monkeypatch.setattr(toy_training, "BlockEngine", lambda: BlockEngine(policy="attn_only"))
     toy_training.toy_run(tmp_path, 3, config=TrainConfig(steps=3, batch_size=2, accumulation=2))
     assert looked == [Counter(self=2, cross=2), Counter(self=4, cross=4)]  # two micro-batches of two blocks
 
@@ -213,7 +213,7 @@ def test_policies_that_keep_what_they_say_pass(policy):
     model: Any = make_model(TOY, ToyArch(depth=3))
     calls = AttentionCalls()
     with counted_calls(calls):
-        outcome(TOY, model, toy_items(1), Engine(policy=policy))
+        outcome(TOY, model, toy_items(1), BlockEngine(policy=policy))
     calls.check()
     assert calls.made == ({} if policy == "none" else Counter(self=3, cross=3))  # not those of the recompute
 
@@ -244,7 +244,7 @@ def test_a_second_backward_of_a_graph_gives_the_same_gradients(policy, preset):
 
     model: Any = make_model(TOY, TOY.architecture.presets[preset])
     plain = outcome(TOY, model, toy_items(2), None)
-    outcome(TOY, model, toy_items(2), Engine(policy=policy), backward=backward)
+    outcome(TOY, model, toy_items(2), BlockEngine(policy=policy), backward=backward)
     assert len(twice) == 2
     for gradients in twice:
         assert [n for n, gradient in gradients.items() if not torch.equal(gradient, plain.gradients[n])] == []
@@ -259,7 +259,7 @@ def test_two_backwards_at_once_replay_each_its_own_dropout(policy):
     both = threading.Barrier(2)
     losses: list[Tensor] = []
     for model in models:
-        outcome(TOY, model, toy_items(2), Engine(policy=policy), backward=losses.append)
+        outcome(TOY, model, toy_items(2), BlockEngine(policy=policy), backward=losses.append)
 
     def backward(loss: Tensor) -> None:
         both.wait()
@@ -276,7 +276,7 @@ def test_two_backwards_at_once_replay_each_its_own_dropout(policy):
             assert [n for n, g in found.items() if g is None or not torch.equal(g, plain.gradients[n])] == []
         losses.clear()
         for model in models:
-            outcome(TOY, model, toy_items(2), Engine(policy=policy), backward=losses.append)
+            outcome(TOY, model, toy_items(2), BlockEngine(policy=policy), backward=losses.append)
 
 
 # Collectives inside attention
@@ -327,7 +327,7 @@ def test_a_collective_inside_attention_is_issued_once_where_attention_is_kept(
     model: Any = make_model(TOY, TOY.architecture.presets["tiny"])
     plain = outcome(TOY, model, toy_items(2), None)
     InPlaceAllToAll.issued = 0
-    under = outcome(TOY, model, toy_items(2), Engine(policy=policy, backend="exchanged"))
+    under = outcome(TOY, model, toy_items(2), BlockEngine(policy=policy, backend="exchanged"))
     assert InPlaceAllToAll.issued == issued * len(model.blocks()) // 2
     assert under.differences(plain) == []
 

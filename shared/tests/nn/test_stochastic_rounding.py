@@ -10,7 +10,7 @@ from toy_world import World
 from whole_steps import agree
 
 from ditkit_core.adapters.inject import trainable_parameters
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import seed_of
 from ditkit_core.models.precision import Precision
@@ -25,7 +25,7 @@ from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
 from ditkit_core.training.train_model import TrainModel
-from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, training_step
 from ditkit_core.training.trainer import TrainConfig
 from ditkit_core.training.validation import HeldOutConfig
@@ -124,7 +124,7 @@ def run(folder, steps, rounding, *, name="adamw", fused=False, one_of=None, dtyp
     swap = None if one_of is None else stream(model, one_of, trained=True)
     config = TrainConfig(steps=steps, batch_size=2, accumulation=1 if fused else 2, clip_norm=0.0, seed=5)
     optim = OptimConfig(name=name, lr=1e-4, warmup_steps=3, fused_backward=fused, rounding=rounding)
-    engine = Engine(passages=() if swap is None else (swap,))
+    engine = BlockEngine(hooks=() if swap is None else (swap,))
     toy = TrainModel(model, engine, TOY, trainable_parameters(model), swap)
     return train(toy, ToyData(), config=config, optim=optim, folder=folder, **RUN)
 
@@ -162,8 +162,8 @@ def training(rounding, *, fused=False, one_of=None, seed=1):
     model = make_model(TOY, ARCH, dtype=BF16)
     swap = None if one_of is None else stream(model, one_of, trained=True)
     optim = OptimConfig(fused_backward=fused, rounding=rounding)
-    trained = Trained(model, trainable_parameters(model), optim, EMAConfig(decay=0.9), swap)
-    engine, reported = Engine(passages=() if swap is None else (swap,)), []
+    trained = TrainState(model, trainable_parameters(model), optim, EMAConfig(decay=0.9), swap)
+    engine, reported = BlockEngine(hooks=() if swap is None else (swap,)), []
     for number in range(3):
         reported.append(
             training_step(TrainModel(model, engine, TOY), [ToyBatch(["one", "two"], toy_items(2))], trained.optimizer, StepContext(step=number, seed=seed, flow=RUN["flow"]), lr=1e-4, clip_norm=0.0)

@@ -16,15 +16,15 @@ from ditkit_core.engine.ac_policies import AttentionOnly, Full, Policy
 from ditkit_core.engine.ac_schedule import parse_schedule
 from ditkit_core.errors import UserError
 from ditkit_core.planner import partition as division
-from ditkit_core.planner.ac_budget import Task, choose, limited
+from ditkit_core.planner.ac_budget import BudgetTask, choose, limited
 from ditkit_core.planner.memory import Budget
 from ditkit_core.planner.plan import job_for, make_report
 from ditkit_core.planner.profiler import Profile, StageCost
-from ditkit_core.planner.report import as_json
+from ditkit_core.planner.report import plan_json
 from ditkit_core.run.checks import check_training
 from ditkit_core.run.config import RunConfig
+from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.prepare import build_on_meta
-from ditkit_core.run.run import Run, create_run
 from ditkit_core.testing.plans import divided, whole
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
@@ -82,17 +82,17 @@ def made(policy: Policy, seed: int, num_blocks: int) -> Profile:
     )
 
 
-def task_of(seed: int, num_blocks: int, cuts: tuple[int, ...], **settings) -> Task:
+def task_of(seed: int, num_blocks: int, cuts: tuple[int, ...], **settings) -> BudgetTask:
     profiles = functools.cache(lambda policy: made(policy, seed, num_blocks))
     budgets = tuple(Budget(name=str(i), total=2**62, workspace=0) for i in range(len(cuts) + 1))
-    return Task(profile_of=profiles, division=divided(num_blocks, cuts), budgets=budgets, **settings)
+    return BudgetTask(profile_of=profiles, division=divided(num_blocks, cuts), budgets=budgets, **settings)
 
 
-def recomputed(task: Task, policies) -> int:
+def recomputed(task: BudgetTask, policies) -> int:
     return sum(task.profile_of(policy).blocks[i].flops_backward for i, policy in enumerate(policies))
 
 
-def every_way(task: Task, menu) -> list[tuple[int, int]]:
+def every_way(task: BudgetTask, menu) -> list[tuple[int, int]]:
     """(bytes on the host, recomputed) of all ways that fit."""
     found = []
     for policies in itertools.product(menu, repeat=len(task.division.devices)):
@@ -182,7 +182,7 @@ def test_sizes_are_of_each_device_or_of_all():
 DEEP = altered(TOY, presets={**TOY.architecture.presets, "deep": ToyArch(dim=64, depth=8)})
 
 
-def run_of(policy: str, **flags) -> Run:
+def run_of(policy: str, **flags) -> RunContext:
     named = {
         "model.preset": "deep", "data.frames": 5, "data.height": 64, "data.width": 64, "adapter.rank": 2, "train.device": "cpu",
         "train.checkpointing": policy, "sample.captions": 0, **flags,
@@ -190,7 +190,7 @@ def run_of(policy: str, **flags) -> Run:
     return create_run(DEEP, resolve(RunConfig, flags=named))
 
 
-def resolved(run: Run):
+def resolved(run: RunContext):
     arch = ToyArch(dim=64, depth=8)
     model = build_on_meta(run.spec, arch, run.precision)
     unloaded = SimpleNamespace(model=model, arch=arch, adapter=run.config.adapter)
@@ -204,7 +204,7 @@ def test_a_run_has_the_policies_of_its_plan_and_holds_no_more_than_the_budget(mo
     report = make_report(run_of("budget"))
     capsys.readouterr()
     placed = resolved(run_of("budget"))
-    assert report.policy == placed.checkpointing == as_json(report)["checkpointing"]
+    assert report.policy == placed.checkpointing == plan_json(report)["checkpointing"]
     said = capsys.readouterr().out
     assert report.chosen in said and f"train.checkpointing = budget chose {report.policy}: " in said
     assert len(set(parse_schedule(report.policy).policies([None] * 8))) > 1

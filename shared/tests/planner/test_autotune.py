@@ -22,15 +22,15 @@ from ditkit_core.planner.autotune import (
     shortest_seconds,
 )
 from ditkit_core.planner.gpus import of_size, parse_gpus
-from ditkit_core.planner.memory import Division, compose
-from ditkit_core.planner.partition_search import PRICE, Task, budget_of
+from ditkit_core.planner.memory import Partition, compose
+from ditkit_core.planner.partition_search import PRICE, FitTask, budget_of
 from ditkit_core.planner.step_time import Workload, step_seconds
 
 
 def task_of(gpus, **settings):
     shape = {name: settings.pop(name) for name in ("num_blocks", "block_gib", "work") if name in settings}
     profiles = functools.cache(lambda policy, quantize: made_profile(policy, quantize, **shape))
-    return Task(cards=parse_gpus(gpus) if isinstance(gpus, str) else tuple(gpus), profile_of=profiles, **settings)
+    return FitTask(cards=parse_gpus(gpus) if isinstance(gpus, str) else tuple(gpus), profile_of=profiles, **settings)
 
 
 def every_way(task):
@@ -49,7 +49,7 @@ def every_way(task):
                     overlap = (False, True) if task.micro_batches > 1 and used > 1 else (False,)
                     for swap, pipelined in itertools.product(itertools.product(*sizes), overlap):
                         streamed = choose_streamed(placement, swap, [True] * count)
-                        division = Division(devices=devices, streamed=streamed)
+                        division = Partition(devices=devices, streamed=streamed)
                         plans = compose(
                             profile, division, [budget_of(card) for card in chosen],
                             micro_batches=task.micro_batches, pipelined=pipelined,
@@ -204,10 +204,10 @@ def test_profiles_are_asked_for_only_where_they_can_matter():
         asked.append((policy, quantize))
         return made_profile(policy, quantize)
 
-    fit(Task(cards=parse_gpus("80GiB"), profile_of=profile_of))
+    fit(FitTask(cards=parse_gpus("80GiB"), profile_of=profile_of))
     assert {quantize for _, quantize in asked} == {"none"}
     asked.clear()
-    fit(Task(cards=parse_gpus("2GiB"), profile_of=profile_of))
+    fit(FitTask(cards=parse_gpus("2GiB"), profile_of=profile_of))
     assert {policy for policy, _ in asked} == {"full", SMALLEST}, "what holds more than full is not looked at"
 
 
@@ -242,7 +242,7 @@ def trained_profile(policy, quantize, gradients=2 * GIB):
 
 
 def test_a_full_fine_tune_streams_where_each_block_is_updated_in_its_backward():
-    task = Task(
+    task = FitTask(
         cards=parse_gpus("48GiB"), profile_of=lambda *how: trained_profile(*how, gradients=0), quantizations=("none",)
     )
     assert fit(task).chosen is None and least_missing(task) > 0
@@ -256,6 +256,6 @@ def test_a_full_fine_tune_streams_where_each_block_is_updated_in_its_backward():
 
 def test_a_full_fine_tune_has_nothing_to_stream_or_to_quantize():
     profile_of = trained_profile
-    task = Task(cards=(of_size(140 * GIB, "140GiB"),), profile_of=profile_of, fp32=True, quantizations=("none",))
+    task = FitTask(cards=(of_size(140 * GIB, "140GiB"),), profile_of=profile_of, fp32=True, quantizations=("none",))
     setting = fit(task).chosen.setting
     assert (setting.quantize, setting.swap) == ("none", (0,))

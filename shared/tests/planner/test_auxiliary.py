@@ -9,20 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.adapters.inject import AdapterConfig
-from ditkit_core.models.encoders import Companion, Holding
-from ditkit_core.models.paths import Components
+from ditkit_core.models.encoders import AuxiliaryModel, LayerContext
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.models.tiling import Tiles
 from ditkit_core.planner.auxiliary import (
     AuxiliaryPlanner,
-    CompanionRow,
+    AuxiliaryRow,
     Room,
     denoising_bytes,
-    held_while_drawing,
-    measure,
+    held_while_sampling,
+    measure_model,
 )
-from ditkit_core.planner.memory_tracker import Ledger
+from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.testing.plans import step_of
 from ditkit_core.testing.toy import TOY
 from ditkit_core.testing.world import make_model
@@ -47,7 +47,7 @@ def run(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> 
     return module(torch.empty(rows, WIDTH).to(device))
 
 
-def run_streamed(module: nn.Module, device: torch.device, passing: Callable[[], Holding]) -> Tensor:
+def run_streamed(module: nn.Module, device: torch.device, passing: Callable[[], LayerContext]) -> Tensor:
     rows = torch.empty(4, WIDTH).to(device)
     holding = passing()
     for name in "01":
@@ -56,9 +56,11 @@ def run_streamed(module: nn.Module, device: torch.device, passing: Callable[[], 
     return rows
 
 
-VAE = Companion(name="VAE decoder", stage="sample", build=lambda _: layers(torch.float32), run=run, tiles=Tiles(32, 8))
+VAE = AuxiliaryModel(
+    name="VAE decoder", stage="sample", build=lambda _: layers(torch.float32), run=run, tiles=Tiles(32, 8)
+)
 ENCODER = replace(VAE, name="VAE encoder", stage="encode")
-TEXT = Companion(name="text encoder", stage="encode", build=layers, run=run, run_streamed=run_streamed)
+TEXT = AuxiliaryModel(name="text encoder", stage="encode", build=layers, run=run, run_streamed=run_streamed)
 
 
 def rows(
@@ -69,7 +71,7 @@ def rows(
     denoising: int = 0,
     num_samples: int = 1,
     **options: Any,
-) -> list[CompanionRow]:
+) -> list[AuxiliaryRow]:
     planner = AuxiliaryPlanner(companions=[ENCODER, TEXT, VAE], text_dtype=torch.float32, **options)
     room = Room("cuda", available, held=beside)
     return [
@@ -84,29 +86,29 @@ def activations(size: tuple[int, int, int]) -> int:
 
 
 def test_a_shared_weight_counts_once_and_activations_at_their_highest() -> None:
-    found = measure(VAE, SIZE, text_dtype=torch.bfloat16)
+    found = measure_model(VAE, SIZE, text_dtype=torch.bfloat16)
     assert found == (2 * LAYER, 2 * LAYER + activations(SIZE))
-    assert measure(TEXT, SIZE, text_dtype=torch.bfloat16).weights == LAYER
+    assert measure_model(TEXT, SIZE, text_dtype=torch.bfloat16).weights == LAYER
 
 
 def test_layer_by_layer_one_layer_is_there_at_a_time() -> None:
-    found = measure(TEXT, SIZE, text_dtype=torch.float32, mode="layer by layer")
+    found = measure_model(TEXT, SIZE, text_dtype=torch.float32, mode="layer by layer")
     names = 1  # both layers have a weight of one name and shape: the second takes the place of the first
     assert found == (names * LAYER, names * LAYER + 2 * 4 * WIDTH * 4)
 
 
 def test_in_tiles_a_picture_takes_what_one_tile_takes() -> None:
-    tiled = measure(VAE, (1, 256, 128), text_dtype=torch.float32, mode="in tiles")
-    assert tiled == measure(VAE, (1, 32, 32), text_dtype=torch.float32)
+    tiled = measure_model(VAE, (1, 256, 128), text_dtype=torch.float32, mode="in tiles")
+    assert tiled == measure_model(VAE, (1, 32, 32), text_dtype=torch.float32)
 
 
 def test_the_planned_bytes_are_those_that_are_measured() -> None:
     module = layers(torch.float32).to_empty(device="cpu")
     module[2].weight = module[0].weight
-    with torch.no_grad(), Ledger() as ledger:
+    with torch.no_grad(), MemoryTracker() as ledger:
         ledger.track(module, "weights")
         run(module, SIZE, torch.device("cpu"))
-    assert ledger.peak[torch.device("cpu")] == measure(VAE, SIZE, text_dtype=torch.float32, kind="cpu").peak
+    assert ledger.peak[torch.device("cpu")] == measure_model(VAE, SIZE, text_dtype=torch.float32, kind="cpu").peak
 
 
 def test_with_room_nothing_is_changed_and_nothing_advised() -> None:
@@ -119,8 +121,8 @@ def test_with_room_nothing_is_changed_and_nothing_advised() -> None:
 
 
 def test_tiles_are_offered_with_what_they_need_and_never_taken() -> None:
-    needed = measure(VAE, SIZE, text_dtype=torch.float32).peak
-    tiled = measure(VAE, SIZE, text_dtype=torch.float32, mode="in tiles").peak
+    needed = measure_model(VAE, SIZE, text_dtype=torch.float32).peak
+    tiled = measure_model(VAE, SIZE, text_dtype=torch.float32, mode="in tiles").peak
     encoder, _, _, decoder = rows(needed - 1, streaming="never")
     assert (encoder.mode, encoder.peak, encoder.fits) == ("whole", needed, False)
     assert encoder.remedy == f"encode.vae_tiling = true would need {tiled / 2**30:.1f} GiB"
@@ -144,21 +146,21 @@ def test_a_text_encoder_streams_where_the_encoder_itself_would() -> None:
 
 def test_drawing_happens_beside_what_training_holds() -> None:
     found = {row.name: row for row in rows(2**40, beside=1000, denoising=10, num_samples=2)}
-    alone = measure(VAE, SIZE, text_dtype=torch.float32)
+    alone = measure_model(VAE, SIZE, text_dtype=torch.float32)
     assert found["VAE decoder"].peak == 1000 + alone.peak
     assert found["denoising"].peak == 1000 + alone.weights + 10  # the decoder stays until all are drawn
     assert rows(2**40, beside=1000, denoising=10)[2].peak == 1010
     assert found["VAE encoder"].peak == alone.peak
     purposes = {"weights": 1, "adapters": 2, "gradients": 4, "optimizer": 8, "average": 0, "activations": 32}
-    assert held_while_drawing(purposes) == 1 + 2 + 8
-    assert held_while_drawing(purposes, averages=True) == 1 + 2 + 8 + 2
-    assert held_while_drawing(purposes | {"average": 2}) == 1 + 2 + 8 + 2 + 2
+    assert held_while_sampling(purposes) == 1 + 2 + 8
+    assert held_while_sampling(purposes, averages=True) == 1 + 2 + 8 + 2
+    assert held_while_sampling(purposes | {"average": 2}) == 1 + 2 + 8 + 2 + 2
 
 
 def test_the_largest_picture_and_the_largest_clip_are_both_looked_at() -> None:
     wide, long = (1, 64, 96), (9, 64, 64)
     row = rows(2**40, encoded=[SIZE, long, wide])[0]
-    assert row.size == wide and row.peak == measure(VAE, wide, text_dtype=torch.float32).peak
+    assert row.size == wide and row.peak == measure_model(VAE, wide, text_dtype=torch.float32).peak
 
 
 @pytest.mark.parametrize("frames", [1, 9])
@@ -168,10 +170,10 @@ def test_denoising_takes_what_the_whole_model_does(frames: int) -> None:
     step = step_of(TOY, arch, size, AdapterConfig(rank=2))
     planned = denoising_bytes(replace(step, precision=Precision(matmul=torch.float32), kind="cpu"), size)
     model = make_model(TOY, arch, adapter=AdapterConfig(rank=2)).eval()
-    with torch.no_grad(), Ledger() as ledger:
+    with torch.no_grad(), MemoryTracker() as ledger:
         ledger.track(model, "weights")
         weights = ledger.total(torch.device("cpu"))
         item = TOY.training.empty_item(arch, size, ())
         run_plain(model, TOY.training.make_inputs([item["latents"]], torch.empty(1), [item], 1.0))
     assert planned == pytest.approx(ledger.peak[torch.device("cpu")] - weights, rel=0.05)
-    assert TOY.auxiliary.models(arch, Components()) == ()
+    assert TOY.auxiliary.models(arch, ModelPaths()) == ()

@@ -5,7 +5,7 @@ import torch
 
 from ditkit_core.config.sizes import GIB
 from ditkit_core.errors import UserError
-from ditkit_core.planner.gpus import KNOWN_CARDS, card_named, cards_here, default_reserve, of_size, parse_gpus
+from ditkit_core.planner.gpus import KNOWN_GPUS, default_reserve, gpu_named, gpus_here, of_size, parse_gpus
 
 
 def test_sizes_count_and_order_are_read():
@@ -36,9 +36,9 @@ def test_a_wrong_text_is_refused_in_one_line_with_examples(text):
 
 
 def test_every_name_leads_to_one_card():
-    names = [name for _, each in KNOWN_CARDS for name in each]
+    names = [name for _, each in KNOWN_GPUS for name in each]
     assert len(names) == len(set(names))
-    for card, each in KNOWN_CARDS:
+    for card, each in KNOWN_GPUS:
         assert all(parse_gpus(name) == (card,) for name in each)
         assert card.reserve < card.total / 10 and card.source and card.fp32_flops < card.bf16_flops
 
@@ -46,10 +46,10 @@ def test_every_name_leads_to_one_card():
 def test_a_size_takes_the_rates_of_the_slowest_card_with_as_much_and_says_so():
     for size in (8, 16, 24, 32, 40, 48, 80, 141):
         card = of_size(size * GIB, f"{size}GiB")
-        as_large = [known for known, _ in KNOWN_CARDS if known.total > 0.9 * size * GIB]
+        as_large = [known for known, _ in KNOWN_GPUS if known.total > 0.9 * size * GIB]
         assert card.bf16_flops == min(known.bf16_flops for known in as_large), size
         assert "assumed as of" in card.source
-    assert of_size(1000 * GIB, "1000GiB").bf16_flops == max(card.bf16_flops for card, _ in KNOWN_CARDS)
+    assert of_size(1000 * GIB, "1000GiB").bf16_flops == max(card.bf16_flops for card, _ in KNOWN_GPUS)
 
 
 @pytest.mark.parametrize(
@@ -65,18 +65,18 @@ def test_a_size_takes_the_rates_of_the_slowest_card_with_as_much_and_says_so():
 )
 def test_what_a_driver_calls_a_card_is_recognised_and_its_own_memory_kept(name, gib, known):
     total = int(gib * GIB)
-    card = card_named(name, total)
+    card = gpu_named(name, total)
     assert (card.name, card.total) == (name, total)
     assert card.bf16_flops == parse_gpus(known)[0].bf16_flops and "assumed" not in card.source
 
 
 def test_a_card_of_a_laptop_is_not_taken_for_its_namesake():
-    assert "assumed" in card_named("NVIDIA GeForce RTX 4090 Laptop GPU", 16 * GIB).source
+    assert "assumed" in gpu_named("NVIDIA GeForce RTX 4090 Laptop GPU", 16 * GIB).source
 
 
 def test_what_is_no_gpu_is_refused():
     with pytest.raises(UserError, match="--gpus 24GiB"):
-        cards_here([torch.device("cpu")])
+        gpus_here([torch.device("cpu")])
 
 
 def test_what_others_use_adds_to_the_reserve():

@@ -8,9 +8,9 @@ from toy_jobs import ARCH, toy_job
 
 from ditkit_core.adapters.inject import AdapterConfig
 from ditkit_core.encoding.loader import Batch
-from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.planner.memory import Budget, DevicePlan
-from ditkit_core.planner.memory_tracker import Ledger
+from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.planner.profiler import Profile, StageCost, profile
 from ditkit_core.testing.plans import check_kept, check_plan, divided, planned
 from ditkit_core.testing.toy import TOY
@@ -18,7 +18,7 @@ from ditkit_core.testing.world import make_model
 from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.optimizer import OptimConfig
 from ditkit_core.training.train_model import TrainModel
-from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, training_step
 
 
@@ -124,12 +124,12 @@ def test_the_plan_of_a_cpu_is_what_real_tensors_hold(policy):
     of = toy_job(policy=policy, kind="cpu")
     model = make_model(TOY, ARCH, dtype=torch.bfloat16, adapter=of.adapter)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    trained = Trained(model, parameters, of.optim, of.ema)
+    trained = TrainState(model, parameters, of.optim, of.ema)
     item = {name: torch.randn(x.shape).to(x.dtype) for name, x in of.batch[0].items()}
 
     def step(number: int) -> None:
         training_step(
-            TrainModel(model, Engine(policy=policy), TOY),
+            TrainModel(model, BlockEngine(policy=policy), TOY),
             [Batch(ids=["a"], items=[item])],
             trained.optimizer,
             StepContext(step=number, seed=0, flow=of.flow),
@@ -139,7 +139,7 @@ def test_the_plan_of_a_cpu_is_what_real_tensors_hold(policy):
 
     step(0)
     trained.optimizer.zero_grad()
-    with Ledger() as ledger:
+    with MemoryTracker() as ledger:
         ledger.track(model, "weights")
         ledger.track([state for part in trained.optimizer.parts for state in part.state.values()], "optimizer")
         step(1)

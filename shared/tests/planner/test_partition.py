@@ -13,13 +13,20 @@ from ditkit_core.config.sizes import GIB
 from ditkit_core.errors import UserError
 from ditkit_core.planner import partition
 from ditkit_core.planner.gpus import default_reserve, keeping_reserves, parse_gpus
-from ditkit_core.planner.memory import Budget, Division, compose
-from ditkit_core.planner.partition import budgets_here, budgets_of, choose_cuts, place, streamed_of, weights_profile
+from ditkit_core.planner.memory import Budget, Partition, compose
+from ditkit_core.planner.partition import (
+    budgets_here,
+    budgets_of,
+    choose_split_points,
+    place,
+    streamed_of,
+    weights_profile,
+)
 from ditkit_core.planner.plan import make_report
 from ditkit_core.planner.profiler import Profile, StageCost, profile
 from ditkit_core.run.config import RunConfig
+from ditkit_core.run.context import create_run
 from ditkit_core.run.prepare import build_on_meta
-from ditkit_core.run.run import create_run
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch
 
@@ -60,11 +67,11 @@ def test_no_other_cuts_leave_the_fullest_device_less_full(seed, num_devices):
             return float("inf")
         streamed = [streamed_of(has_weights, a, b, count) for (a, b), count in zip(spans, counts, strict=True)]
         devices = tuple(i for i, (a, b) in enumerate(spans) for _ in range(a, b))
-        division = Division(devices=devices, streamed=frozenset().union(*streamed))
+        division = Partition(devices=devices, streamed=frozenset().union(*streamed))
         plans = compose(profile, division, budgets, **work)
         return max(plan.peak / (plan.budget.total - plan.budget.reserve) for plan in plans)
 
-    cuts = choose_cuts(profile, budgets, swap_blocks=counts, **work)
+    cuts = choose_split_points(profile, budgets, swap_blocks=counts, **work)
     every = [cuts for cuts in itertools.combinations(range(1, 9), num_devices - 1) if 3 not in cuts]
     assert cuts in every
     assert fullest(cuts) == min(map(fullest, every)) < float("inf")
@@ -76,10 +83,10 @@ def test_what_is_streamed_makes_room_for_other_blocks():
         embed=StageCost(), blocks=(block,) * 20, head=StageCost(), crossing=(0,) * 21, crossing_back=(0,) * 21
     )
     budgets = [Budget(name="", total=100, workspace=0)] * 2
-    assert choose_cuts(profile, budgets) == (10,)
-    (cut,) = choose_cuts(profile, budgets, swap_blocks=(6, 0))
+    assert choose_split_points(profile, budgets) == (10,)
+    (cut,) = choose_split_points(profile, budgets, swap_blocks=(6, 0))
     assert cut > 11
-    (cut,) = choose_cuts(profile, budgets, swap_blocks=(16, 2))
+    (cut,) = choose_split_points(profile, budgets, swap_blocks=(16, 2))
     assert cut >= 16, "a device has as many blocks as it streams"
 
 
@@ -95,7 +102,7 @@ def test_what_is_streamed_makes_room_for_other_blocks():
 def test_what_divides_nothing_is_refused_in_one_line(count, swap, says):
     profile = weights_profile(build_on_meta(TOY, DEEP, run_of().precision), TOY, run_of().precision)
     with pytest.raises(UserError, match=says) as caught:
-        choose_cuts(profile, [Budget(name="", total=100)] * count, swap_blocks=swap)
+        choose_split_points(profile, [Budget(name="", total=100)] * count, swap_blocks=swap)
     assert "\n" not in str(caught.value)
 
 
@@ -218,7 +225,7 @@ def test_streamed_trained_weights_are_not_on_the_device():
     profile = weights_profile(model.requires_grad_(True), TOY, precision)
     assert profile.trains_all
     budgets = [Budget(name="", total=2**30, workspace=0)] * 2
-    plain = choose_cuts(profile, budgets)
-    assert choose_cuts(profile, budgets, swap_blocks=(5, 0)) > plain
+    plain = choose_split_points(profile, budgets)
+    assert choose_split_points(profile, budgets, swap_blocks=(5, 0)) > plain
     model.embed.requires_grad_(False)
     assert not weights_profile(model, TOY, precision).trains_all

@@ -8,20 +8,20 @@ import pytest
 from made_profiles import made_profile
 
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.memory import Division
+from ditkit_core.planner.memory import Partition
 from ditkit_core.planner.step_time import (
     LINK_SHARE,
     UTILISATION,
     StageTime,
     Workload,
     assumptions,
+    compare_orders,
     simulate,
     step_seconds,
     streaming_time,
-    utilisation,
 )
 
-ONE, TWO = Division(devices=(0,) * 12), Division(devices=(0,) * 6 + (1,) * 6)
+ONE, TWO = Partition(devices=(0,) * 12), Partition(devices=(0,) * 6 + (1,) * 6)
 (CARD,) = parse_gpus("rtx4090")
 
 
@@ -40,7 +40,7 @@ def test_fp32_takes_the_rate_of_fp32():
 
 
 def test_what_is_streamed_hides_behind_arithmetic_or_is_waited_for():
-    profile, every = made_profile("full"), Division(devices=(0,) * 12, streamed=frozenset(range(12)))
+    profile, every = made_profile("full"), Partition(devices=(0,) * 12, streamed=frozenset(range(12)))
     hidden = step_seconds(profile, every, [CARD], Workload())
     resident = step_seconds(profile, ONE, [CARD], Workload())
     copy = profile.blocks[0].weights / (CARD.host_bandwidth * LINK_SHARE)
@@ -105,7 +105,7 @@ def test_equal_ways_of_dividing_take_equal_times():
     profile = replace(made_profile("full"), embed=made_profile().blocks[0])
     cuts = (3, 6, 9)
     times = {
-        step_seconds(profile, Division(devices=(0,) * cut + (1,) * (12 - cut)), [CARD, CARD], Workload()).seconds
+        step_seconds(profile, Partition(devices=(0,) * cut + (1,) * (12 - cut)), [CARD, CARD], Workload()).seconds
         for cut in cuts
     }
     assert max(times) - min(times) < 1e-6
@@ -119,7 +119,7 @@ def trained(profile):
 
 def test_streamed_trained_weights_are_copied_both_ways_with_what_the_optimizer_keeps():
     profile = trained(made_profile("full", work=0.001))
-    every = Division(devices=(0,) * 12, streamed=frozenset(range(12)))
+    every = Partition(devices=(0,) * 12, streamed=frozenset(range(12)))
     seconds = step_seconds(profile, every, [CARD], Workload()).waiting_seconds
     gib = 2**30 / (CARD.host_bandwidth * LINK_SHARE)
     # 12 forwards of 1 GiB, and 10 backwards (two are there from the forward) of 3 GiB there and 3 back
@@ -164,8 +164,8 @@ def test_schedules_computed_by_hand(devices, num_micro_batches, one_by_one, toge
 
 
 def test_what_cannot_overlap_gains_nothing():
-    one_device = utilisation(stages((1.0, 2.0)), 4, source="measured")
-    one_micro_batch = utilisation(ALIKE, 1, source="measured")
+    one_device = compare_orders(stages((1.0, 2.0)), 4, source="measured")
+    one_micro_batch = compare_orders(ALIKE, 1, source="measured")
     assert one_device.gain == one_micro_batch.gain == 1
     assert one_device.pipelined.utilisation == (1,)
 
@@ -174,16 +174,16 @@ def test_no_schedule_beats_the_busiest_device_or_loses_to_one_after_the_other():
     rough = random.Random(0)
     for _ in range(200):
         times = [(rough.uniform(0.1, 3), rough.uniform(0.1, 6)) for _ in range(rough.randint(2, 4))]
-        found = utilisation(stages(*times, copy=rough.uniform(0, 0.5)), rough.randint(2, 6), source="estimated")
+        found = compare_orders(stages(*times, copy=rough.uniform(0, 0.5)), rough.randint(2, 6), source="estimated")
         assert max(found.pipelined.busy) < found.pipelined.seconds < found.accumulated.seconds
 
 
 def test_the_line_says_where_its_times_are_from():
-    line = str(utilisation(ALIKE, 2, source="estimated"))
+    line = str(compare_orders(ALIKE, 2, source="estimated"))
     assert line == (
         "devices compute 50% and 50% of a step, with train.pipelined 67% and 67%, 1.33 times as fast (from estimated times)"
     )
-    assert "from measured times" in str(utilisation(ALIKE, 2, source="measured"))
+    assert "from measured times" in str(compare_orders(ALIKE, 2, source="measured"))
 
 
 def test_with_a_queue_for_each_device_no_micro_batch_overtakes_another():

@@ -27,13 +27,13 @@ from ditkit_core.models.spec import Expert
 from ditkit_core.previews import stages as expert_turns
 from ditkit_core.previews import worker as preview_process
 from ditkit_core.previews.manager import Previews, visible_devices
-from ditkit_core.previews.queue import Preview, drop_after, put, read, read_weights, tidy, waiting
-from ditkit_core.previews.stages import Trained
+from ditkit_core.previews.queue import Preview, drop_after, put, read_preview, read_weights, tidy, waiting
+from ditkit_core.previews.stages import ExpertWeights
 from ditkit_core.run import expert_runs
 from ditkit_core.run.checks import check_preview_device, say_where_previews_could_be
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run, create_run
-from ditkit_core.sampling.denoise import Turn
+from ditkit_core.run.context import RunContext, create_run
+from ditkit_core.sampling.denoise import DenoiserStage
 from ditkit_core.training import trainer as train
 
 EVERY = ("--ema.decay", "0.9", "--sample.every_steps", "2", "--log.every_steps", "1")
@@ -71,7 +71,7 @@ STREAMED = (
     "--held_out.clips", "1", "--ema.decay", "0.9", "--adapter.method", "full", "--train.swap_blocks", "1",
     "--optim.fused_backward", "true", "--train.clip_norm", "0",
 )  # fmt: skip
-"""Trained weights that are streamed, which the parameters do not hold between two steps."""
+"""ExpertWeights weights that are streamed, which the parameters do not hold between two steps."""
 
 
 @pytest.mark.parametrize("given", [FLAGS, STREAMED], ids=["lora", "streamed"])
@@ -217,7 +217,7 @@ def test_one_that_fails_costs_a_warning_and_can_be_drawn_later(
     assert [drawing.title for drawing in read_sections(run)[0].drawings] == [f"Step {step}" for step in (0, 2, 4)]
 
 
-def bare(world: World, **flags: Any) -> tuple[Run, RunFolder]:
+def bare(world: World, **flags: Any) -> tuple[RunContext, RunFolder]:
     """A run that draws elsewhere, of which there is the configuration alone."""
     given = {"run.folder": "run", "sample.device": "cpu", "sample.every_steps": 2, "sample.prompts": ("a",)}
     config = resolve(RunConfig, flags={"model.preset": next(iter(world.spec.architecture.presets)), **given, **flags})
@@ -250,17 +250,17 @@ def test_a_preview_that_is_removed_while_it_is_drawn_is_not_missed(
     _, folder = bare(world)
     came: list[str] = []
 
-    def drawing(run: Run, prepared: None, file: Path, scenes: Any) -> None:
+    def drawing(run: RunContext, prepared: None, file: Path, scenes: Any) -> None:
         came.append(file.name)
         if file.name != "step-000006.safetensors":
             file.unlink()
         if file.name == "step-000002.safetensors":
-            read(file)
+            read_preview(file)
 
     monkeypatch.setattr(preview_process, "_draw", drawing)
     for step in (2, 4, 6):
         put(folder.pending, Preview(step=step), {})
-    preview_process.draw_waiting(world.spec, folder.path, "cpu", 0)
+    preview_process.generate_waiting(world.spec, folder.path, "cpu", 0)
     assert came == [f"step-{step:06d}.safetensors" for step in (2, 4, 6)] and pending(folder.path) == []
     assert "step-000002.safetensors was removed" in capsys.readouterr().out
 
@@ -308,7 +308,7 @@ def test_a_device_that_trains_and_a_model_that_is_not_found_are_refused(
     config = replace(config, train=replace(config.train, devices=("cuda:1",)))
     check_preview_device(create_run(world.spec, config))
     with pytest.raises(UserError, match="another process cannot find the model toy"):
-        check_preview_device(create_run(replace(world.spec, found_at=""), config))
+        check_preview_device(create_run(replace(world.spec, import_path=""), config))
     for devices, every_steps, told in [
         (("cuda:1",), 5, True),
         (("cuda:1",), 0, False),
@@ -338,7 +338,7 @@ def test_each_of_two_experts_is_drawn_while_it_trains(experts: TwoExperts, monke
     loaded: list[tuple[str, str]] = []
     turn = expert_turns._turn
 
-    def noted(run: Run, expert: Expert, trained: Trained, guidance: float) -> Turn:
+    def noted(run: RunContext, expert: Expert, trained: ExpertWeights, guidance: float) -> DenoiserStage:
         loaded.append((expert.name, trained.preview.name if trained.preview else str(trained.step)))
         return turn(run, expert, trained, guidance)
 
@@ -418,12 +418,12 @@ def test_the_queue_holds_what_it_is_given(tmp_path: Path) -> None:
     tidy(tmp_path)
     files = waiting(tmp_path)
     assert set(files) == set(tmp_path.iterdir())
-    assert [read(file).step for file in files] == [3, 999999, 1000000, 12] and read(files[-1]) == asked
+    assert [read_preview(file).step for file in files] == [3, 999999, 1000000, 12] and read_preview(files[-1]) == asked
     found = read_weights(files[-1])
     assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
     save_file(weights, tmp_path / "step-000007.safetensors")
     with pytest.raises(UserError, match="is no preview that waits to be drawn; remove it"):
-        read(tmp_path / "step-000007.safetensors")
+        read_preview(tmp_path / "step-000007.safetensors")
     drop_after(tmp_path, {"high_noise": 999999, "low_noise": -1})
     assert [file.name for file in waiting(tmp_path)] == [
         "step-000007.safetensors", "high_noise-step-000003.safetensors", "high_noise-step-999999.safetensors",

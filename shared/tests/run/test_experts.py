@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ditkit_core.errors import UserError
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.spec import Expert
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.experts import (
@@ -20,7 +20,7 @@ from ditkit_core.run.experts import (
     own_settings,
     restricted,
 )
-from ditkit_core.training.flow_matching import FlowConfig, draw_noise, shift_sigma, sigma_at
+from ditkit_core.training.flow_matching import FlowConfig, sample_noise, shift_sigma, sigma_at
 from ditkit_core.training.validation import HeldOutConfig
 
 BOUNDARIES = (0.875, 0.9, 0.3, 0.7, 0.8999999, 0.417)
@@ -63,7 +63,7 @@ def test_no_draw_is_on_the_wrong_side(boundary: float, sampling: Any, shift: flo
     assert float(low.max()) < 1000 * boundary and float(low.min()) >= 0
     for i in range(200):
         for flow, is_high in zip(flows(boundary, sampling=sampling), (True, False), strict=True):
-            sigma, _ = draw_noise(torch.zeros(1), flow, shift, 0, i)
+            sigma, _ = sample_noise(torch.zeros(1), flow, shift, 0, i)
             assert (float(1000 * sigma) >= 1000 * boundary) == is_high
 
 
@@ -162,7 +162,7 @@ def test_each_expert_has_its_own_rank_rate_and_steps() -> None:
 )
 def test_as_many_numbers_as_experts(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        check_experts(ExpertsConfig(**settings), pair(0.9), Components(), ["two"])
+        check_experts(ExpertsConfig(**settings), pair(0.9), ModelPaths(), ["two"])
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ def test_as_many_numbers_as_experts(settings: dict[str, Any], says: str) -> None
 )
 def test_a_model_of_one_transformer_has_no_experts(settings: Any, model: Any, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        check_experts(ExpertsConfig(**settings), (), Components(**model), ["two"])
-    check_experts(ExpertsConfig(), (), Components(transformer="wan.safetensors"), ["two"])
+        check_experts(ExpertsConfig(**settings), (), ModelPaths(**model), ["two"])
+    check_experts(ExpertsConfig(), (), ModelPaths(transformer="wan.safetensors"), ["two"])
 
 
 @pytest.mark.parametrize(
@@ -205,20 +205,20 @@ def test_names_tell_experts_apart(path: str, name: str) -> None:
 
 def test_files_of_the_other_expert_are_refused() -> None:
     """Two experts have the same shapes: a swapped pair trains without a word otherwise."""
-    swapped = Components(transformer="wan_low_noise.safetensors", transformer_2="wan_high_noise.safetensors")
+    swapped = ModelPaths(transformer="wan_low_noise.safetensors", transformer_2="wan_high_noise.safetensors")
     with pytest.raises(
         UserError, match="model.transformer = .* is named after the low_noise expert; model.transformer is"
     ):
         check_experts(ExpertsConfig(), pair(0.9), swapped, ["two"])
     for path in ("base/transformer_2", "base/transformer_2/model.safetensors"):
-        swapped = Components(transformer=path, transformer_2="base/transformer")
+        swapped = ModelPaths(transformer=path, transformer_2="base/transformer")
         with pytest.raises(
             UserError, match="model.transformer = .* lies in 'transformer_2', which is the folder of the low"
         ):
             check_experts(ExpertsConfig(), pair(0.9), swapped, ["two"])
-    own = Components(transformer="high/transformer", transformer_2="low/transformer")
+    own = ModelPaths(transformer="high/transformer", transformer_2="low/transformer")
     check_experts(ExpertsConfig(), pair(0.9), own, ["two"])
-    right = Components(transformer="wan_high_noise.safetensors", transformer_2="wan_low_noise.safetensors")
+    right = ModelPaths(transformer="wan_high_noise.safetensors", transformer_2="wan_low_noise.safetensors")
     check_experts(ExpertsConfig(), pair(0.9), right, ["two"])
     high, low = pair(0.9)
     check_files(high, init="a_high_noise.safetensors", merge=["b.safetensors"])

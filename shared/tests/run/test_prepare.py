@@ -10,11 +10,11 @@ from safetensors.torch import save_file
 
 from ditkit_core.adapters.inject import AdapterConfig, adapter_state, canonical_name
 from ditkit_core.adapters.read import BaseConfig
-from ditkit_core.engine.placement import place
+from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
-from ditkit_core.run.prepare import Prepared, Unloaded, build, load
+from ditkit_core.run.prepare import LoadedModel, MetaModel, build_meta_model, load_weights
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, in_form, native_name
 
@@ -54,16 +54,16 @@ def lora(path: Path, *modules: str, alpha: float = 4.0, rank: int = 2) -> dict[s
     return tensors
 
 
-def built(base: Path, *, spec=ONE, adapter=None, merge=(), precision=FP32, say=None, preset="") -> Unloaded:
-    return build(
-        spec, Components(base=str(base), preset=preset), adapter or AdapterConfig(rank=4), BaseConfig(merge=tuple(merge)),
+def built(base: Path, *, spec=ONE, adapter=None, merge=(), precision=FP32, say=None, preset="") -> MetaModel:
+    return build_meta_model(
+        spec, ModelPaths(base=str(base), preset=preset), adapter or AdapterConfig(rank=4), BaseConfig(merge=tuple(merge)),
         precision=precision, say=say or (lambda line: None),
     )  # fmt: skip
 
 
-def prepared(base: Path, *, seed: int = 0, **how) -> Prepared:
+def prepared(base: Path, *, seed: int = 0, **how) -> LoadedModel:
     unloaded = built(base, **how)
-    return load(unloaded, placement=place(unloaded.model, [torch.device("cpu")]), seed=seed)
+    return load_weights(unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=seed)
 
 
 def native(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -14,12 +14,12 @@ from toy_world import World, equal
 from ditkit_core.adapters.export import ExportConfig, export_adapter
 from ditkit_core.adapters.inject import AdapterConfig, adapter_layers, is_adapter_name
 from ditkit_core.adapters.read import BaseConfig
-from ditkit_core.engine.placement import place
+from ditkit_core.engine.placement import place_blocks
 from ditkit_core.io import safetensors as safetensors_file
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
-from ditkit_core.run.prepare import build, load
+from ditkit_core.run.prepare import build_meta_model, load_weights
 from ditkit_core.testing.conformance_quantized import KINDS
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
@@ -42,10 +42,10 @@ def prepared(
     on_tensor: Callable[[str, nn.Module], None] | None = None,
 ) -> nn.Module:  # fmt: skip
     config = BaseConfig(quantize=kind, merge=merge, quantized_cache=str(cache or base.parent / "kept"))
-    where = Components(transformer=str(base), preset="tiny")
-    unloaded = build(SPEC, where, AdapterConfig(rank=4), config, precision=precision)
-    placement = replace(place(unloaded.model, [torch.device("cpu")]), streamed=streamed)
-    result = load(unloaded, placement=placement, seed=0, on_tensor=on_tensor, say=say)
+    where = ModelPaths(transformer=str(base), preset="tiny")
+    unloaded = build_meta_model(SPEC, where, AdapterConfig(rank=4), config, precision=precision)
+    placement = replace(place_blocks(unloaded.model, [torch.device("cpu")]), streamed=streamed)
+    result = load_weights(unloaded, placement=placement, seed=0, on_tensor=on_tensor, say=say)
     with result.readable():  # streamed weights lie on the host
         result.model.values = {name: tensor.clone() for name, tensor in result.model.state_dict().items()}
     return result.model

@@ -18,13 +18,13 @@ from ditkit_core.data.media import image as still
 from ditkit_core.data.media.clip import probe
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Column
-from ditkit_core.models.encoders import Denoiser, SampleJob
+from ditkit_core.models.encoders import Denoiser, GenerationRequest
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.models.spec import ModelSpec, SampleDefaults
 from ditkit_core.sampling.contact_sheet import GAP, SHEET_FRAMES, contact_sheet, grid
-from ditkit_core.sampling.denoise import only
-from ditkit_core.sampling.prompts import SampleConfig, Scene, jobs_of
-from ditkit_core.sampling.render import SampleFiles, SampleRequest, draw_samples
+from ditkit_core.sampling.denoise import single_stage
+from ditkit_core.sampling.prompts import SampleConfig, SamplePrompt, requests_of
+from ditkit_core.sampling.render import PromptRequest, SampleFiles, render_samples
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel
 from ditkit_core.testing.world import make_model
@@ -38,12 +38,12 @@ class RecordingSampler:
     """Remembers what it was asked for, and draws the seed as a brightness."""
 
     def __init__(self) -> None:
-        self.jobs: list[SampleJob] = []
+        self.jobs: list[GenerationRequest] = []
         self.training: list[bool] = []
         self.value: float | None = None
         self.loaded = False
 
-    def denoise(self, job: SampleJob) -> Generator[float, Denoiser, Tensor]:
+    def denoise(self, job: GenerationRequest) -> Generator[float, Denoiser, Tensor]:
         self.jobs.append(job)
         for step in range(job.steps):
             denoiser = yield 1 - step / job.steps
@@ -123,9 +123,9 @@ def test_captions_take_the_place_of_prompts_with_their_own_size_and_references()
     ]  # fmt: skip
     scenes = SampleConfig(captions=3).scenes(samples, size=(5, 64, 64), size_step=16)
     assert scenes == [
-        Scene(prompt="a cat", references=(), frames=5, height=16, width=16),
-        Scene(prompt="a cat", references=(edited,), frames=5, height=16, width=16),
-        Scene(prompt="a dog", references=(), frames=5, height=32, width=48),
+        SamplePrompt(prompt="a cat", references=(), frames=5, height=16, width=16),
+        SamplePrompt(prompt="a cat", references=(edited,), frames=5, height=16, width=16),
+        SamplePrompt(prompt="a dog", references=(), frames=5, height=32, width=48),
     ]
     (scene,) = SampleConfig(captions=1, height=80, frames=1).scenes(samples, size=(5, 64, 64), size_step=16)
     assert (scene.frames, scene.height, scene.width) == (1, 80, 16)
@@ -178,7 +178,7 @@ def test_prompts_have_the_size_of_training_or_the_shape_of_the_first_reference(t
 # What becomes of it
 
 
-def draw(folder: Path, scenes: Sequence[Scene], sampler: RecordingSampler, **settings: Any) -> list[Path]:
+def draw(folder: Path, scenes: Sequence[SamplePrompt], sampler: RecordingSampler, **settings: Any) -> list[Path]:
     model = make_model(TOY, ToyArch())
     steps: list[None] = []
     config = SampleConfig(**({"steps": 2, "guidance": 3.0} | settings))
@@ -187,9 +187,9 @@ def draw(folder: Path, scenes: Sequence[Scene], sampler: RecordingSampler, **set
         return {"text": torch.tensor([float(len(text))])}
 
     requests = [
-        SampleRequest(number=number, prompt=scene.prompt, job=job)
+        PromptRequest(number=number, prompt=scene.prompt, job=job)
         for number, scene in enumerate(scenes)
-        for job in jobs_of(
+        for job in requests_of(
             scene,
             config,
             conditions=conditions(scene.prompt),
@@ -198,14 +198,16 @@ def draw(folder: Path, scenes: Sequence[Scene], sampler: RecordingSampler, **set
         )
     ]
     to = SampleFiles(folder=folder, stem="step-000002", fps=8.0, images=config.images)
-    files = draw_samples(only(model, run_plain), sampler, requests, to, lambda: steps.append(None))
+    files = render_samples(single_stage(model, run_plain), sampler, requests, to, lambda: steps.append(None))
     assert model.training and not any(sampler.training) and not sampler.loaded
     assert len(steps) == 2 * len(sampler.jobs) == 2 * len(scenes) * config.images
     return files
 
 
-def scene(prompt: str, frames: int = 1, size: tuple[int, int] = (8, 8), references: tuple[Path, ...] = ()) -> Scene:
-    return Scene(prompt=prompt, references=references, frames=frames, height=size[0], width=size[1])
+def scene(
+    prompt: str, frames: int = 1, size: tuple[int, int] = (8, 8), references: tuple[Path, ...] = ()
+) -> SamplePrompt:
+    return SamplePrompt(prompt=prompt, references=references, frames=frames, height=size[0], width=size[1])
 
 
 def test_each_prompt_is_drawn_with_as_many_seeds_as_asked_and_all_of_it_in_a_grid(tmp_path: Path) -> None:
@@ -216,8 +218,8 @@ def test_each_prompt_is_drawn_with_as_many_seeds_as_asked_and_all_of_it_in_a_gri
     ]
     assert [file.name for file in files] == [*names, "step-000002-grid.png"]
     assert [job.seed for job in sampler.jobs] == [2, 3, 4, 2, 3, 4]
-    assert still.read(files[1])[0, 0, 0] == round(255 * 0.3)
-    whole = still.read(files[-1])  # a row for each prompt, a column for each seed
+    assert still.read_image(files[1])[0, 0, 0] == round(255 * 0.3)
+    whole = still.read_image(files[-1])  # a row for each prompt, a column for each seed
     assert whole.shape == (2 * 8 + GAP, 3 * 8 + 2 * GAP, 3)
     assert [int(value) for value in whole[0, :: 8 + GAP, 0]] == [round(255 * v) for v in (0.2, 0.3, 0.4)]
     assert (whole[0] == whole[8 + GAP]).all() and (whole[8 : 8 + GAP] == 255).all()
@@ -243,7 +245,7 @@ def test_videos_have_a_contact_sheet_with_a_row_for_each(tmp_path: Path) -> None
     class Brightening(RecordingSampler):
         """Frame i of n as bright as i / n."""
 
-        def denoise(self, job: SampleJob) -> Generator[float, Denoiser, Tensor]:
+        def denoise(self, job: GenerationRequest) -> Generator[float, Denoiser, Tensor]:
             pixels = yield from super().denoise(job)
             return pixels * 0 + torch.arange(job.frames).view(1, -1, 1, 1) / max(job.frames, 1)
 
@@ -253,7 +255,7 @@ def test_videos_have_a_contact_sheet_with_a_row_for_each(tmp_path: Path) -> None
         "step-000002-0-a-cat.mp4", "step-000002-1-sample.mp4", "step-000002-2-still.png", "step-000002-sheet.png",
     ]  # fmt: skip
     assert all(file.stat().st_size for file in files)
-    whole = still.read(files[-1])
+    whole = still.read_image(files[-1])
     assert whole.shape == (3 * 8 + 2 * GAP, SHEET_FRAMES * 8 + (SHEET_FRAMES - 1) * GAP, 3)
     rows = [[int(value) for value in whole[y, :: 8 + GAP, 0]] for y in (0, 8 + GAP, 2 * (8 + GAP))]
     assert rows[0] == [round(255 * i / 21) for i in (0, 4, 8, 12, 16, 20)], "the first, the last, and four between"

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from ditkit_core.engine import activation_offload as offload
 from ditkit_core.engine import compile as compiled
 from ditkit_core.engine.activation_offload import HostMemory
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.testing.compiled_steps import Emptying, attention_forwards, compare, numbers
@@ -42,49 +42,49 @@ def levers() -> Any:
         block.qkv.requires_grad_(False)
         block.mlp.requires_grad_(False)
     items = toy_items(2)
-    expected = numbers(TOY, model, items, Engine(compile="aot_eager"))
+    expected = numbers(TOY, model, items, BlockEngine(compile="aot_eager"))
 
-    def equal(run: Engine) -> bool:
-        return all(map(torch.equal, numbers(TOY, model, items, run), expected))
+    def equal(engine: BlockEngine) -> bool:
+        return all(map(torch.equal, numbers(TOY, model, items, engine), expected))
 
     found: dict[str, Any] = {}
     for policy in ("none", "full", "attn_only"):
-        passage = Emptying()
-        found[f"swap {policy}"] = equal(Engine(policy=policy, compile="aot_eager", passages=(passage,)))
-        found[f"refilled {policy}"] = passage.refilled
-        passage.restore()
-    mixed = Engine(policy="full, 1=none, 2=attn_only", compile="aot_eager")
+        streamer = Emptying()
+        found[f"swap {policy}"] = equal(BlockEngine(policy=policy, compile="aot_eager", hooks=(streamer,)))
+        found[f"refilled {policy}"] = streamer.refilled
+        streamer.restore()
+    mixed = BlockEngine(policy="full, 1=none, 2=attn_only", compile="aot_eager")
     found["schedule"] = equal(mixed)
     found["schedule forwards"] = attention_forwards(lambda: numbers(TOY, model, items, mixed))
     # pretend that the host is a device to move from
     offload.can_offload = lambda device: device is not None
     for policy in ("none", "full", "attn_only"):
         host = HostMemory(smallest=0)
-        found[f"offload {policy}"] = equal(Engine(policy=f"{policy}+offload", compile="aot_eager", host=host))
+        found[f"offload {policy}"] = equal(BlockEngine(policy=f"{policy}+offload", compile="aot_eager", host=host))
         found[f"moved {policy}"] = host.num_bytes
     counters.clear()
     for width in (6, 8, 10):
         wider = [{**item, "latents": torch.randn(4, 2, 4, width)} for item in items]
-        numbers(TOY, model, wider, Engine(policy="full", compile="aot_eager"))
+        numbers(TOY, model, wider, BlockEngine(policy="full", compile="aot_eager"))
     found["graphs of new sizes"] = counters["stats"]["unique_graphs"]
     with torch.compiler.set_stance("force_eager"):
         found["forwards of force_eager"] = attention_forwards(
-            lambda: numbers(TOY, model, items, Engine(policy="attn_only", compile="aot_eager"))
+            lambda: numbers(TOY, model, items, BlockEngine(policy="attn_only", compile="aot_eager"))
         )
     with torch.no_grad():
         counters.clear()
         inputs = TOY.training.make_inputs([item["latents"] for item in items], torch.tensor([0.3, 0.8]), items, 1.0)
-        model(inputs, run=Engine(compile="aot_eager"))
+        model(inputs, engine=BlockEngine(compile="aot_eager"))
         found["graphs without a backward"] = counters["stats"]["unique_graphs"]
-    found["unknown region"] = refusal(model, items, Engine(policy="attn_only(slef)", compile="aot_eager"))
+    found["unknown region"] = refusal(model, items, BlockEngine(policy="attn_only(slef)", compile="aot_eager"))
     return found | graphs()
 
 
-def refusal(model: Any, items: Any, run: Engine) -> str:
+def refusal(model: Any, items: Any, engine: BlockEngine) -> str:
     """What a first step is refused with."""
     try:
         with counted_calls(AttentionCalls()):
-            numbers(TOY, model, items, run)
+            numbers(TOY, model, items, engine)
     except UserError as error:
         return str(error)
     return ""
@@ -100,7 +100,7 @@ class Shortening(ToyBlock):
 def graphs() -> dict[str, Any]:
     """Graphs of sizes and numbers of samples, of a deeper model and of one that follows; and what is refused."""
     compiled._compiled.cache_clear()
-    run, random = Engine(policy="full", compile="aot_eager"), torch.Generator().manual_seed(0)
+    run, random = BlockEngine(policy="full", compile="aot_eager"), torch.Generator().manual_seed(0)
     sizes = [(frames, height, width) for frames in (1, 2, 3) for height, width in ((4, 4), (4, 6), (2, 8), (6, 4))]
     batches = [[size] * count for count in (1, 2, 5) for size in sizes] + [sizes[:count] for count in (3, 4, 6, 9)]
 
@@ -143,7 +143,7 @@ def slopes(policy: str) -> tuple[float, float]:
     """Of the loss along a random direction under dropout, in fp64: by its gradient, and by a difference."""
     model = make_model(TOY, ToyArch(depth=1, dropout=0.2), dtype=torch.float64)
     items = [{name: tensor.double() for name, tensor in item.items()} for item in toy_items(2)]
-    run = Engine(policy=policy, compile="inductor")
+    run = BlockEngine(policy=policy, compile="inductor")
     directions = [torch.randn_like(parameter) for parameter in model.parameters()]
 
     def loss(shift: float) -> torch.Tensor:
@@ -152,7 +152,7 @@ def slopes(policy: str) -> tuple[float, float]:
                 parameter.add_(shift * direction)
         torch.manual_seed(11)
         sigma = torch.tensor([0.3, 0.8], dtype=torch.float64)
-        outputs = model(TOY.training.make_inputs([item["latents"] for item in items], sigma, items, 1.0), run=run)
+        outputs = model(TOY.training.make_inputs([item["latents"] for item in items], sigma, items, 1.0), engine=run)
         return sum((output.square().mean() for output in outputs), torch.zeros(()))
 
     loss(0.0).backward()

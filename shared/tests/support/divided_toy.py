@@ -19,7 +19,7 @@ class VariantCarry(NamedTuple):
     tokens: Float[Tensor, "batch tokens dim"]
     modulation: Float[Tensor, "batch 3 dim"]
     text: Float[Tensor, "batch text dim"]
-    key_mask: Tensor | None
+    padding_mask: Tensor | None
     sizes: tuple[tuple[int, ...], ...]
     image: Float[Tensor, "batch 1 dim"]
     """From the optional module of the embedding."""
@@ -104,8 +104,8 @@ class VariantModel(nn.Module):
             found += [self.join] if index == 1 else []
         return found
 
-    def forward(self, inputs: ToyInputs, run: Engine = run_plain) -> list[Tensor]:
-        return run(self, inputs)
+    def forward(self, inputs: ToyInputs, engine: Engine = run_plain) -> list[Tensor]:
+        return engine(self, inputs)
 
 
 VARIANT = altered(TOY, build=VariantModel)

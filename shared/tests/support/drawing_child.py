@@ -12,7 +12,7 @@ from unittest.mock import patch
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.previews.queue import waiting
-from ditkit_core.previews.worker import draw_waiting
+from ditkit_core.previews.worker import generate_waiting
 
 Behaviour = Literal["draws", "fails", "goes on", "is interrupted"]
 
@@ -40,7 +40,7 @@ class Child(subprocess.Popen):  # type: ignore[type-arg]  # generic for type che
 
     @property
     def _arguments(self) -> list[str]:
-        return self.command[self.command.index(self.spec.found_at) + 1 :]
+        return self.command[self.command.index(self.spec.import_path) + 1 :]
 
     def poll(self) -> int | None:
         return self.returncode
@@ -48,7 +48,7 @@ class Child(subprocess.Popen):  # type: ignore[type-arg]  # generic for type che
     def wait(self, timeout: float | None = None) -> int:
         if self.behaviour == "draws":
             folder, device, streamed, *left_out = self._arguments
-            draw_waiting(self.spec, Path(folder), device, self.streamed or int(streamed), left_out)
+            generate_waiting(self.spec, Path(folder), device, self.streamed or int(streamed), left_out)
             self.returncode = 0
         elif self.stdin.closed:
             self.returncode = 130

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.io.console import NullProgress
-from ditkit_core.models.conditions import Column, Controls
+from ditkit_core.models.conditions import ClipInputs, Column
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.specs import altered
 
@@ -39,10 +39,10 @@ class Given:
 
     kind, optional, items_at_once, identity = "given", True, 1, "given"
 
-    def uses(self, controls: Controls) -> tuple[str, ...]:
+    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         return tuple(column for column in ("control_video", "start_image") if column in controls.files)
 
-    def check(self, controls: Controls) -> None:
+    def check(self, controls: ClipInputs) -> None:
         self.encode([controls])
 
     def load(self) -> None:
@@ -52,7 +52,7 @@ class Given:
         pass
 
     def encode(
-        self, items: Sequence[Controls], advance: Callable[[float], None] = NullProgress.advance
+        self, items: Sequence[ClipInputs], advance: Callable[[float], None] = NullProgress.advance
     ) -> list[dict[str, Tensor]]:
         (item,) = items
         if not self.uses(item):

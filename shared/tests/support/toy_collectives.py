@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.fsdp import reduce_whole, shard
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
@@ -64,11 +64,11 @@ def over_ranks(exchange: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return kernel
 
 
-def counted(model: Any, run: Engine) -> tuple[dict[str, Tensor], dict[str, int]]:
+def counted(model: Any, engine: BlockEngine) -> tuple[dict[str, Tensor], dict[str, int]]:
     """A step, and its collectives of each kind but FSDP2's."""
     rank = dist.get_rank()
     with Calls() as calls:
-        found = step_of(TOY, model, toy_items(2)[rank : rank + 1], run, first=rank, of=2)
+        found = step_of(TOY, model, toy_items(2)[rank : rank + 1], engine, first=rank, of=2)
     kinds = ("all_to_all_single", "alltoall_base", "all_reduce", "allreduce")
     return found, {kind: calls.collectives[kind] for kind in kinds if calls.collectives[kind]}
 
@@ -77,7 +77,7 @@ def under_policies(build: Callable[[], Any], backend: str, policies: Sequence[st
     """Bits and collectives under each policy, by its name."""
     table, model, plain = {}, build(), dict[str, Tensor]()
     for policy in policies:
-        found, collectives = counted(model, Engine(policy=policy, backend=backend))
+        found, collectives = counted(model, BlockEngine(policy=policy, backend=backend))
         plain = plain or found
         table[policy] = {"differs": differences(found, plain), "collectives": collectives}
     return table
@@ -176,10 +176,10 @@ def tables_of_another_dtype() -> dict[str, Any]:
             block.mlp = Tabled(block.mlp, ARCH.dim)
         return model
 
-    joined = step_of(TOY, build(), toy_items(2), Engine(), of=2)
+    joined = step_of(TOY, build(), toy_items(2), BlockEngine(), of=2)
     model = build()
     shard(model, Precision())
-    found, collectives = counted(model, Engine(policy="attn_only"))
+    found, collectives = counted(model, BlockEngine(policy="attn_only"))
     again = under_policies(lambda: model, "sdpa")
     return {
         "apart": apart(found, joined), "collectives": collectives, "again": again, "unreduced": refused(model),

@@ -12,9 +12,9 @@ from torch import Tensor
 from toy_world import World
 
 from ditkit_core.data.media.clip import read_clip
-from ditkit_core.errors import NotEquipped, UserError
+from ditkit_core.errors import MissingDependency, UserError
 from ditkit_core.io.console import NullProgress
-from ditkit_core.models.conditions import Column, Controls
+from ditkit_core.models.conditions import ClipInputs, Column
 from ditkit_core.testing.specs import altered
 
 COLUMNS = (
@@ -30,18 +30,18 @@ class Way:
     kind, optional, items_at_once, identity = "way", False, 1, "way"
 
     def __init__(self) -> None:
-        self.asked: list[Controls] = []
+        self.asked: list[ClipInputs] = []
         self.lacks = ""
 
-    def uses(self, controls: Controls) -> tuple[str, ...]:
+    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         if self.lacks:
-            raise NotEquipped(f"{self.lacks} is not installed; install it")
+            raise MissingDependency(f"{self.lacks} is not installed; install it")
         used = tuple(column.name for column in COLUMNS if column.name in controls.files)
         if "direction" not in used and "poses" not in used:
             raise UserError(f"{controls.clip or 'a drawing'} has no direction and no poses; give one")
         return used
 
-    def check(self, controls: Controls) -> None:
+    def check(self, controls: ClipInputs) -> None:
         self.asked.append(controls)
         self.uses(controls)
         self._read(controls)
@@ -53,13 +53,13 @@ class Way:
         pass
 
     def encode(
-        self, items: Sequence[Controls], advance: Callable[[float], None] = NullProgress.advance
+        self, items: Sequence[ClipInputs], advance: Callable[[float], None] = NullProgress.advance
     ) -> list[dict[str, Tensor]]:
         (controls,) = items
         advance(1.0)
         return [self._read(controls)]
 
-    def _read(self, controls: Controls) -> dict[str, Tensor]:
+    def _read(self, controls: ClipInputs) -> dict[str, Tensor]:
         item, files = {}, controls.files
         if "control_video" in files:
             clip = read_clip(

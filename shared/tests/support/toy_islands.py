@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.fsdp import shard
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.attention import attend
@@ -38,7 +38,7 @@ class IslandBlock(ToyBlock):
                 shift, scale, gate = carry.modulation[:, :, None].unbind(1)
                 h = F.layer_norm(x.float(), x.shape[-1:]) * (1 + scale) + shift
             q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in self.qkv(h).chunk(3, -1))
-            y = self.out(attend(q, k, v, name="self", key_mask=carry.key_mask).flatten(2))
+            y = self.out(attend(q, k, v, name="self", padding_mask=carry.padding_mask).flatten(2))
             with torch.autocast("cpu", enabled=False):
                 x = x + y * gate
             q = self.query(x).unflatten(-1, (self.heads, -1))
@@ -55,7 +55,7 @@ class WeightsDtypeBlock(ToyBlock):
         shift, scale, gate = carry.modulation.float()[:, :, None].unbind(1)
         h = (F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift).to(dtype)
         q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in self.qkv(h).chunk(3, -1))
-        y = attend(q, k, v, name="self", key_mask=carry.key_mask).flatten(2)
+        y = attend(q, k, v, name="self", padding_mask=carry.padding_mask).flatten(2)
         x = x + gate * self.out(y).float()
         q = self.query(x.to(dtype)).unflatten(-1, (self.heads, -1))
         k, v = (t.unflatten(-1, (self.heads, -1)) for t in self.key_value(carry.text.to(dtype)).chunk(2, -1))
@@ -112,7 +112,7 @@ def shard_with_casts(model: Any) -> None:
 
 def _step(model: Any, policy: str) -> dict[str, Tensor]:
     rank = dist.get_rank()
-    return step_of(TOY, model, toy_items(2)[rank : rank + 1], Engine(policy=policy), first=rank, of=2)
+    return step_of(TOY, model, toy_items(2)[rank : rank + 1], BlockEngine(policy=policy), first=rank, of=2)
 
 
 def written_otherwise(block: type[ToyBlock], fsdp: str) -> dict[str, Any]:

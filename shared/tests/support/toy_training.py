@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.adapters import inject as adapters
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.precision import Precision
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.training.callbacks import Callback
@@ -19,7 +19,7 @@ from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optimizer import OptimConfig
 from ditkit_core.training.train_model import MicroBatch, TrainModel
-from ditkit_core.training.trainer import TrainConfig, Trainer, TrainerConfig, TrainingData, TrainResult
+from ditkit_core.training.trainer import DataLoader, TrainConfig, Trainer, TrainerConfig, TrainResult
 from ditkit_core.training.validation import HeldOutConfig, Validator
 
 
@@ -101,13 +101,13 @@ def toy_run(folder: Path, steps: int, *, method: str = "full", dropout: float = 
         "log": LogConfig(tensorboard=False),
     }
     data = given.pop("data", ToyData())
-    result = train(TrainModel(model, Engine(), TOY, trainable), data, folder=folder, **{**arguments, **given})
+    result = train(TrainModel(model, BlockEngine(), TOY, trainable), data, folder=folder, **{**arguments, **given})
     return Finished(result, {name: parameter.detach().clone() for name, parameter in trainable.items()})
 
 
 def train(
     model: TrainModel,
-    data: TrainingData,
+    data: DataLoader,
     *,
     folder: Path,
     held_out: HeldOutConfig,

@@ -10,7 +10,7 @@ from torch import Tensor
 from toy_world import World
 
 from ditkit_core.commands import cli
-from ditkit_core.models.encoders import Denoiser, SampleJob
+from ditkit_core.models.encoders import Denoiser, GenerationRequest
 from ditkit_core.models.spec import Expert, SampleDefaults
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToySampler, official_name
@@ -33,7 +33,7 @@ class Watching(ToySampler):
         super().__init__(torch.device("cpu"))
         self.steps: list[tuple[int, float, Tensor, float]] = []
 
-    def denoise(self, job: SampleJob) -> Generator[float, Denoiser, Tensor]:
+    def denoise(self, job: GenerationRequest) -> Generator[float, Denoiser, Tensor]:
         latents = torch.randn(4, 1, job.height // 4, job.width // 4, generator=torch.Generator().manual_seed(job.seed))
         history = torch.zeros_like(latents)
         for step in range(job.steps):

@@ -12,15 +12,16 @@ from toy_jobs import ARCH
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.block_swap import BlockSwap
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.placement import Placement
-from ditkit_core.planner.memory import Division
-from ditkit_core.planner.profiler import Job, fake_tensors, profile
-from ditkit_core.planner.reduced_model import materialise, thinned
+from ditkit_core.planner.memory import Partition
+from ditkit_core.planner.profiler import fake_tensors, profile
+from ditkit_core.planner.reduced_model import materialise, reduced_model
+from ditkit_core.planner.stage_costs import StepJob as Job
 from ditkit_core.testing.plans import divided, planned
-from ditkit_core.training.optimizer_in_backward import Updates
+from ditkit_core.training.optimizer_in_backward import OptimizerInBackward
 from ditkit_core.training.train_model import TrainModel
-from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, accumulate_gradients, total_norm, update
 
 HOST = torch.device("cpu")
@@ -40,10 +41,10 @@ def to_host(block: nn.Module, *, trained: bool) -> None:
                 module._parameters[name] = nn.Parameter(there, requires_grad=parameter.requires_grad)
 
 
-def held(of: Job, division: Division, *, pipelined: bool = False) -> list[int]:
+def held(of: Job, division: Partition, *, pipelined: bool = False) -> list[int]:
     """The highest of each device in the second step of a training: every block is there, and is streamed if it is to be."""
     full = of.adapter.method == "full"
-    model = thinned(of.spec, of.arch, of.precision, of.adapter, quantize=of.quantize, of_each=None).whole
+    model = reduced_model(of.spec, of.arch, of.precision, of.adapter, quantize=of.quantize, of_each=None).whole
     names = {id(module): name for name, module in model.named_modules()}
     devices = [torch.device("cpu", 1 + index) for index in range(1 + max(division.devices))]
     blocks = tuple(devices[index] for index in division.devices)
@@ -56,7 +57,7 @@ def held(of: Job, division: Division, *, pipelined: bool = False) -> list[int]:
         if division.streamed:
             placement = Placement(embed=devices[0], blocks=blocks, head=devices[-1], streamed=division.streamed)
             swap = BlockSwap(model, placement, trained=full)
-        trained = Trained(model, trainable_parameters(model), of.optim, of.ema, swap)
+        trained = TrainState(model, trainable_parameters(model), of.optim, of.ema, swap)
         items = [
             {name: torch.empty(x.shape, dtype=x.dtype, device=HOST) for name, x in item.items()} for item in of.batch
         ]
@@ -71,9 +72,9 @@ def held(of: Job, division: Division, *, pipelined: bool = False) -> list[int]:
             meter.poll()
             meter.restart_peak()
             meter.is_updating = fused
-            with Updates(trained.optimizer, of.optim.lr, readable=False) if fused else nullcontext():
+            with OptimizerInBackward(trained.optimizer, of.optim.lr, readable=False) if fused else nullcontext():
                 accumulate_gradients(
-                    TrainModel(model, Engine(policy=of.policy, passages=() if swap is None else (swap,)), of.spec),
+                    TrainModel(model, BlockEngine(policy=of.policy, hooks=() if swap is None else (swap,)), of.spec),
                     batches,
                     StepContext(step=step, seed=0, flow=of.flow, pipelined=pipelined),
                 )

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.testing.carries import check_carry
 from ditkit_core.testing.conformance import Conformance
 from ditkit_core.testing.toy import TOY, toy_items
@@ -94,7 +94,7 @@ def test_two_attention_calls_of_one_name_in_a_block_are_refused_before_backward(
     forward = block.forward
     block.forward = lambda carry: forward(forward(carry))
     with pytest.raises(RuntimeError, match="Duplicate"):
-        outcome(TOY, model, toy_items(1), Engine(policy="attn_only"))
+        outcome(TOY, model, toy_items(1), BlockEngine(policy="attn_only"))
 
 
 @pytest.mark.parametrize("policy", ["full", "attn_only"])
@@ -107,4 +107,4 @@ def test_without_the_generator_hook_dropout_would_be_replayed_wrong(
     model: Any = make_model(TOY, TOY.architecture.presets["dropout"])
     plain = outcome(TOY, model, toy_items(2), None)
     monkeypatch.setattr(GeneratorHook, "restore", lambda self, state: None)
-    assert outcome(TOY, model, toy_items(2), Engine(policy=policy)).differences(plain)
+    assert outcome(TOY, model, toy_items(2), BlockEngine(policy=policy)).differences(plain)

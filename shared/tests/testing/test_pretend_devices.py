@@ -7,7 +7,7 @@ import torch
 
 from ditkit_core.engine import ac_policies as checkpoint_policies
 from ditkit_core.engine.ac_policies import GeneratorHook
-from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, PretendTensor, divide, move_to, on_host
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model, outcome, train_shortly
@@ -94,12 +94,12 @@ def test_a_table_that_a_block_leaves_elsewhere_is_caught(policy):
     block, table = model.layers[1], torch.ones(32)
     forward = block.forward
     block.forward = lambda carry: forward(carry._replace(tokens=carry.tokens * table))
-    train_shortly(TOY, model, toy_items(2), Engine(policy=policy))
+    train_shortly(TOY, model, toy_items(2), BlockEngine(policy=policy))
     divide(model, [ONE, ONE, TWO, TWO])
     for left in (table, PretendTensor(table, ONE)):
         block.forward = lambda carry, left=left: forward(carry._replace(tokens=carry.tokens * left))
         with PretendDevices(), pytest.raises(RuntimeError, match="mixes tensors of .*cpu:2"):
-            train_shortly(TOY, model, toy_items(2), Engine(policy=policy))
+            train_shortly(TOY, model, toy_items(2), BlockEngine(policy=policy))
 
 
 # Dropout on several devices
@@ -138,7 +138,7 @@ def test_a_block_asks_for_the_generator_of_its_own_device_alone(policy, monkeypa
             running[0] = f"block {index}"
 
     with PretendDevices():
-        outcome(TOY, model, toy_items(2), Engine(policy=policy, passages=(Named(),)))
+        outcome(TOY, model, toy_items(2), BlockEngine(policy=policy, hooks=(Named(),)))
     assert {(block, device) for _, block, device in asked} == set(devices.items())
     assert {block for what, block, _ in asked if what == "restore"} == set(devices), "each was recomputed"
 

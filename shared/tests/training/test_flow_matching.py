@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.training.flow_matching import (
     FlowConfig,
     NoisedBatch,
-    draw_noise,
     loss_weight,
+    sample_noise,
     shift_sigma,
     sigma_at,
     velocity_errors,
@@ -85,7 +85,7 @@ def test_a_range_restricts_the_distribution_and_clamps_nothing():
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_draws_are_fp32_and_follow_the_quantiles(config):
-    draws = torch.stack([draw_noise(torch.zeros(1), config, config.shift, 1, place)[0] for place in range(2000)])
+    draws = torch.stack([sample_noise(torch.zeros(1), config, config.shift, 1, place)[0] for place in range(2000)])
     assert draws.dtype is torch.float32
     assert (draws >= config.min_sigma).all() and (draws <= config.max_sigma).all()
     quantiles = torch.quantile(draws.double(), torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))
@@ -95,12 +95,12 @@ def test_draws_are_fp32_and_follow_the_quantiles(config):
 def test_noise_is_a_function_of_its_names():
     latents = torch.zeros(4, 1, 3, 3)
     config = FlowConfig()
-    level, noise = draw_noise(latents, config, 5.0, 0, "noise", 7, 0, "clip")
+    level, noise = sample_noise(latents, config, 5.0, 0, "noise", 7, 0, "clip")
     torch.manual_seed(99)
-    again_level, again = draw_noise(latents, config, 5.0, 0, "noise", 7, 0, "clip")
+    again_level, again = sample_noise(latents, config, 5.0, 0, "noise", 7, 0, "clip")
     assert level == again_level and torch.equal(noise, again)
     for names in ((1, "noise", 7, 0, "clip"), (0, "noise", 8, 0, "clip"), (0, "noise", 7, 0, "other")):
-        other_level, other = draw_noise(latents, config, 5.0, *names)
+        other_level, other = sample_noise(latents, config, 5.0, *names)
         assert other_level != level and not torch.equal(other, noise)
 
 
@@ -165,7 +165,7 @@ def test_the_target_is_noise_minus_data_and_sizes_count_alike():
     noise = [torch.randn(item["latents"].shape, generator=torch.Generator().manual_seed(3)) for item in items]
     sigma = torch.tensor([0.25, 1.0])
     model = Oracle(items, noise, [2.0, -3.0])
-    errors = velocity_errors(TrainModel(model, Engine(), TOY), NoisedBatch(items, sigma, noise), 1.0)
+    errors = velocity_errors(TrainModel(model, BlockEngine(), TOY), NoisedBatch(items, sigma, noise), 1.0)
     assert errors.dtype is torch.float32
     assert torch.allclose(errors, torch.tensor([4.0, 9.0]))
     assert torch.allclose(model.inputs.latents[0], 0.75 * items[0]["latents"] + 0.25 * noise[0])

@@ -9,13 +9,13 @@ from torch.nn.attention.flex_attention import flex_attention
 from toy_training import ToyBatch
 
 from ditkit_core.adapters.inject import trainable_parameters
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.nn.attention_backends import BACKENDS, Backend
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.flow_matching import FlowConfig
-from ditkit_core.training.nan_debug import first_not_finite
+from ditkit_core.training.nan_debug import find_first_nonfinite
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
@@ -24,12 +24,12 @@ ARCH = ToyArch(dim=16, depth=3)
 INF, NAN = float("inf"), float("nan")
 
 
-def failure(model: Any, run: Engine | None = None, *, ragged: bool = False) -> NonFiniteLoss:
+def failure(model: Any, engine: BlockEngine | None = None, *, ragged: bool = False) -> NonFiniteLoss:
     batch = ToyBatch(["clip 0", "clip 1"], toy_items(2, ragged=ragged))
     optimizer = NamedOptimizer(trainable_parameters(model), OptimConfig())
     with pytest.raises(NonFiniteLoss) as error:
         training_step(
-            TrainModel(model, run or Engine(), TOY),
+            TrainModel(model, engine or BlockEngine(), TOY),
             [batch],
             optimizer,
             StepContext(step=3, seed=1, flow=FlowConfig()),
@@ -45,14 +45,14 @@ def test_the_masks_of_blocks_before_are_not_blamed(backend: str, dropout: float,
     model = make_model(TOY, ToyArch(dim=16, depth=3, dropout=dropout))
     with torch.no_grad():
         model.layers[2].mlp[0].weight[0, 0] = NAN
-    where = failure(model, Engine(backend=backend, policy=policy), ragged=True).evidence["where"]
+    where = failure(model, BlockEngine(backend=backend, policy=policy), ragged=True).evidence["where"]
     assert (where["stage"], where["module"], where["operation"]) == ("block 2", "layers.2.mlp.0", "aten.addmm")
 
 
 def test_a_gradient_behind_masks_is_found_in_the_backward() -> None:
     model = make_model(TOY, ARCH)
     model.layers[1].out.weight.register_hook(lambda gradient: gradient * INF)
-    where = failure(model, Engine(backend="sdpa_math", policy="full"), ragged=True).evidence["where"]
+    where = failure(model, BlockEngine(backend="sdpa_math", policy="full"), ragged=True).evidence["where"]
     assert where["pass"] in ("backward", "recompute") and where["operation"] == "aten.mul"
 
 
@@ -62,7 +62,7 @@ def looked_at(model: Any, compute: Any) -> dict[str, Any] | None:
     model.layers[1].forward = lambda carry: plain(carry._replace(tokens=compute(carry.tokens)))
     item = toy_items(1)[0]
     inputs = TOY.training.make_inputs([item["latents"]], torch.tensor([0.5]), [item], 1.0)
-    return first_not_finite(model, lambda: model(inputs, Engine())[0].square().mean())
+    return find_first_nonfinite(model, lambda: model(inputs, BlockEngine())[0].square().mean())
 
 
 def masks(x: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def test_the_second_look_computes_attention_by_sdpa_in_place_of_flex(monkeypatch
     model = make_model(TOY, ARCH)
     with torch.no_grad():
         model.layers[1].mlp[0].weight[0, 0] = NAN
-    where = failure(model, Engine(backend="flex")).evidence["where"]
+    where = failure(model, BlockEngine(backend="flex")).evidence["where"]
     assert where["module"] == "layers.1.mlp.0"
     assert len(calls) == 2 * 3, "two calls in each block, of the step alone"
 
@@ -145,7 +145,7 @@ def test_a_second_look_that_fails_does_not_hide_the_failure(error: Exception, mo
     def fails(model: Any, loss_of: Any) -> None:
         raise error
 
-    monkeypatch.setattr("ditkit_core.training.train_step.first_not_finite", fails)
+    monkeypatch.setattr("ditkit_core.training.train_step.find_first_nonfinite", fails)
     model = make_model(TOY, ARCH)
     with torch.no_grad():
         model.head.out.bias.fill_(NAN)
@@ -159,7 +159,7 @@ def test_a_mistake_in_the_second_look_is_not_swallowed(monkeypatch: pytest.Monke
     def fails(model: Any, loss_of: Any) -> None:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr("ditkit_core.training.train_step.first_not_finite", fails)
+    monkeypatch.setattr("ditkit_core.training.train_step.find_first_nonfinite", fails)
     model = make_model(TOY, ARCH)
     with torch.no_grad():
         model.head.out.bias.fill_(NAN)

@@ -14,19 +14,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from toy_training import ToyBatch, ToyData, toy_model, toy_run
 from toy_world import World, equal
 
-from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
-from ditkit_core.planner.memory_tracker import Ledger
+from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.testing.pretend_devices import PretendDevices, divide, on_host
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.training.checkpoint import SaveConfig, load_state
 from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
-from ditkit_core.training.optimizer_in_backward import Updates
+from ditkit_core.training.optimizer_in_backward import OptimizerInBackward
 from ditkit_core.training.train_model import TrainModel
-from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
 from ditkit_core.training.trainer import TrainConfig, check_fused_backward
 
@@ -49,13 +49,13 @@ def train(folder, steps, name="adamw", *, fused, method="full", dropout=0.1, **g
 
 def trained(*, fused, name="adamw", method="full", dropout=0.0):
     model, parameters = toy_model(method, dropout=dropout)
-    return model, Trained(model, parameters, optim(name, fused=fused), EMAConfig()).optimizer
+    return model, TrainState(model, parameters, optim(name, fused=fused), EMAConfig()).optimizer
 
 
 def step(model, optimizer, *, number=3, run=None, num_items=2):
     batch = ToyBatch([f"clip {i}" for i in range(num_items)], toy_items(num_items))
     return training_step(
-        TrainModel(model, run or Engine(), TOY),
+        TrainModel(model, run or BlockEngine(), TOY),
         [batch],
         optimizer,
         StepContext(step=number, seed=1, flow=FLOW),
@@ -113,13 +113,13 @@ class Watch:
         self.seen, update = [], optimizer.step_one
         optimizer.step_one = lambda name, lr: (self.seen.append(name), update(name, lr))
 
-    def enter(self, index, block):
+    def pre_forward(self, index, block):
         pass
 
-    def leave(self, index, block, carry):
+    def post_forward(self, index, block, carry):
         pass
 
-    def backward(self, index, block):
+    def pre_backward(self, index, block):
         self.seen.append(index)
 
 
@@ -129,7 +129,7 @@ def test_each_parameter_is_updated_once_and_before_the_block_in_front_begins(pol
     """Whoever streams a block's weights may take them away when the passage tells of the block before it."""
     model, optimizer = trained(fused=True, method=method)
     watch = Watch(optimizer)
-    step(model, optimizer, run=Engine(policy=policy, passages=(watch,)))
+    step(model, optimizer, run=BlockEngine(policy=policy, hooks=(watch,)))
     updated = [name for name in watch.seen if isinstance(name, str)]
     assert sorted(updated) == sorted(optimizer.parameters)
     assert [entry for entry in watch.seen if isinstance(entry, int)] == [1, 0]
@@ -147,7 +147,7 @@ def test_no_policy_changes_a_bit(policy, method):
     model, fused = trained(fused=True, method=method, dropout=0.3)
     for number in range(3):
         expected = step(plain_model, plain, number=number)
-        assert step(model, fused, number=number, run=Engine(policy=policy)) == expected
+        assert step(model, fused, number=number, run=BlockEngine(policy=policy)) == expected
     assert same(plain, fused) and not fused.gradients()
 
 
@@ -174,7 +174,7 @@ def test_a_parameter_of_two_uses_is_updated_once_and_one_of_none_counts_its_step
         one.zero_grad()
         (plain(x) if number else plain(x) + plain.idle.sum()).backward()
         one.step(0.1)
-        with Updates(other, 0.1) as updates:
+        with OptimizerInBackward(other, 0.1) as updates:
             (fused(x) if number else fused(x) + fused.idle.sum()).backward()
         assert sorted(updates.updated) == (["used"] if number else ["idle", "used"])
     assert same(one, other)
@@ -186,7 +186,7 @@ def test_outside_of_a_step_a_backward_updates_nothing():
     model = Shared()
     before = model.used.detach().clone()
     optimizer = NamedOptimizer(dict(model.named_parameters()), optim("adamw", fused=True))
-    with Updates(optimizer, 0.1):
+    with OptimizerInBackward(optimizer, 0.1):
         pass
     model(torch.ones(2, 3)).backward()
     assert torch.equal(model.used, before) and model.used.grad is not None
@@ -201,7 +201,7 @@ def test_a_loss_that_is_not_finite_is_found_before_anything_is_updated(tmp_path)
     before, watch = {name: p.detach().clone() for name, p in optimizer.parameters.items()}, Watch(optimizer)
     with pytest.raises(NonFiniteLoss) as error:
         training_step(
-            TrainModel(model, Engine(passages=(watch,)), TOY),
+            TrainModel(model, BlockEngine(hooks=(watch,)), TOY),
             [data.micro_batch(4)],
             optimizer,
             StepContext(step=4, seed=1, flow=FLOW),
@@ -263,7 +263,7 @@ def bytes_above(policy, *, fused):
 
     def once():
         training_step(
-            TrainModel(model, Engine(policy=policy), TOY),
+            TrainModel(model, BlockEngine(policy=policy), TOY),
             [one_token],
             optimizer,
             StepContext(step=0, seed=1, flow=FLOW),
@@ -273,7 +273,7 @@ def bytes_above(policy, *, fused):
         optimizer.zero_grad()
 
     once()  # makes the state
-    with Ledger() as ledger:
+    with MemoryTracker() as ledger:
         ledger.track(model, "weights")
         ledger.track(optimizer.state()[0], "optimizer")
         ledger.restart_peak()
@@ -301,7 +301,7 @@ def test_a_divided_model_is_updated_to_the_bit(name):
     for number in range(3):
         expected = step(plain_model, plain, number=number)
         with PretendDevices():
-            assert step(model, fused, number=number, run=Engine(policy="full")) == expected
+            assert step(model, fused, number=number, run=BlockEngine(policy="full")) == expected
     assert same(plain, fused)
     assert {tensor.device for key, tensor in fused.state()[0].items() if "exp_avg" in key} <= {one, two}
 
@@ -311,7 +311,7 @@ def test_values_that_cannot_be_read_are_not_looked_at():
     with FakeTensorMode(allow_non_fake_inputs=True):
         weights = {str(i): nn.Parameter(torch.empty(4, 4, device=f"cpu:{i}")) for i in range(2)}
         optimizer = NamedOptimizer(weights, optim("adamw", fused=True))
-        with Updates(optimizer, 0.1, readable=False) as updates:
+        with OptimizerInBackward(optimizer, 0.1, readable=False) as updates:
             x = torch.ones(4, 4, device="cpu:0") @ weights["0"]
             (x.to("cpu:1") @ weights["1"]).sum().backward()
     assert updates.updated == ["1", "0"] and not optimizer.gradients()
@@ -346,7 +346,7 @@ def test_threads_of_two_devices_update_side_by_side(name):
             for thread in range(4):
                 backward(plain, thread)
             plain.step(0.01)
-            with Updates(fused, 0.01) as updates:
+            with OptimizerInBackward(fused, 0.01) as updates:
                 threads = [threading.Thread(target=backward, args=(fused, thread)) for thread in range(4)]
                 [thread.start() for thread in threads]
                 [thread.join() for thread in threads]

@@ -8,7 +8,7 @@ from saved_states import CLIPS, numbers
 from toy_training import ToyBatch, ToyData, toy_model, toy_run
 
 from ditkit_core.adapters.inject import AdapterConfig, trainable_parameters
-from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.testing.conformance_swap import stream
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to
@@ -16,7 +16,7 @@ from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
-from ditkit_core.training.tensor_stats import Drift, Made, Reading, Watch, magnitudes, smallness
+from ditkit_core.training.tensor_stats import BlockStats, DriftMonitor, StatsRecorder, StepStats, magnitudes, smallness
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
 from ditkit_core.training.trainer import TrainConfig
@@ -33,7 +33,7 @@ def step(model, run=None, *, watch=None, fused=False, micro_batches=2, number=3)
     trainable = trainable_parameters(model)
     optimizer = NamedOptimizer(trainable, OptimConfig(fused_backward=fused))
     return training_step(
-        TrainModel(model, run or Engine(), TOY),
+        TrainModel(model, run or BlockEngine(), TOY),
         batches,
         optimizer,
         StepContext(step=number, seed=1, flow=FLOW),
@@ -84,24 +84,26 @@ def freeze_key_biases(model, *, but=None):
 def test_a_reading_is_of_what_each_block_made(policy, method):
     model = make_model(TOY, ARCH, adapter=ADAPTER if method == "lora" else None)
     freeze_key_biases(model)
-    seen, watch = Seen(model), Watch()
-    step(model, Engine(policy=policy), watch=watch)
+    seen, watch = Seen(model), StatsRecorder()
+    step(model, BlockEngine(policy=policy), watch=watch)
     found = watch.reading
-    assert found.largest == {Made(i, "tokens"): value for i, value in seen.largest.items()}, "nothing that is passed on"
+    assert found.largest == {BlockStats(i, "tokens"): value for i, value in seen.largest.items()}, (
+        "nothing that is passed on"
+    )
     assert len(seen.largest) == 3 and set(found.not_finite.values()) == {0}
     assert found.underflow == 0.0 and found.worst == ""
 
 
 def test_evaluations_are_not_looked_at():
-    model, watch = make_model(TOY, ARCH), Watch()
+    model, watch = make_model(TOY, ARCH), StatsRecorder()
     with torch.no_grad():
-        watch.leave(0, model.blocks()[0], (torch.ones(3),))
+        watch.post_forward(0, model.blocks()[0], (torch.ones(3),))
     assert watch.packed() == []
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_that_underflow_are_counted_and_the_worst_is_named(fused):
-    model, watch = make_model(TOY, ARCH), Watch()
+    model, watch = make_model(TOY, ARCH), StatsRecorder()
     halves = model.layers[1].out.weight, model.layers[0].qkv.bias
     freeze_key_biases(model, but=halves[1])
     halves[0].register_hook(lambda g: torch.cat([g[:12], 0 * g[12:]]))
@@ -114,17 +116,17 @@ def test_gradients_that_underflow_are_counted_and_the_worst_is_named(fused):
 
 def test_at_the_first_step_of_an_adapter_nothing_underflows():
     model, _ = toy_model("lora")
-    watch = Watch()
+    watch = StatsRecorder()
     step(model, watch=watch)
     assert watch.reading.underflow == 0.0, "B is 0, and so is the gradient of A"
 
 
 def test_divided_and_streamed_models_read_the_same():
-    plain, watches = make_model(TOY, ARCH), [Watch() for _ in range(3)]
+    plain, watches = make_model(TOY, ARCH), [StatsRecorder() for _ in range(3)]
     expected = step(plain, watch=watches[0], fused=True, micro_batches=1)
     model = make_model(TOY, ARCH)
     swap = stream(model, 1, trained=True)
-    assert step(model, Engine(passages=(swap,)), watch=watches[1], fused=True, micro_batches=1) == expected
+    assert step(model, BlockEngine(hooks=(swap,)), watch=watches[1], fused=True, micro_batches=1) == expected
     with PretendDevices():
         model = make_model(TOY, ARCH)
         places = [torch.device("cpu"), torch.device("cpu:1"), torch.device("cpu:1")]
@@ -141,7 +143,7 @@ def test_divided_and_streamed_models_read_the_same():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_watched_run_is_the_same_to_the_bit(policy, tmp_path, monkeypatch):
     runs = {}
-    monkeypatch.setattr("toy_training.Engine", lambda: Engine(policy=policy))
+    monkeypatch.setattr("toy_training.Engine", lambda: BlockEngine(policy=policy))
     for every in (0, 2):
         config = TrainConfig(steps=5, batch_size=2, accumulation=2, seed=5, sentinels=every)
         runs[every] = toy_run(tmp_path / str(every), 5, config=config, held_out_clips=CLIPS)
@@ -166,13 +168,13 @@ def test_a_run_that_goes_on_compares_with_its_beginning(tmp_path):
 
 
 def reading(*largest, not_finite=0):
-    made = {Made(i, "tokens"): value for i, value in enumerate(largest)}
-    return Reading(largest=made, not_finite=dict.fromkeys(made, not_finite), underflow=0.25, worst="a.weight")
+    made = {BlockStats(i, "tokens"): value for i, value in enumerate(largest)}
+    return StepStats(largest=made, not_finite=dict.fromkeys(made, not_finite), underflow=0.25, worst="a.weight")
 
 
 def test_drift_is_said_once_and_names_the_first_block():
     said = []
-    drift = Drift(65504.0, said.append)
+    drift = DriftMonitor(65504.0, said.append)
     assert drift.take(1, reading(2.0, 4.0, 8.0))["activation_drift"] == 1.0
     found = drift.take(51, reading(3.0, 41.0, 80.1))
     assert found == {
@@ -206,8 +208,8 @@ def failure(model, run=None, **given):
 
 def engine_of(kind, model):
     if kind != "streamed":
-        return Engine(policy=kind)
-    return Engine(passages=(stream(model, 1),))
+        return BlockEngine(policy=kind)
+    return BlockEngine(hooks=(stream(model, 1),))
 
 
 KINDS = [*POLICIES, "streamed"]
@@ -265,7 +267,7 @@ def test_a_sample_that_is_not_finite_is_not_the_models_fault():
     optimizer = NamedOptimizer(trainable_parameters(model), OptimConfig())
     with pytest.raises(NonFiniteLoss, match=r"\(first in inputs, aten.mul in the forward; samples clip 1\)"):
         training_step(
-            TrainModel(model, Engine(), TOY),
+            TrainModel(model, BlockEngine(), TOY),
             [ToyBatch(["clip 0", "clip 1"], items)],
             optimizer,
             StepContext(step=3, seed=1, flow=FLOW),

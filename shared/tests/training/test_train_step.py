@@ -6,16 +6,16 @@ import pytest
 import torch
 from toy_training import ToyBatch, toy_model
 
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.testing.toy import TOY, ToyInputs, toy_items
 from ditkit_core.training import train_step as step_module
-from ditkit_core.training.flow_matching import FlowConfig, draw_noise, loss_weight
+from ditkit_core.training.flow_matching import FlowConfig, loss_weight, sample_noise
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import NonFiniteLoss, StepContext, accumulate_gradients, training_step
 
 FLOW = FlowConfig(weighting="bell")
-PLAIN = Engine()
+PLAIN = BlockEngine()
 
 
 def batches(sizes, *, ragged=False):
@@ -30,7 +30,7 @@ def batches(sizes, *, ragged=False):
 def gradients(sizes, *, ragged=False):
     model, trainable = toy_model()
     losses = accumulate_gradients(
-        TrainModel(model, Engine(), TOY), batches(sizes, ragged=ragged), StepContext(step=3, seed=1, flow=FLOW)
+        TrainModel(model, BlockEngine(), TOY), batches(sizes, ragged=ragged), StepContext(step=3, seed=1, flow=FLOW)
     )
     return {name: p.grad for name, p in trainable.items()}, torch.cat(losses.weighted)
 
@@ -64,7 +64,7 @@ def test_loss_and_gradient_are_those_of_the_weighted_mean_written_out():
     reference, expected = toy_model()
     total = torch.zeros(())
     for place, (name, item) in enumerate((n, i) for batch in made for n, i in zip(batch.ids, batch.items, strict=True)):
-        sigma, noise = draw_noise(item["latents"], FLOW, 5.0, 1, "noise", 3, place, name)
+        sigma, noise = sample_noise(item["latents"], FLOW, 5.0, 1, "noise", 3, place, name)
         noised = (1 - sigma) * item["latents"] + sigma * noise
         velocity = reference(ToyInputs([noised], sigma[None], [item["text"]]))[0]
         total = total + loss_weight(sigma, FLOW, 5.0) * (velocity - (noise - item["latents"])).square().mean() / 3
@@ -78,7 +78,7 @@ def test_loss_and_gradient_are_those_of_the_weighted_mean_written_out():
 def test_dropout_has_a_mask_of_its_own_in_every_step_and_micro_batch(monkeypatch):
     item = toy_items(1)[0]
     same = torch.tensor(0.5), torch.ones_like(item["latents"])
-    monkeypatch.setattr(step_module, "draw_noise", lambda *names: same)
+    monkeypatch.setattr(step_module, "sample_noise", lambda *names: same)
     model, _ = toy_model(dropout=0.5)
     twice = [ToyBatch(["clip"], [item]), ToyBatch(["clip"], [item])]
     losses = []
@@ -92,7 +92,7 @@ def test_a_sample_that_comes_twice_in_a_step_has_two_noises():
     model, _ = toy_model()
     item = toy_items(1)[0]
     twice = [ToyBatch(["clip", "clip"], [item, item])]
-    losses = accumulate_gradients(TrainModel(model, Engine(), TOY), twice, StepContext(step=0, seed=1, flow=FLOW))
+    losses = accumulate_gradients(TrainModel(model, BlockEngine(), TOY), twice, StepContext(step=0, seed=1, flow=FLOW))
     assert losses.sigmas[0][0] != losses.sigmas[0][1]
 
 
@@ -100,7 +100,9 @@ def test_the_update_is_the_optimizers_own():
     model, trainable = toy_model()
     result = step(model, NamedOptimizer(trainable, OptimConfig(weight_decay=0.0)), batches((2,)))
     reference, expected = toy_model()
-    accumulate_gradients(TrainModel(reference, Engine(), TOY), batches((2,)), StepContext(step=3, seed=1, flow=FLOW))
+    accumulate_gradients(
+        TrainModel(reference, BlockEngine(), TOY), batches((2,)), StepContext(step=3, seed=1, flow=FLOW)
+    )
     norm = torch.stack([p.grad.norm() for p in expected.values()]).norm()
     assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
     torch.optim.AdamW(expected.values(), lr=0.01, weight_decay=0.0, fused=True).step()
@@ -153,7 +155,7 @@ def test_the_engine_changes_no_number(policy):
     plain, plain_weights = toy_model(dropout=0.3)
     other, other_weights = toy_model(dropout=0.3)
     first = step(plain, NamedOptimizer(plain_weights, OptimConfig()), batches((2, 1)))
-    second = step(other, NamedOptimizer(other_weights, OptimConfig()), batches((2, 1)), run=Engine(policy=policy))
+    second = step(other, NamedOptimizer(other_weights, OptimConfig()), batches((2, 1)), run=BlockEngine(policy=policy))
     assert first == second
     assert all(torch.equal(plain_weights[name], other_weights[name]) for name in plain_weights)
 
@@ -164,7 +166,7 @@ def by_hand(micro_batches, factors, counted):
     total, place = torch.zeros(()), 0
     for batch, factor in zip(micro_batches, factors, strict=True):
         for name, item in zip(batch.ids, batch.items, strict=True):
-            sigma, noise = draw_noise(item["latents"], FLOW, 5.0, 1, "noise", 3, place, name)
+            sigma, noise = sample_noise(item["latents"], FLOW, 5.0, 1, "noise", 3, place, name)
             noised = (1 - sigma) * item["latents"] + sigma * noise
             velocity = model(ToyInputs([noised], sigma[None], [item["text"]]))[0]
             error = (velocity - (noise - item["latents"])).square().mean()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from toy_training import Calls, ToyBatch, ToyData, toy_model, toy_run
 
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io.signals import Interrupts
 from ditkit_core.nn.parameters import copy_values
@@ -22,7 +22,7 @@ from ditkit_core.training.metrics import LogConfig
 from ditkit_core.training.optimizer import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.trainer import TrainConfig
-from ditkit_core.training.validation import HeldOutConfig, held_out_loss
+from ditkit_core.training.validation import HeldOutConfig, validation_loss
 
 CLIPS = ToyBatch(["held 0", "held 1"], toy_items(2, seed=9))
 
@@ -122,11 +122,13 @@ def test_the_average_is_what_is_measured(tmp_path):
     model, trainable = toy_model(dropout=0.1)
     copy_values(trainable, load_state(done.result.save).tensors["ema"])
     assert (
-        held_out_loss(TrainModel(model, Engine(), TOY), CLIPS.ids, CLIPS.items, (0.3, 0.8)).mean == done.result.held_out
+        validation_loss(TrainModel(model, BlockEngine(), TOY), CLIPS.ids, CLIPS.items, (0.3, 0.8)).mean
+        == done.result.held_out
     )
     copy_values(trainable, done.parameters)
     assert (
-        held_out_loss(TrainModel(model, Engine(), TOY), CLIPS.ids, CLIPS.items, (0.3, 0.8)).mean != done.result.held_out
+        validation_loss(TrainModel(model, BlockEngine(), TOY), CLIPS.ids, CLIPS.items, (0.3, 0.8)).mean
+        != done.result.held_out
     )
 
 
@@ -146,7 +148,7 @@ def test_exports_see_the_average_and_saves_the_trained_weights(tmp_path):
             super().__init__(model, parameters, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, "Trained", Spy)
+        patch.setattr(train_module, "TrainState", Spy)
         done = toy_run(tmp_path, 4, callbacks=[Calls(save=look)])
     assert seen == [True]
     trained = load_state(done.result.save).tensors["trainable"]

@@ -6,20 +6,26 @@ import pytest
 import torch
 from toy_training import toy_model
 
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import make_model
 from ditkit_core.training.train_model import TrainModel
-from ditkit_core.training.validation import Course, HeldOutConfig, HeldOutLoss, held_out_loss, sigmas_between
+from ditkit_core.training.validation import (
+    HeldOutConfig,
+    ValidationHistory,
+    ValidationResult,
+    sigmas_between,
+    validation_loss,
+)
 
 SIGMAS = (0.2, 0.5, 0.9)
 
 
 def measure(model, ids=("a", "b", "c"), sigmas=SIGMAS):
     items = dict(zip("abc", toy_items(3, ragged=True), strict=True))
-    return held_out_loss(TrainModel(model, Engine(), TOY), ids, [items[name] for name in ids], sigmas)
+    return validation_loss(TrainModel(model, BlockEngine(), TOY), ids, [items[name] for name in ids], sigmas)
 
 
 def test_noise_levels_reach_the_model_in_fp32_as_they_were_named():
@@ -31,7 +37,9 @@ def test_noise_levels_reach_the_model_in_fp32_as_they_were_named():
         return TOY.training.make_inputs(noised, sigma, items, guidance)
 
     model = make_model(TOY, TOY.architecture.presets["tiny"], dtype=torch.bfloat16)
-    held_out_loss(TrainModel(model, Engine(), altered(TOY, make_inputs=seeing)), ["a"], toy_items(1), (0.9937,), 3.5)
+    validation_loss(
+        TrainModel(model, BlockEngine(), altered(TOY, make_inputs=seeing)), ["a"], toy_items(1), (0.9937,), 3.5
+    )
     ((sigma, guidance),) = seen
     assert torch.equal(sigma, torch.tensor([0.9937])) and guidance == 3.5
 
@@ -71,7 +79,7 @@ def test_modes_are_put_back_after_an_error():
     model, _ = toy_model()
     model.train()
     with pytest.raises(KeyError):
-        held_out_loss(TrainModel(model, Engine(), TOY), ["a"], [{"latents": toy_items(1)[0]["latents"]}], SIGMAS)
+        validation_loss(TrainModel(model, BlockEngine(), TOY), ["a"], [{"latents": toy_items(1)[0]["latents"]}], SIGMAS)
     assert all(module.training for module in model.modules())
 
 
@@ -97,13 +105,13 @@ def test_settings_out_of_range_are_refused(fields):
 
 def grid_of(*clips, sigmas=(0.2, 0.8)):
     """A measurement with these errors at each level: clip by clip, level by level."""
-    return HeldOutLoss.of({sigma: [clip[place] for clip in clips] for place, sigma in enumerate(sigmas)})
+    return ValidationResult.of({sigma: [clip[place] for clip in clips] for place, sigma in enumerate(sigmas)})
 
 
 def test_the_interval_is_of_each_clip_against_itself():
     """Clips differ by far more than training changed them; paired, that drops out."""
     before = grid_of((1.0, 2.0), (5.0, 9.0), (30.0, 40.0))
-    course = Course()
+    course = ValidationHistory()
     first = course.take(before, first=True)
     assert first == {"held_out": before.mean, "held_out/sigma_0.2": 12.0, "held_out/sigma_0.8": 17.0}
     assert course.interval is None
@@ -123,7 +131,7 @@ def test_the_interval_is_of_each_clip_against_itself():
 def test_clips_are_the_units_not_noise_levels():
     """Two clips have one degree of freedom, however many levels each is measured at."""
     sigmas = tuple(i / 10 for i in range(10))
-    course = Course()
+    course = ValidationHistory()
     course.take(grid_of((1.0,) * 10, (2.0,) * 10, sigmas=sigmas), first=True)
     numbers = course.take(grid_of((0.9,) * 10, (1.7,) * 10, sigmas=sigmas), first=False)
     half = (numbers["held_out_high"] - numbers["held_out_low"]) / 2
@@ -135,7 +143,7 @@ def test_windows_of_one_file_are_one_unit():
     before = grid_of((1.0, 1.0), (1.0, 1.0), (2.0, 2.0), (2.0, 2.0))
     now = grid_of((0.9, 0.9), (0.9, 0.9), (1.7, 1.7), (1.7, 1.7))
     for files, half in ((("a", "a", "b", "b"), 12.706 * 0.1), ((), 3.182 * (0.04 / 3) ** 0.5 / 2)):
-        course = Course()
+        course = ValidationHistory()
         course.take(before, first=True)
         numbers = course.take(now, first=False, files=files)
         for name in ("held_out", "held_out/sigma_0.2"):
@@ -143,14 +151,14 @@ def test_windows_of_one_file_are_one_unit():
 
 
 def test_one_clip_has_no_interval_and_neither_has_a_grid_that_changed():
-    course = Course()
+    course = ValidationHistory()
     course.take(grid_of((1.0, 2.0)), first=True)
     assert course.take(grid_of((0.5, 1.0)), first=False).keys() == {
         "held_out",
         "held_out/sigma_0.2",
         "held_out/sigma_0.8",
     }
-    course = Course()
+    course = ValidationHistory()
     course.take(grid_of((1.0, 2.0), (3.0, 4.0)), first=True)
     numbers = course.take(grid_of((0.5, 1.0), (2.0, 3.0), sigmas=(0.2, 0.7)), first=False)
     assert "held_out/sigma_0.2_low" in numbers and "held_out/sigma_0.7_low" not in numbers
@@ -158,15 +166,15 @@ def test_one_clip_has_no_interval_and_neither_has_a_grid_that_changed():
 
 
 def test_a_course_goes_on_from_what_a_save_holds():
-    course = Course()
+    course = ValidationHistory()
     course.take(grid_of((1.0, 2.0), (3.0, 4.0)), first=True)
     course.take(grid_of((0.5, 1.0), (2.0, 3.5)), first=False)
-    again = Course(json.loads(json.dumps(course.state())))
+    again = ValidationHistory(json.loads(json.dumps(course.state())))
     assert (again.before, again.last, again.interval) == (course.before, course.last, course.interval)
     assert again.state() == course.state()
     later = grid_of((0.25, 0.5), (1.0, 1.5))
     assert again.take(later, first=False) == course.take(later, first=False)
-    old = Course({"held_out_before": 2.5, "held_out_last": 2.0})  # of a version without intervals
+    old = ValidationHistory({"held_out_before": 2.5, "held_out_last": 2.0})  # of a version without intervals
     assert (old.before, old.last) == (2.5, 2.0) and "held_out_low" not in old.take(later, first=False)
 
 

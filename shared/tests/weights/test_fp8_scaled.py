@@ -15,13 +15,13 @@ from ditkit_core.adapters.export import ExportConfig, check_export, export_adapt
 from ditkit_core.adapters.inject import AdapterConfig, adapter_layers
 from ditkit_core.adapters.read import BaseConfig
 from ditkit_core.commands import cli
-from ditkit_core.engine.placement import place
+from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.quantized_linear import quantized_weights
-from ditkit_core.run.prepare import Prepared, build, load
+from ditkit_core.run.prepare import LoadedModel, build_meta_model, load_weights
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form, toy_items
 from ditkit_core.weights.fp8_scaled import num_scaled, open_weights
 
@@ -85,12 +85,12 @@ def write(folder: Path, state: State, header: dict[str, str] | None = None) -> P
 def prepared(
     path: Path, quantize: str = "none", *, adapter: AdapterConfig | None = None, merge: tuple[str, ...] = (),
     precision: Precision = FP32, say: Callable[[str], None] = lambda line: None,
-) -> Prepared:  # fmt: skip
-    unloaded = build(
-        TOY, Components(transformer=str(path), preset="tiny"), adapter or AdapterConfig(rank=4),
+) -> LoadedModel:  # fmt: skip
+    unloaded = build_meta_model(
+        TOY, ModelPaths(transformer=str(path), preset="tiny"), adapter or AdapterConfig(rank=4),
         BaseConfig(quantize=quantize, merge=merge), precision=precision, say=say,
     )  # fmt: skip
-    return load(unloaded, placement=place(unloaded.model, [CPU]), seed=0)
+    return load_weights(unloaded, placement=place_blocks(unloaded.model, [CPU]), seed=0)
 
 
 def outputs(model: nn.Module) -> torch.Tensor:
@@ -278,7 +278,7 @@ def test_scales_without_their_matrices_are_named_as_such(tmp_path):
 # Written
 
 
-def adapted(path: Path, quantize: str = "none") -> Prepared:
+def adapted(path: Path, quantize: str = "none") -> LoadedModel:
     result = prepared(path, quantize, adapter=AdapterConfig(rank=4, targets=("qkv", "mlp.0")))
     torch.manual_seed(1)
     for layer in adapter_layers(result.model).values():
@@ -286,7 +286,7 @@ def adapted(path: Path, quantize: str = "none") -> Prepared:
     return result
 
 
-def exported(result: Prepared, folder: Path, dtype: str = "fp8_scaled", **settings: object) -> Path:
+def exported(result: LoadedModel, folder: Path, dtype: str = "fp8_scaled", **settings: object) -> Path:
     config = ExportConfig(dtype=dtype, merged=True)
     (target,) = export_merged(
         result.model, TOY, folder, config, metadata={"a": "b"}, original=result.original, **settings

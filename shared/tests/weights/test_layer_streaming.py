@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.state_dict import Part
+from ditkit_core.models.state_dict import TensorSlice
 from ditkit_core.weights import layer_streaming as streamed
-from ditkit_core.weights.layer_streaming import MARGIN_BYTES, PassingMemory, below, decide, free_memory_bytes
+from ditkit_core.weights.layer_streaming import MARGIN_BYTES, LayerStreamer, below, decide, free_memory_bytes
 
 CPU = torch.device("cpu")
 
@@ -27,8 +27,8 @@ def two_modules(tmp_path: Path) -> tuple[torch.nn.ModuleDict, SafetensorsSource,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_module_has_its_weights_while_it_is_used(tmp_path: Path, dtype: torch.dtype, device: torch.device) -> None:
     model, source, weights = two_modules(tmp_path)
-    mapping = {name: (Part(name),) for name in weights}
-    memory = PassingMemory(source, device=device, dtype=dtype)
+    mapping = {name: (TensorSlice(name),) for name in weights}
+    memory = LayerStreamer(source, device=device, dtype=dtype)
     addresses = set()
     for name in "abab":
         with memory.holding(model[name], below(name, mapping)) as module:
@@ -41,22 +41,22 @@ def test_a_module_has_its_weights_while_it_is_used(tmp_path: Path, dtype: torch.
 
 def test_a_weight_that_lies_in_parts_is_put_together(tmp_path: Path) -> None:
     model, source, weights = two_modules(tmp_path)
-    parts = {"weight": (Part("b.weight", 1, 2), Part("a.weight", 0, 2))}
-    with PassingMemory(source, device=CPU, dtype=torch.float32).holding(model["a"], parts) as module:
+    parts = {"weight": (TensorSlice("b.weight", 1, 2), TensorSlice("a.weight", 0, 2))}
+    with LayerStreamer(source, device=CPU, dtype=torch.float32).holding(model["a"], parts) as module:
         assert torch.equal(module.weight, torch.cat([weights["b.weight"][2:], weights["a.weight"][:2]]))
 
 
 def test_weights_go_when_what_uses_them_fails(tmp_path: Path) -> None:
     model, source, _ = two_modules(tmp_path)
-    memory = PassingMemory(source, device=CPU, dtype=torch.float32)
-    with pytest.raises(KeyError), memory.holding(model["a"], {"weight": (Part("a.weight"),)}):
+    memory = LayerStreamer(source, device=CPU, dtype=torch.float32)
+    with pytest.raises(KeyError), memory.holding(model["a"], {"weight": (TensorSlice("a.weight"),)}):
         raise KeyError
     assert model["a"].weight.is_meta
 
 
 def test_a_submodule_is_not_taken_for_one_with_a_longer_name() -> None:
-    mapping = {name: (Part(name),) for name in ("layers.1.weight", "layers.10.weight")}
-    assert list(below("layers.1", mapping).items()) == [("weight", (Part("layers.1.weight"),))]
+    mapping = {name: (TensorSlice(name),) for name in ("layers.1.weight", "layers.10.weight")}
+    assert list(below("layers.1", mapping).items()) == [("weight", (TensorSlice("layers.1.weight"),))]
 
 
 def test_what_fits_with_a_margin_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:

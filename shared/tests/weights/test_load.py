@@ -14,7 +14,7 @@ from torch import nn
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource, write_safetensors
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.state_dict import Part, StateDictNames
+from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
 from ditkit_core.weights.load import Advice, load_into, match
 
@@ -172,11 +172,11 @@ def test_two_names_of_one_parameter_are_refused(tmp_path):
 
 # A file's tensor of two parameters, and a parameter of two tensors with its rows in the other order.
 STACKED = {
-    "kv": (Part("k"), Part("v")),
-    "shift": (Part("mod", 1, 2),),
-    "scale": (Part("mod", 0, 2),),
-    "halves": (Part("mod", 1, 2), Part("mod", 0, 2)),
-    "mod": (Part("mod"),),
+    "kv": (TensorSlice("k"), TensorSlice("v")),
+    "shift": (TensorSlice("mod", 1, 2),),
+    "scale": (TensorSlice("mod", 0, 2),),
+    "halves": (TensorSlice("mod", 1, 2), TensorSlice("mod", 0, 2)),
+    "mod": (TensorSlice("mod"),),
 }
 STACKED_NAMES = StateDictNames(prefixes=(), to_native=STACKED.get, from_native={})
 STACKED_SHAPES = {"k": (2, 3), "v": (2, 3), "mod": (4, 3)}

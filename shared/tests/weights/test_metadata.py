@@ -11,7 +11,7 @@ from ditkit_core.config.schema import config_fields
 from ditkit_core.config.toml import to_toml
 from ditkit_core.models.paths import is_hub_id
 from ditkit_core.run.config import RunConfig
-from ditkit_core.weights.metadata import published, published_description, published_header, published_part
+from ditkit_core.weights.metadata import published_header, redact_description, redact_path, redact_paths
 
 TEXTS = {
     "model.preset", "adapter.targets", "data.trigger", "data.tag_separator", "prior.prompt", "encode.device", "train.device",
@@ -47,14 +47,14 @@ def test_every_key_of_text_is_known_to_hold_a_path_or_not() -> None:
 def test_of_a_path_the_last_part_is_shown(given: str, shown: str) -> None:
     values = {"data.folder": given, "data.controls": [given], "data.trigger": given, "none.such": given}
     again = {"data.folder": shown, "data.controls": [shown], "data.trigger": given, "none.such": given}
-    assert published(RunConfig, values) == again
+    assert redact_paths(RunConfig, values) == again
 
 
 def test_the_id_of_a_hub_is_shown_whole_unless_it_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert published_part("some-org/some-model/transformer") == "some-org/some-model/transformer"
+    assert redact_path("some-org/some-model/transformer") == "some-org/some-model/transformer"
     (tmp_path / "some-org" / "some-model").mkdir(parents=True)
-    assert published_part("some-org/some-model") == "some-model"
+    assert redact_path("some-org/some-model") == "some-model"
 
 
 def test_where_there_is_no_home_nothing_is_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_where_there_is_no_home_nothing_is_it(monkeypatch: pytest.MonkeyPatch) -
         "run.folder": "~",
         "data.controls": ["~nobody/x"],
     }
-    assert published(RunConfig, values) == {
+    assert redact_paths(RunConfig, values) == {
         "data.folder": "cats", "model.base": "base", "run.folder": "~", "data.controls": ["x"],
     }  # fmt: skip
 
@@ -91,7 +91,7 @@ def test_a_path_that_is_none_is_shown_too(
     """Headers of files from elsewhere hold whatever somebody typed; what no file system takes as a name lies nowhere here."""
     (tmp_path / "name").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert published_part(given) == shown and is_hub_id(given) == given.startswith("name/")
+    assert redact_path(given) == shown and is_hub_id(given) == given.startswith("name/")
     assert published_header(RunConfig, {"ditkit.base": given}) == {"ditkit.base": shown}
 
 
@@ -101,7 +101,7 @@ def test_a_header_holds_the_settings_and_no_folder(tmp_path: Path) -> None:
         config, model=replace(config.model, base=f"{tmp_path}/base"), optim=replace(config.optim, lr=3e-5),
         data=replace(config.data, folders=(f"{tmp_path}/a", f"{tmp_path}/b"), repeats=(1.0, 2.0)),
     )  # fmt: skip
-    text = to_toml(config, shown=published)
+    text = to_toml(config, shown=redact_paths)
     found = tomllib.loads(text)
     assert str(tmp_path) not in text and str(tmp_path) in to_toml(config)
     assert (found["model"]["base"], found["data"]["folders"], found["optim"]["lr"]) == ("base", ["a", "b"], 3e-5)
@@ -124,6 +124,6 @@ def test_the_header_of_an_older_file_loses_its_folders() -> None:
 
 def test_a_description_says_no_folder_either() -> None:
     made = json.dumps({"_name_or_path": "/srv/somebody/base", "num_layers": 2}).encode()
-    assert json.loads(published_description(made)) == {"_name_or_path": "base", "num_layers": 2}
+    assert json.loads(redact_description(made)) == {"_name_or_path": "base", "num_layers": 2}
     for other in (b'{"num_layers":2}', b"[1]", b"\xff not json"):
-        assert published_description(other) == other
+        assert redact_description(other) == other

@@ -14,13 +14,13 @@ from toy_world import World, equal
 from ditkit_core.adapters.export import ExportConfig, export_adapter, export_merged
 from ditkit_core.adapters.inject import AdapterConfig, adapter_layers, canonical_name
 from ditkit_core.adapters.read import BaseConfig
-from ditkit_core.engine.placement import place
+from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear, dense_weight, final_dtype, quantized_weights
-from ditkit_core.planner.memory_tracker import Ledger
-from ditkit_core.run.prepare import Prepared, build, load
+from ditkit_core.planner.memory_tracker import MemoryTracker
+from ditkit_core.run.prepare import LoadedModel, build_meta_model, load_weights
 from ditkit_core.testing.conformance_quantized import KINDS
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, in_form
@@ -213,13 +213,13 @@ def write_base(folder: Path, dtype: torch.dtype, arch: ToyArch | None = None) ->
     return folder
 
 
-def prepared(base, kind, *, adapter=None, merge=(), arch=None, precision=FP32, say=lambda line: None) -> Prepared:
+def prepared(base, kind, *, adapter=None, merge=(), arch=None, precision=FP32, say=lambda line: None) -> LoadedModel:
     spec = altered(TOY, presets={"tiny": arch or ToyArch()})
-    unloaded = build(
-        spec, Components(transformer=str(base)), adapter or AdapterConfig(rank=4),
+    unloaded = build_meta_model(
+        spec, ModelPaths(transformer=str(base)), adapter or AdapterConfig(rank=4),
         BaseConfig(quantize=kind, merge=tuple(merge)), precision=precision, say=say,
     )  # fmt: skip
-    return load(unloaded, placement=place(unloaded.model, [CPU]), seed=0)
+    return load_weights(unloaded, placement=place_blocks(unloaded.model, [CPU]), seed=0)
 
 
 def state_of(base: Path) -> dict[str, torch.Tensor]:
@@ -252,7 +252,7 @@ def test_the_whole_model_never_exists_in_16_bits(tmp_path):
     """At its highest, loading holds the quantized base, and for one matrix a few copies in fp32."""
     arch = ToyArch(dim=64, depth=12)
     base = write_base(tmp_path / "base", torch.bfloat16, arch)
-    with Ledger() as ledger:
+    with MemoryTracker() as ledger:
         model = prepared(base, "int8", arch=arch, precision=Precision()).model
         peak = ledger.peak[CPU]
     held = sum(parameter.nbytes for parameter in model.parameters())

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.encoders import Companion, Holding
-from ditkit_core.models.paths import Components
+from ditkit_core.models.encoders import AuxiliaryModel, LayerContext
+from ditkit_core.models.paths import ModelPaths
 from ditkit_flux2.encoders import text, text_model, vae
 from ditkit_flux2.encoders.prompt import TEXT_TOKENS, TextFamily
 from ditkit_flux2.presets import Flux2Arch
 
 
-def companions(arch: Flux2Arch, components: Components) -> Sequence[Companion]:
+def auxiliary_models(arch: Flux2Arch, components: ModelPaths) -> Sequence[AuxiliaryModel]:
     """The VAE and the text encoder, as the encoders and the sampler use them.
 
     Raises:
@@ -55,7 +55,7 @@ def companions(arch: Flux2Arch, components: Components) -> Sequence[Companion]:
         family, _ = text_encoder()
         return _read(family, module, 1, device, lambda: lambda name: nullcontext(module.get_submodule(name)))
 
-    def read_streamed(module: nn.Module, device: torch.device, passing: Callable[[], Holding]) -> list[Tensor]:
+    def read_streamed(module: nn.Module, device: torch.device, passing: Callable[[], LayerContext]) -> list[Tensor]:
         family, config = text_encoder()
         hidden_size, dtype = config["hidden_size"], module.get_parameter("embed_tokens.weight").dtype
         count = text.captions_at_once(len(family.layers) * hidden_size, hidden_size, dtype)
@@ -65,14 +65,14 @@ def companions(arch: Flux2Arch, components: Components) -> Sequence[Companion]:
         return _read(shallow, module, count, device, passing)
 
     return (
-        Companion(name="VAE encoder", stage="encode", build=build_vae, run=encode, tiles=vae.TILES),
-        Companion(name="text encoder", stage="encode", build=build_text, run=read, run_streamed=read_streamed),
-        Companion(name="VAE decoder", stage="sample", build=build_vae, run=decode, tiles=vae.TILES),
+        AuxiliaryModel(name="VAE encoder", stage="encode", build=build_vae, run=encode, tiles=vae.TILES),
+        AuxiliaryModel(name="text encoder", stage="encode", build=build_text, run=read, run_streamed=read_streamed),
+        AuxiliaryModel(name="VAE decoder", stage="sample", build=build_vae, run=decode, tiles=vae.TILES),
     )
 
 
 def _read(
-    family: TextFamily, module: Any, count: int, device: torch.device, passing: Callable[[], Holding]
+    family: TextFamily, module: Any, count: int, device: torch.device, passing: Callable[[], LayerContext]
 ) -> list[Tensor]:
     """Captions that are padded, and so have a mask each, through the layers."""
     ids = [torch.zeros(TEXT_TOKENS, dtype=torch.long).to(device) for _ in range(count)]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.rng import generator
-from ditkit_core.models.encoders import Denoiser, SampleJob
-from ditkit_core.models.paths import Components
+from ditkit_core.models.encoders import Denoiser, GenerationRequest
+from ditkit_core.models.paths import ModelPaths
 from ditkit_flux2.encoders.vae import VaeEncoder
 from ditkit_flux2.model.transformer import Flux2Inputs
 from ditkit_flux2.presets import Flux2Arch
@@ -20,7 +20,7 @@ from ditkit_flux2.schedule import sample_defaults, sigmas
 class Flux2Sampler:
     """Euler with the guidance that the architecture knows; a `Sampler` of the core."""
 
-    def __init__(self, components: Components, device: torch.device, *, tiled: bool = False):
+    def __init__(self, components: ModelPaths, device: torch.device, *, tiled: bool = False):
         """Find the VAE; nothing is loaded.
 
         Raises:
@@ -29,7 +29,7 @@ class Flux2Sampler:
         self._vae = VaeEncoder(components, device, tiled=tiled)
         self._device = device
 
-    def denoise(self, job: SampleJob) -> Generator[float, Denoiser, Tensor]:
+    def denoise(self, job: GenerationRequest) -> Generator[float, Denoiser, Tensor]:
         """Draw one picture.
 
         Noise levels are fp64, the picture is fp32 throughout, and noise is drawn on the CPU.

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ditkit_core.models.encoders import Companion, Encoder, Sampler, Streaming
-from ditkit_core.models.paths import Components
+from ditkit_core.models.encoders import AuxiliaryModel, Encoder, Sampler, Streaming
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import Engine
 from ditkit_core.models.spec import (
     AdapterSpec,
@@ -63,26 +63,26 @@ def _training_advice(arch: Flux2Arch) -> str:
     return f"this klein is distilled to a few steps, which makes it a poor start for training; train its base model instead{base}"
 
 
-def _auxiliary_models(arch: Flux2Arch, components: Components) -> Sequence[Companion]:
-    from ditkit_flux2.auxiliary import companions
+def _auxiliary_models(arch: Flux2Arch, components: ModelPaths) -> Sequence[AuxiliaryModel]:
+    from ditkit_flux2.auxiliary import auxiliary_models
 
-    return companions(arch, components)
+    return auxiliary_models(arch, components)
 
 
 # The encoders and the sampler pull in diffusers and transformers: only the stages that need them pay for the import.
-def _media_encoder(components: Components, device: torch.device, tiled: bool) -> Encoder:
+def _media_encoder(components: ModelPaths, device: torch.device, tiled: bool) -> Encoder:
     from ditkit_flux2.encoders.vae import VaeEncoder
 
     return VaeEncoder(components, device, tiled=tiled)
 
 
-def _text_encoder(components: Components, device: torch.device, dtype: torch.dtype, streaming: Streaming) -> Encoder:
+def _text_encoder(components: ModelPaths, device: torch.device, dtype: torch.dtype, streaming: Streaming) -> Encoder:
     from ditkit_flux2.encoders.text import TextEncoder
 
     return TextEncoder(components, device, dtype, streaming)
 
 
-def _sampler(components: Components, device: torch.device, dtype: torch.dtype, tiled: bool) -> Sampler:
+def _sampler(components: ModelPaths, device: torch.device, dtype: torch.dtype, tiled: bool) -> Sampler:
     from ditkit_flux2.sampling import Flux2Sampler
 
     return Flux2Sampler(components, device, tiled=tiled)
@@ -94,10 +94,10 @@ def _write_demo(folder: Path) -> None:
     write_demo(folder)
 
 
-def _verify_export(adapter: Path, components: Components, model: Any, run: Engine) -> str:
+def _verify_export(adapter: Path, components: ModelPaths, model: Any, engine: Engine) -> str:
     from ditkit_flux2.verify import verify_export
 
-    return verify_export(adapter, components, model, run)
+    return verify_export(adapter, components, model, engine)
 
 
 FLUX2 = ModelSpec(
@@ -130,5 +130,5 @@ FLUX2 = ModelSpec(
         verify=_verify_export,
     ),
     demo=DemoSpec(write=_write_demo, config=Path(__file__).parent / "demo" / "demo.toml"),
-    found_at=f"{__name__}:FLUX2",
+    import_path=f"{__name__}:FLUX2",
 )

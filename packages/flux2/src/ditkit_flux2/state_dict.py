@@ -10,7 +10,7 @@ official double blocks stack q, k and v in one tensor, and diffusers has scale a
 import re
 from collections.abc import Mapping
 
-from ditkit_core.models.state_dict import Part, StateDictNames
+from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 
 # ours -> diffusers, what runs before and after the blocks; official names are ours without `embed.`, unless they stand in _OFFICIAL
 _OUTSIDE = {
@@ -70,25 +70,25 @@ def _parameters() -> dict[str, str]:
     return {f"{ours}.weight": f"{name}.weight" for ours, name in pairs.items()}
 
 
-def _official(ours: str) -> tuple[Part, ...]:
+def _official(ours: str) -> tuple[TensorSlice, ...]:
     """Where the official form has the rows of a parameter of ours."""
     if stacked := _STACKED.fullmatch(ours):
-        return (Part(f"{stacked[1]}.qkv.weight", "qkv".index(stacked[2]), 3),)
+        return (TensorSlice(f"{stacked[1]}.qkv.weight", "qkv".index(stacked[2]), 3),)
     name = ours.removeprefix("embed.").replace("head.", "final_layer.", 1)
-    return (Part(re.sub(r"(query|key)_norm\.weight$", r"\1_norm.scale", name)),)
+    return (TensorSlice(re.sub(r"(query|key)_norm\.weight$", r"\1_norm.scale", name)),)
 
 
-def _diffusers(ours: str, theirs: str) -> tuple[Part, ...]:
+def _diffusers(ours: str, theirs: str) -> tuple[TensorSlice, ...]:
     """Where diffusers has the rows of a parameter of ours: (shift, scale) of the head as (scale, shift)."""
-    return (Part(theirs, 1, 2), Part(theirs, 0, 2)) if ours == _ADALN else (Part(theirs),)
+    return (TensorSlice(theirs, 1, 2), TensorSlice(theirs, 0, 2)) if ours == _ADALN else (TensorSlice(theirs),)
 
 
-def _inverted(forms: Mapping[str, tuple[Part, ...]]) -> dict[str, tuple[Part, ...]]:
+def _inverted(forms: Mapping[str, tuple[TensorSlice, ...]]) -> dict[str, tuple[TensorSlice, ...]]:
     """The names of a form, each with the parts of our parameters that its rows are, in their order."""
-    found: dict[str, dict[int, Part]] = {}
+    found: dict[str, dict[int, TensorSlice]] = {}
     for ours, parts in forms.items():
         for index, part in enumerate(parts):
-            found.setdefault(part.name, {})[part.index] = Part(ours, index, len(parts))
+            found.setdefault(part.name, {})[part.index] = TensorSlice(ours, index, len(parts))
     return {name: tuple(parts[index] for index in sorted(parts)) for name, parts in found.items()}
 
 
@@ -103,29 +103,29 @@ _TO_NATIVE = {
 }
 
 
-def _look_up(name: str, table: Mapping[str, tuple[Part, ...]]) -> tuple[Part, ...] | None:
+def _look_up(name: str, table: Mapping[str, tuple[TensorSlice, ...]]) -> tuple[TensorSlice, ...] | None:
     number = _NUMBER.search(name)
     if number is None:
         return None if "*" in name else table.get(name)
     parts = table.get(_NUMBER.sub("*", name, count=1))
     if parts is None:
         return None
-    return tuple(Part(part.name.replace("*", number[0], 1), part.index, part.of) for part in parts)
+    return tuple(TensorSlice(part.name.replace("*", number[0], 1), part.index, part.of) for part in parts)
 
 
-def to_native(name: str) -> tuple[Part, ...] | None:
+def to_native(name: str) -> tuple[TensorSlice, ...] | None:
     """The parts of our parameters that the rows of an official or diffusers parameter are; None if neither form has it."""
     return _look_up(name, _TO_NATIVE)
 
 
-def to_official(name: str) -> tuple[Part, ...]:
+def to_official(name: str) -> tuple[TensorSlice, ...]:
     """The part of an official parameter, which ComfyUI uses too, that a parameter of ours is."""
     parts = _look_up(name, _TO_OFFICIAL)
     assert parts is not None, name
     return parts
 
 
-def to_diffusers(name: str) -> tuple[Part, ...]:
+def to_diffusers(name: str) -> tuple[TensorSlice, ...]:
     """The parts of a diffusers parameter that the rows of a parameter of ours are."""
     parts = _look_up(name, _TO_DIFFUSERS)
     assert parts is not None, name

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ditkit_core.adapters.verify import compare_with_pipeline, share_base
 from ditkit_core.io.rng import generator
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import Engine
 from ditkit_flux2.model.rope import token_positions
 from ditkit_flux2.model.transformer import Flux2Inputs
@@ -22,7 +22,7 @@ _SIGMA, _GUIDANCE = 0.5, 1.0
 """A thousand times of these is exact in 16 bits, in which diffusers multiplies them."""
 
 
-def verify_export(adapter_file: Path, components: Components, model: Any, run: Engine) -> str:
+def verify_export(adapter_file: Path, components: ModelPaths, model: Any, engine: Engine) -> str:
     """Load an adapter file with diffusers over our own base weights, and compare outputs on fixed random inputs.
 
     The inputs have a reference picture. The base is handed over in memory, tensor by tensor under diffusers' names, not read
@@ -32,7 +32,7 @@ def verify_export(adapter_file: Path, components: Components, model: Any, run: E
         adapter_file: The file, in official or diffusers form.
         components: Where the model lies; named in messages.
         model: Our model with the adapter that the file should hold, on any device.
-        run: The engine that runs it.
+        engine: The engine that runs it.
 
     Returns:
         One line that says what was compared and how close it was.
@@ -51,7 +51,7 @@ def verify_export(adapter_file: Path, components: Components, model: Any, run: E
         model,
         NAMES,
         pipeline=pipeline(tokenizer=None, text_encoder=None, vae=None, scheduler=None, transformer=transformer),
-        ours=lambda: run(model, inputs)[0].float(),
+        ours=lambda: engine(model, inputs)[0].float(),
         theirs=lambda: run_diffusers(transformer, inputs)[0].float(),
     )
 

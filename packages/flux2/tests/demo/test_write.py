@@ -14,7 +14,7 @@ from ditkit_core.data.dataset import scan
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import file_hash
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.run.config import RunConfig
 from ditkit_flux2.demo.media import EXAMPLES, draw
 from ditkit_flux2.demo.write import TEXT_DIM, WIDTH, write_demo
@@ -76,7 +76,7 @@ def test_the_text_encoder_gives_what_the_pipeline_gives(checkpoint):
     pipeline = Flux2KleinPipeline.from_pretrained(
         checkpoint, local_files_only=True, transformer=None, vae=None, scheduler=None
     )
-    encoder = TextEncoder(Components(base=str(checkpoint)), torch.device("cpu"), torch.float32)
+    encoder = TextEncoder(ModelPaths(base=str(checkpoint)), torch.device("cpu"), torch.float32)
     encoder.load()
     caption = "a red circle on a mat"
     (ours,) = encoder.encode([caption])
@@ -133,7 +133,7 @@ def test_an_edit_changes_what_its_instruction_names_and_nothing_else():
 
 
 def test_latents_of_the_pictures_as_training_reads_them_have_about_unit_variance(inputs, dataset):
-    encoder = VaeEncoder(Components(base=str(inputs / "checkpoint")), torch.device("cpu"))
+    encoder = VaeEncoder(ModelPaths(base=str(inputs / "checkpoint")), torch.device("cpu"))
     encoder.load()
     latents = []
     for sample in dataset.samples:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny_encoders import write_mistral, write_qwen
 
 from ditkit_core.models.encoders import Streaming
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.nn.quantized_linear import QuantizedLinear
 from ditkit_core.weights import layer_streaming as streamed_module
 from ditkit_flux2.encoders.text import TextEncoder
@@ -49,9 +49,9 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def loaded(base: Path, kind: str, dtype: torch.dtype, streaming: Streaming) -> TextEncoder:
     where = (
-        Components(base=str(base / "exact"), text_encoder=str(base / kind))
+        ModelPaths(base=str(base / "exact"), text_encoder=str(base / kind))
         if kind != "exact"
-        else Components(base=str(base / kind))
+        else ModelPaths(base=str(base / kind))
     )
     encoder = TextEncoder(where, CPU, dtype, streaming)
     encoder.load()

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_encoders import WIDTH, write_mistral, write_qwen
 
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_flux2.encoders import text as text_module
 from ditkit_flux2.encoders.prompt import MISTRAL, QWEN, TEXT_TOKENS, Prompter, TextFamily
 from ditkit_flux2.encoders.text import TextEncoder, attention_mask
@@ -75,7 +75,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def made(dtype: torch.dtype = torch.float32, streaming: Any = "never", **where: Any) -> TextEncoder:
-    return TextEncoder(Components(**where), CPU, dtype, streaming)
+    return TextEncoder(ModelPaths(**where), CPU, dtype, streaming)
 
 
 def loaded(*args: Any, **where: Any) -> TextEncoder:

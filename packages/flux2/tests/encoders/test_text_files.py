@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_encoders import write_mistral, write_qwen
 
 from ditkit_core.errors import UserError
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_flux2.encoders.text import TextEncoder
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(**where: Any) -> TextEncoder:
-    return TextEncoder(Components(**where), CPU, torch.float32, "never")
+    return TextEncoder(ModelPaths(**where), CPU, torch.float32, "never")
 
 
 def refused(make: Callable[..., Any], said: str, **where: Any) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_encoders import tiny_vae
 
 from ditkit_core.errors import UserError
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_flux2.encoders.vae import VaeEncoder, patchify, to_diffusers, unpatchify
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(path: Path) -> VaeEncoder:
-    encoder = VaeEncoder(Components(vae=str(path)), CPU)
+    encoder = VaeEncoder(ModelPaths(vae=str(path)), CPU)
     encoder.load()
     return encoder
 
@@ -162,7 +162,7 @@ def test_a_truncated_file_is_one_line(folder: Path, tmp_path: Path) -> None:
     save_file(official_state(folder), file)
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(UserError, match="ae.safetensors is truncated") as caught:
-        VaeEncoder(Components(vae=str(file)), CPU)
+        VaeEncoder(ModelPaths(vae=str(file)), CPU)
     assert "\n" not in str(caught.value)
 
 
@@ -193,11 +193,11 @@ def test_the_vae_of_flux_1_is_refused_by_name(folder: Path, tmp_path: Path) -> N
     }
     save_file(state, tmp_path / "ae.safetensors")
     with pytest.raises(UserError, match="FLUX.1's file has the same name.*FLUX.2-dev"):
-        VaeEncoder(Components(vae=str(tmp_path / "ae.safetensors")), CPU)
+        VaeEncoder(ModelPaths(vae=str(tmp_path / "ae.safetensors")), CPU)
     shutil.copytree(folder, tmp_path / "vae")
     (tmp_path / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKL"}')
     with pytest.raises(UserError, match="holds AutoencoderKL, not AutoencoderKLFlux2; get ae"):
-        VaeEncoder(Components(vae=str(tmp_path / "vae")), CPU)
+        VaeEncoder(ModelPaths(vae=str(tmp_path / "vae")), CPU)
 
 
 @pytest.mark.parametrize("wrong", [{"block_out_channels": "wide"}, {"latent_channels": None}, {"layers_per_block": []}])
@@ -215,20 +215,20 @@ def test_a_single_file_of_widths_that_it_cannot_have_is_refused(folder: Path, tm
     state["encoder.down.0.block.0.conv1.weight"] = torch.zeros(8, 32, 3, 3)
     save_file(state, tmp_path / "ae.safetensors")
     with pytest.raises(UserError, match="8 channels are not 32 equal groups"):
-        VaeEncoder(Components(vae=str(tmp_path / "ae.safetensors")), CPU)
+        VaeEncoder(ModelPaths(vae=str(tmp_path / "ae.safetensors")), CPU)
 
 
 def test_a_folder_without_weights_is_found_at_once(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "vae")
     (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(UserError, match="holds no .safetensors file"):
-        VaeEncoder(Components(base=str(tmp_path)), CPU)
+        VaeEncoder(ModelPaths(base=str(tmp_path)), CPU)
 
 
 def test_identity_follows_the_weights_and_needs_no_loading(folder: Path, tmp_path: Path) -> None:
     def identity(name: str, **changed: torch.Tensor) -> str:
         save_file(official_state(folder) | changed, tmp_path / name)
-        return VaeEncoder(Components(vae=str(tmp_path / name)), CPU).identity
+        return VaeEncoder(ModelPaths(vae=str(tmp_path / name)), CPU).identity
 
     statistics = {"bn.running_mean": torch.zeros(16)}
     first, same, other = (

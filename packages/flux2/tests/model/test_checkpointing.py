@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ditkit_core.adapters.inject import AdapterConfig
 from ditkit_core.engine.ac_schedule import parse_policy
-from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.testing.world import make_model, outcome
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2
@@ -83,7 +83,7 @@ def test_our_blocks_are_exact_under_reentrant_checkpoints(trained, dtype):
 def test_every_policy_gives_the_gradients_of_none_to_the_bit(trained, dtype, policy):
     model = make_model(FLUX2, ARCH, dtype=DTYPES[dtype], adapter=TRAINED[trained])
     plain = outcome(FLUX2, model, items(), None)
-    assert outcome(FLUX2, model, items(), Engine(policy=policy)).differences(plain) == []
+    assert outcome(FLUX2, model, items(), BlockEngine(policy=policy)).differences(plain) == []
     gradients = {name: gradient for name, gradient in plain.gradients.items() if "input" not in name}
     for name, parameter in model.named_parameters():
         assert (gradients[name] is not None) == parameter.requires_grad, name
@@ -103,7 +103,7 @@ def test_the_join_is_not_checkpointed(policy, monkeypatch):
 
     monkeypatch.setattr(kind, "checkpoint", noted)
     model = make_model(FLUX2, ARCH)
-    outcome(FLUX2, model, items(), Engine(policy=policy))
+    outcome(FLUX2, model, items(), BlockEngine(policy=policy))
     assert names == ["block 0", "block 1", "block 3", "block 4"]
 
 

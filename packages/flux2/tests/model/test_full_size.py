@@ -15,7 +15,7 @@ from ditkit_core.adapters.inject import AdapterConfig, inject, trainable_paramet
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.ac_policies import run_block
 from ditkit_core.engine.ac_schedule import parse_policy
-from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.models.precision import Precision
 from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.testing.full_size import DEVICE, Arithmetic, as_on_a_gpu, materialise
@@ -62,7 +62,9 @@ def check_step(model: torch.nn.Module, policy: str, samples: list[Mapping[str, T
     batch = Batch(ids=[str(number) for number in range(len(samples))], items=samples)
     with Arithmetic() as arithmetic:
         accumulate_gradients(
-            TrainModel(model, Engine(policy=policy), FLUX2), [batch], StepContext(step=0, seed=0, flow=FlowConfig())
+            TrainModel(model, BlockEngine(policy=policy), FLUX2),
+            [batch],
+            StepContext(step=0, seed=0, flow=FlowConfig()),
         )
         optimizer.step(1e-4)
     for name, parameter in trained.items():

@@ -11,7 +11,7 @@ from torch import nn
 from ditkit_core.adapters.inject import AdapterConfig, adapter_layers, adapter_state, initialise, inject
 from ditkit_core.adapters.write import write_adapter
 from ditkit_core.io.rng import generator
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import run_plain
 from ditkit_flux2.state_dict import NAMES
 from ditkit_flux2.verify import verify_export
@@ -53,4 +53,4 @@ class Adapted:
         return path
 
     def verify(self, file: Path) -> str:
-        return verify_export(file, Components(transformer="tiny.safetensors"), self.model, run_plain)
+        return verify_export(file, ModelPaths(transformer="tiny.safetensors"), self.model, run_plain)

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from ditkit_core.models.state_dict import Part
+from ditkit_core.models.state_dict import TensorSlice
 from ditkit_flux2.state_dict import NAMES
 
 
-def assembled(pieces: Iterable[tuple[Part, Tensor]]) -> dict[str, Tensor]:
+def assembled(pieces: Iterable[tuple[TensorSlice, Tensor]]) -> dict[str, Tensor]:
     """Tensors put together from their parts; all parts have to be there, each once."""
     found: dict[str, dict[int, Tensor]] = {}
     counts: dict[str, int] = {}
@@ -24,7 +24,7 @@ def assembled(pieces: Iterable[tuple[Part, Tensor]]) -> dict[str, Tensor]:
 
 def native(foreign: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our state dict from another form's."""
-    pieces: list[tuple[Part, Tensor]] = []
+    pieces: list[tuple[TensorSlice, Tensor]] = []
     for name, tensor in foreign.items():
         parts = NAMES.to_native(name)
         assert parts is not None, name
@@ -34,7 +34,7 @@ def native(foreign: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def foreign(ours: Mapping[str, Tensor], form: str) -> dict[str, Tensor]:
     """Another form's state dict from ours."""
-    pieces: list[tuple[Part, Tensor]] = []
+    pieces: list[tuple[TensorSlice, Tensor]] = []
     for name, tensor in ours.items():
         parts = NAMES.from_native[form](name)
         pieces += zip(parts, tensor.chunk(len(parts)), strict=True)

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.models.encoders import Companion
-from ditkit_core.models.paths import Components
+from ditkit_core.models.encoders import AuxiliaryModel
+from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.encoders import clip as image_encoder
 from ditkit_wan.encoders import text, vae, vae_kinds
 from ditkit_wan.presets import WanArch
 
 
-def companions(arch: WanArch, components: Components) -> Sequence[Companion]:
+def auxiliary_models(arch: WanArch, components: ModelPaths) -> Sequence[AuxiliaryModel]:
     """The VAE, the text encoder and, for models that look at pictures, CLIP, as the encoders and the sampler use them.
 
     Raises:
@@ -23,7 +23,7 @@ def companions(arch: WanArch, components: Components) -> Sequence[Companion]:
     return [encoder, _text(components), *looking, decoder]
 
 
-def _vae(arch: WanArch, components: Components) -> tuple[Companion, Companion]:
+def _vae(arch: WanArch, components: ModelPaths) -> tuple[AuxiliaryModel, AuxiliaryModel]:
     channels = arch.out_channels
     config = vae_kinds.WAN_2_2 if channels == vae_kinds.WAN_2_2["z_dim"] else vae_kinds.WAN_2_1
     if components.here("vae"):
@@ -43,12 +43,12 @@ def _vae(arch: WanArch, components: Components) -> tuple[Companion, Companion]:
         return vae.decode_clip(module, latents, device)
 
     return (
-        Companion(name="VAE encoder", stage="encode", build=build, run=encode, tiles=vae.TILES),
-        Companion(name="VAE decoder", stage="sample", build=build, run=decode, tiles=vae.TILES),
+        AuxiliaryModel(name="VAE encoder", stage="encode", build=build, run=encode, tiles=vae.TILES),
+        AuxiliaryModel(name="VAE decoder", stage="sample", build=build, run=decode, tiles=vae.TILES),
     )
 
 
-def _text(components: Components) -> Companion:
+def _text(components: ModelPaths) -> AuxiliaryModel:
     config = text.config_of(components)[1] if components.here("text_encoder") else text.PUBLISHED
 
     def build(text_dtype: torch.dtype) -> nn.Module:
@@ -61,10 +61,10 @@ def _text(components: Components) -> Companion:
         ids = torch.zeros(1, text.TEXT_TOKENS, dtype=torch.long).to(device)
         return text.read(module, ids, torch.ones_like(ids))
 
-    return Companion(name="text encoder", stage="encode", build=build, run=read)
+    return AuxiliaryModel(name="text encoder", stage="encode", build=build, run=read)
 
 
-def _clip(components: Components) -> Companion:
+def _clip(components: ModelPaths) -> AuxiliaryModel:
     config = image_encoder.config_of(components)[1] if components.here("image_encoder") else image_encoder.PUBLISHED
 
     def build(text_dtype: torch.dtype) -> nn.Module:
@@ -75,4 +75,4 @@ def _clip(components: Components) -> Companion:
         _, height, width = size
         return image_encoder.read(module, torch.empty(3, 1, height, width), device, torch.float32)
 
-    return Companion(name="image encoder", stage="encode", build=build, run=look)
+    return AuxiliaryModel(name="image encoder", stage="encode", build=build, run=look)

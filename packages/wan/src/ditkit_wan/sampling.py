@@ -11,8 +11,8 @@ from torch import Tensor
 from ditkit_core.errors import UserError
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.rng import generator
-from ditkit_core.models.encoders import Denoiser, SampleJob
-from ditkit_core.models.paths import Components
+from ditkit_core.models.encoders import Denoiser, GenerationRequest
+from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.encoders.keyframes import vae_class
 from ditkit_wan.model.inputs import make_inputs
 from ditkit_wan.presets import WanArch
@@ -45,7 +45,7 @@ class WanSampler:
     """UniPC with classifier-free guidance; a `Sampler` of the core."""
 
     def __init__(
-        self, components: Components, device: torch.device, *, tiled: bool = False, arch: WanArch | None = None
+        self, components: ModelPaths, device: torch.device, *, tiled: bool = False, arch: WanArch | None = None
     ):
         """Find the VAE and the scheduler's configuration; nothing is loaded.
 
@@ -62,7 +62,7 @@ class WanSampler:
         self._device, self._arch = device, arch
         self._scheduler_config = _scheduler_config(components)
 
-    def denoise(self, job: SampleJob) -> Generator[float, Denoiser, Tensor]:
+    def denoise(self, job: GenerationRequest) -> Generator[float, Denoiser, Tensor]:
         """Draw one sample.
 
         Timesteps are whole numbers, as in the official sampler. Noise is drawn on the CPU. A clean first frame is put back after each
@@ -96,7 +96,7 @@ class WanSampler:
                 latents[:, :1] = first
         return latents[:, in_front:]
 
-    def _noise(self, job: SampleJob, in_front: int) -> Float[Tensor, "channels f h w"]:
+    def _noise(self, job: GenerationRequest, in_front: int) -> Float[Tensor, "channels f h w"]:
         frames_per_latent, pixels_per_latent = self._vae.strides
         assert job.frames % frames_per_latent == 1, f"{job.frames} frames"
         frames = job.frames // frames_per_latent + 1 + in_front
@@ -127,7 +127,7 @@ class WanSampler:
         self._vae.unload()
         release_memory()
 
-    def _scheduler(self, job: SampleJob) -> Any:
+    def _scheduler(self, job: GenerationRequest) -> Any:
         from diffusers import UniPCMultistepScheduler
 
         config = self._scheduler_config
@@ -139,7 +139,7 @@ class WanSampler:
         return scheduler
 
 
-def _scheduler_config(components: Components) -> dict[str, Any]:
+def _scheduler_config(components: ModelPaths) -> dict[str, Any]:
     """The checkpoint's, or the official settings; without a `flow_shift` where none is known."""
     if not components.base:
         return dict(_SCHEDULER)

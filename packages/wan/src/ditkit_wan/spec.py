@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ditkit_core.models.encoders import Companion, Encoder, Sampler, Streaming
-from ditkit_core.models.paths import Components
+from ditkit_core.models.encoders import AuxiliaryModel, Encoder, Sampler, Streaming
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import Engine
 from ditkit_core.models.spec import (
     AdapterSpec,
@@ -49,29 +49,29 @@ _REFERENCE = {"rotary_tables": "fp64", "rotary": "fp64", "qk_norms": "matmul", "
 _ATTENTION = tuple(f"{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo")
 
 
-def _auxiliary_models(arch: WanArch, components: Components) -> Sequence[Companion]:
-    from ditkit_wan.auxiliary import companions
+def _auxiliary_models(arch: WanArch, components: ModelPaths) -> Sequence[AuxiliaryModel]:
+    from ditkit_wan.auxiliary import auxiliary_models
 
-    return companions(arch, components)
+    return auxiliary_models(arch, components)
 
 
 # The encoders and the sampler pull in diffusers and transformers: only the stages that need them pay for the import.
 def _media_encoder(
-    components: Components, device: torch.device, tiled: bool, *, arch: WanArch | None = None
+    components: ModelPaths, device: torch.device, tiled: bool, *, arch: WanArch | None = None
 ) -> Encoder:
     from ditkit_wan.encoders.keyframes import vae_class
 
     return vae_class(arch)(components, device, tiled=tiled, channels=arch.out_channels if arch else None)
 
 
-def _text_encoder(components: Components, device: torch.device, dtype: torch.dtype, streaming: Streaming) -> Encoder:
+def _text_encoder(components: ModelPaths, device: torch.device, dtype: torch.dtype, streaming: Streaming) -> Encoder:
     from ditkit_wan.encoders.text import TextEncoder
 
     return TextEncoder(components, device, dtype)
 
 
 def _sampler(
-    components: Components, device: torch.device, dtype: torch.dtype, tiled: bool, *, arch: WanArch | None = None
+    components: ModelPaths, device: torch.device, dtype: torch.dtype, tiled: bool, *, arch: WanArch | None = None
 ) -> Sampler:
     from ditkit_wan.sampling import WanSampler
 
@@ -99,10 +99,10 @@ def _write_demo(folder: Path) -> None:
     write_demo(folder)
 
 
-def _verify_export(adapter: Path, components: Components, model: Any, run: Engine) -> str:
+def _verify_export(adapter: Path, components: ModelPaths, model: Any, engine: Engine) -> str:
     from ditkit_wan.verify import verify_export
 
-    return verify_export(adapter, components, model, run)
+    return verify_export(adapter, components, model, engine)
 
 
 WAN = ModelSpec(
@@ -144,6 +144,6 @@ WAN = ModelSpec(
         verify=_verify_export,
     ),
     demo=DemoSpec(write=_write_demo, config=Path(__file__).parent / "demo" / "demo.toml"),
-    found_at=f"{__name__}:WAN",
+    import_path=f"{__name__}:WAN",
     variant=_variant,
 )

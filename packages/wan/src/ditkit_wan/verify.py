@@ -8,14 +8,14 @@ from torch import Tensor
 
 from ditkit_core.adapters.verify import compare_with_pipeline, share_base
 from ditkit_core.io.rng import generator
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import Engine
 from ditkit_wan.model.inputs import WanInputs, empty_item, make_inputs
 from ditkit_wan.presets import WanArch
 from ditkit_wan.state_dict import NAMES
 
 
-def verify_export(adapter_file: Path, components: Components, model: Any, run: Engine) -> str:
+def verify_export(adapter_file: Path, components: ModelPaths, model: Any, engine: Engine) -> str:
     """Load an adapter file with diffusers over our own base weights, and compare outputs on fixed random inputs.
 
     The base is handed over in memory, tensor by tensor under diffusers' names, not read again: that costs no memory,
@@ -25,7 +25,7 @@ def verify_export(adapter_file: Path, components: Components, model: Any, run: E
         adapter_file: The file, in official or diffusers form.
         components: Where the model lies; named in messages.
         model: Our model with the adapter that the file should hold, on any device.
-        run: The engine that runs it.
+        engine: The engine that runs it.
 
     Returns:
         One line that says what was compared and how close it was.
@@ -42,7 +42,7 @@ def verify_export(adapter_file: Path, components: Components, model: Any, run: E
         model,
         NAMES,
         pipeline=WanPipeline(tokenizer=None, text_encoder=None, vae=None, scheduler=None, transformer=transformer),
-        ours=lambda: run(model, inputs)[0].float(),
+        ours=lambda: engine(model, inputs)[0].float(),
         theirs=lambda: _run_diffusers(transformer, inputs),
     )
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from conditions_help import CPU, controls, encoded, picture_file, tiny_vae, video_file
 
-from ditkit_core.errors import NotEquipped, UserError
-from ditkit_core.models.conditions import Conditioner, Controls
+from ditkit_core.errors import MissingDependency, UserError
+from ditkit_core.models.conditions import ClipInputs, Conditioner
 from ditkit_wan.conditioning import control as control_conditions
 from ditkit_wan.conditioning import dance as dance_conditions
 from ditkit_wan.conditioning import images as image_conditions
@@ -24,7 +24,7 @@ Files = dict[str, str]
 RATES = {DANCE: 30.0}
 
 
-def checked(preset: str, given: Controls) -> None:
+def checked(preset: str, given: ClipInputs) -> None:
     """As the doctor asks: without a file of the model."""
     for conditioner in conditioners(PRESETS[preset], None, CPU, False):
         assert isinstance(conditioner, Conditioner)
@@ -153,7 +153,7 @@ def test_a_check_says_what_encoding_says(checkpoint: Path, tmp_path: Path) -> No
 @pytest.mark.skipif(find_spec("librosa") is not None, reason="librosa is installed")
 def test_sound_without_librosa_is_no_samples_fault(tmp_path: Path) -> None:
     given = controls("clip.mp4", {"wantodance_music_path": "m.wav"}, fps=30.0)
-    with pytest.raises(NotEquipped, match="install librosa"):
+    with pytest.raises(MissingDependency, match="install librosa"):
         dance_conditions.Music().uses(given)
 
 

@@ -12,7 +12,7 @@ from ditkit_core.data.columns import OF_THE_MODEL, reference_columns
 from ditkit_core.data.control_files import control_headers, control_values
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import named_columns
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.conditioning.columns import columns, conditioners
 from ditkit_wan.demo.models import IMAGE_DIM
 from ditkit_wan.presets import PRESETS
@@ -55,7 +55,7 @@ def test_every_variant_encodes_what_its_model_takes(
     assert [column.name for column in columns(arch)] == names
     assert all(column.doc.endswith(".") for column in columns(arch))
     vae = narrow(tmp_path / "vae") if arch.token_times else checkpoint / "vae"
-    found = conditioners(arch, Components(vae=str(vae), image_encoder=str(clip_folder)), CPU, False)
+    found = conditioners(arch, ModelPaths(vae=str(vae), image_encoder=str(clip_folder)), CPU, False)
     clip = video_file(tmp_path / "clip.mp4", 1)
     files = {column.name: value for column in columns(arch) if (value := given(column.name, column.kind, tmp_path))}
     item: dict[str, torch.Tensor] = {}
@@ -91,7 +91,7 @@ def given(name: str, kind: str, folder: Path) -> str:
 
 
 def test_the_vae_of_another_model_is_refused_before_anything_is_encoded(checkpoint: Path) -> None:
-    components = Components(base=str(checkpoint))
+    components = ModelPaths(base=str(checkpoint))
     arch = PRESETS["ti2v-5b"]
     with pytest.raises(UserError, match="makes 16 latent channels and the model takes 48"):
         conditioners(arch, components, CPU, False)
@@ -124,7 +124,7 @@ def test_a_still_picture_in_place_of_a_video_stays_on_screen(
     preset: str, column: str, beside: dict[str, str], checkpoint: Path, clip_folder: Path, tmp_path: Path
 ) -> None:
     arch = replace(PRESETS[preset], image_dim=IMAGE_DIM if PRESETS[preset].image_dim else 0, text_dim=32)
-    where = Components(vae=str(checkpoint / "vae"), image_encoder=str(clip_folder))
+    where = ModelPaths(vae=str(checkpoint / "vae"), image_encoder=str(clip_folder))
     still = picture_file(tmp_path / "still.png", 1)
     (tmp_path / "same").mkdir()
     for number in range(FRAMES):

@@ -9,8 +9,8 @@ from conditions_help import CPU, FRAMES, HEIGHT, WIDTH, controls, encoded, pictu
 
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
-from ditkit_core.models.conditions import Conditioner, other_ways
-from ditkit_core.models.paths import Components
+from ditkit_core.models.conditions import Conditioner, alternatives_of
+from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.conditioning import camera
 from ditkit_wan.conditioning.columns import columns
 from ditkit_wan.conditioning.control import Camera, Control, ControlVision, FirstLatent, Reference
@@ -63,7 +63,7 @@ def test_a_camera_starts_at_a_picture_and_zero_latents(checkpoint: Path, tmp_pat
 
 
 def test_a_reference_is_encoded_where_there_is_one(checkpoint: Path, tmp_path: Path, clip_folder: Path) -> None:
-    vae, clip = tiny_vae(checkpoint), ImageEncoder(Components(image_encoder=str(clip_folder)), CPU, torch.float32)
+    vae, clip = tiny_vae(checkpoint), ImageEncoder(ModelPaths(image_encoder=str(clip_folder)), CPU, torch.float32)
     files = {"reference_image": picture_file(tmp_path / "r.png", 1), "input_image": picture_file(tmp_path / "a.png", 2)}
     reference, vision = Reference(vae), ControlVision(clip, ("reference_image", "input_image"))
     assert reference.optional and reference.uses(controls("clip.mp4")) == ()
@@ -143,7 +143,7 @@ def test_a_direction_or_a_file_says_how_the_camera_moves(tmp_path: Path) -> None
     assert conditioner.uses(controls("clip.mp4", both)) == ("camera_file", ""), "the file stands in place of the others"
     told = encoded(conditioner, controls(None, both))["camera_path"]
     assert torch.equal(told, encoded(conditioner, controls(None, {"camera_file": file}))["camera_path"])
-    assert other_ways(columns(PRESETS["fun-v1.1-control-camera-1.3b"]), ["camera_file"]) == named.files.keys()
+    assert alternatives_of(columns(PRESETS["fun-v1.1-control-camera-1.3b"]), ["camera_file"]) == named.files.keys()
     with pytest.raises(UserError, match="camera_control_direction = 'Forward'"):  # before hours of encoding
         conditioner.uses(controls("clip.mp4", {"camera_control_direction": "Forward"}))
 

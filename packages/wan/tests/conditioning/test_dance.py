@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Conditioner
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.conditioning import music_features
 from ditkit_wan.conditioning.columns import conditioners
 from ditkit_wan.conditioning.dance import Keyframes, Music
@@ -210,7 +210,7 @@ def test_clip_sees_the_moment_that_the_keyframes_begin_with_and_beside_it_who_da
     checkpoint: Path, tmp_path: Path, clip_folder: Path
 ) -> None:
     arch = replace(PRESETS["wantodance-14b"], image_dim=IMAGE_DIM, text_dim=32)
-    where = Components(vae=str(checkpoint / "vae"), image_encoder=str(clip_folder))
+    where = ModelPaths(vae=str(checkpoint / "vae"), image_encoder=str(clip_folder))
     found = {each.kind: each for each in conditioners(arch, where, CPU, False)}
     seen, dancer = found["clip-vision"], found["clip-vision-dancer"]
     files = {
@@ -264,7 +264,7 @@ def test_a_video_of_keyframes_alone_is_one_of_a_quarter_of_the_rate(checkpoint: 
     pictures = [picture_file(tmp_path / "dance" / f"{number}.png", number) for number in range(3)]
     (tmp_path / "dance" / "fps.txt").write_text("1.875")
     clip = read_clip(tmp_path / "dance", frames=FRAMES, fps=7.5, height=HEIGHT, width=WIDTH)
-    vae = KeyframeVae(Components(base=str(checkpoint)), CPU)
+    vae = KeyframeVae(ModelPaths(base=str(checkpoint)), CPU)
     vae.load()
     latents = vae.encode([clip])[0]["latents"]
     stills = [read_clip(Path(path), frames=1, fps=1.0, height=HEIGHT, width=WIDTH) for path in pictures]

@@ -10,7 +10,7 @@ from conditions_help import CPU, FRAMES, HEIGHT, WIDTH, controls, encoded, pictu
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Conditioner
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.conditioning.images import ClipVision, FirstFrame, FirstLast, known_frames_mask
 from ditkit_wan.encoders.clip import ImageEncoder
 
@@ -120,12 +120,12 @@ def test_two_kinds_on_one_vae_have_keys_of_their_own(checkpoint: Path) -> None:
     vae = tiny_vae(checkpoint)
     kinds = [FirstLast(vae, both=True), FirstLast(vae, both=False), FirstFrame(vae)]
     assert len({each.identity for each in kinds}) == 3
-    tiled = type(vae)(Components(base=str(checkpoint)), CPU, tiled=True)
+    tiled = type(vae)(ModelPaths(base=str(checkpoint)), CPU, tiled=True)
     assert FirstFrame(tiled).identity != kinds[2].identity
 
 
 def test_clip_sees_the_first_then_the_last_picture(tmp_path: Path, clip_folder: Path) -> None:
-    encoder = ImageEncoder(Components(image_encoder=str(clip_folder)), CPU, torch.float32)
+    encoder = ImageEncoder(ModelPaths(image_encoder=str(clip_folder)), CPU, torch.float32)
     files = {"input_image": picture_file(tmp_path / "a.png", 1), "end_image": picture_file(tmp_path / "b.png", 2)}
     both = ClipVision(encoder, ("input_image", "end_image"))
     one = ClipVision(encoder, ("input_image",))
@@ -146,7 +146,7 @@ def test_clip_sees_what_diffusers_shows_it(tmp_path: Path, clip_folder: Path) ->
     from transformers import CLIPVisionModel
 
     files = {"input_image": picture_file(tmp_path / "a.png", 1)}
-    encoder = ImageEncoder(Components(image_encoder=str(clip_folder)), CPU, torch.float32)
+    encoder = ImageEncoder(ModelPaths(image_encoder=str(clip_folder)), CPU, torch.float32)
     tokens = encoded(ClipVision(encoder, ("input_image",)), controls(None, files))["image"]
     theirs: Any = CLIPVisionModel.from_pretrained(clip_folder)
     square = torch.nn.functional.interpolate(

@@ -14,10 +14,10 @@ from one_line import check_line
 from safetensors.torch import save_file
 
 from ditkit_core.config.resolve import resolve
-from ditkit_core.diagnostics.doctor.dataset import examine
-from ditkit_core.diagnostics.doctor.findings import Checkup
+from ditkit_core.diagnostics.doctor.dataset import examine_dataset
+from ditkit_core.diagnostics.doctor.findings import CheckReport
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import create_run
+from ditkit_core.run.context import create_run
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY
 from ditkit_wan.conditioning import music_features
@@ -30,7 +30,7 @@ KEYS = json.dumps([1] + [0] * 15)
 Made = Callable[[Path], str]
 
 
-def look(folder: Path, preset: str, **row: str) -> Checkup:
+def look(folder: Path, preset: str, **row: str) -> CheckReport:
     """What the doctor says of two clips, of which one has controls."""
     folder.mkdir(exist_ok=True)
     required = {"wantodance-14b": {"wantodance_music_path": "good.npy"}, "fun-v1.1-control-1.3b": {"control_video": "good.mp4"},
@@ -46,10 +46,10 @@ def look(folder: Path, preset: str, **row: str) -> Checkup:
     )  # fmt: skip
     flags = {"model.preset": "tiny", "data.folder": str(folder), "data.frames": 9, "data.height": 32, "data.width": 32}
     flags |= {"run.folder": str(folder.parent / "run"), "data.on_bad": "skip"}
-    return examine(create_run(spec, resolve(RunConfig, flags=flags))).checkup
+    return examine_dataset(create_run(spec, resolve(RunConfig, flags=flags))).checkup
 
 
-def assert_refused(found: Checkup, *says: str) -> None:
+def assert_refused(found: CheckReport, *says: str) -> None:
     assert [row.name for row in found.excluded] in (["bad.mp4"], ["bad"]), found.excluded
     (row,) = found.excluded
     assert found.samples == 1 and found.trainable, "the sound clip is trained"

@@ -13,7 +13,7 @@ from ditkit_core.data.dataset import scan
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import file_hash
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.demo.media import CLIPS, draw
 from ditkit_wan.demo.models import FRAMES, PIXELS
 from ditkit_wan.demo.write import write_demo
@@ -112,7 +112,7 @@ def test_latents_of_the_clips_as_training_reads_them_have_about_unit_variance(in
     config = DataConfig(folder=str(inputs / "clips"), frames=FRAMES, height=PIXELS, width=PIXELS)
     dataset = scan(config, frame_step=WAN.data.frame_step, size_step=WAN.data.size_step, fps=WAN.data.fps)
     assert len(dataset.samples) == 12 and not dataset.excluded
-    encoder = VaeEncoder(Components(base=str(inputs / "checkpoint")), torch.device("cpu"))
+    encoder = VaeEncoder(ModelPaths(base=str(inputs / "checkpoint")), torch.device("cpu"))
     encoder.load()
     latents = torch.stack(
         [

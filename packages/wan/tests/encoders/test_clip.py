@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ditkit_core.errors import UserError
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.encoders.clip import ImageEncoder
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_tokens_are_those_of_the_last_layer_but_one(folder: Path) -> None:
     from transformers import CLIPVisionModel
 
-    encoder = ImageEncoder(Components(image_encoder=str(folder)), CPU, torch.float32)
+    encoder = ImageEncoder(ModelPaths(image_encoder=str(folder)), CPU, torch.float32)
     encoder.load()
     grey = torch.zeros(3, 1, 40, 56)
     tokens = encoder.encode([grey])[0]["image"]
@@ -54,7 +54,7 @@ def test_the_comfyui_file_gives_what_the_folder_gives(folder: Path, tmp_path: Pa
     save_file(state, tmp_path / "clip_vision_h.safetensors")
     results = []
     for path in (folder, tmp_path / "clip_vision_h.safetensors"):
-        encoder = ImageEncoder(Components(image_encoder=str(path)), CPU, torch.float32)
+        encoder = ImageEncoder(ModelPaths(image_encoder=str(path)), CPU, torch.float32)
         encoder.load()
         results.append(
             encoder.encode([torch.rand(3, 1, 28, 28, generator=torch.Generator().manual_seed(1))])[0]["image"]
@@ -65,4 +65,4 @@ def test_the_comfyui_file_gives_what_the_folder_gives(folder: Path, tmp_path: Pa
 def test_another_models_file_is_refused(tmp_path: Path) -> None:
     save_file({"shared.weight": torch.zeros(2, 2)}, tmp_path / "umt5.safetensors")
     with pytest.raises(UserError, match="not a CLIP vision encoder"):
-        ImageEncoder(Components(image_encoder=str(tmp_path / "umt5.safetensors")), CPU, torch.float32).load()
+        ImageEncoder(ModelPaths(image_encoder=str(tmp_path / "umt5.safetensors")), CPU, torch.float32).load()

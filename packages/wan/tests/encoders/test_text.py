@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ditkit_core.errors import UserError
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.nn.quantized_linear import QuantizedLinear
 from ditkit_wan.encoders.text import TEXT_TOKENS, TextEncoder, clean
 
@@ -19,7 +19,7 @@ CAPTION = "a red circle moves right"
 
 
 def loaded(dtype: torch.dtype = torch.float32, **where: Any) -> TextEncoder:
-    encoder = TextEncoder(Components(**where), CPU, dtype)
+    encoder = TextEncoder(ModelPaths(**where), CPU, dtype)
     encoder.load()
     return encoder
 
@@ -73,7 +73,7 @@ def test_a_long_caption_is_cut_and_said(checkpoint: Path, capsys: pytest.Capture
 
 
 def test_where_a_caption_is_cut_is_known_without_weights(checkpoint: Path) -> None:
-    encoder = TextEncoder(Components(base=str(checkpoint)), CPU, torch.float32)
+    encoder = TextEncoder(ModelPaths(base=str(checkpoint)), CPU, torch.float32)
     cut = encoder.cut_of("red " * 600)
     assert cut is not None and cut[0] == 89 and cut[1].split() == ["red"] * 511
     assert encoder.cut_of("red " * 511) is None, "with its end it has 512 tokens"
@@ -170,14 +170,14 @@ def test_eight_bit_weights_in_another_form_are_refused(checkpoint: Path, tmp_pat
     state = hf_state(checkpoint) | {"encoder.block.0.layer.0.SelfAttention.q.weight_scale_inv": torch.ones(1, 1)}
     save_file(state, tmp_path / "umt5.safetensors")
     with pytest.raises(UserError, match="q.weight_scale_inv, which is not read; get the bf16") as caught:
-        TextEncoder(Components(text_encoder=str(tmp_path / "umt5.safetensors")), CPU, torch.float32)
+        TextEncoder(ModelPaths(text_encoder=str(tmp_path / "umt5.safetensors")), CPU, torch.float32)
     assert "\n" not in str(caught.value)
 
 
 def test_a_single_file_needs_a_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
     save_file(hf_state(checkpoint), tmp_path / "umt5.safetensors")
     with pytest.raises(UserError, match="set model.tokenizer"):
-        TextEncoder(Components(text_encoder=str(tmp_path / "umt5.safetensors")), CPU, torch.float32)
+        TextEncoder(ModelPaths(text_encoder=str(tmp_path / "umt5.safetensors")), CPU, torch.float32)
 
 
 def test_a_folder_without_a_tokenizer_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_broken_tokenizer_is_found_at_once(checkpoint: Path, tmp_path: Path, n
     shutil.copytree(checkpoint / "tokenizer", folder)
     (folder / name).write_text(text)
     with pytest.raises(UserError, match=said) as caught:
-        TextEncoder(Components(base=str(checkpoint), tokenizer=str(folder)), CPU, torch.float32)
+        TextEncoder(ModelPaths(base=str(checkpoint), tokenizer=str(folder)), CPU, torch.float32)
     assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
 
 
@@ -219,7 +219,7 @@ def test_a_missing_part_is_found_at_once(checkpoint: Path, tmp_path: Path, part:
     shutil.copytree(checkpoint, base)
     shutil.rmtree(base / part)
     with pytest.raises(UserError, match=f"holds no {part}; set model.{part}"):
-        TextEncoder(Components(base=str(base)), CPU, torch.float32)
+        TextEncoder(ModelPaths(base=str(base)), CPU, torch.float32)
 
 
 def test_truncated_weights_are_found_at_once(checkpoint: Path, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_truncated_weights_are_found_at_once(checkpoint: Path, tmp_path: Path) -
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(UserError, match="model.safetensors is truncated"):
-        TextEncoder(Components(base=str(checkpoint), text_encoder=str(tmp_path)), CPU, torch.float32)
+        TextEncoder(ModelPaths(base=str(checkpoint), text_encoder=str(tmp_path)), CPU, torch.float32)
 
 
 def test_weights_of_another_depth_name_the_text_encoder(checkpoint: Path, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_clip_file_is_no_text_encoder(checkpoint: Path, tmp_path: Path) -> Non
 
 def test_identity_follows_weights_tokenizer_and_dtype(checkpoint: Path, tmp_path: Path) -> None:
     def identity(dtype: torch.dtype = torch.float32, **where: Any) -> str:
-        return TextEncoder(Components(base=str(checkpoint), **where), CPU, dtype).identity
+        return TextEncoder(ModelPaths(base=str(checkpoint), **where), CPU, dtype).identity
 
     for file in (checkpoint / "tokenizer").iterdir():
         (tmp_path / file.name).write_text(file.read_text().replace("▁red", "▁rouge"))
@@ -263,4 +263,4 @@ def test_an_incomplete_tokenizer_is_said_before_anything_is_loaded(
         if file.name != missing:
             (tmp_path / file.name).write_bytes(file.read_bytes())
     with pytest.raises(UserError, match=missing):
-        TextEncoder(Components(base=str(checkpoint), tokenizer=str(tmp_path)), CPU, torch.float32)
+        TextEncoder(ModelPaths(base=str(checkpoint), tokenizer=str(tmp_path)), CPU, torch.float32)

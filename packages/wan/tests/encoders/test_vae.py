@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ditkit_core.errors import UserError
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.encoders.vae import VaeEncoder
 from ditkit_wan.encoders.vae_kinds import to_diffusers
 
@@ -58,7 +58,7 @@ def single_file(folder: Path, target: Path) -> Path:
 
 
 def loaded(**where: Any) -> VaeEncoder:
-    encoder = VaeEncoder(Components(**where), CPU)
+    encoder = VaeEncoder(ModelPaths(**where), CPU)
     encoder.load()
     return encoder
 
@@ -144,13 +144,13 @@ def test_damaged_or_missing_weights_of_a_folder_are_found_at_once(narrow_vae: Pa
     file = folder / "diffusion_pytorch_model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(UserError, match="truncated"):
-        VaeEncoder(Components(vae=str(folder)), CPU)
+        VaeEncoder(ModelPaths(vae=str(folder)), CPU)
     file.unlink()
     with pytest.raises(UserError, match="holds no .safetensors file"):
-        VaeEncoder(Components(vae=str(folder)), CPU)
+        VaeEncoder(ModelPaths(vae=str(folder)), CPU)
     shutil.rmtree(folder)
     with pytest.raises(UserError, match="holds no vae; set model.vae"):
-        VaeEncoder(Components(base=str(tmp_path)), CPU)
+        VaeEncoder(ModelPaths(base=str(tmp_path)), CPU)
 
 
 @pytest.mark.parametrize("wrong", [{"base_dim": "wide"}, {"dim_mult": None}])
@@ -185,13 +185,13 @@ def test_a_file_that_lacks_a_tensor_is_refused(narrow_vae: Path, tmp_path: Path)
 def test_another_models_file_is_refused(tmp_path: Path) -> None:
     save_file({"decoder.conv_in.weight": torch.zeros(4, 4)}, tmp_path / "other.safetensors")
     with pytest.raises(UserError, match="no VAE of Wan 2.1 or 2.2"):
-        VaeEncoder(Components(vae=str(tmp_path / "other.safetensors")), CPU)
+        VaeEncoder(ModelPaths(vae=str(tmp_path / "other.safetensors")), CPU)
 
 
 def test_the_pickle_is_refused_by_naming_the_file_to_get(tmp_path: Path) -> None:
     (tmp_path / "Wan2.1_VAE.pth").write_bytes(b"x")
     with pytest.raises(UserError, match="wan_2.1_vae.safetensors"):
-        VaeEncoder(Components(vae=str(tmp_path / "Wan2.1_VAE.pth")), CPU)
+        VaeEncoder(ModelPaths(vae=str(tmp_path / "Wan2.1_VAE.pth")), CPU)
 
 
 def test_identity_follows_the_weights_and_needs_no_loading(narrow_vae: Path, tmp_path: Path) -> None:
@@ -201,6 +201,6 @@ def test_identity_follows_the_weights_and_needs_no_loading(narrow_vae: Path, tmp
     state["conv1.bias"] = state["conv1.bias"] + 1
     save_file(state, tmp_path / "other.safetensors")
     identities = [
-        VaeEncoder(Components(vae=str(file)), CPU).identity for file in (first, same, tmp_path / "other.safetensors")
+        VaeEncoder(ModelPaths(vae=str(file)), CPU).identity for file in (first, same, tmp_path / "other.safetensors")
     ]
     assert identities[0] == identities[1] != identities[2]

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ditkit_core.errors import UserError
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.encoders.vae import VaeEncoder
 from ditkit_wan.encoders.vae_kinds import WAN_2_2, to_diffusers
 
@@ -62,7 +62,7 @@ def single_file(narrow_vae: Path) -> Path:
 
 
 def loaded(path: Path, **how: Any) -> VaeEncoder:
-    encoder = VaeEncoder(Components(vae=str(path)), CPU, **how)
+    encoder = VaeEncoder(ModelPaths(vae=str(path)), CPU, **how)
     encoder.load()
     return encoder
 
@@ -135,13 +135,13 @@ def test_an_error_of_the_vae_is_not_swallowed(narrow_vae: Path, monkeypatch: pyt
 
 def test_the_vae_of_another_model_is_refused_in_one_line(checkpoint: Path, single_file: Path) -> None:
     for components, channels, remedy in (
-        (Components(vae=str(single_file)), 16, "wan_2.1_vae.safetensors"),
-        (Components(base=str(checkpoint)), 48, "wan2.2_vae.safetensors"),
+        (ModelPaths(vae=str(single_file)), 16, "wan_2.1_vae.safetensors"),
+        (ModelPaths(base=str(checkpoint)), 48, "wan2.2_vae.safetensors"),
     ):
         with pytest.raises(UserError, match=f"the model takes {channels}.*{re.escape(remedy)}") as caught:
             VaeEncoder(components, CPU, channels=channels)
         assert "\n" not in str(caught.value)
-    assert VaeEncoder(Components(vae=str(single_file)), CPU, channels=48).channels == 48
+    assert VaeEncoder(ModelPaths(vae=str(single_file)), CPU, channels=48).channels == 48
 
 
 def test_a_vae_of_neither_kind_is_refused(tmp_path: Path, single_file: Path) -> None:
@@ -149,13 +149,13 @@ def test_a_vae_of_neither_kind_is_refused(tmp_path: Path, single_file: Path) -> 
     state["conv2.weight"] = torch.zeros(32, 32, 1, 1, 1)
     save_file(state, tmp_path / "other.safetensors")
     with pytest.raises(UserError, match="is no VAE of Wan 2.1 or 2.2"):
-        VaeEncoder(Components(vae=str(tmp_path / "other.safetensors")), CPU)
+        VaeEncoder(ModelPaths(vae=str(tmp_path / "other.safetensors")), CPU)
 
 
 def test_the_pickle_is_refused_by_naming_the_file_to_get(tmp_path: Path) -> None:
     (tmp_path / "Wan2.2_VAE.pth").write_bytes(b"x")
     with pytest.raises(UserError, match="wan2.2_vae.safetensors"):
-        VaeEncoder(Components(vae=str(tmp_path / "Wan2.2_VAE.pth")), CPU)
+        VaeEncoder(ModelPaths(vae=str(tmp_path / "Wan2.2_VAE.pth")), CPU)
 
 
 def test_tiles_agree_with_the_whole_where_one_holds_it(narrow_vae: Path) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditkit_core.adapters.inject import AdapterConfig
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.testing.world import make_model
 from ditkit_wan.presets import WanArch
 from ditkit_wan.spec import WAN
@@ -24,7 +24,7 @@ def test_the_last_matmul_of_a_block_is_never_recomputed(policy, repeated):
     def num_frozen_matmuls(policy: str) -> int:
         inputs = WAN.training.make_inputs([items[0]["latents"]], torch.tensor([0.5]), items, 1.0)
         with CountAddmm() as count:
-            model(inputs, run=Engine(policy=policy))[0].sum().backward()
+            model(inputs, engine=BlockEngine(policy=policy))[0].sum().backward()
         return count.number
 
     assert num_frozen_matmuls(policy) - num_frozen_matmuls("none") == repeated * ARCH.layers

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ditkit_core.adapters.inject import AdapterConfig, inject, trainable_parameters
 from ditkit_core.encoding.loader import Batch
-from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.models.precision import Precision
 from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.testing.full_size import DEVICE, Arithmetic, as_on_a_gpu, materialise
@@ -52,7 +52,7 @@ def test_a_step_stays_on_its_device_in_its_dtypes(preset, policy, monkeypatch):
         optimizer = NamedOptimizer(trained, OptimConfig())
         with Arithmetic() as arithmetic:
             accumulate_gradients(
-                TrainModel(model, Engine(policy=policy), WAN),
+                TrainModel(model, BlockEngine(policy=policy), WAN),
                 [Batch(ids=["a"], items=[item])],
                 StepContext(step=0, seed=0, flow=FlowConfig()),
             )

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ditkit_core.data.media.clip import write_image, write_video
-from ditkit_core.models.conditions import Controls
-from ditkit_core.models.paths import Components
+from ditkit_core.models.conditions import ClipInputs
+from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.encoders.vae import VaeEncoder
 
 CPU = torch.device("cpu")
@@ -42,16 +42,16 @@ def sound_file(path: Path, samples: np.ndarray, rate: int = 8000) -> str:
     return str(path)
 
 
-def controls(clip: str | Path | None, files: dict[str, str] | None = None, **changes: Any) -> Controls:
+def controls(clip: str | Path | None, files: dict[str, str] | None = None, **changes: Any) -> ClipInputs:
     given = {"frames": FRAMES, "height": HEIGHT, "width": WIDTH, "fps": 16.0, "start_seconds": 0.0} | changes
-    return Controls(clip=None if clip is None else Path(clip), files=files or {}, **given)
+    return ClipInputs(clip=None if clip is None else Path(clip), files=files or {}, **given)
 
 
 def tiny_vae(checkpoint: Path) -> VaeEncoder:
-    return VaeEncoder(Components(base=str(checkpoint)), CPU)
+    return VaeEncoder(ModelPaths(base=str(checkpoint)), CPU)
 
 
-def encoded(conditioner: Any, given: Controls) -> dict[str, Tensor]:
+def encoded(conditioner: Any, given: ClipInputs) -> dict[str, Tensor]:
     """What a conditioner makes of one clip."""
     conditioner.load()
     try:

@@ -11,13 +11,13 @@ import torch
 
 from ditkit_core.adapters.identify import FoundAdapter, Shapes
 from ditkit_core.adapters.read import DIFFUSERS_METADATA, AdapterFile
-from ditkit_core.adapters.svd import relative_difference, shrink
-from ditkit_core.adapters.write import Scaled, nothing, write_matrices
+from ditkit_core.adapters.svd import reduce_product, relative_difference
+from ditkit_core.adapters.write import Scaled, write_matrices, zero_adapter
 from ditkit_core.errors import UserError
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.weights.fused_tensors import LoraMatrices
 from ditkit_core.weights.load import first_ten
-from ditkit_core.weights.tensor_parts import Matrices
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """Largest relative difference of a product (of norms) that rounding to a dtype explains: its epsilon, twice, with room."""
@@ -63,7 +63,7 @@ def is_finite(adapter: Scaled) -> bool:
     return math.isfinite(adapter.scale) and all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
-def reduced(
+def reduce_rank(
     adapters: Mapping[str, Scaled], rank: int | None, energy: float, path: Path
 ) -> tuple[dict[str, Scaled], dict[str, float]]:
     """The nearest adapters of a lower rank, by singular values of each module's product.
@@ -91,12 +91,12 @@ def reduced(
     for name, adapter in adapters.items():
         smaller[name], kept[name] = adapter, 1.0
         if rank is None or len(adapter.matrices.down) > rank:
-            found = shrink(adapter.matrices.down, adapter.matrices.up, rank=rank, energy=energy)
-            smaller[name], kept[name] = replace(adapter, matrices=Matrices(found.down, found.up)), found.kept
+            found = reduce_product(adapter.matrices.down, adapter.matrices.up, rank=rank, energy=energy)
+            smaller[name], kept[name] = replace(adapter, matrices=LoraMatrices(found.down, found.up)), found.kept
     return smaller, kept
 
 
-def completed(
+def add_missing_modules(
     adapters: Mapping[str, Scaled], spec: ModelSpec, form: str, layers: Shapes, path: Path
 ) -> dict[str, Scaled]:
     """The adapters with zeros where readers of a form want a module that has none.
@@ -105,22 +105,22 @@ def completed(
         UserError: If the shape of such a layer is not known.
     """
     wanted = [name for name in spec.adapters.rules.fillers(form, list(adapters)) if name not in adapters]
-    of_kind = {kind_of(name): (len(a.matrices.up), a.matrices.down.shape[1]) for name, a in adapters.items()}
-    shapes = {name: layers.get(name) or of_kind.get(kind_of(name)) for name in wanted}
+    of_kind = {module_kind(name): (len(a.matrices.up), a.matrices.down.shape[1]) for name, a in adapters.items()}
+    shapes = {name: layers.get(name) or of_kind.get(module_kind(name)) for name in wanted}
     if unknown := [name for name, shape in shapes.items() if shape is None]:
         raise UserError(
             f"{path}: readers of the {form} form want all layers of a block, and nothing says how large {first_ten(unknown)} would be; "
             "give --base or model.preset, or choose another form"
         )
-    return {**adapters, **{name: nothing(shape) for name, shape in shapes.items() if shape is not None}}
+    return {**adapters, **{name: zero_adapter(shape) for name, shape in shapes.items() if shape is not None}}
 
 
-def kind_of(module: str) -> str:
+def module_kind(module: str) -> str:
     """A module's name with its block's number left out."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", module, count=1)
 
 
-def write(
+def write_converted(
     adapters: Mapping[str, Scaled],
     spec: ModelSpec,
     path: Path,
@@ -151,7 +151,7 @@ def write(
     def check(file: AdapterFile) -> None:
         for name, adapter in adapters.items():
             if name not in file.modules:  # it shares a tensor with others, and is zero: no column says anything of it
-                read, scale = nothing((len(adapter.matrices.up), adapter.matrices.down.shape[1])).matrices, 1.0
+                read, scale = zero_adapter((len(adapter.matrices.up), adapter.matrices.down.shape[1])).matrices, 1.0
             else:
                 read, scale = file.read(name), file.modules[name].scale
             difference = relative_difference(
@@ -188,7 +188,7 @@ def _network(adapters: Mapping[str, Scaled]) -> dict[str, str]:
     return {"ss_network_dim": str(rank), "ss_network_alpha": f"{scale * rank:g}"}
 
 
-def metadata_for(source: Mapping[str, str], **made: object) -> dict[str, str]:
+def derived_metadata(source: Mapping[str, str], **made: object) -> dict[str, str]:
     """The header of a file that is made from another: what is said there and still true, and how it was made.
 
     Args:
@@ -200,7 +200,7 @@ def metadata_for(source: Mapping[str, str], **made: object) -> dict[str, str]:
     return {**kept, "made_from": json.dumps(made, sort_keys=True)}
 
 
-def dtype_of(found: FoundAdapter) -> torch.dtype:
+def adapter_dtype(found: FoundAdapter) -> torch.dtype:
     """The dtype that holds every matrix of a file: its own, or fp32 where there are several; bf16 of one that is narrower."""
     pieces = [piece for module in found.file.modules.values() for piece in module.pieces if piece is not None]
     keys = [key for piece in pieces for kind, key in piece.adapter.keys.items() if kind != "alpha"]

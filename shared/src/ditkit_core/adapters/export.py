@@ -21,12 +21,12 @@ from ditkit_core.models.adapter_formats import ADAPTER_FORMS
 from ditkit_core.models.precision import parse_dtype
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.models.state_dict import Part
+from ditkit_core.models.state_dict import TensorSlice
 from ditkit_core.nn.quantized_linear import dense_weight, quantized_weights, without_scales
 from ditkit_core.weights.fp8_scaled import About, in_scaled_8_bits, open_weights
+from ditkit_core.weights.fused_tensors import rows_of
 from ditkit_core.weights.load import match
-from ditkit_core.weights.metadata import published_description
-from ditkit_core.weights.tensor_parts import rows_of
+from ditkit_core.weights.metadata import redact_description
 
 SHARD_BYTES = 5_000_000_000
 """Most bytes in one file of a transformer, as on the hub."""
@@ -237,7 +237,7 @@ def export_merged(
         match(open_weights(target), spec.architecture.names, ours)
         if form == "diffusers" and config_json is not None:
             with atomic_write(target / "config.json") as temporary:
-                temporary.write_bytes(published_description(config_json.read_bytes()))
+                temporary.write_bytes(redact_description(config_json.read_bytes()))
         folders.append(target)
     return folders
 
@@ -256,7 +256,7 @@ def _transformer_in_form(
     assert len(natives) == len(assembly.found), "the form has rows that the model does not"
 
     # Shapes come from views: of a quantized weight nothing is dequantized to know them.
-    def about(parts: Sequence[Part]) -> tuple[tuple[int, ...], torch.dtype]:
+    def about(parts: Sequence[TensorSlice]) -> tuple[tuple[int, ...], torch.dtype]:
         pieces = [rows_of(tensors[part.name], part.index, part.of) for part in parts]
         wide = any(spec.precision.keep_fp32(part.name) for part in parts)
         return _stacked_shape(pieces), torch.float32 if wide else config.torch_dtype
@@ -327,7 +327,7 @@ def _matrices_of_blocks(model: StagedModel) -> set[str]:
     return {canonical_name(name) for name in weights if not is_adapter_name(name)}
 
 
-def _can_scale(parts: Sequence[Part], matrices: Collection[str], spec: ModelSpec) -> bool:
+def _can_scale(parts: Sequence[TensorSlice], matrices: Collection[str], spec: ModelSpec) -> bool:
     """Whether a tensor is matrices of the blocks alone, none of which stays in fp32."""
     return all(part.name in matrices and not spec.precision.keep_fp32(part.name) for part in parts)
 

@@ -13,8 +13,8 @@ from ditkit_core.adapters.write import Scaled
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.weights.fused_tensors import LoraMatrices
 from ditkit_core.weights.load import match, read_in_fp32
-from ditkit_core.weights.tensor_parts import Matrices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def extract(
             left[name] = size / size_of_base if size_of_base else float("inf")
             continue
         found = low_rank(difference, rank, energy, module)
-        adapters[module], kept[module] = Scaled(Matrices(found.down, found.up)), found.kept
+        adapters[module], kept[module] = Scaled(LoraMatrices(found.down, found.up)), found.kept
     if not adapters:
         what = "differ in no Linear layer" if sizes else "do not differ"
         raise UserError(f"{tuned.path} and {base.path} {what}: there is nothing to extract; mend --extract or --base")

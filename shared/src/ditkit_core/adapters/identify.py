@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ditkit_core.adapters.keys import KnownNames, shapes_in, speaks_of_adapters
+from ditkit_core.adapters.keys import KnownNames, has_adapter_keys, shapes_in
 from ditkit_core.adapters.read import DIFFUSERS_METADATA, AdapterFile, understand_adapter
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
@@ -188,7 +188,7 @@ def native_prefix(source: SafetensorsSource, spec: ModelSpec) -> tuple[str, int]
     return prefix, known[prefix]
 
 
-def is_whole(source: SafetensorsSource, spec: ModelSpec) -> bool:
+def is_transformer(source: SafetensorsSource, spec: ModelSpec) -> bool:
     """Whether a file's names are those of a transformer of this family."""
     # Half, because a whole checkpoint may have a VAE or a text encoder next to its transformer.
     return native_prefix(source, spec)[1] > len(source.tensors) / 2
@@ -199,7 +199,7 @@ def _is_none(source: SafetensorsSource, spec: ModelSpec) -> UserError:
     path = source.path
     if not source.tensors:
         return UserError(f"{path} is empty; name a LoRA file")
-    if is_whole(source, spec):
+    if is_transformer(source, spec):
         return UserError(
             f"{path} is a whole transformer, no adapter; take its difference to another with --extract {path} --base BASE --rank N"
         )
@@ -209,7 +209,7 @@ def _is_none(source: SafetensorsSource, spec: ModelSpec) -> UserError:
         return UserError(
             f"{path} holds {' and '.join(methods)}, which is not read; merge it with the program that made it"
         )
-    what = "a LoRA of another model" if speaks_of_adapters(source) else "no LoRA"
+    what = "a LoRA of another model" if has_adapter_keys(source) else "no LoRA"
     return UserError(f"{path} is {what}{likeness}: {first_ten(list(source.tensors)[:3])} …; name a LoRA of this model")
 
 

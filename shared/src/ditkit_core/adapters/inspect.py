@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ditkit_core.adapters.convert import kind_of
-from ditkit_core.adapters.identify import Shapes, adapter_in, is_whole, native_prefix, parts_in, presets_of
-from ditkit_core.adapters.keys import speaks_of_adapters
+from ditkit_core.adapters.convert import module_kind
+from ditkit_core.adapters.identify import Shapes, adapter_in, is_transformer, native_prefix, parts_in, presets_of
+from ditkit_core.adapters.keys import has_adapter_keys
 from ditkit_core.adapters.svd import product_norm
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.io.tables import Table
@@ -36,7 +36,7 @@ _FORMS = {
 
 
 def inspect_file(path: Path, spec: ModelSpec, *, part: str | None = None, base: Shapes | None = None) -> dict[str, Any]:
-    """What a file is, as plain values; `as_text` prints it.
+    """What a file is, as plain values; `inspection_text` prints it.
 
     Args:
         path: An adapter, or a whole transformer (file, folder or index).
@@ -53,7 +53,7 @@ def inspect_file(path: Path, spec: ModelSpec, *, part: str | None = None, base: 
         "bytes": sum(file.stat().st_size for file in {stored.file for stored in source.tensors.values()}),
         "metadata": dict(source.metadata),
     }
-    if not speaks_of_adapters(source) and is_whole(source, spec):
+    if not has_adapter_keys(source) and is_transformer(source, spec):
         return about | _whole(source, spec)
     parts = parts_in(source)
     if part is None and len(parts) > 1:
@@ -67,7 +67,7 @@ def _adapter(source: SafetensorsSource, spec: ModelSpec, part: str | None, base:
     kinds: dict[str, list[str]] = {}
     norms: dict[str, float] = {}
     for name, module in modules.items():
-        kinds.setdefault(kind_of(name), []).append(name)
+        kinds.setdefault(module_kind(name), []).append(name)
         read = found.file.read(name)
         if bool(read.down.isfinite().all()) and bool(read.up.isfinite().all()):
             norms[name] = abs(module.scale) * product_norm(read.down, read.up)
@@ -111,7 +111,7 @@ def _whole(raw: SafetensorsSource, spec: ModelSpec) -> dict[str, Any]:
         source.apply_scale(values, name)
         norms[name] = float(torch.linalg.vector_norm(values))
         key = name.removeprefix(prefix)
-        kinds.setdefault(kind_of(key) if "blocks." in key else key, []).append(norms[name])
+        kinds.setdefault(module_kind(key) if "blocks." in key else key, []).append(norms[name])
     forms = [form for form in spec.architecture.names.from_native if _is_form(source, prefix, spec, form)]
     return {
         "kind": "transformer",
@@ -163,7 +163,7 @@ def _spans(numbers: Iterable[int]) -> str:
     return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
 
 
-def as_text(about: Mapping[str, Any]) -> str:
+def inspection_text(about: Mapping[str, Any]) -> str:
     """What `inspect_file` found, for people."""
     num_bytes = about["bytes"]
     size = f"{num_bytes / 2**20:.1f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:.2f} GiB"

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.adapter_formats import FORM_OF_PREFIX, AdapterLayout
-from ditkit_core.models.state_dict import Part, StateDictNames
-from ditkit_core.weights.tensor_parts import Assembly
+from ditkit_core.models.state_dict import StateDictNames, TensorSlice
+from ditkit_core.weights.fused_tensors import FusedTensors
 
 _PARTS = {
     "down": re.compile(r"\.(lora_A|lora_down)(\.[\w-]+)?\.weight$"),
@@ -27,7 +27,7 @@ _PARTS = {
 class AdapterKey:
     """What a file's key says."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[TensorSlice, ...]
     """The parts of our modules that the rows of its module are."""
     kind: str
     """`down`, `up`, `alpha` or `magnitude`."""
@@ -42,9 +42,9 @@ class AdapterKey:
 class KnownNames:
     """What the model's Linear layers are called in every form, and which modules of ours each name is."""
 
-    parts: Mapping[str, tuple[Part, ...]]
+    parts: Mapping[str, tuple[TensorSlice, ...]]
     """By name, dotted and with underscores."""
-    forms: Mapping[tuple[Part, ...], list[str]]
+    forms: Mapping[tuple[TensorSlice, ...], list[str]]
     """The dotted names of these parts."""
     prefixes: tuple[str, ...]
     naming: Mapping[str, str]
@@ -53,12 +53,12 @@ class KnownNames:
     @classmethod
     def of(cls, names: StateDictNames, modules: Collection[str]) -> "KnownNames":
         """The names of these Linear layers."""
-        by_form: dict[str, Mapping[str, tuple[Part, ...]]] = {}
+        by_form: dict[str, Mapping[str, tuple[TensorSlice, ...]]] = {}
         for form, from_native in names.from_native.items():
             by_form[form] = modules_in_form(modules, from_native).complete
-        by_form[""] = {module: (Part(module),) for module in modules}
-        parts: dict[str, tuple[Part, ...]] = {}
-        forms: dict[tuple[Part, ...], list[str]] = {}
+        by_form[""] = {module: (TensorSlice(module),) for module in modules}
+        parts: dict[str, tuple[TensorSlice, ...]] = {}
+        forms: dict[tuple[TensorSlice, ...], list[str]] = {}
         naming: dict[str, str] = {}
         for form, named in by_form.items():
             for name, meant in named.items():
@@ -96,25 +96,25 @@ class KnownNames:
         )
 
 
-def modules_in_form(modules: Iterable[str], from_native: Callable[[str], Sequence[Part]]) -> Assembly:
+def modules_in_form(modules: Iterable[str], from_native: Callable[[str], Sequence[TensorSlice]]) -> FusedTensors:
     """A form's modules put together of ours."""
 
-    def theirs(module: str) -> tuple[Part, ...]:
+    def theirs(module: str) -> tuple[TensorSlice, ...]:
         weights = from_native(f"{module}.weight")
         return tuple(replace(part, name=part.name.removesuffix(".weight")) for part in weights)
 
     return tensors_in_form(modules, theirs)
 
 
-def tensors_in_form(names: Iterable[str], from_native: Callable[[str], Sequence[Part]]) -> Assembly:
+def tensors_in_form(names: Iterable[str], from_native: Callable[[str], Sequence[TensorSlice]]) -> FusedTensors:
     """A form's tensors put together of ours."""
-    assembly = Assembly()
+    assembly = FusedTensors()
     for name in names:
         assert assembly.add(name, tuple(from_native(name))), f"{name} shares rows with another"
     return assembly
 
 
-def speaks_of_adapters(source: SafetensorsSource) -> bool:
+def has_adapter_keys(source: SafetensorsSource) -> bool:
     """Whether a key of a file is named as a low-rank adapter's, of whatever model."""
     return any(pattern.search(key) for key in source.tensors for kind, pattern in _PARTS.items() if kind != "alpha")
 
@@ -124,7 +124,7 @@ def shapes_in(source: SafetensorsSource, known: KnownNames) -> dict[str, tuple[i
 
     Where one of the two matrices is missing, or is none, the side that it would tell is 1 wide.
     """
-    found: dict[tuple[Part, ...], dict[str, tuple[int, ...]]] = {}
+    found: dict[tuple[TensorSlice, ...], dict[str, tuple[int, ...]]] = {}
     for name, stored in source.tensors.items():
         if (key := known.parse(name)) is not None:
             found.setdefault(key.parts, {})[key.kind] = stored.shape

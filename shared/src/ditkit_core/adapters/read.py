@@ -33,9 +33,9 @@ from ditkit_core.adapters.keys import KnownNames
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.state_dict import Part, StateDictNames
+from ditkit_core.models.state_dict import StateDictNames, TensorSlice
+from ditkit_core.weights.fused_tensors import FusedTensors, LoraMatrices, columns_of_owners, join
 from ditkit_core.weights.load import first_ten
-from ditkit_core.weights.tensor_parts import Assembly, Matrices, columns_of_owners, join
 
 # The header key and the naming are diffusers' (`LORA_ADAPTER_METADATA_KEY` in its loaders/lora_base.py).
 DIFFUSERS_METADATA = "lora_adapter_metadata"
@@ -63,13 +63,13 @@ class FileAdapter:
     """The module's, as the file has it."""
     keys: Mapping[str, str]
     """The file's key by part: `down`, `up`, perhaps `alpha`, `magnitude`."""
-    parts: tuple[Part, ...]
+    parts: tuple[TensorSlice, ...]
     """The modules of ours that its rows are."""
     rank: int
     scale: float
     """What up·down is multiplied with."""
 
-    def rows(self, source: SafetensorsSource, index: int, columns: Tensor | None = None) -> Matrices:
+    def rows(self, source: SafetensorsSource, index: int, columns: Tensor | None = None) -> LoraMatrices:
         """The adapter of one of its parts; of columns of B and rows of A, only those with these numbers."""
 
         def read(part: str) -> Tensor:
@@ -78,7 +78,7 @@ class FileAdapter:
         down, up = source.read(self.keys["down"]).float().flatten(1), read("up").flatten(1)
         if columns is not None:
             down, up = down[columns], up[:, columns]
-        return Matrices(down, up, read("magnitude").flatten() if "magnitude" in self.keys else None)
+        return LoraMatrices(down, up, read("magnitude").flatten() if "magnitude" in self.keys else None)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class AdapterFile:
     modules: Mapping[str, FileModule]
     """By our name of the module."""
 
-    def read(self, module: str) -> Matrices:
+    def read(self, module: str) -> LoraMatrices:
         """A, B and perhaps magnitudes of a module."""
         found = self.modules[module]
         return _read_pieces(self.source, found.pieces, found.scale)
@@ -130,8 +130,8 @@ class AdapterFile:
         weight.lerp_(merged, strength)
 
 
-def _read_pieces(source: SafetensorsSource, pieces: Sequence[FilePiece | None], scale: float) -> Matrices:
-    def read(piece: FilePiece) -> tuple[str, Matrices]:
+def _read_pieces(source: SafetensorsSource, pieces: Sequence[FilePiece | None], scale: float) -> LoraMatrices:
+    def read(piece: FilePiece) -> tuple[str, LoraMatrices]:
         read = piece.adapter.rows(source, piece.index, piece.columns)
         if piece.adapter.scale != scale:
             read = replace(read, up=read.up * (piece.adapter.scale / scale))
@@ -169,7 +169,7 @@ def understand_adapter(
     path = source.path
     if not source.tensors:
         raise UserError(f"{path} is empty; name a LoRA file")
-    keys: dict[tuple[Part, ...], dict[str, str]] = {}
+    keys: dict[tuple[TensorSlice, ...], dict[str, str]] = {}
     unmatched = []
     for key in source.tensors:
         said = known.parse(key)
@@ -177,7 +177,7 @@ def understand_adapter(
             unmatched.append(key)
         else:
             keys.setdefault(said.parts, {})[said.kind] = key
-    assembly = Assembly()
+    assembly = FusedTensors()
     stacked = {parts: known.forms[parts][0] for parts in keys}
     unmatched += [
         key for parts, name in stacked.items() if not assembly.add(name, parts) for key in keys[parts].values()
@@ -271,7 +271,7 @@ class _Header:
 def _understand(
     source: SafetensorsSource,
     keys: Mapping[str, str],
-    parts: tuple[Part, ...],
+    parts: tuple[TensorSlice, ...],
     modules: Mapping[str, tuple[int, ...]],
     header: _Header,
     names: Sequence[str],
@@ -370,7 +370,7 @@ def config_from_file(config: AdapterConfig, file: AdapterFile) -> tuple[AdapterC
     return started, said
 
 
-def start_from(file: AdapterFile, adapted: Collection[str]) -> Callable[[str], dict[str, Tensor]]:
+def initial_adapter(file: AdapterFile, adapted: Collection[str]) -> Callable[[str], dict[str, Tensor]]:
     """A `start` for `adapters.initialise` that reads a file; modules that it lacks start as new ones.
 
     Raises:

@@ -52,7 +52,7 @@ def _middle(down: Tensor, up: Tensor) -> Tensor:
     return left @ right.T
 
 
-def shrink(
+def reduce_product(
     down: Float[Tensor, "rank in"], up: Float[Tensor, "out rank"], *, rank: int | None = None, energy: float = 1.0
 ) -> LowRank:
     """The product nearest to B·A of a rank, or of the least rank that keeps a share of its energy.

@@ -18,13 +18,13 @@ from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.adapters.keys import tensors_in_form
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import StagedModel
-from ditkit_core.models.state_dict import Part, StateDictNames
+from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.nn.parameters import swapped
 from ditkit_core.nn.quantized_linear import dense_weight, quantized_weights
+from ditkit_core.weights.fused_tensors import rows_of
 from ditkit_core.weights.load import first_ten
-from ditkit_core.weights.tensor_parts import rows_of
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 """Largest relative difference (of norms) by the matmuls' dtype. fp32: orders of summation differ. 16 bits: other programs
@@ -33,7 +33,7 @@ round the residual stream and modulation in every block, where ours keep fp32.""
 
 def compare_with_pipeline(
     adapter_file: Path,
-    components: Components,
+    components: ModelPaths,
     model: StagedModel,
     names: StateDictNames,
     *,
@@ -148,13 +148,13 @@ class _Base:
         self._matmul = _matmul_dtype(model)
         self._tensors = base_tensors(model)
 
-    def in_form(self, names: StateDictNames, form: str) -> Mapping[str, tuple[Part, ...]]:
+    def in_form(self, names: StateDictNames, form: str) -> Mapping[str, tuple[TensorSlice, ...]]:
         """By the form's name: the parts of our parameters that the tensor's rows are."""
         assembly = tensors_in_form(self._tensors, names.from_native[form])
         assert len(assembly.complete) == len(assembly.found), "a tensor of the form lacks rows"
         return assembly.complete
 
-    def rows(self, parts: tuple[Part, ...], dtype: torch.dtype | None = None) -> Tensor:
+    def rows(self, parts: tuple[TensorSlice, ...], dtype: torch.dtype | None = None) -> Tensor:
         """The tensor that these parts are."""
         pieces = [rows_of(self._whole(part.name), part.index, part.of) for part in parts]
         found = pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -17,15 +17,15 @@ from ditkit_core.adapters.read import DIFFUSERS_METADATA, AdapterFile, open_adap
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import write_safetensors
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS, nearest_form
-from ditkit_core.models.state_dict import Part, StateDictNames
-from ditkit_core.weights.tensor_parts import Assembly, Matrices, join
+from ditkit_core.models.state_dict import StateDictNames, TensorSlice
+from ditkit_core.weights.fused_tensors import FusedTensors, LoraMatrices, join
 
 
 @dataclass(frozen=True)
 class Scaled:
     """One module's adapter, and what its product is multiplied with."""
 
-    matrices: Matrices
+    matrices: LoraMatrices
     scale: float = 1.0
 
 
@@ -56,13 +56,13 @@ def write_adapter(
         UserError: If the form cannot say what the adapter is, or the file cannot be written or read back.
     """
     adapters = {module: Scaled(matrices, scaling) for module, matrices in _adapters(state).items()}
-    adapters |= {module: nothing(shape) for module, shape in fillers.items()}
+    adapters |= {module: zero_adapter(shape) for module, shape in fillers.items()}
     write_matrices(path, adapters, names, form=form, dtype=dtype, metadata=metadata)
 
 
-def nothing(shape: tuple[int, ...]) -> Scaled:
+def zero_adapter(shape: tuple[int, ...]) -> Scaled:
     """An adapter of rank 1 that changes nothing, of a layer of this weight shape [out, in]."""
-    return Scaled(Matrices(torch.zeros(1, shape[1]), torch.zeros(shape[0], 1)))
+    return Scaled(LoraMatrices(torch.zeros(1, shape[1]), torch.zeros(shape[0], 1)))
 
 
 def write_matrices(
@@ -159,11 +159,11 @@ def check_stacks(form: str, names: StateDictNames, modules: Collection[str], *, 
             )
 
 
-def _assembly(modules: Iterable[str], names: StateDictNames, form: str) -> Assembly:
+def _assembly(modules: Iterable[str], names: StateDictNames, form: str) -> FusedTensors:
     return modules_in_form(modules, names.from_native[_naming(form, names)])
 
 
-def _adapters(state: Mapping[str, Tensor]) -> dict[str, Matrices]:
+def _adapters(state: Mapping[str, Tensor]) -> dict[str, LoraMatrices]:
     """The adapters of a model by module, in fp32 on the CPU."""
 
     def plain(name: str) -> Tensor:
@@ -175,7 +175,7 @@ def _adapters(state: Mapping[str, Tensor]) -> dict[str, Matrices]:
         if part == "lora_A.weight":
             magnitude = f"{module}.lora_magnitude_vector.weight"
             norms = plain(magnitude) if magnitude in state else None
-            adapters[module] = Matrices(plain(name), plain(f"{module}.lora_B.weight"), norms)
+            adapters[module] = LoraMatrices(plain(name), plain(f"{module}.lora_B.weight"), norms)
     assert len(state) == sum(2 + (adapter.magnitude is not None) for adapter in adapters.values()), "names are unknown"
     return adapters
 
@@ -189,15 +189,15 @@ def _rounded(adapter: Scaled, dtype: torch.dtype, *, kept: bool) -> Scaled:
     matrices, magnitude = adapter.matrices, adapter.matrices.magnitude
     up = matrices.up if kept else matrices.up * adapter.scale
     return Scaled(
-        Matrices(rounded(matrices.down), rounded(up), None if magnitude is None else rounded(magnitude)),
+        LoraMatrices(rounded(matrices.down), rounded(up), None if magnitude is None else rounded(magnitude)),
         adapter.scale if kept else 1.0,
     )
 
 
-def _put_together(parts: Sequence[Part | None], adapters: Mapping[str, Scaled]) -> Scaled:
+def _put_together(parts: Sequence[TensorSlice | None], adapters: Mapping[str, Scaled]) -> Scaled:
     """The adapter of one of the form's modules; those of its parts have one scale."""
 
-    def rows(part: Part | None) -> tuple[str, Matrices] | None:
+    def rows(part: TensorSlice | None) -> tuple[str, LoraMatrices] | None:
         return None if part is None else (part.name, adapters[part.name].matrices.rows(part.index, part.of))
 
     (scale,) = {adapters[part.name].scale for part in parts if part is not None}
@@ -270,7 +270,7 @@ def _layer_shapes(adapters: Mapping[str, Scaled], names: StateDictNames, form: s
     return shapes
 
 
-def _say_the_same(read: Matrices | None, expected: Matrices) -> bool:
+def _say_the_same(read: LoraMatrices | None, expected: LoraMatrices) -> bool:
     if read is None:
         return not expected.up.any() and expected.magnitude is None
     if (read.magnitude is None) != (expected.magnitude is None):

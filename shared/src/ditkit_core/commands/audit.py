@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.diagnostics.audit.audit import Subject, audit, estimated_seconds, num_passes, with_adapters_at_work
-from ditkit_core.diagnostics.audit.findings import Findings, to_json
-from ditkit_core.diagnostics.audit.render import show, write
+from ditkit_core.diagnostics.audit.findings import AuditFindings, audit_json
+from ditkit_core.diagnostics.audit.render import print_audit, write_audit
 from ditkit_core.diagnostics.rendering import json_text
 from ditkit_core.encoding.loader import files_of, split_held_out
 from ditkit_core.errors import UserError
@@ -17,15 +17,15 @@ from ditkit_core.io.memory import is_out_of_memory
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.partition import place
-from ditkit_core.run.checks import check, check_parts, check_training
+from ditkit_core.run.checks import check_parts, check_run, check_training
 from ditkit_core.run.config import RunConfig
+from ditkit_core.run.context import create_run, with_arch
 from ditkit_core.run.encoding import encode_all
-from ditkit_core.run.expert_runs import resident
+from ditkit_core.run.expert_runs import largest_expert_run
 from ditkit_core.run.init_from import start_from
 from ditkit_core.run.model import build_model, engine_of, load_model
-from ditkit_core.run.prepare import Prepared, check_items
-from ditkit_core.run.restore import take_trained
-from ditkit_core.run.run import create_run, with_arch
+from ditkit_core.run.prepare import LoadedModel, check_items
+from ditkit_core.run.restore import load_trained
 from ditkit_core.run.train_data import training_data
 from ditkit_core.training.checkpoint import latest
 
@@ -43,22 +43,22 @@ def audit_precision(spec: ModelSpec, config: RunConfig, options: TrainOptions) -
         UserError: If the run could not start as it is configured, or memory does not suffice.
     """
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
-        run = resident(create_run(spec, config))
+        run = largest_expert_run(create_run(spec, config))
         if run.expert is not None:
             say(f"audited is the {run.expert.name} expert")
         own = RunFolder(Path(run.config.run.folder))  # where its saves are
         findings = _find(spec, run.given.config, own, options)
-        files = write(findings, RunFolder(Path(config.run.folder)).audit)
-        show(findings)
+        files = write_audit(findings, RunFolder(Path(config.run.folder)).audit)
+        print_audit(findings)
         for file in files:
             say(f"written:  {file}")
     if options.json:
-        print(json_text(to_json(findings)), flush=True)
+        print(json_text(audit_json(findings)), flush=True)
 
 
-def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainOptions) -> Findings:
+def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainOptions) -> AuditFindings:
     run = create_run(spec, config)
-    check(run)
+    check_run(run)
     check_training(run)
     if options.demo:
         spec.demo.write(folder.inputs)
@@ -100,15 +100,15 @@ def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainO
         ) from error
 
 
-def _weights(prepared: Prepared, folder: RunFolder, init_from: str) -> str:
+def _weights(prepared: LoadedModel, folder: RunFolder, init_from: str) -> str:
     """Give the model the weights of the run's latest save, if there is one; says which they are."""
     if latest(folder.state, warn) is not None:
-        return f"the run's save of step {take_trained(prepared, folder)}"
+        return f"the run's save of step {load_trained(prepared, folder)}"
     start_from(init_from, prepared, folder)
     return "the run's first weights: nothing was saved yet"
 
 
-def _audit(subject: Subject, weights: str, prepared: Prepared, seed: int) -> Findings:
+def _audit(subject: Subject, weights: str, prepared: LoadedModel, seed: int) -> AuditFindings:
     with with_adapters_at_work(prepared.model, seed) as changed:
         if changed:
             weights += "; B of the adapters, which is zero, is drawn small so that gradients reach A"

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ditkit_core.commands.options import TrainOptions
-from ditkit_core.diagnostics.doctor.dataset import examine
-from ditkit_core.diagnostics.doctor.findings import Checkup, to_json
+from ditkit_core.diagnostics.doctor.dataset import examine_dataset
+from ditkit_core.diagnostics.doctor.findings import CheckReport, check_json
 from ditkit_core.diagnostics.doctor.memory import plan_memory
-from ditkit_core.diagnostics.doctor.render import show, write
+from ditkit_core.diagnostics.doctor.render import print_check, write_check
 from ditkit_core.diagnostics.doctor.trial import try_step
 from ditkit_core.diagnostics.rendering import json_text
 from ditkit_core.errors import UserError
@@ -19,13 +19,13 @@ from ditkit_core.io.memory import release_memory
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.paths import nothing_fetched
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.run.checks import check, check_preview_device, check_training
+from ditkit_core.run.checks import check_preview_device, check_run, check_training
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.expert_runs import known, runs_of
-from ditkit_core.run.run import Run, create_run
+from ditkit_core.run.context import RunContext, create_run
+from ditkit_core.run.expert_runs import resolve_arch, runs_of
 
 
-def check_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
+def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     """Check a run, print what was found and write it into its folder; no state and no step of it is kept.
 
     Returns:
@@ -37,7 +37,7 @@ def check_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         folder = RunFolder(Path(config.run.folder))
         run = create_run(spec, config)
-        check(run)
+        check_run(run)
         check_preview_device(run)  # the run of each expert draws nothing by itself
         for each in runs_of(run):
             check_training(each)
@@ -46,21 +46,21 @@ def check_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
             run = create_run(spec, config)  # of an architecture that was not there before
         with nothing_fetched():
             with suppress(UserError):  # said where the model is tried
-                run = known(run)
-            checkup = checked(run)
-        files = write(checkup, folder.path)
-        show(checkup)
+                run = resolve_arch(run)
+            checkup = examine_run(run)
+        files = write_check(checkup, folder.path)
+        print_check(checkup)
         for file in files:
             say(f"written:  {file}")
     if options.json:
-        print(json_text(to_json(checkup)), flush=True)
+        print(json_text(check_json(checkup)), flush=True)
     return 0 if checkup.trainable else 1
 
 
-def checked(run: Run) -> Checkup:
+def examine_run(run: RunContext) -> CheckReport:
     """Everything that can be found out about a run."""
     began = time.monotonic()
-    examined = examine(run)
+    examined = examine_dataset(run)
     checkup = examined.checkup
     if examined.samples:
         memory, lacking = plan_memory(run, examined.samples, examined.class_pictures)

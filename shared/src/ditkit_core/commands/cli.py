@@ -18,7 +18,7 @@ from ditkit_core.commands.options import EncodeOptions, ExportOptions, SampleOpt
 from ditkit_core.config.cli_args import Flags, format_help, read_flags
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.toml import to_toml
-from ditkit_core.errors import Stopped, UserError
+from ditkit_core.errors import Interrupted, UserError
 from ditkit_core.io.console import hush_libraries, prepare_streams, say, warn
 from ditkit_core.io.memory import is_out_of_memory, let_go, release_memory
 from ditkit_core.io.signals import terminated_like_interrupted
@@ -37,14 +37,14 @@ OPTIONS: dict[str, type] = {
 STAGES = {
     ("train", ""): ("train", "train"),
     ("train", "plan"): ("plan", "plan"),
-    ("train", "fit"): ("fit", "fit_stage"),
+    ("train", "fit"): ("fit", "fit_run"),
     ("train", "audit_precision"): ("audit", "audit_precision"),
-    ("train", "check"): ("check", "check_run"),
+    ("train", "check"): ("check", "run_checks"),
     ("train", "report"): ("report", "report"),
-    ("encode", ""): ("encode", "encode"),
+    ("encode", ""): ("encode", "encode_run"),
     ("sample", ""): ("sample", "sample"),
     ("export", ""): ("export", "export"),
-    ("export", "on_files"): ("convert", "work_on_file"),
+    ("export", "on_files"): ("convert", "convert_file"),
 }
 """By command and option the module in this folder, and its function, that do the work."""
 
@@ -116,7 +116,7 @@ def _run(spec: ModelSpec, command: str, argv: Sequence[str]) -> int:
         if not is_out_of_memory(error):
             raise
         failure, modules = (str(error) or type(error).__name__).splitlines()[0], let_go(error)
-    except Stopped as stopped:
+    except Interrupted as stopped:
         warn(str(stopped))
         return 130
     except KeyboardInterrupt:

@@ -10,12 +10,19 @@ from typing import Any
 
 import torch
 
-from ditkit_core.adapters.convert import completed, dtype_of, metadata_for, read_adapter, reduced, write
+from ditkit_core.adapters.convert import (
+    adapter_dtype,
+    add_missing_modules,
+    derived_metadata,
+    read_adapter,
+    reduce_rank,
+    write_converted,
+)
 from ditkit_core.adapters.export import export_merged, loaded_by, readers_of, whole_forms
 from ditkit_core.adapters.extract import extract
 from ditkit_core.adapters.identify import FoundAdapter, Shapes, find_adapter, layers_of, parameters_of, presets_of
 from ditkit_core.adapters.inject import target_modules
-from ditkit_core.adapters.inspect import as_text, inspect_file
+from ditkit_core.adapters.inspect import inspect_file, inspection_text
 from ditkit_core.adapters.read import MAX_STRENGTH, merge_into
 from ditkit_core.adapters.write import Scaled, check_form
 from ditkit_core.commands.options import ExportOptions, parse_rank
@@ -23,7 +30,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say, warn
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
@@ -34,7 +41,7 @@ from ditkit_core.weights.load import match, read_in_fp32
 from ditkit_core.weights.metadata import published_header
 
 
-def work_on_file(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
+def convert_file(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     """Do what the options say with a file.
 
     Raises:
@@ -43,7 +50,7 @@ def work_on_file(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> 
     if options.inspect:
         spec, base = _layers(spec, config, options)
         about = inspect_file(Path(options.inspect).expanduser(), spec, part=options.part, base=base)
-        say(json.dumps(about, indent=2) if options.json else as_text(about))
+        say(json.dumps(about, indent=2) if options.json else inspection_text(about))
     elif options.extract:
         _extract(spec, config, options)
     elif options.merge:
@@ -68,18 +75,18 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     out = _out(options.out, path, mark or f"_{options.dtype}")
     adapters = read_adapter(found)
     if options.rank:
-        adapters, kept = reduced(adapters, rank, energy, path)
+        adapters, kept = reduce_rank(adapters, rank, energy, path)
         say(_kept_lines(kept, "energy kept"))
     if layers is None and found.presets:
         layers = layers_of(spec.architecture.build, spec.architecture.presets[found.presets[0]])
     elif layers is None:
         warn(f"{path} fits no preset of {spec.name}: names are converted, sizes are taken as they are")
-    complete = completed(adapters, spec, form, layers or {}, path)
+    complete = add_missing_modules(adapters, spec, form, layers or {}, path)
     if zeros := len(complete) - len(adapters):
         say(f"{zeros} modules are written as zeros: programs that read the {form} form want all of a block")
     made = {"file": path.name, "form": form} | ({"rank": options.rank} if options.rank else {})
-    metadata = metadata_for(published_header(RunConfig, found.file.source.metadata), **made)
-    dtype = parse_dtype(options.dtype) if options.dtype else dtype_of(found)
+    metadata = derived_metadata(published_header(RunConfig, found.file.source.metadata), **made)
+    dtype = parse_dtype(options.dtype) if options.dtype else adapter_dtype(found)
     _write(complete, spec, out, form=form, dtype=dtype, metadata=metadata)
 
 
@@ -106,9 +113,9 @@ def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
             f"{len(largest)} parameters differ that the adapter does not change, {found.share_left:.1%} of the whole difference's "
             f"energy: {named}{more}"
         )
-    complete = completed(found.adapters, spec, form, layers, out)
+    complete = add_missing_modules(found.adapters, spec, form, layers, out)
     residual = round(found.residual, 6)
-    metadata = metadata_for({}, tuned=tuned_path.name, base=base.path.name, rank=options.rank, residual=residual)
+    metadata = derived_metadata({}, tuned=tuned_path.name, base=base.path.name, rank=options.rank, residual=residual)
     dtype = parse_dtype(options.dtype or ("bf16" if config.export.scaled else config.export.dtype))
     _write(complete, spec, out, form=form, dtype=dtype, metadata=metadata)
 
@@ -142,7 +149,7 @@ def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
         spec,
         folder,
         wanted,
-        metadata=metadata_for({}, file=path.name, base=source.path.name, strength=strength),
+        metadata=derived_metadata({}, file=path.name, base=source.path.name, strength=strength),
         original=merged,
         config_json=description if description.is_file() else None,
     )
@@ -234,7 +241,7 @@ def _base(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> tuple[S
         if not path.exists() and (path.is_absolute() or path.suffix == ".safetensors" or options.base.startswith(".")):
             raise UserError(f"--base {options.base}: there is no such file or folder; mend the path")
         is_transformer = path.is_file() or (path.is_dir() and not (path / part).is_dir())
-        model = Components(
+        model = ModelPaths(
             preset=model.preset,
             transformer=options.base if is_transformer else "",
             base="" if is_transformer else options.base,
@@ -280,7 +287,7 @@ def _write(
     metadata: Mapping[str, str],
 ) -> None:
     """Write an adapter file, and say how exact it is and who loads it."""
-    written = write(adapters, spec, out, form=form, dtype=dtype, metadata=metadata)
+    written = write_converted(adapters, spec, out, form=form, dtype=dtype, metadata=metadata)
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     same = "to the bit" if written.exact else f"to {written.worst:.1e} (rounded to {short})"
     lowest, highest = written.ranks[0], written.ranks[-1]

@@ -12,21 +12,21 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say, warn
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.run.checks import check
+from ditkit_core.run.checks import check_run
 from ditkit_core.run.config import RunConfig
+from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.encoding import encode_all
-from ditkit_core.run.expert_runs import known
-from ditkit_core.run.run import Run, create_run
+from ditkit_core.run.expert_runs import resolve_arch
 
 
-def encode(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> None:
+def encode_run(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> None:
     """Fill the cache, and nothing else."""
     run = create_run(spec, config)
-    check(run)
+    check_run(run)
     if options.demo:
         spec.demo.write(RunFolder(Path(config.run.folder)).inputs)
         run = create_run(spec, config)
-    run = known(run)
+    run = resolve_arch(run)
     rule = parse_rule(options.prune_cache) if options.prune_cache else None
     if options.dump:
         _check_dump(config.data, Path(options.dump))
@@ -40,7 +40,7 @@ def encode(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> None:
         _prune_cache(run, rule, [*encoded, *prior])
 
 
-def _verify_cache(run: Run) -> None:
+def _verify_cache(run: RunContext) -> None:
     """Read every entry of the cache, and say which ones were removed because they are not what was written."""
     with progress("verify cache", sum(1 for _ in run.data.cache.entries())) as bar:
         found = verify(run.data.cache, bar.advance)
@@ -52,7 +52,7 @@ def _verify_cache(run: Run) -> None:
     say(f"{run.data.cache.folder}: {found.checked} entries read{older}, {len(found.damaged)} damaged")
 
 
-def _prune_cache(run: Run, rule: Rule, encoded: Sequence[EncodedSample]) -> None:
+def _prune_cache(run: RunContext, rule: Rule, encoded: Sequence[EncodedSample]) -> None:
     """Remove entries by a rule. Those of this run's data stay, and with `unused` those of every run in the folder that its own lies in."""
     keep = {part.rpartition(" ")[2] for sample in encoded for part in (*sample.keys, sample.empty_text_key)}
     if rule.unused:
@@ -86,7 +86,7 @@ def _check_dump(data: DataConfig, folder: Path) -> None:
             raise UserError(f"--dump {folder} would write among the files of {name}; name a folder apart from the data")
 
 
-def _dump_samples(run: Run, folder: Path, encoded: Sequence[EncodedSample]) -> None:
+def _dump_samples(run: RunContext, folder: Path, encoded: Sequence[EncodedSample]) -> None:
     """Write what every sample that was encoded became."""
     there = {sample.id for sample in encoded}
     samples = [sample for sample in run.data.dataset.samples if sample.id in there]

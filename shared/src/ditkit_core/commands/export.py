@@ -19,13 +19,13 @@ from ditkit_core.io.memory import release_memory
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.partition import place
-from ditkit_core.run.checks import check
+from ditkit_core.run.checks import check_run
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.expert_runs import is_joint, known, runs_of
+from ditkit_core.run.context import RunContext, create_run
+from ditkit_core.run.expert_runs import is_joint, resolve_arch, runs_of
 from ditkit_core.run.model import build_model, engine_of, export_metadata, load_model
-from ditkit_core.run.prepare import Prepared
-from ditkit_core.run.restore import take_trained
-from ditkit_core.run.run import Run, create_run
+from ditkit_core.run.prepare import LoadedModel
+from ditkit_core.run.restore import load_trained
 from ditkit_core.training.callbacks import Callback
 
 
@@ -39,15 +39,15 @@ def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     )
     check_export(spec, wanted, config.adapter)
     _check_out(options.out, whole=wanted.merged or config.adapter.method == "full")
-    run = known(create_run(spec, config))
-    check(run)
+    run = resolve_arch(create_run(spec, config))
+    check_run(run)
     for each in runs_of(run):
         name = f"_{each.expert.name}" if each.expert is not None and is_joint(run) else ""
         _export(each, wanted, options, RunFolder(Path(config.run.folder)), name)
         release_memory()
 
 
-def _export(run: Run, wanted: ExportConfig, options: ExportOptions, folder: RunFolder, name: str) -> None:
+def _export(run: RunContext, wanted: ExportConfig, options: ExportOptions, folder: RunFolder, name: str) -> None:
     """Export one transformer.
 
     Args:
@@ -60,7 +60,7 @@ def _export(run: Run, wanted: ExportConfig, options: ExportOptions, folder: RunF
     spec, config = run.spec, run.config
     unloaded = build_model(run)
     prepared = load_model(run, unloaded, place(run, unloaded))
-    step = take_trained(prepared, RunFolder(Path(config.run.folder)), options.step)
+    step = load_trained(prepared, RunFolder(Path(config.run.folder)), options.step)
     given = Path(options.out)
     out = folder.exports / f"adapter{name}-export-step-{step:06d}.safetensors"
     if options.out:
@@ -98,7 +98,7 @@ def _check_out(out: str, *, whole: bool) -> None:
 class Exporter(Callback):
     """Writes the trained weights next to each save, and everything that a finished run hands over."""
 
-    def __init__(self, run: Run, folder: RunFolder, prepared: Prepared, encoded: Sequence[EncodedSample]):
+    def __init__(self, run: RunContext, folder: RunFolder, prepared: LoadedModel, encoded: Sequence[EncodedSample]):
         self._run, self._folder, self._prepared = run, folder, prepared
         self._data = key(*(part for sample in encoded for part in (sample.id, *sample.keys)))
 
@@ -129,19 +129,19 @@ class Exporter(Callback):
     def _verify(self, files: Sequence[Path]) -> None:
         """Have another program load the adapters, and compare what it predicts."""
         run, config = self._run, self._run.config
-        model, verify, passage = self._prepared.model, run.spec.adapters.verify, self._prepared.passage
+        model, verify, streamer = self._prepared.model, run.spec.adapters.verify, self._prepared.streamer
         files_of = replace(config.model, transformer=str(self._prepared.source.path))  # which may be a second expert
         if verify is None:
             return
         if len(run.devices) > 1:
             say("not verified: diffusers runs a model on one device, and this one is divided over several")
             return
-        if passage is not None and run.devices[0].type != "cpu":
+        if streamer is not None and run.devices[0].type != "cpu":
             say(
                 "not verified: diffusers runs a whole model on its device, and weights of this one are streamed through it"
             )
             return
-        with nullcontext() if passage is None else passage.whole():
+        with nullcontext() if streamer is None else streamer.whole():
             for form, file in zip(config.export.forms, files, strict=False):
                 if said := read_by(run.spec, form, model).get("diffusers"):
                     say(f"{file} was read again, and is not verified with diffusers: it {said}")
@@ -172,14 +172,14 @@ class Exporter(Callback):
             )
 
 
-def hand_over(run: Run, folder: RunFolder) -> None:
+def hand_over(run: RunContext, folder: RunFolder) -> None:
     """Put an expert's adapter among the exports of the run of all experts, under a name that tells which it is."""
     for file, copy in _to_hand_over(run, folder):
         with atomic_write(copy) as temporary:
             shutil.copyfile(file, temporary)
 
 
-def is_handed_over(run: Run, folder: RunFolder) -> bool:
+def is_handed_over(run: RunContext, folder: RunFolder) -> bool:
     """Whether its adapter is there as it is now.
 
     An expert that was trained on alone since has another adapter than was sampled with and stands among the exports.
@@ -188,7 +188,7 @@ def is_handed_over(run: Run, folder: RunFolder) -> bool:
     return all(copy.is_file() and filecmp.cmp(file, copy, shallow=False) for file, copy in found)
 
 
-def _to_hand_over(run: Run, folder: RunFolder) -> Iterator[tuple[Path, Path]]:
+def _to_hand_over(run: RunContext, folder: RunFolder) -> Iterator[tuple[Path, Path]]:
     """An expert's finished adapters, and where each belongs among the exports of the whole run."""
     assert run.expert is not None
     for file in sorted(RunFolder(Path(run.config.run.folder)).exports.glob("adapter*.safetensors")):

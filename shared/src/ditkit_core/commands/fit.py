@@ -12,30 +12,30 @@ from ditkit_core.commands.options import TrainOptions
 from ditkit_core.commands.plan import DOES_NOT_FIT
 from ditkit_core.config.sizes import GIB
 from ditkit_core.config.toml import to_toml
-from ditkit_core.engine.devices import choose_devices, spread
+from ditkit_core.engine.devices import choose_devices, per_device
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import write_text
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.autotune import Fit, fit, least_host, least_missing
-from ditkit_core.planner.gpus import Card, cards_here, keeping_reserves, parse_gpus
+from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus
 from ditkit_core.planner.partition import host_limit
-from ditkit_core.planner.partition_search import PRICE, Candidate, Task
-from ditkit_core.planner.plan import beside_of, check, job_for
+from ditkit_core.planner.partition_search import PRICE, Candidate, FitTask
+from ditkit_core.planner.plan import beside_of, check_plannable, job_for
 from ditkit_core.planner.profiler import Profile, profile
-from ditkit_core.planner.report import said_of
+from ditkit_core.planner.report import describe_shortfall
 from ditkit_core.planner.step_time import BUFFERS, Workload, assumptions
-from ditkit_core.planner.suggestions import Change, Planned, best_first, levers
+from ditkit_core.planner.suggestions import Planned, SuggestedChange, best_first, levers
 from ditkit_core.run.checks import check_preview_device
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run, create_run
+from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.training.trainer import check_swap
 
 _FIRST = {"auto": "cuda:0", "cuda": "cuda:0"}
 """What a name without a number means where there is a GPU."""
 
 
-def fit_stage(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
+def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     """Choose for the cards, print the whole configuration to stdout, and to stderr what it will hold and why.
 
     Searched are train.checkpointing, devices, cuts, swap_blocks and pipelined, and base.quantize. All else stays as configured.
@@ -50,7 +50,7 @@ def fit_stage(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     if out is not None and out.exists():
         raise UserError(f"--write {out} is there already, and nothing is overwritten; give another name, or remove it")
     run = create_run(spec, config)
-    check(run, here=False)  # which devices, is searched
+    check_plannable(run, here=False)  # which devices, is searched
     cards, names = cards_of(run.config, options.gpus)
     task = replace(task_for(run, cards), host=host_limit(options.host, here=not options.gpus))
     found = fit(task)
@@ -67,7 +67,7 @@ def fit_stage(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     beside = beside_of(create_run(spec, fitted), found.chosen.plan, gpus=bool(options.gpus), streamed=streamed)
     lacking = [row for row in beside if row.fits is False]
     for row in lacking:
-        warn(said_of(row, bool(fitted.sample.every_steps and not fitted.sample.device)))
+        warn(describe_shortfall(row, bool(fitted.sample.every_steps and not fitted.sample.device)))
     if lacking:
         warn("the steps fit, and what is said above does not: change it in these settings before they are used")
     text = f"# {_chosen(found.chosen, names)}\n# for {', '.join(card.name for card in cards)}\n\n{to_toml(fitted)}"
@@ -79,7 +79,7 @@ def fit_stage(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     return DOES_NOT_FIT if lacking else 0
 
 
-def cards_of(config: RunConfig, gpus: str) -> tuple[tuple[Card, ...], tuple[str, ...]]:
+def cards_of(config: RunConfig, gpus: str) -> tuple[tuple[GPU, ...], tuple[str, ...]]:
     """The cards to fit to, less what train.reserve leaves to others, and what each is called in train.devices."""
     if gpus:
         cards = parse_gpus(gpus)
@@ -87,11 +87,11 @@ def cards_of(config: RunConfig, gpus: str) -> tuple[tuple[Card, ...], tuple[str,
         names = tuple(named[: len(cards)])
     else:
         devices = _devices_here(config)
-        cards, names = cards_here(devices), tuple(map(str, devices))
+        cards, names = gpus_here(devices), tuple(map(str, devices))
     return keeping_reserves(cards, config.train.reserve), names
 
 
-def task_for(run: Run, cards: tuple[Card, ...]) -> Task:
+def task_for(run: RunContext, cards: tuple[GPU, ...]) -> FitTask:
     """What is to be fitted."""
     job, config = job_for(run), run.config
     stored = run.stored_as
@@ -101,7 +101,7 @@ def task_for(run: Run, cards: tuple[Card, ...]) -> Task:
         return profile(replace(job, policy=policy, quantize=stored if quantize == "none" else quantize))
 
     eight_bits = () if stored != "none" else ("fp8",) if config.base.quantize == "fp8" else ("int8",)
-    return Task(
+    return FitTask(
         cards=cards,
         profile_of=profile_of,
         micro_batches=job.micro_batches,
@@ -128,7 +128,7 @@ def apply(config: RunConfig, chosen: Candidate, names: Sequence[str]) -> RunConf
     else:
         keeps = len(names) == 1 and not train.devices and _FIRST.get(train.device, train.device) == used[0]
         device, devices = train.device if keeps else used[0], ()
-    reserve = spread(train.reserve, len(names), "train.reserve") if len(train.reserve) > 1 else train.reserve
+    reserve = per_device(train.reserve, len(names), "train.reserve") if len(train.reserve) > 1 else train.reserve
     changed: dict[str, Any] = {
         "device": device,
         "devices": devices,
@@ -142,7 +142,7 @@ def apply(config: RunConfig, chosen: Candidate, names: Sequence[str]) -> RunConf
     return replace(config, train=replace(train, **changed), base=replace(config.base, **held))
 
 
-def explained(found: Fit, task: Task, names: Sequence[str]) -> Iterator[str]:
+def explained(found: Fit, task: FitTask, names: Sequence[str]) -> Iterator[str]:
     """What was chosen, what each card will hold, what else would fit, and what is assumed."""
     chosen = found.chosen
     assert chosen is not None
@@ -187,7 +187,7 @@ def _chosen(candidate: Candidate, names: Sequence[str]) -> str:
     )
 
 
-def _nothing_fits(spec: ModelSpec, config: RunConfig, task: Task) -> Iterator[str]:
+def _nothing_fits(spec: ModelSpec, config: RunConfig, task: FitTask) -> Iterator[str]:
     smallest = f"with everything recomputed, activations on the host and weights held in {task.quantizations[-1]}"
     if task.host is not None and (needed := least_host(task)) is not None:
         yield (
@@ -210,7 +210,7 @@ def _nothing_fits(spec: ModelSpec, config: RunConfig, task: Task) -> Iterator[st
         yield f"no single change is enough; most is gained by {planned[0].change.words}"
 
 
-def changes(spec: ModelSpec, config: RunConfig, task: Task) -> list[Planned]:
+def changes(spec: ModelSpec, config: RunConfig, task: FitTask) -> list[Planned]:
     """Single changes, planned, the best first: of each kind the mildest that fits, or else the strongest."""
     planned = []
     for lever in levers(spec, config, task.cards):
@@ -223,7 +223,7 @@ def changes(spec: ModelSpec, config: RunConfig, task: Task) -> list[Planned]:
     return best_first(planned)
 
 
-def _after(change: Change, spec: ModelSpec, config: RunConfig, task: Task) -> Task:
+def _after(change: SuggestedChange, spec: ModelSpec, config: RunConfig, task: FitTask) -> FitTask:
     """What is to be fitted after a change."""
     if change.config is config:  # other GPUs alone: the profiles are the same
         return replace(task, cards=change.cards)

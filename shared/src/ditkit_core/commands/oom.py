@@ -16,15 +16,15 @@ from ditkit_core.io.console import say, warn
 from ditkit_core.io.memory import is_host_allocation, process_peak_bytes
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.autotune import fit
-from ditkit_core.planner.gpus import RESERVE_BYTES, cards_here, default_reserve, keeping_reserves
-from ditkit_core.planner.memory import Budget, Division, compose
+from ditkit_core.planner.gpus import RESERVE_BYTES, default_reserve, gpus_here, keeping_reserves
+from ditkit_core.planner.memory import Budget, Partition, compose
 from ditkit_core.planner.partition import host_limit
 from ditkit_core.planner.plan import job_for, make_report
 from ditkit_core.planner.profiler import profile
-from ditkit_core.planner.report import Report, show_measured
-from ditkit_core.planner.suggestions import Change, levers
+from ditkit_core.planner.report import PlanReport, print_measured_plan
+from ditkit_core.planner.suggestions import SuggestedChange, levers
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run, create_run, with_config
+from ditkit_core.run.context import RunContext, create_run, with_config
 
 UNDER_THE_PLAN = 0.9
 """Where a plan had room and there was none: the share of what it needed that a change may need."""
@@ -91,7 +91,7 @@ def _explained(spec: ModelSpec, config: RunConfig, failure: str, peaks: Sequence
     report = make_report(run)
     indices = [device.index or 0 for device in run.devices]
     measured = [peaks[i] for i in indices] if report.is_cuda else list(peaks)
-    show_measured(report, measured)
+    print_measured_plan(report, measured)
     on_host = report.is_cuda and is_of_the_host(failure)
     if on_host:
         yield "it was the host's that ran out"
@@ -103,11 +103,11 @@ def _explained(spec: ModelSpec, config: RunConfig, failure: str, peaks: Sequence
     yield _on_gpus(run, report, on_host=on_host) if report.is_cuda else _on_the_host(run, report)
 
 
-def _on_gpus(run: Run, report: Report, *, on_host: bool) -> str:
+def _on_gpus(run: RunContext, report: PlanReport, *, on_host: bool) -> str:
     """The settings that `--fit` would choose for the devices of the run, as they are now."""
     spec, config = run.spec, run.config
     cards = []
-    own = keeping_reserves(cards_here(run.devices), config.train.reserve)
+    own = keeping_reserves(gpus_here(run.devices), config.train.reserve)
     for device, card, plan in zip(run.devices, own, report.devices, strict=True):
         free, total = torch.cuda.mem_get_info(device)
         others = max(0, total - free - RESERVE_BYTES)  # less what CUDA takes for this process
@@ -136,7 +136,7 @@ def _on_gpus(run: Run, report: Report, *, on_host: bool) -> str:
     return f"nothing that --fit searches is enough; {best.change.words} {helps}"
 
 
-def _on_the_host(run: Run, report: Report) -> str:
+def _on_the_host(run: RunContext, report: PlanReport) -> str:
     """The first of single changes that fits a CPU, the mildest first; else the one after which least is held."""
     # A budget would take what is free; what it came to is what failed.
     train = replace(run.config.train, checkpointing=report.policy)
@@ -148,7 +148,7 @@ def _on_the_host(run: Run, report: Report) -> str:
         changed = with_config(run, change.config)
         found = profile(job_for(changed, kind="cpu"))
         budget = Budget(name="cpu", total=limit, workspace=0)
-        whole, pipelined = Division(devices=(0,) * len(found.blocks)), changed.config.train.pipelined
+        whole, pipelined = Partition(devices=(0,) * len(found.blocks)), changed.config.train.pipelined
         (planned,) = compose(found, whole, [budget], micro_batches=changed.config.micro_batches, pipelined=pipelined)
         if planned.fits:
             return f"{change.words} fits: {_of(planned.peak, plan.budget.total)}"
@@ -159,14 +159,14 @@ def _on_the_host(run: Run, report: Report) -> str:
     return f"no single change is enough; {words} helps most: {_of(peak, plan.budget.total)}"
 
 
-def _single(run: Run) -> Iterator[Change]:
+def _single(run: RunContext) -> Iterator[SuggestedChange]:
     """Changes of one setting, from those that cost only time; on the host nothing is gained by offloading to it."""
     config = run.config
     schedule = config.train.schedule.on_the_host()
     smaller = {Policy(): ("attn_only", "full"), Full(): ()}
     for policy in ("full",) if schedule.uniform is None else smaller.get(schedule.uniform, ("full",)):
         changed = replace(config, train=replace(config.train, checkpointing=policy))
-        yield Change(words=f'train.checkpointing = "{policy}"', gives_up=0.0, config=changed, cards=())
+        yield SuggestedChange(words=f'train.checkpointing = "{policy}"', gives_up=0.0, config=changed, cards=())
     for lever in levers(run.spec, config, ()):
         yield from lever
 

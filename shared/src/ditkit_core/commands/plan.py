@@ -7,9 +7,9 @@ from contextlib import nullcontext, redirect_stdout
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.plan import make_report
-from ditkit_core.planner.report import as_json, show
+from ditkit_core.planner.report import plan_json, print_plan
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import create_run
+from ditkit_core.run.context import create_run
 
 DOES_NOT_FIT = 3
 """Exit status of a plan that does not fit."""
@@ -27,7 +27,7 @@ def plan(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         report = make_report(create_run(spec, config), options.gpus, options.host)
     if options.json:
-        print(json.dumps(as_json(report), indent=1, allow_nan=False), flush=True)
+        print(json.dumps(plan_json(report), indent=1, allow_nan=False), flush=True)
     else:
-        show(report)
+        print_plan(report)
     return 0 if report.fits else DOES_NOT_FIT

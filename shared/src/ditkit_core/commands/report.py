@@ -10,7 +10,7 @@ from ditkit_core.io.console import say
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.run import Run
+from ditkit_core.run.context import RunContext
 from ditkit_core.training.checkpoint import best
 from ditkit_core.training.trainer import TrainConfig, TrainResult
 
@@ -60,7 +60,7 @@ def _judged(interval: Sequence[float] | None, before: float) -> str:
     return f"95 % interval {low:.4f} to {high:.4f} {words}"
 
 
-def say_results(run: Run, experts: Sequence[Run], folder: RunFolder) -> None:
+def say_results(run: RunContext, experts: Sequence[RunContext], folder: RunFolder) -> None:
     """The last lines of a run: where everything is, and what to type next.
 
     Args:

@@ -11,18 +11,18 @@ from ditkit_core.io.console import say, warn
 from ditkit_core.io.run_dir import RunFolder, next_drawing
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.partition import place
-from ditkit_core.previews.generate import draw
-from ditkit_core.previews.stages import Trained, built_with, trained_in, turns_of
-from ditkit_core.run.checks import check, check_scenes
+from ditkit_core.previews.generate import generate_samples
+from ditkit_core.previews.stages import ExpertWeights, build_with_adapter, denoiser_stages, trained_weights_in
+from ditkit_core.run.checks import check_run, check_scenes
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.encoding import encode_scenes, scenes_of
-from ditkit_core.run.expert_runs import known
+from ditkit_core.run.context import RunContext, create_run
+from ditkit_core.run.encoding import encode_prompts, sample_prompts
+from ditkit_core.run.expert_runs import resolve_arch
 from ditkit_core.run.experts import check_named
 from ditkit_core.run.model import build_model, engine_of, load_model
-from ditkit_core.run.prepare import Unloaded
-from ditkit_core.run.restore import take_trained
-from ditkit_core.run.run import Run, create_run
-from ditkit_core.sampling.denoise import Turn, only
+from ditkit_core.run.prepare import MetaModel
+from ditkit_core.run.restore import load_trained
+from ditkit_core.sampling.denoise import DenoiserStage, single_stage
 
 
 def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
@@ -31,7 +31,7 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     changed: dict[str, Any] = {name: value for name, value in given.items() if value}
     changed |= {name: value for name in ("images", "seed") if (value := getattr(options, name)) is not None}
     config = replace(config, sample=replace(config.sample, **changed))
-    run, folder = known(create_run(spec, config)), RunFolder(Path(config.run.folder))
+    run, folder = resolve_arch(create_run(spec, config)), RunFolder(Path(config.run.folder))
     if options.adapter_low and not run.experts:
         raise UserError(
             "--adapter-low is for the second of two experts, and this model has one transformer; give --adapter"
@@ -44,40 +44,40 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
         raise UserError(
             f"{folder.path} has no save to draw with; name a run that was trained (--run), or give --adapter"
         )
-    check(run)
-    scenes = scenes_of(run, [] if config.sample.prompts else run.data.dataset.samples, warn)
+    check_run(run)
+    scenes = sample_prompts(run, [] if config.sample.prompts else run.data.dataset.samples, warn)
     if not scenes:
         raise UserError("there is nothing to draw: give a --prompt, or set sample.prompts or sample.captions")
     check_scenes(run, scenes)
     drawing, unloaded = (run, None) if run.experts else _built(run, options.adapter)  # what does not fit is said now
-    encode_scenes(run, scenes)  # before the transformer is there: a card need not hold both
+    encode_prompts(run, scenes)  # before the transformer is there: a card need not hold both
     if unloaded is None:
         turns, what = _experts(run, options)
     else:
         prepared = load_model(drawing, unloaded, place(drawing, unloaded))
-        turns = only(prepared.model, engine_of(drawing, prepared))
-        what = Path(options.adapter).stem if options.adapter else f"step-{take_trained(prepared, folder):06d}"
+        turns = single_stage(prepared.model, engine_of(drawing, prepared))
+        what = Path(options.adapter).stem if options.adapter else f"step-{load_trained(prepared, folder):06d}"
     out = Path(options.out) if options.out else folder.samples
     with next_drawing(out) as number:
-        drawn = draw(run, turns, scenes, out, f"{number}-{what}")
+        drawn = generate_samples(run, turns, scenes, out, f"{number}-{what}")
     say("\n".join(str(file) for file in drawn))
 
 
-def _built(run: Run, adapter: str) -> tuple[Run, Unloaded]:
-    return built_with(run, adapter) if adapter else (run, build_model(run))
+def _built(run: RunContext, adapter: str) -> tuple[RunContext, MetaModel]:
+    return build_with_adapter(run, adapter) if adapter else (run, build_model(run))
 
 
-def _experts(run: Run, options: SampleOptions) -> tuple[Sequence[Turn], str]:
+def _experts(run: RunContext, options: SampleOptions) -> tuple[Sequence[DenoiserStage], str]:
     """The experts, with adapter files if one is given, and else with what the run trained; and what drew, for the samples' names."""
     given = dict(zip((expert.name for expert in run.experts), (options.adapter, options.adapter_low), strict=True))
-    files = {name: Trained(file=file) for name, file in given.items() if file}
+    files = {name: ExpertWeights(file=file) for name, file in given.items() if file}
     for expert, option in zip(run.experts, ("--adapter", "--adapter-low"), strict=True):
         check_named(expert, {option: given[expert.name]})
     if files:
-        return turns_of(run, files), "-".join(Path(each.file).stem for each in files.values())
-    trained, step = trained_in(run)
+        return denoiser_stages(run, files), "-".join(Path(each.file).stem for each in files.values())
+    trained, step = trained_weights_in(run)
     if not trained:
         raise UserError(
             f"{run.config.run.folder} has no save of an expert; name a run that was trained, or give --adapter"
         )
-    return turns_of(run, trained), f"step-{step:06d}"
+    return denoiser_stages(run, trained), f"step-{step:06d}"

@@ -17,40 +17,45 @@ from typing import NamedTuple
 from ditkit_core.commands.export import Exporter, hand_over, is_handed_over
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.commands.report import held_out_lines, say_results
-from ditkit_core.config.resume import Change
-from ditkit_core.diagnostics.doctor.dataset import say_in_brief
-from ditkit_core.diagnostics.report.environment import data_summary, environment, write_about
+from ditkit_core.config.resume import ConfigChange
+from ditkit_core.diagnostics.doctor.dataset import summarize_data
+from ditkit_core.diagnostics.report.environment import data_summary, describe_environment, write_about
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import Batch, files_of, split_held_out
 from ditkit_core.engine.placement import Placement
-from ditkit_core.errors import Stopped, UserError
+from ditkit_core.errors import Interrupted, UserError
 from ditkit_core.io.console import progress, say, warn
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.run_dir import RunFolder, open_run
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.partition import place
 from ditkit_core.previews.callbacks import QueuedPreviews, SamplesInPlace
-from ditkit_core.previews.class_images import check_drawable, class_conditions, draw_class_pictures, num_to_draw
-from ditkit_core.previews.manager import Previews, draw_left, previews_of
-from ditkit_core.previews.stages import draw_trained, turns_of
+from ditkit_core.previews.class_images import (
+    check_class_prompt,
+    class_conditions,
+    generate_class_images,
+    num_missing_class_images,
+)
+from ditkit_core.previews.manager import Previews, generate_left, previews_of
+from ditkit_core.previews.stages import denoiser_stages, generate_trained
 from ditkit_core.run.checks import (
-    check,
     check_parts,
     check_preview_device,
+    check_run,
     check_training,
     say_where_previews_could_be,
 )
 from ditkit_core.run.config import RunConfig
+from ditkit_core.run.context import RunContext, create_run, with_arch
 from ditkit_core.run.encoding import Encoded, encode_all, encode_prior
-from ditkit_core.run.expert_runs import folder_of, is_joint, known, runs_of
-from ditkit_core.run.experts import described
+from ditkit_core.run.expert_runs import folder_of, is_joint, resolve_arch, runs_of
+from ditkit_core.run.experts import describe_expert
 from ditkit_core.run.init_from import check_start, start_from, start_of_expert
 from ditkit_core.run.model import build_model, engine_of, load_model
-from ditkit_core.run.prepare import Prepared, Unloaded, check_items
-from ditkit_core.run.run import Run, create_run, with_arch
+from ditkit_core.run.prepare import LoadedModel, MetaModel, check_items
 from ditkit_core.run.train_data import check_data, training_data
-from ditkit_core.sampling.denoise import Turn, only
+from ditkit_core.sampling.denoise import DenoiserStage, single_stage
 from ditkit_core.training.callbacks import Callback, ProgressBar
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.trainer import Trainer, TrainerConfig, TrainResult
@@ -61,7 +66,7 @@ from ditkit_core.training.validation import Validator
 class Component:
     """A run of one transformer."""
 
-    run: Run
+    run: RunContext
     init_from: str
     """Another run whose trained weights it starts from; empty for none."""
 
@@ -81,12 +86,12 @@ class Component:
 class _Whole:
     """What the command was asked for."""
 
-    run: Run
+    run: RunContext
     """The run of all components; of one alone, that one."""
     components: list[Component]
 
     @property
-    def experts(self) -> list[Run]:
+    def experts(self) -> list[RunContext]:
         """The component runs whose results belong into the folder of all; none if there is one component, which is the run."""
         return [component.run for component in self.components] if is_joint(self.run) else []
 
@@ -100,14 +105,14 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
     """
     run = create_run(spec, config)
     if not options.demo and any(map(spec.architecture.experts, spec.architecture.presets.values())):
-        run = known(run)
+        run = resolve_arch(run)
     whole = _divided_into_components(run, options.init_from)
     _check(whole)
     with open_run(Path(config.run.folder), whole.run.given.config) as (folder, stated):
         done, left = folder.completed_step(), [each for each in whole.components if each.completed_step is None]
         if not left and done is not None and all(is_handed_over(each, folder) for each in whole.experts):
             say(f"{folder.path} is complete{'' if whole.experts else f' at step {done}'}; nothing is left to do")
-            draw_left(whole.run, folder, write_report)
+            generate_left(whole.run, folder, write_report)
         else:
             folder.store(whole.run.given.config)
             if options.demo:
@@ -119,7 +124,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
         say_results(whole.run, whole.experts, folder)
 
 
-def _divided_into_components(run: Run, init_from: str) -> _Whole:
+def _divided_into_components(run: RunContext, init_from: str) -> _Whole:
     """The component runs of a run, each with what it starts from."""
     if not is_joint(run):
         alone, *_ = runs_of(run)
@@ -137,7 +142,7 @@ def _check(whole: _Whole) -> None:
             "(sample.device names a device to draw previews on meanwhile)"
         )
     if whole.experts:
-        check(run)
+        check_run(run)
         check_preview_device(run)  # the component runs draw nothing by themselves
         if config.adapter.init:
             raise UserError(
@@ -149,13 +154,13 @@ def _check(whole: _Whole) -> None:
             f"{path} is a run of several experts; go on with one of them by --run {inside[0]}, or name a new run.folder"
         )
     for component in whole.components:
-        check(component.run)
+        check_run(component.run)
         check_training(component.run)
     for each in whole.experts:  # of which the folder of all, without a save, knows nothing
         folder_of(each, None).check(each.given.config)
 
 
-def _train_what_is_left(whole: _Whole, folder: RunFolder, stated: Sequence[Change]) -> None:
+def _train_what_is_left(whole: _Whole, folder: RunFolder, stated: Sequence[ConfigChange]) -> None:
     """Train one transformer after the other, then do what needs all of them."""
     run, left = whole.run, [each for each in whole.components if each.completed_step is None]
     if whole.experts and left:
@@ -178,23 +183,23 @@ def _train_what_is_left(whole: _Whole, folder: RunFolder, stated: Sequence[Chang
         for each in whole.experts:
             hand_over(each, folder)
         if run.experts:
-            draw_trained(run, folder, max(steps))
+            generate_trained(run, folder, max(steps))
         folder.mark_complete(max(steps))
         write_report(folder.path)  # once more, now that it is complete
         if previews is not None:
             previews.wait()  # last: what a signal leaves of these the same command draws, and does nothing else again
 
 
-def _prepare(run: Run, left: Sequence[Component]) -> None:
+def _prepare(run: RunContext, left: Sequence[Component]) -> None:
     """Find what is wrong with any expert, then encode for all, before the first is trained."""
     assert run.data.dataset.samples
-    num_images = num_to_draw(run, started=any(_is_started(folder_of(each, None)) for each in runs_of(run)))
+    num_images = num_missing_class_images(run, started=any(_is_started(folder_of(each, None)) for each in runs_of(run)))
     for component in left:
         build_model(component.run)
     check_parts(run, run.data.dataset.samples, drawing=num_images > 0)
     encode_all(run, run.config.prior.prompt if num_images else "")
     if num_images:
-        draw_class_pictures(run, turns_of(run, {}), num_images)
+        generate_class_images(run, denoiser_stages(run, {}), num_images)
 
 
 def _is_started(folder: RunFolder) -> bool:
@@ -203,8 +208,8 @@ def _is_started(folder: RunFolder) -> bool:
 
 @contextmanager
 def _opened(
-    component: Component, folder: RunFolder, stated: Sequence[Change]
-) -> Iterator[tuple[RunFolder, Sequence[Change]]]:
+    component: Component, folder: RunFolder, stated: Sequence[ConfigChange]
+) -> Iterator[tuple[RunFolder, Sequence[ConfigChange]]]:
     """The folder that a component is trained in, and what changed since it was last: the run's own, or one inside."""
     if component.folder.path == folder.path:
         yield folder, stated
@@ -216,7 +221,7 @@ def _opened(
 
 
 def _train_component(
-    component: Component, folder: RunFolder, changes: Sequence[Change], previews: Previews | None
+    component: Component, folder: RunFolder, changes: Sequence[ConfigChange], previews: Previews | None
 ) -> TrainResult:
     """Train one transformer, export it and verify the export.
 
@@ -229,7 +234,7 @@ def _train_component(
     is_started = _is_started(folder)
     if not is_started:
         check_start(component.init_from, folder)
-    num_images = num_to_draw(run, started=is_started)
+    num_images = num_missing_class_images(run, started=is_started)
 
     unloaded = build_model(run)
     run = with_arch(run, unloaded.arch)
@@ -249,21 +254,21 @@ def _train_component(
         engine=engine_of(run, prepared, placement.checkpointing),
         spec=run.spec,
         trainable=prepared.trainable,
-        streamer=prepared.passage,
+        streamer=prepared.streamer,
         matmul_dtype=run.precision.matmul,
     )
     with progress("train", run.config.train.steps) as bar:
         result = _trainer(run, folder, model, samples, [ProgressBar(bar), *callbacks]).fit()
     if not result.finished:
-        raise Stopped(f"stopped at step {result.step}, saved in {result.save}; the same command continues")
+        raise Interrupted(f"stopped at step {result.step}, saved in {result.save}; the same command continues")
     return result
 
 
-def _say_beginning(run: Run, changes: Sequence[Change]) -> None:
+def _say_beginning(run: RunContext, changes: Sequence[ConfigChange]) -> None:
     """What a component run is, before it begins."""
     config = run.config
     if run.expert is not None:
-        say(described(run.expert, config.flow, config.held_out))
+        say(describe_expert(run.expert, config.flow, config.held_out))
     for change in changes:
         say(f"changed since the last part of this run: {change}")
     places = run.precision.described(optimizer=config.optim.name, fused_backward=config.optim.fused_backward)
@@ -271,7 +276,7 @@ def _say_beginning(run: Run, changes: Sequence[Change]) -> None:
     say_where_previews_could_be(run)
 
 
-def _encode(run: Run, unloaded: Unloaded, num_images: int) -> Encoded:
+def _encode(run: RunContext, unloaded: MetaModel, num_images: int) -> Encoded:
     """Everything that the run trains on and draws from, in the cache.
 
     Args:
@@ -286,25 +291,25 @@ def _encode(run: Run, unloaded: Unloaded, num_images: int) -> Encoded:
         warn(f"flow.guidance = {config.flow.guidance:g} is not used: this model is told no strength of guidance")
     check_parts(run, run.data.dataset.samples, drawing=num_images > 0)
     if num_images:
-        check_drawable(run)
+        check_class_prompt(run)
     data = encode_all(run, config.prior.prompt if num_images else "")
     check_items(spec, unloaded.model, [*data.samples, *data.prior])
-    say_in_brief(run, data.samples)
+    summarize_data(run, data.samples)
     if num_images:
         class_conditions(run)  # while no transformer is in memory: from here on the cache has them
     return data
 
 
 def _load(
-    run: Run, unloaded: Unloaded, placement: Placement, data: Encoded, num_images: int
-) -> tuple[Prepared, Encoded]:
+    run: RunContext, unloaded: MetaModel, placement: Placement, data: Encoded, num_images: int
+) -> tuple[LoadedModel, Encoded]:
     """The model with its weights, and the data with the class images that were missing.
 
     They are drawn by the model as it is before training. One that has experts needs all of them for that, of which one is in memory at a
     time: so they are drawn before the expert that trains is loaded.
     """
     if num_images and run.expert is not None:
-        data = data._replace(prior=_class_images(run, turns_of(run, {}), num_images))
+        data = data._replace(prior=_class_images(run, denoiser_stages(run, {}), num_images))
     if run.auxiliary.conditioning and any(
         conditioner.optional for conditioner in run.auxiliary.conditioning.conditioners
     ):
@@ -313,13 +318,15 @@ def _load(
         say(f"train.control_dropout = {share:g}: {share:.0%} of the samples are trained without {kinds}")
     prepared = load_model(run, unloaded, placement)
     if num_images and run.expert is None:
-        data = data._replace(prior=_class_images(run, only(prepared.model, engine_of(run, prepared)), num_images))
+        data = data._replace(
+            prior=_class_images(run, single_stage(prepared.model, engine_of(run, prepared)), num_images)
+        )
     return prepared, data
 
 
-def _class_images(run: Run, turns: Sequence[Turn], count: int) -> list[EncodedSample]:
+def _class_images(run: RunContext, turns: Sequence[DenoiserStage], count: int) -> list[EncodedSample]:
     """Draw class images, and encode them."""
-    draw_class_pictures(run, turns, count, class_conditions(run))
+    generate_class_images(run, turns, count, class_conditions(run))
     return encode_prior(run)
 
 
@@ -331,14 +338,14 @@ class _Samples(NamedTuple):
     validator: Validator | None
 
 
-def _split(run: Run, folder: RunFolder, prepared: Prepared, data: Encoded) -> _Samples:
+def _split(run: RunContext, folder: RunFolder, prepared: LoadedModel, data: Encoded) -> _Samples:
     """Set the held-out clips apart, and write down what the run is of."""
     config, files = run.config, files_of(run.data.dataset.samples)
     by_id = {sample.id: sample for sample in data.samples}
     kept, held_out = split_held_out(list(by_id), config.held_out.clips, files)
     check_data(folder, [*data.samples, *data.prior], prepared)
     summary = data_summary(run.data.dataset, by_id.keys(), held_out)
-    write_about(folder, environment=environment(run.devices), data=summary)
+    write_about(folder, environment=describe_environment(run.devices), data=summary)
     validator = None
     if held_out:
         clips = Batch(ids=held_out, items=[by_id[id].load() for id in held_out])
@@ -348,7 +355,7 @@ def _split(run: Run, folder: RunFolder, prepared: Prepared, data: Encoded) -> _S
 
 
 def _callbacks(
-    run: Run, folder: RunFolder, prepared: Prepared, data: Encoded, previews: Previews | None
+    run: RunContext, folder: RunFolder, prepared: LoadedModel, data: Encoded, previews: Previews | None
 ) -> list[Callback]:
     """What is done at saves, at previews and at the end."""
     every_steps = run.config.sample.every_steps if previews is None else 0
@@ -362,7 +369,7 @@ def _callbacks(
 
 
 def _trainer(
-    run: Run, folder: RunFolder, model: TrainModel, samples: _Samples, callbacks: Sequence[Callback]
+    run: RunContext, folder: RunFolder, model: TrainModel, samples: _Samples, callbacks: Sequence[Callback]
 ) -> Trainer:
     config = run.config
     sections = TrainerConfig(

@@ -54,10 +54,10 @@ def resolve(
         folder = (values | _merged(layers)).get("run.folder", default)
         placed = {key: _placed(value, folder) for key, value in values.items()}
         layers.insert(0, Layer("in the demo's run file", placed))
-    return build(tree, layers)
+    return build_config(tree, layers)
 
 
-def build(tree: type[Tree], layers: list[Layer]) -> Tree:
+def build_config(tree: type[Tree], layers: list[Layer]) -> Tree:
     """Make the configuration from layers, of which the later win; what a section refuses is told with its place.
 
     Raises:

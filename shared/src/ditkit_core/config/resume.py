@@ -13,7 +13,7 @@ from ditkit_core.config.schema import config_fields, config_values
 from ditkit_core.errors import UserError
 
 
-class Change(NamedTuple):
+class ConfigChange(NamedTuple):
     """One key whose value differs from the stored one."""
 
     key: str
@@ -27,9 +27,9 @@ class Change(NamedTuple):
 class Changes(NamedTuple):
     """What differs between a stored configuration and a new one; free changes are left out."""
 
-    stated: list[Change]
+    stated: list[ConfigChange]
     """Applied and logged; also keys that this version no longer knows (their new value is None)."""
-    refused: list[Change]
+    refused: list[ConfigChange]
     """Would make it another run."""
 
 
@@ -47,14 +47,14 @@ def compare(stored: Mapping[str, Any], config: Any) -> Changes:
     before = config_values(default) | dict(stored)
     for key, old in before.items():
         if key not in fields:
-            changes.stated.append(Change(key, old, None))
+            changes.stated.append(ConfigChange(key, old, None))
         elif old != values[key] and fields[key].resume != "free":
             listed = changes.refused if fields[key].resume == "refused" else changes.stated
-            listed.append(Change(key, old, values[key]))
+            listed.append(ConfigChange(key, old, values[key]))
     return changes
 
 
-def refuse(refused: Iterable[Change], folder: Path) -> UserError:
+def refuse(refused: Iterable[ConfigChange], folder: Path) -> UserError:
     """The error for changes that would make it another run."""
     return UserError(
         f"{folder} holds another run, refused to continue it with {'; '.join(map(str, refused))}: put these back, or start "

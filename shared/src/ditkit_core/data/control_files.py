@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ditkit_core.data.columns import NUMBERED_REFERENCES, number_of
-from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, kind_of, status
+from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, media_kind, status
 from ditkit_core.data.media.image_sequence import check_inside
 from ditkit_core.data.windows import Window
 from ditkit_core.errors import UserError
@@ -140,7 +140,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def folders_of(written: Sequence[str], columns: Sequence[Column]) -> dict[str, Path]:
+def control_folders(written: Sequence[str], columns: Sequence[Column]) -> dict[str, Path]:
     """The folders that `data.controls` names, by column.
 
     Raises:
@@ -276,9 +276,9 @@ def checked_control(
         raise UserError(f"{what} is no {column.kind} by its extension; accepted: {' '.join(sorted(accepted))}")
     if column.kind in ("image", "video"):
         try:
-            if kind_of(path) == "video" and path.is_dir():
+            if media_kind(path) == "video" and path.is_dir():
                 check_inside(path, folder, allow_outside=allow_outside)
-            still = kind_of(path) == "image"
+            still = media_kind(path) == "image"
             there = available(path, fps, at_most=frames).frames
         except UserError as error:
             raise UserError(f"{column.name}: {error}") from error

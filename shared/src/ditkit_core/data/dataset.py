@@ -11,11 +11,11 @@ from typing import Literal, NamedTuple
 from ditkit_core.data.buckets import Size, bucket_sizes, nearest_size
 from ditkit_core.data.captions import captions_of
 from ditkit_core.data.config import DataConfig
-from ditkit_core.data.control_files import Control, checked_control, controls_by_name, folders_of, text_of
-from ditkit_core.data.discovery import list_entries, names_of
-from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, kind_of, status
+from ditkit_core.data.control_files import Control, checked_control, control_folders, controls_by_name, text_of
+from ditkit_core.data.discovery import list_records, names_of
+from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, media_kind, status
 from ditkit_core.data.media.image_sequence import check_inside
-from ditkit_core.data.metadata import Entry, Reader
+from ditkit_core.data.metadata import Reader, Record
 from ditkit_core.data.references import ReferenceSize, checked_references, references_by_name
 from ditkit_core.data.windows import Window, longest_that_fits, windows_of
 from ditkit_core.errors import UserError, printable
@@ -174,7 +174,7 @@ class _LeftOut(NamedTuple):
 def _scan_folder(reader: "_Reader", key: str) -> tuple[list[Sample], list[_LeftOut]]:
     """The samples of one folder, and what was left out of it."""
     config, folder = reader.config, Path(reader.config.folder)
-    beside = folders_of(config.controls, reader.columns)
+    beside = control_folders(config.controls, reader.columns)
     for name, place in beside.items():
         if place.resolve() == folder.resolve():
             raise UserError(f"data.controls {name} is {key} {folder} itself; put the files into a folder of their own")
@@ -208,7 +208,7 @@ def _scan_folder(reader: "_Reader", key: str) -> tuple[list[Sample], list[_LeftO
     return samples, left_out
 
 
-def _entries_by_id(reader: "_Reader", beside: Mapping[str, Path]) -> dict[str, list[Entry]]:
+def _entries_by_id(reader: "_Reader", beside: Mapping[str, Path]) -> dict[str, list[Record]]:
     """What a folder names, by the sample that it is; more than one entry of an id is an error later."""
     config, folder = reader.config, Path(reader.config.folder)
     lines = Reader(
@@ -220,8 +220,8 @@ def _entries_by_id(reader: "_Reader", beside: Mapping[str, Path]) -> dict[str, l
         edits=reader.reference_size is not None,
         image_folders=config.image_folders,
     )
-    by_id: dict[str, list[Entry]] = defaultdict(list)
-    for entry in list_entries(lines, config.metadata):
+    by_id: dict[str, list[Record]] = defaultdict(list)
+    for entry in list_records(lines, config.metadata):
         by_id[_identifier(folder, entry)].append(entry)
     return by_id
 
@@ -262,7 +262,7 @@ def _sizes(config: DataConfig, size_step: int) -> tuple[Size, ...]:
     return bucket_sizes(config.height, config.width, step=step, max_aspect=config.max_aspect)
 
 
-def _identifier(folder: Path, entry: Entry) -> str:
+def _identifier(folder: Path, entry: Record) -> str:
     """The sample id of an entry; a broken line of metadata keeps its place as id."""
     if entry.problem is not None:
         return entry.media
@@ -292,7 +292,7 @@ class _Reader:
     def samples(
         self,
         id: str,
-        entries: list[Entry],
+        entries: list[Record],
         references: tuple[str, ...] | UserError,
         controls: Mapping[str, Control],
     ) -> list[Sample]:
@@ -318,7 +318,7 @@ class _Reader:
         inside(folder, entry.media, allow_outside=self.config.allow_outside)
         # The link, not what it leads to: caches of downloaded datasets link to files without extensions.
         media = folder / entry.media
-        kind = kind_of(media)
+        kind = media_kind(media)
         if kind == "video" and self.frame_step == 0:
             raise UserError(
                 f"{media} is a video, and this model knows still images alone; convert it to pictures or remove it"
@@ -369,7 +369,7 @@ class _Reader:
         return [Window(0, 0, frames)]
 
     def _controls(
-        self, media: Path, entry: Entry, named: Mapping[str, Control], windows: Sequence[Window]
+        self, media: Path, entry: Record, named: Mapping[str, Control], windows: Sequence[Window]
     ) -> dict[str, str]:
         """What goes with a clip, by column."""
         found = {}
@@ -396,7 +396,7 @@ class _Reader:
             )
         return found
 
-    def _references(self, media: Path, entry: Entry, named: tuple[str, ...] | UserError) -> tuple[Path, ...]:
+    def _references(self, media: Path, entry: Record, named: tuple[str, ...] | UserError) -> tuple[Path, ...]:
         if isinstance(named, UserError):
             raise named
         if not (entry.references or named):

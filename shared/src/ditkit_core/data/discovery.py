@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, status
 from ditkit_core.data.media.image_sequence import numbered
-from ditkit_core.data.metadata import Entry, Reader, csv_rows, json_lines, json_list
+from ditkit_core.data.metadata import Reader, Record, csv_rows, json_lines, json_list
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import inside, read_text
 
@@ -24,7 +24,7 @@ CAPTION_SUFFIXES = (".txt", ".caption")
 """Of the file with the caption beside a clip: the first that is there is read, the others are not."""
 
 
-def list_entries(reader: Reader, metadata: str) -> list[Entry]:
+def list_records(reader: Reader, metadata: str) -> list[Record]:
     """Everything that a dataset folder names, in a fixed order; problems of single entries are part of the list.
 
     Args:
@@ -121,7 +121,7 @@ def _stem(media: str) -> str:
     return str(Path(media).with_suffix("")) if _called_like_media(Path(media).name) else media
 
 
-def _beside(reader: Reader) -> Iterator[Entry]:
+def _beside(reader: Reader) -> Iterator[Record]:
     folder = reader.folder
     lists, shots = _hint_at_lists(reader), functools.partial(_hint_at_shots, reader)
     nothing = True
@@ -137,9 +137,9 @@ def _beside(reader: Reader) -> Iterator[Entry]:
                     f"{folder / media} has no caption; write one to {folder / _stem(media)}.txt{lists or shots(media)}"
                 )
             text = read_text(inside(folder, there[0], allow_outside=reader.allow_outside))
-            yield Entry(media=media, captions=reader.split(f"caption {folder / there[0]}", [text]))
+            yield Record(media=media, captions=reader.split(f"caption {folder / there[0]}", [text]))
         except UserError as error:
-            yield Entry(media=media, problem=error)
+            yield Record(media=media, problem=error)
     if nothing:
         _hint_at_tables(folder)
 
@@ -237,7 +237,7 @@ def _cannot_list(error: OSError) -> None:
     ) from error
 
 
-def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Entry]:
+def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Record]:
     """The entries of a list of media and the list of captions next to it.
 
     Raises:
@@ -267,9 +267,9 @@ def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Entry]:
                 )
             split = whole.split(f"{captions} line {line}", [caption])
             reader.check_media(where, [media])
-            yield Entry(media=media, captions=split)
+            yield Record(media=media, captions=split)
         except UserError as error:
-            yield Entry(media=where, problem=error)
+            yield Record(media=where, problem=error)
 
 
 def _caption_list(reader: Reader, media: Path) -> Path:

@@ -34,12 +34,12 @@ _LIST = re.compile(r"\s*\[\s*[\]\"']")
 
 _OTHER = (*MEDIA_COLUMNS, *CAPTION_COLUMNS, *REFERENCE_COLUMNS, *OF_THE_MODEL)
 
-Captions = Literal["whole", "lines"]
+CaptionMode = Literal["whole", "lines"]
 """Whether a text is one caption, or each of its lines is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class Record:
     """One line of a dataset: a media file and its captions, or what is wrong with the line."""
 
     media: str
@@ -58,7 +58,7 @@ class Reader:
 
     folder: Path
     allow_outside: bool
-    captions: Captions
+    captions: CaptionMode
     skip: Sequence[Path]
     """Folders inside the dataset's whose media are no samples."""
     columns: Sequence[Column]
@@ -109,7 +109,7 @@ class Reader:
         return tuple(found)
 
 
-def json_lines(reader: Reader, path: Path, text: str) -> Iterator[Entry]:
+def json_lines(reader: Reader, path: Path, text: str) -> Iterator[Record]:
     """The entries of a file with a JSON object in each line."""
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -122,16 +122,16 @@ def json_lines(reader: Reader, path: Path, text: str) -> Iterator[Entry]:
             yield _row(reader, where, row, _json_paths)
         except json.JSONDecodeError as error:
             reason = f"{error.msg}, column {error.colno}"
-            yield Entry(media=where, problem=UserError(f"{where} is not valid JSON ({reason}); correct the line"))
+            yield Record(media=where, problem=UserError(f"{where} is not valid JSON ({reason}); correct the line"))
         except RecursionError:
-            yield Entry(media=where, problem=UserError(f"{where} is nested too deeply; correct the line"))
+            yield Record(media=where, problem=UserError(f"{where} is nested too deeply; correct the line"))
         except ValueError:  # Python's limit on the digits of an integer
-            yield Entry(media=where, problem=UserError(f"{where} has a number of too many digits; correct the line"))
+            yield Record(media=where, problem=UserError(f"{where} has a number of too many digits; correct the line"))
         except UserError as error:
-            yield Entry(media=where, problem=error)
+            yield Record(media=where, problem=error)
 
 
-def json_list(reader: Reader, path: Path, text: str) -> Iterator[Entry]:
+def json_list(reader: Reader, path: Path, text: str) -> Iterator[Record]:
     """The entries of a JSON list of objects.
 
     Raises:
@@ -152,7 +152,7 @@ def json_list(reader: Reader, path: Path, text: str) -> Iterator[Entry]:
                 raise UserError(f'{where} is no JSON object; write {{"file_path": "clip.mp4", "text": "caption"}}')
             yield _row(reader, where, row, _json_paths)
         except UserError as error:
-            yield Entry(media=where, problem=error)
+            yield Record(media=where, problem=error)
 
 
 def _object(where: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -163,7 +163,7 @@ def _object(where: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def csv_rows(reader: Reader, path: Path, text: str) -> Iterator[Entry]:
+def csv_rows(reader: Reader, path: Path, text: str) -> Iterator[Record]:
     """The entries of a table with its columns' names in the first line.
 
     Raises:
@@ -189,14 +189,14 @@ def csv_rows(reader: Reader, path: Path, text: str) -> Iterator[Entry]:
                 given = {name: _csv_list(f"{where}: {name!r}", row[name]) for name in lists}
                 yield _row(reader, where, {**row, **given}, _csv_paths)
             except UserError as error:
-                yield Entry(media=where, problem=error)
+                yield Record(media=where, problem=error)
     except csv.Error as error:
         raise UserError(f"{path} line {rows.line_num} is not valid CSV ({error}); correct the file") from error
 
 
 def _row(
     reader: Reader, where: str, row: Mapping[str, object], paths: Callable[[str, object], tuple[str, ...]]
-) -> Entry:
+) -> Record:
     """The entry of one row of metadata; `paths` reads its reference column."""
     headers = control_headers(where, row, reader.columns, media=media_columns(row), other=_OTHER)
     plain = {name: value for name, value in row.items() if name not in headers}
@@ -211,7 +211,7 @@ def _row(
     )
     controls = control_values(where, row, reader.columns, headers)
     reader.check_media(where, (media, *references))
-    return Entry(media=media, captions=captions, references=references, controls=controls)
+    return Record(media=media, captions=captions, references=references, controls=controls)
 
 
 def _reference_columns(reader: Reader, where: str, headers: Collection[str]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.discovery import media_files
-from ditkit_core.data.media.clip import available, kind_of, status
+from ditkit_core.data.media.clip import available, media_kind, status
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import inside
 
@@ -98,7 +98,7 @@ def encoded_sizes(paths: Sequence[Path], reference_size: ReferenceSize) -> list[
     """
     sizes = []
     for path in paths:
-        if kind_of(path) == "video":
+        if media_kind(path) == "video":
             raise UserError(f"reference {path} is a video; convert it to a still image")
         _, height, width = available(path, 1.0)
         try:

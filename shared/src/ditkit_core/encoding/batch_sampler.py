@@ -16,7 +16,7 @@ _EPOCHS_FOR_MEAN = 64
 """By how many epochs the mean size of a micro-batch is known, where epochs differ."""
 
 
-class Places(NamedTuple):
+class BatchIndices(NamedTuple):
     """One micro-batch."""
 
     first: int
@@ -96,7 +96,7 @@ class Epochs:
         return [i for *_, i in sorted((seed, ids[i], copy, i) for seed, (i, copy) in zip(seeds, uses, strict=True))]
 
 
-class EndlessOrder:
+class BatchSampler:
     """Samples that may all go together: epochs follow each other without a gap.
 
     A micro-batch may hold the end of one and the start of the next, so every sample is used as often as it should be and every
@@ -111,10 +111,10 @@ class EndlessOrder:
         # A micro-batch may touch two epochs; the orders are kept from one call to the next.
         self._order = functools.lru_cache(maxsize=2)(self._epochs.order)
 
-    def places(self, index: int) -> Places:
+    def places(self, index: int) -> BatchIndices:
         """The micro-batch of this index."""
         first = index * self._size
-        return Places(first, [self.sample(place) for place in range(first, first + self._size)])
+        return BatchIndices(first, [self.sample(place) for place in range(first, first + self._size)])
 
     def sample(self, place: int) -> int:
         """The sample at a place of the sequence."""
@@ -122,7 +122,7 @@ class EndlessOrder:
         return self._order(epoch)[place - self._epochs.before(epoch)]
 
 
-class GroupedOrder:
+class BucketBatchSampler:
     """Samples of several groups, which no micro-batch mixes.
 
     In an epoch each group, in an order of its own, is cut into micro-batches, of which the last may be smaller, and these
@@ -157,7 +157,7 @@ class GroupedOrder:
         self.mean_size = self._epochs.mean_count / num_batches
         self._epoch = functools.lru_cache(maxsize=2)(self._batches)
 
-    def places(self, index: int) -> Places:
+    def places(self, index: int) -> BatchIndices:
         """The micro-batch of this index."""
         if self._epochs.whole:
             epoch, number = divmod(index, self._num_batches(0))
@@ -171,7 +171,7 @@ class GroupedOrder:
         counts = self._epochs.counts(epoch)
         return sum(math.ceil(counts[members].sum() / size) for members, size in self._groups)
 
-    def _batches(self, epoch: int) -> list[Places]:
+    def _batches(self, epoch: int) -> list[BatchIndices]:
         pieces = []
         for members, size in self._groups:
             order = self._epochs.order(epoch, members)
@@ -180,6 +180,6 @@ class GroupedOrder:
         first, made = self._epochs.before(epoch), []
         # pieces that begin with the same sample, used twice, keep their order
         for _, _, batch in sorted(zip(seeds, range(len(pieces)), pieces, strict=True)):
-            made.append(Places(first, batch))
+            made.append(BatchIndices(first, batch))
             first += len(batch)
         return made

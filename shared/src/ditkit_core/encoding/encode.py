@@ -14,14 +14,14 @@ from torch import Tensor
 
 from ditkit_core.config.field import setting
 from ditkit_core.data.dataset import Sample
-from ditkit_core.data.media.clip import TRANSFORM_VERSION, kind_of, read_clip
+from ditkit_core.data.media.clip import TRANSFORM_VERSION, media_kind, read_clip
 from ditkit_core.data.references import ReferenceSize, encoded_sizes
 from ditkit_core.encoding.cache import Cache, MediaHashes, key
 from ditkit_core.encoding.encoded_sample import Condition, EncodedSample
-from ditkit_core.encoding.tasks import Jobs, Progress, fill, goes_on, of_whom
-from ditkit_core.errors import NotEquipped, UserError
+from ditkit_core.encoding.missing import EncodeTask, Progress, encode_missing, should_continue, with_owner
+from ditkit_core.errors import MissingDependency, UserError
 from ditkit_core.io.console import NullProgress
-from ditkit_core.models.conditions import Conditioner, Controls
+from ditkit_core.models.conditions import ClipInputs, Conditioner
 from ditkit_core.models.encoders import Encoder
 from ditkit_core.models.spec import identity
 
@@ -98,7 +98,7 @@ def encode(
         UserError: If a clip cannot be read, or an encoder gives numbers that are not finite.
     """
     keep_going, conditioning = on_bad is not None, encoders.conditioning or Conditioning(conditioners=())
-    given = {sample.id: controls_of(sample, encoders.fps) for sample in samples}
+    given = {sample.id: clip_inputs_of(sample, encoders.fps) for sample in samples}
     # what has no condition is said before hours go into clips
     used = conditioning.used(given, keep_going=keep_going)
     cuts = {sample.id: _cuts_of(sample, encoders.fps, encoders.reference_size) for sample in samples}
@@ -130,7 +130,7 @@ def encode(
     good = {sample.id for sample in encoded}
     captions = ["", *(caption for sample in samples if sample.id in good for caption in sample.captions)]
     texts = {text_key(caption, encoders.text): caption for caption in (*captions, *extra_captions)}
-    fill(cache, Jobs(kind="text", wanted=texts, encoder=encoders.text, read=str, name=repr), progress)
+    encode_missing(cache, EncodeTask(kind="text", wanted=texts, encoder=encoders.text, read=str, name=repr), progress)
     return encoded
 
 
@@ -173,7 +173,7 @@ class Conditioning:
 
     def fill(
         self,
-        given: Mapping[str, Controls],
+        given: Mapping[str, ClipInputs],
         all_used: Sequence[Mapping[str, Used]],
         cache: Cache,
         failures: dict[str, UserError],
@@ -208,13 +208,13 @@ class Conditioning:
                         address = self._key(conditioner, controls, used, hashes)
                         found[name].append(Condition(conditioner.kind, address, conditioner.optional))
                         wanted[address] = controls
-                jobs = Jobs(
+                jobs = EncodeTask(
                     kind=conditioner.kind, wanted=wanted, encoder=conditioner, read=lambda item: item, name=_named
                 )
-                failures |= fill(cache, jobs, progress, keep_going=keep_going)
+                failures |= encode_missing(cache, jobs, progress, keep_going=keep_going)
         return {name: tuple(conditions) for name, conditions in found.items()}
 
-    def used(self, given: Mapping[str, Controls], *, keep_going: bool = False) -> list[dict[str, Used]]:
+    def used(self, given: Mapping[str, ClipInputs], *, keep_going: bool = False) -> list[dict[str, Used]]:
         """What each conditioner reads of each, by name; with `keep_going` why it cannot in its place.
 
         Raises:
@@ -227,15 +227,15 @@ class Conditioning:
                 try:
                     of_kind[name] = conditioner.uses(controls)
                 except UserError as error:
-                    if not goes_on(error, keep_going=keep_going):
-                        if controls.clip is None or isinstance(error, NotEquipped):
+                    if not should_continue(error, keep_going=keep_going):
+                        if controls.clip is None or isinstance(error, MissingDependency):
                             raise
-                        raise of_whom(_named(controls), error) from error
+                        raise with_owner(_named(controls), error) from error
                     of_kind[name] = error
             found.append(of_kind)
         return found
 
-    def check(self, controls: Controls) -> None:
+    def check(self, controls: ClipInputs) -> None:
         """Read everything that would be encoded of a clip or a drawing, without weights.
 
         Raises:
@@ -244,17 +244,17 @@ class Conditioning:
         for conditioner in self.conditioners:
             conditioner.check(controls)
 
-    def reads(self, controls: Controls) -> bool:
+    def reads(self, controls: ClipInputs) -> bool:
         """Whether all of it can be encoded."""
         try:
             self.check(controls)
         except UserError as error:
-            if not goes_on(error, keep_going=True):
+            if not should_continue(error, keep_going=True):
                 raise
             return False
         return True
 
-    def tensors(self, controls: Controls, cache: Cache, progress: Progress = NullProgress) -> dict[str, Tensor]:
+    def tensors(self, controls: ClipInputs, cache: Cache, progress: Progress = NullProgress) -> dict[str, Tensor]:
         """The conditions of one clip or drawing, encoded if the cache lacks them."""
         item: dict[str, Tensor] = {}
         given = {"": controls}
@@ -262,7 +262,7 @@ class Conditioning:
             item |= cache.found(cache.get, kind, address, _named(controls))
         return item
 
-    def _key(self, conditioner: Conditioner, controls: Controls, used: Sequence[str], hashes: MediaHashes) -> str:
+    def _key(self, conditioner: Conditioner, controls: ClipInputs, used: Sequence[str], hashes: MediaHashes) -> str:
         cut = {
             "version": TRANSFORM_VERSION,
             "frames": controls.frames,
@@ -281,20 +281,20 @@ class Conditioning:
         return key(conditioner.kind, conditioner.identity, json.dumps(cut, sort_keys=True), *contents)
 
 
-def _named(controls: Controls) -> str:
+def _named(controls: ClipInputs) -> str:
     return str(controls.clip or next(iter(controls.files.values()), "a prompt"))
 
 
-def controls_of(sample: Sample, fps: float) -> Controls:
+def clip_inputs_of(sample: Sample, fps: float) -> ClipInputs:
     """What a conditioner is given of a sample."""
-    return Controls(
+    return ClipInputs(
         clip=sample.media,
         start_seconds=sample.start_seconds,
         files=sample.controls,
         frames=sample.frames,
         height=sample.height,
         width=sample.width,
-        fps=fps if kind_of(sample.media) == "video" else 0.0,
+        fps=fps if media_kind(sample.media) == "video" else 0.0,
     )
 
 
@@ -315,7 +315,7 @@ class _Cut(NamedTuple):
     def key(self, content: str, encoder: Encoder) -> str:
         transform = {
             "version": TRANSFORM_VERSION,
-            "kind": kind_of(self.path),
+            "kind": media_kind(self.path),
             "frames": self.frames,
             "fps": self.fps or 0,  # as a whole number: the key of earlier versions
             "height": self.height,
@@ -328,7 +328,7 @@ class _Cut(NamedTuple):
 
 def _cuts_of(sample: Sample, fps: float, reference_size: ReferenceSize | None) -> list[_Cut]:
     """The sample's own clip, then its references."""
-    rate = fps if kind_of(sample.media) == "video" else 0.0
+    rate = fps if media_kind(sample.media) == "video" else 0.0
     own = _Cut(sample.media, sample.frames, rate, sample.height, sample.width, sample.start_seconds)
     if not sample.references:
         return [own]
@@ -359,5 +359,5 @@ def _fill_media(
     cache: Cache, keys: Mapping[_Cut, str], encoder: Encoder, progress: Progress, *, keep_going: bool
 ) -> dict[str, UserError]:
     wanted = {key: cut for cut, key in keys.items()}
-    jobs = Jobs(kind="media", wanted=wanted, encoder=encoder, read=_Cut.read, name=lambda cut: str(cut.path))
-    return fill(cache, jobs, progress, keep_going=keep_going)
+    jobs = EncodeTask(kind="media", wanted=wanted, encoder=encoder, read=_Cut.read, name=lambda cut: str(cut.path))
+    return encode_missing(cache, jobs, progress, keep_going=keep_going)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.data.dataset import Sample
-from ditkit_core.encoding.batch_sampler import EndlessOrder, GroupedOrder
+from ditkit_core.encoding.batch_sampler import BatchSampler, BucketBatchSampler
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator, seed_of
@@ -88,7 +88,7 @@ class BatchSize:
         return max(1, self.tokens // self.num_tokens(sample.outline())) if self.tokens else self.samples
 
 
-class Captions:
+class CaptionSampler:
     """Which caption a sample is given at each of its uses, and whether with its conditions."""
 
     def __init__(self, seed: int, dropout: float, control_dropout: float = 0.0) -> None:
@@ -117,7 +117,7 @@ class Captions:
         return sample.load(caption=chosen, drop_caption=bool(drawn < self._dropout), drop_controls=bool(without))
 
 
-class TrainingData:
+class TrainDataLoader:
     """The endless sequence of micro-batches of a run.
 
     Samples of one micro-batch have the same shapes, texts aside. Where all of a dataset have, epochs follow each other
@@ -145,17 +145,17 @@ class TrainingData:
         """
         assert samples
         self._samples = samples
-        self._captions = Captions(seed, caption_dropout, control_dropout)
+        self._captions = CaptionSampler(seed, caption_dropout, control_dropout)
         ids = [sample.id for sample in samples]
         groups, sizes = grouped_by_shape(samples, batch_size)
         self.num_shapes = len(sizes)
         """How many shapes the samples have."""
         self._grouped = self.num_shapes > 1
         repeats = [sample.repeats for sample in samples]
-        self._order: EndlessOrder | GroupedOrder = (
-            GroupedOrder(ids, seed, groups, sizes, repeats)
+        self._order: BatchSampler | BucketBatchSampler = (
+            BucketBatchSampler(ids, seed, groups, sizes, repeats)
             if self._grouped
-            else EndlessOrder(ids, seed, sizes[groups[0]], repeats)
+            else BatchSampler(ids, seed, sizes[groups[0]], repeats)
         )
 
     @property

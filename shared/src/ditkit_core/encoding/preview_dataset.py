@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 
 from ditkit_core.data.dataset import Sample
-from ditkit_core.data.media.clip import kind_of, read_clip, write_image, write_video
+from ditkit_core.data.media.clip import media_kind, read_clip, write_image, write_video
 from ditkit_core.data.references import ReferenceSize, encoded_sizes
 from ditkit_core.io.console import NullProgress
 from ditkit_core.io.files import write_text
@@ -58,7 +58,7 @@ def dump(
 def _write(folder: Path, name: str, path: Path, sample: Sample, fps: float) -> Path:
     """The window of a sample, of its own clip or of what goes with it."""
     size = {"height": sample.height, "width": sample.width}
-    if kind_of(path) == "image":
+    if media_kind(path) == "image":
         pixels = read_clip(path, frames=1, fps=0.0, **size)
         write_image(target := folder / f"{name}.png", (pixels[:, 0] + 1) / 2)
         return target

@@ -12,9 +12,9 @@ from pathlib import Path
 from ditkit_core.config.field import setting
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.discovery import media_files
-from ditkit_core.encoding.batch_sampler import EndlessOrder
+from ditkit_core.encoding.batch_sampler import BatchSampler
 from ditkit_core.encoding.encoded_sample import EncodedSample
-from ditkit_core.encoding.loader import Batch, BatchSize, Captions, Shapes, TrainingData, grouped_by_shape
+from ditkit_core.encoding.loader import Batch, BatchSize, CaptionSampler, Shapes, TrainDataLoader, grouped_by_shape
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import seed_of
 
@@ -68,12 +68,12 @@ def count_media(folder: Path) -> int:
     return sum(1 for _ in media_files(folder)) if folder.is_dir() else 0
 
 
-class WithPrior:
+class PriorDataLoader:
     """Training data in which each micro-batch of n samples is followed by n samples of the prior."""
 
     def __init__(
         self,
-        data: TrainingData,
+        data: TrainDataLoader,
         samples: Sequence[EncodedSample],
         *,
         seed: int,
@@ -95,8 +95,8 @@ class WithPrior:
         """
         own_seed = seed_of(seed, "prior")
         self._data, self._samples, self._weight = data, samples, weight
-        self._order = EndlessOrder([sample.id for sample in samples], own_seed, 1)
-        self._captions = Captions(own_seed, caption_dropout, control_dropout)
+        self._order = BatchSampler([sample.id for sample in samples], own_seed, 1)
+        self._captions = CaptionSampler(own_seed, caption_dropout, control_dropout)
         self._groups, self._sizes = grouped_by_shape(samples, batch_size)
 
     def micro_batches(self, index: int) -> list[Batch]:

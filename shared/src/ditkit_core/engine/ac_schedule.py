@@ -13,7 +13,7 @@ import torch
 
 from ditkit_core.config.sizes import parse_size
 from ditkit_core.engine.ac_policies import AttentionOnly, Full, Ops, Policy
-from ditkit_core.engine.devices import spread
+from ditkit_core.engine.devices import per_device
 from ditkit_core.engine.selective_ac import check_names
 from ditkit_core.errors import UserError
 
@@ -269,4 +269,4 @@ def check_sizes(sizes: Sequence[str], num_devices: int | None = None) -> tuple[i
         UserError: If one is no size, or they are not one for each device, or one for all.
     """
     found = [parse_size(size, f"{KEY} = budget:") for size in sizes]
-    return tuple(found if num_devices is None or not found else spread(found, num_devices, f"{KEY} = budget"))
+    return tuple(found if num_devices is None or not found else per_device(found, num_devices, f"{KEY} = budget"))

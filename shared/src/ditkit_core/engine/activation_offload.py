@@ -100,7 +100,7 @@ class HostStore:
     ) -> None:
         self._hooks.close()
 
-    def enter(self, index: int, block: nn.Module) -> None:
+    def pre_forward(self, index: int, block: nn.Module) -> None:
         """What is saved from now on is the block's."""
         device = next(block.parameters()).device
         if not can_offload(device):
@@ -109,7 +109,7 @@ class HostStore:
         if self._offloaded[index]:
             self._hooks.enter_context(saved_tensors_hooks(partial(self._pack, group), _unpack))
 
-    def leave(self, index: int, block: nn.Module, carry: Any) -> None:
+    def post_forward(self, index: int, block: nn.Module, carry: Any) -> None:
         """Send what the block keeps and the carry does not hold."""
         self._hooks.close()
         if (group := self._groups.get(index)) is None:
@@ -118,7 +118,7 @@ class HostStore:
         here = (kept for kept in group.alive() if kept.host is None and kept.is_whole)
         group.store.send(group, [kept for kept in here if kept.address not in carried])
 
-    def backward(self, index: int, block: nn.Module) -> None:
+    def pre_backward(self, index: int, block: nn.Module) -> None:
         """What the block needs is there, and what the block before it needs is on its way."""
         if (group := self._groups.get(index)) is not None:
             group.store.backward(group)

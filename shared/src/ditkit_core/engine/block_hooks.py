@@ -11,22 +11,22 @@ from ditkit_core.engine.ac_policies import BlockRunner, Policy
 
 
 @runtime_checkable
-class Passage(Protocol):
+class BlockHooks(Protocol):
     """Told by the engine of every block that has parameters, by its index in `blocks()`.
 
-    Devices run backwards side by side, each on a thread of its own, so `backward` may be called for blocks of different devices at
+    Devices run backwards side by side, each on a thread of its own, so `pre_backward` may be called for blocks of different devices at
     once; never for two of one device.
     """
 
-    def enter(self, index: int, block: nn.Module) -> None:
+    def pre_forward(self, index: int, block: nn.Module) -> None:
         """The block runs next: its weights have to be there."""
         ...
 
-    def leave(self, index: int, block: nn.Module, carry: Any) -> None:
+    def post_forward(self, index: int, block: nn.Module, carry: Any) -> None:
         """The block's forward was called, and made this carry."""
         ...
 
-    def backward(self, index: int, block: nn.Module) -> None:
+    def pre_backward(self, index: int, block: nn.Module) -> None:
         """The block's backward runs next, and everything that comes after the block on its device has finished its own."""
         ...
 
@@ -34,7 +34,7 @@ class Passage(Protocol):
 class HookedRunner:
     """Runs blocks, and tells hooks of each that has parameters."""
 
-    def __init__(self, hooks: Sequence[Passage], run: BlockRunner):
+    def __init__(self, hooks: Sequence[BlockHooks], run: BlockRunner):
         """Take hooks for a forward.
 
         Args:
@@ -48,21 +48,21 @@ class HookedRunner:
         if not hooks or device is None:
             return self._run(index, block, carry, policy=policy, device=device)
         for hook in hooks:
-            hook.enter(index, block)
+            hook.pre_forward(index, block)
         after = self._run(index, block, carry, policy=policy, device=device)
         for hook in hooks:
-            hook.leave(index, block, after)
+            hook.post_forward(index, block, after)
         if not torch.is_grad_enabled():
             return after
 
         def backward() -> None:
             for hook in hooks:
-                hook.backward(index, block)
+                hook.pre_backward(index, block)
 
-        return marked(carry, after, backward)
+        return call_before_backward(carry, after, backward)
 
 
-def marked(before: Any, after: Any, callback: Callable[[], None]) -> Any:
+def call_before_backward(before: Any, after: Any, callback: Callable[[], None]) -> Any:
     """The carry that a block made, with a mark that the backward passes before it enters the block.
 
     Autograd runs what is ready in the reverse order of the forward, one thread to a device: when the mark is reached, nothing

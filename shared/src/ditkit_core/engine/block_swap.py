@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.engine.copy_lane import CopyLane
-from ditkit_core.engine.devices import spread
-from ditkit_core.engine.pinned_memory import HOST, Found, Pages, Streamed
+from ditkit_core.engine.devices import per_device
+from ditkit_core.engine.pinned_memory import HOST, Found, PinnedPool, Streamed
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
 from ditkit_core.models.protocol import StagedModel
@@ -46,7 +46,7 @@ class KeepsState(Protocol):
         ...
 
 
-def homes(model: StagedModel, placement: Placement) -> Callable[[str], torch.device]:
+def base_device_map(model: StagedModel, placement: Placement) -> Callable[[str], torch.device]:
     """Where the base's parameters are loaded to, by name: the host for those of streamed blocks, else their device."""
     device_of = placement.device_of(model)
     blocks = [block for index, block in enumerate(model.blocks()) if index in placement.streamed]
@@ -70,7 +70,7 @@ def choose_streamed(placement: Placement, counts: Sequence[int], has_weights: Se
     devices = list(dict.fromkeys(placement.blocks))
     where = f"train.swap_blocks = {list(counts)}"
     chosen: set[int] = set()
-    for device, count in zip(devices, spread(counts, len(devices), "train.swap_blocks"), strict=True):
+    for device, count in zip(devices, per_device(counts, len(devices), "train.swap_blocks"), strict=True):
         own = [i for i, where_to in enumerate(placement.blocks) if where_to == device and has_weights[i]]
         if not 0 <= count <= len(own):
             raise UserError(f"{where}: {device} runs {len(own)} blocks; choose 0 to {len(own)} of them")
@@ -104,7 +104,7 @@ class BlockSwap:
             UserError: If a trained weight of a streamed block is used elsewhere, too.
         """
         self._queues: dict[torch.device, BlockQueue] = {}
-        self._pages = Pages(self)
+        self._pages = PinnedPool(self)
         if trained:
             _check_sharing(model, placement)
         for index, block in enumerate(model.blocks()):
@@ -147,18 +147,18 @@ class BlockSwap:
         for queue in self._queues.values():
             queue.clear()
 
-    def enter(self, index: int, block: nn.Module) -> None:
+    def pre_forward(self, index: int, block: nn.Module) -> None:
         """The block runs next: its weights are there, and those of the next are on their way."""
         if (queue := self._queue(index)) is not None:
-            queue.enter(index)
+            queue.pre_forward(index)
 
-    def leave(self, index: int, block: nn.Module, carry: Any) -> None:
+    def post_forward(self, index: int, block: nn.Module, carry: Any) -> None:
         """Nothing: a backward may begin with this block."""
 
-    def backward(self, index: int, block: nn.Module) -> None:
+    def pre_backward(self, index: int, block: nn.Module) -> None:
         """The block's backward, which may recompute it, runs next."""
         if (queue := self._queue(index)) is not None:
-            queue.backward(index)
+            queue.pre_backward(index)
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
@@ -202,7 +202,7 @@ class BlockSwap:
 class BlockQueue:
     """The streamed blocks of one device, in their order, and which of them are there."""
 
-    def __init__(self, device: torch.device, pages: Pages):
+    def __init__(self, device: torch.device, pages: PinnedPool):
         self.device = device
         self.blocks: dict[int, Streamed] = {}
         self.states: dict[int, list[Streamed]] = {}
@@ -243,7 +243,7 @@ class BlockQueue:
             self._names[index] = [name for name in own if name is not None]
             self._take_state(index)
 
-    def enter(self, index: int) -> None:
+    def pre_forward(self, index: int) -> None:
         """Make ready for a block's forward; the next is the following one, after the last that of the backward or of another forward."""
         first, last = min(self.blocks), max(self.blocks)
         trains = torch.is_grad_enabled()
@@ -256,7 +256,7 @@ class BlockQueue:
         if self._trains and trains and index == last:
             self._fetch(index, with_state=True)  # its backward comes first
 
-    def backward(self, index: int) -> None:
+    def pre_backward(self, index: int) -> None:
         """Make ready for a block's backward; the next is the one before it, after the first the last of another micro-batch."""
         last = max(self.blocks)
         self._ahead -= index == last

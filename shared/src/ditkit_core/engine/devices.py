@@ -61,7 +61,7 @@ def _several(names: Sequence[str]) -> list[torch.device]:
     return [choose_device(name, "train.devices") for name in names]
 
 
-def spread(values: Sequence[Number], num_devices: int, key: str) -> tuple[Number, ...]:
+def per_device(values: Sequence[Number], num_devices: int, key: str) -> tuple[Number, ...]:
     """One value for each device: as given, or the one given for all, or 0 if none is.
 
     Args:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from ditkit_core.engine.ac_policies import BlockRunner, EagerRunner, Policy
 from ditkit_core.engine.ac_schedule import ACSchedule, ScheduleLike, as_schedule
 from ditkit_core.engine.activation_offload import HostMemory, offloading
-from ditkit_core.engine.block_hooks import HookedRunner, Passage
+from ditkit_core.engine.block_hooks import BlockHooks, HookedRunner
 from ditkit_core.engine.compile import CompiledRunner, backend_of, check_compiled
 from ditkit_core.models.precision import autocast_disabled
 from ditkit_core.models.protocol import StagedModel
@@ -34,7 +34,7 @@ POLICIES = ("none", "full", "attn_only")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class BlockEngine:
     """Runs a whole forward, each block through its checkpoint policy and the attention backend.
 
     Passed to a model's `forward` as `run`. It is a plain value: it holds no parameter, and no state but host memory that is used again.
@@ -45,7 +45,7 @@ class Engine:
     backend: str = "sdpa"
     compile: bool | str = False
     """Whether blocks that have a backward are compiled, or by which backend of torch's compiler (`compile.py`)."""
-    passages: tuple[Passage, ...] = ()
+    hooks: tuple[BlockHooks, ...] = ()
     """Told where the carry enters and leaves a block, forward and backward: what streams weights through a device, or watches."""
     host: HostMemory = field(default_factory=HostMemory, compare=False, repr=False)
     """Where blocks whose policy offloads put what they keep."""
@@ -70,7 +70,7 @@ class Engine:
         policies = self._policies(devices)
         autocast_off = autocast_disabled(next(iter(model.head.parameters())).device.type)
         with offloading(self.host, model, policies, devices) as stores, autocast_off:
-            run = HookedRunner((*self.passages, *stores), self.runner)
+            run = HookedRunner((*self.hooks, *stores), self.runner)
             hops = DeviceHops(device_of(model.embed))
             carry = self._embed(model, inputs)
             for index, (block, policy, device) in enumerate(zip(blocks, policies, devices, strict=True)):
@@ -109,7 +109,7 @@ class DeviceHops:
         if device is None or device == self._here:
             return carry
         self._here = device
-        return moved(carry, device)
+        return move_carry(carry, device)
 
 
 def device_of(stage: nn.Module) -> torch.device | None:
@@ -117,6 +117,6 @@ def device_of(stage: nn.Module) -> torch.device | None:
     return next((parameter.device for parameter in stage.parameters()), None)
 
 
-def moved(carry: Any, device: torch.device) -> Any:
+def move_carry(carry: Any, device: torch.device) -> Any:
     """A carry with all its tensors on a device."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), carry)

@@ -4,7 +4,7 @@ The commands run in one process. Who starts several (torchrun) writes the loop, 
 
     torch.distributed.init_process_group()
     shard(model, precision)
-    loss_of(model(inputs, Engine(policy="attn_only"))).backward()
+    loss_of(model(inputs, BlockEngine(policy="attn_only"))).backward()
 
 An engine's policies work as they do on one rank: blocks are called as modules, inside their checkpoints, so that a recompute gathers nothing
 again. FSDP2 casts nothing: parameters are stored in the dtype that they are computed in, and a model casts its activations itself. Up to

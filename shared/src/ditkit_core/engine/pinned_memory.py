@@ -28,7 +28,7 @@ Found = tuple[MutableMapping[str, Any], str]
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # torch crashes where it is to show an emptied tensor
-class Slot:
+class PinnedSlot:
     """A tensor's place, and its two values."""
 
     entries: MutableMapping[str, Any]
@@ -81,12 +81,12 @@ class Streamed:
                 # with versions of their own, too: the update of one weight is no change of the others
                 there, here = (nn.Parameter(part.data, requires_grad=tensor.requires_grad) for part in (there, here))
             pairs[key] = there, here
-        self.slots = [Slot(entries, leaf, *pairs[id(entries[leaf])]) for entries, leaf in found]
+        self.slots = [PinnedSlot(entries, leaf, *pairs[id(entries[leaf])]) for entries, leaf in found]
         for slot in self.slots:
             slot.entries[slot.leaf] = slot.device
         self.empty()
 
-    def trained(self) -> Iterator[Slot]:
+    def trained(self) -> Iterator[PinnedSlot]:
         """The slots of trained weights."""
         return (slot for slot in self.slots if slot.is_trained)
 
@@ -154,7 +154,7 @@ def unlock(locked: Mapping[int, torch.device]) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
-class Pages:
+class PinnedPool:
     """Page-locked memory of the host.
 
     Attributes:
@@ -202,7 +202,7 @@ class HostBuffers:
         self._free: dict[int, list[Tensor]] = {}
         # Given back by whatever thread frees a graph, in the middle of anything: a deque needs no lock.
         self._returned: deque[Tensor] = deque()
-        self._pages = Pages(self)
+        self._pages = PinnedPool(self)
 
     def take(self, num_bytes: int) -> Tensor:
         """A buffer, uint8, of at least so many bytes: the smallest that is free, or a new one in place of others."""

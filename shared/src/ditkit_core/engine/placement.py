@@ -58,7 +58,7 @@ class Placement:
         return device_of
 
 
-def place(model: StagedModel, devices: Sequence[torch.device], cuts: Sequence[int] = ()) -> Placement:
+def place_blocks(model: StagedModel, devices: Sequence[torch.device], cuts: Sequence[int] = ()) -> Placement:
     """Divide a model over devices, in their order: embedding first, head last.
 
     Args:

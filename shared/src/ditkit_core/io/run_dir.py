@@ -13,7 +13,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ditkit_core.config.field import setting
-from ditkit_core.config.resume import Change, compare, refuse
+from ditkit_core.config.resume import ConfigChange, compare, refuse
 from ditkit_core.config.schema import config_fields
 from ditkit_core.config.toml import read_stored_file, to_toml
 from ditkit_core.errors import UserError
@@ -193,7 +193,7 @@ class RunFolder:
         names = sorted(entry.name for entry in self.path.iterdir())
         return [name for name in names if not name.startswith(".") and name not in without]
 
-    def check(self, config: Any) -> list[Change]:
+    def check(self, config: Any) -> list[ConfigChange]:
         """Whether the folder may be trained in with this configuration; reads only.
 
         Until something was saved there is nothing to continue, so that a mistyped path can be mended in place.
@@ -224,7 +224,7 @@ class RunFolder:
 
 
 @contextmanager
-def open_run(path: Path, config: Any) -> Iterator[tuple[RunFolder, list[Change]]]:
+def open_run(path: Path, config: Any) -> Iterator[tuple[RunFolder, list[ConfigChange]]]:
     """Take a run's folder for training, until the block ends; nothing is written before the configuration is accepted.
 
     Args:

@@ -13,7 +13,7 @@ class Column:
     """A column of metadata whose value goes with each clip: a file, or a text."""
 
     name: str
-    """What `Controls.files` has it under."""
+    """What `ClipInputs.files` has it under."""
     kind: Literal["image", "video", "audio", "table", "text"]
     """What it names; `table` is a file of numbers, `text` no file at all."""
     aliases: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ def named_columns(columns: Sequence[Column]) -> dict[str, list[Column]]:
     return found
 
 
-def other_ways(columns: Sequence[Column], given: Collection[str]) -> set[str]:
+def alternatives_of(columns: Sequence[Column], given: Collection[str]) -> set[str]:
     """The columns that say in another way what given ones say: those they are instead of, and those that are instead of them.
 
     Args:
@@ -52,7 +52,7 @@ def other_ways(columns: Sequence[Column], given: Collection[str]) -> set[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Controls:
+class ClipInputs:
     """One clip, cut as it is trained or drawn, with the files that go with it."""
 
     clip: Path | None
@@ -82,7 +82,7 @@ class Conditioner(Protocol):
     items_at_once: int
     """How many items one call takes."""
 
-    def uses(self, controls: Controls) -> tuple[str, ...]:
+    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         """The columns that are read of this clip, and "" for the clip itself; () where there is nothing to add.
 
         "" where there is no clip says that there is a condition which nothing is read for.
@@ -92,7 +92,7 @@ class Conditioner(Protocol):
         """
         ...
 
-    def check(self, controls: Controls) -> None:
+    def check(self, controls: ClipInputs) -> None:
         """Read of a clip or a drawing what `encode` reads, as it does, without weights: whatever can be wrong with it shows here.
 
         Raises:
@@ -105,7 +105,7 @@ class Conditioner(Protocol):
         ...
 
     def encode(self, items: Sequence[Any], advance: Any = ...) -> list[dict[str, Tensor]]:
-        """CPU tensors by name for each `Controls`, without a batch dimension; they become part of the training item."""
+        """CPU tensors by name for each `ClipInputs`, without a batch dimension; they become part of the training item."""
         ...
 
     def unload(self) -> None:

@@ -48,7 +48,7 @@ class Encoder(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleJob:
+class GenerationRequest:
     """One sample to draw: conditions as the text encoder returned them, size in pixels."""
 
     conditions: Mapping[str, Tensor]
@@ -68,15 +68,15 @@ class SampleJob:
 class Denoiser:
     """A transformer at work on one sample, until another takes over: then it is let go of, whoever still has this object."""
 
-    def __init__(self, model: StagedModel, run: Engine, guidance: float):
+    def __init__(self, model: StagedModel, engine: Engine, guidance: float):
         """Take a model to work.
 
         Args:
             model: The transformer, in eval mode.
-            run: The engine that runs it.
+            engine: The engine that runs it.
             guidance: Strength that it is guided with.
         """
-        self._at_work: tuple[StagedModel, Engine] | None = (model, run)
+        self._at_work: tuple[StagedModel, Engine] | None = (model, engine)
         self.guidance = guidance
 
     @property
@@ -100,7 +100,7 @@ class Denoiser:
 class Sampler(Protocol):
     """Draws samples with our transformers under the family's scheduler and VAE."""
 
-    def denoise(self, job: SampleJob) -> Generator[float, Denoiser, Tensor]:
+    def denoise(self, job: GenerationRequest) -> Generator[float, Denoiser, Tensor]:
         """Draw one sample step by step; who asks for the steps turns gradients off.
 
         Yields:
@@ -121,12 +121,12 @@ class Sampler(Protocol):
         ...
 
 
-Holding = Callable[[str], AbstractContextManager[nn.Module]]
+LayerContext = Callable[[str], AbstractContextManager[nn.Module]]
 """A submodule's name to the submodule, with its weights for as long as the context lasts."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Companion:
+class AuxiliaryModel:
     """A module that works beside the transformer in encoding or drawing: what a plan has to know of it, without its weights."""
 
     name: str
@@ -137,7 +137,7 @@ class Companion:
     run: Callable[[nn.Module, tuple[int, int, int], torch.device], Any]
     """Its forward on one item of (frames, height, width), without gradients, on the device of its parameters: what the encoder or
     the sampler calls. The result is held until the caller drops it."""
-    run_streamed: Callable[[nn.Module, torch.device, Callable[[], Holding]], Any] | None = None
+    run_streamed: Callable[[nn.Module, torch.device, Callable[[], LayerContext]], Any] | None = None
     """The same for as many items as are encoded at once while weights pass through memory layer by layer; None if they cannot. Each
     call of the last argument is new memory for weights to pass through."""
     tiles: Tiles | None = None

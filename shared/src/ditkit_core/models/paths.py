@@ -44,7 +44,7 @@ def nothing_fetched() -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Components:
+class ModelPaths:
     """The `[model]` section: which model, and where its files are."""
 
     preset: str = setting("", resume="refused")

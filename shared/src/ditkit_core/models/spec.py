@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ditkit_core.models.adapter_formats import AdapterRules
 from ditkit_core.models.conditions import Column, Conditioner
-from ditkit_core.models.encoders import Companion, Encoder, Sampler, Streaming
-from ditkit_core.models.paths import Components
+from ditkit_core.models.encoders import AuxiliaryModel, Encoder, Sampler, Streaming
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import Engine
 from ditkit_core.models.state_dict import StateDictNames
@@ -168,24 +168,24 @@ class DataSpec:
 class AuxiliarySpec:
     """What runs alongside the transformer: VAE, text and image encoders, conditioners, the sampler, and their memory for plans."""
 
-    media_encoder: Callable[[Components, torch.device, bool], Encoder]
+    media_encoder: Callable[[ModelPaths, torch.device, bool], Encoder]
     """(files, device, whether it works in tiles) to the VAE as an encoder; its identity says whether it does."""
 
-    text_encoder: Callable[[Components, torch.device, torch.dtype, Streaming], Encoder]
+    text_encoder: Callable[[ModelPaths, torch.device, torch.dtype, Streaming], Encoder]
 
-    sampler: Callable[[Components, torch.device, torch.dtype, bool], Sampler]
+    sampler: Callable[[ModelPaths, torch.device, torch.dtype, bool], Sampler]
     """(files, device, dtype, whether the VAE decodes in tiles) to the sampler."""
 
     sample_defaults: Callable[[Any], SampleDefaults]
     """Architecture to the settings that its samples are generated with unless the configuration says otherwise."""
 
-    models: Callable[[Any, Components], Sequence[Companion]]
+    models: Callable[[Any, ModelPaths], Sequence[AuxiliaryModel]]
     """Architecture and files to what a plan counts next to the transformer; of files that are not here, the published sizes."""
 
     components: Callable[[Any], Sequence[str]] = lambda arch: ()
     """Architecture to the components that it trains with besides transformers, VAE, text encoder and tokenizer: `image_encoder`."""
 
-    conditioners: Callable[[Any, Components | None, torch.device, bool], Sequence[Conditioner]] = (
+    conditioners: Callable[[Any, ModelPaths | None, torch.device, bool], Sequence[Conditioner]] = (
         lambda arch, components, device, tiled: ()
     )
     """(architecture, files, device, whether the VAE works in tiles) to what encodes conditions besides clip and caption. Without files they
@@ -205,7 +205,7 @@ class AdapterSpec:
     rules: AdapterRules = field(default_factory=AdapterRules)
     """What readers of adapter files want and leave out."""
 
-    verify: Callable[[Path, Components, Any, Engine], str] | None = None
+    verify: Callable[[Path, ModelPaths, Any, Engine], str] | None = None
     """(adapter file, components, model with that adapter, engine): load the file as a user would (a diffusers pipeline)
     and compare outputs with ours; returns one line that says what was compared, raises UserError on a difference."""
 
@@ -236,7 +236,7 @@ class ModelSpec:
     adapters: AdapterSpec
     demo: DemoSpec
 
-    found_at: str = ""
+    import_path: str = ""
     """`module:name` of this spec, where a process of its own imports it (previews on another device); empty: none can."""
 
     variant: Callable[["ModelSpec", Any], "ModelSpec"] = lambda spec, arch: spec

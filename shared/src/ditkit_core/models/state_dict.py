@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSlice:
     """Some rows of a tensor: number `index` of `of` equal parts along its first dimension; by default all of it."""
 
     name: str
@@ -25,11 +25,11 @@ class StateDictNames:
     prefixes: tuple[str, ...]
     """Prefixes that files may put before every name (`model.diffusion_model.`), longest first."""
 
-    to_native: Callable[[str], tuple[Part, ...] | None]
+    to_native: Callable[[str], tuple[TensorSlice, ...] | None]
     """A file's name without prefix, in any known form, to the parts of our parameters that its rows are, from the first on;
     None if no form knows it."""
 
-    from_native: Mapping[str, Callable[[str], tuple[Part, ...]]]
+    from_native: Mapping[str, Callable[[str], tuple[TensorSlice, ...]]]
     """By form (`official`, `diffusers`): our parameter name to the parts of that form's tensors that its rows are."""
 
     bare: str = "official"
@@ -45,12 +45,12 @@ class StateDictNames:
     ) -> "StateDictNames":
         """Names where every tensor of a file is one parameter."""
 
-        def native(name: str) -> tuple[Part, ...] | None:
+        def native(name: str) -> tuple[TensorSlice, ...] | None:
             renamed = to_native(name)
-            return None if renamed is None else (Part(renamed),)
+            return None if renamed is None else (TensorSlice(renamed),)
 
-        def foreign(rename: Callable[[str], str]) -> Callable[[str], tuple[Part, ...]]:
-            return lambda name: (Part(rename(name)),)
+        def foreign(rename: Callable[[str], str]) -> Callable[[str], tuple[TensorSlice, ...]]:
+            return lambda name: (TensorSlice(rename(name)),)
 
         return cls(
             prefixes=prefixes,

@@ -23,7 +23,7 @@ def attend(
     v: Float[Tensor, "batch keys heads head_dim"],
     *,
     name: str,
-    key_mask: Bool[Tensor, "batch keys"] | None = None,
+    padding_mask: Bool[Tensor, "batch keys"] | None = None,
     dropout: float = 0.0,
 ) -> Float[Tensor, "batch queries heads head_dim"]:
     """Scaled dot-product attention through the backend in force.
@@ -42,13 +42,13 @@ def attend(
     """
     settings = settings_in_force()
     backend = BACKENDS[settings.backend]
-    _check(settings.backend, backend, q, key_mask, dropout)
+    _check(settings.backend, backend, q, padding_mask, dropout)
     if settings.calls is not None and not settings.recomputing and torch.is_grad_enabled():
         # Not of a recompute: that is the same call again, and one that is kept is not even made.
         settings.calls.made[name] += 1
     if not settings.keeps(name):
-        return backend.kernel(q, k, v, key_mask, dropout)
-    return _kept(backend.kernel, f"attention {name!r}", name, q, k, v, key_mask, dropout)
+        return backend.kernel(q, k, v, padding_mask, dropout)
+    return _kept(backend.kernel, f"attention {name!r}", name, q, k, v, padding_mask, dropout)
 
 
 def kept(function: Callable[..., Tensor], name: str, *given: Any) -> Tensor:
@@ -85,8 +85,8 @@ def _never(what: str) -> Callable[..., NoReturn]:
     return kernel
 
 
-def _check(name: str, backend: Backend, q: Tensor, key_mask: Tensor | None, dropout: float) -> None:
-    if key_mask is not None and not backend.takes_mask:
+def _check(name: str, backend: Backend, q: Tensor, padding_mask: Tensor | None, dropout: float) -> None:
+    if padding_mask is not None and not backend.takes_mask:
         raise UserError(f"attention backend {name!r} takes no mask: batch samples of one size, or use sdpa")
     if dropout and not backend.takes_dropout:
         raise UserError(f"attention backend {name!r} has no dropout: set it to 0, or use sdpa")

@@ -31,8 +31,8 @@ _PIN = threading.Lock()
 """torch's choice of a kernel is the process's, not a thread's: two devices that recompute at once would restore each other's."""
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: float) -> Tensor:
-    mask = None if key_mask is None else key_mask[:, None, None, :]
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
+    mask = None if padding_mask is None else padding_mask[:, None, None, :]
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, dropout_p=dropout
     )
@@ -40,14 +40,14 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: flo
 
 
 def _pinned(
-    name: str, which: SDPBackend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: float
+    name: str, which: SDPBackend, q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float
 ) -> Tensor:
     if torch.compiler.is_compiling():  # the choice goes into the graph; a lock cannot
         with sdpa_kernel(which):
-            return _sdpa(q, k, v, key_mask, dropout)
+            return _sdpa(q, k, v, padding_mask, dropout)
     try:
         with _PIN, sdpa_kernel(which):
-            return _sdpa(q, k, v, key_mask, dropout)
+            return _sdpa(q, k, v, padding_mask, dropout)
     except RuntimeError as error:
         if "No available kernel" not in str(error) and "No viable backend" not in str(error):
             raise
@@ -64,12 +64,12 @@ def _compiled_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention, fullgraph=True)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: float) -> Tensor:
+def _flex(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
     # A change of scores costs no memory; a block mask would be built from a whole matrix [queries, keys].
     hide = (
         None
-        if key_mask is None
-        else (lambda score, b, head, query, key: torch.where(key_mask[b, key], score, -float("inf")))
+        if padding_mask is None
+        else (lambda score, b, head, query, key: torch.where(padding_mask[b, key], score, -float("inf")))
     )
     # a compiled block counts its own graphs
     limit = nullcontext() if torch.compiler.is_compiling() else torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS)
@@ -78,7 +78,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: flo
     return out.transpose(1, 2)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: float) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     batch, num_queries, num_keys = *q.shape[:2], k.shape[1]
@@ -87,10 +87,10 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: f
         return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
 
     keys, values, key_bounds = k.flatten(0, 1), v.flatten(0, 1), bounds(num_keys)
-    if key_mask is not None:
-        seen = key_mask.flatten().nonzero().squeeze(1)  # waits for the device: how many there are decides a shape
+    if padding_mask is not None:
+        seen = padding_mask.flatten().nonzero().squeeze(1)  # waits for the device: how many there are decides a shape
         keys, values = keys.index_select(0, seen), values.index_select(0, seen)
-        key_bounds = F.pad(key_mask.sum(1).cumsum(0), (1, 0)).to(torch.int32)
+        key_bounds = F.pad(padding_mask.sum(1).cumsum(0), (1, 0)).to(torch.int32)
     # Queries of padding are computed like the rest, as other backends do it: their rows are nobody's.
     out = varlen_attn(q.flatten(0, 1), keys, values, bounds(num_queries), key_bounds, num_queries, num_keys)
     assert isinstance(out, Tensor)
@@ -103,25 +103,25 @@ def _first(out: Any) -> Tensor:
     return found
 
 
-def _flash2(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: float) -> Tensor:
+def _flash2(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
     from flash_attn import flash_attn_func
 
     return _first(flash_attn_func(q, k, v, dropout_p=dropout))
 
 
-def _flash3(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: float) -> Tensor:
+def _flash3(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
     from flash_attn_interface import flash_attn_func
 
     return _first(flash_attn_func(q, k, v))
 
 
-def _flash4(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: float) -> Tensor:
+def _flash4(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
     from flash_attn.cute import flash_attn_func
 
     return _first(flash_attn_func(q, k, v))
 
 
-def _sage(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, dropout: float) -> Tensor:
+def _sage(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
     from sageattention import sageattn
 
     out: Tensor = sageattn(q, k, v, tensor_layout="NHD", is_causal=False)

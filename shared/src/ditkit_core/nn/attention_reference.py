@@ -19,7 +19,7 @@ def exact_attention(
     q: Float[Tensor, "batch queries heads head_dim"],
     k: Float[Tensor, "batch keys heads head_dim"],
     v: Float[Tensor, "batch keys heads head_dim"],
-    key_mask: Bool[Tensor, "batch keys"] | None,
+    padding_mask: Bool[Tensor, "batch keys"] | None,
     dropout: float,
 ) -> Float[Tensor, "batch queries heads head_dim"]:
     """softmax(q kᵀ / √head_dim) v, in the dtype of q.
@@ -29,29 +29,29 @@ def exact_attention(
         key_mask: True where a key may be seen; None when all may.
         dropout: 0; there is none.
     """
-    out: Tensor = _Exact.apply(q, k, v, key_mask)
+    out: Tensor = _Exact.apply(q, k, v, padding_mask)
     return out
 
 
 class _Exact(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        ctx.save_for_backward(q, k, v, key_mask)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None) -> Tensor:
+        ctx.save_for_backward(q, k, v, padding_mask)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         keys, values = k.transpose(1, 2), v.transpose(1, 2)
         for span in _spans(q, k):
-            part = _weights(q[:, span], keys, key_mask) @ values
+            part = _weights(q[:, span], keys, padding_mask) @ values
             out[:, span] = part.transpose(1, 2)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, key_mask = ctx.saved_tensors
+        q, k, v, padding_mask = ctx.saved_tensors
         keys, values = k.transpose(1, 2), v.transpose(1, 2)
         d_q = torch.empty_like(q, memory_format=torch.contiguous_format)
         d_k, d_v = torch.zeros_like(keys), torch.zeros_like(values)
         for span in _spans(q, k):
-            weights, d_out = _weights(q[:, span], keys, key_mask), gradient[:, span].transpose(1, 2)
+            weights, d_out = _weights(q[:, span], keys, padding_mask), gradient[:, span].transpose(1, 2)
             d_v += weights.transpose(-2, -1) @ d_out
             d_weights = d_out @ values.transpose(-2, -1)
             inner = (d_weights * weights).sum(-1, keepdim=True)
@@ -61,11 +61,11 @@ class _Exact(torch.autograd.Function):
         return d_q, d_k.transpose(1, 2), d_v.transpose(1, 2), None
 
 
-def _weights(q: Tensor, keys: Tensor, key_mask: Tensor | None) -> Tensor:
+def _weights(q: Tensor, keys: Tensor, padding_mask: Tensor | None) -> Tensor:
     """Attention weights [batch, heads, queries, keys] of some queries."""
     scores = q.transpose(1, 2) @ keys.transpose(-2, -1) * _scale(q)
-    if key_mask is not None:
-        scores = scores.masked_fill(~key_mask[:, None, None, :], -float("inf"))
+    if padding_mask is not None:
+        scores = scores.masked_fill(~padding_mask[:, None, None, :], -float("inf"))
     return scores.softmax(-1)
 
 

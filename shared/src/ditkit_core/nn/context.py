@@ -156,6 +156,6 @@ def as_on(kind: str) -> Iterator[None]:
         _stand_in.pop()
 
 
-def kind_of(x: Tensor) -> str:
+def device_kind(x: Tensor) -> str:
     """The kind of device that a tensor is on: `cpu` or `cuda`."""
     return _stand_in[-1] if _stand_in else "cpu" if x.device.type == "cpu" else "cuda"

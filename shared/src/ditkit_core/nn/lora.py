@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ditkit_core.nn.context import kind_of
+from ditkit_core.nn.context import device_kind
 
 AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
 """By kind of device, how many elements of a product are held in the adapter's wider dtype at once.
@@ -116,7 +116,7 @@ def _products(gradient: Tensor, up: Tensor, low: Tensor | None) -> tuple[Tensor,
 
 def _at_once(x: Tensor, axis: int) -> int:
     """How many rows (axis 0) or columns (axis 1) of a matrix are held in the adapter's wider dtype at once."""
-    return min(max(1, AT_ONCE[kind_of(x)] // x.shape[1 - axis]), x.shape[axis])
+    return min(max(1, AT_ONCE[device_kind(x)] // x.shape[1 - axis]), x.shape[axis])
 
 
 def _spans(count: int, buffer: Tensor) -> Iterator[tuple[slice, Tensor]]:

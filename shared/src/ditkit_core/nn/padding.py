@@ -7,7 +7,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 
-def key_mask(lengths: Sequence[int], device: torch.device) -> Bool[Tensor, "batch tokens"] | None:
+def padding_mask(lengths: Sequence[int], device: torch.device) -> Bool[Tensor, "batch tokens"] | None:
     """False on the padding of samples shorter than the longest; None when all are of one size."""
     if len(set(lengths)) == 1:
         return None

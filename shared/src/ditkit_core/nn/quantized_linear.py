@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ditkit_core.models.protocol import StagedModel
-from ditkit_core.nn.context import kind_of
+from ditkit_core.nn.context import device_kind
 from ditkit_core.nn.lora import AT_ONCE, KeepsOnlyItsInput
 
 _FP8 = torch.float8_e4m3fn
@@ -207,7 +207,7 @@ def _nonzero(scale: Tensor) -> Tensor:
 def _dequantize_rows(values: Mapping[str, Tensor], out: Tensor) -> None:
     codes, scale = values["weight"], values["weight_scale"]
     # Every code is exact in 16 bits. A GPU multiplies in fp32 on the way; the CPU makes an fp32 copy of what it is given.
-    at_once = max(1, AT_ONCE["cpu"] // out.shape[1]) if kind_of(out) == "cpu" else len(out)
+    at_once = max(1, AT_ONCE["cpu"] // out.shape[1]) if device_kind(out) == "cpu" else len(out)
     for start in range(0, len(out), at_once):
         rows = slice(start, start + at_once)
         out[rows].copy_(codes[rows]).mul_(scale[rows])
@@ -239,7 +239,7 @@ def _quantize_nf4(weight: Tensor) -> dict[str, Tensor]:
     blocks.div_(_nonzero(largest))
     levels = torch.tensor(_LEVELS, device="cpu").to(weight.device)
     codes = torch.empty(len(blocks), _BLOCK // 2, dtype=torch.uint8, device=weight.device)
-    at_once = AT_ONCE[kind_of(weight)] // _BLOCK
+    at_once = AT_ONCE[device_kind(weight)] // _BLOCK
     for start in range(0, num_blocks, at_once):
         part = slice(start, start + at_once)
         nearest = _nearest(blocks[part], levels)
@@ -268,7 +268,7 @@ def _dequantize_nf4(values: Mapping[str, Tensor], out: Tensor) -> None:
     codes, blocks = values["weight"].view(-1), out.view(-1, _BLOCK)
     factor = values["weight_scale_factor"].repeat_interleave(_GROUP)[: len(blocks)]
     scale = (values["weight_scale"] / factor + values["weight_scale_mean"])[:, None]
-    at_once = AT_ONCE[kind_of(out)] // _BLOCK
+    at_once = AT_ONCE[device_kind(out)] // _BLOCK
     for start in range(0, len(blocks), at_once):
         part = slice(start, start + at_once)
         some = codes[start * _BLOCK // 2 : (start + at_once) * _BLOCK // 2].int()

@@ -18,7 +18,7 @@ from ditkit_core.config.sizes import GIB
 from ditkit_core.engine.ac_policies import AttentionOnly, Full, Policy
 from ditkit_core.engine.ac_schedule import KEY, ACSchedule, check_sizes
 from ditkit_core.errors import UserError
-from ditkit_core.planner.memory import Budget, DevicePlan, Division, Span, compose
+from ditkit_core.planner.memory import Budget, DevicePlan, DeviceSpan, Partition, compose
 from ditkit_core.planner.stage_costs import Profile, mixed
 
 SELF = "self"
@@ -31,12 +31,12 @@ is known needs: blocks of one kind come to few different sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class BudgetTask:
     """What is to be chosen for: a step, divided over devices."""
 
     profile_of: Callable[[Policy], Profile]
     """The profile of a step in which all blocks have the policy; always the same one, and asked for only if it can matter."""
-    division: Division
+    division: Partition
     budgets: tuple[Budget, ...]
     micro_batches: int = 1
     pipelined: bool = False
@@ -73,7 +73,7 @@ class Choice:
         return f"{KEY} = budget chose {self.schedule}: {held}{waiting}"
 
 
-def choose(task: Task) -> Choice:
+def choose(task: BudgetTask) -> Choice:
     """The policies that recompute least and fit; with activations on the host only where nothing fits without.
 
     Raises:
@@ -111,7 +111,7 @@ def limited(budgets: Sequence[Budget], sizes: Sequence[str]) -> tuple[Budget, ..
     )
 
 
-def _menus(task: Task) -> Iterator[tuple[Policy, ...]]:
+def _menus(task: BudgetTask) -> Iterator[tuple[Policy, ...]]:
     """What blocks may have, from the menu that costs nothing on; each asks for more profiles than the one before.
 
     What keeps least comes first: of ways that are equal in all else, that is taken whose blocks keep more towards the end.
@@ -125,7 +125,7 @@ def _menus(task: Task) -> Iterator[tuple[Policy, ...]]:
         yield (Full(offload=True), *menu)
 
 
-def _within(task: Task, menu: tuple[Policy, ...]) -> Iterator[Choice]:
+def _within(task: BudgetTask, menu: tuple[Policy, ...]) -> Iterator[Choice]:
     """The best of a menu; nothing if it does not fit."""
     allowed = [budget.total - budget.reserve for budget in task.budgets]
     policies: dict[int, tuple[Policy, ...]] = {}
@@ -180,14 +180,14 @@ class _Variant(NamedTuple):
 class _Device:
     """One device's part of the problem."""
 
-    def __init__(self, task: Task, menu: tuple[Policy, ...], device: int, allowed: int):
+    def __init__(self, task: BudgetTask, menu: tuple[Policy, ...], device: int, allowed: int):
         own = task.division.blocks[device]
         start, end = own.start, own.stop
         self._menu, self._allowed = menu, allowed
         waiting = task.micro_batches - 1 if task.pipelined else 0
         self._waiting = (waiting, waiting - 1) if waiting else ()
         self._blocks = range(int(start == 0), int(start == 0) + end - start)
-        spans = [Span(task.profile_of(policy), start, end, task.division.streamed) for policy in menu]
+        spans = [DeviceSpan(task.profile_of(policy), start, end, task.division.streamed) for policy in menu]
         self._before = max(span.receives + span.targets for span in spans)
         rounds = (False, True) if task.micro_batches > 1 else (False,)
         by_policy = [_variants(span, rounds, task.budgets[device].workspace) for span in spans]
@@ -237,7 +237,7 @@ class _Device:
         return self._stages[-1][way.chosen[-1]].freed_at_cut if is_cut else 0
 
 
-def _variants(span: Span, rounds: Sequence[bool], workspace: int) -> list[_Variant]:
+def _variants(span: DeviceSpan, rounds: Sequence[bool], workspace: int) -> list[_Variant]:
     """The stages of a device under one policy, from the moments that its plan is made of."""
     always = sum(span.static().values()) + workspace
     before = span.receives + span.targets

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from ditkit_core.planner.gpus import Card
-from ditkit_core.planner.memory import Division
-from ditkit_core.planner.partition_search import PRICE, Candidate, Search, Task
+from ditkit_core.planner.gpus import GPU
+from ditkit_core.planner.memory import Partition
+from ditkit_core.planner.partition_search import PRICE, Candidate, FitTask, Search
 from ditkit_core.planner.stage_costs import StageCost
 from ditkit_core.planner.step_time import Workload, step_seconds
 
@@ -41,7 +41,7 @@ class Fit:
     """Quantizations that were not tried, since nothing exact is slow enough for them."""
 
 
-def fit(task: Task) -> Fit:
+def fit(task: FitTask) -> Fit:
     """Find the settings that fit and slow the run down least, prices of quantization included."""
     found: list[Candidate] = []
     passed_over: list[str] = []
@@ -80,7 +80,7 @@ def fit(task: Task) -> Fit:
     return Fit(chosen=chosen, others=others, passed_over=tuple(passed_over))
 
 
-def candidates(task: Task, policy: str, quantize: str) -> Iterator[Candidate]:
+def candidates(task: FitTask, policy: str, quantize: str) -> Iterator[Candidate]:
     """For each choice of GPUs, with and without overlapping micro-batches, the fastest division that fits."""
     for pipelined in (False, True) if task.micro_batches > 1 else (False,):
         search = Search(task, policy, quantize, pipelined=pipelined)
@@ -89,7 +89,7 @@ def candidates(task: Task, policy: str, quantize: str) -> Iterator[Candidate]:
                 yield found
 
 
-def least_missing(task: Task) -> int:
+def least_missing(task: FitTask) -> int:
     """Bytes that the fullest GPU lacks under the smallest of all settings, or else the host; 0 if they fit."""
     missing = min(map(_smallest_search(task, SMALLEST).least_missing, _choices(task.cards)))
     if missing or task.host is None:
@@ -99,7 +99,7 @@ def least_missing(task: Task) -> int:
     return max(0, needed - task.host)
 
 
-def least_host(task: Task) -> int | None:
+def least_host(task: FitTask) -> int | None:
     """The fewest bytes on the host with which the smallest of all settings fit the GPUs; None if they do not."""
     # Of the two policies the first has less on the host where it fits.
     searches = [_smallest_search(task, policy) for policy in (POLICIES[0], SMALLEST)]
@@ -107,11 +107,11 @@ def least_host(task: Task) -> int | None:
     return min((needed for needed in each if needed is not None), default=None)
 
 
-def _smallest_search(task: Task, policy: str) -> Search:
+def _smallest_search(task: FitTask, policy: str) -> Search:
     return Search(task, policy, task.quantizations[-1])
 
 
-def shortest_seconds(task: Task) -> float:
+def shortest_seconds(task: FitTask) -> float:
     """Seconds that no setting falls below: nothing recomputed, streamed or converted on the fastest card, shared where several can work."""
     profile = task.profile_of(POLICIES[0], "none")
 
@@ -119,7 +119,7 @@ def shortest_seconds(task: Task) -> float:
         return replace(stage, flops_backward=max(0, stage.flops_backward - stage.flops_forward))
 
     profile = replace(profile, blocks=tuple(without_recompute(block) for block in profile.blocks))
-    whole = Division(devices=(0,) * len(profile.blocks))
+    whole = Partition(devices=(0,) * len(profile.blocks))
     work = Workload(micro_batches=task.micro_batches, fp32=task.fp32)
     fastest = min(step_seconds(profile, whole, [card], work).seconds for card in task.cards)
     return fastest / (len(task.cards) if task.micro_batches > 1 else 1)
@@ -178,9 +178,9 @@ def _effort(candidate: Candidate) -> tuple[Any, ...]:
     return candidate.host, setting.pipelined, len(setting.cards), candidate.fullness
 
 
-def _choices(cards: Sequence[Card]) -> list[tuple[int, ...]]:
+def _choices(cards: Sequence[GPU]) -> list[tuple[int, ...]]:
     """Which cards could be used, in their order; of choices of equal cards the first."""
-    found: dict[tuple[Card, ...], tuple[int, ...]] = {}
+    found: dict[tuple[GPU, ...], tuple[int, ...]] = {}
     for count in range(1, len(cards) + 1):
         for chosen in combinations(range(len(cards)), count):
             found.setdefault(tuple(cards[i] for i in chosen), chosen)

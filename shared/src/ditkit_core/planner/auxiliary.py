@@ -13,18 +13,18 @@ from torch import nn
 
 from ditkit_core.data.dataset import Sample
 from ditkit_core.engine.devices import choose_device
-from ditkit_core.models.encoders import Companion, Holding
+from ditkit_core.models.encoders import AuxiliaryModel, LayerContext
 from ditkit_core.models.precision import parse_dtype
 from ditkit_core.models.protocol import run_plain
-from ditkit_core.planner.gpus import cards_here
+from ditkit_core.planner.gpus import gpus_here
 from ditkit_core.planner.memory import DevicePlan
-from ditkit_core.planner.memory_tracker import Ledger
+from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.planner.planned_step import Bucket, Generated, PlannedStep, Size, has_data, missing_class_images
 from ditkit_core.planner.profiler import fake_tensors
-from ditkit_core.planner.reduced_model import give_memory, materialise, thinned
-from ditkit_core.planner.stage_costs import Job
-from ditkit_core.run.encoding import scenes_of
-from ditkit_core.run.run import Run
+from ditkit_core.planner.reduced_model import give_memory, materialise, reduced_model
+from ditkit_core.planner.stage_costs import StepJob
+from ditkit_core.run.context import RunContext
+from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.sampling.prompts import Shape, shape_of
 from ditkit_core.weights.layer_streaming import free_memory_bytes, too_large
 
@@ -33,7 +33,7 @@ _DEVICE = torch.device("cpu", 1)
 Mode = Literal["whole", "layer by layer", "in tiles"]
 
 
-class Measured(NamedTuple):
+class MeasuredModel(NamedTuple):
     """Bytes that an auxiliary model holds when it holds most."""
 
     weights: int
@@ -58,7 +58,7 @@ class Room(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompanionRow:
+class AuxiliaryRow:
     """One line of a plan: what a stage next to the training itself holds on its device."""
 
     stage: str
@@ -89,15 +89,15 @@ class CompanionRow:
         return 0 if self.available is None else max(0, self.peak - self.available)
 
 
-def measure(
-    companion: Companion,
+def measure_model(
+    companion: AuxiliaryModel,
     size: Size,
     *,
     text_dtype: torch.dtype,
     mode: Mode = "whole",
     kind: str = "cuda",
-) -> Measured:
-    """Run an auxiliary model on fake tensors.
+) -> MeasuredModel:
+    """RunContext an auxiliary model on fake tensors.
 
     Args:
         companion: The module and what calls it.
@@ -118,10 +118,10 @@ def measure(
                 assert companion.tiles is not None
                 size = companion.tiles.largest(size)
             companion.run(module, size, _DEVICE)
-    return Measured(ledger.at_peak[_DEVICE]["weights"], ledger.peak[_DEVICE])
+    return MeasuredModel(ledger.at_peak[_DEVICE]["weights"], ledger.peak[_DEVICE])
 
 
-def _passing(module: nn.Module, ledger: Ledger) -> Holding:
+def _passing(module: nn.Module, ledger: MemoryTracker) -> LayerContext:
     """Memory for weights to pass through, as `PassingMemory` keeps it: a tensor for each name and shape, kept for the next."""
     kept: dict[tuple[str, torch.Size], nn.Parameter] = {}
 
@@ -145,7 +145,7 @@ def _passing(module: nn.Module, ledger: Ledger) -> Holding:
     return holding
 
 
-def denoising_bytes(job: Job, size: Size, references: Sequence[tuple[int, int]] = ()) -> int:
+def denoising_bytes(job: StepJob, size: Size, references: Sequence[tuple[int, int]] = ()) -> int:
     """The most that one call of a step's transformer without gradients holds above its weights; inputs included.
 
     One block of each kind is run, because nothing of a block stays but what it hands on.
@@ -156,7 +156,7 @@ def denoising_bytes(job: Job, size: Size, references: Sequence[tuple[int, int]] 
         references: Height and width of each image to edit.
     """
     spec, dtype = job.spec, job.precision.matmul
-    model: Any = thinned(spec, job.arch, job.precision, job.adapter, quantize=job.quantize)
+    model: Any = reduced_model(spec, job.arch, job.precision, job.adapter, quantize=job.quantize)
     with torch.device("meta"):
         item = spec.training.empty_item(job.arch, size, references)
     with fake_tensors(job.kind) as ledger, torch.no_grad():
@@ -171,7 +171,7 @@ def denoising_bytes(job: Job, size: Size, references: Sequence[tuple[int, int]] 
     return ledger.peak[_DEVICE] - weights
 
 
-def held_while_drawing(purposes: Mapping[str, int], *, averages: bool = False) -> int:
+def held_while_sampling(purposes: Mapping[str, int], *, averages: bool = False) -> int:
     """Bytes that a device of a run holds while samples are generated between two of its steps: no gradients and no activations.
 
     Args:
@@ -187,7 +187,7 @@ def held_while_drawing(purposes: Mapping[str, int], *, averages: bool = False) -
 class AuxiliaryPlanner:
     """What encoding and sampling hold, stage by stage."""
 
-    companions: Sequence[Companion]
+    companions: Sequence[AuxiliaryModel]
     """The family's, as `ModelSpec.companions` gives them."""
     text_dtype: torch.dtype
     """`encode.text_dtype`."""
@@ -198,7 +198,7 @@ class AuxiliaryPlanner:
     sample_tiling: bool = False
     """`sample.vae_tiling`."""
 
-    def encode_rows(self, sizes: Sequence[Size], room: Room) -> list[CompanionRow]:
+    def encode_rows(self, sizes: Sequence[Size], room: Room) -> list[AuxiliaryRow]:
         """The encoders, which have their device for themselves, one at a time.
 
         Args:
@@ -210,7 +210,7 @@ class AuxiliaryPlanner:
 
     def sample_rows(
         self, sizes: Sequence[Size], rooms: Sequence[Room], *, denoising: int, num_samples: int = 1
-    ) -> list[CompanionRow]:
+    ) -> list[AuxiliaryRow]:
         """The transformer's denoising on each of its devices, and the decoder on the first.
 
         Args:
@@ -219,7 +219,7 @@ class AuxiliaryPlanner:
             denoising: `denoising_bytes` of the largest sample.
             num_samples: How many are generated in a row; from the second on, the decoder is there while the model runs.
         """
-        rows: list[CompanionRow] = []
+        rows: list[AuxiliaryRow] = []
         for companion in self.companions:
             if companion.stage == "sample" and sizes:
                 decoder = self._row(companion, sizes, rooms[0], tiled=self.sample_tiling)
@@ -230,12 +230,12 @@ class AuxiliaryPlanner:
 
     def preview_rows(
         self, sizes: Sequence[Size], room: Room, *, denoising: int, num_samples: int = 1
-    ) -> list[CompanionRow]:
+    ) -> list[AuxiliaryRow]:
         """The same for previews, which a copy of the model generates on a device of their own; arguments as for `sample_rows`."""
         rows = self.sample_rows(sizes, [room], denoising=denoising, num_samples=num_samples)
         return [replace(row, stage="preview") for row in rows]
 
-    def _row(self, companion: Companion, sizes: Sequence[Size], room: Room, *, tiled: bool) -> CompanionRow:
+    def _row(self, companion: AuxiliaryModel, sizes: Sequence[Size], room: Room, *, tiled: bool) -> AuxiliaryRow:
         mode: Mode = "in tiles" if tiled and companion.tiles else "whole"
         if companion.run_streamed and self._streams(companion, room):
             mode = "layer by layer"
@@ -247,7 +247,7 @@ class AuxiliaryPlanner:
         each = {size: self._measure(companion, size, mode, room.kind) for size in sorted(worst)}
         size, measured = max(each.items(), key=lambda found: found[1].peak)
         peak = room.held + measured.peak
-        return CompanionRow(
+        return AuxiliaryRow(
             stage=companion.stage,
             name=companion.name,
             device=room.device,
@@ -260,17 +260,17 @@ class AuxiliaryPlanner:
             remedy="" if room.fits(peak) else self._remedy(companion, mode, size, room),
         )
 
-    def _streams(self, companion: Companion, room: Room) -> bool:
+    def _streams(self, companion: AuxiliaryModel, room: Room) -> bool:
         if self.streaming != "auto":
             return self.streaming == "always"
         # A state dict counts a shared weight twice, as the encoder does that decides the same.
         needed = sum(tensor.nbytes for tensor in companion.build(self.text_dtype).state_dict().values())
         return room.available is not None and too_large(needed, room.available)
 
-    def _measure(self, companion: Companion, size: Size, mode: Mode, kind: str) -> Measured:
-        return measure(companion, size, text_dtype=self.text_dtype, mode=mode, kind=kind)
+    def _measure(self, companion: AuxiliaryModel, size: Size, mode: Mode, kind: str) -> MeasuredModel:
+        return measure_model(companion, size, text_dtype=self.text_dtype, mode=mode, kind=kind)
 
-    def _remedy(self, companion: Companion, mode: Mode, size: Size, room: Room) -> str:
+    def _remedy(self, companion: AuxiliaryModel, mode: Mode, size: Size, room: Room) -> str:
         """What there is to do about a stage that does not fit: the first that helps, or the one that helps most, and what then."""
         ways: list[tuple[str, Mode]] = []
         if companion.tiles and mode == "whole":
@@ -288,7 +288,7 @@ class AuxiliaryPlanner:
 _SMALLER = "a smaller sample.height and sample.width"
 
 
-def _denoising(decoder: CompanionRow, room: Room, kept: int, denoising: int) -> CompanionRow:
+def _denoising(decoder: AuxiliaryRow, room: Room, kept: int, denoising: int) -> AuxiliaryRow:
     """The transformer's row on one of its devices.
 
     Args:
@@ -318,7 +318,7 @@ def plan_auxiliary(
     gpus: bool,
     samples: Sequence[Sample] | None = None,
     streamed: int = 0,
-) -> tuple[CompanionRow, ...]:
+) -> tuple[AuxiliaryRow, ...]:
     """Encoding and sampling, as configured; last of all previews, if they have a device of their own.
 
     Args:
@@ -356,7 +356,7 @@ def plan_auxiliary(
     return tuple(found)
 
 
-def _rooms(run: Run, devices: Sequence[DevicePlan], kind: str) -> list[Room]:
+def _rooms(run: RunContext, devices: Sequence[DevicePlan], kind: str) -> list[Room]:
     """The devices that a run trains on, with what is there between two steps."""
     averages = run.config.optim.name == "schedulefree_adamw"
     return [
@@ -364,7 +364,7 @@ def _rooms(run: Run, devices: Sequence[DevicePlan], kind: str) -> list[Room]:
             device=device.budget.name,
             available=device.budget.total - device.budget.reserve - device.budget.workspace,
             kind=kind,
-            held=held_while_drawing(device.purposes, averages=averages),
+            held=held_while_sampling(device.purposes, averages=averages),
         )
         for device in devices
     ]
@@ -382,7 +382,7 @@ def _denoising_of(step: PlannedStep, generated: Generated, kind: str) -> int:
     return denoising_bytes(step.job(kind), *max(generated.shapes, key=_pixels))
 
 
-def to_be_generated(run: Run, shapes: Sequence[Shape], samples: Sequence[Sample] | None = None) -> Generated:
+def to_be_generated(run: RunContext, shapes: Sequence[Shape], samples: Sequence[Sample] | None = None) -> Generated:
     """The samples that a run generates when it ends, and while it trains: the same ones; and class images that are missing.
 
     Those are generated before the optimizer has anything, which is not told apart: only adapters can be trained with them.
@@ -396,14 +396,14 @@ def to_be_generated(run: Run, shapes: Sequence[Shape], samples: Sequence[Sample]
     return Generated((*asked.shapes, *images.shapes), asked.num + images.num)
 
 
-def _samples(run: Run, shapes: Sequence[Shape], samples: Sequence[Sample] | None) -> Generated:
+def _samples(run: RunContext, shapes: Sequence[Shape], samples: Sequence[Sample] | None) -> Generated:
     config = run.config.sample
     if not config.prompts and not config.captions:
         return Generated((), 0)
     if samples is None and not config.prompts and has_data(run):
         samples = run.data.dataset.samples
     if config.prompts or samples is not None:
-        scenes = scenes_of(run, [] if config.prompts or samples is None else samples)
+        scenes = sample_prompts(run, [] if config.prompts or samples is None else samples)
         found = [shape_of(scene, scene.files, run.auxiliary.columns, run.spec.data.reference_size) for scene in scenes]
         return Generated(tuple(found), len(scenes) * config.images)
     sizes = {
@@ -413,7 +413,7 @@ def _samples(run: Run, shapes: Sequence[Shape], samples: Sequence[Sample] | None
     return Generated(tuple(sorted(sizes)), config.captions * config.images)
 
 
-def _room_of(name: str, key: str, run: Run, own: Room, *, gpus: bool) -> Room:
+def _room_of(name: str, key: str, run: RunContext, own: Room, *, gpus: bool) -> Room:
     """The device of a setting, empty but for what runs there: encoders, which come before the model, or what generates previews."""
     own = own._replace(held=0)
     if gpus and name != "cpu":  # the GPUs are not here, and which one does not matter while they are alike
@@ -424,11 +424,11 @@ def _room_of(name: str, key: str, run: Run, own: Room, *, gpus: bool) -> Room:
         return Room("cpu", None if gpus else free_memory_bytes(device), "cpu")
     if device == run.devices[0]:
         return own
-    (card,) = cards_here([device])
+    (card,) = gpus_here([device])
     return Room(f"{device}: {card.name}", card.total - card.reserve)
 
 
-def _preview_room(run: Run, own: Room, devices: Sequence[DevicePlan], *, gpus: bool, streamed: int) -> Room:
+def _preview_room(run: RunContext, own: Room, devices: Sequence[DevicePlan], *, gpus: bool, streamed: int) -> Room:
     """The device that generates previews, with a copy of the model."""
     name = run.config.sample.device
     room = _room_of(name, "sample.device", run, own, gpus=gpus)

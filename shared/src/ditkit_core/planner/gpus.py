@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ditkit_core.config.sizes import GIB, SIZE
-from ditkit_core.engine.devices import spread
+from ditkit_core.engine.devices import per_device
 from ditkit_core.errors import UserError
 
 RESERVE_BYTES = 6 * GIB // 10
@@ -21,7 +21,7 @@ _MOST_CARDS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Card:
+class GPU:
     """One device: its memory in bytes, rates in units per second."""
 
     name: str
@@ -40,7 +40,7 @@ class Card:
     source: str
     """Where the figures are from."""
 
-    def keeping_free(self, num_bytes: int) -> "Card":
+    def keeping_free(self, num_bytes: int) -> "GPU":
         """The card when others have `num_bytes` of it besides."""
         return replace(self, reserve=self.reserve + num_bytes)
 
@@ -74,11 +74,11 @@ _TABLE = (
 )
 
 
-def _known_cards() -> tuple[tuple[Card, frozenset[str]], ...]:
+def _known_cards() -> tuple[tuple[GPU, frozenset[str]], ...]:
     known = []
     for name, others, mebibytes, bf16, fp32, memory, link, source in _TABLE:
         total = mebibytes * 2**20
-        card = Card(
+        card = GPU(
             name=name,
             total=total,
             reserve=default_reserve(total),
@@ -98,11 +98,11 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", re.sub(r"(\d)\s*gi?b\b", r"\1", words))
 
 
-KNOWN_CARDS = _known_cards()
+KNOWN_GPUS = _known_cards()
 """Cards with their published figures, each with the names it goes by."""
 
 
-def parse_gpus(text: str) -> tuple[Card, ...]:
+def parse_gpus(text: str) -> tuple[GPU, ...]:
     """The cards that a text names, in order.
 
     A size in GB is taken as cards are sold: 24GB is a card of 24 GiB. A size says nothing of speed: rates are then those of the slowest
@@ -114,15 +114,15 @@ def parse_gpus(text: str) -> tuple[Card, ...]:
     Raises:
         UserError: If an entry is neither.
     """
-    cards: list[Card] = []
+    cards: list[GPU] = []
     for entry in text.lower().split(","):
         found = _ENTRY.fullmatch(entry.strip())
         if not found:
             raise UserError(f"--gpus {text!r} names no card before or after a comma; {_EXAMPLES}")
         count = int(found[1] or 1)
-        card = _by_size(found[2]) or next((card for card, names in KNOWN_CARDS if _plain(found[2]) in names), None)
+        card = _by_size(found[2]) or next((card for card, names in KNOWN_GPUS if _plain(found[2]) in names), None)
         if card is None:
-            names = ", ".join(card.name for card, _ in KNOWN_CARDS)
+            names = ", ".join(card.name for card, _ in KNOWN_GPUS)
             raise UserError(f"--gpus {text!r}: {entry.strip()!r} is no size and no card of {names}; {_EXAMPLES}")
         if not 1 <= count <= _MOST_CARDS - len(cards):
             raise UserError(f"--gpus {text!r}: 1 to {_MOST_CARDS} cards can be planned for; {_EXAMPLES}")
@@ -134,21 +134,21 @@ def parse_gpus(text: str) -> tuple[Card, ...]:
     return tuple(cards)
 
 
-def _by_size(text: str) -> Card | None:
+def _by_size(text: str) -> GPU | None:
     found = SIZE.fullmatch(text)
     return of_size(int(float(found[1]) * GIB), f"{found[1]}GiB") if found else None
 
 
-def of_size(total: int, name: str) -> Card:
+def of_size(total: int, name: str) -> GPU:
     """A card of which only the memory is known: the rates of the slowest known one with as much, or of the largest."""
-    known = sorted((card for card, _ in KNOWN_CARDS), key=lambda card: card.total)
+    known = sorted((card for card, _ in KNOWN_GPUS), key=lambda card: card.total)
     as_large = [card for card in known if card.total * 1.1 >= total] or known[-1:]
     like = min(as_large, key=lambda card: card.bf16_flops)
     source = f"rates assumed as of {like.name}, the slowest known with as much memory ({like.source})"
     return replace(like, name=name, total=total, reserve=default_reserve(total), source=source)
 
 
-def cards_here(devices: Sequence[torch.device]) -> tuple[Card, ...]:
+def gpus_here(devices: Sequence[torch.device]) -> tuple[GPU, ...]:
     """The cards of this machine behind these devices.
 
     Raises:
@@ -159,11 +159,11 @@ def cards_here(devices: Sequence[torch.device]) -> tuple[Card, ...]:
         if device.type != "cuda":
             raise UserError(f"there is no GPU to plan for ({device}); say for which cards: --gpus 24GiB")
         properties = torch.cuda.get_device_properties(device)
-        cards.append(card_named(properties.name, properties.total_memory))
+        cards.append(gpu_named(properties.name, properties.total_memory))
     return tuple(cards)
 
 
-def keeping_reserves(cards: Sequence[Card], reserve_gib: Sequence[float]) -> tuple[Card, ...]:
+def keeping_reserves(cards: Sequence[GPU], reserve_gib: Sequence[float]) -> tuple[GPU, ...]:
     """The cards less what `train.reserve` leaves to others, beside what a plan leaves free of any card.
 
     Args:
@@ -173,7 +173,7 @@ def keeping_reserves(cards: Sequence[Card], reserve_gib: Sequence[float]) -> tup
     Raises:
         UserError: If it does not say which card it is of, or leaves nothing of one.
     """
-    reserves = spread(reserve_gib, len(cards), "train.reserve")
+    reserves = per_device(reserve_gib, len(cards), "train.reserve")
     kept = tuple(card.keeping_free(int(gib * GIB)) for card, gib in zip(cards, reserves, strict=True))
     for index, card in enumerate(kept):
         if card.reserve >= card.total:
@@ -184,11 +184,11 @@ def keeping_reserves(cards: Sequence[Card], reserve_gib: Sequence[float]) -> tup
     return kept
 
 
-def card_named(name: str, total: int) -> Card:
+def gpu_named(name: str, total: int) -> GPU:
     """The card that a driver calls `name`, with the memory that it reports; unknown ones by their size."""
     plain = _plain(name)
     fitting = [
-        card for card, names in KNOWN_CARDS if any(each in plain for each in {*names, _plain(card.name.split("-")[0])})
+        card for card, names in KNOWN_GPUS if any(each in plain for each in {*names, _plain(card.name.split("-")[0])})
     ]
     fitting = [card for card in fitting if abs(card.total - total) < total / 10 and "laptop" not in plain]
     if not fitting:

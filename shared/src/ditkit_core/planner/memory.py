@@ -32,7 +32,7 @@ class Budget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Division:
+class Partition:
     """Which device runs which block; the embedding is on device 0, the head on the last."""
 
     devices: tuple[int, ...]
@@ -87,7 +87,7 @@ class DevicePlan:
 
 def compose(
     profile: Profile,
-    division: Division,
+    division: Partition,
     budgets: Sequence[Budget],
     *,
     micro_batches: int = 1,
@@ -137,10 +137,10 @@ def plan_device(
         streamed: Blocks whose weights stay on the host.
         micro_batches, pipelined: As for `compose`.
     """
-    return Span(profile, start, end, streamed).plan(budget, micro_batches=micro_batches, pipelined=pipelined)
+    return DeviceSpan(profile, start, end, streamed).plan(budget, micro_batches=micro_batches, pipelined=pipelined)
 
 
-class Moment(NamedTuple):
+class PeakMoment(NamedTuple):
     """What is alive on a device besides what it has all the time, when a stage holds most; bytes."""
 
     activations: int
@@ -149,7 +149,7 @@ class Moment(NamedTuple):
     """Of the optimizer, passing through."""
 
 
-class Span:
+class DeviceSpan:
     """The stages of one device, in a row."""
 
     def __init__(self, profile: Profile, start: int, end: int, streamed: Collection[int] = ()):
@@ -185,7 +185,7 @@ class Span:
         all_gradients = sum(cost.gradients for cost in self.stages)
         whole = sum if self.profile.update_adds_up else max
         # Updates come last: no activation is left, and every gradient is there.
-        moments.append(Moment(whole(cost.update_extra for cost in self.stages), all_gradients, 0))
+        moments.append(PeakMoment(whole(cost.update_extra for cost in self.stages), all_gradients, 0))
         highest = max(moments, key=sum)
         held = {
             **static,
@@ -213,7 +213,7 @@ class Span:
             static["adapters"] += _pair([cost.adapters for cost in self.passing])
         return {**static, "optimizer": sum(cost.optimizer for cost in on_device)}
 
-    def moments(self, *, again: bool, waiting: int) -> list[Moment]:
+    def moments(self, *, again: bool, waiting: int) -> list[PeakMoment]:
         """The highest of each stage: of the forwards in their order, then of the backwards in theirs.
 
         State comes with trained weights for their backward, and that of the last block at the end of the forward.
@@ -226,16 +226,16 @@ class Span:
         kept = self.receives + self.targets + sum(cost.kept for cost in self.stages) - self.freed
         live = waiting * kept + self.receives + self.targets
         states = [cost.optimizer for cost in self.passing] if self.profile.trains_all else []
-        moments: list[Moment] = []
+        moments: list[PeakMoment] = []
         for place, cost in enumerate(self.stages):
             state = states[-1] if states and place >= self.last_passing else 0
-            moments.append(Moment(live + cost.forward_extra, gradients, state))
+            moments.append(PeakMoment(live + cost.forward_extra, gradients, state))
             live += cost.kept
         live += self.receives_back - self.freed
         for place, cost in reversed(list(enumerate(self.stages))):
             extra = cost.backward_extra_again if again else cost.backward_extra
             state = states[-1] if states and place > self.last_passing else _pair(states)
-            moments.append(Moment(live + extra, gradients, state))
+            moments.append(PeakMoment(live + extra, gradients, state))
             live -= cost.released
             gradients += 0 if again else cost.gradients
         return moments

@@ -19,7 +19,7 @@ PURPOSES = ("weights", "adapters", "gradients", "optimizer", "average", "activat
 """What memory is for; everything made while no other purpose is in force is an activation."""
 
 
-class Ledger(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Counts, while it is in force, what exists on each device.
 
     Attributes:

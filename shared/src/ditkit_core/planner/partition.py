@@ -1,6 +1,6 @@
 """Where a model is cut: so that over a whole training step the fullest device, for what it can hold, is least full.
 
-`place` is what commands ask. A run and its plan divide a model by the same `Partitioner` of the same figures, so that the run does what
+`place_blocks` is what commands ask. A run and its plan divide a model by the same `Partitioner` of the same figures, so that the run does what
 the plan says. What a device holds depends on its own blocks alone, so no other cuts do better: all of them are looked at. Every device
 gets one block at least: omit a device to leave it unused.
 """
@@ -18,29 +18,28 @@ from ditkit_core.config.sizes import parse_size
 from ditkit_core.engine.ac_policies import Full, Policy
 from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.block_swap import choose_streamed
-from ditkit_core.engine.devices import spread
-from ditkit_core.engine.placement import Placement
-from ditkit_core.engine.placement import place as place_blocks
+from ditkit_core.engine.devices import per_device
+from ditkit_core.engine.placement import Placement, place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_linear import final_dtype
-from ditkit_core.planner.ac_budget import Task, choose, limited
-from ditkit_core.planner.gpus import Card, cards_here, keeping_reserves
-from ditkit_core.planner.memory import Budget, Division, on_host, plan_device
+from ditkit_core.planner.ac_budget import BudgetTask, choose, limited
+from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves
+from ditkit_core.planner.memory import Budget, Partition, on_host, plan_device
 from ditkit_core.planner.planned_step import PlannedStep, as_held, largest_bucket
 from ditkit_core.planner.profiler import profile
-from ditkit_core.planner.stage_costs import Job, Profile, StageCost, mixed
-from ditkit_core.run.prepare import Unloaded
-from ditkit_core.run.run import Run
+from ditkit_core.planner.stage_costs import Profile, StageCost, StepJob, mixed
+from ditkit_core.run.context import RunContext
+from ditkit_core.run.prepare import MetaModel
 from ditkit_core.weights.layer_streaming import MARGIN_BYTES, free_memory_bytes
 
 _ANY = torch.device("cuda")
 
 
-def choose_cuts(
+def choose_split_points(
     profile: Profile | Sequence[Profile],
     budgets: Sequence[Budget],
     *,
@@ -70,7 +69,7 @@ def choose_cuts(
         raise UserError(
             f"train.devices names {len(budgets)} devices and the model has {len(starts)} blocks; name fewer"
         )
-    counts = spread(swap_blocks, len(budgets), "train.swap_blocks")
+    counts = per_device(swap_blocks, len(budgets), "train.swap_blocks")
     if min(counts) < 0:
         raise UserError(f"train.swap_blocks = {list(swap_blocks)} must be numbers of at least 0")
     if any(counts) and sum(max(1, count) for count in counts) > len(starts):
@@ -133,7 +132,7 @@ def streamed_of(has_weights: Sequence[bool], start: int, end: int, count: int) -
     return frozenset(start + i for i in choose_streamed(alone, [count], has_weights[start:end]))
 
 
-def budgets_of(cards: Sequence[Card]) -> tuple[Budget, ...]:
+def budgets_of(cards: Sequence[GPU]) -> tuple[Budget, ...]:
     """Cards as a plan takes them."""
     names = [f"{index}: {card.name}" if len(cards) > 1 else card.name for index, card in enumerate(cards)]
     return tuple(
@@ -156,7 +155,7 @@ def budgets_here(devices: Sequence[torch.device], reserve_gib: Sequence[float]) 
     if kinds == {"cpu"}:
         free = free_memory_bytes(devices[0]) or 2**62
         return (Budget(name="cpu", total=free, workspace=0),) * len(devices)
-    return budgets_of(keeping_reserves(cards_here(devices), reserve_gib))
+    return budgets_of(keeping_reserves(gpus_here(devices), reserve_gib))
 
 
 def host_limit(host: str, *, here: bool) -> int | None:
@@ -225,7 +224,7 @@ class Targets:
     devices: tuple[torch.device, ...]
     budgets: tuple[Budget, ...] = ()
     """Of these devices; cuts that are given need none."""
-    cards: tuple[Card, ...] = ()
+    cards: tuple[GPU, ...] = ()
     """With their rates, if they are GPUs and times are asked for."""
     host: int | None = None
     """Bytes that the host can give beside them; None for any."""
@@ -246,7 +245,7 @@ class Solution:
 class Partitioner:
     """Divides a run's model over devices and gives each block its policy: the same for a run as for its plan."""
 
-    run: Run
+    run: RunContext
     model: StagedModel
     """With its adapters; `meta` will do."""
     targets: Targets
@@ -277,9 +276,9 @@ class Partitioner:
         host = targets.host
         if host is not None and placement.streamed:
             host = max(0, host - on_host(self.profile_of(Full()), placement.streamed))
-        task = Task(
+        task = BudgetTask(
             profile_of=self.profile_of,
-            division=division_of(placement),
+            division=partition_of(placement),
             budgets=limits,
             micro_batches=self.run.config.micro_batches,
             pipelined=config.pipelined,
@@ -300,19 +299,19 @@ class Partitioner:
         return mixed([self.profile_of(policy) for policy in policies])
 
 
-def _by_weights(run: Run, model: StagedModel, targets: Targets) -> Placement:
+def _by_weights(run: RunContext, model: StagedModel, targets: Targets) -> Placement:
     """Divided by what the weights take, with what training keeps for them."""
     averaged = bool(run.config.ema.decay)
     return _cut(run, model, targets, lambda: weights_profile(model, run.spec, run.precision, averaged=averaged))
 
 
 def _cut(
-    run: Run, model: StagedModel, targets: Targets, profiles: Callable[[], Profile | Sequence[Profile]]
+    run: RunContext, model: StagedModel, targets: Targets, profiles: Callable[[], Profile | Sequence[Profile]]
 ) -> Placement:
     """Cut as configured, or else by these profiles: making them takes seconds, so they are made only where they decide."""
     config, cuts = run.config.train, run.config.train.split_points
     if len(targets.devices) > 1 and not cuts:
-        cuts = choose_cuts(
+        cuts = choose_split_points(
             profiles(),
             targets.budgets,
             swap_blocks=config.swap_blocks,
@@ -324,18 +323,18 @@ def _cut(
     return replace(placed, streamed=choose_streamed(placed, config.swap_blocks, has_weights))
 
 
-def division_of(placement: Placement) -> Division:
+def partition_of(placement: Placement) -> Partition:
     """A placement as a plan takes it."""
     order = list(dict.fromkeys(placement.blocks))
-    return Division(devices=tuple(map(order.index, placement.blocks)), streamed=placement.streamed)
+    return Partition(devices=tuple(map(order.index, placement.blocks)), streamed=placement.streamed)
 
 
-def profiles_of(job: Job) -> Callable[[Policy], Profile]:
+def profiles_of(job: StepJob) -> Callable[[Policy], Profile]:
     """The profile of a step by the policy of its blocks; each is made once."""
     return cache(lambda policy: profile(replace(job, policy=ACSchedule.everywhere(policy))))
 
 
-def place(run: Run, unloaded: Unloaded, *, training: bool = False) -> Placement:
+def place(run: RunContext, unloaded: MetaModel, *, training: bool = False) -> Placement:
     """Which of the run's devices runs what: what every command asks that loads a model.
 
     Training over several GPUs is divided by what a whole step holds on each, activations included, as the run's plan says.

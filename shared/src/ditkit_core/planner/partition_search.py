@@ -11,8 +11,8 @@ from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from ditkit_core.planner.gpus import Card
-from ditkit_core.planner.memory import Budget, DevicePlan, Division, compose, on_host, plan_device, sent_to_host
+from ditkit_core.planner.gpus import GPU
+from ditkit_core.planner.memory import Budget, DevicePlan, Partition, compose, on_host, plan_device, sent_to_host
 from ditkit_core.planner.partition import least_full, streamed_of
 from ditkit_core.planner.stage_costs import Profile
 from ditkit_core.planner.step_time import StageTime, StepTime, Workload, crossing_time, sending, span_time, step_time
@@ -26,10 +26,10 @@ _CAPS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class FitTask:
     """What is to be fitted: a training step, and the GPUs there are."""
 
-    cards: tuple[Card, ...]
+    cards: tuple[GPU, ...]
     profile_of: Callable[[str, str], Profile]
     """(policy, quantize) to the profile, always the same one for the same two."""
     micro_batches: int = 1
@@ -61,7 +61,7 @@ class Candidate:
     """Settings with what they lead to."""
 
     setting: Setting
-    division: Division
+    division: Partition
     plan: tuple[DevicePlan, ...]
     """Of the GPUs used."""
     time: StepTime
@@ -87,7 +87,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class SearchedSpan:
     """The blocks that a device holds, from `start` to before `end`, some of them streamed."""
 
     start: int
@@ -103,13 +103,13 @@ class _Way(NamedTuple):
 
     time: float
     host: int
-    spans: tuple[Span, ...]
+    spans: tuple[SearchedSpan, ...]
 
 
-Judge = Callable[[Card, int, int], Span | None]
+Judge = Callable[[GPU, int, int], SearchedSpan | None]
 
 
-def budget_of(card: Card) -> Budget:
+def budget_of(card: GPU) -> Budget:
     """The GPU as a plan takes it."""
     return Budget(name=card.name, total=card.total, reserve=card.reserve)
 
@@ -117,7 +117,7 @@ def budget_of(card: Card) -> Budget:
 class Search:
     """Ways to divide a task's step under one policy, with weights held in one way."""
 
-    def __init__(self, task: Task, policy: str, quantize: str, *, pipelined: bool = False):
+    def __init__(self, task: FitTask, policy: str, quantize: str, *, pipelined: bool = False):
         """Judge nothing yet.
 
         Args:
@@ -191,7 +191,7 @@ class Search:
         bounds = enumerate(pairwise((0, *cuts, self._num_blocks)))
         return max(lacking(device, start, end) for device, (start, end) in bounds)
 
-    def _fastest_spans(self, cards: Sequence[Card], share: float) -> tuple[Span, ...] | None:
+    def _fastest_spans(self, cards: Sequence[GPU], share: float) -> tuple[SearchedSpan, ...] | None:
         judge, host = self._judge(share), self._task.host
         found = self._divide(cards, judge, host)
         if not found or not self._work.pipelined:
@@ -203,31 +203,31 @@ class Search:
         for step in range(_CAPS):
             ways = [*ways, *self._divide(cards, judge, host, least * (slowest / least) ** (step / _CAPS))]
 
-        def seconds(spans: Sequence[Span]) -> int:
+        def seconds(spans: Sequence[SearchedSpan]) -> int:
             cuts = [span.start for span in spans[1:]]
             return step_time(sending(self._profile, [span.time for span in spans], cuts, cards), self._work)[0]
 
         return min(ways, key=seconds)
 
-    def _division(self, spans: Sequence[Span]) -> Division:
+    def _division(self, spans: Sequence[SearchedSpan]) -> Partition:
         devices = tuple(i for i, span in enumerate(spans) for _ in range(span.start, span.end))
         streamed = (self._streamed(span.start, span.end, span.num_streamed) for span in spans)
-        return Division(devices=devices, streamed=frozenset().union(*streamed))
+        return Partition(devices=devices, streamed=frozenset().union(*streamed))
 
     def _judge(self, share: float) -> Judge:
         @cache
-        def judge(card: Card, start: int, end: int) -> Span | None:
+        def judge(card: GPU, start: int, end: int) -> SearchedSpan | None:
             count = self._fewest_streamed(start, end, int((card.total - card.reserve) * share))
             if count is None:
                 return None
             time, host = self._time(card, start, end, count)
-            return Span(start=start, end=end, num_streamed=count, time=time, host=host)
+            return SearchedSpan(start=start, end=end, num_streamed=count, time=time, host=host)
 
         return judge
 
     def _divide(
-        self, cards: Sequence[Card], judge: Judge, host: int | None, bound: float | None = None
-    ) -> list[tuple[Span, ...]]:
+        self, cards: Sequence[GPU], judge: Judge, host: int | None, bound: float | None = None
+    ) -> list[tuple[SearchedSpan, ...]]:
         """Spans that take least in sum, none of them longer than `bound`: the fastest ones first, behind them what takes less of a
         limited host; empty if nothing fits."""
         count = 1 if self._work.pipelined else self._work.micro_batches
@@ -286,7 +286,7 @@ class Search:
             ).peak
         return self._held[like]
 
-    def _time(self, card: Card, start: int, end: int, count: int) -> tuple[StageTime, int]:
+    def _time(self, card: GPU, start: int, end: int, count: int) -> tuple[StageTime, int]:
         """Of a span, and bytes of what it streams or sends to the host."""
         like, work = (card, self._like(start, end), count), self._work
         if like not in self._times:

@@ -8,7 +8,7 @@ import torch
 from ditkit_core.data.dataset import Sample
 from ditkit_core.errors import UserError
 from ditkit_core.planner import gpus as hardware
-from ditkit_core.planner.auxiliary import CompanionRow, plan_auxiliary
+from ditkit_core.planner.auxiliary import AuxiliaryRow, plan_auxiliary
 from ditkit_core.planner.memory import DevicePlan, compose, on_host
 from ditkit_core.planner.partition import (
     Partitioner,
@@ -16,23 +16,22 @@ from ditkit_core.planner.partition import (
     Targets,
     budgets_here,
     budgets_of,
-    division_of,
     host_limit,
+    partition_of,
     profiles_of,
 )
 from ditkit_core.planner.planned_step import PlannedStep, as_held
-from ditkit_core.planner.reduced_model import thinned
-from ditkit_core.planner.report import Report
-from ditkit_core.planner.stage_costs import Job
+from ditkit_core.planner.reduced_model import reduced_model
+from ditkit_core.planner.report import PlanReport
+from ditkit_core.planner.stage_costs import StepJob
 from ditkit_core.planner.step_time import Workload, both_orders, step_seconds
-from ditkit_core.run.checks import check as check_run
-from ditkit_core.run.checks import check_settings, check_training
-from ditkit_core.run.expert_runs import notes_on, resident
+from ditkit_core.run.checks import check_run, check_settings, check_training
+from ditkit_core.run.context import RunContext
+from ditkit_core.run.expert_runs import largest_expert_run, notes_on
 from ditkit_core.run.prepare import arch_here, build_on_meta
-from ditkit_core.run.run import Run
 
 
-def make_report(run: Run, gpus: str = "", host: str = "") -> Report:
+def make_report(run: RunContext, gpus: str = "", host: str = "") -> PlanReport:
     """Plan a run.
 
     Args:
@@ -40,17 +39,17 @@ def make_report(run: Run, gpus: str = "", host: str = "") -> Report:
         gpus: The GPUs to plan for; empty for the devices that the run would take here.
         host: What streamed weights may take on the host; empty for what is free here, or any amount with `gpus`.
     """
-    check(run, here=not gpus)
+    check_plannable(run, here=not gpus)
     return report_of(run, gpus, host)
 
 
 def report_of(
-    run: Run,
+    run: RunContext,
     gpus: str = "",
     host: str = "",
     samples: Sequence[Sample] | None = None,
     class_pictures: Sequence[Sample] | None = None,
-) -> Report:
+) -> PlanReport:
     """The same of a run that was checked.
 
     Args:
@@ -59,7 +58,7 @@ def report_of(
         class_pictures: The same of those of prior preservation.
     """
     notes = (*notes_on(run), *_notes(run))
-    run = as_held(resident(run))
+    run = as_held(largest_expert_run(run))
     targets = _targets(run, gpus, host)
     step = PlannedStep.of(run, samples, class_pictures)
     bucket = step.bucket
@@ -68,11 +67,11 @@ def report_of(
         run=run, model=_divisible(step, targets), targets=targets, profile_of=profiles_of(step.job(targets.kind))
     )
     solution = partitioner.solve(schedule)
-    train, found, division = run.config.train, solution.profile, division_of(solution.placement)
+    train, found, division = run.config.train, solution.profile, partition_of(solution.placement)
     plans = compose(found, division, targets.budgets, micro_batches=run.config.micro_batches, pipelined=train.pipelined)
     streamed = on_host(found, division.streamed)
     stages = (found.embed, *found.blocks, found.head)
-    return Report(
+    return PlanReport(
         model=f"{run.spec.name} {arch_here(run.spec, run.config.model)[0]}".strip(),
         policy=str(solution.placement.checkpointing),
         chosen=solution.chosen,
@@ -94,7 +93,7 @@ def report_of(
     )
 
 
-def _times(run: Run, solution: Solution, cards: Sequence[hardware.Card]) -> dict[str, Any]:
+def _times(run: RunContext, solution: Solution, cards: Sequence[hardware.GPU]) -> dict[str, Any]:
     """What a report says of time; nothing without GPUs, of which rates are known."""
     if not cards:
         return {}
@@ -105,7 +104,7 @@ def _times(run: Run, solution: Solution, cards: Sequence[hardware.Card]) -> dict
         quantize=run.config.base.quantize,
     )
     rates = (f"{card.name}: {card.bf16_flops / 1e12:.0f} TFLOP/s in bf16 ({card.source})" for card in cards)
-    division = division_of(solution.placement)
+    division = partition_of(solution.placement)
     return {
         "seconds": step_seconds(solution.profile, division, cards, work).seconds,
         "orders": both_orders(solution.profile, division, cards, work),
@@ -113,7 +112,7 @@ def _times(run: Run, solution: Solution, cards: Sequence[hardware.Card]) -> dict
     }
 
 
-def check(run: Run, *, here: bool) -> None:
+def check_plannable(run: RunContext, *, here: bool) -> None:
     """Refuse what the run itself would, before anything is planned.
 
     Args:
@@ -127,17 +126,17 @@ def check(run: Run, *, here: bool) -> None:
     check_training(run, here=here)
 
 
-def beside_of(run: Run, devices: Sequence[DevicePlan], *, gpus: bool, streamed: int) -> tuple[CompanionRow, ...]:
+def beside_of(run: RunContext, devices: Sequence[DevicePlan], *, gpus: bool, streamed: int) -> tuple[AuxiliaryRow, ...]:
     """What encoding and sampling need next to these steps, of a run that is configured as they are."""
-    return plan_auxiliary(PlannedStep.of(as_held(resident(run))), devices, gpus=gpus, streamed=streamed)
+    return plan_auxiliary(PlannedStep.of(as_held(largest_expert_run(run))), devices, gpus=gpus, streamed=streamed)
 
 
-def job_for(run: Run, *, kind: str = "cuda") -> Job:
+def job_for(run: RunContext, *, kind: str = "cuda") -> StepJob:
     """The step of a run's largest micro-batch, as configured, on a kind of device: of several experts the one that is largest to train."""
-    return PlannedStep.of(as_held(resident(run))).job(kind)
+    return PlannedStep.of(as_held(largest_expert_run(run))).job(kind)
 
 
-def _notes(run: Run) -> Iterator[str]:
+def _notes(run: RunContext) -> Iterator[str]:
     config = run.config
     if config.train.attention != "sdpa":
         yield f"train.attention = {config.train.attention}: planned is what sdpa's kernels hold, which others may not"
@@ -147,7 +146,7 @@ def _notes(run: Run) -> Iterator[str]:
         yield f"{config.model.here(run.part)} is in scaled 8 bits: planned as it is held, like base.quantize = fp8"
 
 
-def _targets(run: Run, gpus: str, host: str) -> Targets:
+def _targets(run: RunContext, gpus: str, host: str) -> Targets:
     reserve = run.config.train.reserve
     if not gpus and run.devices[0].type == "cpu":
         if host:
@@ -157,14 +156,14 @@ def _targets(run: Run, gpus: str, host: str) -> Targets:
             )
         # The device is the host itself, so that there is no other memory to limit.
         return Targets(kind="cpu", devices=run.devices, budgets=budgets_here(run.devices, reserve))
-    cards = hardware.parse_gpus(gpus) if gpus else hardware.cards_here(run.devices)
+    cards = hardware.parse_gpus(gpus) if gpus else hardware.gpus_here(run.devices)
     devices = _named(run, len(cards)) if gpus else run.devices
     cards = hardware.keeping_reserves(cards, reserve)
     limit = host_limit(host, here=not gpus)
     return Targets(kind="cuda", devices=devices, budgets=budgets_of(cards), cards=cards, host=limit)
 
 
-def _named(run: Run, count: int) -> tuple[torch.device, ...]:
+def _named(run: RunContext, count: int) -> tuple[torch.device, ...]:
     """GPUs that need not be here, under the names that the configuration has for them, which policies may be given by."""
     names = run.config.train.devices
     if len(names) != count or not all(name.startswith("cuda:") for name in names):
@@ -178,4 +177,4 @@ def _divisible(step: PlannedStep, targets: Targets) -> Any:
     if targets.kind == "cuda" or len(targets.budgets) == 1:
         return build_on_meta(run.spec, step.arch, run.precision)
     quantize = run.config.base.quantize
-    return thinned(run.spec, step.arch, run.precision, step.adapter, quantize=quantize, of_each=None).whole
+    return reduced_model(run.spec, step.arch, run.precision, step.adapter, quantize=quantize, of_each=None).whole

@@ -17,9 +17,9 @@ from ditkit_core.data.buckets import bucket_sizes
 from ditkit_core.data.dataset import Sample
 from ditkit_core.encoding.prior_preservation import count_media
 from ditkit_core.models.precision import Precision
-from ditkit_core.planner.stage_costs import Job
+from ditkit_core.planner.stage_costs import StepJob
+from ditkit_core.run.context import RunContext, with_config
 from ditkit_core.run.prepare import arch_here, build_on_meta
-from ditkit_core.run.run import Run, with_config
 from ditkit_core.sampling.prompts import Shape, shape_of
 from ditkit_core.weights.quantize import check_scaled
 
@@ -53,7 +53,7 @@ class Bucket:
 class PlannedStep:
     """A run's step, before it is profiled."""
 
-    run: Run
+    run: RunContext
     """Of one transformer, with `base.quantize` as its file makes it."""
     arch: Any
     adapter: AdapterConfig
@@ -62,7 +62,7 @@ class PlannedStep:
 
     @classmethod
     def of(
-        cls, run: Run, samples: Sequence[Sample] | None = None, class_images: Sequence[Sample] | None = None
+        cls, run: RunContext, samples: Sequence[Sample] | None = None, class_images: Sequence[Sample] | None = None
     ) -> "PlannedStep":
         """The step of a run whose model is not built.
 
@@ -74,14 +74,14 @@ class PlannedStep:
         adapter, bucket = _adapter(run, arch), largest_bucket(run, arch, samples, class_images)
         return cls(run=run, arch=arch, adapter=adapter, bucket=bucket)
 
-    def job(self, kind: str) -> Job:
+    def job(self, kind: str) -> StepJob:
         """What is profiled.
 
         Args:
             kind: Of the devices: `cuda` or `cpu`.
         """
         run, config = self.run, self.run.config
-        return Job(
+        return StepJob(
             spec=run.spec,
             arch=self.arch,
             adapter=self.adapter,
@@ -98,7 +98,7 @@ class PlannedStep:
         )
 
 
-def as_held(run: Run) -> Run:
+def as_held(run: RunContext) -> RunContext:
     """The run with `base.quantize` as its file makes it: matrices stored in scaled 8 bits stay so if nothing else is asked.
 
     Raises:
@@ -111,7 +111,7 @@ def as_held(run: Run) -> Run:
     return with_config(run, replace(config, base=replace(config.base, quantize="fp8")))
 
 
-def _adapter(run: Run, arch: Any) -> AdapterConfig:
+def _adapter(run: RunContext, arch: Any) -> AdapterConfig:
     adapter = run.config.adapter
     if not adapter.init or adapter.method == "full":
         return adapter
@@ -123,7 +123,7 @@ def _adapter(run: Run, arch: Any) -> AdapterConfig:
 
 
 def largest_bucket(
-    run: Run, arch: Any, samples: Sequence[Sample] | None = None, class_images: Sequence[Sample] | None = None
+    run: RunContext, arch: Any, samples: Sequence[Sample] | None = None, class_images: Sequence[Sample] | None = None
 ) -> Bucket:
     """The micro-batch with the most tokens that the data can give: of the dataset if it is here, else of the configured size.
 
@@ -155,7 +155,7 @@ def largest_bucket(
     )
 
 
-def _batch(run: Run, arch: Any, shape: Shape) -> list[dict[str, Tensor]]:
+def _batch(run: RunContext, arch: Any, shape: Shape) -> list[dict[str, Tensor]]:
     train = run.config.train
     with torch.device("meta"):
         item = run.spec.training.empty_item(arch, *shape)
@@ -164,7 +164,7 @@ def _batch(run: Run, arch: Any, shape: Shape) -> list[dict[str, Tensor]]:
     )
 
 
-def _data_shapes(run: Run, samples: Sequence[Sample] | None) -> tuple[set[Shape], str]:
+def _data_shapes(run: RunContext, samples: Sequence[Sample] | None) -> tuple[set[Shape], str]:
     """What the data consists of, and where that is from."""
     data = run.config.data
     if samples is None and has_data(run):
@@ -178,13 +178,13 @@ def _data_shapes(run: Run, samples: Sequence[Sample] | None) -> tuple[set[Shape]
     return {((data.frames, *size), ()) for size in sizes}, "the largest bucket of data.height and data.width"
 
 
-def _shapes(run: Run, samples: Sequence[Sample]) -> set[Shape]:
+def _shapes(run: RunContext, samples: Sequence[Sample]) -> set[Shape]:
     return {
         shape_of(sample, sample.controls, run.auxiliary.columns, run.spec.data.reference_size) for sample in samples
     }
 
 
-def _class_shapes(run: Run, class_images: Sequence[Sample] | None) -> set[Shape]:
+def _class_shapes(run: RunContext, class_images: Sequence[Sample] | None) -> set[Shape]:
     """Of the class images that are there, if any, and of those that are still to be generated."""
     if class_images is None:
         config = run.data.prior_data if run.data.prior_folder.is_dir() else None
@@ -199,14 +199,14 @@ class Generated(NamedTuple):
     num: int
 
 
-def missing_class_images(run: Run) -> Generated:
+def missing_class_images(run: RunContext) -> Generated:
     """The class images that are missing, as they will be generated."""
     prior, data = run.config.prior, run.config.data
     missing = prior.images - count_media(run.data.prior_folder) if prior.prompt else 0
     return Generated((((1, data.height, data.width), ()),), missing) if missing > 0 else Generated((), 0)
 
 
-def has_data(run: Run) -> bool:
+def has_data(run: RunContext) -> bool:
     """Whether the dataset is here."""
     folders = run.config.data.folders or (run.config.data.folder,)
     return all(folder and Path(folder).expanduser().is_dir() for folder in folders)

@@ -22,22 +22,22 @@ from torch.utils.flop_counter import flop_registry
 
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.ac_schedule import ACSchedule
-from ditkit_core.engine.block_hooks import marked
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.block_hooks import call_before_backward
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.context import AttentionCalls, as_on, counted_calls
-from ditkit_core.planner.memory_tracker import Ledger
-from ditkit_core.planner.reduced_model import Thinned, materialise, thinned
-from ditkit_core.planner.stage_costs import Job, Profile, StageCost, behind, mixed
-from ditkit_core.training.optimizer_in_backward import Updates
+from ditkit_core.planner.memory_tracker import MemoryTracker
+from ditkit_core.planner.reduced_model import ReducedModel, materialise, reduced_model
+from ditkit_core.planner.stage_costs import Profile, StageCost, StepJob, behind, mixed
+from ditkit_core.training.optimizer_in_backward import OptimizerInBackward
 from ditkit_core.training.train_model import TrainModel
-from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, accumulate_gradients, total_norm, update
 
-__all__ = ["Job", "Measured", "Meter", "Moment", "Profile", "StageCost", "measure", "profile"]
+__all__ = ["MeasuredStep", "Meter", "Profile", "StageCost", "StageMoment", "StepJob", "measure", "profile"]
 
 
-def profile(job: Job, *, of_each: int | None = 3) -> Profile:
+def profile(job: StepJob, *, of_each: int | None = 3) -> Profile:
     """Run the step of a thinned model on fake tensors, and read off what each stage holds.
 
     Twice: all on one device, and each stage on one of its own, which says what a cut there costs and frees. Where blocks have different
@@ -58,7 +58,7 @@ def profile(job: Job, *, of_each: int | None = 3) -> Profile:
         found = {policy: profile(each, of_each=of_each) for policy, each in alone.items()}
         num_blocks = len(next(iter(found.values())).blocks)
         return mixed([found[policy] for policy in schedule.policies([None] * num_blocks)])
-    model = thinned(job.spec, job.arch, job.precision, job.adapter, quantize=job.quantize, of_each=of_each)
+    model = reduced_model(job.spec, job.arch, job.precision, job.adapter, quantize=job.quantize, of_each=of_each)
     job = replace(job, policy=schedule)
     together = measure(job, model, [0] * len(model.stages()))
     # What a cut costs does not depend on other micro-batches, so one is enough.
@@ -66,7 +66,7 @@ def profile(job: Job, *, of_each: int | None = 3) -> Profile:
     return replace(_profile(model, together, apart), trains_all=job.adapter.method == "full")
 
 
-def _places(model: Thinned) -> list[int]:
+def _places(model: ReducedModel) -> list[int]:
     """A device of its own for each stage; one without parameters runs where its input is."""
     places: list[int] = []
     for stage in model.stages():
@@ -76,7 +76,7 @@ def _places(model: Thinned) -> list[int]:
 
 
 @dataclass
-class Moment:
+class StageMoment:
     """What was alive when a stage was entered, and the most that was until the next boundary; bytes by device."""
 
     activations: Counter[int]
@@ -88,28 +88,28 @@ class Moment:
 
 
 @dataclass
-class Measured:
+class MeasuredStep:
     """The boundaries of a step, and what is there all the time; devices are counted from 0."""
 
     places: Sequence[int]
     """Device of each stage."""
     static: list[StageCost] = field(default_factory=list)
-    forward: list[Moment] = field(default_factory=list)
+    forward: list[StageMoment] = field(default_factory=list)
     """Each stage's, then the loss."""
-    backward: dict[int, Moment] = field(default_factory=dict)
+    backward: dict[int, StageMoment] = field(default_factory=dict)
     """By stage, in the order of the backward; those that have none are missing."""
-    again: dict[int, Moment] = field(default_factory=dict)
+    again: dict[int, StageMoment] = field(default_factory=dict)
     """The backward of a second micro-batch, whose gradients are added to those of the first."""
-    end: Moment | None = None
+    end: StageMoment | None = None
     """After the backward."""
-    update: Moment | None = None
+    update: StageMoment | None = None
     peaks: Counter[int] = field(default_factory=Counter)
     """The highest of the step, by device."""
     attention: tuple[str, ...] = ()
     """Names of the attention calls in blocks that recompute."""
 
 
-def measure(job: Job, model: Thinned, places: Sequence[int]) -> Measured:
+def measure(job: StepJob, model: ReducedModel, places: Sequence[int]) -> MeasuredStep:
     """Run the second step of a training on fake tensors, for a first micro-batch and another one, and note every boundary.
 
     Args:
@@ -140,7 +140,7 @@ def fake_tensors(kind: str) -> Iterator["Meter"]:
         yield stack.enter_context(Meter(kind))
 
 
-class Meter(Ledger):
+class Meter(MemoryTracker):
     """Counts arithmetic too, and what a GPU's attention allocates inside of one operation."""
 
     def __init__(self, kind: str) -> None:
@@ -204,10 +204,10 @@ _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Watched(Engine):
+class _Watched(BlockEngine):
     """The engine over the blocks that were chosen, which tells where a stage begins, forward and backward."""
 
-    model: Thinned
+    model: ReducedModel
     entered: Callable[[int], None]
     entered_backward: Callable[[int], None]
 
@@ -230,20 +230,20 @@ class _Watched(Engine):
         return self._marked(carry, super()._run(index, block, carry, settings), index + 1)
 
     def _marked(self, before: Any, after: Any, stage: int) -> Any:
-        return marked(before, after, lambda: self.entered_backward(stage))
+        return call_before_backward(before, after, lambda: self.entered_backward(stage))
 
 
 class _Measuring:
     """One step on its way."""
 
-    def __init__(self, job: Job, model: Thinned, meter: Meter, places: Sequence[int]):
+    def __init__(self, job: StepJob, model: ReducedModel, meter: Meter, places: Sequence[int]):
         self.job, self.model, self.meter = job, model, meter
         self.devices = [torch.device("cpu", 1 + place) for place in range(max(places) + 1)]
-        self.found = Measured(places)
-        self.open: Moment | None = None
+        self.found = MeasuredStep(places)
+        self.open: StageMoment | None = None
         self.flops_before = 0
 
-    def run(self) -> Measured:
+    def run(self) -> MeasuredStep:
         job, meter, found = self.job, self.meter, self.found
         names = {id(module): name for name, module in self.model.whole.named_modules()}
         stages = self.model.stages()
@@ -258,7 +258,7 @@ class _Measuring:
         parameters = self.model.trainable()
         meter.track(list(parameters.values()), "adapters")
         with meter.purpose("average"):
-            trained = Trained(self.model, parameters, job.optim, job.ema)
+            trained = TrainState(self.model, parameters, job.optim, job.ema)
         self.gradients = trained.optimizer.parameters.values()
         # The step that is measured is the second: only an update makes the optimizer's state, which the first step does not have.
         with meter.purpose("optimizer"):
@@ -279,11 +279,11 @@ class _Measuring:
         return found
 
     def _micro_batch(
-        self, trained: Trained, batch: list[dict[str, Tensor]], backward: dict[int, Moment]
-    ) -> tuple[list[Moment], Moment]:
+        self, trained: TrainState, batch: list[dict[str, Tensor]], backward: dict[int, StageMoment]
+    ) -> tuple[list[StageMoment], StageMoment]:
         """A forward and a backward, whose boundaries go to `backward`: the forward's boundaries, and what is there behind both."""
         job, optimizer = self.job, trained.optimizer
-        forward: list[Moment] = []
+        forward: list[StageMoment] = []
         calls = AttentionCalls()
         engine = _Watched(
             policy=job.schedule,
@@ -298,21 +298,21 @@ class _Measuring:
         batches = [Batch(ids=[str(i) for i in range(len(batch))], items=batch)]
         with (
             counted_calls(calls),
-            Updates(optimizer, job.optim.lr, readable=False) if job.optim.fused_backward else nullcontext(),
+            OptimizerInBackward(optimizer, job.optim.lr, readable=False) if job.optim.fused_backward else nullcontext(),
         ):
             model = TrainModel(self.model.whole, engine, job.spec)
             accumulate_gradients(model, batches, StepContext(step=1, seed=0, flow=job.flow))
         self.found.attention = tuple(sorted(calls.made))
         return forward, self._boundary()
 
-    def _entered(self, forward: list[Moment], stage: int) -> None:
+    def _entered(self, forward: list[StageMoment], stage: int) -> None:
         assert stage == len(forward)
         forward.append(self._boundary())
 
-    def _entered_backward(self, backward: dict[int, Moment], stage: int) -> None:
+    def _entered_backward(self, backward: dict[int, StageMoment], stage: int) -> None:
         backward[stage] = self._boundary()
 
-    def _update(self, trained: Trained) -> None:
+    def _update(self, trained: TrainState) -> None:
         if (
             self.job.kind == "cuda"
         ):  # where an optimizer of torch works on all parameters at once unless it is told otherwise
@@ -324,7 +324,7 @@ class _Measuring:
         update(trained.optimizer, norm, lr=self.job.optim.lr, clip_norm=self.job.clip_norm)
         self.meter.is_updating = False
 
-    def _boundary(self) -> Moment:
+    def _boundary(self) -> StageMoment:
         """Close what is open, and open the next."""
         meter = self.meter
         for parameter in self.gradients:
@@ -336,14 +336,14 @@ class _Measuring:
             self.found.peaks |= self.open.peak
         meter.restart_peak()
         self.flops_before = meter.flops
-        self.open = Moment(
+        self.open = StageMoment(
             activations=Counter({i: meter.live.get(d, Counter())["activations"] for i, d in enumerate(self.devices)}),
             total=Counter({i: meter.total(device) for i, device in enumerate(self.devices)}),
             on_host=meter.live.get(_HOST, Counter())["activations"],
         )
         return self.open
 
-    def _static(self, stage: nn.Module, trained: Trained) -> StageCost:
+    def _static(self, stage: nn.Module, trained: TrainState) -> StageCost:
         """What a stage holds all the time."""
         size = self.meter.bytes_of
         frozen = [p for p in stage.parameters() if not p.requires_grad] + list(stage.buffers())
@@ -360,7 +360,7 @@ class _Measuring:
         )
 
 
-def _profile(model: Thinned, together: Measured, apart: Measured) -> Profile:
+def _profile(model: ReducedModel, together: MeasuredStep, apart: MeasuredStep) -> Profile:
     """Stages of the whole model from those that were run."""
     costs = _stage_costs(together)
     sent, freed, sent_back = _cuts(costs, apart)
@@ -390,12 +390,12 @@ def _following(costs: Sequence[StageCost], stage: int, before: int) -> StageCost
     return behind(costs[stage], -more) if more else costs[stage]
 
 
-def _extra(moment: Moment | None) -> dict[int, int]:
+def _extra(moment: StageMoment | None) -> dict[int, int]:
     assert moment is not None
     return {place: peak - moment.total[place] for place, peak in moment.peak.items()}
 
 
-def _stage_costs(measured: Measured) -> list[StageCost]:
+def _stage_costs(measured: MeasuredStep) -> list[StageCost]:
     """What each stage that was run on one device holds."""
     assert measured.end is not None
     forward, backward, again = measured.forward, measured.backward, measured.again
@@ -427,7 +427,7 @@ def _stage_costs(measured: Measured) -> list[StageCost]:
     return costs
 
 
-def _cuts(costs: Sequence[StageCost], apart: Measured) -> tuple[list[int], list[int], list[int]]:
+def _cuts(costs: Sequence[StageCost], apart: MeasuredStep) -> tuple[list[int], list[int], list[int]]:
     """By stage: what is sent to it, what its device gives back when the next stage is elsewhere, what gradients it sends back."""
     places, after = apart.places, apart.forward[-1]
     sent, freed, sent_back = ([0] * len(costs) for _ in range(3))

@@ -27,7 +27,7 @@ from ditkit_core.weights.quantize import check_quantize, convert
 
 
 @dataclass(frozen=True)
-class Thinned:
+class ReducedModel:
     """Some of a model's blocks, as the engine takes a model."""
 
     whole: Any
@@ -47,9 +47,9 @@ class Thinned:
         """The whole model's."""
         return self.whole.head
 
-    def __call__(self, inputs: Any, run: Engine = run_plain) -> Any:
+    def __call__(self, inputs: Any, engine: Engine = run_plain) -> Any:
         """Run the chosen blocks."""
-        return run(self, inputs)
+        return engine(self, inputs)
 
     def blocks(self) -> list[nn.Module]:
         """Those that are run."""
@@ -66,7 +66,7 @@ class Thinned:
         return {name: p for name, p in trainable_parameters(self.whole).items() if id(p) in held}
 
 
-def thinned(
+def reduced_model(
     spec: ModelSpec,
     arch: Any,
     precision: Precision,
@@ -74,7 +74,7 @@ def thinned(
     *,
     quantize: str = "none",
     of_each: int | None = 3,
-) -> Thinned:
+) -> ReducedModel:
     """Build a model on `meta`, choose its blocks, and make those trainable as configured.
 
     Args:
@@ -95,7 +95,7 @@ def thinned(
     targets = () if adapter.method == "full" else target_modules(model, adapter.targets, spec.adapters.targets)
     kinds = _kinds(model, set(targets), whole=adapter.method == "full")
     indices, stands_for = _choose(kinds, of_each)
-    chosen = Thinned(model, indices, stands_for)
+    chosen = ReducedModel(model, indices, stands_for)
     if targets:  # peft takes a second for a hundred layers, of which most would not be run
         names = {id(module): name for name, module in model.named_modules()}
         prefixes = tuple(f"{names[id(stage)]}." for stage in chosen.stages())

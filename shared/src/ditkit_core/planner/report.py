@@ -7,15 +7,15 @@ from typing import Any
 from ditkit_core.config.sizes import GIB
 from ditkit_core.io.console import say
 from ditkit_core.io.tables import Table
-from ditkit_core.planner.auxiliary import CompanionRow
-from ditkit_core.planner.memory import DevicePlan, Division
+from ditkit_core.planner.auxiliary import AuxiliaryRow
+from ditkit_core.planner.memory import DevicePlan, Partition
 from ditkit_core.planner.step_time import Comparison
 
 _PURPOSES = ("weights", "adapters", "gradients", "optimizer", "average", "activations", "workspace")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class PlanReport:
     """What a plan says."""
 
     model: str
@@ -29,7 +29,7 @@ class Report:
     micro_batches: int
     pipelined: bool
     devices: tuple[DevicePlan, ...]
-    division: Division
+    division: Partition
     host: int
     """Bytes of weights in page-locked host memory."""
     flops: int
@@ -39,7 +39,7 @@ class Report:
     """Of a step; None where no rate is known."""
     rates: tuple[str, ...] = ()
     """What the time is estimated from, GPU by GPU."""
-    beside: tuple[CompanionRow, ...] = ()
+    beside: tuple[AuxiliaryRow, ...] = ()
     """What encoding and drawing hold."""
     previews: bool = False
     """Whether samples are drawn where the model is trained while training goes on, too."""
@@ -68,12 +68,12 @@ class Report:
         return sum(device.host for device in self.devices)
 
     @property
-    def lacking(self) -> list[CompanionRow]:
+    def lacking(self) -> list[AuxiliaryRow]:
         """What of encoding and drawing does not fit."""
         return [row for row in self.beside if row.fits is False]
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def plan_json(report: PlanReport) -> dict[str, Any]:
     """The plan as plain values; sizes in bytes."""
     return {
         "model": report.model,
@@ -117,7 +117,7 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def _row_json(row: CompanionRow) -> dict[str, Any]:
+def _row_json(row: AuxiliaryRow) -> dict[str, Any]:
     values = asdict(row)
     remedy = values.pop("remedy")
     return {**values, "fits": row.fits, "remedy": remedy or None}
@@ -132,7 +132,7 @@ def _orders_json(orders: Comparison) -> dict[str, Any]:
     }
 
 
-def show_measured(report: Report, peaks: Sequence[int]) -> None:
+def print_measured_plan(report: PlanReport, peaks: Sequence[int]) -> None:
     """Print what a run was planned to hold, and held.
 
     Args:
@@ -147,7 +147,7 @@ def show_measured(report: Report, peaks: Sequence[int]) -> None:
     _show_devices(report, rows)
 
 
-def show(report: Report) -> None:
+def print_plan(report: PlanReport) -> None:
     """Print the plan."""
     _headline(report)
     _show_devices(report, _rows(report))
@@ -160,7 +160,7 @@ def show(report: Report) -> None:
         say(line)
 
 
-def _headline(report: Report) -> None:
+def _headline(report: PlanReport) -> None:
     say(
         f"{report.model}, checkpointing {report.policy}, base {'as it is' if report.quantize == 'none' else report.quantize}"
     )
@@ -172,11 +172,11 @@ def _headline(report: Report) -> None:
     say(f"planned for {report.bucket}: {report.tokens} tokens{batches}")
 
 
-def _show_devices(report: Report, rows: Sequence[Sequence[str]]) -> None:
+def _show_devices(report: PlanReport, rows: Sequence[Sequence[str]]) -> None:
     Table(head=["GiB", *(plan.budget.name for plan in report.devices)], rows=rows, num_left=1).show()
 
 
-def _beside(report: Report) -> list[list[str]]:
+def _beside(report: PlanReport) -> list[list[str]]:
     return [
         [
             f"{_when(row, report.previews)}: {row.name}{_of(row)}",
@@ -191,23 +191,23 @@ def _beside(report: Report) -> list[list[str]]:
     ]
 
 
-def said_of(row: CompanionRow, previews: bool) -> str:
+def describe_shortfall(row: AuxiliaryRow, previews: bool) -> str:
     """One line on what does not fit, and what to do about it."""
     return f"{_when(row, previews)}: {row.name} does not fit {row.device}; {row.remedy}"
 
 
-def _when(row: CompanionRow, previews: bool) -> str:
+def _when(row: AuxiliaryRow, previews: bool) -> str:
     return "preview and sample" if row.stage == "sample" and previews else row.stage
 
 
-def _of(row: CompanionRow) -> str:
+def _of(row: AuxiliaryRow) -> str:
     """What for, and how if not as a whole."""
     frames, height, width = row.size or (0, 0, 0)
     what = f", {frames} frames of {height}x{width}" if frames > 1 else f", {height}x{width}" if frames else ""
     return what if row.mode == "whole" else f"{what}, {row.mode}"
 
 
-def _rows(report: Report) -> list[list[str]]:
+def _rows(report: PlanReport) -> list[list[str]]:
     plans, division = report.devices, report.division
     rows = [[purpose, *(_gib(plan.purposes[purpose]) for plan in plans)] for purpose in _PURPOSES]
     rows.append(["peak", *(_gib(plan.peak) for plan in plans)])
@@ -221,7 +221,7 @@ def _rows(report: Report) -> list[list[str]]:
     return rows
 
 
-def _lines(report: Report) -> list[str]:
+def _lines(report: PlanReport) -> list[str]:
     lines = []
     if len(report.devices) > 1:
         sent = ", ".join(f"{plan.crossing / 2**20:.0f} MiB" for plan in report.devices[1:])
@@ -244,7 +244,7 @@ def _lines(report: Report) -> list[str]:
             "reserve: the CUDA context (0.6 GiB) and gaps between the allocator's blocks (2 %), both assumed, and train.reserve; "
             "workspace: assumed for cuBLAS; an eager step is planned"
         )
-    lines += [said_of(row, report.previews) for row in report.lacking]
+    lines += [describe_shortfall(row, report.previews) for row in report.lacking]
     if any(row.stage == "encode" for row in report.lacking):
         lines.append("encode: planned as if the cache had nothing; what it has is not encoded again")
     missing = [f"{plan.budget.name} lacks {_gib(plan.missing)} GiB" for plan in report.devices if not plan.fits]

@@ -131,7 +131,7 @@ def _most(variants: Sequence[StageCost]) -> StageCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class StepJob:
     """What is to be profiled: a training step, without its weights."""
 
     spec: ModelSpec

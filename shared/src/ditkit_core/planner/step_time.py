@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from ditkit_core.planner.gpus import Card
-from ditkit_core.planner.memory import Division
+from ditkit_core.planner.gpus import GPU
+from ditkit_core.planner.memory import Partition
 from ditkit_core.planner.stage_costs import Profile, StageCost
 
 UTILISATION = 0.5
@@ -66,7 +66,7 @@ class StageTime(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """A step as it runs on the devices."""
 
     seconds: float
@@ -84,8 +84,8 @@ class Schedule:
 class Comparison:
     """A step in both orders."""
 
-    accumulated: Schedule
-    pipelined: Schedule
+    accumulated: PipelineSchedule
+    pipelined: PipelineSchedule
     source: Literal["measured", "estimated"]
     """Where the stages' times are from."""
 
@@ -104,7 +104,7 @@ class Comparison:
         )
 
 
-def utilisation(
+def compare_orders(
     stages: Sequence[StageTime], num_micro_batches: int, *, source: Literal["measured", "estimated"]
 ) -> Comparison:
     """Compare a step with pipelined micro-batches and without.
@@ -119,7 +119,7 @@ def utilisation(
     return Comparison(accumulated, pipelined, source)
 
 
-def simulate(stages: Sequence[StageTime], num_micro_batches: int, *, pipelined: bool) -> Schedule:
+def simulate(stages: Sequence[StageTime], num_micro_batches: int, *, pipelined: bool) -> PipelineSchedule:
     """Give the devices all work of a step in order; each begins when it is free.
 
     Args:
@@ -142,7 +142,7 @@ def simulate(stages: Sequence[StageTime], num_micro_batches: int, *, pipelined: 
             if 0 <= following < len(stages):
                 sent = stages[device].send if is_forward else stages[following].send_back
                 free[device] = free[following] = max(free[device], free[following]) + sent
-    return Schedule(max(free), tuple(busy))
+    return PipelineSchedule(max(free), tuple(busy))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ class StepTime:
     """Share of the step in which each device works."""
 
 
-def step_seconds(profile: Profile, division: Division, cards: Sequence[Card], work: Workload) -> StepTime:
+def step_seconds(profile: Profile, division: Partition, cards: Sequence[GPU], work: Workload) -> StepTime:
     """Estimate a training step.
 
     Args:
@@ -178,15 +178,15 @@ def step_seconds(profile: Profile, division: Division, cards: Sequence[Card], wo
     )
 
 
-def both_orders(profile: Profile, division: Division, cards: Sequence[Card], work: Workload) -> Comparison | None:
+def both_orders(profile: Profile, division: Partition, cards: Sequence[GPU], work: Workload) -> Comparison | None:
     """How much the devices work with pipelined micro-batches and without, updates left out; None where nothing could overlap."""
     if len(cards) == 1 or work.micro_batches == 1:
         return None
     spans = _in_seconds(_spans(profile, division, cards, work))
-    return utilisation(spans, work.micro_batches, source="estimated")
+    return compare_orders(spans, work.micro_batches, source="estimated")
 
 
-def step_time(spans: Sequence[StageTime], work: Workload) -> tuple[int, Schedule]:
+def step_time(spans: Sequence[StageTime], work: Workload) -> tuple[int, PipelineSchedule]:
     """Nanoseconds of a step whose devices need so long for their parts, and how the micro-batches go through them."""
     schedule = simulate(_in_seconds(spans), work.micro_batches, pipelined=work.pipelined)
     return round(schedule.seconds * 1e9) + round(sum(span.update for span in spans)), schedule
@@ -196,7 +196,7 @@ def _in_seconds(spans: Sequence[StageTime]) -> list[StageTime]:
     return [StageTime(*(each / 1e9 for each in span)) for span in spans]
 
 
-def _spans(profile: Profile, division: Division, cards: Sequence[Card], work: Workload) -> list[StageTime]:
+def _spans(profile: Profile, division: Partition, cards: Sequence[GPU], work: Workload) -> list[StageTime]:
     """What each device needs."""
     bounds = division.bounds
     assert len(bounds) == len(cards) + 1, (bounds, len(cards))
@@ -207,9 +207,7 @@ def _spans(profile: Profile, division: Division, cards: Sequence[Card], work: Wo
     return sending(profile, spans, bounds[1:-1], cards)
 
 
-def sending(
-    profile: Profile, spans: Sequence[StageTime], cuts: Sequence[int], cards: Sequence[Card]
-) -> list[StageTime]:
+def sending(profile: Profile, spans: Sequence[StageTime], cuts: Sequence[int], cards: Sequence[GPU]) -> list[StageTime]:
     """The devices' parts with what they send to each other."""
     sent = [crossing_time(profile, cut, pair) for cut, pair in zip(cuts, pairwise(cards), strict=True)]
     pairs = zip(spans, [*sent, (0, 0)], strict=True)
@@ -217,7 +215,7 @@ def sending(
 
 
 def span_time(
-    profile: Profile, card: Card, start: int, end: int, streamed: Collection[int], work: Workload
+    profile: Profile, card: GPU, start: int, end: int, streamed: Collection[int], work: Workload
 ) -> StageTime:
     """What `card` needs for the blocks from `start` to before `end`, with the embedding before the first and the head after the last."""
     stages = [(profile.blocks[i], i in streamed) for i in range(start, end)]
@@ -250,7 +248,7 @@ def span_time(
     )
 
 
-def compute_time(stage: StageCost, card: Card, flops: int, conversions: int, work: Workload) -> int:
+def compute_time(stage: StageCost, card: GPU, flops: int, conversions: int, work: Workload) -> int:
     """Nanoseconds of a stage's arithmetic, with its quantized weights converted so many times."""
     rate = (card.fp32_flops if work.fp32 else card.bf16_flops) * UTILISATION
     converted = stage.weights * CONVERSION_TRAFFIC[work.quantize] * conversions
@@ -278,7 +276,7 @@ def streaming_time(stages: Sequence[tuple[int, int]], *, ahead: bool) -> int:
     return now
 
 
-def crossing_time(profile: Profile, cut: int, cards: tuple[Card, Card]) -> tuple[int, int]:
+def crossing_time(profile: Profile, cut: int, cards: tuple[GPU, GPU]) -> tuple[int, int]:
     """Nanoseconds to send the carry over before block `cut`, and its gradients back: through host memory, one copy out and one in."""
 
     def through_host(num_bytes: int) -> int:
@@ -287,7 +285,7 @@ def crossing_time(profile: Profile, cut: int, cards: tuple[Card, Card]) -> tuple
     return through_host(profile.crossing[cut]), through_host(profile.crossing_back[cut])
 
 
-def assumptions(cards: Sequence[Card], work: Workload) -> list[str]:
+def assumptions(cards: Sequence[GPU], work: Workload) -> list[str]:
     """What an estimate for these GPUs assumes, line by line."""
     lines = []
     for card in dict.fromkeys(cards):

@@ -6,7 +6,7 @@ from typing import Any
 
 from ditkit_core.config.sizes import GIB
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.gpus import Card, of_size
+from ditkit_core.planner.gpus import GPU, of_size
 from ditkit_core.run.config import RunConfig
 
 CARD_SIZES = (12, 16, 24, 32, 48, 80, 96, 141)
@@ -14,7 +14,7 @@ CARD_SIZES = (12, 16, 24, 32, 48, 80, 96, 141)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class SuggestedChange:
     """One thing done otherwise."""
 
     words: str
@@ -22,19 +22,19 @@ class Change:
     gives_up: float
     """Share of what the run was to be that is lost, in [0, 1]; above that it costs money."""
     config: RunConfig
-    cards: tuple[Card, ...]
+    cards: tuple[GPU, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
     """A change, and what comes of it."""
 
-    change: Change
+    change: SuggestedChange
     missing: int
     """Bytes that the fullest GPU still lacks under the smallest settings, or else the host; 0 if they fit."""
 
 
-def levers(spec: ModelSpec, config: RunConfig, cards: tuple[Card, ...]) -> Iterator[list[Change]]:
+def levers(spec: ModelSpec, config: RunConfig, cards: tuple[GPU, ...]) -> Iterator[list[SuggestedChange]]:
     """What could be changed; each list is of one thing, from its mildest change on.
 
     Args:
@@ -44,7 +44,7 @@ def levers(spec: ModelSpec, config: RunConfig, cards: tuple[Card, ...]) -> Itera
     """
     for found in (_batches(config), _frames(spec, config), _sizes(spec, config), _ranks(config)):
         changes = (
-            Change(words=words, gives_up=lost, config=_with(config, section, **values), cards=cards)
+            SuggestedChange(words=words, gives_up=lost, config=_with(config, section, **values), cards=cards)
             for words, lost, section, values in found
         )
         yield list(changes)
@@ -101,7 +101,7 @@ def _ranks(config: RunConfig) -> Iterator[_Changed]:
                 yield f"adapter.rank = {rank} (now {adapter.rank})", 1 - rank / adapter.rank, "adapter", {"rank": rank}
 
 
-def _larger_cards(config: RunConfig, cards: tuple[Card, ...]) -> list[Change]:
+def _larger_cards(config: RunConfig, cards: tuple[GPU, ...]) -> list[SuggestedChange]:
     """Larger GPUs in place of the smallest ones, or of all where they are alike."""
     smallest = min(card.total for card in cards)
     count = sum(card.total == smallest for card in cards)
@@ -110,11 +110,13 @@ def _larger_cards(config: RunConfig, cards: tuple[Card, ...]) -> list[Change]:
         if size * GIB > smallest * 1.1:
             larger = tuple(of_size(size * GIB, f"{size}GiB") if card.total == smallest else card for card in cards)
             words = f"{'a card' if count == 1 else f'{count} cards'} of {size} GiB in place of {smallest / GIB:.3g} GiB"
-            changes.append(Change(words=words, gives_up=1.0 + size / 1000, config=config, cards=larger))
+            changes.append(SuggestedChange(words=words, gives_up=1.0 + size / 1000, config=config, cards=larger))
     return changes
 
 
-def _one_more(config: RunConfig, cards: tuple[Card, ...]) -> Change:
+def _one_more(config: RunConfig, cards: tuple[GPU, ...]) -> SuggestedChange:
     largest = max(cards, key=lambda card: card.total)
     words = f"one more card of {largest.total / GIB:.3g} GiB"
-    return Change(words=words, gives_up=1.0 + largest.total / GIB / 1000, config=config, cards=(*cards, largest))
+    return SuggestedChange(
+        words=words, gives_up=1.0 + largest.total / GIB / 1000, config=config, cards=(*cards, largest)
+    )

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.io.run_dir import RunFolder
-from ditkit_core.previews.generate import draw
+from ditkit_core.previews.generate import generate_samples
 from ditkit_core.previews.manager import Previews
-from ditkit_core.run.encoding import scenes_of
+from ditkit_core.run.context import RunContext
+from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.model import engine_of
-from ditkit_core.run.prepare import Prepared
-from ditkit_core.run.run import Run
-from ditkit_core.sampling.denoise import only
+from ditkit_core.run.prepare import LoadedModel
+from ditkit_core.sampling.denoise import single_stage
 from ditkit_core.training.callbacks import Callback
 
 
@@ -19,7 +19,13 @@ class SamplesInPlace(Callback):
     """Samples with the model that trains, which waits for them: previews, and those of the finished model."""
 
     def __init__(
-        self, run: Run, prepared: Prepared, folder: RunFolder, on_drawn: Callable[[Path], object], *, every_steps: int
+        self,
+        run: RunContext,
+        prepared: LoadedModel,
+        folder: RunFolder,
+        on_drawn: Callable[[Path], object],
+        *,
+        every_steps: int,
     ):
         """Prepare.
 
@@ -46,15 +52,17 @@ class SamplesInPlace(Callback):
 
     def _draw(self, step: int) -> None:
         run = self._run
-        turns = only(self._prepared.model, engine_of(run, self._prepared))
-        draw(run, turns, scenes_of(run, run.data.dataset.samples), self._folder.samples, f"step-{step:06d}")
+        turns = single_stage(self._prepared.model, engine_of(run, self._prepared))
+        generate_samples(
+            run, turns, sample_prompts(run, run.data.dataset.samples), self._folder.samples, f"step-{step:06d}"
+        )
         self._on_drawn(self._folder.path)
 
 
 class QueuedPreviews(Callback):
     """Writes the trained weights into the queue of a process that samples on another device."""
 
-    def __init__(self, run: Run, prepared: Prepared, previews: Previews):
+    def __init__(self, run: RunContext, prepared: LoadedModel, previews: Previews):
         self._prepared, self._every_steps = prepared, previews.every_steps
         self._take = previews.taker(run.expert)
 

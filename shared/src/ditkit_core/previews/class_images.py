@@ -14,14 +14,14 @@ from ditkit_core.encoding.prior_preservation import count_media
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say, warn
 from ditkit_core.io.files import write_text
-from ditkit_core.models.conditions import Controls
-from ditkit_core.models.encoders import SampleJob
+from ditkit_core.models.conditions import ClipInputs
+from ditkit_core.models.encoders import GenerationRequest
 from ditkit_core.previews.generate import text_conditions
-from ditkit_core.run.run import Run
-from ditkit_core.sampling.denoise import Turn, draw
+from ditkit_core.run.context import RunContext
+from ditkit_core.sampling.denoise import DenoiserStage, generate
 
 
-def num_to_draw(run: Run, *, started: bool) -> int:
+def num_missing_class_images(run: RunContext, *, started: bool) -> int:
     """How many class pictures are missing, which can only be drawn while the model is still the base.
 
     Args:
@@ -50,7 +50,7 @@ def num_to_draw(run: Run, *, started: bool) -> int:
     return missing
 
 
-def check_drawable(run: Run) -> None:
+def check_class_prompt(run: RunContext) -> None:
     """Refuse class pictures of a model that draws nothing from text alone, while nothing is loaded.
 
     Raises:
@@ -69,7 +69,7 @@ def check_drawable(run: Run) -> None:
         )
 
 
-def class_conditions(run: Run) -> Mapping[str, Tensor]:
+def class_conditions(run: RunContext) -> Mapping[str, Tensor]:
     """What the model is told of a class picture beside its text, encoded if the cache lacks it."""
     return (
         {}
@@ -78,12 +78,12 @@ def class_conditions(run: Run) -> Mapping[str, Tensor]:
     )
 
 
-def _class_picture(run: Run) -> Controls:
-    return Controls(clip=None, frames=1, height=run.config.data.height, width=run.config.data.width, fps=0.0)
+def _class_picture(run: RunContext) -> ClipInputs:
+    return ClipInputs(clip=None, frames=1, height=run.config.data.height, width=run.config.data.width, fps=0.0)
 
 
-def draw_class_pictures(
-    run: Run, turns: Sequence[Turn], count: int, told: Mapping[str, Tensor] = MappingProxyType({})
+def generate_class_images(
+    run: RunContext, turns: Sequence[DenoiserStage], count: int, told: Mapping[str, Tensor] = MappingProxyType({})
 ) -> list[Path]:
     """Draw class pictures of the prompt, each with its caption beside it, the seeds being 0, 1, …; those there are kept.
 
@@ -105,7 +105,7 @@ def draw_class_pictures(
     seeds = [seed for seed in range(config.prior.images) if not _picture(folder, seed).exists()][:count]
     say(f"drawing {len(seeds)} pictures of {config.prior.prompt!r} into {folder}")
     jobs = (
-        SampleJob(
+        GenerationRequest(
             conditions=wanted, negative=negative, frames=1, height=config.data.height, width=config.data.width,
             steps=drawing.steps, guidance=drawing.guidance, shift=drawing.shift, seed=seed,
         )
@@ -114,7 +114,7 @@ def draw_class_pictures(
     try:
         with (
             progress("class pictures", len(seeds)) as bar,
-            closing(draw(run.auxiliary.sampler, jobs, turns)) as results,
+            closing(generate(run.auxiliary.sampler, jobs, turns)) as results,
         ):
             for seed, pixels in zip(seeds, results, strict=True):
                 if not pixels.isfinite().all():

@@ -19,16 +19,16 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ditkit_core.engine.devices import choose_device, spread
-from ditkit_core.errors import Stopped, UserError, printable
+from ditkit_core.engine.devices import choose_device, per_device
+from ditkit_core.errors import Interrupted, UserError, printable
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.signals import Interrupts
 from ditkit_core.models.spec import Expert
 from ditkit_core.previews.queue import DRAWS, Preview, drop_after, named, put, tidy, waiting
-from ditkit_core.previews.stages import trained_in, what_drawing_lacks
+from ditkit_core.previews.stages import trained_weights_in, why_no_samples
+from ditkit_core.run.context import RunContext
 from ditkit_core.run.expert_runs import runs_of, saved_step
-from ditkit_core.run.run import Run
 
 GRACE_SECONDS = 20.0
 """What the drawing process is given to end by itself."""
@@ -38,7 +38,7 @@ _TAIL_CHARACTERS = 4096
 
 @contextmanager
 def previews_of(
-    run: Run, folder: RunFolder, on_drawn: Callable[[Path], object], *, trains: bool = True
+    run: RunContext, folder: RunFolder, on_drawn: Callable[[Path], object], *, trains: bool = True
 ) -> Iterator["Previews | None"]:
     """Draw a run's previews on `sample.device` for as long as the block lasts, beginning with those that were left from before.
 
@@ -59,14 +59,14 @@ def previews_of(
         yield None
         return
     every_steps = run.config.sample.every_steps if run.config.sample.prompts or run.config.sample.captions else 0
-    if lacking := what_drawing_lacks(run):
+    if lacking := why_no_samples(run):
         warn(f"no previews: {lacking}")
         every_steps = 0
     with Previews(run, folder, every_steps, on_drawn) as previews:
         yield previews
 
 
-def draw_left(run: Run, folder: RunFolder, on_drawn: Callable[[Path], object]) -> None:
+def generate_left(run: RunContext, folder: RunFolder, on_drawn: Callable[[Path], object]) -> None:
     """Draw the previews of a complete run that are still to be drawn; `on_drawn` as for `previews_of`."""
     if not waiting(folder.pending):
         return
@@ -75,7 +75,7 @@ def draw_left(run: Run, folder: RunFolder, on_drawn: Callable[[Path], object]) -
             previews.wait()
 
 
-def _drop_abandoned(run: Run, pending: Path) -> None:
+def _drop_abandoned(run: RunContext, pending: Path) -> None:
     """Remove what waits of steps after the latest save, from which training goes on: it takes these steps again."""
     experts = {named(path)[0] for path in waiting(pending)}
     saved: dict[str, int] = {}
@@ -97,7 +97,7 @@ class Previews:
         every_steps: Optimizer steps between two of them; 0 for none.
     """
 
-    def __init__(self, run: Run, folder: RunFolder, every_steps: int, on_drawn: Callable[[Path], object]):
+    def __init__(self, run: RunContext, folder: RunFolder, every_steps: int, on_drawn: Callable[[Path], object]):
         self.every_steps = every_steps
         self._run, self._folder, self._on_drawn = run, folder, on_drawn
         self._device = choose_device(run.config.sample.device, "sample.device")
@@ -138,7 +138,7 @@ class Previews:
         saved: dict[str, int] = {}
         if expert is not None and self.every_steps:
             try:
-                trained = trained_in(self._run, without=expert)[0]
+                trained = trained_weights_in(self._run, without=expert)[0]
             except UserError as error:
                 warn(f"no previews of the {expert.name} expert: {error}")
                 return lambda step, weights: None
@@ -168,7 +168,7 @@ class Previews:
         with Interrupts() as interrupts:
             while self._child is not None:
                 if interrupts.requested:
-                    raise Stopped(
+                    raise Interrupted(
                         f"stopped with {len(self._left())} previews not drawn, which wait in {self._folder.pending}; the same command "
                         "draws them"
                     )
@@ -192,8 +192,8 @@ class Previews:
         devices = self._run.devices
         streamed = 0
         if self._device.type != "cpu":  # as many blocks as training streams: what does not fit there does not fit here
-            streamed = sum(spread(self._run.config.train.swap_blocks, len(devices), "train.swap_blocks"))
-        command = [sys.executable, "-P", "-m", "ditkit_core.previews.worker", self._run.spec.found_at]
+            streamed = sum(per_device(self._run.config.train.swap_blocks, len(devices), "train.swap_blocks"))
+        command = [sys.executable, "-P", "-m", "ditkit_core.previews.worker", self._run.spec.import_path]
         command += [str(self._folder.path), self._device.type, str(streamed), *sorted(self._failed)]
         try:
             with open(self._folder.previews_log, "ab") as log:

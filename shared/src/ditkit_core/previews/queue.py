@@ -87,7 +87,7 @@ def put(folder: Path, preview: Preview, weights: Mapping[str, Tensor]) -> None:
     write_safetensors(folder / preview.file_name, shapes, weights.__getitem__, about)
 
 
-def read(path: Path) -> Preview:
+def read_preview(path: Path) -> Preview:
     """What a file asks for.
 
     Raises:

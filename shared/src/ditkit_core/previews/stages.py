@@ -8,28 +8,28 @@ from typing import Any
 
 from ditkit_core.adapters.inject import AdapterConfig, trainable_parameters
 from ditkit_core.adapters.read import MixedAdapter
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import Expert
 from ditkit_core.nn.parameters import copy_values
 from ditkit_core.planner.partition import place
-from ditkit_core.previews.generate import draw
+from ditkit_core.previews.generate import generate_samples
 from ditkit_core.previews.queue import read_weights
-from ditkit_core.run.encoding import scenes_of
+from ditkit_core.run.context import RunContext, with_config
+from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.expert_runs import config_of, is_joint, runs_of, saved_step
 from ditkit_core.run.model import build_model, engine_of, load_model
-from ditkit_core.run.prepare import Prepared, Unloaded
-from ditkit_core.run.restore import take_trained
-from ditkit_core.run.run import Run, with_config
-from ditkit_core.sampling.denoise import Turn
+from ditkit_core.run.prepare import LoadedModel, MetaModel
+from ditkit_core.run.restore import load_trained
+from ditkit_core.sampling.denoise import DenoiserStage
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.validation import HeldOutConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class ExpertWeights:
     """Where the trained weights of an expert come from; neither is its base alone."""
 
     folder: Path | None = None
@@ -42,7 +42,7 @@ class Trained:
     """The weights of a preview that waits to be drawn."""
 
 
-def turns_of(run: Run, trained: Mapping[str, Trained]) -> list[Turn]:
+def denoiser_stages(run: RunContext, trained: Mapping[str, ExpertWeights]) -> list[DenoiserStage]:
     """All experts of a run's model, each loaded when its turn to take steps comes.
 
     Args:
@@ -50,33 +50,33 @@ def turns_of(run: Run, trained: Mapping[str, Trained]) -> list[Turn]:
         trained: By name of the expert what was trained of it; the others draw as they are.
     """
     chosen = run.config.sample.guidance
-    return [_turn(run, expert, trained.get(expert.name, Trained()), chosen) for expert in run.experts]
+    return [_turn(run, expert, trained.get(expert.name, ExpertWeights()), chosen) for expert in run.experts]
 
 
-def _turn(run: Run, expert: Expert, trained: Trained, guidance: float) -> Turn:
+def _turn(run: RunContext, expert: Expert, trained: ExpertWeights, guidance: float) -> DenoiserStage:
     alone = _for_drawing(run, expert, trained)
 
     @contextmanager
-    def opened() -> Iterator[tuple[Any, Engine]]:
-        drawing, unloaded = built_with(alone, trained.file) if trained.file else (alone, build_model(alone))
+    def opened() -> Iterator[tuple[Any, BlockEngine]]:
+        drawing, unloaded = build_with_adapter(alone, trained.file) if trained.file else (alone, build_model(alone))
         prepared = load_model(drawing, unloaded, place(drawing, unloaded))
         what = "as it is"
         if trained.folder is not None:
             folder = RunFolder(trained.folder)
             kept = trained.step is not None and folder.save(trained.step).is_dir()
-            what = f"at step {take_trained(prepared, folder, trained.step if kept else None)}"
+            what = f"at step {load_trained(prepared, folder, trained.step if kept else None)}"
         elif trained.preview is not None:
-            put_weights(prepared, trained.preview)
+            load_preview_weights(prepared, trained.preview)
             what = f"with the weights of {trained.preview.name}"
         elif trained.file:
             what = f"with {trained.file}"
         say(f"drawing with the {expert.name} expert {what}")
         yield prepared.model, engine_of(drawing, prepared)
 
-    return Turn(opened=opened, guidance=guidance or expert.guidance, min_sigma=expert.min_sigma)
+    return DenoiserStage(opened=opened, guidance=guidance or expert.guidance, min_sigma=expert.min_sigma)
 
 
-def built_with(run: Run, file: str) -> tuple[Run, Unloaded]:
+def build_with_adapter(run: RunContext, file: str) -> tuple[RunContext, MetaModel]:
     """A run that draws with an adapter file, and its model before weights are read.
 
     What the run would train does not matter: rank, scale and layers are the file's. If its modules differ in rank or scale it is merged.
@@ -94,7 +94,7 @@ def built_with(run: Run, file: str) -> tuple[Run, Unloaded]:
         return drawing, build_model(drawing)
 
 
-def _for_drawing(run: Run, expert: Expert, trained: Trained) -> Run:
+def _for_drawing(run: RunContext, expert: Expert, trained: ExpertWeights) -> RunContext:
     # Which levels are trained and measured is no matter of drawing, and those of one expert may leave nothing to the other.
     config = replace(config_of(run, expert), flow=FlowConfig(), held_out=HeldOutConfig())
     if trained.folder is None and trained.preview is None:  # an adapter at zero, or a file's own
@@ -104,7 +104,7 @@ def _for_drawing(run: Run, expert: Expert, trained: Trained) -> Run:
     return with_config(run, config)
 
 
-def trained_in(run: Run, *, without: Expert | None = None) -> tuple[dict[str, Trained], int]:
+def trained_weights_in(run: RunContext, *, without: Expert | None = None) -> tuple[dict[str, ExpertWeights], int]:
     """What a run has saved of its experts, by name, and the step of the latest save.
 
     Args:
@@ -114,17 +114,17 @@ def trained_in(run: Run, *, without: Expert | None = None) -> tuple[dict[str, Tr
     Raises:
         UserError: If there are saves of an expert, and none can be used.
     """
-    trained: dict[str, Trained] = {}
+    trained: dict[str, ExpertWeights] = {}
     newest = 0
     for each in runs_of(run):
         if each.expert in (None, without) or (step := saved_step(each)) is None:
             continue
-        trained[each.expert.name] = Trained(folder=Path(each.config.run.folder), step=step)
+        trained[each.expert.name] = ExpertWeights(folder=Path(each.config.run.folder), step=step)
         newest = max(newest, step)
     return trained, newest
 
 
-def put_weights(prepared: Prepared, path: Path) -> None:
+def load_preview_weights(prepared: LoadedModel, path: Path) -> None:
     """Put the weights of a preview that waits to be drawn into the model.
 
     Raises:
@@ -136,22 +136,24 @@ def put_weights(prepared: Prepared, path: Path) -> None:
         if {name: value.shape for name, value in weights.items()} != {n: p.shape for n, p in parameters.items()}:
             raise UserError(f"{path} holds the weights of another model or adapter; remove it")
         copy_values(parameters, weights)
-    if prepared.passage is not None:
-        prepared.passage.host_changed()
+    if prepared.streamer is not None:
+        prepared.streamer.host_changed()
 
 
-def draw_trained(run: Run, folder: RunFolder, step: int) -> None:
+def generate_trained(run: RunContext, folder: RunFolder, step: int) -> None:
     """Draw what a finished run is to draw, with all experts as they are trained, one loaded at a time."""
-    scenes = scenes_of(run, run.data.dataset.samples)
+    scenes = sample_prompts(run, run.data.dataset.samples)
     if not scenes:
         return
-    if lacking := what_drawing_lacks(run):
+    if lacking := why_no_samples(run):
         say(f"no samples: {lacking}")
     else:
-        draw(run, turns_of(run, trained_in(run)[0]), scenes, folder.samples, f"step-{step:06d}")
+        generate_samples(
+            run, denoiser_stages(run, trained_weights_in(run)[0]), scenes, folder.samples, f"step-{step:06d}"
+        )
 
 
-def what_drawing_lacks(run: Run) -> str:
+def why_no_samples(run: RunContext) -> str:
     """Why a run of one expert cannot draw: another is not there; empty if all are, here or on the hub."""
     model = run.config.model
     for expert in run.experts:

@@ -24,17 +24,17 @@ from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.precision import compute_fp32_in_fp32
 from ditkit_core.models.spec import Expert, ModelSpec
 from ditkit_core.planner.partition import place
-from ditkit_core.previews.generate import draw
-from ditkit_core.previews.queue import DRAWS, Preview, read, waiting
-from ditkit_core.previews.stages import Trained, put_weights, turns_of
+from ditkit_core.previews.generate import generate_samples
+from ditkit_core.previews.queue import DRAWS, Preview, read_preview, waiting
+from ditkit_core.previews.stages import ExpertWeights, denoiser_stages, load_preview_weights
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.encoding import scenes_of
-from ditkit_core.run.expert_runs import folder_of, known
+from ditkit_core.run.context import RunContext, create_run
+from ditkit_core.run.encoding import sample_prompts
+from ditkit_core.run.expert_runs import folder_of, resolve_arch
 from ditkit_core.run.model import build_model, engine_of, load_model
-from ditkit_core.run.prepare import Prepared
-from ditkit_core.run.run import Run, create_run
-from ditkit_core.sampling.denoise import Turn, only
-from ditkit_core.sampling.prompts import Scene
+from ditkit_core.run.prepare import LoadedModel
+from ditkit_core.sampling.denoise import DenoiserStage, single_stage
+from ditkit_core.sampling.prompts import SamplePrompt
 
 _GRACE_SECONDS = 10.0
 """Between the end of the parent and that of this process, if what it is at cannot be interrupted."""
@@ -59,9 +59,9 @@ def main(arguments: Sequence[str]) -> int:
         lower(_NICENESS)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which may have been inherited as ignored
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    found_at, folder, device, streamed, *left_out = arguments
+    import_path, folder, device, streamed, *left_out = arguments
     try:
-        draw_waiting(spec_at(found_at), Path(folder), device, int(streamed), left_out)
+        generate_waiting(spec_at(import_path), Path(folder), device, int(streamed), left_out)
     except UserError as error:
         warn(f"error: {error}")
         return 1
@@ -70,15 +70,15 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def spec_at(found_at: str) -> ModelSpec:
+def spec_at(import_path: str) -> ModelSpec:
     """The spec that says it is found here."""
-    module, _, name = found_at.partition(":")
+    module, _, name = import_path.partition(":")
     found = getattr(importlib.import_module(module), name)
-    assert isinstance(found, ModelSpec), found_at
+    assert isinstance(found, ModelSpec), import_path
     return found
 
 
-def draw_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, left_out: Collection[str] = ()) -> None:
+def generate_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, left_out: Collection[str] = ()) -> None:
     """Draw the previews that wait in a run's folder, those too that come meanwhile; each file goes when it is drawn.
 
     One that somebody removes meanwhile is not missed.
@@ -96,9 +96,9 @@ def draw_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, left_o
     config = elsewhere(resolve(RunConfig, stored=path), device, streamed)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    run = known(create_run(spec, config))
-    scenes = scenes_of(run, [] if run.config.sample.prompts else run.data.dataset.samples)
-    prepared: Prepared | None = None
+    run = resolve_arch(create_run(spec, config))
+    scenes = sample_prompts(run, [] if run.config.sample.prompts else run.data.dataset.samples)
+    prepared: LoadedModel | None = None
     while left := [file for file in waiting(RunFolder(path).pending) if file.name not in left_out]:
         file = left[0]
         say(f"process {os.getpid()}{DRAWS}{file.name}")  # before anything of it can fail
@@ -116,7 +116,9 @@ def draw_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, left_o
                 file.unlink()
 
 
-def _draw(run: Run, prepared: Prepared | None, file: Path, scenes: Sequence[Scene]) -> Prepared | None:
+def _draw(
+    run: RunContext, prepared: LoadedModel | None, file: Path, scenes: Sequence[SamplePrompt]
+) -> LoadedModel | None:
     """Draw one file.
 
     Args:
@@ -128,9 +130,9 @@ def _draw(run: Run, prepared: Prepared | None, file: Path, scenes: Sequence[Scen
     Returns:
         The model for the next one; None if each expert is loaded when its turn comes.
     """
-    preview = read(file)
+    preview = read_preview(file)
     expert: Expert | None = None
-    turns: Sequence[Turn]
+    turns: Sequence[DenoiserStage]
     if run.experts:
         expert = _expert(run, file, preview)
         turns = _turns(run, file, preview)
@@ -138,9 +140,9 @@ def _draw(run: Run, prepared: Prepared | None, file: Path, scenes: Sequence[Scen
         if prepared is None:
             unloaded = build_model(run)
             prepared = load_model(run, unloaded, place(run, unloaded))
-        put_weights(prepared, file)
-        turns = only(prepared.model, engine_of(run, prepared))
-    draw(run, turns, scenes, folder_of(run, expert).samples, f"step-{preview.step:06d}")
+        load_preview_weights(prepared, file)
+        turns = single_stage(prepared.model, engine_of(run, prepared))
+    generate_samples(run, turns, scenes, folder_of(run, expert).samples, f"step-{preview.step:06d}")
     return prepared
 
 
@@ -161,20 +163,21 @@ def elsewhere(config: RunConfig, device: str, streamed: int) -> RunConfig:
     )
 
 
-def _expert(run: Run, file: Path, preview: Preview) -> Expert:
+def _expert(run: RunContext, file: Path, preview: Preview) -> Expert:
     for expert in run.experts:
         if expert.name == preview.expert:
             return expert
     raise UserError(f"{file} holds weights of no expert of this model; remove it")
 
 
-def _turns(run: Run, file: Path, preview: Preview) -> Sequence[Turn]:
+def _turns(run: RunContext, file: Path, preview: Preview) -> Sequence[DenoiserStage]:
     """All experts, the one of the preview with its weights, the others as they were trained when it was asked for."""
     others = {each.name: each for each in run.experts if each.name in preview.others}
     trained = {
-        name: Trained(folder=folder_of(run, each).path, step=preview.others[name]) for name, each in others.items()
+        name: ExpertWeights(folder=folder_of(run, each).path, step=preview.others[name])
+        for name, each in others.items()
     }
-    return turns_of(run, {**trained, preview.expert: Trained(preview=file)})
+    return denoiser_stages(run, {**trained, preview.expert: ExpertWeights(preview=file)})
 
 
 def _end_with_parent() -> None:

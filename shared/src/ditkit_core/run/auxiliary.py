@@ -12,7 +12,7 @@ from ditkit_core.engine.devices import choose_device, choose_devices
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Column
 from ditkit_core.models.encoders import Encoder, Sampler
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import parse_dtype
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
@@ -43,7 +43,7 @@ class Auxiliary:
         """The same without the model's files: it can say whether columns are readable, and encodes nothing."""
         return self._conditioning(None)
 
-    def _conditioning(self, components: Components | None) -> Conditioning | None:
+    def _conditioning(self, components: ModelPaths | None) -> Conditioning | None:
         if self.arch is None:
             return None
         config, device = self.config.encode, choose_device(self.config.encode.device, "encode.device")

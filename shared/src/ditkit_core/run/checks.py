@@ -6,30 +6,30 @@ import torch
 
 from ditkit_core.adapters.export import check_export
 from ditkit_core.data.dataset import Sample
-from ditkit_core.encoding.encode import controls_of
+from ditkit_core.encoding.encode import clip_inputs_of
 from ditkit_core.engine.ac_schedule import check_sizes
 from ditkit_core.engine.activation_offload import can_offload
 from ditkit_core.engine.compile import backend_of, check_compiled, check_compiler
-from ditkit_core.engine.devices import ALL, choose_device, spread
+from ditkit_core.engine.devices import ALL, choose_device, per_device
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.nn.attention_backends import check_backend
-from ditkit_core.run.encoding import scenes_of
-from ditkit_core.run.run import Run
-from ditkit_core.sampling.prompts import Scene
+from ditkit_core.run.context import RunContext
+from ditkit_core.run.encoding import sample_prompts
+from ditkit_core.sampling.prompts import SamplePrompt
 from ditkit_core.training.trainer import check_fused_backward, check_swap
 from ditkit_core.weights.quantize import check_quantize
 
 
-def check(run: Run) -> None:
+def check_run(run: RunContext) -> None:
     """Refuse what cannot work in any command, before anything is written or loaded."""
-    spread(run.config.train.reserve, len(run.devices), "train.reserve")
+    per_device(run.config.train.reserve, len(run.devices), "train.reserve")
     choose_device(run.config.encode.device, "encode.device")
     check_backend(run.config.train.attention, training=False, devices=[device.type for device in run.devices])
     check_settings(run)
 
 
-def check_settings(run: Run) -> None:
+def check_settings(run: RunContext) -> None:
     """The same as far as no device of this machine matters."""
     assert run.precision
     check_quantize(run.config.base.quantize, run.config.adapter.method)
@@ -42,7 +42,7 @@ def check_settings(run: Run) -> None:
     )
 
 
-def check_training(run: Run, *, here: bool = True) -> None:
+def check_training(run: RunContext, *, here: bool = True) -> None:
     """Refuse what cannot be trained, and warn of what does nothing.
 
     Args:
@@ -86,7 +86,7 @@ def check_training(run: Run, *, here: bool = True) -> None:
         warn(unused)
 
 
-def check_preview_device(run: Run) -> None:
+def check_preview_device(run: RunContext) -> None:
     """Refuse a `sample.device` that is not here, or that trains, and warn of one that does nothing.
 
     Raises:
@@ -101,7 +101,7 @@ def check_preview_device(run: Run) -> None:
             f"sample.device = {name!r} is a device that trains; name another one or cpu, or leave it out: previews are then drawn where "
             "the model is, and training waits for them"
         )
-    if not run.spec.found_at:
+    if not run.spec.import_path:
         raise UserError(
             f"sample.device = {name!r}: another process cannot find the model {run.spec.name} (its ModelSpec.found_at is empty); "
             "leave sample.device out"
@@ -114,10 +114,10 @@ def check_preview_device(run: Run) -> None:
         warn(f"sample.device = {name} is where previews are drawn, and sample.every_steps = 0 asks for none")
 
 
-def say_where_previews_could_be(run: Run) -> None:
+def say_where_previews_could_be(run: RunContext) -> None:
     """Name a GPU that does not train, where training waits for its previews."""
     sample, training = run.config.sample, _training(run)
-    if sample.device or not sample.every_steps or not (sample.prompts or sample.captions) or not run.spec.found_at:
+    if sample.device or not sample.every_steps or not (sample.prompts or sample.captions) or not run.spec.import_path:
         return
     idle = [index for index in range(torch.cuda.device_count()) if ("cuda", index) not in training]
     if idle:
@@ -126,12 +126,12 @@ def say_where_previews_could_be(run: Run) -> None:
         )
 
 
-def _training(run: Run) -> set[tuple[str, int]]:
+def _training(run: RunContext) -> set[tuple[str, int]]:
     """Kind and number of the devices that train."""
     return {(device.type, device.index or 0) for device in run.devices}
 
 
-def check_parts(run: Run, samples: Sequence[Sample], *, drawing: bool = False) -> None:
+def check_parts(run: RunContext, samples: Sequence[Sample], *, drawing: bool = False) -> None:
     """Find every part that the run will need and read what describes it, before hours go into the first of them.
 
     Args:
@@ -148,14 +148,14 @@ def check_parts(run: Run, samples: Sequence[Sample], *, drawing: bool = False) -
         run.auxiliary.conditioning is not None
     ):  # raises here what is of no sample; the rest is encoding's, which may leave samples out
         run.auxiliary.conditioning.used(
-            {sample.id: controls_of(sample, run.data.fps) for sample in samples}, keep_going=True
+            {sample.id: clip_inputs_of(sample, run.data.fps) for sample in samples}, keep_going=True
         )
     if drawing or run.config.sample.prompts or run.config.sample.captions:
         assert run.auxiliary.sampler
-    check_scenes(run, scenes_of(run, samples))
+    check_scenes(run, sample_prompts(run, samples))
 
 
-def check_scenes(run: Run, scenes: Sequence[Scene]) -> None:
+def check_scenes(run: RunContext, scenes: Sequence[SamplePrompt]) -> None:
     """Read what the samples to be drawn are conditioned by.
 
     Args:
@@ -170,12 +170,12 @@ def check_scenes(run: Run, scenes: Sequence[Scene]) -> None:
             run.auxiliary.readers.check(scene.controls(run.data.fps))
 
 
-def _trains_bf16(run: Run) -> bool:
+def _trains_bf16(run: RunContext) -> bool:
     """Whether trained weights are kept in bf16; those of adapters never are."""
     return run.config.adapter.method == "full" and run.precision.matmul == torch.bfloat16
 
 
-def _unused(run: Run) -> Iterator[str]:
+def _unused(run: RunContext) -> Iterator[str]:
     """Settings that do nothing here."""
     train, count = run.config.train, len(run.devices)
     if run.config.optim.rounding != "nearest" and not _trains_bf16(run):

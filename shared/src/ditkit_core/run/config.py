@@ -9,7 +9,7 @@ from ditkit_core.data.config import DataConfig
 from ditkit_core.encoding.encode import EncodeConfig
 from ditkit_core.encoding.prior_preservation import PriorConfig
 from ditkit_core.io.run_dir import RunFolderConfig
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import PrecisionConfig
 from ditkit_core.run.experts import ExpertsConfig
 from ditkit_core.sampling.prompts import SampleConfig
@@ -27,7 +27,7 @@ class RunConfig:
     """Every key that a run file or a flag can set."""
 
     run: RunFolderConfig = field(default_factory=RunFolderConfig)
-    model: Components = field(default_factory=Components)
+    model: ModelPaths = field(default_factory=ModelPaths)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     base: BaseConfig = field(default_factory=BaseConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)

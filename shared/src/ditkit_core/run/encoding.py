@@ -15,8 +15,8 @@ from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import files_of, split_held_out
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, warn
-from ditkit_core.run.run import Run
-from ditkit_core.sampling.prompts import Scene
+from ditkit_core.run.context import RunContext
+from ditkit_core.sampling.prompts import SamplePrompt
 
 
 class Encoded(NamedTuple):
@@ -27,7 +27,7 @@ class Encoded(NamedTuple):
     """The class pictures of prior preservation."""
 
 
-def encode_all(run: Run, class_prompt: str = "") -> Encoded:
+def encode_all(run: RunContext, class_prompt: str = "") -> Encoded:
     """Every sample, and the texts and references of the samples to be drawn, through the encoders into the cache.
 
     Args:
@@ -37,7 +37,7 @@ def encode_all(run: Run, class_prompt: str = "") -> Encoded:
     data = run.data.dataset
     # says now if nothing would be left to train on
     split_held_out([sample.id for sample in data.samples], run.config.held_out.clips, files_of(data.samples))
-    scenes = scenes_of(run, data.samples, warn=warn)
+    scenes = sample_prompts(run, data.samples, warn=warn)
     texts = [*_texts(run, scenes), *filter(None, [class_prompt])]
     failed: list[tuple[str, str]] = []
     encoded = encode_samples(run, [*data.samples, *run.data.prior_samples()], data.fps, texts, failed)
@@ -50,13 +50,13 @@ def encode_all(run: Run, class_prompt: str = "") -> Encoded:
     )
 
 
-def encode_prior(run: Run) -> list[EncodedSample]:
+def encode_prior(run: RunContext) -> list[EncodedSample]:
     """The class pictures of prior preservation alone."""
     return encode_samples(run, run.data.prior_samples(), run.data.dataset.fps, [])
 
 
 def encode_samples(
-    run: Run,
+    run: RunContext,
     samples: Sequence[Sample],
     fps: float,
     texts: Sequence[str] = (),
@@ -82,7 +82,9 @@ def encode_samples(
     return encode(samples, encoders, run.data.cache, extra_captions=texts, progress=_encode_progress, on_bad=on_bad)
 
 
-def scenes_of(run: Run, samples: Sequence[Sample], warn: Callable[[str], None] | None = None) -> list[Scene]:
+def sample_prompts(
+    run: RunContext, samples: Sequence[Sample], warn: Callable[[str], None] | None = None
+) -> list[SamplePrompt]:
     """What is to be drawn: the prompts, or the first of the samples' captions, no longer than what they are drawn from.
 
     Where samples may be bad, no caption is drawn whose clip has no condition that can be read: encoding leaves it out.
@@ -104,30 +106,30 @@ def scenes_of(run: Run, samples: Sequence[Sample], warn: Callable[[str], None] |
     return list(islice(usable, run.config.sample.captions))
 
 
-def encode_scenes(run: Run, scenes: Sequence[Scene]) -> None:
+def encode_prompts(run: RunContext, scenes: Sequence[SamplePrompt]) -> None:
     """The texts and references of the samples to be drawn into the cache."""
     encode_samples(run, [], run.spec.data.fps, _texts(run, scenes))
     _encode_controls(run, scenes)
 
 
-def _encode_controls(run: Run, scenes: Sequence[Scene]) -> None:
+def _encode_controls(run: RunContext, scenes: Sequence[SamplePrompt]) -> None:
     for scene in scenes:
         reference_latents(run, scene.references)
         conditions_of(run, scene)
 
 
-def conditions_of(run: Run, scene: Scene) -> Mapping[str, Tensor]:
+def conditions_of(run: RunContext, scene: SamplePrompt) -> Mapping[str, Tensor]:
     """What the model is told of a scene beside its text, encoded if the cache lacks it."""
     if run.auxiliary.conditioning is None:
         return {}
     return run.auxiliary.conditioning.tensors(scene.controls(run.data.fps), run.data.cache, _encode_progress)
 
 
-def _texts(run: Run, scenes: Sequence[Scene]) -> list[str]:
+def _texts(run: RunContext, scenes: Sequence[SamplePrompt]) -> list[str]:
     return [*(scene.prompt for scene in scenes), run.config.sample.negative]
 
 
-def reference_latents(run: Run, pictures: Sequence[Path]) -> list[Tensor]:
+def reference_latents(run: RunContext, pictures: Sequence[Path]) -> list[Tensor]:
     """The latents of the pictures that a sample is drawn from, encoded if the cache lacks them."""
     if not pictures:
         return []

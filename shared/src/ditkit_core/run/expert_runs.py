@@ -8,13 +8,13 @@ from typing import Any
 from ditkit_core.io.console import warn
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import Expert
+from ditkit_core.run.context import RunContext, with_arch, with_config
 from ditkit_core.run.experts import own_settings
 from ditkit_core.run.prepare import arch_here
-from ditkit_core.run.run import Run, with_arch, with_config
 from ditkit_core.training.checkpoint import latest
 
 
-def known(run: Run) -> Run:
+def resolve_arch(run: RunContext) -> RunContext:
     """The run with its architecture known, for which what describes it is fetched if need be; weights never are."""
     model = run.config.model
     if run.arch is not None or not (model.base or model.transformer or model.transformer_2):
@@ -22,19 +22,19 @@ def known(run: Run) -> Run:
     return with_arch(run, arch_here(run.spec, model, fetch=True)[1])
 
 
-def is_joint(run: Run) -> bool:
+def is_joint(run: RunContext) -> bool:
     """Whether it trains several experts, each in a folder of its own."""
     return bool(run.experts) and run.expert is None
 
 
-def runs_of(run: Run) -> list[Run]:
+def runs_of(run: RunContext) -> list[RunContext]:
     """What a run trains, one transformer each: itself, or the run of each expert."""
     if not run.experts:
         return [run]
     return [with_config(run, config_of(run, expert)) for expert in run.experts if run.expert in (None, expert)]
 
 
-def config_of(run: Run, expert: Expert) -> Any:
+def config_of(run: RunContext, expert: Expert) -> Any:
     """The configuration that trains one expert of a run, as its folder stores it.
 
     Of a run of several: in a folder named after the expert, from the cache that all share, drawing nothing by itself.
@@ -55,7 +55,7 @@ def config_of(run: Run, expert: Expert) -> Any:
     )
 
 
-def resident(run: Run) -> Run:
+def largest_expert_run(run: RunContext) -> RunContext:
     """Of the experts that a run trains the one that is largest to train: what is in memory at a time. It draws what the run draws."""
     largest = max(runs_of(run), key=lambda each: (each.config.adapter.rank, each.stored_as == "none"))
     if largest is run:
@@ -63,16 +63,16 @@ def resident(run: Run) -> Run:
     return with_config(largest, replace(largest.given.config, sample=run.given.config.sample))
 
 
-def notes_on(run: Run) -> Iterator[str]:
+def notes_on(run: RunContext) -> Iterator[str]:
     """What a plan says of experts."""
     if is_joint(run):
         names = ", ".join(expert.name for expert in run.experts)
-        planned = resident(run).expert
+        planned = largest_expert_run(run).expert
         assert planned is not None
         yield f"experts {names} are trained one after the other, and one is in memory at a time: planned is {planned.name}"
 
 
-def saved_step(run: Run, passed_over: Callable[[str], None] = warn) -> int | None:
+def saved_step(run: RunContext, passed_over: Callable[[str], None] = warn) -> int | None:
     """The step of the latest save of a run that trains one transformer, whose files are read whole; None without a save.
 
     Args:
@@ -86,6 +86,6 @@ def saved_step(run: Run, passed_over: Callable[[str], None] = warn) -> int | Non
     return None if save is None else int(save.name.removeprefix("step-"))
 
 
-def folder_of(run: Run, expert: Expert | None) -> RunFolder:
+def folder_of(run: RunContext, expert: Expert | None) -> RunFolder:
     """Where an expert of a run is trained; of a model with one transformer the run's folder."""
     return RunFolder(Path((run.config if expert is None else config_of(run, expert)).run.folder))

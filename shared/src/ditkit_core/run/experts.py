@@ -15,7 +15,7 @@ import torch
 from ditkit_core.adapters.read import parse_merge
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.spec import Expert, ModelSpec
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.validation import HeldOutConfig, sigmas_between
@@ -51,7 +51,7 @@ class ExpertsConfig:
         return values[index if len(values) > 1 else 0] if values else otherwise
 
 
-def check_experts(config: ExpertsConfig, experts: Sequence[Expert], model: Components, having: Sequence[str]) -> None:
+def check_experts(config: ExpertsConfig, experts: Sequence[Expert], model: ModelPaths, having: Sequence[str]) -> None:
     """Refuse what the section and [model] say of experts that the architecture does not have.
 
     Args:
@@ -187,7 +187,7 @@ def restricted(expert: Expert, flow: FlowConfig, held_out: HeldOutConfig) -> tup
     return replace(flow, min_sigma=low, max_sigma=high), replace(held_out, sigmas=sigmas)
 
 
-def as_trained(config: Any, spec: ModelSpec, arch: Any) -> Any:
+def restrict_to_expert(config: Any, spec: ModelSpec, arch: Any) -> Any:
     """A `RunConfig`, checked against the experts that the architecture has, as a run of one of them has it: its noise levels, and no
     previews on its own devices, which would need the other beside it."""
     experts = spec.architecture.experts(arch)
@@ -203,7 +203,7 @@ def as_trained(config: Any, spec: ModelSpec, arch: Any) -> Any:
     return replace(config, flow=flow, held_out=held_out, sample=sample)
 
 
-def described(expert: Expert, flow: FlowConfig, held_out: HeldOutConfig) -> str:
+def describe_expert(expert: Expert, flow: FlowConfig, held_out: HeldOutConfig) -> str:
     """One line on what an expert is trained and measured on."""
     measured = f"; held-out levels {', '.join(f'{sigma:g}' for sigma in held_out.sigmas)}" if held_out.clips else ""
     return f"{expert.name} expert (model.{expert.part}): noise levels {flow.min_sigma:.6g} to {flow.max_sigma:.6g}{measured}"

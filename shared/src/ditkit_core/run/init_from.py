@@ -6,8 +6,8 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import Expert
-from ditkit_core.run.prepare import Prepared
-from ditkit_core.run.restore import take_trained
+from ditkit_core.run.prepare import LoadedModel
+from ditkit_core.run.restore import load_trained
 from ditkit_core.training.checkpoint import latest
 
 
@@ -34,11 +34,11 @@ def check_start(run: str, folder: RunFolder) -> None:
     raise UserError(f"--init-from {run} has no save; name the folder of a run that was trained")
 
 
-def start_from(run: str, prepared: Prepared, folder: RunFolder) -> None:
+def start_from(run: str, prepared: LoadedModel, folder: RunFolder) -> None:
     """Take the trained weights of another run as the first ones, unless this run has a state of its own already."""
     if run and latest(folder.state, warn) is None:
         check_start(run, folder)
-        step = take_trained(prepared, RunFolder(Path(run)))
+        step = load_trained(prepared, RunFolder(Path(run)))
         say(f"starting from the weights of {run} at step {step}")
 
 

@@ -19,21 +19,21 @@ from ditkit_core.adapters.read import (
     AdapterFile,
     BaseConfig,
     config_from_file,
+    initial_adapter,
     merge_into,
     open_adapter,
     parse_merge,
-    start_from,
 )
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import shapes_of
-from ditkit_core.engine.block_swap import BlockSwap, homes
+from ditkit_core.engine.block_swap import BlockSwap, base_device_map
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.models.state_dict import Part
+from ditkit_core.models.state_dict import TensorSlice
 from ditkit_core.run.quantized_cache import find_cache
 from ditkit_core.weights.fp8_scaled import num_scaled, open_weights
 from ditkit_core.weights.load import Advice, fits_shapes, load_into, match, read_in_fp32
@@ -41,16 +41,16 @@ from ditkit_core.weights.quantize import (
     check_quantize,
     check_scaled,
     convert,
-    described,
+    describe_quantized,
     hold_as_stored,
     linears_of_blocks,
     num_bytes,
-    size,
+    quantized_bytes,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class LoadedModel:
     """A model with its weights, ready for the loop."""
 
     model: Any
@@ -69,16 +69,16 @@ class Prepared:
     original: Callable[[str, tuple[int, ...]], Tensor]
     """Name and shape of a parameter of the base to its fp32 values on the host, read once more: as the files have it and adapters
     were merged into it, where the model holds something coarser."""
-    passage: BlockSwap | None = None
+    streamer: BlockSwap | None = None
     """What streams weights through the devices, for the engine; None if nothing is streamed."""
 
     def readable(self) -> AbstractContextManager[None]:
         """Inside the block every weight can be read, on the host or its device; the model may be unable to run."""
-        return nullcontext() if self.passage is None else self.passage.on_host()
+        return nullcontext() if self.streamer is None else self.streamer.on_host()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unloaded:
+class MetaModel:
     """A model on `meta` whose files are known to fit, with its adapters in place: nothing large was read yet."""
 
     spec: ModelSpec
@@ -88,7 +88,7 @@ class Unloaded:
     adapter: AdapterConfig
     precision: Precision
     source: SafetensorsSource
-    mapping: Mapping[str, tuple[Part, ...]]
+    mapping: Mapping[str, tuple[TensorSlice, ...]]
     """Parameter name to the parts of the files' tensors that it is."""
     merged: list[tuple[AdapterFile, float]]
     start: Callable[[str], Mapping[str, Tensor]] | None
@@ -96,16 +96,16 @@ class Unloaded:
     base: BaseConfig
 
 
-def build(
+def build_meta_model(
     spec: ModelSpec,
-    components: Components,
+    components: ModelPaths,
     adapter: AdapterConfig,
     base: BaseConfig,
     *,
     precision: Precision,
     part: str = "transformer",
     say: Callable[[str], None] = lambda line: None,
-) -> Unloaded:
+) -> MetaModel:
     """Build the model on `meta` and check it against its files: seconds, before the hours that encoding may take.
 
     Args:
@@ -158,9 +158,9 @@ def build(
     adapted = inject(model, adapter, spec.adapters.targets)
     for file, strength in merged:
         say(f"base.merge: {len(file.modules)} modules of {file.source.path} at strength {strength:g}")
-    return Unloaded(
+    return MetaModel(
         spec=spec, model=model, arch=arch, preset=preset, adapter=adapter, precision=precision, source=source,
-        mapping=mapping, merged=merged, start=start_from(start, adapted) if start else None, base=base,
+        mapping=mapping, merged=merged, start=initial_adapter(start, adapted) if start else None, base=base,
     )  # fmt: skip
 
 
@@ -205,14 +205,14 @@ def check_items(spec: ModelSpec, model: Any, samples: Sequence[EncodedSample]) -
             raise UserError(f"{sample.id}: {error}") from error
 
 
-def load(
-    unloaded: Unloaded,
+def load_weights(
+    unloaded: MetaModel,
     *,
     placement: Placement,
     seed: int,
     on_tensor: Callable[[str, nn.Module], None] | None = None,
     say: Callable[[str], None] = lambda line: None,
-) -> Prepared:
+) -> LoadedModel:
     """Give the model its weights.
 
     Args:
@@ -227,7 +227,7 @@ def load(
     """
     spec, model, source = unloaded.spec, unloaded.model, unloaded.source
     device_of, edits = placement.device_of(model), merge_into(unloaded.merged)
-    dtype_of, home_of = _loaded_dtype(spec, unloaded.precision), homes(model, placement)
+    dtype_of, home_of = _loaded_dtype(spec, unloaded.precision), base_device_map(model, placement)
     base, merged = unloaded.base, unloaded.merged
     cache = find_cache(base.quantized_cache, base.quantize, model, source, merged, dtype_of=dtype_of)
     if cache is None or not cache.load(model, device_of=home_of, dtype_of=dtype_of, on_tensor=on_tensor, say=say):
@@ -240,14 +240,14 @@ def load(
     on_meta = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     assert not on_meta, f"never given a value: {on_meta}"
     is_full = unloaded.adapter.method == "full"
-    passage = (
+    streamer = (
         BlockSwap(model, placement, trained=is_full) if placement.streamed else None
     )  # last: what reads weights does so before
-    return Prepared(
+    return LoadedModel(
         model=model, arch=unloaded.arch, preset=unloaded.preset, adapter=unloaded.adapter,
         trainable=trainable_parameters(model), source=source, config_json=_config_json(source.path),
         original=lambda name, shape: read_in_fp32(source, unloaded.mapping[name], shape, edits.get(name)),
-        passage=passage,
+        streamer=streamer,
     )  # fmt: skip
 
 
@@ -261,14 +261,14 @@ def _quantize(spec: ModelSpec, model: Any, kind: str, precision: Precision) -> s
     dtype_of, num_blocks = _loaded_dtype(spec, precision), len(model.blocks())
     before = num_bytes(model, dtype_of)
     converted = convert(model, kind, spec.precision.keep_fp32)
-    return described(kind, converted, num_blocks, before, num_bytes(model, dtype_of))
+    return describe_quantized(kind, converted, num_blocks, before, num_bytes(model, dtype_of))
 
 
 def _hold_as_stored(
     spec: ModelSpec,
     model: Any,
     source: SafetensorsSource,
-    mapping: Mapping[str, tuple[Part, ...]],
+    mapping: Mapping[str, tuple[TensorSlice, ...]],
     precision: Precision,
     *,
     merges: bool,
@@ -280,7 +280,7 @@ def _hold_as_stored(
     held = hold_as_stored(model, source, mapping, layers=layers)
     line = (
         f"{source.path}: {len(held)} matrices are held in its own scaled 8 bits; "
-        f"the base takes {size(num_bytes(model, dtype_of))} instead of {size(before)}"
+        f"the base takes {quantized_bytes(num_bytes(model, dtype_of))} instead of {quantized_bytes(before)}"
     )
     return line + "; those that base.merge changes are rounded to 8 bits once more" * merges
 
@@ -337,7 +337,7 @@ def _fitting(spec: ModelSpec, source: SafetensorsSource) -> list[str]:
     return [name for name, arch in presets if fits_shapes(source, spec.architecture.names, _shapes(spec, arch))]
 
 
-def arch_here(spec: ModelSpec, components: Components, *, fetch: bool = False) -> tuple[str, Any]:
+def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -> tuple[str, Any]:
     """The preset's name and the architecture, by its name or from what describes it.
 
     Args:

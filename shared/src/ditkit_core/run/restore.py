@@ -11,12 +11,12 @@ from ditkit_core.io.console import warn
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.nn.parameters import copy_values
 from ditkit_core.run.config import RunConfig
-from ditkit_core.run.prepare import Prepared
+from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.training.checkpoint import best, latest, load_state
-from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_state import TrainState
 
 
-def take_trained(prepared: Prepared, folder: RunFolder, step: int | Literal["best"] | None = None) -> int:
+def load_trained(prepared: LoadedModel, folder: RunFolder, step: int | Literal["best"] | None = None) -> int:
     """Put the weights of a run's save (averaged ones, if it averaged) into the model.
 
     Args:
@@ -49,13 +49,13 @@ def take_trained(prepared: Prepared, folder: RunFolder, step: int | Literal["bes
     # Of streamed weights those on the host, so that whatever optimizer that run had, none of its state is streamed. It updates nothing.
     with prepared.readable():
         parameters, optim = trainable_parameters(prepared.model), replace(stored.optim, fused_backward=False)
-        trained = Trained(prepared.model, parameters, optim, stored.ema)
+        trained = TrainState(prepared.model, parameters, optim, stored.ema)
         trained.load_state_dict(state, path)
         with trained.used():
             used = {name: value.detach().clone() for name, value in parameters.items()}
         copy_values(parameters, used)
-    if prepared.passage is not None:
-        prepared.passage.host_changed()
+    if prepared.streamer is not None:
+        prepared.streamer.host_changed()
     return state.step
 
 

@@ -4,35 +4,35 @@ import json
 from collections.abc import Sequence
 
 from ditkit_core.encoding.encoded_sample import EncodedSample
-from ditkit_core.encoding.loader import BatchSize, TrainingData
-from ditkit_core.encoding.prior_preservation import WithPrior
+from ditkit_core.encoding.loader import BatchSize, TrainDataLoader
+from ditkit_core.encoding.prior_preservation import PriorDataLoader
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
 from ditkit_core.io.files import write_text
 from ditkit_core.io.run_dir import RunFolder
-from ditkit_core.run.prepare import Prepared
-from ditkit_core.run.run import Run
+from ditkit_core.run.context import RunContext
+from ditkit_core.run.prepare import LoadedModel
 
 EMPTY_CAPTION = "(empty caption)"
 """What a run's data file has the empty caption under, which caption dropout gives: where the cache keeps it."""
 
 
 def training_data(
-    run: Run, samples: Sequence[EncodedSample], prior: Sequence[EncodedSample]
-) -> TrainingData | WithPrior:
+    run: RunContext, samples: Sequence[EncodedSample], prior: Sequence[EncodedSample]
+) -> TrainDataLoader | PriorDataLoader:
     """What a run trains on, in its order."""
     config = run.config.train
     size = BatchSize(samples=config.batch_size, tokens=config.batch_tokens, num_tokens=run.spec.training.num_tokens)
     dropout = {"caption_dropout": config.caption_dropout, "control_dropout": config.control_dropout}
-    data = TrainingData(samples, seed=config.seed, batch_size=size, **dropout)
+    data = TrainDataLoader(samples, seed=config.seed, batch_size=size, **dropout)
     if data.num_shapes > 1:
         say(f"{len(samples)} samples have {data.num_shapes} shapes: {data.mean_size:.1f} in a micro-batch on average")
     if not prior:
         return data
-    return WithPrior(data, prior, seed=config.seed, batch_size=size, weight=run.config.prior.weight, **dropout)
+    return PriorDataLoader(data, prior, seed=config.seed, batch_size=size, weight=run.config.prior.weight, **dropout)
 
 
-def check_data(folder: RunFolder, encoded: Sequence[EncodedSample], prepared: Prepared) -> None:
+def check_data(folder: RunFolder, encoded: Sequence[EncodedSample], prepared: LoadedModel) -> None:
     """Store what the run trains on, and hold a run that is continued to it: order and held-out clips depend on the samples.
 
     Raises:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ditkit_core.io.memory import release_memory
-from ditkit_core.models.encoders import Denoiser, SampleJob, Sampler
+from ditkit_core.models.encoders import Denoiser, GenerationRequest, Sampler
 from ditkit_core.models.protocol import Engine, StagedModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
+class DenoiserStage:
     """A transformer that takes some of the steps."""
 
     opened: Callable[[], AbstractContextManager[tuple[Any, Engine]]]
@@ -29,15 +29,15 @@ class Turn:
     """Lowest noise level that it sees; the last of several takes what is left."""
 
 
-def only(model: StagedModel, run: Engine) -> tuple[Turn, ...]:
+def single_stage(model: StagedModel, engine: Engine) -> tuple[DenoiserStage, ...]:
     """A model that is loaded and takes every step."""
-    return (Turn(opened=lambda: nullcontext((model, run))),)
+    return (DenoiserStage(opened=lambda: nullcontext((model, engine))),)
 
 
-def draw(
+def generate(
     sampler: Sampler,
-    jobs: Iterable[SampleJob],
-    turns: Sequence[Turn],
+    jobs: Iterable[GenerationRequest],
+    turns: Sequence[DenoiserStage],
     on_step: Callable[[], None] = lambda: None,
 ) -> Generator[Tensor, None, None]:
     """Draw samples.
@@ -66,12 +66,16 @@ def draw(
             yield pixels
 
 
-def latents_of(
-    sampler: Sampler, job: SampleJob, model: StagedModel, run: Engine, on_step: Callable[[], None] = lambda: None
+def generate_latents(
+    sampler: Sampler,
+    job: GenerationRequest,
+    model: StagedModel,
+    engine: Engine,
+    on_step: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Latents of one sample that one model draws, as it is: what `draw` decodes."""
+    """Latents of one sample that one model draws, as it is: what `generate` decodes."""
     drawing = _Drawing(sampler, job)
-    drawing.advance(_AtWork(model, run, 0.0), 0.0, on_step)
+    drawing.advance(_AtWork(model, engine, 0.0), 0.0, on_step)
     assert drawing.latents is not None
     return drawing.latents
 
@@ -79,14 +83,14 @@ def latents_of(
 class _AtWork:
     """A transformer in its turn."""
 
-    def __init__(self, model: StagedModel, run: Engine, guidance: float):
-        self.model, self.run, self.guidance = model, run, guidance
+    def __init__(self, model: StagedModel, engine: Engine, guidance: float):
+        self.model, self.run, self.guidance = model, engine, guidance
 
 
 class _Drawing:
     """A sample between two of its steps."""
 
-    def __init__(self, sampler: Sampler, job: SampleJob):
+    def __init__(self, sampler: Sampler, job: GenerationRequest):
         self._job, self._steps = job, sampler.denoise(job)
         self.latents: Tensor | None = None
         self._sigma = 1.0
@@ -112,7 +116,7 @@ class _Drawing:
             self.latents = done.value
 
 
-def _through(turn: Turn, drawings: Iterable[_Drawing], on_step: Callable[[], None]) -> list[_Drawing]:
+def _through(turn: DenoiserStage, drawings: Iterable[_Drawing], on_step: Callable[[], None]) -> list[_Drawing]:
     """All samples after the steps of one transformer, which is then let go of."""
     done = []
     with ExitStack() as stack:
@@ -127,7 +131,7 @@ def _through(turn: Turn, drawings: Iterable[_Drawing], on_step: Callable[[], Non
 
 
 @contextmanager
-def _working(turn: Turn) -> Iterator[_AtWork]:
+def _working(turn: DenoiserStage) -> Iterator[_AtWork]:
     """A transformer in eval mode; afterwards nothing here refers to it."""
     with turn.opened() as (model, run):
         training = model.training

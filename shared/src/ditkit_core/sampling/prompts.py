@@ -12,11 +12,11 @@ from torch import Tensor
 from ditkit_core.config.field import setting
 from ditkit_core.data.buckets import bucket_sizes, nearest_size
 from ditkit_core.data.dataset import Sample
-from ditkit_core.data.media.clip import available, kind_of, probe, status
+from ditkit_core.data.media.clip import available, media_kind, probe, status
 from ditkit_core.data.references import ReferenceSize, encoded_sizes
 from ditkit_core.errors import UserError
-from ditkit_core.models.conditions import Column, Controls, named_columns, other_ways
-from ditkit_core.models.encoders import SampleJob
+from ditkit_core.models.conditions import ClipInputs, Column, alternatives_of, named_columns
+from ditkit_core.models.encoders import GenerationRequest
 from ditkit_core.models.spec import SampleDefaults
 
 _MAX_ASPECT = 8.0
@@ -24,7 +24,7 @@ _MAX_ASPECT = 8.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scene:
+class SamplePrompt:
     """What one prompt asks for, at the size that it is drawn."""
 
     prompt: str
@@ -42,7 +42,7 @@ class Scene:
     own_frames: int = 0
     """Frames of the clip as it is trained; 0 where there is none."""
 
-    def fitted(self, columns: Sequence[Column], fps: float, warn: Callable[[str], None] | None) -> "Scene":
+    def fitted(self, columns: Sequence[Column], fps: float, warn: Callable[[str], None] | None) -> "SamplePrompt":
         """The scene, as long as the clip is trained if the file or a video that goes with it has fewer frames than are to be drawn.
 
         Args:
@@ -55,7 +55,7 @@ class Scene:
         last = round(self.start_seconds * fps) + self.frames
         videos = [self.files[each.name] for each in columns if each.kind == "video" and each.name in self.files]
         for path in (self.clip, *map(Path, videos)):
-            there = last if kind_of(path) == "image" else available(path, fps, at_most=last).frames
+            there = last if media_kind(path) == "image" else available(path, fps, at_most=last).frames
             if there < last:
                 if warn is not None:
                     warn(
@@ -65,9 +65,9 @@ class Scene:
                 return replace(self, frames=self.own_frames)
         return self
 
-    def controls(self, fps: float) -> Controls:
+    def controls(self, fps: float) -> ClipInputs:
         """What conditioners are given, at so many frames per second."""
-        return Controls(
+        return ClipInputs(
             clip=self.clip, start_seconds=self.start_seconds, files=self.files, frames=self.frames, height=self.height,
             width=self.width, fps=fps if self.frames > 1 else 0.0,
         )  # fmt: skip
@@ -206,7 +206,7 @@ class SampleConfig:
         size: tuple[int, int, int],
         size_step: int,
         columns: Sequence[Column] = (),
-    ) -> list[Scene]:
+    ) -> list[SamplePrompt]:
         """What to draw: the prompts, or in their place the first samples that differ in caption or references.
 
         Args:
@@ -227,10 +227,12 @@ class SampleConfig:
             height, width = nearest_size(info.height, info.width, sizes)
 
         files = self.files(columns)
-        replaced = other_ways(columns, files)
+        replaced = alternatives_of(columns, files)
 
-        def scene(prompt: str, pictures: tuple[Path, ...], own_height: int, own_width: int, **of_clip: Any) -> Scene:
-            return Scene(
+        def scene(
+            prompt: str, pictures: tuple[Path, ...], own_height: int, own_width: int, **of_clip: Any
+        ) -> SamplePrompt:
+            return SamplePrompt(
                 **{"files": files, "frames": self.frames or frames, **of_clip},
                 prompt=prompt,
                 references=pictures,
@@ -240,7 +242,7 @@ class SampleConfig:
 
         if self.prompts:
             return [scene(prompt, references, height, width) for prompt in self.prompts]
-        found: dict[tuple[str, tuple[Path, ...], str], Scene] = {}
+        found: dict[tuple[str, tuple[Path, ...], str], SamplePrompt] = {}
         for sample in samples:
             pictures = references or sample.references
             size_of = (height, width) if references else (sample.height, sample.width)
@@ -261,7 +263,10 @@ Shape = tuple[tuple[int, int, int], tuple[tuple[int, int], ...]]
 
 
 def shape_of(
-    clip: Sample | Scene, files: Mapping[str, str], columns: Sequence[Column], reference_size: ReferenceSize | None
+    clip: Sample | SamplePrompt,
+    files: Mapping[str, str],
+    columns: Sequence[Column],
+    reference_size: ReferenceSize | None,
 ) -> Shape:
     """The shape of a clip that is trained or drawn. What is a latent frame in front of it counts as a reference of its size.
 
@@ -279,14 +284,14 @@ def shape_of(
     return (clip.frames, clip.height, clip.width), (*sizes, *[(clip.height, clip.width)] * in_front)
 
 
-def jobs_of(
-    scene: Scene,
+def requests_of(
+    scene: SamplePrompt,
     config: SampleConfig,
     *,
     conditions: Mapping[str, Tensor],
     negative: Mapping[str, Tensor] | None,
     references: Sequence[Tensor],
-) -> list[SampleJob]:
+) -> list[GenerationRequest]:
     """What is generated for one prompt: as many samples as the section says, each with a seed of its own.
 
     Args:
@@ -297,7 +302,7 @@ def jobs_of(
         references: Latents of its reference images.
     """
     return [
-        SampleJob(
+        GenerationRequest(
             conditions=conditions,
             negative=negative,
             references=references,

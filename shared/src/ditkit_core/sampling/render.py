@@ -13,19 +13,19 @@ from torch import Tensor
 from ditkit_core.data.media.clip import write_image, write_video
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import write_text
-from ditkit_core.models.encoders import SampleJob, Sampler
+from ditkit_core.models.encoders import GenerationRequest, Sampler
 from ditkit_core.sampling.contact_sheet import contact_sheet, evenly_spaced, grid
-from ditkit_core.sampling.denoise import Turn, draw
+from ditkit_core.sampling.denoise import DenoiserStage, generate
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleRequest:
+class PromptRequest:
     """One sample, and the prompt that its file is named after."""
 
     number: int
     """Which of the prompts it is, from 0."""
     prompt: str
-    job: SampleJob
+    job: GenerationRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +40,16 @@ class SampleFiles:
     images: int = 1
     """Samples of each prompt."""
 
-    def path(self, request: SampleRequest, suffix: str) -> Path:
+    def path(self, request: PromptRequest, suffix: str) -> Path:
         """The file of one sample; the seed is part of its name where a prompt has several."""
         seed = f"-seed-{request.job.seed}" if self.images > 1 else ""
         return self.folder / f"{self.stem}-{request.number}-{_slug(request.prompt)}{seed}{suffix}"
 
 
-def draw_samples(
-    turns: Sequence[Turn],
+def render_samples(
+    turns: Sequence[DenoiserStage],
     sampler: Sampler,
-    requests: Sequence[SampleRequest],
+    requests: Sequence[PromptRequest],
     to: SampleFiles,
     on_step: Callable[[], None],
 ) -> list[Path]:
@@ -73,7 +73,7 @@ def draw_samples(
     files: list[Path] = []
     clips: list[Tensor] = []
     try:
-        with closing(draw(sampler, [request.job for request in requests], turns, on_step)) as results:
+        with closing(generate(sampler, [request.job for request in requests], turns, on_step)) as results:
             for request, pixels in zip(requests, results, strict=True):
                 if not pixels.isfinite().all():
                     raise UserError(
@@ -99,7 +99,7 @@ def draw_samples(
     return files
 
 
-def _written(pixels: Tensor, request: SampleRequest, to: SampleFiles) -> Path:
+def _written(pixels: Tensor, request: PromptRequest, to: SampleFiles) -> Path:
     """One sample as a file."""
     if pixels.shape[1] == 1:
         path = to.path(request, ".png")

@@ -46,7 +46,7 @@ def check_commands(name: str, package: str, folder: Path) -> None:
         (script,) = entry_points(group="console_scripts", name=f"{name}-{command}")
         assert script.attr == command, f"{script.name} calls {script.attr}"
 
-    assert spec_at(script.load().args[0].found_at) is script.load().args[0], "another process finds the same model"
+    assert spec_at(script.load().args[0].import_path) is script.load().args[0], "another process finds the same model"
     (folder / "wrong.toml").write_text("[train]\nsteps = -1\n")
     given = json.dumps([str(folder), commands, SLOW])
     done = subprocess.run([sys.executable, "-c", _PROGRAM, given], capture_output=True, text=True, check=True)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ditkit_core.models.tiling import Tiles, in_tiles
-from ditkit_core.planner.memory_tracker import Ledger
+from ditkit_core.planner.memory_tracker import MemoryTracker
 
 
 def num_parameters(module: nn.Module) -> int:
@@ -20,7 +20,7 @@ def num_parameters(module: nn.Module) -> int:
 
 def live(model: nn.Module, work: Callable[[], Any]) -> int:
     """Bytes of tensors on the CPU at their highest while `work` is done, the model's weights among them."""
-    with Ledger() as ledger:
+    with MemoryTracker() as ledger:
         ledger.track(model, "weights")
         work()
     return ledger.peak[torch.device("cpu")]

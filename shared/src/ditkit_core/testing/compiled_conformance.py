@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 from ditkit_core.engine import activation_offload as offload
 from ditkit_core.engine.activation_offload import HostMemory
-from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.nn.quantized_linear import LAYOUTS
 from ditkit_core.testing.combinations import pairwise
@@ -44,11 +44,11 @@ def variants(kind: Any) -> dict[str, Any]:
     """Steps under `attn_only`: how far from eager, and the graphs that each took, with the kinds of block that there are."""
     model: Any = make_model(kind.spec, kind.arch, adapter=ADAPTERS["lora"])
     items = kind().items(2, ragged=True)
-    expected, graphs = numbers(kind.spec, model, items, Engine()), []
+    expected, graphs = numbers(kind.spec, model, items, BlockEngine()), []
     for _ in range(2):
         counters.clear()
         with counted_calls(AttentionCalls()):
-            found = numbers(kind.spec, model, items, Engine(policy="attn_only", compile=BACKEND))
+            found = numbers(kind.spec, model, items, BlockEngine(policy="attn_only", compile=BACKEND))
         graphs.append(counters["stats"]["unique_graphs"])
     blocks = [block for block in model.blocks() if next(block.parameters(), None) is not None]
     return {"from_eager": difference(found, expected), "graphs": graphs, "kinds": len(set(map(type, blocks)))}
@@ -68,7 +68,7 @@ def full(kind: Any) -> dict[str, Any]:
 def _compared(kind: Any, model: Any, items: Items) -> dict[str, Any]:
     found = compare(kind.spec, model, items, POLICIES, backend=BACKEND)
     for policy, under in found.items():
-        run = Engine(policy=policy)
+        run = BlockEngine(policy=policy)
         under["eager forwards"] = attention_forwards(lambda run=run: numbers(kind.spec, model, items, run))  # type: ignore[misc]
     return found
 
@@ -79,7 +79,7 @@ def sizes(kind: Any) -> list[int]:
     found = []
     for count, ragged in [*((n, False) for n in range(1, 8)), *((n, True) for n in range(2, 8))]:
         counters.clear()
-        numbers(kind.spec, model, kind().items(count, ragged), Engine(policy="attn_only", compile=BACKEND))
+        numbers(kind.spec, model, kind().items(count, ragged), BlockEngine(policy="attn_only", compile=BACKEND))
         found.append(counters["stats"]["unique_graphs"])
     return found
 
@@ -109,7 +109,7 @@ def _together(
         return make_quantized(kind.spec, kind.arch, quantize, dtype=dtype, adapter=trained)
 
     items = kind().items(2, ragged=True)
-    plain = Engine(policy=policy, compile=BACKEND)
+    plain = BlockEngine(policy=policy, compile=BACKEND)
     expected, values = train_shortly(kind.spec, made(), items, plain, pipelined=pipelined)
     model, host = made(), HostMemory(smallest=0)
     count = len(model.blocks())
@@ -121,8 +121,8 @@ def _together(
         if autocast:
             stack.enter_context(torch.autocast("cpu", torch.bfloat16))
         swap = stream(model, one_of, devices) if one_of else None
-        run = Engine(
-            policy=f"{policy}+offload" if offloads else policy, compile=BACKEND, passages=() if swap is None else (swap,), host=host
+        run = BlockEngine(
+            policy=f"{policy}+offload" if offloads else policy, compile=BACKEND, hooks=() if swap is None else (swap,), host=host
         )  # fmt: skip
         found, others = train_shortly(kind.spec, model, items, run, pipelined=pipelined)
     if found != expected:

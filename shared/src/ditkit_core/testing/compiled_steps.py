@@ -12,7 +12,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_map_only
 
 from ditkit_core.engine import engine as activation_checkpoint
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.world import Items
 
@@ -27,7 +27,7 @@ class Emptying:
         self._gone: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self.refilled = 0
 
-    def enter(self, index: int, block: nn.Module) -> None:
+    def pre_forward(self, index: int, block: nn.Module) -> None:
         """The weights are there, and those of the block before are not."""
         self._empty()
         frozen = (parameter for parameter in block.parameters() if not parameter.requires_grad)
@@ -35,12 +35,12 @@ class Emptying:
         self._fill(self._there)
         self._index = index
 
-    def leave(self, index: int, block: nn.Module, carry: Any) -> None:
+    def post_forward(self, index: int, block: nn.Module, carry: Any) -> None:
         """Nothing: the next block empties it."""
 
-    def backward(self, index: int, block: nn.Module) -> None:
+    def pre_backward(self, index: int, block: nn.Module) -> None:
         """As `enter`."""
-        self.enter(index, block)
+        self.pre_forward(index, block)
 
     def restore(self) -> None:
         """All weights are there."""
@@ -84,22 +84,24 @@ def divided(model: Any, devices: Sequence[torch.device]) -> Iterator[Counter[tor
         moves[device] += 1
         return tree_map_only(Tensor, torch.clone, carry)
 
-    there, sent = activation_checkpoint.device_of, activation_checkpoint.moved
+    there, sent = activation_checkpoint.device_of, activation_checkpoint.move_carry
     setattr(activation_checkpoint, "device_of", lambda stage: of(stage) and where.get(id(stage), of(stage)))  # noqa: B010
-    setattr(activation_checkpoint, "moved", moved)  # noqa: B010
+    setattr(activation_checkpoint, "move_carry", moved)  # noqa: B010
     try:
         yield moves
     finally:
         setattr(activation_checkpoint, "device_of", there)  # noqa: B010
-        setattr(activation_checkpoint, "moved", sent)  # noqa: B010
+        setattr(activation_checkpoint, "move_carry", sent)  # noqa: B010
 
 
-def numbers(spec: ModelSpec, model: Any, items: Items, run: Engine) -> list[Tensor]:
+def numbers(spec: ModelSpec, model: Any, items: Items, engine: BlockEngine) -> list[Tensor]:
     """Outputs, and gradients of inputs and parameters, from the same random state every time."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(11)
     latents = [item["latents"].clone().requires_grad_() for item in items]
-    outputs = list(model(spec.training.make_inputs(latents, torch.linspace(0.3, 0.8, len(items)), items, 1.0), run=run))
+    outputs = list(
+        model(spec.training.make_inputs(latents, torch.linspace(0.3, 0.8, len(items)), items, 1.0), engine=engine)
+    )
     sum((output.float().square().mean() for output in outputs), torch.zeros(())).backward()
     gradients = [tensor.grad for tensor in (*latents, *model.parameters())]
     return [*(output.detach() for output in outputs), *(gradient for gradient in gradients if gradient is not None)]
@@ -129,10 +131,10 @@ def compare(
     Returns:
         By policy: `equal` to the first, to the bit; the largest difference `from_eager`, relative; `forwards` of attention; `graphs`.
     """
-    eager, first, found = numbers(spec, model, items, Engine(backend=attention)), None, {}
+    eager, first, found = numbers(spec, model, items, BlockEngine(backend=attention)), None, {}
     for policy in policies:
         counters.clear()
-        run = Engine(policy=policy, compile=backend, backend=attention)
+        run = BlockEngine(policy=policy, compile=backend, backend=attention)
         under = numbers(spec, model, items, run)
         graphs = counters["stats"]["unique_graphs"]
         first = first or under

@@ -28,7 +28,7 @@ from ditkit_core.adapters.inject import AdapterConfig
 from ditkit_core.engine import ac_schedule as policy_schedule
 from ditkit_core.engine.ac_policies import Body, Full, run_block
 from ditkit_core.engine.ac_schedule import parse_policy
-from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.engine.selective_ac import SETS
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision, autocast_disabled, compute_fp32_in_fp32
@@ -51,7 +51,7 @@ from ditkit_core.testing.conformance_swap import SwapChecks
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to
 from ditkit_core.testing.world import ADAPTERS, Items, counted, make_model, outcome, train_shortly
-from ditkit_core.weights.tensor_parts import Assembly
+from ditkit_core.weights.fused_tensors import FusedTensors
 
 # Beside the blocks, what is computed once and handed to all of them is trained: modulation, time and text embedding.
 EVERYWHERE = {"lora everywhere": AdapterConfig(rank=4, targets=("*",))}
@@ -82,8 +82,10 @@ class CoreChecks:
         """
         raise NotImplementedError
 
-    def _outcome(self, model: Any, run: Engine | None, *, count: int = 2, ragged: bool = False, **options: Any) -> Any:
-        return outcome(self.spec, model, self.items(count, ragged), run, **options)
+    def _outcome(
+        self, model: Any, engine: BlockEngine | None, *, count: int = 2, ragged: bool = False, **options: Any
+    ) -> Any:
+        return outcome(self.spec, model, self.items(count, ragged), engine, **options)
 
     # Structure
 
@@ -154,7 +156,7 @@ class CoreChecks:
         names = self.spec.architecture.names
         native = list(make_model(self.spec, self.arch).state_dict())
         for form, from_native in names.from_native.items():
-            assembly = Assembly()
+            assembly = FusedTensors()
             for name in native:
                 assert assembly.add(name, from_native(name)), f"{form} gives rows of {name} to another parameter too"
             assert assembly.complete.keys() == assembly.found.keys(), f"{form} has rows that are no parameter's"
@@ -173,7 +175,7 @@ class CoreChecks:
         plain = self._outcome(model, None, ragged=ragged)
         assert torch.isfinite(plain.loss) and any(g is not None for g in plain.gradients.values())
         for policy in POLICIES:
-            under = self._outcome(model, Engine(policy=policy), ragged=ragged)
+            under = self._outcome(model, BlockEngine(policy=policy), ragged=ragged)
             assert under.differences(plain) == [], policy
             assert under.num_attention == plain.num_attention * ATTENTION_FORWARDS[policy], policy
             assert torch.equal(under.generator_state, plain.generator_state), f"{policy} leaks random state"
@@ -184,7 +186,7 @@ class CoreChecks:
         model: Any = make_model(self.spec, self.arch, dtype=DTYPES[dtype], adapter=ADAPTERS[adapter])
         plain, ran = counted(partial(self._outcome, model, None, ragged=True))
         for names, kept in KEPT_OPERATIONS.items():
-            under, ran_under = counted(partial(self._outcome, model, Engine(policy=f"ops({names})"), ragged=True))
+            under, ran_under = counted(partial(self._outcome, model, BlockEngine(policy=f"ops({names})"), ragged=True))
             assert under.differences(plain) == [], names
             assert torch.equal(under.generator_state, plain.generator_state), f"ops({names}) leaks random state"
             assert {op: ran_under[op] for op in kept} == {op: ran[op] for op in kept}, names
@@ -200,7 +202,7 @@ class CoreChecks:
         plain = self._outcome(model, None, ragged=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(policy_schedule.MAKERS, "reentrant", lambda arguments: _Reentrant())
-            under = self._outcome(model, Engine(policy="reentrant"), ragged=True)
+            under = self._outcome(model, BlockEngine(policy="reentrant"), ragged=True)
         assert under.num_attention == 2 * plain.num_attention
         assert all(map(torch.equal, under.outputs, plain.outputs))
         largest = max(float(gradient.norm()) for gradient in plain.gradients.values() if gradient is not None)
@@ -254,9 +256,9 @@ class CoreChecks:
     @pytest.mark.parametrize("policy", POLICIES)
     def test_an_outer_autocast_changes_nothing(self, policy: str) -> None:
         model: Any = make_model(self.spec, self.arch, adapter=ADAPTERS["lora"])
-        plain = self._outcome(model, Engine(policy=policy))
+        plain = self._outcome(model, BlockEngine(policy=policy))
         with torch.autocast("cpu", torch.bfloat16):
-            under = self._outcome(model, Engine(policy=policy), backward=backward_without_autocast)
+            under = self._outcome(model, BlockEngine(policy=policy), backward=backward_without_autocast)
         assert under.differences(plain) == []
 
     @pytest.mark.parametrize("policy", POLICIES)
@@ -267,18 +269,18 @@ class CoreChecks:
             thread.join()
 
         model: Any = make_model(self.spec, self.arch, adapter=ADAPTERS["lora with dropout"])
-        here = self._outcome(model, Engine(policy=policy))
-        assert self._outcome(model, Engine(policy=policy), backward=elsewhere).differences(here) == []
+        here = self._outcome(model, BlockEngine(policy=policy))
+        assert self._outcome(model, BlockEngine(policy=policy), backward=elsewhere).differences(here) == []
 
     @pytest.mark.parametrize(("adapter", "policy"), every_value(list(ADAPTERS), POLICIES))
     def test_training_on_another_device_changes_no_number(self, adapter: str, policy: str) -> None:
         """Fails on any operation that mixes the devices: a table, mask or noise left on the host."""
         items = self.items(2, ragged=True)
         here, there = (make_model(self.spec, self.arch, adapter=ADAPTERS[adapter]) for _ in range(2))
-        numbers, parameters = train_shortly(self.spec, here, items, Engine(policy=policy))
+        numbers, parameters = train_shortly(self.spec, here, items, BlockEngine(policy=policy))
         move_to(there, torch.device("cpu", 1))
         with PretendDevices():
-            other_numbers, other_parameters = train_shortly(self.spec, there, items, Engine(policy=policy))
+            other_numbers, other_parameters = train_shortly(self.spec, there, items, BlockEngine(policy=policy))
         assert other_numbers == numbers
         assert [name for name, value in parameters.items() if not torch.equal(other_parameters[name], value)] == []
 
@@ -289,9 +291,9 @@ class CoreChecks:
         compute_fp32_in_fp32()
         items = self.items(2, ragged=True)
         here, plain, there = (make_model(self.spec, self.arch, adapter=ADAPTERS[adapter]) for _ in range(3))
-        numbers, _ = train_shortly(self.spec, here, items, Engine())
-        plain_numbers, _ = train_shortly(self.spec, plain.to("cuda"), items, Engine())
-        other_numbers, _ = train_shortly(self.spec, there.to("cuda"), items, Engine(policy=policy))
+        numbers, _ = train_shortly(self.spec, here, items, BlockEngine())
+        plain_numbers, _ = train_shortly(self.spec, plain.to("cuda"), items, BlockEngine())
+        other_numbers, _ = train_shortly(self.spec, there.to("cuda"), items, BlockEngine(policy=policy))
         assert other_numbers[0] == pytest.approx(numbers[0], rel=1e-4)  # measured without dropout
         assert other_numbers == pytest.approx(plain_numbers, rel=1e-3)
 
@@ -369,7 +371,7 @@ class CoreChecks:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         losses = []
         for _ in range(8):
-            outputs = model(inputs, run=run_plain)
+            outputs = model(inputs, engine=run_plain)
             pairs = zip(outputs, items, strict=True)
             loss = sum(((o.float() - i["latents"]).square().mean() for o, i in pairs), torch.zeros(()))
             optimizer.zero_grad()

@@ -12,8 +12,8 @@ from PIL import Image
 from ditkit_core.adapters.inject import AdapterConfig
 from ditkit_core.diagnostics.audit import audit as audit_module
 from ditkit_core.diagnostics.audit.audit import ACTING, Subject, audit
-from ditkit_core.diagnostics.audit.findings import Errors, Findings, from_json
-from ditkit_core.engine.engine import Engine
+from ditkit_core.diagnostics.audit.findings import AuditFindings, Errors, audit_from_json
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.precision import Precision, precision_of
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.conformance_quantized import make_quantized
@@ -26,20 +26,20 @@ from ditkit_core.testing.world import Items, make_model, outcome
 _LORA = AdapterConfig(rank=4, dropout=0.2)
 
 
-def subject_of(spec: ModelSpec, model: Any, items: Items, run: Engine | None = None) -> Subject:
+def subject_of(spec: ModelSpec, model: Any, items: Items, engine: BlockEngine | None = None) -> Subject:
     """A model with the precision that it has, and items under the names 0, 1, …"""
     return Subject(
-        model=model, spec=spec, precision=precision_of(model), run=run or Engine(), ids=[str(i) for i in range(len(items))],
+        model=model, spec=spec, precision=precision_of(model), run=engine or BlockEngine(), ids=[str(i) for i in range(len(items))],
         items=items, guidance=1.0, seed=7,
     )  # fmt: skip
 
 
-def found(subject: Subject) -> Findings:
+def found(subject: Subject) -> AuditFindings:
     """An audit's findings."""
     return audit(subject, advance=lambda: None)
 
 
-def errors(findings: Findings) -> dict[str, list[Errors]]:
+def errors(findings: AuditFindings) -> dict[str, list[Errors]]:
     """Every number that does not depend on the machine's speed or memory."""
     cases = {"own": findings.own, "all lowered": findings.all_lowered}
     for each in findings.places:
@@ -114,7 +114,7 @@ class AuditChecks:
         divide(divided, devices)
         with PretendDevices():
             swap = stream(divided, 1, devices[1:-1])
-            there = found(subject_of(self.spec, divided, items, Engine(policy="attn_only", passages=(swap,))))
+            there = found(subject_of(self.spec, divided, items, BlockEngine(policy="attn_only", hooks=(swap,))))
         assert errors(there) == plain
 
     @pytest.mark.usefixtures("few_places")
@@ -123,7 +123,7 @@ class AuditChecks:
         """A step after an audit is the step before it, to the bit; the audit again finds the same."""
         items = self.items(2)
         model = make_model(self.spec, self.arch, adapter=_LORA if adapter == "lora" else None)
-        before = outcome(self.spec, model, items, Engine())
+        before = outcome(self.spec, model, items, BlockEngine())
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         subject = subject_of(self.spec, model, items)
@@ -131,7 +131,7 @@ class AuditChecks:
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, values[name]) and parameter.grad is gradients[name], name
         assert model.training and precision_of(model) == Precision(matmul=torch.float32)
-        assert outcome(self.spec, model, items, Engine()).equals(before)
+        assert outcome(self.spec, model, items, BlockEngine()).equals(before)
         assert errors(found(replace(subject))) == first
 
 
@@ -150,7 +150,7 @@ def check_demo(demo: Demo, folder: Path) -> None:
         folder: Of the run.
     """
     assert demo.train(folder, "--audit-precision") == 0
-    found = from_json(json.loads((folder / "audit" / "precision.json").read_text(encoding="utf-8")))
+    found = audit_from_json(json.loads((folder / "audit" / "precision.json").read_text(encoding="utf-8")))
     assert found.own.overall.gradient < 1e-5 < found.places[-1].alone.overall.gradient
     with Image.open(folder / "audit" / "precision.png") as picture:
         assert picture.width > picture.height > 400

@@ -7,7 +7,7 @@ import torch
 
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.encoding.loader import Batch
-from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.world import ADAPTERS, Items, make_model
 from ditkit_core.training.flow_matching import FlowConfig
@@ -51,7 +51,7 @@ class FusedChecks:
         items = [dict(item) for item in self.items(2, ragged=True)]
         batch = Batch(ids=["clip 0", "clip 1"], items=items)
         reported = [
-            training_step(TrainModel(model, Engine(policy=policy), self.spec), [batch], optimizer, StepContext(step=step, seed=1, flow=FlowConfig(weighting="bell")), lr=1e-2, clip_norm=0.0)
+            training_step(TrainModel(model, BlockEngine(policy=policy), self.spec), [batch], optimizer, StepContext(step=step, seed=1, flow=FlowConfig(weighting="bell")), lr=1e-2, clip_norm=0.0)
             for step in range(2)
         ]  # fmt: skip
         weights = {name: parameter.detach() for name, parameter in trained.items()}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ditkit_core.engine.activation_offload import HostMemory
-from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_linear import LAYOUTS
 from ditkit_core.testing.combinations import pairwise
@@ -54,14 +54,14 @@ class LeverChecks:
         """A measurement and an optimizer step, against the same base and adapter on one device, resident, nothing recomputed."""
         items = self.items(2, ragged=True)
         plain = self._model(quantize, adapter)
-        numbers, values = train_shortly(self.spec, plain, items, Engine(), pipelined=pipelined)
+        numbers, values = train_shortly(self.spec, plain, items, BlockEngine(), pipelined=pipelined)
         model = self._model(quantize, adapter)
         devices = layouts(len(model.blocks()))[layout]
         divide(model, devices)
         with PretendDevices():
             swap = stream(model, one_of, devices[1:-1]) if one_of else None
             chosen = f"{policy}+offload" if offload else policy
-            engine = Engine(policy=chosen, passages=() if swap is None else (swap,), host=HostMemory(smallest=0))
+            engine = BlockEngine(policy=chosen, hooks=() if swap is None else (swap,), host=HostMemory(smallest=0))
             if swap is None:
                 found, others = train_shortly(self.spec, model, items, engine, pipelined=pipelined)
             else:

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from ditkit_core.adapters.inject import AdapterConfig
 from ditkit_core.engine.activation_offload import HostMemory
-from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.conformance_split import ONE, layouts
 from ditkit_core.testing.pretend_devices import HOST, CountCrossings, PretendDevices, divide
@@ -39,11 +39,11 @@ class OffloadChecks:
     @pytest.mark.parametrize(("adapter", "policy", "layout"), _CASES)
     def test_offloading_changes_no_bit(self, adapter: str, policy: str, layout: str) -> None:
         """Nor what is recomputed, nor any generator; a second step needs no more of the host."""
-        expected = outcome(self.spec, self._made(adapter), self.items(2, ragged=True), Engine(policy=policy))
+        expected = outcome(self.spec, self._made(adapter), self.items(2, ragged=True), BlockEngine(policy=policy))
         model = self._made(adapter)
         num = len(model.blocks())
         divide(model, [ONE] * (num + 2) if layout == "one" else layouts(num)[layout])
-        engine = Engine(policy=f"{policy}+offload", host=HostMemory(smallest=0))
+        engine = BlockEngine(policy=f"{policy}+offload", host=HostMemory(smallest=0))
         held = []
         for _ in range(2):
             found, sent = self._offloaded(model, engine)
@@ -68,7 +68,7 @@ class OffloadChecks:
             carry = after
         divide(model, [ONE] * (len(model.blocks()) + 2))
         sent = {
-            policy: self._offloaded(model, Engine(policy=f"{policy}+offload", host=HostMemory(smallest=0)))[1]
+            policy: self._offloaded(model, BlockEngine(policy=f"{policy}+offload", host=HostMemory(smallest=0)))[1]
             for policy in POLICIES
         }
         assert sent["full"] == taken
@@ -78,7 +78,7 @@ class OffloadChecks:
         chosen: AdapterConfig | None = ADAPTERS[adapter]
         return make_model(self.spec, self.arch, adapter=chosen)
 
-    def _offloaded(self, model: Any, engine: Engine) -> tuple[Outcome, int]:
+    def _offloaded(self, model: Any, engine: BlockEngine) -> tuple[Outcome, int]:
         """A step, and the bytes that its forward sent to the host."""
         sent = 0
         with PretendDevices(), CountCrossings() as crossings:

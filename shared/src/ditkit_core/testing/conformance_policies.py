@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.engine.activation_offload import HostMemory
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.selective_ac import SETS
 from ditkit_core.models.precision import autocast_disabled
 from ditkit_core.models.spec import ModelSpec
@@ -156,11 +156,11 @@ class PolicyChecks:
         """Loss, outputs, gradients of parameters, latents and conditions; the generator; arithmetic and attention in the backward."""
         model: Any = make_model(self.spec, self.arch, dtype=dtype, adapter=ADAPTERS[adapter])
         num = len(model.blocks())
-        plain = self._step(model, Engine(backend=backend), autocast=False)
+        plain = self._step(model, BlockEngine(backend=backend), autocast=False)
         if offload := policy.endswith(_OFFLOAD):
             divide(model, [torch.device("cpu", 1)] * (num + 2))
         with PretendDevices() if offload else nullcontext():
-            engine = Engine(policy=policy, backend=backend, host=HostMemory(smallest=0))
+            engine = BlockEngine(policy=policy, backend=backend, host=HostMemory(smallest=0))
             under = self._step(model, engine, autocast=autocast)
         assert under.outcome.differences(plain.outcome) == []
         assert torch.equal(under.outcome.generator_state, plain.outcome.generator_state), "leaks random state"
@@ -194,7 +194,7 @@ class PolicyChecks:
             assert left_out <= work.last
             assert (left_out > 0) == (work.last > 0), type(block).__name__
 
-    def _step(self, model: Any, engine: Engine, *, autocast: bool) -> Step:
+    def _step(self, model: Any, engine: BlockEngine, *, autocast: bool) -> Step:
         flops, sent = 0, 0
 
         def backward(loss: Tensor) -> None:
@@ -231,12 +231,12 @@ class PolicyChecks:
         """One engine after the other, and each twice: no wrapper, hook or name stays, and nothing is repeated twice."""
         model: Any = make_model(self.spec, self.arch, adapter=ADAPTERS["lora"])
         before, state = _structure(model), list(model.state_dict())
-        plain = self._step(model, Engine(), autocast=False)
+        plain = self._step(model, BlockEngine(), autocast=False)
         for policy in (policy for policy in LEVERS["policy"] if not policy.endswith(_OFFLOAD)):
-            once, again = (self._step(model, Engine(policy=policy), autocast=False) for _ in range(2))
+            once, again = (self._step(model, BlockEngine(policy=policy), autocast=False) for _ in range(2))
             assert once.backward_flops == again.backward_flops > plain.backward_flops, policy
             assert _structure(model) == before and list(model.state_dict()) == state, policy
-        assert self._step(model, Engine(), autocast=False).backward_flops == plain.backward_flops
+        assert self._step(model, BlockEngine(), autocast=False).backward_flops == plain.backward_flops
 
 
 def _structure(model: nn.Module) -> list[tuple[Any, ...]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.models.precision import FAST, PLACES, Precision, autocast_disabled, set_precision
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.models.spec import ModelSpec
@@ -93,7 +93,9 @@ class PrecisionChecks:
         sigma = torch.tensor([0.7313, 0.2517], dtype=torch.float64)[: len(items)]
         torch.manual_seed(3)
         with _Dtypes() as forward:
-            outputs = model(self.spec.training.make_inputs(latents, sigma, wide, 3.3), run=Engine(policy=policy))
+            outputs = model(
+                self.spec.training.make_inputs(latents, sigma, wide, 3.3), engine=BlockEngine(policy=policy)
+            )
         sum((output.double().square().mean() for output in outputs), torch.zeros(())).backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         gradients |= {f"input {i}": latent.grad for i, latent in enumerate(latents) if latent.grad is not None}
@@ -157,9 +159,9 @@ class PrecisionChecks:
             with autocast_disabled(loss.device.type):
                 loss.backward()
 
-        plain = outcome(self.spec, model, self.items(2), Engine())
+        plain = outcome(self.spec, model, self.items(2), BlockEngine())
         with torch.autocast("cpu", outer):
-            under = outcome(self.spec, model, self.items(2), Engine(), backward=backward)
+            under = outcome(self.spec, model, self.items(2), BlockEngine(), backward=backward)
         assert under.differences(plain) == []
 
     @pytest.mark.parametrize(
@@ -168,7 +170,9 @@ class PrecisionChecks:
     def test_a_policy_changes_no_number_of_a_preset(self, adapter: str, preset: str, policy: str) -> None:
         model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=ADAPTERS[adapter])
         set_precision(model, self._preset(preset))
-        plain, under = (outcome(self.spec, model, self.items(2, True), run) for run in (None, Engine(policy=policy)))
+        plain, under = (
+            outcome(self.spec, model, self.items(2, True), run) for run in (None, BlockEngine(policy=policy))
+        )
         assert under.differences(plain) == []
 
     def test_the_stream_has_the_dtype_of_its_place(self) -> None:

@@ -12,22 +12,22 @@ from torch import Tensor, nn
 from ditkit_core.adapters.export import ExportConfig, export_merged
 from ditkit_core.adapters.inject import AdapterConfig, canonical_name, initialise, inject, is_adapter_name
 from ditkit_core.adapters.read import BaseConfig
-from ditkit_core.engine.engine import POLICIES, Engine
-from ditkit_core.engine.placement import place
+from ditkit_core.engine.engine import POLICIES, BlockEngine
+from ditkit_core.engine.placement import place_blocks
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn import quantized_linear
 from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear, quantized_weights
-from ditkit_core.run.prepare import build, load
+from ditkit_core.run.prepare import build_meta_model, load_weights
 from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.world import ADAPTERS, Items, make_model, outcome, train_shortly
+from ditkit_core.weights.fused_tensors import rows_of
 from ditkit_core.weights.quantize import convert, linears_of_blocks
-from ditkit_core.weights.tensor_parts import rows_of
 
 KINDS = tuple(LAYOUTS)
 # Training the base itself is refused.
@@ -110,7 +110,7 @@ class QuantizedChecks:
         assert torch.isfinite(plain.loss) and any(g is not None for g in plain.gradients.values())
         assert all(plain.gradients[name] is not None for name, p in model.named_parameters() if p.requires_grad)
         for policy in POLICIES:
-            assert outcome(self.spec, model, items, Engine(policy=policy)).differences(plain) == [], policy
+            assert outcome(self.spec, model, items, BlockEngine(policy=policy)).differences(plain) == [], policy
 
     @pytest.mark.parametrize(("kind", "adapter"), list(zip(KINDS, _ADAPTERS, strict=True)))
     def test_no_cut_changes_a_number_over_a_quantized_base(self, kind: str, adapter: str) -> None:
@@ -118,11 +118,11 @@ class QuantizedChecks:
         items = self.items(2, ragged=True)
         here = self._quantized(kind, adapter)
         num, policy = len(here.blocks()), POLICIES[KINDS.index(kind)]
-        numbers, values = train_shortly(self.spec, here, items, Engine(policy=policy))
+        numbers, values = train_shortly(self.spec, here, items, BlockEngine(policy=policy))
         for devices in ([_ONE] * (num + 2), [_ONE] * (1 + num // 2) + [_TWO] * (num - num // 2 + 1)):
             there = self._quantized(kind, adapter, devices=devices)
             with PretendDevices():
-                other_numbers, other_values = train_shortly(self.spec, there, items, Engine(policy=policy))
+                other_numbers, other_values = train_shortly(self.spec, there, items, BlockEngine(policy=policy))
             assert other_numbers == numbers, devices
             assert [name for name in values if not torch.equal(other_values[name], values[name])] == [], devices
 
@@ -139,7 +139,7 @@ class QuantizedChecks:
                 inputs = self.spec.training.make_inputs(
                     [i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0
                 )
-                outputs = Engine()(model, inputs)
+                outputs = BlockEngine()(model, inputs)
                 held.append(live.total())
             del outputs
         assert held[0] == held[1]
@@ -152,7 +152,7 @@ class QuantizedChecks:
         for policy in ("none", "full"):
             with pytest.MonkeyPatch.context() as patch:
                 counts[policy] = count_dequantized(patch)
-                outcome(self.spec, model, self.items(2), Engine(policy=policy))
+                outcome(self.spec, model, self.items(2), BlockEngine(policy=policy))
         blocks = [b for b in model.blocks() if any(isinstance(m, QuantizedLinear) for m in b.modules())]
         recomputed = len(counts["full"]) - len(counts["none"])
         assert recomputed <= len(quantized_weights(model)) - self.num_last_matmuls(blocks), counts
@@ -165,11 +165,11 @@ class QuantizedChecks:
         (folder,) = export_merged(model, spec, tmp_path, config, metadata={})
         (file,) = folder.glob("*.safetensors")
         # The folder of a transformer that ComfyUI reads has no config.json.
-        unloaded = build(
-            spec, Components(transformer=str(file), preset="this"), AdapterConfig(), BaseConfig(),
+        unloaded = build_meta_model(
+            spec, ModelPaths(transformer=str(file), preset="this"), AdapterConfig(), BaseConfig(),
             precision=Precision(matmul=torch.float32),
         )  # fmt: skip
-        read = load(unloaded, placement=place(unloaded.model, [torch.device("cpu")]), seed=0).model
+        read = load_weights(unloaded, placement=place_blocks(unloaded.model, [torch.device("cpu")]), seed=0).model
         held, stored = quantized_weights(read), SafetensorsSource.open(file)
         assert held.keys() == {
             f"{name}.weight" for name in linears_of_blocks(model) if not spec.precision.keep_fp32(f"{name}.weight")

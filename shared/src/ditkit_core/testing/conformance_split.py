@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.encoding.loader import Batch
-from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.io.rng import seed_of
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.full_size import Arithmetic
 from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, divide, on_host
 from ditkit_core.testing.world import ADAPTERS, Items, make_model, micro_batches, outcome, train_shortly
-from ditkit_core.training.flow_matching import FlowConfig, NoisedBatch, draw_noise, loss_weight, velocity_errors
+from ditkit_core.training.flow_matching import FlowConfig, NoisedBatch, loss_weight, sample_noise, velocity_errors
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, accumulate_gradients
 
@@ -71,12 +71,12 @@ class SplitChecks:
         """Outputs, loss, gradients and what is recomputed, for every cut between two blocks."""
         items = self.items(2, ragged=True)
         whole: Any = self._divided(adapter)
-        expected = outcome(self.spec, whole, items, Engine(policy=policy))
+        expected = outcome(self.spec, whole, items, BlockEngine(policy=policy))
         num = len(whole.blocks())
         for cut in range(1, num):
             divided = self._divided(adapter, [ONE] * (1 + cut) + [TWO] * (num - cut + 1))
             with PretendDevices():
-                found = outcome(self.spec, divided, items, Engine(policy=policy))
+                found = outcome(self.spec, divided, items, BlockEngine(policy=policy))
             assert found.differences(expected) == [], cut
             assert found.num_attention == expected.num_attention, cut
             assert torch.equal(found.generator_state, expected.generator_state), f"cut {cut} leaks random state"
@@ -85,10 +85,10 @@ class SplitChecks:
     def test_no_layout_changes_a_number_of_training(self, layout: str, adapter: str, policy: str) -> None:
         """A measurement and an optimizer step: two to four devices, embedding or head alone, back to a device, any order."""
         items = self.items(2, ragged=True)
-        numbers, values = train_shortly(self.spec, self._divided(adapter), items, Engine(policy=policy))
+        numbers, values = train_shortly(self.spec, self._divided(adapter), items, BlockEngine(policy=policy))
         divided = self._divided(adapter, self._layouts[layout])
         with PretendDevices():
-            other_numbers, other_values = train_shortly(self.spec, divided, items, Engine(policy=policy))
+            other_numbers, other_values = train_shortly(self.spec, divided, items, BlockEngine(policy=policy))
         assert other_numbers == numbers
         assert values.keys() == other_values.keys()
         assert [name for name in values if not torch.equal(other_values[name], values[name])] == []
@@ -111,7 +111,7 @@ class SplitChecks:
                 launched.update(crossings.copies)
                 loss.backward()
 
-            outcome(self.spec, model, self.items(2, ragged=True), Engine(policy=policy), backward=backward)
+            outcome(self.spec, model, self.items(2, ragged=True), BlockEngine(policy=policy), backward=backward)
         return _between_devices(launched), _between_devices(crossings.copies - launched)
 
     @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ class SplitChecks:
     def _accumulate(self, model: Any, batches: Sequence[Batch], policy: str, *, pipelined: bool) -> None:
         model.zero_grad(set_to_none=True)
         accumulate_gradients(
-            TrainModel(model, Engine(policy=policy), self.spec),
+            TrainModel(model, BlockEngine(policy=policy), self.spec),
             batches,
             StepContext(step=3, seed=1, flow=FLOW, pipelined=pipelined),
         )
@@ -174,7 +174,7 @@ class SplitChecks:
             divided.head.register_forward_hook(lambda *_: crossed.append(Ways(crossings.copies)))
             divided.head.register_forward_hook(lambda *_: waited.extend(arithmetic.waits))
             accumulate_gradients(
-                TrainModel(divided, Engine(policy=policy), self.spec),
+                TrainModel(divided, BlockEngine(policy=policy), self.spec),
                 batches,
                 StepContext(step=3, seed=1, flow=FLOW, pipelined=True),
             )
@@ -209,14 +209,14 @@ def one_backward(spec: ModelSpec, model: Any, batches: Sequence[Batch], chosen: 
     for micro, batch in enumerate(batches):
         shifts = [FLOW.shift_for(spec.training.shift(item["latents"])) for item in batch.items]
         named = enumerate(zip(batch.ids, batch.items, shifts, strict=True), start=place)
-        drawn = [draw_noise(item["latents"], FLOW, shift, 1, "noise", 3, i, name) for i, (name, item, shift) in named]
+        drawn = [sample_noise(item["latents"], FLOW, shift, 1, "noise", 3, i, name) for i, (name, item, shift) in named]
         place += len(drawn)
         if chosen not in (None, micro):
             continue
         torch.manual_seed(seed_of(1, "dropout", 3, micro))
         sigma, noise = torch.stack([level for level, _ in drawn]), [eps for _, eps in drawn]
         noised = NoisedBatch(batch.items, sigma, noise)
-        errors = velocity_errors(TrainModel(model, Engine(), spec), noised, FLOW.guidance)
+        errors = velocity_errors(TrainModel(model, BlockEngine(), spec), noised, FLOW.guidance)
         factors = zip(batch.weights or [1.0] * len(drawn), sigma, shifts, strict=True)
         weights = torch.stack([factor * loss_weight(level, FLOW, shift) for factor, level, shift in factors])
         total = total + (errors * weights).sum() / counted

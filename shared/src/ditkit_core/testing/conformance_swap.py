@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ditkit_core.adapters.inject import AdapterConfig, trainable_parameters
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.block_swap import BlockSwap, choose_streamed
-from ditkit_core.engine.engine import POLICIES, Engine
+from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.engine.pinned_memory import HOST
 from ditkit_core.engine.placement import Placement
 from ditkit_core.models.spec import ModelSpec
@@ -24,7 +24,7 @@ from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.optimizer import OptimConfig
 from ditkit_core.training.train_model import TrainModel
-from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, StepResult, training_step
 
 _ADAPTERS = {
@@ -118,12 +118,12 @@ def train_streamed(
         What the steps report, and the weights, the optimizer's state and the average after them, on the host.
     """
     config = OptimConfig(name=optimizer, lr=1e-2, fused_backward=swap is not None)
-    trained = Trained(model, trainable_parameters(model), config, ema or EMAConfig(), swap)
+    trained = TrainState(model, trainable_parameters(model), config, ema or EMAConfig(), swap)
     batch = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
     reported = []
     for step in range(num_steps):
         result = training_step(
-            TrainModel(model, Engine(policy=policy, compile=compile, passages=() if swap is None else (swap,)), spec),
+            TrainModel(model, BlockEngine(policy=policy, compile=compile, hooks=() if swap is None else (swap,)), spec),
             [batch],
             trained.optimizer,
             StepContext(step=step, seed=1, flow=FlowConfig(weighting="bell")),
@@ -156,13 +156,13 @@ class SwapChecks:
         adapter, one_of = streamed
         items = self.items(2, ragged=True)
         model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=_ADAPTERS[adapter])
-        plain = outcome(self.spec, model, items, Engine(policy=policy))
+        plain = outcome(self.spec, model, items, BlockEngine(policy=policy))
         names = list(model.state_dict())
         swap = stream(model, _STREAMED[one_of])
         assert list(model.state_dict()) == names
         for _ in range(2):
             with Watched(swap) as watch:
-                under = outcome(self.spec, model, items, Engine(policy=policy, passages=(swap,)))
+                under = outcome(self.spec, model, items, BlockEngine(policy=policy, hooks=(swap,)))
             assert under.differences(plain) == []
             assert under.num_attention == plain.num_attention
             assert torch.equal(under.generator_state, plain.generator_state)
@@ -181,7 +181,7 @@ class SwapChecks:
             existing = [*model.parameters(), *(swap.buffers if swap else [])]
             inputs = self.spec.training.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
             with LiveBytes(existing, inputs) as live:
-                outputs = model(inputs, run=Engine(policy=policy, passages=() if swap is None else (swap,)))
+                outputs = model(inputs, engine=BlockEngine(policy=policy, hooks=() if swap is None else (swap,)))
                 kept.append(live.total())
                 del outputs
         assert kept[0] == kept[1]
@@ -192,7 +192,7 @@ class SwapChecks:
         items = self.items(2, ragged=True)
         adapter = _ADAPTERS["lora with dropout"]
         whole: Any = make_model(self.spec, self.arch, adapter=adapter)
-        numbers, parameters = train_shortly(self.spec, whole, items, Engine(policy=policy))
+        numbers, parameters = train_shortly(self.spec, whole, items, BlockEngine(policy=policy))
         divided: Any = make_model(self.spec, self.arch, adapter=adapter)
         blocks = divided.blocks()
         cut = max(1, len(blocks) // 2)
@@ -202,7 +202,7 @@ class SwapChecks:
             swap = stream(divided, devices=[HOST if i < cut else _SECOND for i in range(len(blocks))])
             with Watched(swap) as watch:
                 other_numbers, other_parameters = train_shortly(
-                    self.spec, divided, items, Engine(policy=policy, passages=(swap,))
+                    self.spec, divided, items, BlockEngine(policy=policy, hooks=(swap,))
                 )
         assert other_numbers == numbers
         assert [name for name, value in parameters.items() if not torch.equal(other_parameters[name], value)] == []
@@ -212,21 +212,21 @@ class SwapChecks:
     def test_one_backward_over_several_streamed_forwards(self, policy: str, one_of: str) -> None:
         """As a pipelined step runs: every micro-batch's blocks are passed in turn, and nothing stays."""
         model: Any = make_model(self.spec, self.arch, adapter=_ADAPTERS["lora with dropout"])
-        plain = self._summed(model, Engine(policy=policy))
+        plain = self._summed(model, BlockEngine(policy=policy))
         swap = stream(model, _STREAMED[one_of])
         with Watched(swap) as watch:
-            under = self._summed(model, Engine(policy=policy, passages=(swap,)))
+            under = self._summed(model, BlockEngine(policy=policy, hooks=(swap,)))
         assert [name for name, gradient in plain.items() if not torch.equal(gradient, under[name])] == []
         assert watch.most <= 2 and not watch.there()
 
-    def _summed(self, model: nn.Module, run: Engine) -> dict[str, Tensor]:
+    def _summed(self, model: nn.Module, engine: BlockEngine) -> dict[str, Tensor]:
         """Gradients of the summed loss of three micro-batches."""
         model.zero_grad(set_to_none=True)
         torch.manual_seed(3)
         loss = torch.zeros(())
         for item in self.items(3, ragged=True):
             inputs = self.spec.training.make_inputs([item["latents"]], torch.tensor([0.4]), [item], 1.0)
-            loss = loss + model(inputs, run=run)[0].float().square().mean()
+            loss = loss + model(inputs, engine=engine)[0].float().square().mean()
         loss.backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -250,7 +250,7 @@ class SwapChecks:
         assert watch.fetched.total() == num_steps * (2 * count - 2 if count > 1 else 1)
         with torch.no_grad(), Watched(swap) as watch:
             inputs = self.spec.training.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)
-            model(inputs, run=Engine(policy=policy, passages=(swap,)))
+            model(inputs, engine=BlockEngine(policy=policy, hooks=(swap,)))
         assert watch.fetched.total() and not watch.returned
 
     def test_streamed_samples_are_the_same(self) -> None:
@@ -259,10 +259,10 @@ class SwapChecks:
         (item,) = self.items(1)
         inputs = self.spec.training.make_inputs([item["latents"]], torch.tensor([0.5]), [item], 1.0)
         with torch.no_grad():
-            (expected,) = model(inputs, run=Engine())
+            (expected,) = model(inputs, engine=BlockEngine())
             swap = stream(model)
             for _ in range(3):
                 with Watched(swap) as watch:
-                    (drawn,) = model(inputs, run=Engine(passages=(swap,)))
+                    (drawn,) = model(inputs, engine=BlockEngine(hooks=(swap,)))
                 assert torch.equal(drawn, expected)
                 assert watch.most <= 2 and watch.fetched.total() <= len(swap.buffers) + 1

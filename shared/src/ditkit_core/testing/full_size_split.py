@@ -14,21 +14,21 @@ from torch.utils._pytree import tree_leaves
 
 from ditkit_core.adapters.inject import AdapterConfig, inject
 from ditkit_core.encoding.loader import Batch
-from ditkit_core.engine.engine import Engine
-from ditkit_core.engine.placement import Placement, place
+from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.engine.placement import Placement, place_blocks
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.context import as_on
 from ditkit_core.planner.memory import Budget
-from ditkit_core.planner.memory_tracker import Ledger
-from ditkit_core.planner.partition import choose_cuts, weights_profile
+from ditkit_core.planner.memory_tracker import MemoryTracker
+from ditkit_core.planner.partition import choose_split_points, weights_profile
 from ditkit_core.planner.reduced_model import materialise
 from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.optimizer import OptimConfig
 from ditkit_core.training.train_model import TrainModel
-from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, accumulate_gradients, total_norm, update
 
 DEVICES = tuple(torch.device("cpu", index) for index in range(4))
@@ -67,10 +67,10 @@ class Divided:
 
     model: Any
     placement: Placement
-    trained: Trained
+    trained: TrainState
     crossings: Crossings
     """Of forward and backward of the last step."""
-    ledger: Ledger
+    ledger: MemoryTracker
     """Its peak is that of the last step."""
     carried: list[Counter[str]]
     """At each boundary, of the carry: `tensors`, `gradients` (those that take part in the backward), `bytes`."""
@@ -148,7 +148,7 @@ def divided_step(
     placed = placement(model)
     names = {id(module): name for name, module in model.named_modules()}
     carried: list[Counter[str]] = []
-    moved = activation_checkpoint.moved
+    moved = activation_checkpoint.move_carry
 
     def watched(carry: Any, device: torch.device) -> Any:
         tensors = [leaf for leaf in tree_leaves(carry) if isinstance(leaf, Tensor)]
@@ -157,15 +157,15 @@ def divided_step(
         carried.append(Counter(tensors=len(tensors), gradients=gradients, bytes=sizes))
         return moved(carry, device)
 
-    patch.setattr(activation_checkpoint, "moved", watched)
-    engine, flow = Engine(policy=policy), FlowConfig()
-    with FakeTensorMode(), as_on("cuda"), Ledger() as ledger:
+    patch.setattr(activation_checkpoint, "move_carry", watched)
+    engine, flow = BlockEngine(policy=policy), FlowConfig()
+    with FakeTensorMode(), as_on("cuda"), MemoryTracker() as ledger:
         for stage, device in zip(
             (model.embed, *model.blocks(), model.head), (placed.embed, *placed.blocks, placed.head), strict=True
         ):
             materialise(stage, names[id(stage)], spec, dtype=torch.bfloat16, device=device)
         ledger.track([p for p in model.parameters() if not p.requires_grad], "weights")
-        trained = Trained(
+        trained = TrainState(
             model, {n: p for n, p in model.named_parameters() if p.requires_grad}, OptimConfig(), EMAConfig(decay=0.9)
         )
         ledger.track(list(trained.parameters.values()), "adapters")
@@ -198,6 +198,6 @@ def balanced(spec: ModelSpec, num_devices: int) -> Callable[[Any], Placement]:
     def divided(model: Any) -> Placement:
         profile = weights_profile(model, spec, Precision(), averaged=True)
         budgets = [Budget(name=str(device), total=10**12, workspace=0) for device in DEVICES[:num_devices]]
-        return place(model, DEVICES[:num_devices], choose_cuts(profile, budgets))
+        return place_blocks(model, DEVICES[:num_devices], choose_split_points(profile, budgets))
 
     return divided

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from ditkit_core.adapters.inject import AdapterConfig
 from ditkit_core.encoding.loader import Batch
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.memory import Budget, DevicePlan, Division, compose
-from ditkit_core.planner.memory_tracker import Ledger
-from ditkit_core.planner.profiler import Job, Measured, Profile, measure, profile
-from ditkit_core.planner.reduced_model import thinned
+from ditkit_core.planner.memory import Budget, DevicePlan, Partition, compose
+from ditkit_core.planner.memory_tracker import MemoryTracker
+from ditkit_core.planner.profiler import MeasuredStep, Profile, measure, profile
+from ditkit_core.planner.reduced_model import reduced_model
+from ditkit_core.planner.stage_costs import StepJob as Job
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
 from ditkit_core.testing.world import make_model, offloadable
 from ditkit_core.training.ema import EMAConfig
@@ -44,7 +45,7 @@ def step_of(spec: ModelSpec, arch: Any, size: tuple[int, int, int], adapter: Ada
     )  # fmt: skip
 
 
-def divided(num_blocks: int, cuts: Sequence[int], streamed: Collection[int] = ()) -> Division:
+def divided(num_blocks: int, cuts: Sequence[int], streamed: Collection[int] = ()) -> Partition:
     """Blocks over one device more than there are cuts.
 
     Args:
@@ -54,11 +55,11 @@ def divided(num_blocks: int, cuts: Sequence[int], streamed: Collection[int] = ()
     """
     bounds = [0, *cuts, num_blocks]
     devices = tuple(device for device in range(len(cuts) + 1) for _ in range(bounds[device], bounds[device + 1]))
-    return Division(devices=devices, streamed=frozenset(streamed))
+    return Partition(devices=devices, streamed=frozenset(streamed))
 
 
 def planned(
-    found: Profile, division: Division, *, micro_batches: int = 1, pipelined: bool = False
+    found: Profile, division: Partition, *, micro_batches: int = 1, pipelined: bool = False
 ) -> tuple[DevicePlan, ...]:
     """The plan for devices that hold anything, without what libraries take.
 
@@ -71,9 +72,9 @@ def planned(
     return compose(found, division, budgets, micro_batches=micro_batches, pipelined=pipelined)
 
 
-def whole(job: Job, cuts: Sequence[int]) -> Measured:
+def whole(job: Job, cuts: Sequence[int]) -> MeasuredStep:
     """The step of all blocks on fake tensors, divided so."""
-    model = thinned(job.spec, job.arch, job.precision, job.adapter, quantize=job.quantize, of_each=None)
+    model = reduced_model(job.spec, job.arch, job.precision, job.adapter, quantize=job.quantize, of_each=None)
     return measure(job, model, [0, *divided(len(model.indices), cuts).devices, len(cuts)])
 
 
@@ -95,19 +96,19 @@ def check_plan(found: Profile, job: Job, cuts: Sequence[int], *, rel: float) -> 
 class _Watch:
     """A passage that notes what is alive before the first block and behind the last."""
 
-    def __init__(self, ledger: Ledger):
+    def __init__(self, ledger: MemoryTracker):
         self.ledger = ledger
         self.before: int | None = None
         self.after = 0
 
-    def enter(self, index: int, block: nn.Module) -> None:
+    def pre_forward(self, index: int, block: nn.Module) -> None:
         if self.before is None:
             self.before = self._alive()
 
-    def leave(self, index: int, block: nn.Module, carry: Any) -> None:
+    def post_forward(self, index: int, block: nn.Module, carry: Any) -> None:
         self.after = self._alive()
 
-    def backward(self, index: int, block: nn.Module) -> None:
+    def pre_backward(self, index: int, block: nn.Module) -> None:
         pass
 
     def _alive(self) -> int:
@@ -132,13 +133,13 @@ def check_kept(job: Job, *, rel: float = 0.02) -> None:
     """
     job = replace(job, kind="cpu")
     model, items = _real(job)
-    with Ledger() as ledger:
+    with MemoryTracker() as ledger:
         ledger.track(
             [*model.parameters(), *model.buffers(), items], "weights"
         )  # of which an operation may return a view
         watch = _Watch(ledger)
         accumulate_gradients(
-            TrainModel(model, Engine(policy=job.policy, passages=(watch,)), job.spec),
+            TrainModel(model, BlockEngine(policy=job.policy, hooks=(watch,)), job.spec),
             [Batch(ids=["a"], items=items)],
             StepContext(step=1, seed=0, flow=job.flow),
         )
@@ -157,7 +158,7 @@ def check_sent(job: Job, *, rel: float = 0.001) -> None:
     """
     model, items = _real(job)
     divide(model, [torch.device("cpu", 1)] * (len(model.blocks()) + 2))
-    engine = Engine(policy=job.policy)
+    engine = BlockEngine(policy=job.policy)
     with PretendDevices():
         accumulate_gradients(
             TrainModel(model, engine, job.spec),

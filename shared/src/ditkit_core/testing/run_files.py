@@ -7,8 +7,8 @@ from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.plan import make_report
 from ditkit_core.run.config import RunConfig
+from ditkit_core.run.context import create_run
 from ditkit_core.run.prepare import build_on_meta
-from ditkit_core.run.run import create_run
 
 
 def check_planned(spec: ModelSpec, file: Path, *, most_bytes: float) -> None:

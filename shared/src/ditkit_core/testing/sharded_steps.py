@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditkit_core.engine.ac_schedule import MAKERS, parse_schedule
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.fsdp import check_reduced, shard
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
@@ -139,7 +139,7 @@ def steps(
         for dtype in dtypes:
             made = {"dtype": DTYPES[dtype], "adapter": ADAPTERS[adapter]}
             alone = make_model(spec, arch, **made)  # type: ignore[arg-type]
-            joined = step_of(spec, alone, items, Engine(), of=len(items))
+            joined = step_of(spec, alone, items, BlockEngine(), of=len(items))
             model: Any = make_model(spec, arch, **made)  # type: ignore[arg-type]
             shard(model, Precision(matmul=DTYPES[dtype]))
             if prepare is not None:
@@ -147,7 +147,7 @@ def steps(
             values = {name: _local(p).detach().clone() for name, p in model.named_parameters()}
             plain, distance = dict[str, Tensor](), 0.0
             for policy in policies():
-                run = Engine(policy=policy)
+                run = BlockEngine(policy=policy)
                 with Calls() as calls:
                     found = step_of(spec, model, own, run, first=first, of=len(items))
                 if not plain:

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from ditkit_core.io.console import NullProgress
-from ditkit_core.models.encoders import Denoiser, SampleJob
+from ditkit_core.models.encoders import Denoiser, GenerationRequest
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import Engine, run_plain
 from ditkit_core.models.spec import (
@@ -31,11 +31,11 @@ from ditkit_core.models.spec import (
     SampleDefaults,
     TrainingSpec,
 )
-from ditkit_core.models.state_dict import Part, StateDictNames
+from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.nn.attention import attend
 from ditkit_core.nn.functional import plain_sum
 from ditkit_core.nn.linear import CastLinear
-from ditkit_core.nn.padding import key_mask
+from ditkit_core.nn.padding import padding_mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class ToyCarry(NamedTuple):
     tokens: Float[Tensor, "batch tokens dim"]
     modulation: Float[Tensor, "batch 3 dim"]
     text: Float[Tensor, "batch text dim"]
-    key_mask: Bool[Tensor, "batch tokens"] | None
+    padding_mask: Bool[Tensor, "batch tokens"] | None
     sizes: tuple[tuple[int, ...], ...]
 
 
@@ -88,7 +88,7 @@ class ToyEmbed(nn.Module):
         angles = inputs.sigma.to(precision.timestep).to(wide)[:, None] * frequencies.to(wide)
         time = self.time(torch.cat([angles.cos(), angles.sin()], -1).to(precision.time_mlp))
         text = self.text(nn.utils.rnn.pad_sequence(list(inputs.text), batch_first=True).to(precision.matmul))
-        mask = key_mask([len(row) for row in rows], tokens.device)
+        mask = padding_mask([len(row) for row in rows], tokens.device)
         modulation = time.unflatten(-1, (3, -1)).to(precision.modulation)
         return ToyCarry(tokens.to(precision.entry), modulation, text, mask, sizes)
 
@@ -114,7 +114,7 @@ class ToyBlock(nn.Module):
         normed = F.layer_norm(x.to(precision.norms_of(x.dtype)), x.shape[-1:]).to(precision.modulation)
         h = (normed * (1 + scale) + shift).to(matmul)
         q, k, v = (t.unflatten(-1, (self.heads, -1)).to(attention) for t in self.qkv(h).chunk(3, -1))
-        y = attend(q, k, v, name="self", key_mask=carry.key_mask, dropout=rate).flatten(2).to(matmul)
+        y = attend(q, k, v, name="self", padding_mask=carry.padding_mask, dropout=rate).flatten(2).to(matmul)
         x = plain_sum(gate * F.dropout(self.out(y), rate, self.training), x.to(precision.residual))
         q = self.query(x.to(matmul)).unflatten(-1, (self.heads, -1)).to(attention)
         k, v = (t.unflatten(-1, (self.heads, -1)).to(attention) for t in self.key_value(carry.text).chunk(2, -1))
@@ -148,8 +148,8 @@ class ToyModel(nn.Module):
     def blocks(self) -> list[nn.Module]:
         return list(self.layers)
 
-    def forward(self, inputs: ToyInputs, run: Engine = run_plain) -> list[Tensor]:
-        return run(self, inputs)
+    def forward(self, inputs: ToyInputs, engine: Engine = run_plain) -> list[Tensor]:
+        return engine(self, inputs)
 
 
 class _Counted:
@@ -203,7 +203,7 @@ class ToySampler:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def denoise(self, job: SampleJob) -> Generator[float, Denoiser, Tensor]:
+    def denoise(self, job: GenerationRequest) -> Generator[float, Denoiser, Tensor]:
         size = (4, (job.frames - 1) // 4 + 1, job.height // 4, job.width // 4)
         latents = torch.randn(size, generator=torch.Generator().manual_seed(job.seed)).to(self.device)
         text = [job.conditions["text"].to(self.device)]
@@ -249,37 +249,41 @@ def native_name(name: str) -> str | None:
 
 # How a block of the diffusers form is stacked: one module is three there, one has its halves swapped, two are one.
 _STACKED = {
-    "to_q": (Part("qkv", 0, 3),),
-    "to_k": (Part("qkv", 1, 3),),
-    "to_v": (Part("qkv", 2, 3),),
-    "to_vk": (Part("key_value", 1, 2), Part("key_value", 0, 2)),
-    "to_out_query": (Part("out"), Part("query")),
+    "to_q": (TensorSlice("qkv", 0, 3),),
+    "to_k": (TensorSlice("qkv", 1, 3),),
+    "to_v": (TensorSlice("qkv", 2, 3),),
+    "to_vk": (TensorSlice("key_value", 1, 2), TensorSlice("key_value", 0, 2)),
+    "to_out_query": (TensorSlice("out"), TensorSlice("query")),
 }
 _UNSTACKED = {
-    "qkv": (Part("to_q"), Part("to_k"), Part("to_v")),
-    "key_value": (Part("to_vk", 1, 2), Part("to_vk", 0, 2)),
-    "out": (Part("to_out_query", 0, 2),),
-    "query": (Part("to_out_query", 1, 2),),
+    "qkv": (TensorSlice("to_q"), TensorSlice("to_k"), TensorSlice("to_v")),
+    "key_value": (TensorSlice("to_vk", 1, 2), TensorSlice("to_vk", 0, 2)),
+    "out": (TensorSlice("to_out_query", 0, 2),),
+    "query": (TensorSlice("to_out_query", 1, 2),),
 }
 _DIFFUSERS_BLOCK = re.compile(r"(transformer_blocks\.\d+\.)(.+)\.(weight|bias)")
 _NATIVE_BLOCK = re.compile(r"(layers\.\d+\.)(.+)\.(weight|bias)")
 
 
-def _to_diffusers(name: str) -> tuple[Part, ...]:
+def _to_diffusers(name: str) -> tuple[TensorSlice, ...]:
     if (found := _NATIVE_BLOCK.fullmatch(name)) is None:
-        return (Part(f"outer.{name}"),)
+        return (TensorSlice(f"outer.{name}"),)
     block = found[1].replace("layers", "transformer_blocks")
-    return tuple(replace(p, name=f"{block}{p.name}.{found[3]}") for p in _UNSTACKED.get(found[2], (Part(found[2]),)))
+    return tuple(
+        replace(p, name=f"{block}{p.name}.{found[3]}") for p in _UNSTACKED.get(found[2], (TensorSlice(found[2]),))
+    )
 
 
-def _to_native(name: str) -> tuple[Part, ...] | None:
+def _to_native(name: str) -> tuple[TensorSlice, ...] | None:
     if found := _DIFFUSERS_BLOCK.fullmatch(name):
         block = found[1].replace("transformer_blocks", "layers")
-        return tuple(replace(p, name=f"{block}{p.name}.{found[3]}") for p in _STACKED.get(found[2], (Part(found[2]),)))
+        return tuple(
+            replace(p, name=f"{block}{p.name}.{found[3]}") for p in _STACKED.get(found[2], (TensorSlice(found[2]),))
+        )
     if name.startswith("outer."):
-        return (Part(name.removeprefix("outer.")),)
+        return (TensorSlice(name.removeprefix("outer.")),)
     native = native_name(name)
-    return None if native is None else (Part(native),)
+    return None if native is None else (TensorSlice(native),)
 
 
 def _op_group_of(name: str) -> str:
@@ -294,7 +298,7 @@ TOY = ModelSpec(
         names=StateDictNames(
             prefixes=("model.",),
             to_native=_to_native,
-            from_native={"official": lambda name: (Part(official_name(name)),), "diffusers": _to_diffusers},
+            from_native={"official": lambda name: (TensorSlice(official_name(name)),), "diffusers": _to_diffusers},
         ),
     ),
     precision=PrecisionSpec(op_group_of=_op_group_of),
@@ -319,7 +323,7 @@ TOY = ModelSpec(
         targets={"all": ("qkv", "out", "query", "key_value", "mlp.0", "mlp.2"), "attention": ("qkv", "query")}
     ),
     demo=DemoSpec(write=lambda folder: None, config=Path("demo.toml")),
-    found_at="ditkit_core.testing.toy:TOY",
+    import_path="ditkit_core.testing.toy:TOY",
 )
 
 

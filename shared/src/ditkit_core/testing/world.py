@@ -22,7 +22,7 @@ from ditkit_core.training.flow_matching import FlowConfig, to_device
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, training_step
-from ditkit_core.training.validation import held_out_loss
+from ditkit_core.training.validation import validation_loss
 
 Items = Sequence[Mapping[str, Tensor]]
 
@@ -98,13 +98,13 @@ class Outcome:
 
 
 def outcome(
-    spec: ModelSpec, model: Any, items: Items, run: Engine | None, *, backward: Any = None, conditions: bool = False
+    spec: ModelSpec, model: Any, items: Items, engine: Engine | None, *, backward: Any = None, conditions: bool = False
 ) -> Outcome:
     """One training step without an optimizer, from the same random state every time.
 
     Args:
         model: On whatever devices; the items lie on the host.
-        run: The engine; None is the model's plain forward.
+        engine: The engine; None is the model's plain forward.
         backward: Starts the backward of a loss; by default in this thread.
         conditions: Whether what an item has beside latents (text, references) gets a gradient, too.
     """
@@ -118,7 +118,7 @@ def outcome(
         first = next(model.embed.parameters()).device
         there = [to_device(item, first) for item in items]
         inputs = spec.training.make_inputs([latent.to(first) for latent in latents], sigma.to(first), there, 1.0)
-        outputs = list(model(inputs) if run is None else model(inputs, run=run))
+        outputs = list(model(inputs) if engine is None else model(inputs, engine=engine))
         loss = sum((output.float().square().mean() for output in outputs), torch.zeros(()))
         (backward or torch.Tensor.backward)(loss)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -136,7 +136,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def train_shortly(
-    spec: ModelSpec, model: Any, items: Items, run: Engine, *, pipelined: bool = False
+    spec: ModelSpec, model: Any, items: Items, engine: Engine, *, pipelined: bool = False
 ) -> tuple[list[float], dict[str, Tensor]]:
     """A measurement and an optimizer step as a run does them, on items that lie on the host, then the measurement again.
 
@@ -148,11 +148,11 @@ def train_shortly(
     whole = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
 
     def measure() -> float:
-        return held_out_loss(TrainModel(model, run, spec), whole.ids, whole.items, (0.5,)).mean
+        return validation_loss(TrainModel(model, engine, spec), whole.ids, whole.items, (0.5,)).mean
 
     before = measure()
     result = training_step(
-        TrainModel(model, run, spec),
+        TrainModel(model, engine, spec),
         micro_batches(items),
         optimizer,
         StepContext(step=0, seed=1, flow=FlowConfig(weighting="bell"), pipelined=pipelined),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from ditkit_core.training.metrics import Progress
-from ditkit_core.training.validation import HeldOutLoss
+from ditkit_core.training.validation import ValidationResult
 
 
 class Callback:
@@ -18,7 +18,7 @@ class Callback:
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """After optimizer step `step`, with its numbers by name."""
 
-    def after_validation(self, step: int, loss: HeldOutLoss) -> None:
+    def after_validation(self, step: int, loss: ValidationResult) -> None:
         """After a measurement."""
 
     def on_save(self, step: int) -> None:
@@ -53,5 +53,5 @@ class ProgressBar(Callback):
         self._bar.advance(1.0)
         self._bar.update(**metrics)
 
-    def after_validation(self, step: int, loss: HeldOutLoss) -> None:
+    def after_validation(self, step: int, loss: ValidationResult) -> None:
         self._bar.update(held_out=loss.mean)

@@ -106,7 +106,7 @@ def sigma_at(probability: Float[Tensor, "*shape"], config: FlowConfig, shift: fl
     return shift_sigma(u, shift).clamp(config.min_sigma, config.max_sigma)  # against rounding only
 
 
-def draw_noise(
+def sample_noise(
     latents: Float[Tensor, "..."], config: FlowConfig, shift: float, *names: int | str
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "..."]]:
     """Noise level and float32 noise of one sample, as a function of names alone (seed, purpose, step, sample)."""
@@ -163,7 +163,7 @@ def velocity_errors(model: TrainModel, batch: NoisedBatch, guidance: float) -> F
     """
     items, sigma, noise, targets, masks = batch
     noised = [(1 - s) * item["latents"].float() + s * eps for s, item, eps in zip(sigma, items, noise, strict=True)]
-    prediction = model.module(model.spec.training.make_inputs(noised, sigma, items, guidance), run=model.engine)
+    prediction = model.module(model.spec.training.make_inputs(noised, sigma, items, guidance), engine=model.engine)
     if targets is None:
         made = [velocity_target(item, eps) for item, eps in zip(items, noise, strict=True)]
         targets = [target.to(velocity.device) for target, velocity in zip(made, prediction, strict=True)]

@@ -36,7 +36,7 @@ _MAKES_INFINITIES = (
 """Operations whose result is what somebody wrote there, or nobody: masks of -inf, memory to be filled."""
 
 
-def first_not_finite(model: StagedModel, loss_of: Callable[[], Tensor]) -> dict[str, Any] | None:
+def find_first_nonfinite(model: StagedModel, loss_of: Callable[[], Tensor]) -> dict[str, Any] | None:
     """Run a micro-batch's forward, and its backward if the loss is finite, and say where the first value that is not finite came from.
 
     Args:
@@ -207,8 +207,8 @@ def _layer_name(name: str) -> str:
     return re.split(r"\.(?:base_layer|lora_\w+)(?:\.|$)", name, maxsplit=1)[0]
 
 
-def described(found: dict[str, Any]) -> str:
-    """What `first_not_finite` found, as one phrase."""
+def describe_nonfinite(found: dict[str, Any]) -> str:
+    """What `find_first_nonfinite` found, as one phrase."""
     at = f" at {found['module']}" if found["module"] else ""
     line = f"first in {found['stage']}{at}, {found['operation']} in the {found['pass']}"
     return f"{line}, where {', '.join(found['weights'])} is not finite itself" if found["weights"] else line

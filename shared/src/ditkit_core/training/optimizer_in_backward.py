@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from ditkit_core.training.optimizer import NamedOptimizer
 
 
-class Updates:
+class OptimizerInBackward:
     """The updates of one step, which happen inside the `with` block, while the backward in it runs.
 
     With a model on several devices torch calls from a thread for each, at the same time, each for its own device's parameters.
@@ -42,7 +42,7 @@ class Updates:
         """Prepare the updates of a step.
 
         Args:
-            optimizer: Updates the parameters; made for `optim.fused_backward`.
+            optimizer: OptimizerInBackward the parameters; made for `optim.fused_backward`.
             lr: Learning rate of this step.
             readable: Whether the gradients' values can be looked at; those of fake tensors cannot.
             watch: Called with each parameter's name and gradient, before the update.

@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from ditkit_core.engine.block_hooks import Passage
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.block_hooks import BlockHooks
+from ditkit_core.engine.engine import BlockEngine
 
 _AT_ONCE = 2**20
 """Values looked at at once: it bounds what is held beside them to some 10 MiB."""
@@ -26,7 +26,7 @@ GROWTH = 10.0
 """By how much a block's largest activation may grow before it is said."""
 
 
-class Made(NamedTuple):
+class BlockStats(NamedTuple):
     """What a block made: its index in `blocks()`, and which part of the carry."""
 
     block: int
@@ -34,12 +34,12 @@ class Made(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class StepStats:
     """What one watched step showed, over all its micro-batches."""
 
-    largest: dict[Made, float]
+    largest: dict[BlockStats, float]
     """Largest finite magnitude."""
-    not_finite: dict[Made, int]
+    not_finite: dict[BlockStats, int]
     """How many values are infinite or not a number."""
     underflow: float
     """Share of the gradients' elements that are 0 or below the smallest normal number of the dtype they are stored in, over the parameters
@@ -48,9 +48,9 @@ class Reading:
     """The parameter with the largest such share, or empty."""
 
 
-def with_passage(run: Any, passage: Passage) -> Any:
-    """The engine with one passage more, told last; any other callable as it is."""
-    return replace(run, passages=(*run.passages, passage)) if isinstance(run, Engine) else run
+def with_hooks(engine: Any, hook: BlockHooks) -> Any:
+    """The engine with one more hook, called last; any other callable as it is."""
+    return replace(engine, hooks=(*engine.hooks, hook)) if isinstance(engine, BlockEngine) else engine
 
 
 def magnitudes(tensor: Tensor) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
@@ -78,24 +78,24 @@ def smallness(gradient: Tensor) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     return small, zero
 
 
-class Watch:
+class StatsRecorder:
     """Watches one step: a passage for its engine, and told of its gradients."""
 
     def __init__(self) -> None:
-        self._found: dict[Made, list[tuple[Tensor, Tensor]]] = {}
-        self._guessed: set[Made] = set()
+        self._found: dict[BlockStats, list[tuple[Tensor, Tensor]]] = {}
+        self._guessed: set[BlockStats] = set()
         """Entries of blocks of which it is not known what went in."""
         self._gradients: dict[str, tuple[int, Tensor, Tensor]] = {}
         self._before: dict[int, weakref.ref[Any]] = {}
         self._device: torch.device | None = None
         self._last = -1
-        self.reading: Reading | None = None
+        self.reading: StepStats | None = None
         """What was seen, once it has come to the host."""
 
-    def enter(self, index: int, block: nn.Module) -> None:
+    def pre_forward(self, index: int, block: nn.Module) -> None:
         """Nothing: the carry is not told here."""
 
-    def leave(self, index: int, block: nn.Module, carry: Any) -> None:
+    def post_forward(self, index: int, block: nn.Module, carry: Any) -> None:
         """Look at what the block made."""
         if not torch.is_grad_enabled():
             return
@@ -109,7 +109,7 @@ class Watch:
             storage = leaf.untyped_storage()
             known = self._before.get(storage._cdata)
             if leaf.is_floating_point() and leaf.numel() and (known is None or known() is None):
-                made = Made(index, part)
+                made = BlockStats(index, part)
                 if guessed:
                     self._guessed.add(made)
                 self._found.setdefault(made, []).append(magnitudes(leaf))
@@ -117,7 +117,7 @@ class Watch:
         self._before = {storage._cdata: weakref.ref(storage) for storage in storages}
         self._last, self._device = index, device
 
-    def backward(self, index: int, block: nn.Module) -> None:
+    def pre_backward(self, index: int, block: nn.Module) -> None:
         """Nothing: gradients are told one by one."""
 
     def gradient(self, name: str, gradient: Tensor) -> None:
@@ -154,7 +154,7 @@ class Watch:
             if zero < size:
                 shares[name], lost, total = small / size, lost + small, total + size
         worst = max(shares, key=lambda name: shares[name], default="")
-        self.reading = Reading(
+        self.reading = StepStats(
             largest={made: largest for made, (largest, _) in activations.items()},
             not_finite={made: int(count) for made, (_, count) in activations.items()},
             underflow=lost / total if total else float(bool(self._gradients)),
@@ -163,7 +163,7 @@ class Watch:
 
 
 @dataclass
-class Drift:
+class DriftMonitor:
     """Readings across steps: numbers to report, and a line where one of them goes wrong."""
 
     limit: float
@@ -173,14 +173,14 @@ class Drift:
     """What each block's largest activation was when first seen, by `block.part`: `TrainState.first_activations`, which it adds to."""
     _warned: set[str] = field(default_factory=set)
 
-    def take(self, step: int, reading: Reading) -> dict[str, float | str]:
+    def take(self, step: int, reading: StepStats) -> dict[str, float | str]:
         """Numbers of a step, by name; and a warning, once for each kind, that names the first block that gives cause.
 
         Args:
             step: Optimizer steps done.
             reading: What was seen in the last of them.
         """
-        growth: dict[Made, float] = {}
+        growth: dict[BlockStats, float] = {}
         for made, largest in reading.largest.items():
             first = self.first.setdefault(f"{made.block}.{made.part}", largest)
             if first > 0:

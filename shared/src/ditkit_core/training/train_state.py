@@ -14,10 +14,10 @@ from ditkit_core.nn.parameters import copy_values
 from ditkit_core.training.checkpoint import State
 from ditkit_core.training.ema import EMA, EMAConfig
 from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
-from ditkit_core.training.validation import Course
+from ditkit_core.training.validation import ValidationHistory
 
 
-class Trained:
+class TrainState:
     """What training changes, saved and restored together.
 
     Attributes:
@@ -62,7 +62,7 @@ class Trained:
             swap.attach(self.optimizer)
         self.step = 0
         self.held_out: float | None = None
-        self.history = Course()
+        self.history = ValidationHistory()
         self.first_activations: dict[str, float] = {}
 
     def state_dict(self) -> State:
@@ -102,7 +102,7 @@ class Trained:
         self.average = EMA(self.values, self._ema_config)  # anew: an average that was not kept starts from here
         self.average.load(state.tensors.get("ema", {}))
         self.step, self.held_out = state.step, state.held_out
-        self.history = Course(state.values)
+        self.history = ValidationHistory(state.values)
         self.first_activations = {name: float(value) for name, value in state.values.get("sentinels", {}).items()}
 
     @contextmanager

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ditkit_core.engine.engine import Engine as BlockEngine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io.memory import is_out_of_memory
 from ditkit_core.io.rng import seed_of
@@ -17,16 +17,16 @@ from ditkit_core.models.precision import autocast_disabled
 from ditkit_core.training.flow_matching import (
     FlowConfig,
     NoisedBatch,
-    draw_noise,
     loss_weight,
+    sample_noise,
     to_device,
     velocity_errors,
     velocity_target,
 )
-from ditkit_core.training.nan_debug import described, first_not_finite
+from ditkit_core.training.nan_debug import describe_nonfinite, find_first_nonfinite
 from ditkit_core.training.optimizer import NamedOptimizer
-from ditkit_core.training.optimizer_in_backward import Updates
-from ditkit_core.training.tensor_stats import Watch, with_passage
+from ditkit_core.training.optimizer_in_backward import OptimizerInBackward
+from ditkit_core.training.tensor_stats import StatsRecorder, with_hooks
 from ditkit_core.training.train_model import MicroBatch, TrainModel
 
 
@@ -80,7 +80,7 @@ class NonFiniteLoss(Exception):
     def __init__(self, evidence: dict[str, Any]):
         message = f"the loss or gradient of step {evidence['step']} is not finite"
         if where := evidence.get("where"):
-            message += f" ({described(where)}; samples {', '.join(where['ids'])})"
+            message += f" ({describe_nonfinite(where)}; samples {', '.join(where['ids'])})"
         elif reason := evidence.get("where_not_found"):
             message += f" (where it came from was not found: {reason})"
         if updated := evidence.get("num_parameters_updated_before"):
@@ -98,7 +98,7 @@ def training_step(
     *,
     lr: float,
     clip_norm: float,
-    watch: Watch | None = None,
+    watch: StatsRecorder | None = None,
 ) -> StepResult:
     """Update the trained parameters once.
 
@@ -117,7 +117,7 @@ def training_step(
     """
     optimizer.zero_grad()
     optimizer.begin(context.seed, context.step)
-    watched = model if watch is None else replace(model, engine=with_passage(model.engine, watch))
+    watched = model if watch is None else replace(model, engine=with_hooks(model.engine, watch))
     accumulate = partial(accumulate_gradients, watched, micro_batches, context)
     try:
         if optimizer.fused_backward:
@@ -147,7 +147,7 @@ def _finish_step(
     step: int,
     lr: float,
     clip_norm: float,
-    watch: Watch | None,
+    watch: StatsRecorder | None,
 ) -> StepResult:
     """Look at the gradients that were added up, and apply them."""
     gradients = optimizer.gradients()
@@ -165,7 +165,7 @@ def _finish_step(
     return result
 
 
-def _to_host(loss: Tensor, norm: Tensor, watch: Watch | None) -> tuple[float, float]:
+def _to_host(loss: Tensor, norm: Tensor, watch: StatsRecorder | None) -> tuple[float, float]:
     """Loss, norm and what was watched, in the one transfer from the accelerator that a step has: each would wait for all work before it."""
     pieces = [norm.reshape(1), *(watch.packed() if watch is not None else ())]
     sent = [piece.double().to(loss.device, non_blocking=True) for piece in pieces]
@@ -176,7 +176,12 @@ def _to_host(loss: Tensor, norm: Tensor, watch: Watch | None) -> tuple[float, fl
 
 
 def _fused_step(
-    accumulate: Callable[..., Losses], optimizer: NamedOptimizer, *, step: int, lr: float, watch: Watch | None = None
+    accumulate: Callable[..., Losses],
+    optimizer: NamedOptimizer,
+    *,
+    step: int,
+    lr: float,
+    watch: StatsRecorder | None = None,
 ) -> StepResult:
     """The same of one micro-batch, each parameter updated in the backward as soon as its gradient is there."""
     loss = math.nan
@@ -187,7 +192,7 @@ def _fused_step(
         if not math.isfinite(loss):  # before the backward, which would update
             raise NonFiniteLoss(_evidence(step, losses, [], StepResult(loss, math.nan)))
 
-    with Updates(optimizer, lr, watch=None if watch is None else watch.gradient) as updates:
+    with OptimizerInBackward(optimizer, lr, watch=None if watch is None else watch.gradient) as updates:
         losses = accumulate(before_backward=check)
     norm = joined_norm(updates.norms())
     result = StepResult(loss, _to_host(norm.new_zeros((), dtype=torch.float64), norm, watch)[1])
@@ -307,7 +312,7 @@ def _sent(model: TrainModel, micro_batches: Sequence[MicroBatch], context: StepC
     for batch in micro_batches:
         shifts = [flow.shift_for(spec.training.shift(item["latents"])) for item in batch.items]
         drawn = [
-            draw_noise(item["latents"], flow, shift, context.seed, "noise", context.step, place + i, name)
+            sample_noise(item["latents"], flow, shift, context.seed, "noise", context.step, place + i, name)
             for i, (name, item, shift) in enumerate(zip(batch.ids, batch.items, shifts, strict=True))
         ]
         place += len(drawn)
@@ -335,7 +340,7 @@ def _first_not_finite(
     """Run the micro-batches that failed once more and look at each number; all of them if it was a gradient.
 
     Returns:
-        What `first_not_finite` found, with the micro-batch and the ids of its samples, or of those whose loss is not finite. None if
+        What `find_first_nonfinite` found, with the micro-batch and the ids of its samples, or of those whose loss is not finite. None if
         nothing was found: a norm of finite gradients was too large, or the machine does not compute the same twice.
     """
     if isinstance(model.engine, BlockEngine) and model.engine.backend == "flex":
@@ -351,7 +356,7 @@ def _first_not_finite(
             return _weighted_errors(model, batch, micro, context).sum()
 
         with autocast_disabled(batch.weights.device.type):
-            found = first_not_finite(model.module, loss_of)
+            found = find_first_nonfinite(model.module, loss_of)
         if found is not None:
             ids = [sample["id"] for sample in failed if sample["micro_batch"] == micro]
             return {**found, "micro_batch": micro, "ids": ids or list(micro_batches[micro].ids)}

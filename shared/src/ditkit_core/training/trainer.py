@@ -25,9 +25,9 @@ from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.metrics import LogConfig, MetricsLog
 from ditkit_core.training.optimizer import OptimConfig, learning_rate, optimizers_that
-from ditkit_core.training.tensor_stats import Drift, Watch
+from ditkit_core.training.tensor_stats import DriftMonitor, StatsRecorder
 from ditkit_core.training.train_model import MicroBatch, TrainModel
-from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
 from ditkit_core.training.validation import Validator
 
@@ -172,7 +172,7 @@ def check_swap(counts: Sequence[int], method: str, optim: OptimConfig) -> None:
 
 
 @runtime_checkable
-class TrainingData(Protocol):
+class DataLoader(Protocol):
     """Micro-batches in an order that is a function of their index."""
 
     def micro_batches(self, index: int) -> Sequence[MicroBatch]:
@@ -216,7 +216,7 @@ class Trainer:
     def __init__(
         self,
         model: TrainModel,
-        data: TrainingData,
+        data: DataLoader,
         config: TrainerConfig,
         *,
         folder: Path,
@@ -241,7 +241,7 @@ class Trainer:
         check_fused_backward(config.train, config.optim)
         self._model, self._data, self._config, self._folder = model, data, config, folder
         self._validator, self._callbacks, self._warn = validator, callbacks, warn
-        self._state = Trained(model.module, model.trainable, config.optim, config.ema, model.streamer)
+        self._state = TrainState(model.module, model.trainable, config.optim, config.ema, model.streamer)
         self._devices = {parameter.device for parameter in model.module.parameters()}
         self._last_save: Path | None = None
 
@@ -295,7 +295,7 @@ class Trainer:
         if self._last_save is not None:
             self._state.load_state_dict(load_state(self._last_save), self._last_save)
         limit = torch.finfo(self._model.matmul_dtype).max
-        self._drift = Drift(limit, self._warn, self._state.first_activations)
+        self._drift = DriftMonitor(limit, self._warn, self._state.first_activations)
         restart_peak(self._devices)
         self._model.module.train()
         for callback in self._callbacks:
@@ -309,7 +309,7 @@ class Trainer:
         batches = [batch for micro in range(config.accumulation) for batch in self._data.micro_batches(first + micro)]
         lr = learning_rate(state.step, self._config.optim, config.steps)
         looks = config.sentinels and (state.step == 0 or (state.step + 1) % config.sentinels == 0)
-        watch = Watch() if looks else None
+        watch = StatsRecorder() if looks else None
         context = StepContext(step=state.step, seed=config.seed, flow=self._config.flow, pipelined=config.pipelined)
         try:
             with counted_calls(AttentionCalls() if count_attention else None):

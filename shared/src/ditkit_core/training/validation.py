@@ -72,7 +72,7 @@ def sigmas_between(sigmas: Sequence[float], low: float, high: float) -> tuple[fl
     return tuple(round(low + (high - low) * sigma, 6) for sigma in sigmas)
 
 
-class HeldOutLoss(NamedTuple):
+class ValidationResult(NamedTuple):
     """Unweighted velocity error."""
 
     mean: float
@@ -83,7 +83,7 @@ class HeldOutLoss(NamedTuple):
     """By noise level, clip by clip."""
 
     @classmethod
-    def of(cls, per_clip: Mapping[float, Sequence[float]]) -> "HeldOutLoss":
+    def of(cls, per_clip: Mapping[float, Sequence[float]]) -> "ValidationResult":
         """The means of errors by noise level, clip by clip."""
         per_sigma = {sigma: sum(values) / len(values) for sigma, values in per_clip.items()}
         mean = sum(per_sigma.values()) / len(per_sigma)
@@ -94,7 +94,9 @@ class HeldOutLoss(NamedTuple):
         places = ((sigma, i) for sigma, values in self.per_clip.items() for i in range(len(values)))
         return next(((sigma, i) for sigma, i in places if not math.isfinite(self.per_clip[sigma][i])), None)
 
-    def half_widths(self, before: "HeldOutLoss", files: Sequence[str] = ()) -> tuple[float | None, dict[float, float]]:
+    def half_widths(
+        self, before: "ValidationResult", files: Sequence[str] = ()
+    ) -> tuple[float | None, dict[float, float]]:
         """Half the 95 % intervals of the changes since `before`: over all, and by noise level where both have it.
 
         Args:
@@ -113,7 +115,7 @@ class HeldOutLoss(NamedTuple):
         return half_width(by_clip, files), found
 
 
-class Course:
+class ValidationHistory:
     """What a run's measurements came to: before training, and last. Kept in its saves."""
 
     def __init__(self, values: Mapping[str, Any] | None = None):
@@ -127,15 +129,15 @@ class Course:
         self.last: float | None = stored.get("held_out_last")
         self.interval: tuple[float, float] | None = tuple(found) if (found := stored.get("held_out_interval")) else None
         clips = stored.get("held_out_before_clips")
-        self._first = HeldOutLoss.of({float(sigma): errors for sigma, errors in clips.items()}) if clips else None
+        self._first = ValidationResult.of({float(sigma): errors for sigma, errors in clips.items()}) if clips else None
 
-    def take(self, loss: HeldOutLoss, *, first: bool, files: Sequence[str] = ()) -> dict[str, float]:
+    def take(self, loss: ValidationResult, *, first: bool, files: Sequence[str] = ()) -> dict[str, float]:
         """Take a measurement.
 
         Args:
             loss: What was measured.
             first: Whether nothing has been trained yet.
-            files: Of each clip, as in `HeldOutLoss.half_widths`.
+            files: Of each clip, as in `ValidationResult.half_widths`.
 
         Returns:
             Numbers by name: `held_out`, `held_out/sigma_0.3`, … and but for the first the ends of each one's interval, `held_out_low`,
@@ -166,13 +168,13 @@ class Course:
         }
 
 
-def held_out_loss(
+def validation_loss(
     model: TrainModel,
     ids: Sequence[str],
     items: Sequence[Mapping[str, Tensor]],
     sigmas: Sequence[float],
     guidance: float = 1.0,
-) -> HeldOutLoss:
+) -> ValidationResult:
     """Measure the model without touching anything: no gradients, no dropout, no shared random numbers.
 
     Args:
@@ -193,7 +195,7 @@ def held_out_loss(
                 level = torch.full((1,), sigma, dtype=torch.float32, device=device)
                 # one sample at a time: a clip's number does not depend on the others
                 values.append(float(velocity_errors(model, NoisedBatch(moved, level, noise), guidance)[0]))
-    return HeldOutLoss.of(errors)
+    return ValidationResult.of(errors)
 
 
 class Validator:
@@ -221,7 +223,7 @@ class Validator:
         """Whether to measure after `step` optimizer steps, given whether the run saves there."""
         return self._config.due(step, saving=saving)
 
-    def measure(self, model: TrainModel, step: int, last_save: Path | None) -> HeldOutLoss:
+    def measure(self, model: TrainModel, step: int, last_save: Path | None) -> ValidationResult:
         """The loss of the model as it is.
 
         Args:
@@ -233,7 +235,7 @@ class Validator:
             UserError: If the loss is not finite.
         """
         clips = self._clips
-        loss = held_out_loss(model, clips.ids, clips.items, self._config.sigmas, self._guidance)
+        loss = validation_loss(model, clips.ids, clips.items, self._config.sigmas, self._guidance)
         if (broken := loss.broken()) is not None:
             sigma, place = broken
             raise UserError(_cannot_measure(step, clips.ids[place], sigma, last_save))

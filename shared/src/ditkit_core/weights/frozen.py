@@ -16,7 +16,7 @@ from torch import nn
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import read_json_object
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.weights.fp8_scaled import open_weights
 from ditkit_core.weights.load import Advice, load_into, match
@@ -43,7 +43,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def find_weights(
-    components: Components,
+    components: ModelPaths,
     part: str,
     config_of_file: Callable[[SafetensorsSource], dict[str, Any]],
     *,
@@ -55,11 +55,11 @@ def find_weights(
 
     Args:
         components: Where the parts of the model are.
-        part: As `Components.locate` takes it.
+        part: As `ModelPaths.locate` takes it.
         config_of_file: What a single file's shapes say in place of a folder's `config.json`.
         kind: The library's class that the configuration has to be of, if it names one; empty for any.
         remedy: What to do about another.
-        safe_names: As `Components.locate` takes them.
+        safe_names: As `ModelPaths.locate` takes them.
 
     Raises:
         UserError: If there are none, a file is damaged, or they are those of another model.
@@ -71,7 +71,7 @@ def find_weights(
     return source, config
 
 
-def built_from(make: Callable[[Any], Module], config: Mapping[str, Any], source: SafetensorsSource) -> Module:
+def build_frozen(make: Callable[[Any], Module], config: Mapping[str, Any], source: SafetensorsSource) -> Module:
     """A library's module on `meta`, made from its configuration.
 
     Raises:
@@ -87,7 +87,7 @@ def built_from(make: Callable[[Any], Module], config: Mapping[str, Any], source:
         ) from error
 
 
-def fill(
+def load_frozen(
     model: nn.Module,
     source: SafetensorsSource,
     names: StateDictNames,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.encoders import Streaming
-from ditkit_core.models.state_dict import Part
+from ditkit_core.models.state_dict import TensorSlice
 
 MARGIN_BYTES = 2 * 2**30
 """What weights that lie in memory as a whole must leave free: activations, and whatever else runs."""
@@ -21,7 +21,7 @@ _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class PassingMemory:
+class LayerStreamer:
     """Memory through which modules pass one after the other, each for as long as it is used.
 
     Allocated once, so that nothing depends on how well the allocator finds freed blocks again.
@@ -40,7 +40,7 @@ class PassingMemory:
         self._passing = torch.empty(0, dtype=torch.uint8)
 
     @contextmanager
-    def holding(self, module: Module, mapping: Mapping[str, tuple[Part, ...]]) -> Iterator[Module]:
+    def holding(self, module: Module, mapping: Mapping[str, tuple[TensorSlice, ...]]) -> Iterator[Module]:
         """The module with its weights: read now, overwritten by the next module's.
 
         Args:
@@ -60,11 +60,11 @@ class PassingMemory:
         finally:
             module.to("meta")
 
-    def _place_in_files(self, part: Part) -> tuple[Path, int]:
+    def _place_in_files(self, part: TensorSlice) -> tuple[Path, int]:
         stored = self._source.tensors[part.name]
         return stored.file, stored.offset + stored.num_bytes * part.index // part.of
 
-    def _read(self, name: str, shape: torch.Size, parts: tuple[Part, ...]) -> Tensor:
+    def _read(self, name: str, shape: torch.Size, parts: tuple[TensorSlice, ...]) -> Tensor:
         if (name, shape) not in self._kept:
             self._kept[name, shape] = torch.empty(shape, device=self._device, dtype=self._dtype)
         weight = self._kept[name, shape]
@@ -100,7 +100,7 @@ def give_back_large_blocks() -> None:
         return
 
 
-def below(prefix: str, mapping: Mapping[str, tuple[Part, ...]]) -> dict[str, tuple[Part, ...]]:
+def below(prefix: str, mapping: Mapping[str, tuple[TensorSlice, ...]]) -> dict[str, tuple[TensorSlice, ...]]:
     """What a mapping says of the submodule of this name, by the submodule's own names."""
     return {name.removeprefix(f"{prefix}."): parts for name, parts in mapping.items() if name.startswith(f"{prefix}.")}
 

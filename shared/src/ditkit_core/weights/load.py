@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.state_dict import Part, StateDictNames
+from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.nn.quantized_linear import QuantizedLinear
-from ditkit_core.weights.tensor_parts import Assembly
+from ditkit_core.weights.fused_tensors import FusedTensors
 
 _HOST = torch.device("cpu")
 
@@ -40,7 +40,7 @@ def match(
     *,
     ignore: Callable[[str], bool] = lambda name: False,
     advice: Advice | None = None,
-) -> dict[str, tuple[Part, ...]]:
+) -> dict[str, tuple[TensorSlice, ...]]:
     """Find each of the model's parameters in a file, in whatever form the file names and stacks them.
 
     Trailing ones of a shape say nothing: the weight [C, C, 1, 1] of a convolution is the matrix [C, C].
@@ -59,7 +59,7 @@ def match(
         UserError: If one is missing, unexpected or mis-shaped: the first ten of each, and the likely reason.
     """
     prefix = _prefix_of(source, names, wanted)
-    assembly = Assembly()
+    assembly = FusedTensors()
     unexpected: list[str] = []
     misshapen: list[str] = []
     for key, stored in source.tensors.items():
@@ -85,12 +85,12 @@ def match(
     return found
 
 
-def _native_parts(key: str, prefix: str, names: StateDictNames) -> tuple[Part, ...]:
+def _native_parts(key: str, prefix: str, names: StateDictNames) -> tuple[TensorSlice, ...]:
     """The parts of our parameters that a file's tensor is; none if no form knows it."""
     return (names.to_native(key.removeprefix(prefix)) or ()) if key.startswith(prefix) else ()
 
 
-def _shape_in_file(parts: tuple[Part, ...], wanted: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+def _shape_in_file(parts: tuple[TensorSlice, ...], wanted: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """Shape of a file's tensor that is these parts of our parameters."""
     if len(parts) == 1 and parts[0].of == 1:
         return tuple(wanted[parts[0].name])
@@ -165,7 +165,7 @@ def _depths(names: Iterable[str]) -> Counter[str]:
 def load_into(
     model: nn.Module,
     source: SafetensorsSource,
-    mapping: Mapping[str, tuple[Part, ...]],
+    mapping: Mapping[str, tuple[TensorSlice, ...]],
     *,
     device_of: Callable[[str], torch.device],
     dtype_of: Callable[[str], torch.dtype],
@@ -226,7 +226,7 @@ def load_into(
 def _quantize_into(
     layer: QuantizedLinear,
     reader: "_Reader",
-    parts: tuple[Part, ...],
+    parts: tuple[TensorSlice, ...],
     device: torch.device,
     edit: Callable[[Tensor], None] | None,
 ) -> None:
@@ -243,7 +243,7 @@ def _quantize_into(
 
 def read_in_fp32(
     source: SafetensorsSource,
-    parts: tuple[Part, ...],
+    parts: tuple[TensorSlice, ...],
     shape: tuple[int, ...],
     edit: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
@@ -268,7 +268,7 @@ class _Reader:
         self.source = source
         self._passing, self._editing = Scratch(torch.uint8), Scratch(torch.float32)
 
-    def scales(self, parts: tuple[Part, ...], num_rows: int) -> Tensor:
+    def scales(self, parts: tuple[TensorSlice, ...], num_rows: int) -> Tensor:
         """What the codes of a matrix are multiplied with, fp32 [rows, 1]: several layers may have theirs in common, or one several."""
         scales = torch.ones(len(parts), num_rows // len(parts))
         for part, rows in zip(parts, scales, strict=True):
@@ -276,7 +276,7 @@ class _Reader:
                 rows.copy_(scale)
         return scales.view(num_rows, 1)
 
-    def fill(self, tensor: Tensor, parts: tuple[Part, ...], *, codes: bool = False) -> None:
+    def fill(self, tensor: Tensor, parts: tuple[TensorSlice, ...], *, codes: bool = False) -> None:
         """Give a tensor, on any device and in any dtype, the values of a file's parts; of scaled ones, perhaps the codes."""
         for part, rows in zip(parts, tensor.view(-1).tensor_split(len(parts)), strict=True):
             stored = self.source.tensors[part.name]
@@ -289,7 +289,7 @@ class _Reader:
                 self.source.apply_scale(rows, part.name, index=part.index, of=part.of)
 
     def in_fp32(
-        self, parts: tuple[Part, ...], shape: torch.Size, edit: Callable[[Tensor], None] | None = None
+        self, parts: tuple[TensorSlice, ...], shape: torch.Size, edit: Callable[[Tensor], None] | None = None
     ) -> Tensor:
         """The values in fp32 on the host, edited, in memory that the next ones take again."""
         in_place = all(self.source.tensors[part.name].dtype == torch.float32 for part in parts)

@@ -19,7 +19,7 @@ _COLUMN = re.compile(r"([^/\\=]*=)?(.*)", re.DOTALL)
 _BASE, _CONFIG = "ditkit.base", "ditkit.config"
 
 
-def published(tree: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def redact_paths(tree: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration with the last part alone of each path; ids of a hub stay whole.
 
     Args:
@@ -34,12 +34,12 @@ def published(tree: type, values: Mapping[str, Any]) -> dict[str, Any]:
             return [shown(key, each) for each in value]
         if holds == "value" or not isinstance(value, str):
             return value
-        return published_part(value) if holds == "part" else _last(value)
+        return redact_path(value) if holds == "part" else _last(value)
 
     return {key: shown(key, value) for key, value in values.items()}
 
 
-def published_part(value: str) -> str:
+def redact_path(value: str) -> str:
     """The last part of a path, or the whole of what is the id of a hub."""
     return value if is_hub_id(value) else _last(value)
 
@@ -53,7 +53,7 @@ def published_header(tree: type, header: Mapping[str, str]) -> dict[str, str]:
     """
     found = dict(header)
     if _BASE in found:
-        found[_BASE] = published_part(found[_BASE])
+        found[_BASE] = redact_path(found[_BASE])
     if _CONFIG in found:
         text = _published_config(tree, found[_CONFIG])
         if text is None:
@@ -68,7 +68,7 @@ def _published_config(tree: type, text: str) -> str | None:
     with suppress(RecursionError, ValueError):
         tables = tomllib.loads(text)
         shown: dict[str, Any] = {}
-        for key, value in published(tree, flatten(tables)).items():
+        for key, value in redact_paths(tree, flatten(tables)).items():
             section, _, name = key.partition(".")
             table = shown.setdefault(section, {} if name else value)
             if name and isinstance(table, dict):
@@ -79,12 +79,12 @@ def _published_config(tree: type, text: str) -> str | None:
     return None
 
 
-def published_description(content: bytes) -> bytes:
+def redact_description(content: bytes) -> bytes:
     """The bytes of a `config.json` in diffusers' layout, in which diffusers notes where it was loaded from."""
     with suppress(ValueError, RecursionError):
         found = json.loads(content)
         if isinstance(found, dict) and isinstance(path := found.get("_name_or_path"), str):
-            return (json.dumps({**found, "_name_or_path": published_part(path)}, indent=2) + "\n").encode()
+            return (json.dumps({**found, "_name_or_path": redact_path(path)}, indent=2) + "\n").encode()
     return content
 
 

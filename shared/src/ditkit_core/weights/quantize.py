@@ -13,7 +13,7 @@ from torch import nn
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.protocol import StagedModel
-from ditkit_core.models.state_dict import Part
+from ditkit_core.models.state_dict import TensorSlice
 from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear, final_dtype
 
 
@@ -92,7 +92,7 @@ def linears_of_blocks(model: StagedModel) -> list[str]:
 def hold_as_stored(
     model: nn.Module,
     source: SafetensorsSource,
-    mapping: Mapping[str, tuple[Part, ...]],
+    mapping: Mapping[str, tuple[TensorSlice, ...]],
     *,
     layers: Collection[str] | None = None,
 ) -> list[str]:
@@ -113,7 +113,9 @@ def hold_as_stored(
     return held
 
 
-def scaled_layers(model: nn.Module, source: SafetensorsSource, mapping: Mapping[str, tuple[Part, ...]]) -> list[str]:
+def scaled_layers(
+    model: nn.Module, source: SafetensorsSource, mapping: Mapping[str, tuple[TensorSlice, ...]]
+) -> list[str]:
     """Names of the plain Linear layers whose weights a file has as 8-bit codes with a scale, one or several."""
 
     def is_scaled(name: str) -> bool:
@@ -148,7 +150,7 @@ def num_bytes(model: nn.Module, dtype_of: Callable[[str], torch.dtype]) -> int:
     return total
 
 
-def described(kind: str, converted: Converted, num_blocks: int, before: int, after: int) -> str:
+def describe_quantized(kind: str, converted: Converted, num_blocks: int, before: int, after: int) -> str:
     """One line that says what was quantized, and what the base takes now.
 
     Args:
@@ -160,13 +162,13 @@ def described(kind: str, converted: Converted, num_blocks: int, before: int, aft
     """
     line = (
         f"base.quantize = {kind}: {len(converted.quantized)} matrices of {num_blocks} blocks; "
-        f"the base takes {size(after)} instead of {size(before)}"
+        f"the base takes {quantized_bytes(after)} instead of {quantized_bytes(before)}"
     )
     if converted.too_odd:
         line += f"; {len(converted.too_odd)} whose size does not fit stay as they are, {converted.too_odd[0]} the first"
     return line
 
 
-def size(num_bytes: int) -> str:
+def quantized_bytes(num_bytes: int) -> str:
     """Bytes in a unit that suits them."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"

@@ -5,12 +5,12 @@ from typing import Any
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import read_json_object
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 
 _REMEDY = "fetch it again, or set model.tokenizer"
 
 
-def find_tokenizer(components: Components, *, or_vocabulary: str = "", also: tuple[str, ...] = ()) -> Path:
+def find_tokenizer(components: ModelPaths, *, or_vocabulary: str = "", also: tuple[str, ...] = ()) -> Path:
     """The folder of the tokenizer.
 
     Args:

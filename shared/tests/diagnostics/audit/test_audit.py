@@ -20,10 +20,10 @@ from ditkit_core.diagnostics.audit.audit import (
     num_passes,
     with_adapters_at_work,
 )
-from ditkit_core.diagnostics.audit.findings import from_json, to_json
-from ditkit_core.diagnostics.audit.recast import Recast, by_place
-from ditkit_core.diagnostics.audit.render import markdown, write
-from ditkit_core.engine.engine import Engine
+from ditkit_core.diagnostics.audit.dtype_view import DtypeView, by_op_group
+from ditkit_core.diagnostics.audit.findings import audit_from_json, audit_json
+from ditkit_core.diagnostics.audit.render import audit_markdown, write_audit
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import PLACES, Precision, set_precision
 from ditkit_core.nn.attention_reference import exact_attention
@@ -124,14 +124,14 @@ def test_a_place_that_is_low_is_raised_for_its_cost(short):
 
 def test_findings_survive_json(few, tmp_path):
     findings = replace(found(subject_of(TOY, make_model(TOY, ARCH, adapter=LORA), toy_items(2))), notes=("a", "b"))
-    assert from_json(json.loads(json.dumps(to_json(findings), allow_nan=False))) == findings
-    files = write(findings, tmp_path / "audit")
+    assert audit_from_json(json.loads(json.dumps(audit_json(findings), allow_nan=False))) == findings
+    files = write_audit(findings, tmp_path / "audit")
     assert [file.name for file in files] == ["precision.json", "precision.md", "precision.png"]
     assert sorted(tmp_path.glob("audit/*")) == sorted(files)
     page = files[1].read_text()
     rows = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")]
     assert rows == ["place", "---", *(each.place for each in findings.places), "all lowered", "this run"]
-    assert page == markdown(findings) and all(place in page for place in NOT_IN_A_BATCH)
+    assert page == audit_markdown(findings) and all(place in page for place in NOT_IN_A_BATCH)
     assert {each.place for each in findings.places}.isdisjoint(findings.not_measured)
 
 
@@ -185,8 +185,8 @@ def test_weights_are_cast_where_they_are_used_and_gradients_handed_over():
     taken: dict[str, Tensor] = {}
     for each in (model, stored):
         set_precision(each, wide)
-    cast = Recast(model, by_place(wide, TOY.precision.op_group_of), taken.__setitem__)(
-        inputs, run=Engine(policy="full")
+    cast = DtypeView(model, by_op_group(wide, TOY.precision.op_group_of), taken.__setitem__)(
+        inputs, engine=BlockEngine(policy="full")
     )
     plain = stored(inputs)
     for outputs in (cast, plain):
@@ -250,8 +250,8 @@ def test_the_command_writes_its_folder_and_nothing_else(few, world, capsys):
 
 def test_json_is_all_of_stdout(few, world, capsys):
     assert world.train("run", 2, "--audit-precision", "--json") == 0
-    findings = from_json(json.loads(capsys.readouterr().out))
-    assert findings == from_json(json.loads((world.folder / "run" / "audit" / "precision.json").read_text()))
+    findings = audit_from_json(json.loads(capsys.readouterr().out))
+    assert findings == audit_from_json(json.loads((world.folder / "run" / "audit" / "precision.json").read_text()))
     assert len(findings.samples) == 1 and findings.lowered == "bf16"
 
 
@@ -259,7 +259,7 @@ def test_the_same_run_is_audited_alike(few, world, capsys):
     twice = []
     for _ in range(2):
         assert world.train("run", 2, "--audit-precision", "--json", "--train.batch_size", "3") == 0
-        twice.append(from_json(json.loads(capsys.readouterr().out)))
+        twice.append(audit_from_json(json.loads(capsys.readouterr().out)))
     assert len(twice[0].samples) == audit_stage.SAMPLES
     assert errors(twice[0]) == errors(twice[1])
 

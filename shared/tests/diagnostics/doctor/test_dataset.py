@@ -14,7 +14,7 @@ from ditkit_core.diagnostics.doctor.findings import (
     CODES,
     BucketRow,
     CaptionRow,
-    Checkup,
+    CheckReport,
     CutCaption,
     DeviceRow,
     Excluded,
@@ -22,20 +22,20 @@ from ditkit_core.diagnostics.doctor.findings import (
     Finding,
     MemoryPlan,
     StepRow,
-    to_json,
+    check_json,
 )
-from ditkit_core.diagnostics.doctor.media import Look
-from ditkit_core.diagnostics.doctor.render import page, show, verdict, write
+from ditkit_core.diagnostics.doctor.media import WindowLook
+from ditkit_core.diagnostics.doctor.render import check_page, check_verdict, print_check, write_check
 from ditkit_core.diagnostics.doctor.rules import (
-    captions_of,
+    check_buckets,
+    check_captions,
+    check_coverage,
+    check_duplicates,
+    check_excluded,
+    check_file,
+    check_frames,
+    count_captions,
     file_row,
-    of_buckets,
-    of_captions,
-    of_duplicates,
-    of_excluded,
-    of_file,
-    of_look,
-    of_unused,
     same_content,
 )
 
@@ -53,17 +53,17 @@ def info(seconds: float = 2.0, fps: float = 24.0, height: int = 64, width: int =
     return MediaInfo(kind="video", width=width, height=height, seconds=seconds, fps=fps, rotation=0)
 
 
-def a_look(**changes: object) -> Look:
+def a_look(**changes: object) -> WindowLook:
     plain = {"frames": 9, "cuts": (), "blank": 0, "is_black": False, "is_still": False, "frozen_seconds": 0.0}
-    return Look(**{**plain, "fingerprint": None, **changes})  # type: ignore[arg-type]
+    return WindowLook(**{**plain, "fingerprint": None, **changes})  # type: ignore[arg-type]
 
 
 def codes(findings: object) -> list[str]:
     return [finding.code for finding in findings]  # type: ignore[attr-defined]
 
 
-def a_checkup() -> Checkup:
-    return Checkup(
+def a_checkup() -> CheckReport:
+    return CheckReport(
         model="toy", samples=3, fps=16.0, seconds=2.5,
         buckets=(
             BucketRow(frames=9, height=64, width=64, references=0, samples=3, held_out=1, tokens=48, batch_size=2, micro_batches=1),
@@ -100,7 +100,7 @@ def test_every_code_is_in_the_docs_with_its_meaning_and_no_other() -> None:
 
 
 def test_json_has_these_keys() -> None:
-    found = json.loads(json.dumps(to_json(a_checkup()), allow_nan=False))
+    found = json.loads(json.dumps(check_json(a_checkup()), allow_nan=False))
     assert set(found) == {
         "schema", "trainable", "model", "samples", "class_pictures", "fps", "buckets", "files", "excluded", "captions", "same", "alike", "memory", "steps", "findings",
         "seconds", "frames",
@@ -137,25 +137,25 @@ class Page(HTMLParser):
 
 
 def test_the_page_holds_any_name_and_needs_nothing_else(tmp_path: Path) -> None:
-    files = write(a_checkup(), tmp_path)
+    files = write_check(a_checkup(), tmp_path)
     assert [file.name for file in files] == ["check.json", "check.html"]
     made = files[1].read_text(encoding="utf-8")
-    assert made == page(a_checkup())
+    assert made == check_page(a_checkup())
     found = Page()
     found.feed(made)
     assert not found.open and "script" not in found.tags and not found.links and "http:" not in made
     assert found.text.count(HOSTILE) >= 4
-    assert verdict(a_checkup()) in "".join(found.text)
+    assert check_verdict(a_checkup()) in "".join(found.text)
 
 
 def test_a_page_of_nothing_is_a_page() -> None:
     found = Page()
-    found.feed(page(Checkup(model="toy", samples=0, fps=8.0)))
+    found.feed(check_page(CheckReport(model="toy", samples=0, fps=8.0)))
     assert not found.open and "toy: can be trained; checked in 0 s" in "".join(found.text)
 
 
 def test_what_is_printed_lists_tables_and_findings(capsys: pytest.CaptureFixture[str]) -> None:
-    show(a_checkup())
+    print_check(a_checkup())
     said = capsys.readouterr().out
     assert (
         "toy: 3 samples of 1 files, 1 micro-batches in an epoch; 9 frames are kept, 23 of these files are not" in said
@@ -172,7 +172,7 @@ def test_what_is_printed_lists_tables_and_findings(capsys: pytest.CaptureFixture
 def test_many_findings_are_counted_and_not_all_printed(capsys: pytest.CaptureFixture[str]) -> None:
     found = [Finding(code="D07", severity="warning", where=f"clip {i}", what="black", remedy="") for i in range(50)]
     last = Finding(code="D14", severity="warning", where="z", what="too long", remedy="")
-    show(Checkup(model="toy", samples=50, fps=8.0, findings=(*found, last)))
+    print_check(CheckReport(model="toy", samples=50, fps=8.0, findings=(*found, last)))
     said = capsys.readouterr().out
     assert said.count("black") == 8 and "warning: D07 and 42 more, which are in the files" in said
     assert "warning: D14 z: too long" in said, "one thing of every file does not hide another"
@@ -187,31 +187,31 @@ def test_frames_of_windows_that_overlap_are_counted_once() -> None:
 
 
 def test_what_a_file_says() -> None:
-    assert codes(of_file(file_row("a", info(0.6), [sample()], 16.0))) == []
+    assert codes(check_file(file_row("a", info(0.6), [sample()], 16.0))) == []
     long, whole = (file_row("a", info(seconds), [sample()], 16.0) for seconds in (9.0, 0.6))
-    (unused,) = of_unused([long, whole, long])
+    (unused,) = check_coverage([long, whole, long])
     assert unused.code == "D13" and unused.where == "2 of 3 files" and "18 of their 288 frames" in unused.what
-    assert codes(of_unused([whole])) == []
-    (slow,) = of_file(file_row("a", info(0.6, fps=12.0), [sample()], 16.0))
+    assert codes(check_coverage([whole])) == []
+    (slow,) = check_file(file_row("a", info(0.6, fps=12.0), [sample()], 16.0))
     assert slow.code == "D12" and "set data.fps to 12 or less" in slow.remedy
-    assert codes(of_file(file_row("a", info(0.6, fps=15.98), [sample()], 16.0))) == []
-    assert codes(of_file(file_row("a", info(0.6, height=40), [sample()], 16.0))) == ["D11"]
-    assert codes(of_file(file_row("a", info(0.6), [sample()], 16.0), is_hdr=True)) == ["D10"]
+    assert codes(check_file(file_row("a", info(0.6, fps=15.98), [sample()], 16.0))) == []
+    assert codes(check_file(file_row("a", info(0.6, height=40), [sample()], 16.0))) == ["D11"]
+    assert codes(check_file(file_row("a", info(0.6), [sample()], 16.0), is_hdr=True)) == ["D10"]
 
 
 def test_what_a_look_says() -> None:
-    assert codes(of_look("a", a_look(), 16.0)) == []
-    (cut,) = of_look("a", a_look(cuts=(0.5, 1.25)), 16.0)
+    assert codes(check_frames("a", a_look(), 16.0)) == []
+    (cut,) = check_frames("a", a_look(cuts=(0.5, 1.25)), 16.0)
     assert cut.code == "D06" and "0.50 s, 1.25 s" in cut.what
-    assert codes(of_look("a", a_look(blank=9, is_still=True), 16.0)) == ["D07"]
-    assert codes(of_look("a", a_look(frames=81, blank=3), 16.0)) == [], "films begin black"
-    assert codes(of_look("a", a_look(is_still=True), 16.0)) == ["D08"]
-    assert codes(of_look("a", a_look(frozen_seconds=1.5), 16.0)) == ["D09"]
+    assert codes(check_frames("a", a_look(blank=9, is_still=True), 16.0)) == ["D07"]
+    assert codes(check_frames("a", a_look(frames=81, blank=3), 16.0)) == [], "films begin black"
+    assert codes(check_frames("a", a_look(is_still=True), 16.0)) == ["D08"]
+    assert codes(check_frames("a", a_look(frozen_seconds=1.5), 16.0)) == ["D09"]
 
 
 def test_what_is_left_out_keeps_its_remedy_and_its_name_once() -> None:
     reason = "x/a.mp4 is empty (0 bytes); copy it again or remove it"
-    warned, stopped, other = of_excluded([
+    warned, stopped, other = check_excluded([
         Excluded(name="a.mp4", reason=reason, stops=False), Excluded(name="a.mp4", reason=reason, stops=True),
         Excluded(name="b.png", reason="no sample has this name", stops=False),
     ])  # fmt: skip
@@ -222,20 +222,20 @@ def test_what_is_left_out_keeps_its_remedy_and_its_name_once() -> None:
 
 def test_captions_and_duplicates() -> None:
     samples = [sample("a", ("one",)), sample("b", ("one", " ")), sample("c", ("one",)), sample("d", ("two",))]
-    row = captions_of(samples, [CutCaption(sample="d", tokens=9, kept="what is read of it")])
+    row = count_captions(samples, [CutCaption(sample="d", tokens=9, kept="what is read of it")])
     assert (row.count, row.distinct, row.empty) == (5, 3, 1)
-    found = list(of_captions(samples, row))
+    found = list(check_captions(samples, row))
     assert codes(found) == ["D14", "D16", "D15"]
     assert "last 9 tokens" in found[0].what and "'what is read of it'" in found[0].what
     assert found[1].where == "b" and "3 of 4 files" in found[2].where
     windows = [replace(sample("a", ("one",)), id=f"a#{i}") for i in range(3)]
-    assert codes(of_captions(windows, captions_of(windows, None))) == [], "windows of a file share its caption"
+    assert codes(check_captions(windows, count_captions(windows, None))) == [], "windows of a file share its caption"
     same = same_content({"a": ("1", Path("a")), "b": ("1", Path("b")), "a #1": ("1", Path("a")), "c": ("2", Path("c"))})
     assert same == [("a", "b")]
-    assert codes(of_duplicates(same, [("c", "d")])) == ["D04", "D05"]
+    assert codes(check_duplicates(same, [("c", "d")])) == ["D04", "D05"]
 
 
 def test_a_shape_of_few_samples_is_noted_where_there_are_others() -> None:
     rows = a_checkup().buckets
     few = BucketRow(frames=1, height=8, width=8, references=0, samples=1, held_out=0, tokens=4, batch_size=4, micro_batches=1)  # fmt: skip
-    assert codes(of_buckets([*rows, few])) == ["D17"] and codes(of_buckets([few])) == []
+    assert codes(check_buckets([*rows, few])) == ["D17"] and codes(check_buckets([few])) == []

@@ -10,12 +10,19 @@ from made_clips import Frames, pan, smaller, texture, written
 from media_files import noisy_video, picture, truncated
 
 from ditkit_core.data.media.video import is_hdr
-from ditkit_core.diagnostics.doctor.media import NEAR_BITS, Fingerprint, Look, fingerprint, look, near_duplicates
+from ditkit_core.diagnostics.doctor.media import (
+    NEAR_BITS,
+    Fingerprint,
+    WindowLook,
+    look_at_window,
+    near_duplicates,
+    window_fingerprint,
+)
 from ditkit_core.errors import UserError
 
 
-def seen(path: Path, frames: Frames, **options: int) -> Look:
-    return look(written(path, frames, **options), frames=len(frames), fps=24.0)
+def seen(path: Path, frames: Frames, **options: int) -> WindowLook:
+    return look_at_window(written(path, frames, **options), frames=len(frames), fps=24.0)
 
 
 def test_a_hard_cut_is_found_at_its_time(tmp_path: Path) -> None:
@@ -26,15 +33,21 @@ def test_a_hard_cut_is_found_at_its_time(tmp_path: Path) -> None:
 
 def test_a_cut_is_told_as_seconds_of_the_file(tmp_path: Path) -> None:
     path = written(tmp_path / "a.mp4", pan(1, 18) + pan(2, 30))
-    assert look(path, frames=16, fps=16.0, start_seconds=0.5).cuts == (0.75,)
-    assert look(path, frames=8, fps=16.0).cuts == () == look(path, frames=8, fps=16.0, start_seconds=1.0).cuts
+    assert look_at_window(path, frames=16, fps=16.0, start_seconds=0.5).cuts == (0.75,)
+    assert (
+        look_at_window(path, frames=8, fps=16.0).cuts
+        == ()
+        == look_at_window(path, frames=8, fps=16.0, start_seconds=1.0).cuts
+    )
 
 
 @pytest.mark.parametrize("speed", [0, 1, 4, 12])
 def test_a_pan_of_any_speed_is_no_cut(tmp_path: Path, speed: int) -> None:
     assert seen(tmp_path / "a.mp4", pan(5, 24, speed=speed)).cuts == ()
     slow = written(tmp_path / "slow.mp4", pan(5, 12, speed=speed), fps=8)
-    assert look(slow, frames=36, fps=24.0).cuts == (), "frames that are repeated make no cut of what is between"
+    assert look_at_window(slow, frames=36, fps=24.0).cuts == (), (
+        "frames that are repeated make no cut of what is between"
+    )
 
 
 def test_flashes_and_fades_are_no_cuts(tmp_path: Path) -> None:
@@ -59,14 +72,14 @@ def test_blank_frames_are_counted(tmp_path: Path) -> None:
     dark = pan(1, 12) + [np.zeros((96, 128, 3))] * 6
     found = seen(tmp_path / "dark.mp4", dark)
     assert (found.blank, found.is_black) == (6, True)
-    white = look(picture(tmp_path / "white.png", colour="white"), frames=1, fps=0.0)
+    white = look_at_window(picture(tmp_path / "white.png", colour="white"), frames=1, fps=0.0)
     assert (white.blank, white.is_black, white.fingerprint, white.is_still) == (1, False, None, False)
 
 
 def test_what_cannot_be_decoded_is_an_error(tmp_path: Path) -> None:
     path = truncated(noisy_video(tmp_path / "a.mp4"), tmp_path / "b.mp4")
     with pytest.raises(UserError, match=r"b\.mp4"):
-        look(path, frames=32, fps=24.0)
+        look_at_window(path, frames=32, fps=24.0)
 
 
 def test_hdr_is_what_the_file_says(tmp_path: Path) -> None:
@@ -74,7 +87,7 @@ def test_hdr_is_what_the_file_says(tmp_path: Path) -> None:
     assert not is_hdr(written(tmp_path / "sdr.mp4", pan(1, 3)))
 
 
-def prints(*looks: Look) -> dict[str, tuple[int, Fingerprint]]:
+def prints(*looks: WindowLook) -> dict[str, tuple[int, Fingerprint]]:
     found = {str(i): (i, each.fingerprint) for i, each in enumerate(looks)}
     return {name: (source, print) for name, (source, print) in found.items() if print is not None}
 
@@ -101,7 +114,8 @@ def test_windows_of_one_file_are_no_duplicates_of_each_other(tmp_path: Path) -> 
 def random_prints(count: int) -> dict[str, tuple[int, Fingerprint]]:
     random = np.random.default_rng(0)
     return {
-        str(i): (i, fingerprint(random.normal(128, 40, size=(3, 32, 32, 3)).astype(np.float32))) for i in range(count)
+        str(i): (i, window_fingerprint(random.normal(128, 40, size=(3, 32, 32, 3)).astype(np.float32)))
+        for i in range(count)
     }
 
 
@@ -127,7 +141,7 @@ class Counted(Fingerprint):
 
 
 def test_comparisons_grow_with_the_number_of_files_and_no_faster() -> None:
-    copies = fingerprint(np.stack([texture(1, 32, 32)] * 3).astype(np.float32))
+    copies = window_fingerprint(np.stack([texture(1, 32, 32)] * 3).astype(np.float32))
     calls = []
     for count in (500, 1000, 2000):
         alike = [Counted(bits=copies.bits, colours=copies.colours + 100.0 * i) for i in range(count)]

@@ -10,7 +10,7 @@ from media_files import noisy_video, picture, truncated
 
 from ditkit_core.data.dataset import Sample
 from ditkit_core.data.media.clip import read_clip, write_image
-from ditkit_core.diagnostics.doctor.rules import of_followed, of_pictures
+from ditkit_core.diagnostics.doctor.rules import check_boundary_images, check_control_videos
 from ditkit_core.models.conditions import Column
 
 BEGIN, END = Column(name="begin", kind="image", moment="begin"), Column(name="end", kind="image", moment="end")
@@ -35,7 +35,10 @@ def frame(sample: Sample, number: int) -> str:
 
 def told(sample: Sample, **controls: str) -> list[str]:
     with_it = replace(sample, controls=controls)
-    found = [*of_pictures(with_it, (BEGIN, END, FOLLOWED), FPS), *of_followed(with_it, (BEGIN, END, FOLLOWED))]
+    found = [
+        *check_boundary_images(with_it, (BEGIN, END, FOLLOWED), FPS),
+        *check_control_videos(with_it, (BEGIN, END, FOLLOWED)),
+    ]
     assert all(each.severity == "warning" and each.remedy for each in found)
     return [f"{each.code} {each.what}" for each in found]
 

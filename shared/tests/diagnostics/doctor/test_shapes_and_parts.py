@@ -44,7 +44,7 @@ def test_a_shape_that_the_model_does_not_take_is_said_before_the_first_step(
         status, found = check(world, *buckets)
         assert status == 1 and codes(found) == ["D21"] and "z-wide: too wide for this model" in errors(found)
         assert world.media.loads == 0, "no sample is encoded for it"
-    monkeypatch.setattr("ditkit_core.run.model.load", lambda *given, **named: pytest.fail("weights were read"))
+    monkeypatch.setattr("ditkit_core.run.model.load_weights", lambda *given, **named: pytest.fail("weights were read"))
     assert world.train("a", 1, *buckets, *flags) == 1
     assert "z-wide: too wide for this model" in error(capsys)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from made_runs import SIGMAS, write_drawing, write_run
 
-from ditkit_core.diagnostics.report.charts import HEIGHT, WIDTH, Chart, Line, figure
+from ditkit_core.diagnostics.report.charts import HEIGHT, WIDTH, Chart, Line, chart_figure
 from ditkit_core.diagnostics.report.data import MOST_DRAWINGS, MOST_POINTS, Series, read_metrics, read_sections
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import next_drawing
@@ -97,7 +97,7 @@ def coordinates(svg: str) -> list[tuple[float, float]]:
 def test_every_curve_stays_inside_its_frame(values: list[float], logarithmic: bool) -> None:
     line = Line(series=series(values))
     chart = Chart(name="x", title="X", lines=[line], level=values[0], logarithmic=logarithmic)
-    svg = figure(chart, section=0)
+    svg = chart_figure(chart, section=0)
     found = coordinates(svg)
     assert len(found) == len(values)
     assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in found)
@@ -107,7 +107,7 @@ def test_every_curve_stays_inside_its_frame(values: list[float], logarithmic: bo
 def test_the_axes_are_named_and_no_label_is_cut_off() -> None:
     """Of 1000000 at the right edge 10000 was left to read."""
     for values in ([12_000.0, 54_321.0], [1.0e-5, 1.25e-4], [1.001, 1.0025], [-1e30, 1e30]):
-        svg = figure(
+        svg = chart_figure(
             Chart(name="x", title="X", lines=[Line(series=Series(steps=[0, 1_000_000], values=values))]), section=0
         )
         labels = re.findall(r'<text x="([^"]*)" y="[^"]*" text-anchor="(\w+)">([^<]*)</text>', svg)
@@ -116,19 +116,21 @@ def test_the_axes_are_named_and_no_label_is_cut_off() -> None:
             width = 7 * len(text)
             left = float(x) - (width if anchor == "end" else width / 2)
             assert -5 <= left and left + width <= WIDTH, text
-    assert ">20000<" in figure(Chart(name="x", title="X", lines=[Line(series=series([12_000.0, 54_321.0]))]), section=0)
+    assert ">20000<" in chart_figure(
+        Chart(name="x", title="X", lines=[Line(series=series([12_000.0, 54_321.0]))]), section=0
+    )
 
 
 def test_higher_values_and_later_steps_lie_higher_and_further_right() -> None:
     chart = Chart(name="x", title="X", lines=[Line(series=Series(steps=[10, 20, 40], values=[1.0, 3.0, 2.0]))])
-    (x1, y1), (x2, y2), (x3, y3) = coordinates(figure(chart, section=0))
+    (x1, y1), (x2, y2), (x3, y3) = coordinates(chart_figure(chart, section=0))
     assert y1 > y3 > y2 and (x3 - x2) == pytest.approx(2 * (x2 - x1), abs=0.3)
     assert (y1 - y2) == pytest.approx(2 * (y1 - y3), abs=0.3)
 
 
 def test_a_chart_says_in_words_what_it_shows() -> None:
     measured = Series(steps=[0, 5, 10], values=[2.0, 1.0, 1.5])
-    svg = figure(Chart(name="held_out", title="held-out loss", lines=[Line(series=measured)]), section=3)
+    svg = chart_figure(Chart(name="held_out", title="held-out loss", lines=[Line(series=measured)]), section=3)
     assert 'role="img"' in svg and "2 at step 0, 1.5 at step 10; lowest 1 at step 5" in svg
     names = re.search(r'aria-labelledby="(\S+) (\S+)"', svg)
     assert names is not None and all(f'id="{name}"' in svg for name in names.groups())
@@ -137,5 +139,7 @@ def test_a_chart_says_in_words_what_it_shows() -> None:
 
 def test_bytes_are_shown_in_gib() -> None:
     used = Series(steps=[1, 2], values=[2.0**31, 3.0 * 2**30])
-    svg = figure(Chart(name="peak_memory_bytes", title="memory", lines=[Line(series=used)], unit=2.0**30), section=0)
+    svg = chart_figure(
+        Chart(name="peak_memory_bytes", title="memory", lines=[Line(series=used)], unit=2.0**30), section=0
+    )
     assert "2 at step 1, 3 at step 2" in svg and ">2.5<" in svg and "e+09" not in svg

@@ -15,8 +15,8 @@ from toy_world import World
 from two_experts import TwoExperts
 
 from ditkit_core.data.media import image as still
-from ditkit_core.diagnostics.report.page import _PICTURE_BYTES, picture, write_report
-from ditkit_core.diagnostics.report.sections import verdict
+from ditkit_core.diagnostics.report.page import _PICTURE_BYTES, embedded_image, write_report
+from ditkit_core.diagnostics.report.sections import validation_verdict
 
 
 class Page(HTMLParser):
@@ -169,8 +169,8 @@ def test_a_long_run_makes_no_long_page(tmp_path: Path) -> None:
 
 def test_pictures_are_made_to_take_little(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (3000, 2000, 3), dtype=np.uint8)
-    still.write(tmp_path / "noise.png", noise)
-    assert len(picture(tmp_path / "noise.png")) * 3 / 4 < _PICTURE_BYTES + 100
+    still.save_image(tmp_path / "noise.png", noise)
+    assert len(embedded_image(tmp_path / "noise.png")) * 3 / 4 < _PICTURE_BYTES + 100
 
 
 def test_a_damaged_picture_is_a_line_on_the_page(tmp_path: Path) -> None:
@@ -195,13 +195,13 @@ def test_the_verdict_says_what_the_interval_says(tmp_path: Path) -> None:
                 "held_out_low": Series(steps=[10], values=[low]),
                 "held_out_high": Series(steps=[10], values=[high]),
             }
-        return " ".join(verdict(Section(name="", series=series)))
+        return " ".join(validation_verdict(Section(name="", series=series)))
 
     assert "25.0% lower" in said(1.5, 1.2, 1.8) and "does not hold 0" in said(1.5, 1.2, 1.8)
     assert "holds 0: it may be chance" in said(1.5, 0.9, 2.1)
     assert "50.0% higher" in said(3.0, 2.5, 3.5) and "lowest at step 0" in said(3.0, 2.5, 3.5)
     assert "no confidence interval" in said(1.5, None, None)
-    assert "does not tell" in " ".join(verdict(Section(name="", series={})))
+    assert "does not tell" in " ".join(validation_verdict(Section(name="", series={})))
 
 
 # In a run

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ditkit_core.io.console import NullProgress, say, warn
 from ditkit_core.io.memory import process_peak_bytes
-from ditkit_core.models.encoders import Holding, Streaming
-from ditkit_core.models.paths import Components
-from ditkit_core.models.state_dict import Part
+from ditkit_core.models.encoders import LayerContext, Streaming
+from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.state_dict import TensorSlice
 from ditkit_core.weights.fp8_scaled import open_weights
 from ditkit_core.weights.frozen import fingerprint
-from ditkit_core.weights.layer_streaming import PassingMemory, below, decide, give_back_large_blocks
+from ditkit_core.weights.layer_streaming import LayerStreamer, below, decide, give_back_large_blocks
 from ditkit_core.weights.load import load_into
 from ditkit_core.weights.quantize import hold_as_stored, scaled_layers
 from ditkit_core.weights.tokenizer import find_tokenizer
@@ -34,7 +34,7 @@ _BYTES_AT_ONCE = 2**30  # of hidden states and results
 class TextEncoder:
     """Captions to token features; an `Encoder` of the core."""
 
-    def __init__(self, components: Components, device: torch.device, dtype: torch.dtype, streaming: Streaming = "auto"):
+    def __init__(self, components: ModelPaths, device: torch.device, dtype: torch.dtype, streaming: Streaming = "auto"):
         """Find weights and tokenizer, and read the weights' headers; nothing is loaded.
 
         Raises:
@@ -44,7 +44,7 @@ class TextEncoder:
         self.family, self._config = describe(self._source)
         self._prompter = Prompter(find_tokenizer(components), self.family)
         self._device, self._dtype, self._streaming = device, dtype, streaming
-        self._mapping: dict[str, tuple[Part, ...]] = {}
+        self._mapping: dict[str, tuple[TensorSlice, ...]] = {}
         self._peak_before = 0
         self.truncated: list[str] = []
         """Captions that were longer than 512 tokens, each with the number of tokens that were cut."""
@@ -81,7 +81,7 @@ class TextEncoder:
         return decide(self._streaming, num_bytes, self._device)
 
     @cached_property
-    def _located(self) -> dict[str, tuple[Part, ...]]:
+    def _located(self) -> dict[str, tuple[TensorSlice, ...]]:
         return locate_weights(self._model, self._source)
 
     @property
@@ -163,12 +163,12 @@ class TextEncoder:
         texts = features(self.family, self._built[1], ids, masks, self._passing, advance)
         return [{"text": text} for text in texts]
 
-    def _passing(self) -> Holding:
+    def _passing(self) -> LayerContext:
         """New memory for weights to pass through; none is needed where all of them are there."""
         model = self._model
         if not self.streams:
             return lambda name: nullcontext(model.get_submodule(name))
-        memory = PassingMemory(self._source, device=self._device, dtype=self._dtype)
+        memory = LayerStreamer(self._source, device=self._device, dtype=self._dtype)
         return lambda name: memory.holding(model.get_submodule(name), below(name, self._mapping))
 
     def _tokens(self, item: str) -> tuple[Int64[Tensor, " tokens"], Bool[Tensor, " tokens"]]:
@@ -186,7 +186,7 @@ def features(
     rotary: Any,
     ids: Sequence[Int64[Tensor, " tokens"]],
     masks: Sequence[Bool[Tensor, "1 1 tokens tokens"] | None],
-    passing: Callable[[], Holding],
+    passing: Callable[[], LayerContext],
     advance: Callable[[float], None] = NullProgress.advance,
 ) -> list[Float[Tensor, "tokens width"]]:
     """Captions through the layers, one layer after the other.

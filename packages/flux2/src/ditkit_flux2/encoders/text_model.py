@@ -9,7 +9,7 @@ from torch import nn
 
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.state_dict import Part, StateDictNames
+from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.nn.quantized_linear import without_scales
 from ditkit_core.weights.frozen import read_config
 from ditkit_core.weights.load import Advice, match
@@ -156,7 +156,7 @@ def rotary_of(model: Any, device: torch.device) -> nn.Module:
     return type(model.rotary_emb)(config=model.config).to(device)
 
 
-def locate_weights(model: nn.Module, source: SafetensorsSource) -> dict[str, tuple[Part, ...]]:
+def locate_weights(model: nn.Module, source: SafetensorsSource) -> dict[str, tuple[TensorSlice, ...]]:
     """Where each weight of the model lies; what else the files hold (vision, later layers, head) is left alone.
 
     Raises:

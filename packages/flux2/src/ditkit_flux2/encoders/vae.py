@@ -17,10 +17,10 @@ from torch import Tensor
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import NullProgress
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.models.tiling import Tiles, in_tiles
-from ditkit_core.weights.frozen import built_from, fill, find_weights, fingerprint
+from ditkit_core.weights.frozen import build_frozen, find_weights, fingerprint, load_frozen
 
 _STAGES = 4
 _PATCH = 2
@@ -73,7 +73,7 @@ class VaeEncoder:
 
     items_at_once = 1
 
-    def __init__(self, components: Components, device: torch.device, *, tiled: bool = False):
+    def __init__(self, components: ModelPaths, device: torch.device, *, tiled: bool = False):
         """Find the weights and read their headers; nothing is loaded.
 
         Args:
@@ -115,8 +115,8 @@ class VaeEncoder:
         """
         if self._vae is not None:
             return
-        vae = built_from(build, self.config, self._source)
-        fill(
+        vae = build_frozen(build, self.config, self._source)
+        load_frozen(
             vae, self._source, VAE_NAMES, device=self._device, dtype_of=lambda name: torch.float32, key="model.vae",
             ignore=frozenset({"bn.num_batches_tracked"}),
         )  # fmt: skip

@@ -23,7 +23,7 @@ from ditkit_core.models.protocol import Engine, run_plain
 from ditkit_core.nn.attention import attend
 from ditkit_core.nn.functional import gated_sum, gated_unit, modulated_norm, normalised_heads
 from ditkit_core.nn.linear import CastLinear
-from ditkit_core.nn.padding import key_mask
+from ditkit_core.nn.padding import padding_mask
 from ditkit_core.nn.remat import recompute_boundaries, recompute_boundary
 from ditkit_core.nn.rope import timestep_features
 from ditkit_flux2.model.rope import Grid, rotary_angles, token_positions
@@ -58,7 +58,7 @@ class Flux2DoubleCarry(NamedTuple):
     cos: Float[Tensor, "tables tokens 1 pairs"]
     """Of text and image, in this order; `tables` is 1 when all samples share a layout."""
     sin: Float[Tensor, "tables tokens 1 pairs"]
-    key_mask: Bool[Tensor, "batch tokens"] | None
+    padding_mask: Bool[Tensor, "batch tokens"] | None
     """False on the padding of samples shorter than the longest; None when all are of one size."""
     grids: tuple[Grid, ...]
     """Rows and columns of each sample's target."""
@@ -73,7 +73,7 @@ class Flux2SingleCarry(NamedTuple):
     time: Float[Tensor, "batch dim"]
     cos: Float[Tensor, "tables tokens 1 pairs"]
     sin: Float[Tensor, "tables tokens 1 pairs"]
-    key_mask: Bool[Tensor, "batch tokens"] | None
+    padding_mask: Bool[Tensor, "batch tokens"] | None
     grids: tuple[Grid, ...]
     num_text: int
     """How many of the tokens are text."""
@@ -144,7 +144,7 @@ class Flux2Embed(nn.Module):
             time=time,
             cos=table.cos().to(precision.rotary_tables),
             sin=table.sin().to(precision.rotary_tables),
-            key_mask=key_mask([self.arch.text_tokens + len(row) for row in rows], image.device),
+            padding_mask=padding_mask([self.arch.text_tokens + len(row) for row in rows], image.device),
             grids=tuple(layout[0] for layout in layouts),
         )
 
@@ -215,7 +215,7 @@ class Flux2DoubleBlock(nn.Module):
         of_text = self.txt_attn(modulated_norm(text, scale_t, shift_t, self.eps, norms).to(matmul), rotary_t)
         of_image = self.img_attn(modulated_norm(image, scale_i, shift_i, self.eps, norms).to(matmul), rotary_i)
         q, k, v = (torch.cat(pair, 1) for pair in zip(of_text, of_image, strict=True))
-        out = attend(q, k, v, name="self", key_mask=carry.key_mask).flatten(2).to(matmul)
+        out = attend(q, k, v, name="self", padding_mask=carry.padding_mask).flatten(2).to(matmul)
         out_t, out_i = out.split(sizes, 1)
         text = gated_sum(self.txt_attn.proj(out_t), text.to(precision.residual), gate_t)
         image = gated_sum(self.img_attn.proj(out_i), image.to(precision.residual), gate_i)
@@ -238,7 +238,7 @@ class Flux2Join(nn.Module):
             time=carry.time,
             cos=carry.cos,
             sin=carry.sin,
-            key_mask=carry.key_mask,
+            padding_mask=carry.padding_mask,
             grids=carry.grids,
             num_text=carry.text.shape[1],
         )
@@ -264,7 +264,7 @@ class Flux2SingleBlock(nn.Module):
         q = normalised_heads(q, self.norm.query_norm, arch.heads, precision, rotary)
         k = normalised_heads(k, self.norm.key_norm, arch.heads, precision, rotary)
         v = v.unflatten(-1, (arch.heads, -1)).to(precision.attention)
-        out = attend(q, k, v, name="self", key_mask=carry.key_mask).flatten(2).to(precision.matmul)
+        out = attend(q, k, v, name="self", padding_mask=carry.padding_mask).flatten(2).to(precision.matmul)
         h = torch.cat([out, gated_unit(both)], -1)
         return carry._replace(tokens=gated_sum(recompute_boundary(self.linear2, h), x.to(precision.residual), gate))
 
@@ -304,5 +304,5 @@ class Flux2Transformer(nn.Module):
     def blocks(self) -> list[nn.Module]:
         return [*self.double_blocks, self.join, *self.single_blocks]
 
-    def forward(self, inputs: Flux2Inputs, run: Engine = run_plain) -> list[Tensor]:
-        return run(self, inputs)
+    def forward(self, inputs: Flux2Inputs, engine: Engine = run_plain) -> list[Tensor]:
+        return engine(self, inputs)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ditkit_core.models.conditions import Column, Conditioner
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_wan.presets import WanArch
 
 _REFERENCE_LISTS = ("src_ref_images", "object_file_path")
@@ -95,7 +95,7 @@ def _names(arch: WanArch) -> tuple[str, ...]:
 
 
 def conditioners(
-    arch: WanArch, components: Components | None, device: torch.device, tiled: bool
+    arch: WanArch, components: ModelPaths | None, device: torch.device, tiled: bool
 ) -> Sequence[Conditioner]:
     """What encodes the conditions of an architecture; nothing is loaded yet.
 

@@ -16,7 +16,7 @@ from ditkit_core.data.media.clip import MediaInfo, available, probe
 from ditkit_core.encoding.cache import key
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import NullProgress
-from ditkit_core.models.conditions import Controls
+from ditkit_core.models.conditions import ClipInputs
 from ditkit_wan.conditioning import camera
 from ditkit_wan.conditioning.images import FIRST, ClipVision, VaeConditioner
 from ditkit_wan.conditioning.pictures import column_or_own, lacking, picture, picture_or_own, video
@@ -34,7 +34,7 @@ class Control(VaeConditioner):
 
     kind = "control"
 
-    def uses(self, controls: Controls) -> tuple[str, ...]:
+    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         """The control video, and the picture if there is one.
 
         Raises:
@@ -44,7 +44,7 @@ class Control(VaeConditioner):
             raise lacking(controls, [CONTROL], "which this model is controlled by")
         return tuple(column for column in (CONTROL, FIRST) if column in controls.files)
 
-    def condition(self, controls: Controls) -> dict[str, Tensor]:
+    def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
         control = self.latents(video(controls, CONTROL))
         begin = torch.zeros_like(control)
         if FIRST in controls.files:
@@ -57,11 +57,11 @@ class FirstLatent(VaeConditioner):
 
     kind = "first-latent"
 
-    def uses(self, controls: Controls) -> tuple[str, ...]:
+    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         """The picture, or the clip itself."""
         return (column_or_own(controls, FIRST, why="a moving camera"),)
 
-    def condition(self, controls: Controls) -> dict[str, Tensor]:
+    def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
         begin = self.latents(picture_or_own(controls, FIRST))
         later = begin.new_zeros(len(begin), (controls.frames - 1) // self.vae.strides[0], *begin.shape[2:])
         return {"y": torch.cat([begin, later], dim=1)}
@@ -73,18 +73,18 @@ class Reference(VaeConditioner):
     kind = "reference"
     optional = True
 
-    def uses(self, controls: Controls) -> tuple[str, ...]:
+    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         """The picture, if there is one."""
         return (REFERENCE,) if REFERENCE in controls.files else ()
 
-    def condition(self, controls: Controls) -> dict[str, Tensor]:
+    def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
         return {"reference": self.latents(picture(controls, REFERENCE))}
 
 
 class ControlVision(ClipVision):
     """`image`: CLIP's tokens of the reference, or else of the picture that a clip begins with; zeros where there is neither."""
 
-    def uses(self, controls: Controls) -> tuple[str, ...]:
+    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         """The one picture of the columns that is shown; "" for none, which is a condition too."""
         return (self._shown(controls) or "",)
 
@@ -99,12 +99,12 @@ class ControlVision(ClipVision):
             return [{self.name: torch.zeros(self.encoder.tokens, self.encoder.dim)}]
         return [{self.name: self.encoder.encode(shown, advance)[0]["image"]}]
 
-    def pictures(self, controls: Controls) -> list[Float[Tensor, "3 1 height width"]]:
+    def pictures(self, controls: ClipInputs) -> list[Float[Tensor, "3 1 height width"]]:
         """The one that is shown; none where there is none."""
         column = self._shown(controls)
         return [] if column is None else [picture(controls, column)]
 
-    def _shown(self, controls: Controls) -> str | None:
+    def _shown(self, controls: ClipInputs) -> str | None:
         return next((column for column in self.columns if column in controls.files), None)
 
 
@@ -123,7 +123,7 @@ class Camera:
         """There are no weights."""
         return key(self.kind, "16 numbers, a file's first and last at the video's")
 
-    def uses(self, controls: Controls) -> tuple[str, ...]:
+    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         """The file of poses and the clip, which says how long it takes; or the direction and the speed.
 
         Raises:
@@ -153,12 +153,12 @@ class Camera:
         advance(1.0)
         return [{"camera_path": camera.path_of(poses, height=controls.height, width=controls.width)}]
 
-    def check(self, controls: Controls) -> None:
+    def check(self, controls: ClipInputs) -> None:
         """Read the file of poses, or direction and speed."""
         self.uses(controls)
         self._poses(controls)
 
-    def _poses(self, controls: Controls) -> camera.Poses:
+    def _poses(self, controls: ClipInputs) -> camera.Poses:
         files, frames = controls.files, controls.frames
         if PATH not in files:
             return camera.moving(files[DIRECTION], files.get(SPEED, ""), frames)

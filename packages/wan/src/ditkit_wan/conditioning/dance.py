@@ -16,7 +16,7 @@ from torch import Tensor
 from ditkit_core.encoding.cache import key
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import NullProgress
-from ditkit_core.models.conditions import Controls
+from ditkit_core.models.conditions import ClipInputs
 from ditkit_wan.conditioning import music_features
 from ditkit_wan.conditioning.images import ClipVision, VaeConditioner, known_frames_mask
 from ditkit_wan.conditioning.pictures import column_or_own, lacking, picture_or_own, video
@@ -47,7 +47,7 @@ class Music:
         rows = f"{music_features.FEATURES} features, {music_features.RATE} rows a second, of sound up to a clip's end"
         return key(self.kind, rows, f"{self.fps:g}")
 
-    def uses(self, controls: Controls) -> tuple[str, ...]:
+    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         """The music.
 
         Raises:
@@ -80,15 +80,15 @@ class Music:
         advance(1.0)
         return [{"music": part}]
 
-    def check(self, controls: Controls) -> None:
+    def check(self, controls: ClipInputs) -> None:
         """Read the music, and count whether there is enough of it; sound is decoded, and no features are made of it."""
         self.uses(controls)
         music_features.check(Path(controls.files[MUSIC]), **self._heard(controls))
 
-    def _part(self, controls: Controls) -> Tensor:
+    def _part(self, controls: ClipInputs) -> Tensor:
         return music_features.window(Path(controls.files[MUSIC]), **self._heard(controls))
 
-    def _heard(self, controls: Controls) -> dict[str, float]:
+    def _heard(self, controls: ClipInputs) -> dict[str, float]:
         """Which part of the music goes with a clip."""
         seconds = controls.frames / (controls.fps or self.fps)
         return {"start_seconds": controls.start_seconds, "seconds": seconds}
@@ -107,7 +107,7 @@ class Keyframes(VaeConditioner):
 
     kind = "keyframes"
 
-    def uses(self, controls: Controls) -> tuple[str, ...]:
+    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         """The video of keyframes and which they are, or the picture that stands for the first.
 
         Raises:
@@ -121,7 +121,7 @@ class Keyframes(VaeConditioner):
             _known(controls)
         return tuple(given) or (column_or_own(controls, DANCER, why="a dance"),)
 
-    def condition(self, controls: Controls) -> dict[str, Tensor]:
+    def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
         if KEYFRAMES in controls.files:
             pixels, known = video(controls, KEYFRAMES), _known(controls)
         else:
@@ -135,18 +135,18 @@ class Keyframes(VaeConditioner):
 class KeyframeVision(ClipVision):
     """`image`: CLIP's tokens of the moment that the video of keyframes begins with, given or black; without one, of who dances."""
 
-    def uses(self, controls: Controls) -> tuple[str, ...]:
+    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         """The video of keyframes, or what stands for the first of them."""
         return (KEYFRAMES,) if KEYFRAMES in controls.files else super().uses(controls)
 
-    def pictures(self, controls: Controls) -> list[Float[Tensor, "3 1 height width"]]:
+    def pictures(self, controls: ClipInputs) -> list[Float[Tensor, "3 1 height width"]]:
         """The one picture that is shown."""
         if KEYFRAMES in controls.files:
             return [video(controls, KEYFRAMES, frames=1)]
         return super().pictures(controls)
 
 
-def _known(controls: Controls) -> list[bool]:
+def _known(controls: ClipInputs) -> list[bool]:
     """Which frames of the clip are keyframes, from a list of 0 and 1 for each frame from the beginning of the video."""
     text = controls.files[KEYFRAMES_MASK]
     try:

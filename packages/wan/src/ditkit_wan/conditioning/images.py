@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ditkit_core.encoding.cache import key
 from ditkit_core.io.console import NullProgress
-from ditkit_core.models.conditions import Controls
+from ditkit_core.models.conditions import ClipInputs
 from ditkit_wan.conditioning.pictures import column_or_own, picture_or_own
 from ditkit_wan.encoders.clip import ImageEncoder
 from ditkit_wan.encoders.vae import VaeEncoder
@@ -99,11 +99,11 @@ class VaeConditioner:
         advance(1.0)
         return [tensors]
 
-    def uses(self, controls: Controls) -> tuple[str, ...]:
+    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         """As `Conditioner.uses`."""
         raise NotImplementedError
 
-    def check(self, controls: Controls) -> None:
+    def check(self, controls: ClipInputs) -> None:
         """Read what is encoded, by the code that encodes it, with zeros for its latents.
 
         Raises:
@@ -114,7 +114,7 @@ class VaeConditioner:
             outlined.vae = Outlined(self.vae.channels, self.vae.strides)
             outlined.condition(controls)
 
-    def condition(self, controls: Controls) -> dict[str, Tensor]:
+    def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
         """The condition's tensors by name, on the CPU.
 
         Raises:
@@ -160,14 +160,14 @@ class FirstLast(VaeConditioner):
     def settings(self) -> str:
         return "both ends" if self.both else "begin"
 
-    def uses(self, controls: Controls) -> tuple[str, ...]:
+    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         """The picture it begins with, and ends with: columns, or the clip's own frames."""
         used = [column_or_own(controls, FIRST, why="image to video")]
         if self._has_last(controls):
             used.append(column_or_own(controls, LAST, why="a last frame"))
         return tuple(dict.fromkeys(used))
 
-    def condition(self, controls: Controls) -> dict[str, Tensor]:
+    def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
         frames = controls.frames
         pixels = torch.zeros(3, frames, controls.height, controls.width)
         pixels[:, :1] = picture_or_own(controls, FIRST)
@@ -178,7 +178,7 @@ class FirstLast(VaeConditioner):
         latents = self.latents(pixels)
         return {"y": torch.cat([known_frames_mask(known, *latents.shape[2:]), latents])}
 
-    def _has_last(self, controls: Controls) -> bool:
+    def _has_last(self, controls: ClipInputs) -> bool:
         return controls.frames > 1 and (self.both or LAST in controls.files)
 
 
@@ -188,13 +188,13 @@ class FirstFrame(VaeConditioner):
     kind = "first-frame"
     optional = True
 
-    def uses(self, controls: Controls) -> tuple[str, ...]:
+    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         """The picture, or the clip itself; nothing where a sample is drawn from text."""
         if FIRST in controls.files:
             return (FIRST,)
         return () if controls.clip is None else ("",)
 
-    def condition(self, controls: Controls) -> dict[str, Tensor]:
+    def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
         return {"first_frame": self.latents(picture_or_own(controls, FIRST))}
 
 
@@ -224,7 +224,7 @@ class ClipVision:
         """Digest of CLIP and of which pictures it is shown."""
         return key(self.encoder.identity, self.name, str(self.own), *self.columns)
 
-    def uses(self, controls: Controls) -> tuple[str, ...]:
+    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         """The columns, and the clip itself in their place."""
         if not self.own:
             return tuple(column for column in self.columns if column in controls.files)
@@ -247,12 +247,12 @@ class ClipVision:
         advance(1.0)
         return [{self.name: torch.cat(tokens)}]
 
-    def check(self, controls: Controls) -> None:
+    def check(self, controls: ClipInputs) -> None:
         """Read the pictures."""
         if self.uses(controls):
             self.pictures(controls)
 
-    def pictures(self, controls: Controls) -> list[Float[Tensor, "3 1 height width"]]:
+    def pictures(self, controls: ClipInputs) -> list[Float[Tensor, "3 1 height width"]]:
         """What is shown of a clip, in order."""
         shown = [column for column in self.columns if self.own or column in controls.files]
         return [picture_or_own(controls, column, last=column == LAST) for column in shown]

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.errors import NotEquipped, UserError
+from ditkit_core.errors import MissingDependency, UserError
 
 FEATURES = 35
 RATE = 30
@@ -78,7 +78,7 @@ def check_library(path: Path) -> None:
         NotEquipped: With what to install.
     """
     if path.suffix.lower() not in TABLES and find_spec("librosa") is None:
-        raise NotEquipped(
+        raise MissingDependency(
             f"{path} is sound, and librosa, which makes features of it, is not installed; install librosa, or give a "
             ".npy of the features"
         )

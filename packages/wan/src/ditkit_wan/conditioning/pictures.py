@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.data.media.clip import kind_of, read_clip
+from ditkit_core.data.media.clip import media_kind, read_clip
 from ditkit_core.errors import UserError
-from ditkit_core.models.conditions import Controls
+from ditkit_core.models.conditions import ClipInputs
 
 _ANY_RATE = 1.0  # of a single frame: only where it begins matters
 
 
-def picture(controls: Controls, column: str) -> Float[Tensor, "3 1 height width"]:
+def picture(controls: ClipInputs, column: str) -> Float[Tensor, "3 1 height width"]:
     """The picture of a column, or the first frame of a video that it names, cut to the clip's size; pixels in [-1, 1].
 
     Raises:
@@ -26,7 +26,7 @@ def picture(controls: Controls, column: str) -> Float[Tensor, "3 1 height width"
     return read_clip(path, frames=1, fps=_ANY_RATE, height=controls.height, width=controls.width)
 
 
-def own_frame(controls: Controls, *, last: bool = False) -> Float[Tensor, "3 1 height width"]:
+def own_frame(controls: ClipInputs, *, last: bool = False) -> Float[Tensor, "3 1 height width"]:
     """The first or the last frame of the clip as it is trained.
 
     Raises:
@@ -40,12 +40,12 @@ def own_frame(controls: Controls, *, last: bool = False) -> Float[Tensor, "3 1 h
     )  # fmt: skip
 
 
-def picture_or_own(controls: Controls, column: str, *, last: bool = False) -> Float[Tensor, "3 1 height width"]:
+def picture_or_own(controls: ClipInputs, column: str, *, last: bool = False) -> Float[Tensor, "3 1 height width"]:
     """The picture of a column if the clip has one, else its own first or last frame."""
     return picture(controls, column) if column in controls.files else own_frame(controls, last=last)
 
 
-def column_or_own(controls: Controls, column: str, *, why: str) -> str:
+def column_or_own(controls: ClipInputs, column: str, *, why: str) -> str:
     """What `picture_or_own` reads: the column, or "" for the clip itself.
 
     Args:
@@ -63,7 +63,7 @@ def column_or_own(controls: Controls, column: str, *, why: str) -> str:
     return ""
 
 
-def lacking(controls: Controls, columns: Sequence[str], why: str) -> UserError:
+def lacking(controls: ClipInputs, columns: Sequence[str], why: str) -> UserError:
     """The error for what a model must be told of a clip, or of a drawing, and is not.
 
     Args:
@@ -76,7 +76,7 @@ def lacking(controls: Controls, columns: Sequence[str], why: str) -> UserError:
     return UserError(f"{whose} has no {' and no '.join(columns)}, {why}; {remedy}")
 
 
-def video(controls: Controls, column: str, *, frames: int = 0) -> Float[Tensor, "3 frames height width"]:
+def video(controls: ClipInputs, column: str, *, frames: int = 0) -> Float[Tensor, "3 frames height width"]:
     """The video of a column at the clip's frame rate, from the clip's first frame on, cut to its size; pixels in [-1, 1].
 
     A picture in its place stands for all frames.
@@ -90,7 +90,7 @@ def video(controls: Controls, column: str, *, frames: int = 0) -> Float[Tensor, 
         UserError: If it cannot be read, or is shorter than the clip.
     """
     path, frames = Path(controls.files[column]), frames or controls.frames
-    if kind_of(path) == "image":
+    if media_kind(path) == "image":
         return picture(controls, column).expand(-1, frames, -1, -1)
     return read_clip(
         path, frames=frames, fps=controls.fps or _ANY_RATE, height=controls.height, width=controls.width,
@@ -106,9 +106,9 @@ def on_white(path: Path, height: int, width: int) -> Float[Tensor, "3 1 height w
     """
     from ditkit_core.data.media import image as still
 
-    if kind_of(path) != "image":
+    if media_kind(path) != "image":
         raise UserError(f"{path} is a video; a reference is a still image: take a frame out of it")
-    pixels = torch.from_numpy(np.ascontiguousarray(still.read(path))).permute(2, 0, 1).float() / 127.5 - 1
+    pixels = torch.from_numpy(np.ascontiguousarray(still.read_image(path))).permute(2, 0, 1).float() / 127.5 - 1
     scale = min(height / pixels.shape[1], width / pixels.shape[2])
     size = tuple(max(1, int(length * scale)) for length in pixels.shape[1:])
     if size != pixels.shape[1:]:

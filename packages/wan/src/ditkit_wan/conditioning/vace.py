@@ -11,7 +11,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.models.conditions import Controls
+from ditkit_core.models.conditions import ClipInputs
 from ditkit_wan.conditioning.images import VaeConditioner
 from ditkit_wan.conditioning.pictures import on_white, video
 
@@ -37,11 +37,11 @@ class Vace(VaeConditioner):
 
     kind = "vace"
 
-    def uses(self, controls: Controls) -> tuple[str, ...]:
+    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
         """What there is of video, mask and references; "" where there is nothing, which is a condition too."""
         return tuple(column for column in (VIDEO, MASK, *REFERENCES) if column in controls.files) or ("",)
 
-    def condition(self, controls: Controls) -> dict[str, Tensor]:
+    def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
         size = (controls.frames, controls.height, controls.width)
         pixels = video(controls, VIDEO) if VIDEO in controls.files else torch.zeros(3, *size)
         mask = torch.ones(size)

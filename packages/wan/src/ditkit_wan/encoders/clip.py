@@ -12,9 +12,9 @@ from torch import Tensor
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import NullProgress
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames
-from ditkit_core.weights.frozen import built_from, fill, find_weights, fingerprint
+from ditkit_core.weights.frozen import build_frozen, find_weights, fingerprint, load_frozen
 from ditkit_wan.encoders.safe_names import SAFE_NAMES
 
 # transformers dropped the prefix from its own names in version 5; files have it or not
@@ -35,7 +35,7 @@ class ImageEncoder:
 
     items_at_once = 1
 
-    def __init__(self, components: Components, device: torch.device, dtype: torch.dtype):
+    def __init__(self, components: ModelPaths, device: torch.device, dtype: torch.dtype):
         """Find the weights and read their headers; nothing is loaded.
 
         Raises:
@@ -67,8 +67,8 @@ class ImageEncoder:
         Raises:
             UserError: If the weights are incomplete.
         """
-        model = built_from(build, self._config, self._source)
-        fill(
+        model = build_frozen(build, self._config, self._source)
+        load_frozen(
             model, self._source, IMAGE_NAMES, device=self._device, dtype_of=lambda name: self._dtype,
             key="model.image_encoder", ignore=_NOT_VISION,
         )  # fmt: skip
@@ -128,7 +128,7 @@ def read(
     return model(normal, output_hidden_states=True).hidden_states[-2][0]
 
 
-def config_of(components: Components) -> tuple[SafetensorsSource, dict[str, Any]]:
+def config_of(components: ModelPaths) -> tuple[SafetensorsSource, dict[str, Any]]:
     """The weights' files, their headers read, and their configuration.
 
     Raises:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import NullProgress, warn
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.nn.quantized_linear import QuantizedLinear
-from ditkit_core.weights.frozen import built_from, fill, find_weights, fingerprint
+from ditkit_core.weights.frozen import build_frozen, find_weights, fingerprint, load_frozen
 from ditkit_core.weights.tokenizer import find_tokenizer
 from ditkit_wan.encoders.safe_names import SAFE_NAMES
 
@@ -70,7 +70,7 @@ class TextEncoder:
 
     items_at_once = 1
 
-    def __init__(self, components: Components, device: torch.device, dtype: torch.dtype):
+    def __init__(self, components: ModelPaths, device: torch.device, dtype: torch.dtype):
         """Find weights and tokenizer, and read the weights' headers; nothing is loaded.
 
         Raises:
@@ -99,8 +99,8 @@ class TextEncoder:
         if self._model is not None:
             return
         self._load_tokenizer()
-        model = built_from(build, self._config, self._source)
-        fill(
+        model = build_frozen(build, self._config, self._source)
+        load_frozen(
             model, self._source, TEXT_NAMES, device=self._device, dtype_of=self._dtype_of, key="model.text_encoder",
             tied=_TIED, ignore=_NOT_WEIGHTS,
         )  # fmt: skip
@@ -216,7 +216,7 @@ def read(model: Any, ids: Int64[Tensor, "1 tokens"], mask: Int64[Tensor, "1 toke
     return model(ids, mask).last_hidden_state[0]
 
 
-def config_of(components: Components) -> tuple[SafetensorsSource, dict[str, Any]]:
+def config_of(components: ModelPaths) -> tuple[SafetensorsSource, dict[str, Any]]:
     """The weights' files, their headers read, and their configuration.
 
     Raises:

@@ -27,7 +27,7 @@ class WanSelfAttention(nn.Module):
         q = normalised_heads(self.q(h), self.norm_q, self.heads, precision, rotary)
         k = normalised_heads(self.k(h), self.norm_k, self.heads, precision, rotary)
         v = self.v(h).unflatten(-1, (self.heads, -1)).to(precision.attention)
-        return self.o(attend(q, k, v, name="self", key_mask=carry.key_mask).flatten(2).to(precision.matmul))
+        return self.o(attend(q, k, v, name="self", padding_mask=carry.padding_mask).flatten(2).to(precision.matmul))
 
 
 class WanCrossAttention(nn.Module):

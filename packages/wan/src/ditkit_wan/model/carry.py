@@ -41,7 +41,7 @@ class WanCarry(NamedTuple):
     cos: Float[Tensor, "tables tokens 1 pairs"]
     sin: Float[Tensor, "tables tokens 1 pairs"]
     text: Float[Tensor, "batch text dim"]
-    key_mask: Bool[Tensor, "batch tokens"] | None
+    padding_mask: Bool[Tensor, "batch tokens"] | None
     """False on the padding of samples shorter than the longest; None when all are of one size."""
     grids: tuple[tuple[int, int, int], ...]
     """Tokens of each sample along frames, height, width."""

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.functional import plain_sum
 from ditkit_core.nn.linear import CastLinear
-from ditkit_core.nn.padding import key_mask
+from ditkit_core.nn.padding import padding_mask
 from ditkit_core.nn.rope import timestep_features
 from ditkit_wan.model.carry import MusicCarry, ReferenceCarry, VaceCarry, WanCarry
 from ditkit_wan.model.image_embedding import WanImageEmbedding
@@ -105,7 +105,7 @@ class WanEmbed(nn.Module):
             cos=table.cos().to(precision.rotary_tables),
             sin=table.sin().to(precision.rotary_tables),
             text=text,
-            key_mask=key_mask([math.prod(grid) for grid in grids], tokens.device),
+            padding_mask=padding_mask([math.prod(grid) for grid in grids], tokens.device),
             grids=grids,
             late=inputs.late,
             image=image,

@@ -38,5 +38,5 @@ class WanTransformer(nn.Module):
             blocks += [layer, behind[index]] if index in behind else [layer]
         return blocks
 
-    def forward(self, inputs: WanInputs, run: Engine = run_plain) -> list[Tensor]:
-        return run(self, inputs)
+    def forward(self, inputs: WanInputs, engine: Engine = run_plain) -> list[Tensor]:
+        return engine(self, inputs)

@@ -51,7 +51,7 @@ class MediaInfo:
     """Anticlockwise degrees (0, 90, 180, 270) that the file asks a player to turn a video; 0 for an image."""
 
 
-def kind_of(path: Path) -> Kind:
+def media_kind(path: Path) -> Kind:
     """Video or image, by the file's extension; a folder that is not called like a file is a video of numbered images.
 
     Raises:
@@ -103,7 +103,7 @@ def probe(path: Path) -> MediaInfo:
         UserError: If the file is missing, empty, damaged, without a picture, or not what its extension says.
     """
     if _checked(path) == "image":
-        height, width = still.size(path)
+        height, width = still.image_size(path)
         return MediaInfo(kind="image", width=width, height=height, seconds=0.0, fps=0.0, rotation=0)
     if path.is_dir():
         images = open_folder(path)
@@ -144,7 +144,7 @@ def available(path: Path, fps: float, *, at_most: int | None = None) -> Availabl
         UserError: As `probe`.
     """
     if _checked(path) == "image":
-        return Available(1, *still.size(path))
+        return Available(1, *still.image_size(path))
     if path.is_dir():
         images = open_folder(path)
         there = images.frames(fps)
@@ -187,14 +187,14 @@ def pictures(path: Path, *, frames: int, fps: float, start_seconds: float = 0.0)
     if _checked(path) == "image":
         if frames != 1:
             raise UserError(f"{path} is a still image, {frames} frames were asked for; ask for 1")
-        yield still.read(path)
+        yield still.read_image(path)
         return
     times = [start_seconds + i / fps for i in range(frames)]
     yield from open_folder(path).at(times, fps) if path.is_dir() else video.frames_at(path, times)
 
 
 def _checked(path: Path) -> Kind:
-    kind = kind_of(path)
+    kind = media_kind(path)
     found = status(path)
     if found is not None and stat.S_ISDIR(found.st_mode):
         if not _called_like_media(path):
@@ -246,7 +246,7 @@ def write_image(path: Path, pixels: Float[Tensor, "3 height width"]) -> None:
     Raises:
         UserError: If the file cannot be written.
     """
-    still.write(path, _bytes(pixels).permute(1, 2, 0).numpy())
+    still.save_image(path, _bytes(pixels).permute(1, 2, 0).numpy())
 
 
 def _bytes(pixels: Tensor) -> Tensor:

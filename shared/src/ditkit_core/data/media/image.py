@@ -70,7 +70,7 @@ def check_pixels(path: Path, width: int, height: int, *, most: int = MOST_PIXELS
         )
 
 
-def size(path: Path) -> tuple[int, int]:
+def image_size(path: Path) -> tuple[int, int]:
     """Height and width of an upright image in pixels, from its header alone."""
     with _opened(path) as image:
         width, height = image.size
@@ -78,7 +78,7 @@ def size(path: Path) -> tuple[int, int]:
     return (width, height) if lying else (height, width)
 
 
-def read(path: Path) -> Picture:
+def read_image(path: Path) -> Picture:
     """An upright image, height × width × RGB; a transparent one lies on white.
 
     Raises:
@@ -94,7 +94,7 @@ def read(path: Path) -> Picture:
         return np.array(upright.convert("RGB"))
 
 
-def write(path: Path, picture: Picture) -> None:
+def save_image(path: Path, picture: Picture) -> None:
     """Write a png atomically.
 
     Raises:

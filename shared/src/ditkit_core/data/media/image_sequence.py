@@ -34,7 +34,7 @@ class ImageFolder:
         Raises:
             UserError: If one cannot be read, or they are of different sizes.
         """
-        sizes = {still.size(file): file.name for file in reversed(self.files)}
+        sizes = {still.image_size(file): file.name for file in reversed(self.files)}
         if len(sizes) > 1:
             one, other = list(sizes.values())[:2]
             raise UserError(
@@ -62,7 +62,7 @@ class ImageFolder:
                 raise UserError(
                     f"{self.files[0].parent} has {len(self.files)} images, a frame at {time:.2f} s was asked for; lower data.frames"
                 )
-            yield still.read(self.files[min(math.floor(place + _ROUNDING), len(self.files) - 1)])
+            yield still.read_image(self.files[min(math.floor(place + _ROUNDING), len(self.files) - 1)])
 
 
 def numbered(names: Sequence[str]) -> list[str]:

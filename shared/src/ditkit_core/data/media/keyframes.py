@@ -23,7 +23,7 @@ _TRIES = 16
 _H264_IDR = 5
 
 
-class Entry(NamedTuple):
+class SeekPoint(NamedTuple):
     """A keyframe that a container was moved to."""
 
     time: float
@@ -32,7 +32,7 @@ class Entry(NamedTuple):
     """When the file's first frame is shown, in the same."""
 
 
-def find_entry(container: "InputContainer", stream: "VideoStream", seconds: float) -> Entry | None:
+def find_entry(container: "InputContainer", stream: "VideoStream", seconds: float) -> SeekPoint | None:
     """Move an open container to the last keyframe at or before a time, from which decoding gives the file's own frames.
 
     Args:
@@ -63,7 +63,7 @@ def find_entry(container: "InputContainer", stream: "VideoStream", seconds: floa
             time = float(packet.pts * stream.time_base)
             if time <= wanted + SLACK_SECONDS and _begins_afresh(packet, stream):
                 container.seek(ticks, stream=stream, backward=True)
-                return Entry(time, first.time)
+                return SeekPoint(time, first.time)
             before = min(packet.pts, packet.pts if packet.dts is None else packet.dts) - 1
             if before >= ticks or time <= first.time:
                 return None

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ditkit_core.data.media import image as still
 from ditkit_core.data.media import tonemap as hdr
 from ditkit_core.data.media.decoder import decoder
-from ditkit_core.data.media.keyframes import Entry, find_entry
+from ditkit_core.data.media.keyframes import SeekPoint, find_entry
 from ditkit_core.data.media.timestamps import SLACK_SECONDS, Timeline
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import atomic_write
@@ -174,7 +174,7 @@ def frames_at(path: Path, times: Sequence[float]) -> Iterator[Picture]:
 
 
 def _on_screen(
-    path: Path, container: "InputContainer", stream: "VideoStream", times: Sequence[float], entry: Entry | None
+    path: Path, container: "InputContainer", stream: "VideoStream", times: Sequence[float], entry: SeekPoint | None
 ) -> Iterator[Picture]:
     pending = deque(times)
     stop = 0.0
@@ -191,7 +191,7 @@ def _on_screen(
 
 
 def _shown(
-    path: Path, container: "InputContainer", stream: "VideoStream", entry: Entry | None
+    path: Path, container: "InputContainer", stream: "VideoStream", entry: SeekPoint | None
 ) -> Iterator[tuple["VideoFrame", float]]:
     """Every frame in the order of display from an entry on, with the time at which the next one replaces it."""
     remedy = "re-encode it (ffmpeg -i IN OUT.mp4) or remove it"

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ditkit_core.adapters.inject import is_adapter_name, trainable_parameters
-from ditkit_core.diagnostics.audit.findings import Case, Cost, Errors, Findings, PlaceFindings
-from ditkit_core.diagnostics.audit.recast import DtypeOf, Recast, as_stored, by_place
+from ditkit_core.diagnostics.audit.dtype_view import DtypeOf, DtypeView, as_stored, by_op_group
+from ditkit_core.diagnostics.audit.findings import AuditFindings, Case, Cost, Errors, PlaceFindings
 from ditkit_core.engine.block_swap import BlockSwap
-from ditkit_core.engine.engine import Engine
+from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
 from ditkit_core.models.precision import PLACES, Precision, autocast_disabled, dtype_name, set_precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.attention_backends import BACKENDS
-from ditkit_core.planner.memory_tracker import Ledger
+from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.training.flow_matching import learnt_mean, to_device, velocity_target
 
 NOT_IN_A_BATCH: Mapping[str, str] = {
@@ -55,7 +55,7 @@ class Subject:
     spec: ModelSpec
     precision: Precision
     """The dtypes that it is set to."""
-    run: Engine
+    run: BlockEngine
     """As the run has it."""
     ids: Sequence[str]
     items: Sequence[Mapping[str, Tensor]]
@@ -75,7 +75,7 @@ def num_passes() -> int:
     return (len(EDGES) - 1) * (3 + 2 * len(ACTING)) + (1 + ROUNDS) * (1 + len(_priced()))
 
 
-def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str] = ()) -> Findings:
+def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str] = ()) -> AuditFindings:
     """Measure what each place's precision does, and what it costs.
 
     Model, parameters, their `.grad`, and torch's generators are as before when it ends.
@@ -114,7 +114,7 @@ def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str]
         )
         for place in ACTING
     ]
-    return Findings(
+    return AuditFindings(
         lowered=dtype_name(low),
         edges=EDGES,
         samples=tuple(subject.ids),
@@ -245,7 +245,7 @@ def _measure(
     """Run forward and backward in these dtypes; None: in the run's own, its weights as they are."""
     measured = _Measured(truth=truth)
     precision = subject.precision if dtypes is None else replace(subject.precision, **dtypes)
-    dtype_of = as_stored if dtypes is None else by_place(precision, subject.spec.precision.op_group_of)
+    dtype_of = as_stored if dtypes is None else by_op_group(precision, subject.spec.precision.op_group_of)
     run = replace(subject.run, policy="full", backend=_backend(subject, precision))
     velocities, loss = _forward(subject, batch, precision, dtype_of, run, measured.take)
     loss.backward()
@@ -268,12 +268,12 @@ def _forward(
     batch: _Batch,
     precision: Precision,
     dtype_of: DtypeOf,
-    run: Engine,
+    engine: BlockEngine,
     take: Callable[[str, Tensor], None],
 ) -> tuple[list[Tensor], Tensor]:
     """Velocities, and the mean of the samples' squared errors in fp64."""
     set_precision(subject.model, precision)
-    velocities = Recast(subject.model, dtype_of, take)(batch.inputs, run=run)
+    velocities = DtypeView(subject.model, dtype_of, take)(batch.inputs, engine=engine)
     triples = zip(velocities, batch.targets, batch.masks, strict=True)
     return velocities, torch.stack([learnt_mean((v.to(_TRUTH) - t).square(), mask) for v, t, mask in triples]).mean()
 
@@ -349,10 +349,10 @@ def _own_forward(subject: Subject, batch: _Batch, precision: Precision) -> tuple
 
 def _peaks(subject: Subject, batch: _Batch, precision: Precision) -> Mapping[torch.device, int]:
     """Bytes of tensors that are alive at once at most, by device."""
-    with Ledger() as ledger:
+    with MemoryTracker() as ledger:
         ledger.track(subject.model, "weights")
-        for passage in subject.run.passages:
-            for buffer in passage.buffers if isinstance(passage, BlockSwap) else ():
+        for streamer in subject.run.hooks:
+            for buffer in streamer.buffers if isinstance(streamer, BlockSwap) else ():
                 ledger.watch(buffer)
         _step(subject, batch, precision)
     return ledger.peak

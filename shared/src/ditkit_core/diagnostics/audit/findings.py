@@ -55,7 +55,7 @@ class PlaceFindings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Findings:
+class AuditFindings:
     """Everything that an audit found."""
 
     lowered: str
@@ -83,13 +83,13 @@ class Findings:
         return [f"{low:g}-{high:g}" for low, high in zip(self.edges, self.edges[1:], strict=False)]
 
 
-def to_json(findings: Findings) -> dict[str, Any]:
+def audit_json(findings: AuditFindings) -> dict[str, Any]:
     """The findings as plain values."""
     return {**asdict(findings), "not_measured": dict(findings.not_measured)}
 
 
-def from_json(values: Mapping[str, Any]) -> Findings:
-    """Findings that were written as JSON."""
+def audit_from_json(values: Mapping[str, Any]) -> AuditFindings:
+    """AuditFindings that were written as JSON."""
 
     def case(errors: Mapping[str, Any]) -> Case:
         return Case(overall=Errors(**errors["overall"]), bins=tuple(Errors(**each) for each in errors["bins"]))
@@ -102,4 +102,4 @@ def from_json(values: Mapping[str, Any]) -> Findings:
 
     given: dict[str, Any] = {name: tuple(values[name]) for name in ("edges", "samples", "notes")}
     given |= {name: case(values[name]) for name in ("own", "all_lowered")}
-    return Findings(**{**values, **given, "places": tuple(map(place, values["places"]))})
+    return AuditFindings(**{**values, **given, "places": tuple(map(place, values["places"]))})

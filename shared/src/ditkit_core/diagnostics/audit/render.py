@@ -5,7 +5,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from ditkit_core.diagnostics.audit.findings import Case, Findings, to_json
+from ditkit_core.diagnostics.audit.findings import AuditFindings, Case, audit_json
 from ditkit_core.diagnostics.rendering import json_text
 from ditkit_core.io.console import say
 from ditkit_core.io.files import atomic_write, write_text
@@ -16,7 +16,7 @@ _INK, _GREY, _LINE = (30, 30, 30), (110, 110, 110), (215, 215, 215)
 _ALONE, _BUT, _DOT = (31, 119, 180), (255, 165, 60), (20, 60, 110)
 
 
-def show(findings: Findings) -> None:
+def print_audit(findings: AuditFindings) -> None:
     """Print the tables and what they mean."""
     for line in findings.notes:
         say(line)
@@ -27,28 +27,28 @@ def show(findings: Findings) -> None:
         say(line)
 
 
-def write(findings: Findings, folder: Path) -> list[Path]:
+def write_audit(findings: AuditFindings, folder: Path) -> list[Path]:
     """Write the findings into a folder, each file whole or not at all.
 
     Returns:
         The files: JSON, Markdown, a picture.
     """
     files = [folder / f"precision.{ending}" for ending in ("json", "md", "png")]
-    write_text(files[0], json_text(to_json(findings)) + "\n")
-    write_text(files[1], markdown(findings))
+    write_text(files[0], json_text(audit_json(findings)) + "\n")
+    write_text(files[1], audit_markdown(findings))
     with atomic_write(files[2]) as temporary:
         _draw(findings).save(temporary, format="png")
     return files
 
 
-def markdown(findings: Findings) -> str:
+def audit_markdown(findings: AuditFindings) -> str:
     """The same as a page."""
     lines = ["# Precision audit", "", *(f"- {line}" for line in findings.notes), "", *_table(findings).markdown()]
     lines += ["", *(f"- {line}" for line in _meaning(findings)), "", "![errors by place](precision.png)"]
     return "\n".join(lines) + "\n"
 
 
-def _table(findings: Findings) -> Table:
+def _table(findings: AuditFindings) -> Table:
     head = ["place", "runs in", "velocity", "loss", "gradient", *(f"σ {name}" for name in findings.bin_names)]
     head += ["others low", "tried in", "time", "MiB"]
     rows = []
@@ -57,7 +57,7 @@ def _table(findings: Findings) -> Table:
         if each.cost is not None:
             mib = each.cost.num_bytes / 2**20
             cost = [each.cost.dtype, f"×{each.cost.time_ratio:.2f}", f"{mib:+.2f}" if each.cost.num_bytes else "0"]
-        rows.append([each.place, each.dtype, *_errors(each.alone), number(each.all_but.overall.gradient), *cost])
+        rows.append([each.place, each.dtype, *_errors(each.alone), format_error(each.all_but.overall.gradient), *cost])
     rows.append(["all lowered", "", *_errors(findings.all_lowered), "", "", "", ""])
     spent = [f"{findings.seconds:.3f} s", f"{findings.peak_bytes / 2**20:.2f}"]
     rows.append(["this run", "", *_errors(findings.own), "", "", *spent])
@@ -67,19 +67,19 @@ def _table(findings: Findings) -> Table:
 def _errors(case: Case) -> list[str]:
     overall = case.overall
     return [
-        *map(number, (overall.velocity, overall.loss, overall.gradient)),
-        *(number(each.gradient) for each in case.bins),
+        *map(format_error, (overall.velocity, overall.loss, overall.gradient)),
+        *(format_error(each.gradient) for each in case.bins),
     ]
 
 
-def number(value: float) -> str:
+def format_error(value: float) -> str:
     """A relative error in two digits; `0` is exactly none."""
     return f"{value:.1e}" if value else "0"
 
 
-def _meaning(findings: Findings) -> list[str]:
+def _meaning(findings: AuditFindings) -> list[str]:
     low = findings.lowered
-    none = number(findings.all_lowered.overall.gradient)
+    none = format_error(findings.all_lowered.overall.gradient)
     columns = {
         "velocity, loss, gradient": f"relative error against fp64 with this place alone in {low}; σ: of the gradient, by noise level",
         "others low": f"of the gradient with this place alone in fp64 and all others in {low}; with none in fp64 it is {none}",
@@ -96,7 +96,7 @@ def _meaning(findings: Findings) -> list[str]:
     return lines
 
 
-def _draw(findings: Findings) -> Image.Image:
+def _draw(findings: AuditFindings) -> Image.Image:
     """Errors of the gradient by place: lowered alone, with a dot for each range of noise levels, and all but it."""
     height = _TOP + _ROW * len(findings.places) + _BOTTOM
     image = Image.new("RGB", (_WIDTH, height), "white")
@@ -132,7 +132,7 @@ def _draw(findings: Findings) -> Image.Image:
     return image
 
 
-def _decades(findings: Findings) -> tuple[int, int]:
+def _decades(findings: AuditFindings) -> tuple[int, int]:
     """The powers of ten between which all that is drawn lies."""
     cases = [findings.own, findings.all_lowered]
     cases += [case for each in findings.places for case in (each.alone, each.all_but)]
@@ -142,7 +142,9 @@ def _decades(findings: Findings) -> tuple[int, int]:
     return low, max(math.ceil(max(known)), low + 1)
 
 
-def _legend(pen: ImageDraw.ImageDraw, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, findings: Findings) -> None:
+def _legend(
+    pen: ImageDraw.ImageDraw, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, findings: AuditFindings
+) -> None:
     x, y = 16, 48
     entries = (
         (f"this place alone in {findings.lowered} (dots: by noise level)", _ALONE),

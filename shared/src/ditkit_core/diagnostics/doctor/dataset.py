@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Dataset, NothingToTrain, Sample
-from ditkit_core.data.media.clip import MediaInfo, available, kind_of, pictures, probe
+from ditkit_core.data.media.clip import MediaInfo, available, media_kind, pictures, probe
 from ditkit_core.data.media.video import is_hdr
 from ditkit_core.diagnostics.doctor.findings import (
     BucketRow,
-    Checkup,
+    CheckReport,
     CutCaption,
     CutsCaptions,
     DatasetName,
@@ -27,33 +27,33 @@ from ditkit_core.diagnostics.doctor.findings import (
     FileRow,
     Finding,
 )
-from ditkit_core.diagnostics.doctor.media import Fingerprint, Look, look, near_duplicates
+from ditkit_core.diagnostics.doctor.media import Fingerprint, WindowLook, look_at_window, near_duplicates
 from ditkit_core.diagnostics.doctor.rules import (
-    captions_of,
+    check_boundary_images,
+    check_buckets,
+    check_captions,
+    check_control_videos,
+    check_coverage,
+    check_damaged_rest,
+    check_duplicates,
+    check_excluded,
+    check_fewest_frames,
+    check_file,
+    check_frames,
+    count_captions,
     file_row,
-    of_buckets,
-    of_captions,
-    of_duplicates,
-    of_excluded,
-    of_file,
-    of_followed,
-    of_look,
-    of_pictures,
-    of_rest,
-    of_told,
-    of_unused,
     same_content,
 )
 from ditkit_core.encoding.cache import MediaHashes
-from ditkit_core.encoding.encode import controls_of
+from ditkit_core.encoding.encode import clip_inputs_of
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import files_of, split_held_out
 from ditkit_core.encoding.prior_preservation import PRIOR_MARK
-from ditkit_core.errors import NotEquipped, UserError
+from ditkit_core.errors import MissingDependency, UserError
 from ditkit_core.io.console import progress, say, warn
 from ditkit_core.run.checks import check_scenes
-from ditkit_core.run.encoding import scenes_of
-from ditkit_core.run.run import Run
+from ditkit_core.run.context import RunContext
+from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.sampling.prompts import shape_of
 
 Shape = tuple[int, int, int, tuple[tuple[int, int], ...]]
@@ -64,10 +64,10 @@ _MOST_IN_BRIEF = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Examined:
+class ExaminedDataset:
     """What was found, and the samples that can be trained on."""
 
-    checkup: Checkup
+    checkup: CheckReport
     samples: list[Sample]
     """In order of id."""
     class_pictures: list[Sample] = field(default_factory=list)
@@ -76,8 +76,8 @@ class Examined:
     """One micro-batch of the most tokens, of either."""
 
 
-def examine(run: Run) -> Examined:
-    """Look at everything that a run would train on; neither a model nor an encoder is loaded.
+def examine_dataset(run: RunContext) -> ExaminedDataset:
+    """WindowLook at everything that a run would train on; neither a model nor an encoder is loaded.
 
     Args:
         run: The run. Whether its data section has bad files stop training decides if they are errors; they are all listed anyway.
@@ -87,7 +87,7 @@ def examine(run: Run) -> Examined:
         return _unusable(run, own.error, own.excluded)
     samples, class_pictures, both = own.good, prior.good, (own, prior)
     everything = [*samples, *class_pictures]
-    captions = captions_of(everything, _cut_captions(run, everything))
+    captions = count_captions(everything, _cut_captions(run, everything))
     of_data = _buckets(run, samples)
     of_class = _buckets(
         run, class_pictures, "prior", at_most=max((row.batch_size or 1 for row in of_data.rows), default=1)
@@ -102,20 +102,20 @@ def examine(run: Run) -> Examined:
     undecoded = [each for looks in both for each in looks.undecoded]
     # Codes are printed in this order: what is missing, then what is odd in files, then what is odd between them.
     findings = [
-        *of_excluded(excluded),
-        *of_excluded(undecoded, "D03"),
+        *check_excluded(excluded),
+        *check_excluded(undecoded, "D03"),
         *_too_few(run, samples),
         *_no_class_pictures(run, prior),
-        *of_told(everything, run.spec.training.fewest_frames),
-        *of_buckets(of_data.rows),
-        *(finding for row, hdr in files for finding in of_file(row, is_hdr=hdr)),
-        *of_unused([row for row, _ in files]),
+        *check_fewest_frames(everything, run.spec.training.fewest_frames),
+        *check_buckets(of_data.rows),
+        *(finding for row, hdr in files for finding in check_file(row, is_hdr=hdr)),
+        *check_coverage([row for row, _ in files]),
         *(finding for looks in both for finding in looks.findings),
-        *map(refused, dict.fromkeys([*own.lacking, *prior.lacking, *_wrong_with_scenes(run, samples)])),
-        *of_duplicates(same, alike),
-        *of_captions(samples, captions, class_pictures),
+        *map(refusal, dict.fromkeys([*own.lacking, *prior.lacking, *_wrong_with_scenes(run, samples)])),
+        *check_duplicates(same, alike),
+        *check_captions(samples, captions, class_pictures),
     ]
-    checkup = Checkup(
+    checkup = CheckReport(
         model=run.spec.name,
         samples=len(samples),
         class_pictures=len(class_pictures),
@@ -128,10 +128,10 @@ def examine(run: Run) -> Examined:
         alike=tuple(alike),
         findings=tuple(findings),
     )
-    return Examined(checkup=checkup, samples=samples, class_pictures=class_pictures, largest=largest)
+    return ExaminedDataset(checkup=checkup, samples=samples, class_pictures=class_pictures, largest=largest)
 
 
-def say_in_brief(run: Run, encoded: Sequence[EncodedSample]) -> None:
+def summarize_data(run: RunContext, encoded: Sequence[EncodedSample]) -> None:
     """What is known without another look once everything is encoded: said before training, likely mistakes as warnings."""
     ids = {each.id for each in encoded}
     samples = [sample for sample in run.data.dataset.samples if sample.id in ids]
@@ -144,9 +144,9 @@ def say_in_brief(run: Run, encoded: Sequence[EncodedSample]) -> None:
     keys: dict[str, list[str]] = defaultdict(list)
     for each in encoded:
         keys[each.media_key].append(each.id)
-    findings = [*of_duplicates([group for group in keys.values() if len(group) > 1], [])]
-    findings += of_captions(samples, captions_of(samples, None))
-    findings += of_told(samples, run.spec.training.fewest_frames)
+    findings = [*check_duplicates([group for group in keys.values() if len(group) > 1], [])]
+    findings += check_captions(samples, count_captions(samples, None))
+    findings += check_fewest_frames(samples, run.spec.training.fewest_frames)
     encoder = run.auxiliary.encoders[1]
     if isinstance(encoder, CutsCaptions) and (cut := len(encoder.truncated)):
         what = "they are too long for the text encoder, and were cut"
@@ -158,19 +158,19 @@ def say_in_brief(run: Run, encoded: Sequence[EncodedSample]) -> None:
         warn(f"and {len(shown) - _MOST_IN_BRIEF} more; see {run.spec.name}-train --check")
 
 
-def _unusable(run: Run, why: UserError, excluded: Sequence[Excluded]) -> Examined:
+def _unusable(run: RunContext, why: UserError, excluded: Sequence[Excluded]) -> ExaminedDataset:
     """What is said of a dataset of which nothing can be trained."""
-    findings = (*of_excluded(excluded), Finding.error("D01", "", str(why)))
+    findings = (*check_excluded(excluded), Finding.error("D01", "", str(why)))
     fps = run.config.data.fps or run.spec.data.fps
-    checkup = Checkup(model=run.spec.name, samples=0, fps=fps, excluded=tuple(excluded), findings=findings)
-    return Examined(checkup=checkup, samples=[])
+    checkup = CheckReport(model=run.spec.name, samples=0, fps=fps, excluded=tuple(excluded), findings=findings)
+    return ExaminedDataset(checkup=checkup, samples=[])
 
 
 @dataclass(kw_only=True)
 class _Looks:
     """What is seen of a dataset, sample by sample."""
 
-    run: Run
+    run: RunContext
     dataset: DatasetName
     fps: float
     stops: bool
@@ -188,26 +188,26 @@ class _Looks:
 
     def take(self, sample: Sample) -> None:
         """Read what training would read of a sample: the clip decoded at low size, what it is conditioned by as it is encoded."""
-        seen: Look | None = None
+        seen: WindowLook | None = None
         beside: list[Finding] = []
-        fps = self.fps if kind_of(sample.media) == "video" else 0.0
+        fps = self.fps if media_kind(sample.media) == "video" else 0.0
         try:
-            seen = look(sample.media, frames=sample.frames, fps=fps, start_seconds=sample.start_seconds)
+            seen = look_at_window(sample.media, frames=sample.frames, fps=fps, start_seconds=sample.start_seconds)
             for reference in sample.references:
                 for _ in pictures(reference, frames=1, fps=0.0):
                     pass  # decoding is the check
             if self.run.auxiliary.readers is not None:
-                self.run.auxiliary.readers.check(controls_of(sample, self.fps))
-            beside = list(of_pictures(sample, self.run.auxiliary.columns, fps))
+                self.run.auxiliary.readers.check(clip_inputs_of(sample, self.fps))
+            beside = list(check_boundary_images(sample, self.run.auxiliary.columns, fps))
             if all(sample.media != other.media for other in self.good[-1:]):  # windows of a file follow each other
-                beside += of_followed(sample, self.run.auxiliary.columns)
-        except NotEquipped as error:
+                beside += check_control_videos(sample, self.run.auxiliary.columns)
+        except MissingDependency as error:
             self.lacking[str(error)] = None
         except UserError as error:
             self.undecoded.append(Excluded(name=sample.id, reason=str(error), stops=self.stops))
             return
         self.good.append(sample)
-        self.findings += [*(of_look(sample.id, seen, fps) if seen else ()), *beside]
+        self.findings += [*(check_frames(sample.id, seen, fps) if seen else ()), *beside]
         if seen and seen.fingerprint is not None:
             self.prints[sample.id] = (sample.media, seen.fingerprint)
 
@@ -221,7 +221,7 @@ class _Looks:
                 info = probe(path)
             except UserError as error:  # behind what is trained of it, which was read
                 info = self._read_of(path, samples)
-                self.findings += of_rest(str(path), info, error)
+                self.findings += check_damaged_rest(str(path), info, error)
             if info.kind == "video" and not info.seconds:  # images of a folder that gives no rate
                 info = replace(info, seconds=available(path, self.fps).frames / self.fps, fps=self.fps)
             hdr = info.kind == "video" and path.is_file() and is_hdr(path)
@@ -234,7 +234,7 @@ class _Looks:
         return MediaInfo(kind="video", width=there.width, height=there.height, seconds=end, fps=self.fps, rotation=0)
 
 
-def _looked_at(run: Run, data: DataConfig | None, dataset: DatasetName) -> _Looks:
+def _looked_at(run: RunContext, data: DataConfig | None, dataset: DatasetName) -> _Looks:
     """Scan a dataset and look at each of its samples; nothing is seen of one that there is not."""
     looks = _Looks(run=run, dataset=dataset, fps=run.data.fps, stops=run.config.data.on_bad == "error")
     if data is None:
@@ -263,13 +263,13 @@ def _looked_at(run: Run, data: DataConfig | None, dataset: DatasetName) -> _Look
     return looks
 
 
-def _hashes(run: Run, samples: Sequence[Sample]) -> dict[str, tuple[str, Path]]:
+def _hashes(run: RunContext, samples: Sequence[Sample]) -> dict[str, tuple[str, Path]]:
     """Content hash and file of each sample that is one file; what encoding needs anyway, and remembers."""
     with MediaHashes(run.data.cache.folder) as hashes:
         return {each.id: (hashes.of(each.media), each.media) for each in samples if each.media.is_file()}
 
 
-def _cut_captions(run: Run, samples: Sequence[Sample]) -> list[CutCaption] | None:
+def _cut_captions(run: RunContext, samples: Sequence[Sample]) -> list[CutCaption] | None:
     """Captions that the text encoder does not read to their end; None if it cannot say so without its weights."""
     if any(map(run.config.model.is_to_be_fetched, ("text_encoder", "tokenizer", "vae"))):
         return None
@@ -284,7 +284,7 @@ def _cut_captions(run: Run, samples: Sequence[Sample]) -> list[CutCaption] | Non
     return [CutCaption(sample=id, tokens=cut[0], kept=cut[1]) for id, cut in found if cut is not None]
 
 
-def shape_for(run: Run, sample: Sample) -> Shape:
+def shape_for(run: RunContext, sample: Sample) -> Shape:
     """What samples of one micro-batch have in common."""
     size, references = shape_of(sample, sample.controls, run.auxiliary.columns, run.spec.data.reference_size)
     return *size, references
@@ -301,7 +301,7 @@ class _Batches(NamedTuple):
 
 
 def _buckets(
-    run: Run, samples: Sequence[Sample], dataset: DatasetName = "data", *, at_most: int | None = None
+    run: RunContext, samples: Sequence[Sample], dataset: DatasetName = "data", *, at_most: int | None = None
 ) -> _Batches:
     """The shapes that there are, and the samples of a largest micro-batch.
 
@@ -324,7 +324,7 @@ def _buckets(
     for shape, members in sorted(groups.items(), key=lambda pair: pair[0]):
         trained = [sample for sample in members if sample.id not in held_out]
         # None if the architecture is not known here
-        tokens = None if run.arch is None else run.spec.training.num_tokens(outline_of(run, shape))
+        tokens = None if run.arch is None else run.spec.training.num_tokens(empty_item_of(run, shape))
         size: int | None = train.batch_size
         if train.batch_tokens:
             size = max(1, train.batch_tokens // tokens) if tokens else None
@@ -351,26 +351,26 @@ def _buckets(
     return _Batches(rows, largest, most)
 
 
-def outline_of(run: Run, shape: Shape) -> dict[str, Tensor]:
+def empty_item_of(run: RunContext, shape: Shape) -> dict[str, Tensor]:
     """A training item of this shape on `meta`; the architecture is known."""
     with torch.device("meta"):
         return run.spec.training.empty_item(run.arch, shape[:3], shape[3])
 
 
-def _wrong_with_scenes(run: Run, samples: Sequence[Sample]) -> Iterator[str]:
+def _wrong_with_scenes(run: RunContext, samples: Sequence[Sample]) -> Iterator[str]:
     """Why what is to be drawn cannot be."""
     try:
-        check_scenes(run, scenes_of(run, samples))
+        check_scenes(run, sample_prompts(run, samples))
     except UserError as error:
         yield str(error)
 
 
-def refused(why: UserError | str) -> Finding:
+def refusal(why: UserError | str) -> Finding:
     """What training itself would stop with."""
     return Finding.error("D21", "", str(why))
 
 
-def _no_class_pictures(run: Run, prior: _Looks) -> Iterator[Finding]:
+def _no_class_pictures(run: RunContext, prior: _Looks) -> Iterator[Finding]:
     """Why nothing of the class pictures can be trained on, if they are there."""
     if prior.error is not None:
         yield Finding.error("D01", "", str(prior.error))
@@ -379,7 +379,7 @@ def _no_class_pictures(run: Run, prior: _Looks) -> Iterator[Finding]:
         yield Finding.warning("D01", "prior.folder", what, "mend them, or leave [prior] out")
 
 
-def _too_few(run: Run, samples: Sequence[Sample]) -> Iterator[Finding]:
+def _too_few(run: RunContext, samples: Sequence[Sample]) -> Iterator[Finding]:
     count = run.config.held_out.clips
     try:
         split_held_out([sample.id for sample in samples], count, files_of(samples))

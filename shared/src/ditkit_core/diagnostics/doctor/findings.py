@@ -212,7 +212,7 @@ class StepRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkup:
+class CheckReport:
     """Everything that the doctor says of a run."""
 
     model: str
@@ -251,7 +251,7 @@ class Checkup:
         return sum(row.dropped for row in self.files)
 
 
-def to_json(checkup: Checkup) -> dict[str, Any]:
+def check_json(checkup: CheckReport) -> dict[str, Any]:
     """The checkup as plain values; docs/doctor.md says what each is."""
     found = asdict(checkup)
     totals = {"kept": checkup.kept, "dropped": checkup.dropped}

@@ -60,7 +60,7 @@ class Fingerprint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class WindowLook:
     """What a window shows."""
 
     frames: int
@@ -78,7 +78,7 @@ class Look:
     """None where there is nothing to tell pictures apart by."""
 
 
-def look(path: Path, *, frames: int, fps: float, start_seconds: float = 0.0) -> Look:
+def look_at_window(path: Path, *, frames: int, fps: float, start_seconds: float = 0.0) -> WindowLook:
     """Decode what training reads of a file.
 
     Args:
@@ -91,7 +91,7 @@ def look(path: Path, *, frames: int, fps: float, start_seconds: float = 0.0) -> 
         UserError: If a frame of the window cannot be decoded: encoding would meet the same.
     """
     shown = pictures(path, frames=frames, fps=fps, start_seconds=start_seconds)
-    return judge(np.stack(list(_thumbnails(shown))), fps=fps, start_seconds=start_seconds)
+    return judge_thumbnails(np.stack(list(_thumbnails(shown))), fps=fps, start_seconds=start_seconds)
 
 
 def thumbnail(picture: video.Picture) -> Floats:
@@ -110,13 +110,13 @@ def _thumbnails(shown: Iterable[video.Picture]) -> Iterator[Floats]:
         yield small
 
 
-def judge(thumbnails: Floats, *, fps: float, start_seconds: float = 0.0) -> Look:
+def judge_thumbnails(thumbnails: Floats, *, fps: float, start_seconds: float = 0.0) -> WindowLook:
     """What the thumbnails [frames, 32, 32, 3] of a window say about it.
 
     Args:
         thumbnails: In levels of 0…255.
         fps: Frames per second; 0 for a still image.
-        start_seconds: As for `look`.
+        start_seconds: As for `look_at_window`.
     """
     count = len(thumbnails)
     blank = thumbnails.reshape(count, -1, 3).std(axis=1).max(axis=1) < BLANK_LEVELS
@@ -126,14 +126,14 @@ def judge(thumbnails: Floats, *, fps: float, start_seconds: float = 0.0) -> Look
     for step in steps:
         run = run + 1 if step < FROZEN_LEVELS else 0
         longest = max(longest, run)
-    return Look(
+    return WindowLook(
         frames=count,
         cuts=tuple(start_seconds + (place + 1) / fps for place in _cuts(thumbnails, steps)),
         blank=int(blank.sum()),
         is_black=bool(blank.any()) and float(thumbnails[blank].max()) < 24,
         is_still=is_still,
         frozen_seconds=0.0 if is_still or not fps else longest / fps,
-        fingerprint=None if blank.all() else fingerprint(thumbnails[~blank]),
+        fingerprint=None if blank.all() else window_fingerprint(thumbnails[~blank]),
     )
 
 
@@ -167,7 +167,7 @@ def _cosines() -> Floats:
     return rows.astype(np.float32)
 
 
-def fingerprint(thumbnails: Floats) -> Fingerprint:
+def window_fingerprint(thumbnails: Floats) -> Fingerprint:
     """The fingerprint of a window.
 
     Source: the perceptual hash by DCT (Zauner, "Implementation and Benchmarking of Perceptual Image Hash Functions", 2010), here of three frames.

@@ -7,14 +7,14 @@ from ditkit_core.data.dataset import Sample
 from ditkit_core.diagnostics.doctor.findings import DeviceRow, Finding, MemoryPlan
 from ditkit_core.errors import UserError
 from ditkit_core.planner.plan import report_of
-from ditkit_core.planner.report import Report
-from ditkit_core.run.run import Run
+from ditkit_core.planner.report import PlanReport
+from ditkit_core.run.context import RunContext
 
 _REMEDY = "--fit says which settings would fit, and --plan what is held where"
 
 
 def plan_memory(
-    run: Run, samples: Sequence[Sample], class_pictures: Sequence[Sample]
+    run: RunContext, samples: Sequence[Sample], class_pictures: Sequence[Sample]
 ) -> tuple[MemoryPlan, list[Finding]]:
     """Plan a run on the accelerators of this machine, as `--plan` does. Nothing is fetched, and nothing is put on a device.
 
@@ -44,7 +44,7 @@ def plan_memory(
     return MemoryPlan(batch=report.bucket, devices=rows, fits=report.fits), list(_findings(report))
 
 
-def _findings(report: Report) -> Iterator[Finding]:
+def _findings(report: PlanReport) -> Iterator[Finding]:
     for plan in report.devices:
         if not plan.fits:
             room = plan.budget.total - plan.budget.reserve

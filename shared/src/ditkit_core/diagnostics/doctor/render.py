@@ -5,7 +5,15 @@ from dataclasses import fields
 from pathlib import Path
 
 from ditkit_core.config.sizes import GIB
-from ditkit_core.diagnostics.doctor.findings import CODES, BucketRow, Checkup, FileRow, MemoryPlan, StepRow, to_json
+from ditkit_core.diagnostics.doctor.findings import (
+    CODES,
+    BucketRow,
+    CheckReport,
+    FileRow,
+    MemoryPlan,
+    StepRow,
+    check_json,
+)
 from ditkit_core.diagnostics.rendering import element, html_page, html_table, json_text
 from ditkit_core.io.console import say
 from ditkit_core.io.files import write_text
@@ -24,7 +32,7 @@ Titled = tuple[str, Table | None]
 """A line, and the table below it, if there is one."""
 
 
-def show(checkup: Checkup) -> None:
+def print_check(checkup: CheckReport) -> None:
     """Print the checkup."""
     for title, table in _tables(checkup):
         say(title)
@@ -39,10 +47,10 @@ def show(checkup: Checkup) -> None:
                 say(f"{severity}: {finding}")
             if len(its) > _MOST_OF_CODE:
                 say(f"{severity}: {code} and {len(its) - _MOST_OF_CODE} more, which are in the files")
-    say(verdict(checkup))
+    say(check_verdict(checkup))
 
 
-def verdict(checkup: Checkup) -> str:
+def check_verdict(checkup: CheckReport) -> str:
     """The last line."""
     counts = {severity: sum(each.severity == severity for each in checkup.findings) for severity in _ORDER}
     counted = ", ".join(f"{count} {severity}{'s' * (count != 1)}" for severity, count in counts.items() if count)
@@ -50,7 +58,7 @@ def verdict(checkup: Checkup) -> str:
     return f"{'can be trained' if checkup.trainable else 'cannot be trained as it is'}{found}; checked in {checkup.seconds:.0f} s"
 
 
-def write(checkup: Checkup, folder: Path) -> list[Path]:
+def write_check(checkup: CheckReport, folder: Path) -> list[Path]:
     """Write `check.json` and `check.html` into a folder, each whole or not at all.
 
     Returns:
@@ -60,17 +68,17 @@ def write(checkup: Checkup, folder: Path) -> list[Path]:
         UserError: If they cannot be written.
     """
     files = [folder / name for name in CHECKS]
-    write_text(files[0], json_text(to_json(checkup)) + "\n")
-    write_text(files[1], page(checkup))
+    write_text(files[0], json_text(check_json(checkup)) + "\n")
+    write_text(files[1], check_page(checkup))
     return files
 
 
-def page(checkup: Checkup) -> str:
+def check_page(checkup: CheckReport) -> str:
     """The checkup as HTML."""
     found = sorted(checkup.findings, key=lambda each: (_ORDER.index(each.severity), each.code))
     rows = [[each.code, each.severity, each.where, each.what, each.remedy] for each in found]
     findings = Table(head=["code", "", "where", "what", "how to mend it"], rows=rows)
-    parts = [element("h1", f"{checkup.model}: {verdict(checkup)}")]
+    parts = [element("h1", f"{checkup.model}: {check_verdict(checkup)}")]
     parts.append(html_table(findings, classes=[each.severity for each in found]))
     for title, table in _tables(checkup, files=True):
         parts.append(element("h2", title))
@@ -82,7 +90,7 @@ def page(checkup: Checkup) -> str:
     return html_page(f"{checkup.model}: check", *parts)
 
 
-def _tables(checkup: Checkup, *, files: bool = False) -> list[Titled]:
+def _tables(checkup: CheckReport, *, files: bool = False) -> list[Titled]:
     """All that is a table; `files`: one of the files too, which may be long."""
     tables = [_buckets(checkup)]
     if files and checkup.files:
@@ -108,7 +116,7 @@ def _tables(checkup: Checkup, *, files: bool = False) -> list[Titled]:
     return [*tables, *map(_step, checkup.steps)]
 
 
-def _buckets(checkup: Checkup) -> Titled:
+def _buckets(checkup: CheckReport) -> Titled:
     total = sum(row.micro_batches or 0 for row in checkup.buckets)
     epoch = f", {total} micro-batches in an epoch" if total else ""
     kept, dropped = checkup.kept, checkup.dropped

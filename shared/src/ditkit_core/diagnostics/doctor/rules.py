@@ -1,6 +1,6 @@
 """From facts about a dataset to what the doctor says of them.
 
-Only `of_pictures` and `of_followed` read files: whether what goes with a clip looks like going with it cannot be told without. All that they
+Only `check_boundary_images` and `check_control_videos` read files: whether what goes with a clip looks like going with it cannot be told without. All that they
 find can be trained on; a model would learn from pairs that do not belong together.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ditkit_core.data.dataset import Sample
-from ditkit_core.data.media.clip import MediaInfo, kind_of, probe, read_clip
+from ditkit_core.data.media.clip import MediaInfo, media_kind, probe, read_clip
 from ditkit_core.data.media.timestamps import SLACK_SECONDS
 from ditkit_core.diagnostics.doctor.findings import (
     BucketRow,
@@ -21,7 +21,7 @@ from ditkit_core.diagnostics.doctor.findings import (
     FileRow,
     Finding,
 )
-from ditkit_core.diagnostics.doctor.media import Look
+from ditkit_core.diagnostics.doctor.media import WindowLook
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Column
 
@@ -78,7 +78,7 @@ def file_row(
     )
 
 
-def of_excluded(excluded: Sequence[Excluded], code: str = "D02") -> Iterator[Finding]:
+def check_excluded(excluded: Sequence[Excluded], code: str = "D02") -> Iterator[Finding]:
     """What is left out, or stops the run."""
     for each in excluded:
         what, _, remedy = each.reason.rpartition("; ")
@@ -91,7 +91,7 @@ def of_excluded(excluded: Sequence[Excluded], code: str = "D02") -> Iterator[Fin
         yield (Finding.error if each.stops else Finding.warning)(code, where, what, remedy)
 
 
-def of_file(row: FileRow, *, is_hdr: bool = False) -> Iterator[Finding]:
+def check_file(row: FileRow, *, is_hdr: bool = False) -> Iterator[Finding]:
     """What a file's size, rate and length say."""
     if is_hdr:
         what = "it is an HDR video, and is trained on as the SDR pictures that it is converted to"
@@ -107,14 +107,14 @@ def of_file(row: FileRow, *, is_hdr: bool = False) -> Iterator[Finding]:
         yield Finding.warning("D12", row.file, what, f"use another original, or {lower}")
 
 
-def of_rest(file: str, info: MediaInfo, damage: Exception) -> Iterator[Finding]:
+def check_damaged_rest(file: str, info: MediaInfo, damage: Exception) -> Iterator[Finding]:
     """A video that is damaged behind what is trained of it, of which no more is known."""
     what, _, remedy = str(damage).rpartition("; ")
     readable = f"{what}; what is trained of it, up to {info.seconds:.2f} s, can be read"
     yield Finding.warning("D27", "" if file in what else file, readable, remedy)
 
 
-def of_unused(rows: Sequence[FileRow]) -> Iterator[Finding]:
+def check_coverage(rows: Sequence[FileRow]) -> Iterator[Finding]:
     """Videos that are trained on in small part, in one note: their table has the numbers of each."""
     mostly = [row for row in rows if row.dropped > MOSTLY_UNUSED * row.frames]
     if mostly:
@@ -124,7 +124,7 @@ def of_unused(rows: Sequence[FileRow]) -> Iterator[Finding]:
         yield Finding.note("D13", f"{len(mostly)} of {len(rows)} files", what, remedy)
 
 
-def of_look(where: str, look: Look, fps: float) -> Iterator[Finding]:
+def check_frames(where: str, look: WindowLook, fps: float) -> Iterator[Finding]:
     """What a window shows.
 
     Args:
@@ -148,7 +148,7 @@ def of_look(where: str, look: Look, fps: float) -> Iterator[Finding]:
         yield Finding.warning("D09", where, what, "cut it off, or use another original")
 
 
-def of_duplicates(same: Sequence[Sequence[str]], alike: Sequence[Sequence[str]]) -> Iterator[Finding]:
+def check_duplicates(same: Sequence[Sequence[str]], alike: Sequence[Sequence[str]]) -> Iterator[Finding]:
     """Groups of samples that are the same, or nearly."""
     for group in same:
         remedy = "keep one, and give it several captions or repeats if it is to weigh more"
@@ -159,7 +159,7 @@ def of_duplicates(same: Sequence[Sequence[str]], alike: Sequence[Sequence[str]])
         )
 
 
-def captions_of(samples: Sequence[Sample], cut: Sequence[CutCaption] | None) -> CaptionRow:
+def count_captions(samples: Sequence[Sample], cut: Sequence[CutCaption] | None) -> CaptionRow:
     """All captions together, with those that are cut."""
     captions = [caption for sample in samples for caption in sample.captions]
     empty = sum(not caption.strip() for caption in captions)
@@ -167,7 +167,9 @@ def captions_of(samples: Sequence[Sample], cut: Sequence[CutCaption] | None) -> 
     return CaptionRow(count=len(captions), distinct=len(set(captions)), empty=empty, cut=cut)
 
 
-def of_captions(samples: Sequence[Sample], row: CaptionRow, class_pictures: Sequence[Sample] = ()) -> Iterator[Finding]:
+def check_captions(
+    samples: Sequence[Sample], row: CaptionRow, class_pictures: Sequence[Sample] = ()
+) -> Iterator[Finding]:
     """What is likely to be wrong with captions; class images may share one, which says what they are."""
     for cut in row.cut or ():
         read = _short(cut.kept, 40, keep_end=True)
@@ -189,7 +191,7 @@ def of_captions(samples: Sequence[Sample], row: CaptionRow, class_pictures: Sequ
             yield Finding.note("D15", f"{len(its)} of {files} files", what, "describe what differs between them")
 
 
-def of_told(samples: Sequence[Sample], fewest: int) -> Iterator[Finding]:
+def check_fewest_frames(samples: Sequence[Sample], fewest: int) -> Iterator[Finding]:
     """Clips that a model is conditioned on as a whole.
 
     Args:
@@ -204,7 +206,7 @@ def of_told(samples: Sequence[Sample], fewest: int) -> Iterator[Finding]:
         yield Finding.warning("D28", where, f"{told}: next to nothing is left to learn", remedy)
 
 
-def of_buckets(rows: Sequence[BucketRow]) -> Iterator[Finding]:
+def check_buckets(rows: Sequence[BucketRow]) -> Iterator[Finding]:
     """Shapes that are too few for a micro-batch."""
     for row in rows:
         trained = row.samples - row.held_out if row.dataset == "data" else 0
@@ -214,7 +216,7 @@ def of_buckets(rows: Sequence[BucketRow]) -> Iterator[Finding]:
             yield Finding.note("D17", f"{row.frames} x {row.height} x {row.width}", what, remedy)
 
 
-def of_pictures(sample: Sample, columns: Sequence[Column], fps: float) -> Iterator[Finding]:
+def check_boundary_images(sample: Sample, columns: Sequence[Column], fps: float) -> Iterator[Finding]:
     """Images of the clip's beginning or end that show something else.
 
     Args:
@@ -244,7 +246,7 @@ def of_pictures(sample: Sample, columns: Sequence[Column], fps: float) -> Iterat
             yield Finding.warning("D18", sample.id, what, remedy)
 
 
-def of_followed(sample: Sample, columns: Sequence[Column]) -> Iterator[Finding]:
+def check_control_videos(sample: Sample, columns: Sequence[Column]) -> Iterator[Finding]:
     """Videos that a clip follows, and masks, which do not fit it in time or in space.
 
     Args:
@@ -260,7 +262,7 @@ def of_followed(sample: Sample, columns: Sequence[Column]) -> Iterator[Finding]:
         except UserError:  # damaged behind what is used of it: that is said of the clip, not of what goes with it
             continue
         where, given_is = sample.media.name, f"{column.name} {path}"
-        if kind_of(path) == "video" and (late := _out_of_step(own, given)):
+        if media_kind(path) == "video" and (late := _out_of_step(own, given)):
             remedy = "give it the frame rate of the clip (ffmpeg -r RATE -i IN -r RATE OUT.mp4), or cut it as the clip"
             yield Finding.warning("D19", where, f"{given_is} {late}", remedy)
         ratio = (given.width * own.height) / (given.height * own.width)

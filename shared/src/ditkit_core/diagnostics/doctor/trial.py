@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ditkit_core.data.dataset import Sample
-from ditkit_core.diagnostics.doctor.dataset import Examined, outline_of, refused, shape_for
+from ditkit_core.diagnostics.doctor.dataset import ExaminedDataset, empty_item_of, refusal, shape_for
 from ditkit_core.diagnostics.doctor.findings import Finding, StepRow
-from ditkit_core.encoding.loader import BatchSize, TrainingData
+from ditkit_core.encoding.loader import BatchSize, TrainDataLoader
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import warn
 from ditkit_core.io.memory import is_out_of_memory, peak_memory_bytes, restart_peak
@@ -24,15 +24,15 @@ from ditkit_core.models.paths import nothing_fetched
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.planner.partition import place
 from ditkit_core.run.checks import check_parts
+from ditkit_core.run.context import RunContext, with_arch
 from ditkit_core.run.encoding import encode_samples
 from ditkit_core.run.expert_runs import is_joint
 from ditkit_core.run.model import build_model, engine_of, load_model
-from ditkit_core.run.prepare import Unloaded, check_item, check_items
-from ditkit_core.run.run import Run, with_arch
+from ditkit_core.run.prepare import MetaModel, check_item, check_items
 from ditkit_core.training.checkpoint import SaveConfig, latest, load_state, save_state
-from ditkit_core.training.tensor_stats import Watch
+from ditkit_core.training.tensor_stats import StatsRecorder
 from ditkit_core.training.train_model import TrainModel
-from ditkit_core.training.train_state import Trained
+from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
 
 STEPS = 2
@@ -40,7 +40,7 @@ LARGEST_SAVE_BYTES = 4 * 2**30
 """A trial saves no more than this: what a full fine-tune saves takes minutes, and room that may not be there."""
 
 
-def try_step(run: Run, examined: Examined) -> tuple[StepRow | None, list[Finding]]:
+def try_step(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow | None, list[Finding]]:
     """Train two steps on a micro-batch, which is encoded if it is not yet. Nothing is fetched.
 
     Args:
@@ -65,7 +65,7 @@ def try_step(run: Run, examined: Examined) -> tuple[StepRow | None, list[Finding
         with nothing_fetched():
             return _try(run, examined)
     except UserError as error:
-        return None, [refused(error)]
+        return None, [refusal(error)]
     except NonFiniteLoss as error:
         remedy = "look at these samples, lower optim.lr, or set model.dtype to bf16 or fp32"
         return None, [Finding(code="D22", severity="error", where="", what=str(error), remedy=remedy)]
@@ -81,7 +81,7 @@ def try_step(run: Run, examined: Examined) -> tuple[StepRow | None, list[Finding
         return None, [finding]
 
 
-def _try(run: Run, examined: Examined) -> tuple[StepRow, list[Finding]]:
+def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Finding]]:
     began, config, largest = time.monotonic(), run.config.train, examined.largest
     unloaded = build_model(run)
     run = with_arch(run, unloaded.arch)
@@ -97,13 +97,13 @@ def _try(run: Run, examined: Examined) -> tuple[StepRow, list[Finding]]:
         )
     check_items(run.spec, unloaded.model, encoded)
     prepared = load_model(run, unloaded, placement)
-    data = TrainingData(
+    data = TrainDataLoader(
         encoded, seed=config.seed, batch_size=BatchSize(samples=len(encoded)), caption_dropout=config.caption_dropout,
         control_dropout=0.0,  # what works on conditions is to be heard of
     )  # fmt: skip
     # pipelined, all micro-batches of a step are held at once
     batches = [data.micro_batch(micro) for micro in range(config.accumulation if config.pipelined else 1)]
-    trained = Trained(prepared.model, prepared.trainable, run.config.optim, run.config.ema, prepared.passage)
+    trained = TrainState(prepared.model, prepared.trainable, run.config.optim, run.config.ema, prepared.streamer)
     devices = {parameter.device for parameter in prepared.model.parameters()}
     restart_peak(devices)
     prepared.model.train()
@@ -139,11 +139,11 @@ def _try(run: Run, examined: Examined) -> tuple[StepRow, list[Finding]]:
     return row, _findings(row, prepared.adapter.method)
 
 
-def _check_shapes(run: Run, unloaded: Unloaded, samples: Sequence[Sample]) -> None:
+def _check_shapes(run: RunContext, unloaded: MetaModel, samples: Sequence[Sample]) -> None:
     """Have the model without weights take one sample of each shape."""
     for shape, sample in {shape_for(run, sample): sample for sample in reversed(samples)}.items():
         try:
-            check_item(run.spec, unloaded.model, outline_of(run, shape))
+            check_item(run.spec, unloaded.model, empty_item_of(run, shape))
         except UserError as error:
             raise UserError(f"{sample.id}: {error}") from error
 
@@ -154,7 +154,7 @@ class _Heard:
     def __init__(self) -> None:
         self._found: dict[str, list[Tensor]] = {}
 
-    def watch(self) -> Watch:
+    def watch(self) -> StatsRecorder:
         """What is told of the gradients of one step."""
         return _Listening(self._found)
 
@@ -163,7 +163,7 @@ class _Heard:
         return {name for name, found in self._found.items() if any(map(bool, found))}
 
 
-class _Listening(Watch):
+class _Listening(StatsRecorder):
     def __init__(self, found: dict[str, list[Tensor]]):
         super().__init__()
         self._found_gradients = found
@@ -174,7 +174,7 @@ class _Listening(Watch):
         self._found_gradients.setdefault(name, []).append(gradient.detach().any())
 
 
-def _reloads(trained: Trained) -> bool | None:
+def _reloads(trained: TrainState) -> bool | None:
     """Whether a save comes back to the bit, both as it is read and in the parameters; None if it would be too large for a trial."""
     state = trained.state_dict()
     if sum(tensor.nbytes for group in state.tensors.values() for tensor in group.values()) > LARGEST_SAVE_BYTES:

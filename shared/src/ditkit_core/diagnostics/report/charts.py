@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ditkit_core.diagnostics.rendering import Html, element, joined
+from ditkit_core.diagnostics.rendering import Html, element, join_html
 from ditkit_core.diagnostics.report.data import Series
 
 WIDTH, HEIGHT = 420, 230
@@ -46,7 +46,7 @@ class Chart:
     """What values are shown in: bytes in 2**30 are shown in GiB."""
 
 
-def figure(chart: Chart, *, section: int) -> Html:
+def chart_figure(chart: Chart, *, section: int) -> Html:
     """A chart with its caption, and a place where the script writes the numbers under the pointer.
 
     Args:
@@ -75,7 +75,7 @@ def figure(chart: Chart, *, section: int) -> Html:
     return element("figure", caption, svg, element("output", about))
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """A number as the page shows it: six digits."""
     return f"{value:.6g}"
 
@@ -85,7 +85,7 @@ def _described(chart: Chart) -> str:
     series = chart.lines[-1].series
 
     def at(place: int) -> str:
-        return f"{number(series.values[place] / chart.unit)} at step {series.steps[place]}"
+        return f"{format_number(series.values[place] / chart.unit)} at step {series.steps[place]}"
 
     if len(series.values) == 1:
         return at(0)
@@ -184,7 +184,7 @@ def _curve(scale: _Scale, line: Line) -> Html:
     if len(points) > _DOTS or line.look != "main":
         return path
     dots = [element("circle", class_="dot", cx=p.split()[0], cy=p.split()[1], r=2.5) for p in points]
-    return joined(path, *dots)
+    return join_html(path, *dots)
 
 
 def _area(scale: _Scale, low: Series, high: Series) -> Html:

@@ -55,7 +55,7 @@ class Series:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawing:
+class GeneratedSheet:
     """The samples of one step, or of one drawing by hand."""
 
     title: str
@@ -80,9 +80,9 @@ class Section:
     """By dotted key."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """As `environment.py` writes it."""
-    drawings: Sequence[Drawing] = ()
+    drawings: Sequence[GeneratedSheet] = ()
     """By step."""
-    by_hand: Sequence[Drawing] = ()
+    by_hand: Sequence[GeneratedSheet] = ()
     """In the order in which they were drawn."""
     completed: int | None = None
     """The step at which the run was completed; None while it is not."""
@@ -161,7 +161,7 @@ def read_metrics(path: Path) -> tuple[dict[str, Series], dict[str, tuple[int, st
     return {name: Series(steps=steps, values=values) for name, (steps, values) in points.items()}, texts
 
 
-def _drawings(folder: Path) -> list[Drawing]:
+def _drawings(folder: Path) -> list[GeneratedSheet]:
     """What was drawn while training went on and at its end: evenly spaced steps, the first and the last with them."""
     names = ((path.stem.removeprefix("step-"), path) for path in folder.glob("step-*.json"))
     steps = sorted((int(step), path) for step, path in names if step.isdecimal())
@@ -171,18 +171,18 @@ def _drawings(folder: Path) -> list[Drawing]:
     return [found[round(i * (len(found) - 1) / (MOST_DRAWINGS - 1))] for i in range(MOST_DRAWINGS)]
 
 
-def _by_hand(folder: Path) -> list[Drawing]:
+def _by_hand(folder: Path) -> list[GeneratedSheet]:
     """What the sample command drew: the newest."""
     listed = sorted(folder.glob(f"{DRAWN}*.json"), key=lambda path: (len(path.name.split("-")[1]), path.name))
     return [drawing for path in listed if (drawing := _drawing(path, path.stem))][-MOST_DRAWINGS:]
 
 
-def _drawing(path: Path, title: str) -> Drawing | None:
+def _drawing(path: Path, title: str) -> GeneratedSheet | None:
     """What a list of samples names; None if it is torn, or its picture is gone."""
     listed = _json(path)
     if listed is None or not (picture := path.parent / Path(str(listed.get("shown", ""))).name).is_file():
         return None
-    return Drawing(title=title, picture=picture, samples=listed.get("samples", []))
+    return GeneratedSheet(title=title, picture=picture, samples=listed.get("samples", []))
 
 
 def _json(path: Path) -> dict[str, Any] | None:

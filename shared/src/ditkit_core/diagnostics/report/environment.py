@@ -18,7 +18,7 @@ from ditkit_core.io.run_dir import RunFolder
 _MOST_EXCLUDED = 1000
 
 
-def environment(devices: Sequence[torch.device]) -> dict[str, str]:
+def describe_environment(devices: Sequence[torch.device]) -> dict[str, str]:
     """Versions and devices; nothing that names a machine or a person.
 
     Args:

@@ -11,8 +11,8 @@ from PIL import Image
 
 from ditkit_core.data.media import image as still
 from ditkit_core.diagnostics.rendering import Html, element, html_page, json_script
-from ditkit_core.diagnostics.report.charts import figure
-from ditkit_core.diagnostics.report.data import Drawing, Section, read_sections
+from ditkit_core.diagnostics.report.charts import chart_figure
+from ditkit_core.diagnostics.report.data import GeneratedSheet, Section, read_sections
 from ditkit_core.diagnostics.report.sections import charts, key_numbers, tables
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import write_text
@@ -34,11 +34,11 @@ def write_report(folder: Path) -> Path:
         UserError: If the folder holds no run, or the page cannot be written.
     """
     path = RunFolder(Path(folder)).report
-    write_text(path, page(Path(folder).resolve().name, read_sections(folder)))
+    write_text(path, report_page(Path(folder).resolve().name, read_sections(folder)))
     return path
 
 
-def page(name: str, sections: Sequence[Section]) -> str:
+def report_page(name: str, sections: Sequence[Section]) -> str:
     """The page.
 
     Args:
@@ -61,7 +61,7 @@ def _section(section: Section, number: int) -> Html:
     if section.series:
         parts += [element("p", _state(section)), key_numbers(section)]
     for title, drawn in charts(section):
-        frames = [figure(chart, section=number) for chart in drawn]
+        frames = [chart_figure(chart, section=number) for chart in drawn]
         parts += [element("h3", title), element("div", *frames, class_="charts")]
     for title, drawings in (("Samples", section.drawings), ("Drawn by hand", section.by_hand)):
         if drawings:
@@ -76,7 +76,7 @@ def _state(section: Section) -> str:
     return f"At step {section.step}" + (f" of {steps}." if isinstance(steps, int) else ".")
 
 
-def _drawing(drawing: Drawing) -> Html:
+def _drawing(drawing: GeneratedSheet) -> Html:
     """Samples: what shows all of them, and what was asked for."""
     asked = [
         element(
@@ -89,20 +89,20 @@ def _drawing(drawing: Drawing) -> Html:
     parts = [element("figcaption", element("strong", drawing.title))]
     try:
         alternative = f"{drawing.title}: " + "; ".join(str(each.get("prompt", "")) for each in drawing.samples)
-        parts.append(element("img", src=picture(drawing.picture), alt=alternative, loading="lazy"))
+        parts.append(element("img", src=embedded_image(drawing.picture), alt=alternative, loading="lazy"))
     except UserError as error:
         parts.append(element("p", str(error)))
     prompts = element("details", element("summary", "Prompts, row by row"), element("ol", *asked))
     return element("figure", *parts, prompts)
 
 
-def picture(path: Path) -> str:
+def embedded_image(path: Path) -> str:
     """A picture as a data address, made smaller until it takes little.
 
     Raises:
         UserError: If it cannot be read.
     """
-    image = Image.fromarray(still.read(path))
+    image = Image.fromarray(still.read_image(path))
     image.thumbnail(_PICTURE_SIZE)
     # So that a page of many images can still be sent to somebody.
     for quality in (80, 60, 40, 20, 10):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ditkit_core.diagnostics.rendering import Html, element, html_table
-from ditkit_core.diagnostics.report.charts import Chart, Line, number
+from ditkit_core.diagnostics.report.charts import Chart, Line, format_number
 from ditkit_core.diagnostics.report.data import PER_SIGMA, Section, Series
 from ditkit_core.io.tables import Table
 
@@ -90,11 +90,11 @@ def key_numbers(section: Section) -> Html:
         if (series := section.series.get(name)) is not None
     ]
     rows += [[name, text, str(step)] for name, (step, text) in section.texts.items()]
-    said = element("ul", *(element("li", line) for line in verdict(section)))
+    said = element("ul", *(element("li", line) for line in validation_verdict(section)))
     return element("div", said, html_table(Table(head=["newest", "value", "step"], rows=rows), row_titles=True))
 
 
-def verdict(section: Section) -> list[str]:
+def validation_verdict(section: Section) -> list[str]:
     """What the held-out loss says, in sentences."""
     measured = section.series.get("held_out")
     if measured is None:
@@ -102,10 +102,10 @@ def verdict(section: Section) -> list[str]:
             "No clips are held out (held_out.clips = 0): the training loss alone does not tell whether a run gets better."
         ]
     if len(measured.steps) == 1:
-        return [f"Held-out loss {number(measured.last)} at step {measured.steps[0]}; not measured again yet."]
+        return [f"Held-out loss {format_number(measured.last)} at step {measured.steps[0]}; not measured again yet."]
     place = min(range(len(measured.values)), key=measured.values.__getitem__)
     step, lowest = measured.steps[place], measured.values[place]
-    lines = [f"Held-out loss is lowest at step {step}: {number(lowest)}."]
+    lines = [f"Held-out loss is lowest at step {step}: {format_number(lowest)}."]
     if measured.steps[0] == 0 and measured.values[0]:
         change = measured.last / measured.values[0] - 1
         lines.append(
@@ -157,7 +157,7 @@ def _measurements(section: Section) -> list[Html]:
 
 def _cell(name: str, step: int, value: float) -> Html:
     """A number to read, which carries the one in the metrics file and where it stands there."""
-    return element("data", number(value / _unit(name)), value=repr(value), data_key=name, data_step=step)
+    return element("data", format_number(value / _unit(name)), value=repr(value), data_key=name, data_step=step)
 
 
 def _data(data: Any) -> list[Html]:

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ditkit_core.models.state_dict import Part
+from ditkit_core.models.state_dict import TensorSlice
 
 
-class Assembly:
+class FusedTensors:
     """Tensors of one side, put together of the other side's as these are found."""
 
     def __init__(self) -> None:
-        self._found: dict[str, list[Part | None]] = {}
+        self._found: dict[str, list[TensorSlice | None]] = {}
 
-    def add(self, name: str, parts: Sequence[Part]) -> bool:
+    def add(self, name: str, parts: Sequence[TensorSlice]) -> bool:
         """Note that the rows of a tensor of this name are these parts of the other side's tensors, in order.
 
         Returns:
@@ -30,20 +30,20 @@ class Assembly:
         if not all(self._is_free(part) for part in parts):
             return False
         for index, part in enumerate(parts):
-            self._found.setdefault(part.name, [None] * part.of)[part.index] = Part(name, index, len(parts))
+            self._found.setdefault(part.name, [None] * part.of)[part.index] = TensorSlice(name, index, len(parts))
         return True
 
-    def _is_free(self, part: Part) -> bool:
+    def _is_free(self, part: TensorSlice) -> bool:
         rows = self._found.get(part.name, [None] * part.of)
         return len(rows) == part.of and rows[part.index] is None
 
     @property
-    def found(self) -> Mapping[str, tuple[Part | None, ...]]:
+    def found(self) -> Mapping[str, tuple[TensorSlice | None, ...]]:
         """By the other side's name, in the order of their finding: what its rows are, None where nothing was found."""
         return {name: tuple(parts) for name, parts in self._found.items()}
 
     @property
-    def complete(self) -> Mapping[str, tuple[Part, ...]]:
+    def complete(self) -> Mapping[str, tuple[TensorSlice, ...]]:
         """Those of them that lack no row."""
         whole = {name: tuple(part for part in parts if part is not None) for name, parts in self._found.items()}
         return {name: parts for name, parts in whole.items() if len(parts) == len(self._found[name])}
@@ -56,7 +56,7 @@ def rows_of(tensor: Tensor, index: int, of: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Matrices:
+class LoraMatrices:
     """One module's adapter, in fp32, without its scale."""
 
     down: Tensor
@@ -66,13 +66,13 @@ class Matrices:
     magnitude: Tensor | None = None
     """DoRA's norm of each row [out]."""
 
-    def rows(self, index: int, of: int) -> "Matrices":
+    def rows(self, index: int, of: int) -> "LoraMatrices":
         """The adapter of some rows of the module's output."""
         magnitude = None if self.magnitude is None else rows_of(self.magnitude, index, of)
-        return Matrices(self.down, rows_of(self.up, index, of), magnitude)
+        return LoraMatrices(self.down, rows_of(self.up, index, of), magnitude)
 
 
-def join(pieces: Sequence[tuple[str, Matrices] | None]) -> Matrices:
+def join(pieces: Sequence[tuple[str, LoraMatrices] | None]) -> LoraMatrices:
     """The adapter of rows that are adapted one by one.
 
     Args:
@@ -101,7 +101,7 @@ def join(pieces: Sequence[tuple[str, Matrices] | None]) -> Matrices:
             rows[:, starts[owner] : starts[owner] + len(matrices.down)] = matrices.up
     magnitudes = [None if piece is None else piece[1].magnitude for piece in pieces]
     norms = [magnitude for magnitude in magnitudes if magnitude is not None]
-    return Matrices(down, up, torch.cat(norms) if len(norms) == len(pieces) else None)
+    return LoraMatrices(down, up, torch.cat(norms) if len(norms) == len(pieces) else None)
 
 
 def columns_of_owners(up: Tensor, owners: Sequence[str]) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ def as_stored(name: str, stored: torch.dtype) -> torch.dtype:
     return stored
 
 
-def by_place(precision: Precision, place_of: Callable[[str], str]) -> DtypeOf:
+def by_op_group(precision: Precision, place_of: Callable[[str], str]) -> DtypeOf:
     """What each weight is used in if its place runs in the dtype that `precision` has for it.
 
     Adapters go with the matmuls, in fp32 or wider. Other weights are never narrowed here: a model casts those where it uses them.
@@ -45,7 +45,7 @@ def by_place(precision: Precision, place_of: Callable[[str], str]) -> DtypeOf:
     return dtype_of
 
 
-class Recast(nn.Module):
+class DtypeView(nn.Module):
     """A StagedModel that runs another one, with its weights cast where they are used."""
 
     def __init__(self, model: Any, dtype_of: DtypeOf, take: Callable[[str, Tensor], None]):
@@ -70,8 +70,8 @@ class Recast(nn.Module):
         """The blocks, seen so."""
         return list(self.layers)
 
-    def forward(self, inputs: Any, run: Engine = run_plain) -> Any:
-        return run(self, inputs)
+    def forward(self, inputs: Any, engine: Engine = run_plain) -> Any:
+        return engine(self, inputs)
 
 
 class _Stage(nn.Module):

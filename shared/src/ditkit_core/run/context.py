@@ -14,7 +14,7 @@ from ditkit_core.models.spec import Expert, ModelSpec
 from ditkit_core.run.auxiliary import Auxiliary, training_devices
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.data import RunData
-from ditkit_core.run.experts import as_trained
+from ditkit_core.run.experts import restrict_to_expert
 from ditkit_core.run.prepare import arch_here
 from ditkit_core.weights.fp8_scaled import num_scaled, open_weights
 
@@ -27,7 +27,7 @@ class Given(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunContext:
     """A run's configuration with its model family; `create_run` makes one."""
 
     spec: ModelSpec
@@ -86,7 +86,7 @@ class Run:
         return Auxiliary(self.spec, self.config, self.arch)
 
 
-def create_run(spec: ModelSpec, config: RunConfig, arch: Any = None) -> Run:
+def create_run(spec: ModelSpec, config: RunConfig, arch: Any = None) -> RunContext:
     """Complete a configuration by what the model decides, once.
 
     Args:
@@ -108,15 +108,15 @@ def create_run(spec: ModelSpec, config: RunConfig, arch: Any = None) -> Run:
         train = replace(train, control_dropout=spec.training.control_dropout)
     config = replace(config, data=data, train=train)
     if arch is not None:
-        config = as_trained(config, spec, arch)
-    return Run(spec=spec, config=config, arch=arch, given=given)
+        config = restrict_to_expert(config, spec, arch)
+    return RunContext(spec=spec, config=config, arch=arch, given=given)
 
 
-def with_config(run: Run, config: RunConfig) -> Run:
+def with_config(run: RunContext, config: RunConfig) -> RunContext:
     """The same model with another configuration."""
     return create_run(run.spec, config, run.arch)
 
 
-def with_arch(run: Run, arch: Any) -> Run:
+def with_arch(run: RunContext, arch: Any) -> RunContext:
     """The run of an architecture that its files told once they were fetched."""
     return run if arch == run.arch else create_run(*run.given, arch)

@@ -15,10 +15,10 @@ from ditkit_core.adapters.read import AdapterFile, config_from_file, merge_into,
 from ditkit_core.adapters.write import write_adapter
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
-from ditkit_core.models.state_dict import Part
+from ditkit_core.models.state_dict import TensorSlice
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel
-from ditkit_core.weights.tensor_parts import Assembly, Matrices, columns_of_owners, join
+from ditkit_core.weights.fused_tensors import FusedTensors, LoraMatrices, columns_of_owners, join
 
 RANK = 3
 MODULES = ("layers.0.qkv", "layers.0.out", "layers.0.query", "layers.0.key_value", "layers.0.mlp.0")
@@ -281,7 +281,7 @@ def test_the_model_is_asked_about_every_form_and_its_adapted_modules(tmp_path):
 
 def test_a_that_all_share_is_not_repeated():
     down, up = random(2, 8), random(12, 2)
-    whole = Matrices(down, up)
+    whole = LoraMatrices(down, up)
     joined = join([(name, whole.rows(index, 3)) for index, name in enumerate("qkv")])
     assert torch.equal(joined.down, down)
     assert torch.equal(joined.up, up)
@@ -295,7 +295,7 @@ def test_columns_go_back_to_whom_they_came_from(owners, ranks):
     sizes = dict(zip(distinct, ranks, strict=False))
     downs = {owner: random(rank, 8, seed=ord(owner)) for owner, rank in sizes.items()}
     pieces = [
-        (owner, Matrices(downs[owner], random(4, sizes[owner], seed=place))) for place, owner in enumerate(owners)
+        (owner, LoraMatrices(downs[owner], random(4, sizes[owner], seed=place))) for place, owner in enumerate(owners)
     ]
     joined = join(pieces)
     columns = columns_of_owners(joined.up, owners)
@@ -306,12 +306,12 @@ def test_columns_go_back_to_whom_they_came_from(owners, ranks):
 
 
 def test_rows_are_noted_once_and_cut_in_one_way():
-    assembly = Assembly()
-    assert assembly.add("to_k", [Part("qkv", 1, 3)])
-    assert not assembly.add("k", [Part("qkv", 1, 3)])
-    assert not assembly.add("whole", [Part("qkv")])
-    assert not assembly.add("two", [Part("free"), Part("qkv", 0, 2)])
-    assert assembly.found == {"qkv": (None, Part("to_k"), None)}
+    assembly = FusedTensors()
+    assert assembly.add("to_k", [TensorSlice("qkv", 1, 3)])
+    assert not assembly.add("k", [TensorSlice("qkv", 1, 3)])
+    assert not assembly.add("whole", [TensorSlice("qkv")])
+    assert not assembly.add("two", [TensorSlice("free"), TensorSlice("qkv", 0, 2)])
+    assert assembly.found == {"qkv": (None, TensorSlice("to_k"), None)}
     assert not assembly.complete
-    assert assembly.add("rest", [Part("qkv", 2, 3), Part("qkv", 0, 3)])
-    assert assembly.complete == {"qkv": (Part("rest", 1, 2), Part("to_k"), Part("rest", 0, 2))}
+    assert assembly.add("rest", [TensorSlice("qkv", 2, 3), TensorSlice("qkv", 0, 3)])
+    assert assembly.complete == {"qkv": (TensorSlice("rest", 1, 2), TensorSlice("to_k"), TensorSlice("rest", 0, 2))}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.encoding.cache import Cache
-from ditkit_core.errors import NotEquipped, UserError
+from ditkit_core.errors import MissingDependency, UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.memory import release_memory
 from ditkit_core.models.conditions import Conditioner
@@ -24,12 +24,12 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[float], None]]]
 """(what is done, how many) to a context in which the yielded function is told how much of that is done since."""
 
 
-def goes_on(error: UserError, *, keep_going: bool) -> bool:
+def should_continue(error: UserError, *, keep_going: bool) -> bool:
     """Whether the sample of an error is left out."""
-    return keep_going and not isinstance(error, NotEquipped)
+    return keep_going and not isinstance(error, MissingDependency)
 
 
-def of_whom(name: str, error: UserError) -> UserError:
+def with_owner(name: str, error: UserError) -> UserError:
     """An error with the name of what it is about: that a text is wrong does not say whose it is."""
     return error if name in str(error) else UserError(f"{name}: {error}")
 
@@ -38,7 +38,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Jobs(Generic[Item]):
+class EncodeTask(Generic[Item]):
     """Everything that one encoder has to have encoded."""
 
     kind: str
@@ -51,7 +51,9 @@ class Jobs(Generic[Item]):
     """What a person calls the item."""
 
 
-def fill(cache: Cache, jobs: Jobs[Item], progress: Progress, *, keep_going: bool = False) -> dict[str, UserError]:
+def encode_missing(
+    cache: Cache, jobs: EncodeTask[Item], progress: Progress, *, keep_going: bool = False
+) -> dict[str, UserError]:
     """Encode what the cache lacks, loading the encoder for the first item that can be read.
 
     Returns:
@@ -74,7 +76,7 @@ def fill(cache: Cache, jobs: Jobs[Item], progress: Progress, *, keep_going: bool
                     # times their latents.
                     given[key] = jobs.read(missing[key])
                 except UserError as error:
-                    if not goes_on(error, keep_going=keep_going):
+                    if not should_continue(error, keep_going=keep_going):
                         raise
                     failures[key] = error
                     advance(1.0)
@@ -87,10 +89,10 @@ def fill(cache: Cache, jobs: Jobs[Item], progress: Progress, *, keep_going: bool
                 try:
                     encoded = jobs.encoder.encode(list(given.values()), advance) if given else []
                 except UserError as error:  # conditioners read what they encode themselves
-                    if not goes_on(error, keep_going=keep_going) or len(given) > 1:
-                        if isinstance(error, NotEquipped) or len(given) > 1:
+                    if not should_continue(error, keep_going=keep_going) or len(given) > 1:
+                        if isinstance(error, MissingDependency) or len(given) > 1:
                             raise
-                        raise of_whom(jobs.name(missing[next(iter(given))]), error) from error
+                        raise with_owner(jobs.name(missing[next(iter(given))]), error) from error
                     failures |= dict.fromkeys(given, error)
                     advance(1.0)
                     continue
