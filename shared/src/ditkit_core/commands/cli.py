@@ -115,6 +115,7 @@ def _run(spec: ModelSpec, command: str, argv: Sequence[str]) -> int:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
+        # Only texts are kept: the error has the frames, and with them tensors, whose room the explanation needs.
         failure, modules = (str(error) or type(error).__name__).splitlines()[0], let_go(error)
     except Interrupted as stopped:
         warn(str(stopped))

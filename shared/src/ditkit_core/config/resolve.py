@@ -50,6 +50,7 @@ def resolve(
         layers.append(Layer("by --run", {"run.folder": str(stored)}))
     if demo is not None:
         values = read_config_file(tree, demo)
+        # The demo writes its inputs into the run's folder, which a later layer may have moved.
         default = config_fields(tree)["run.folder"].default
         folder = (values | _merged(layers)).get("run.folder", default)
         placed = {key: _placed(value, folder) for key, value in values.items()}

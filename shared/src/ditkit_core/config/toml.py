@@ -110,6 +110,7 @@ def to_toml(
     """
     tree = type(config)
     values = shown(tree, config_values(config))
+    # Written by hand, not by tomli_w, for the comments: the file is also where a person reads what each key is for.
     lines = {section: [f"[{section}]"] for section in config_sections(tree)}
     for key, field in config_fields(tree).items():
         section, name = key.split(".")

@@ -103,6 +103,7 @@ def control_values(
     """
     kinds = {column.name: column.kind for column in columns}
     found: dict[str, str] = {}
+    # Headers of one column first: a list fills only the columns that none of them has filled.
     for header, meant in sorted(headers.items(), key=lambda each: len(each[1])):
         value = row.get(header)
         left = [name for name in meant if name not in found]

@@ -148,6 +148,7 @@ def scan(
         )
         found, not_used = _scan_folder(reader, key)
         for sample in found:
+            # The same clip under two ids could be held out under one and trained on under the other.
             if (other := read_from.setdefault(os.path.abspath(sample.media), folder)) != folder:
                 raise UserError(
                     f"{sample.media} is read from {other} and again from {folder}; name folders apart from each other in "
@@ -188,6 +189,7 @@ def _scan_folder(reader: "_Reader", key: str) -> tuple[list[Sample], list[_LeftO
             samples += reader.samples(id, entries, references.get(id, ()), controls.get(id, {}))
         except UserError as error:
             problems.append((entries[0].media, error))
+    # a.mp4 with two windows makes a#0 and a#1, and somebody may have a file called a#0.mp4.
     media = {sample.id: sample.media for sample in samples}
     for sample in samples:
         if media[sample.id] != sample.media:
@@ -267,6 +269,7 @@ def _identifier(folder: Path, entry: Record) -> str:
     if entry.problem is not None:
         return entry.media
     path = Path(os.path.normpath(folder / entry.media))
+    # Metadata may name a file by its absolute path, through the folder as given or as its links resolve.
     for root in (os.path.normpath(folder), folder.resolve()):
         if path.is_relative_to(root):
             path = path.relative_to(root)
@@ -325,6 +328,7 @@ class _Reader:
             )
         if media.is_dir() and media.suffix.lower() not in VIDEO_SUFFIXES | IMAGE_SUFFIXES:
             self._check_image_folder(media)
+        # Timestamps of the first window are enough where no other is taken: reading all of a long file takes seconds.
         whole = self.config.windows != "first"
         # The first of three openings of a file (its content's hash and its decoding follow, in `encoding`): what is
         # wrong shows before anything slow begins.

@@ -91,6 +91,7 @@ def lists_of(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool = F
 
 def _both_lists(folder: Path, image_folders: bool) -> list[str]:
     """The lists of media of a folder that has lists of captions as well."""
+    # Either list alone may be notes of somebody: only both together say that the folder is described by lists.
     captions = _lists_in(folder, CAPTION_LISTS, image_folders)
     return _lists_in(folder, MEDIA_LISTS, image_folders) if captions else []
 
@@ -214,6 +215,7 @@ def media_files(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool 
     visited = {os.path.realpath(each) for each in skip}
     for place, folders, names in os.walk(folder, onerror=_cannot_list, followlinks=True):
         real = os.path.realpath(place)
+        # A link may lead back to a folder above it, or two links to one folder, whose clips would be there twice.
         if real in visited:
             folders.clear()
             continue
@@ -224,6 +226,7 @@ def media_files(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool 
         for name in sorted(folders + names):
             if _called_like_media(name):
                 yield Path(place, name).relative_to(folder).as_posix()
+        # In place, because os.walk goes on with this very list; sorted, because the order of a file system is nobody's.
         folders[:] = sorted(name for name in folders if not name.startswith(".") and not _called_like_media(name))
 
 

@@ -44,6 +44,7 @@ def references_by_name(
     for file in media_files(folder):
         stem = Path(file).with_suffix("").as_posix()
         numbered = re.fullmatch(r"(.+)_(\d{1,9})", stem, re.ASCII)
+        # A sample that is itself called cat_0 has its own reference, which is none of the sample cat.
         if stem in ids:
             places[stem][None].append(file)
         elif numbered and numbered[1] in ids:

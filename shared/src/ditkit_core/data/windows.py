@@ -40,6 +40,7 @@ def windows_of(there: int, config: DataConfig, name: str) -> list[Window]:
         firsts = [seed_of(config.seed, "window", name, i) % (room + 1) for i in range(count)]
     else:
         firsts = [0]
+    # A window keeps its number where an equal one was left out, so that its name, and with it the cache, stays.
     return [Window(i, first, frames) for i, first in enumerate(firsts) if first not in firsts[:i]]
 
 

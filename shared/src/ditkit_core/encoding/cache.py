@@ -130,6 +130,7 @@ class Cache:
                     return take(file)
         except SafetensorError:
             pass
+        # Removed, not repaired: whoever needs the entry encodes it again, which is always right.
         path.unlink(missing_ok=True)
         return None
 

@@ -129,6 +129,7 @@ def encode(
         )
     good = {sample.id for sample in encoded}
     captions = ["", *(caption for sample in samples if sample.id in good for caption in sample.captions)]
+    # By key: captions that many samples share are encoded once. The empty one is always there, for caption dropout.
     texts = {text_key(caption, encoders.text): caption for caption in (*captions, *extra_captions)}
     encode_missing(cache, EncodeTask(kind="text", wanted=texts, encoder=encoders.text, read=str, name=repr), progress)
     return encoded

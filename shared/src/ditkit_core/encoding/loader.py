@@ -110,6 +110,7 @@ class CaptionSampler:
             index: The micro-batch's.
             copy: How many of it go before in the micro-batch.
         """
+        # The first copy has the seed of a sample that is there once, so that repeats of others change nothing for it.
         names = (sample.id, copy) if copy else (sample.id,)
         drawn = torch.rand((), generator=generator(self._seed, "caption", index, *names))
         chosen = seed_of(self._seed, "which caption", index, *names) % len(sample.text_keys)

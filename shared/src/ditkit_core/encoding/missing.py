@@ -80,6 +80,7 @@ def encode_missing(
                         raise
                     failures[key] = error
                     advance(1.0)
+            # Late: where nothing can be read, a text encoder of 10 GB need not be.
             if given and not loaded:
                 jobs.encoder.load()
                 stack.callback(release_memory)
@@ -101,6 +102,7 @@ def encode_missing(
                 _check_finite(tensors, name, jobs.kind)
                 cache.put(jobs.kind, key, tensors, {"source": name, "encoder": jobs.encoder.identity})
                 sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
+                # Hours may follow: that the disk will not do is said while there is time to do something.
                 if len(sizes) == _JUDGED_BY:
                     _tell_room(cache, jobs.kind, sizes, len(missing) - len(failures) - len(sizes))
     return failures
