@@ -3,9 +3,9 @@
 import pytest
 
 from ditkit_core.planner.profiler import Profile
-from ditkit_core.planner.stage_costs import StepJob as Job
+from ditkit_core.planner.stage_costs import StepJob
 
-_PROFILES: dict[tuple[str, int | None], tuple[Job, Profile]] = {}
+_PROFILES: dict[tuple[str, int | None], tuple[StepJob, Profile]] = {}
 
 
 @pytest.fixture
@@ -15,15 +15,15 @@ def equal_steps_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     A profile is a frozen value that the step alone decides. The step is kept with it, so that no function of another step gets its address.
     """
     from ditkit_core.commands import fit
-    from ditkit_core.planner import plan, profiler
+    from ditkit_core.planner import partition, profiler
 
     profile = profiler.profile
 
-    def remembered(job: Job, *, of_each: int | None = 3) -> Profile:
+    def remembered(job: StepJob, *, of_each: int | None = 3) -> Profile:
         key = repr(job), of_each
         if key not in _PROFILES:
             _PROFILES[key] = job, profile(job, of_each=of_each)
         return _PROFILES[key][1]
 
-    for module in (plan, fit):
+    for module in (partition, fit):
         monkeypatch.setattr(module, "profile", remembered)

@@ -15,6 +15,8 @@ from malformed import controlled
 from safetensors import safe_open
 from toy_world import World
 
+from ditkit_core.testing.specs import altered
+
 HANG_SECONDS = 60
 CHUNK = 25
 
@@ -187,7 +189,7 @@ def test_the_watchdog_ends_what_does_not_end(front: Front) -> None:
         while True:
             pass
 
-    front.world.spec = front.world.spec.__class__(**{**vars(front.world.spec), "columns": endless})
+    front.world.spec = altered(front.world.spec, columns=endless)
     with watchdog(1.0):
         assert (
             cli.run(front.world.spec, "train", ["--model.preset", "tiny", "--data.folder", "clips", "--check"]) == 130

@@ -142,7 +142,9 @@ def explained(monkeypatch, capsys, sizes, free, failure="CUDA out of memory", **
         torch.cuda, "mem_get_info", lambda device: (int(free[device.index] * GIB), int(sizes[device.index] * GIB))
     )
     for stage in (division, fit_stage):
-        monkeypatch.setattr(stage, "profile", lambda job: made_profile(job.policy, job.quantize, work=len(job.batch)))
+        monkeypatch.setattr(
+            stage, "profile", lambda job: made_profile(str(job.policy), job.quantize, work=len(job.batch))
+        )
     monkeypatch.setattr(division, "free_memory_bytes", lambda device: 64 * GIB)
     named = {"model.preset": "deep", "data.frames": 1, "data.height": 64, "data.width": 64, **flags}
     config = resolve(RunConfig, flags={name.replace("__", "."): value for name, value in named.items()})

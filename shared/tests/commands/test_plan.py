@@ -11,6 +11,7 @@ from ditkit_core.commands.cli import run
 from ditkit_core.models.encoders import AuxiliaryModel
 from ditkit_core.models.tiling import Tiles
 from ditkit_core.planner import auxiliary
+from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY
 
 pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")

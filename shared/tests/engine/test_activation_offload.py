@@ -344,9 +344,8 @@ def test_on_the_host_nothing_is_done(policy, monkeypatch):
     monkeypatch.setattr(activation_offload, "HostStore", None)
     model = make_model(TOY, ARCH, adapter=DROPOUT)
     run = BlockEngine(policy=policy, host=HostMemory(smallest=0))
-    without = policy.replace("+offload", "").replace("offload", "full")
-    plain = outcome(TOY, model, toy_items(2), BlockEngine(policy=without))
-    assert outcome(TOY, model, toy_items(2), run).differences(plain) == []
+    plain = BlockEngine(policy=policy.replace("+offload", "").replace("offload", "full"))
+    assert outcome(TOY, model, toy_items(2), run).differences(outcome(TOY, model, toy_items(2), plain)) == []
     assert run.host.num_bytes == 0
 
 

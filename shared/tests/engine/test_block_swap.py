@@ -50,7 +50,7 @@ class Four(SwapChecks):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_four_blocks_pass_what_every_model_passes(policy):
     checks = Four()
-    checks.test_streaming_changes_no_bit(policy, "lora with dropout", "every other")
+    checks.test_streaming_changes_no_bit(("lora with dropout", "every other"), policy)
     checks.test_one_backward_over_several_streamed_forwards(policy, "every other")
     checks.test_a_streamed_model_trains_and_measures_alike_on_two_devices(policy)
 

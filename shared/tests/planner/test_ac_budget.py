@@ -204,7 +204,7 @@ def test_a_run_has_the_policies_of_its_plan_and_holds_no_more_than_the_budget(mo
     report = make_report(run_of("budget"))
     capsys.readouterr()
     placed = resolved(run_of("budget"))
-    assert report.policy == placed.checkpointing == plan_json(report)["checkpointing"]
+    assert report.policy == str(placed.checkpointing) == plan_json(report)["checkpointing"]
     said = capsys.readouterr().out
     assert report.chosen in said and f"train.checkpointing = budget chose {report.policy}: " in said
     assert len(set(parse_schedule(report.policy).policies([None] * 8))) > 1

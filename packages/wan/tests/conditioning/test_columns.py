@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conditions_help import CPU, FRAMES, controls, encoded, picture_file, video_file
+from narrow_vae import narrow
 
 from ditkit_core.data.columns import OF_THE_MODEL, reference_columns
 from ditkit_core.data.control_files import control_headers, control_values
@@ -47,8 +48,6 @@ EXPECTED: dict[str, tuple[list[str], list[str]]] = {
 def test_every_variant_encodes_what_its_model_takes(
     preset: str, checkpoint: Path, clip_folder: Path, tmp_path: Path
 ) -> None:
-    from test_vae22 import narrow
-
     names, tensors = EXPECTED[preset]
     arch = PRESETS[preset]
     arch = replace(arch, image_dim=IMAGE_DIM if arch.image_dim else 0, text_dim=32)

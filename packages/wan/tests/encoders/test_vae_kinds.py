@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from narrow_vae import narrow
 from safetensors.torch import load_file, save_file
 
 from ditkit_core.errors import UserError
@@ -35,17 +36,6 @@ def official_name(name: str) -> str:
     parts = name.split(".")
     in_block = any(part in ("downsamples", "upsamples", "middle") for part in parts)
     return ".".join(residual.get(part, part) if in_block else part for part in parts)
-
-
-def narrow(folder: Path) -> Path:
-    """Write a folder with a VAE of Wan 2.2's structure, a fortieth as wide."""
-    from diffusers import AutoencoderKLWan
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        vae = AutoencoderKLWan(**{**WAN_2_2, "base_dim": 4, "decoder_base_dim": 8})
-    vae.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -214,7 +214,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def test_a_run_keeps_its_page_up_to_date(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ditkit_core.commands import export as export_stage
+    from ditkit_core.commands import export, train
 
     steps: list[int] = []
 
@@ -225,10 +225,13 @@ def test_a_run_keeps_its_page_up_to_date(world: World, monkeypatch: pytest.Monke
         steps.append(max(check, default=0))
         return path
 
-    monkeypatch.setattr(export_stage, "write_report", spy)
+    for module in (export, train):
+        monkeypatch.setattr(module, "write_report", spy)
     flags = ("--held_out.clips", "2", "--save.every_steps", "2", "--sample.every_steps", "3")
     assert world.train("run", 4, *flags) == 0
-    assert steps == [0, 2, 3, 4, 4], "previews at 0 and 3, saves at 2 and 4, the last samples"
+    assert steps == [0, 2, 3, 4, 4, 4], (
+        "previews at 0 and 3, saves at 2 and 4, the last samples, and once it is complete"
+    )
     page = Page((world.folder / "run" / "report.html").read_text(encoding="utf-8"))
     check_numbers(page, world.folder / "run")
     assert "Complete at step 4." in page.shown and len(page.all("img")) == 3
