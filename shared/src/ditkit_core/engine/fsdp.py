@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ditkit_core.engine.distributed import world
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import StagedModel
@@ -49,7 +50,7 @@ def shard(model: StagedModel, precision: Precision, mesh: DeviceMesh | None = No
         UserError: Without a process group, for a model that is sharded already, or one that lies on several devices.
     """
     devices = {parameter.device for parameter in model.parameters()}
-    if not dist.is_initialized():
+    if (ranks := world()) is None:
         raise UserError("sharding needs ranks: start with torchrun and call torch.distributed.init_process_group first")
     if isinstance(model, FSDPModule):
         raise UserError("the model is sharded already: call shard once, after adapters are injected")
@@ -58,7 +59,7 @@ def shard(model: StagedModel, precision: Precision, mesh: DeviceMesh | None = No
             f"sharding takes a model on one device, not on {len(devices)}: build it without a division over devices"
         )
     if mesh is None:
-        mesh = init_device_mesh(devices.pop().type, (dist.get_world_size(),))
+        mesh = init_device_mesh(devices.pop().type, (ranks.size,))
     policy = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=precision.reduction, cast_forward_inputs=False)
     whole: list[nn.Parameter] = []
     units: list[Any] = [block for block in model.blocks() if next(block.parameters(), None) is not None]
