@@ -124,6 +124,11 @@ def test_alpha_is_read_from_its_key(tmp_path, form):
         ({"transformer.lora_alpha": 6, "transformer.use_rslora": True}, [6 / 3**0.5] * 4),
         ({"transformer.lora_alpha": 6, "transformer.alpha_pattern": {"attn1.to_qkv": 9}}, [3, 2, 3, 2]),
         ({"transformer.lora_alpha": 6, "transformer.alpha_pattern": {"^blocks.1.ff.net.0": 1.5}}, [2, 2, 2, 0.5]),
+        # Two patterns fit: the first counts, as in peft's get_pattern_key.
+        (
+            {"transformer.lora_alpha": 6, "transformer.alpha_pattern": {"to_qkv": 9, "attn1.to_qkv": 12}},
+            [3, 2, 3, 2],
+        ),
     ],
 )
 def test_alpha_is_read_from_the_header_that_diffusers_writes(tmp_path, config, scales):

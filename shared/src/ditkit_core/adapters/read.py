@@ -263,8 +263,9 @@ class _Header:
             raise UserError(f"{where} cannot be read ({error}); write the file anew") from error
 
     def scale(self, rank: int, module_names: Collection[str]) -> float:
+        # The first that fits counts, as peft's `get_pattern_key` has it.
         fitting = [alpha for pattern, alpha in self.patterns if any(map(pattern.fullmatch, module_names))]
-        alpha = fitting[-1] if fitting else rank if self.alpha is None else self.alpha
+        alpha = fitting[0] if fitting else rank if self.alpha is None else self.alpha
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
