@@ -114,8 +114,8 @@ def _settings(chosen: Candidate) -> str:
         words.append(setting.quantize)
     if any(setting.swap):
         words.append(f"swap {'+'.join(map(str, setting.swap))}")
-    if setting.cuts:
-        words.append(f"cut {', '.join(map(str, setting.cuts))}")
+    if setting.split_points:
+        words.append(f"cut {', '.join(map(str, setting.split_points))}")
     if setting.pipelined:
         words.append("pipelined")
     return ", ".join(words)

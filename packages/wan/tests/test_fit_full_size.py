@@ -26,7 +26,7 @@ def test_two_cards_of_24_gib_take_49_frames_with_exact_weights(run):
     found = fit(task)
     setting = found.chosen.setting
     assert (setting.policy, setting.quantize, setting.cards) == ("full", "none", (0, 1))
-    assert 0 < sum(setting.swap) < 40 and len(setting.cuts) == 1
+    assert 0 < sum(setting.swap) < 40 and len(setting.split_points) == 1
     assert all(plan.fits for plan in found.chosen.plan)
     assert not list(candidates(task, "attn_only", "none")), "the faster policy fits with nothing exact"
     for quantize in ("none", "int8"):

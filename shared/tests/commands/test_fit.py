@@ -157,7 +157,7 @@ def test_what_is_chosen_is_set_and_nothing_else():
     if len(setting.cards) > 1:
         assert (
             fitted.train.devices == tuple(f"cuda:{i}" for i in setting.cards)
-            and fitted.train.split_points == setting.cuts
+            and fitted.train.split_points == setting.split_points
         )
         assert fitted.train.reserve == tuple((1.0, 2.0, 0.0)[i] for i in setting.cards)
     else:

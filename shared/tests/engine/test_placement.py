@@ -137,7 +137,7 @@ def test_no_device_begins_with_a_block_without_parameters():
     """It runs where its carry is: a placement that said otherwise would not say what happens."""
     model = Joined()
     for cuts in (chosen(model, 2), (2,), (3,)):
-        assert place_blocks(model, (CPU, OTHER), cuts).cuts == (3,)
+        assert place_blocks(model, (CPU, OTHER), cuts).split_points == (3,)
     for cuts in ((2, 3), (1, 1), (3, 3)):
         with pytest.raises(UserError, match="increasing"):
             place_blocks(model, (CPU, OTHER, THIRD), cuts)

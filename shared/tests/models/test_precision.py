@@ -30,7 +30,7 @@ from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, toy_items
 from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
-from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.optimizer import OPTIMIZERS, NamedOptimizer, OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, accumulate_gradients, training_step
@@ -104,8 +104,8 @@ def test_the_line_names_every_place_and_what_it_runs_in() -> None:
 
 
 def test_the_line_says_what_the_optimizer_holds_and_no_sum_that_is_not_made() -> None:
-    assert "optimizer 8 bits" in chosen().described(optimizer="adamw8bit")
-    assert "optimizer fp32" in chosen().described(optimizer="adafactor")
+    assert "optimizer 8 bits" in chosen().described(averages_in_8_bits=OPTIMIZERS["adamw8bit"].averages_in_8_bits)
+    assert "optimizer fp32" in chosen().described(averages_in_8_bits=OPTIMIZERS["adafactor"].averages_in_8_bits)
     assert "accumulation fp32" in chosen().described()
     assert "accumulation" not in chosen().described(fused_backward=True)
 

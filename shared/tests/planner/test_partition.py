@@ -185,21 +185,21 @@ def test_a_run_is_cut_where_its_plan_says_and_not_where_weights_alone_would(mach
     run = run_of(train__devices=("cuda:0", "cuda:1"), data__width=1024, data__height=1024, **flags)
     unloaded = unloaded_of(run)
     placed = place(run, unloaded, training=True)
-    assert placed.cuts != place(run, unloaded).cuts
+    assert placed.split_points != place(run, unloaded).split_points
     report = make_report(run)
     assert report.division.devices == tuple(device.index for device in placed.blocks)
     assert report.division.streamed == placed.streamed
     assert make_report(run, "2GiB,1.4GiB").division == report.division
     assert len(jobs) == 3
     fullness = [plan.peak / (plan.budget.total - plan.budget.reserve) for plan in report.devices]
-    assert max(fullness) > 0.1 and 0 < placed.cuts[0] < 9
+    assert max(fullness) > 0.1 and 0 < placed.split_points[0] < 9
 
 
 def test_cuts_by_hand_need_no_plan(machine, monkeypatch):
     machine(24, 24)
     monkeypatch.setattr(partition, "profile", lambda job: pytest.fail("was planned"))
     run = run_of(train__devices=("cuda:0", "cuda:1"), train__split_points=(2,))
-    assert place(run, unloaded_of(run), training=True).cuts == (2,)
+    assert place(run, unloaded_of(run), training=True).split_points == (2,)
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def apply(config: RunConfig, chosen: Candidate, names: Sequence[str]) -> RunConf
     changed: dict[str, Any] = {
         "device": device,
         "devices": devices,
-        "split_points": setting.cuts,
+        "split_points": setting.split_points,
         "checkpointing": setting.policy,
         "pipelined": setting.pipelined,
         "swap_blocks": setting.swap if any(setting.swap) else (),

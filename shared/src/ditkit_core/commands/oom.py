@@ -25,6 +25,7 @@ from ditkit_core.planner.report import PlanReport, print_measured_plan
 from ditkit_core.planner.suggestions import SuggestedChange, levers
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_config
+from ditkit_core.training.optimizer import optimizers_that
 
 UNDER_THE_PLAN = 0.9
 """Where a plan had room and there was none: the share of what it needed that a change may need."""
@@ -34,7 +35,7 @@ _ADVICE = {
 }
 _GENERAL = (
     "try train.checkpointing = full, or full+offload where it is a GPU's memory that lacks, a smaller data.frames, height or width, train.batch_size = 1, a lower adapter.rank, "
-    "optim.name = adamw8bit"
+    f"optim.name = {optimizers_that(lambda kind: kind.averages_in_8_bits)[0]}"
 )
 _SEARCHED = {
     "train": ("checkpointing", "device", "devices", "split_points", "swap_blocks", "pipelined"),

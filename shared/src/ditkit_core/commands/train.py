@@ -271,7 +271,10 @@ def _say_beginning(run: RunContext, changes: Sequence[ConfigChange]) -> None:
         say(describe_expert(run.expert, config.flow, config.held_out))
     for change in changes:
         say(f"changed since the last part of this run: {change}")
-    places = run.precision.described(optimizer=config.optim.name, fused_backward=config.optim.fused_backward)
+    optim = config.optim
+    places = run.precision.described(
+        averages_in_8_bits=optim.kind.averages_in_8_bits, fused_backward=optim.fused_backward
+    )
     say(f"precision {config.precision.preset}: {places}")
     say_where_previews_could_be(run)
 

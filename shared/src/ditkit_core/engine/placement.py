@@ -29,13 +29,13 @@ class Placement:
     """`train.checkpointing` as the engine takes it: budgets and devices resolved to blocks; None where nothing is trained."""
 
     @property
-    def cuts(self) -> tuple[int, ...]:
+    def split_points(self) -> tuple[int, ...]:
         """Blocks before which the next device begins."""
         return tuple(i for i in range(1, len(self.blocks)) if self.blocks[i] != self.blocks[i - 1])
 
     def described(self) -> str:
         """One line that says how a model is divided."""
-        bounds = [0, *self.cuts, len(self.blocks)]
+        bounds = [0, *self.split_points, len(self.blocks)]
         spans = [f"{self.blocks[a]} blocks {a} to {b - 1}" for a, b in itertools.pairwise(bounds)]
         return f"divided over {len(spans)} devices: {', '.join(spans)}"
 
@@ -58,38 +58,40 @@ class Placement:
         return device_of
 
 
-def place_blocks(model: StagedModel, devices: Sequence[torch.device], cuts: Sequence[int] = ()) -> Placement:
+def place_blocks(model: StagedModel, devices: Sequence[torch.device], split_points: Sequence[int] = ()) -> Placement:
     """Divide a model over devices, in their order: embedding first, head last.
 
     Args:
         model: The staged model; `meta` will do.
         devices: At least one.
-        cuts: Blocks before which the next device begins, one less than devices.
+        split_points: Blocks before which the next device begins, one less than devices.
 
     Raises:
-        UserError: If the cuts do not divide the blocks among the devices.
+        UserError: If the split points do not divide the blocks among the devices.
     """
     num_blocks = len(model.blocks())
     # A block without parameters runs where its carry is, so that no device begins with it.
     starts = [i for i, block in enumerate(model.blocks()) if next(block.parameters(), None) is not None]
-    bounds = [0, *_checked(cuts, len(devices), num_blocks, starts), num_blocks]
+    bounds = [0, *_checked(split_points, len(devices), num_blocks, starts), num_blocks]
     blocks = tuple(device for i, device in enumerate(devices) for _ in range(bounds[i], bounds[i + 1]))
     return Placement(embed=devices[0], blocks=blocks, head=devices[-1])
 
 
-def _checked(cuts: Sequence[int], num_devices: int, num_blocks: int, starts: Sequence[int]) -> tuple[int, ...]:
-    """The cuts, each at the first block from there on that has parameters."""
-    if cuts and num_devices == 1:
+def _checked(split_points: Sequence[int], num_devices: int, num_blocks: int, starts: Sequence[int]) -> tuple[int, ...]:
+    """The split points, each at the first block from there on that has parameters."""
+    if split_points and num_devices == 1:
         raise UserError(
-            f"train.split_points = {list(cuts)} divides over several devices, and train.devices names one; name more"
+            f"train.split_points = {list(split_points)} divides over several devices, and train.devices names one; name more"
         )
-    if len(cuts) != num_devices - 1:
+    if len(split_points) != num_devices - 1:
         raise UserError(
-            f"train.split_points = {list(cuts)}: {num_devices} devices need {num_devices - 1}; leave it empty to divide by bytes"
+            f"train.split_points = {list(split_points)}: {num_devices} devices need {num_devices - 1}; leave it empty to divide by bytes"
         )
-    begin = tuple(next((start for start in starts if start >= cut), num_blocks) if cut > 0 else 0 for cut in cuts)
+    begin = tuple(
+        next((start for start in starts if start >= cut), num_blocks) if cut > 0 else 0 for cut in split_points
+    )
     if not all(low < high for low, high in zip((0, *begin), (*begin, num_blocks), strict=True)):
         raise UserError(
-            f"train.split_points = {list(cuts)} must be increasing, above 0 and below {num_blocks}, the model's number of blocks"
+            f"train.split_points = {list(split_points)} must be increasing, above 0 and below {num_blocks}, the model's number of blocks"
         )
     return begin

@@ -3,7 +3,7 @@
 There is no autocast inside ditkit: the engine disables an outer one at the seam, and models cast where they mean to.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from types import MappingProxyType
@@ -92,16 +92,16 @@ class Precision:
         entering = stream != self.residual and stream.itemsize < self.norms.itemsize
         return stream if entering else self.norms
 
-    def described(self, *, optimizer: str = "adamw", fused_backward: bool = False) -> str:
+    def described(self, *, averages_in_8_bits: bool = False, fused_backward: bool = False) -> str:
         """What each place runs in: `timestep fp64, rotary tables fp32, …, matmul bf16`.
 
         Args:
-            optimizer: `optim.name`, which may hold its averages in 8 bits.
+            averages_in_8_bits: Whether the optimizer of `optim.name` keeps its averages in 8 bits.
             fused_backward: Whether gradients are applied as they come: nothing is accumulated then.
         """
         places = [place for place in (*PLACES[1:], "matmul") if not (fused_backward and place == "accumulation")]
         names = {place: dtype_name(getattr(self, place)) for place in places}
-        if optimizer == "adamw8bit":
+        if averages_in_8_bits:
             names["optimizer"] = "8 bits"
         return ", ".join(f"{place.replace('_', ' ')} {name}" for place, name in names.items())
 
@@ -182,25 +182,26 @@ class PrecisionConfig:
                 raise UserError(f"{what}: {_NO_FP16[place]}{where}; {remedy}")
         return Precision(matmul=matmul, **chosen)
 
-    def check_training(self, *, optimizer: str, fused_backward: bool) -> None:
+    def check_training(self, *, optimizer: str, in_8_bits: Sequence[str], fused_backward: bool) -> None:
         """Refuse a dtype that a place of the training would not have.
 
         Args:
             optimizer: `optim.name`.
+            in_8_bits: Names of the optimizers that keep their averages in 8 bits, at least one.
             fused_backward: `optim.fused_backward`.
 
         Raises:
             UserError: Naming the place and what to do.
         """
-        if self.optimizer is not None and optimizer == "adamw8bit":
+        if self.optimizer is not None and optimizer in in_8_bits:
             raise UserError(
-                f"precision.optimizer = {self.optimizer}: optim.name = adamw8bit holds averages in 8 bits; leave it out, or for "
+                f"precision.optimizer = {self.optimizer}: optim.name = {optimizer} holds averages in 8 bits; leave it out, or for "
                 "averages in fp32 set optim.name = adamw"
             )
         if self.optimizer not in (None, "fp32"):
             raise UserError(
                 f"precision.optimizer = {self.optimizer}: averages and updates are fp32; leave it out, or for less memory set "
-                "optim.name = adamw8bit, which holds averages in 8 bits"
+                f"optim.name = {' or '.join(in_8_bits)}, which holds averages in 8 bits"
             )
         if self.reduction not in (None, "fp32"):
             raise UserError(

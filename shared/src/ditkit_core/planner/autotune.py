@@ -70,7 +70,7 @@ def fit(task: FitTask) -> Fit:
         "least memory": _smallest(found),
         "fastest": min(found, key=lambda each: (each.time.seconds, *_rank(each))),
     }
-    # Others are printed for comparison: one that differs in its cuts alone tells nobody anything.
+    # Others are printed for comparison: one that differs only in its split points is no choice.
     known = {(chosen.setting.policy, chosen.setting.quantize, chosen.setting.swap)}
     for name, each in list(others.items()):
         key = (each.setting.policy, each.setting.quantize, each.setting.swap)

@@ -6,7 +6,7 @@ Everything is run on fake tensors by the functions that the encoders and the sam
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from ditkit_core.data.dataset import Sample
 from ditkit_core.engine.devices import choose_device
 from ditkit_core.models.encoders import AuxiliaryModel, LayerContext
 from ditkit_core.models.precision import parse_dtype
-from ditkit_core.models.protocol import run_plain
 from ditkit_core.planner.gpus import gpus_here
 from ditkit_core.planner.memory import DevicePlan
 from ditkit_core.planner.memory_tracker import MemoryTracker
@@ -156,7 +155,7 @@ def denoising_bytes(job: StepJob, size: Size, references: Sequence[tuple[int, in
         references: Height and width of each image to edit.
     """
     spec, dtype = job.spec, job.precision.matmul
-    model: Any = reduced_model(spec, job.arch, job.precision, job.adapter, quantize=job.quantize)
+    model = reduced_model(spec, job.arch, job.precision, job.adapter, quantize=job.quantize)
     with torch.device("meta"):
         item = spec.training.empty_item(job.arch, size, references)
     with fake_tensors(job.kind) as ledger, torch.no_grad():
@@ -167,7 +166,7 @@ def denoising_bytes(job: StepJob, size: Size, references: Sequence[tuple[int, in
         weights = ledger.total(_DEVICE)
         item = {name: torch.empty(t.shape, dtype=t.dtype, device=_DEVICE) for name, t in item.items()}
         sigma = torch.empty(1, device=_DEVICE)
-        run_plain(model, spec.training.make_inputs([item["latents"].float()], sigma, [item], 1.0))
+        model(spec.training.make_inputs([item["latents"].float()], sigma, [item], 1.0))
     return ledger.peak[_DEVICE] - weights
 
 
@@ -332,7 +331,7 @@ def plan_auxiliary(
         UserError: If files of an encoder that are here are damaged or of another model.
     """
     run, config, shapes = step.run, step.run.config, step.bucket.shapes
-    rooms = _rooms(run, devices, "cuda" if gpus else run.devices[0].type)
+    rooms = _rooms(devices, "cuda" if gpus else run.devices[0].type, averages=config.optim.kind.averages)
     planner = AuxiliaryPlanner(
         companions=run.spec.auxiliary.models(step.arch, config.model),
         text_dtype=parse_dtype(config.encode.text_dtype),
@@ -340,7 +339,6 @@ def plan_auxiliary(
         encode_tiling=config.encode.vae_tiling,
         sample_tiling=config.sample.vae_tiling,
     )
-
     encoders = _room_of(config.encode.device, "encode.device", run, rooms[0], gpus=gpus)
     found = planner.encode_rows(_encoded_sizes(step.bucket), encoders)
     generated = to_be_generated(run, shapes, samples)
@@ -356,9 +354,14 @@ def plan_auxiliary(
     return tuple(found)
 
 
-def _rooms(run: RunContext, devices: Sequence[DevicePlan], kind: str) -> list[Room]:
-    """The devices that a run trains on, with what is there between two steps."""
-    averages = run.config.optim.name == "schedulefree_adamw"
+def _rooms(devices: Sequence[DevicePlan], kind: str, *, averages: bool) -> list[Room]:
+    """The devices that a run trains on, with what they hold between two steps.
+
+    Args:
+        devices: What the steps hold.
+        kind: `cuda` or `cpu`.
+        averages: Whether the optimizer averages the weights itself.
+    """
     return [
         Room(
             device=device.budget.name,

@@ -43,8 +43,8 @@ class Partition:
     @property
     def bounds(self) -> tuple[int, ...]:
         """The first block of each device, then the number of blocks."""
-        cuts = (i for i in range(1, len(self.devices)) if self.devices[i] != self.devices[i - 1])
-        return 0, *cuts, len(self.devices)
+        split_points = (i for i in range(1, len(self.devices)) if self.devices[i] != self.devices[i - 1])
+        return 0, *split_points, len(self.devices)
 
     @property
     def blocks(self) -> tuple[range, ...]:

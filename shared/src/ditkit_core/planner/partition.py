@@ -1,7 +1,7 @@
 """Where a model is cut: so that over a whole training step the fullest device, for what it can hold, is least full.
 
 `place_blocks` is what commands ask. A run and its plan divide a model by the same `Partitioner` of the same figures, so that the run does what
-the plan says. What a device holds depends on its own blocks alone, so no other cuts do better: all of them are looked at. Every device
+the plan says. What a device holds depends on its own blocks alone, so no other split is better: every one is looked at. Every device
 gets one block at least: omit a device to leave it unused.
 """
 
@@ -92,9 +92,9 @@ def choose_split_points(
         budget = budgets[device]
         return bytes_held(kinds[device], start, end, counts[device], budget) / budget.available
 
-    cuts = least_full(len(blocks), len(budgets), starts, fullness)
-    assert cuts is not None, "there are enough blocks for all"
-    return cuts
+    split_points = least_full(len(blocks), len(budgets), starts, fullness)
+    assert split_points is not None, "there are enough blocks for all"
+    return split_points
 
 
 def least_full(
@@ -102,7 +102,7 @@ def least_full(
 ) -> tuple[int, ...] | None:
     """Cuts after which the fullest of the devices is least full; of equal ones the earliest. None if there is no way.
 
-    No other cuts do better: every one of them is looked at, by dynamic programming.
+    No other split does better: every one of them is looked at, by dynamic programming.
 
     Args:
         num_blocks: To divide.
@@ -110,14 +110,14 @@ def least_full(
         starts: Blocks that may be a device's first.
         fullness: Of a device that holds the blocks from one to before another; None where that cannot be.
     """
-    # best[k]: (fullest device, cuts) when the devices so far hold the first k blocks
+    # best[k]: (fullest device, split points) when the devices so far hold the first k blocks
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
     for device in range(num_devices):
         following: dict[int, tuple[float, tuple[int, ...]]] = {}
         for end in [num_blocks] if device == num_devices - 1 else starts:
             options = (
-                (max(fullest, own), (*cuts, end))
-                for start, (fullest, cuts) in best.items()
+                (max(fullest, own), (*split_points, end))
+                for start, (fullest, split_points) in best.items()
                 if start < end and (own := fullness(device, start, end)) is not None
             )
             if (least := min(options, default=None)) is not None:
@@ -223,7 +223,7 @@ class Targets:
     """`cuda` or `cpu`."""
     devices: tuple[torch.device, ...]
     budgets: tuple[Budget, ...] = ()
-    """Of these devices; cuts that are given need none."""
+    """Of these devices; split points that are given need none."""
     cards: tuple[GPU, ...] = ()
     """With their rates, if they are GPUs and times are asked for."""
     host: int | None = None
@@ -309,16 +309,16 @@ def _cut(
     run: RunContext, model: StagedModel, targets: Targets, profiles: Callable[[], Profile | Sequence[Profile]]
 ) -> Placement:
     """Cut as configured, or else by these profiles: making them takes seconds, so they are made only where they decide."""
-    config, cuts = run.config.train, run.config.train.split_points
-    if len(targets.devices) > 1 and not cuts:
-        cuts = choose_split_points(
+    config, split_points = run.config.train, run.config.train.split_points
+    if len(targets.devices) > 1 and not split_points:
+        split_points = choose_split_points(
             profiles(),
             targets.budgets,
             swap_blocks=config.swap_blocks,
             micro_batches=run.config.micro_batches,
             pipelined=config.pipelined,
         )
-    placed = place_blocks(model, targets.devices, cuts)
+    placed = place_blocks(model, targets.devices, split_points)
     has_weights = [next(block.parameters(), None) is not None for block in model.blocks()]
     return replace(placed, streamed=choose_streamed(placed, config.swap_blocks, has_weights))
 
@@ -370,5 +370,5 @@ def place(run: RunContext, unloaded: MetaModel, *, training: bool = False) -> Pl
     if solution.chosen:
         say(solution.chosen)
     if compared:
-        say(f"cuts chosen by what a step holds on each device, planned in {time.monotonic() - began:.0f} s")
+        say(f"split points chosen by what a step holds on each device, planned in {time.monotonic() - began:.0f} s")
     return solution.placement

@@ -50,7 +50,7 @@ class Setting:
     quantize: str
     cards: tuple[int, ...]
     """Which of the GPUs are used, in their order."""
-    cuts: tuple[int, ...]
+    split_points: tuple[int, ...]
     swap: tuple[int, ...]
     """Streamed blocks of each GPU used."""
     pipelined: bool
@@ -157,7 +157,7 @@ class Search:
                 policy=self._policy,
                 quantize=self._quantize,
                 cards=chosen,
-                cuts=tuple(span.start for span in spans[1:]),
+                split_points=tuple(span.start for span in spans[1:]),
                 swap=tuple(span.num_streamed for span in spans),
                 pipelined=work.pipelined,
             ),
@@ -180,15 +180,15 @@ class Search:
         return sum(span.host for span in ways[-1]) if ways else None
 
     def least_missing(self, chosen: tuple[int, ...]) -> int:
-        """Bytes that the fullest GPU lacks with all blocks streamed and the best cuts; 0 if it fits."""
+        """Bytes that the fullest GPU lacks with all blocks streamed and the best split points; 0 if it fits."""
         available = [budget_of(self._task.cards[i]).available for i in chosen]
 
         def lacking(device: int, start: int, end: int) -> int:
             return max(0, self._least_held(start, end) - available[device])
 
-        cuts = least_full(self._num_blocks, len(chosen), self._starts, lacking)
-        assert cuts is not None, "there are enough blocks for all"
-        bounds = enumerate(pairwise((0, *cuts, self._num_blocks)))
+        split_points = least_full(self._num_blocks, len(chosen), self._starts, lacking)
+        assert split_points is not None, "there are enough blocks for all"
+        bounds = enumerate(pairwise((0, *split_points, self._num_blocks)))
         return max(lacking(device, start, end) for device, (start, end) in bounds)
 
     def _fastest_spans(self, cards: Sequence[GPU], share: float) -> tuple[SearchedSpan, ...] | None:
@@ -204,8 +204,8 @@ class Search:
             ways = [*ways, *self._divide(cards, judge, host, least * (slowest / least) ** (step / _CAPS))]
 
         def seconds(spans: Sequence[SearchedSpan]) -> int:
-            cuts = [span.start for span in spans[1:]]
-            return step_time(sending(self._profile, [span.time for span in spans], cuts, cards), self._work)[0]
+            split_points = [span.start for span in spans[1:]]
+            return step_time(sending(self._profile, [span.time for span in spans], split_points, cards), self._work)[0]
 
         return min(ways, key=seconds)
 
@@ -301,8 +301,8 @@ class Search:
 
     def _signature(self, start: int, end: int) -> Hashable:
         """What a span's bytes and time depend on."""
-        cuts = [cut for cut in (start, end) if 0 < cut < self._num_blocks]
-        crossed = tuple((self._profile.crossing[cut], self._profile.crossing_back[cut]) for cut in cuts)
+        split_points = [cut for cut in (start, end) if 0 < cut < self._num_blocks]
+        crossed = tuple((self._profile.crossing[cut], self._profile.crossing_back[cut]) for cut in split_points)
         return start == 0, end == self._num_blocks, tuple(self._kinds[start:end]), crossed
 
 

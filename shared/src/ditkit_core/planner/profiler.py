@@ -258,7 +258,9 @@ class _Measuring:
         parameters = self.model.trainable()
         meter.track(list(parameters.values()), "adapters")
         with meter.purpose("average"):
-            trained = TrainState(self.model, parameters, job.optim, job.ema)
+            # Only some of a model's stages are run; TrainState looks at the embedding and the blocks alone.
+            staged: Any = self.model
+            trained = TrainState(staged, parameters, job.optim, job.ema)
         self.gradients = trained.optimizer.parameters.values()
         # The step that is measured is the second: only an update makes the optimizer's state, which the first step does not have.
         with meter.purpose("optimizer"):

@@ -207,9 +207,11 @@ def _spans(profile: Profile, division: Partition, cards: Sequence[GPU], work: Wo
     return sending(profile, spans, bounds[1:-1], cards)
 
 
-def sending(profile: Profile, spans: Sequence[StageTime], cuts: Sequence[int], cards: Sequence[GPU]) -> list[StageTime]:
+def sending(
+    profile: Profile, spans: Sequence[StageTime], split_points: Sequence[int], cards: Sequence[GPU]
+) -> list[StageTime]:
     """The devices' parts with what they send to each other."""
-    sent = [crossing_time(profile, cut, pair) for cut, pair in zip(cuts, pairwise(cards), strict=True)]
+    sent = [crossing_time(profile, cut, pair) for cut, pair in zip(split_points, pairwise(cards), strict=True)]
     pairs = zip(spans, [*sent, (0, 0)], strict=True)
     return [span._replace(send=there, send_back=back) for span, (there, back) in pairs]
 

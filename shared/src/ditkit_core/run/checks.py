@@ -17,6 +17,7 @@ from ditkit_core.nn.attention_backends import check_backend
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.sampling.prompts import SamplePrompt
+from ditkit_core.training.optimizer import optimizers_that
 from ditkit_core.training.trainer import check_fused_backward, check_swap
 from ditkit_core.weights.quantize import check_quantize
 
@@ -81,7 +82,8 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
             "adapter.method = full with model.dtype = bf16 and optim.rounding = nearest rounds most updates away; set "
             "optim.rounding to stochastic, or to split (2 bytes more per weight), or model.dtype = fp32"
         )
-    run.config.precision.check_training(optimizer=optim.name, fused_backward=optim.fused_backward)
+    in_8_bits = optimizers_that(lambda kind: kind.averages_in_8_bits)
+    run.config.precision.check_training(optimizer=optim.name, in_8_bits=in_8_bits, fused_backward=optim.fused_backward)
     for unused in _unused(run) if here else ():
         warn(unused)
 

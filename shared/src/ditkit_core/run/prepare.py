@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
+from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.models.state_dict import TensorSlice
 from ditkit_core.run.quantized_cache import find_cache
@@ -128,43 +130,73 @@ def build_meta_model(
     model = build_on_meta(spec, arch, precision)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     advice = None if components.preset else _advice(source)
-    mapping = match(
-        source, spec.architecture.names, shapes, advice=advice
-    )  # before anything slow: peft alone takes seconds to import
+    # before anything slow: peft alone takes seconds to import
+    mapping = match(source, spec.architecture.names, shapes, advice=advice)
     linears = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-
-    def open_file(file: Path) -> AdapterFile:
-        return open_adapter(file, spec.architecture.names, linears)
-
+    open_file = partial(open_adapter, names=spec.architecture.names, modules=linears)
     merged = [(open_file(file), strength) for file, strength in map(parse_merge, base.merge)]
     start = None
     if adapter.init:
-        if adapter.method == "full":
-            raise UserError(
-                f"adapter.init = {adapter.init} needs adapter.method = 'lora'; for a full fine-tune add it to base.merge"
-            )
-        start = open_file(Path(adapter.init).expanduser())
+        start = open_file(_init_path(adapter))
         adapter, line = config_from_file(adapter, start)
         say(line)
-    if base.quantize in ("none", "fp8") and num_scaled(source):
-        say(_hold_as_stored(spec, model, source, mapping, precision, merges=bool(merged)))
-    if base.quantize != "none":
-        if base.quantize != "fp8" and num_scaled(source):
-            say(
-                f"{source.path} is in scaled 8 bits, and rounded once more; a bf16 file or base.quantize = fp8 loses less"
-            )
-        if any(not spec.precision.keep_fp32(f"{name}.weight") for name in linears_of_blocks(model)):
-            say(_quantize(spec, model, base.quantize, precision))
+    _quantize_blocks(spec, model, base.quantize, source, mapping, precision, merges=bool(merged), say=say)
+    # after quantization, so that the adapters are added to the layers that the model ends up with
     adapted = inject(model, adapter, spec.adapters.targets)
     for file, strength in merged:
         say(f"base.merge: {len(file.modules)} modules of {file.source.path} at strength {strength:g}")
     return MetaModel(
-        spec=spec, model=model, arch=arch, preset=preset, adapter=adapter, precision=precision, source=source,
-        mapping=mapping, merged=merged, start=initial_adapter(start, adapted) if start else None, base=base,
-    )  # fmt: skip
+        spec=spec,
+        model=model,
+        arch=arch,
+        preset=preset,
+        adapter=adapter,
+        precision=precision,
+        source=source,
+        mapping=mapping,
+        merged=merged,
+        start=initial_adapter(start, adapted) if start else None,
+        base=base,
+    )
 
 
-def check_item(spec: ModelSpec, model: Any, item: Mapping[str, Tensor]) -> None:
+def _init_path(adapter: AdapterConfig) -> Path:
+    """The file that `adapter.init` names.
+
+    Raises:
+        UserError: If no adapter is trained that it could be the first values of.
+    """
+    if adapter.method == "full":
+        raise UserError(
+            f"adapter.init = {adapter.init} needs adapter.method = 'lora'; for a full fine-tune add it to base.merge"
+        )
+    return Path(adapter.init).expanduser()
+
+
+def _quantize_blocks(
+    spec: ModelSpec,
+    model: StagedModel,
+    kind: str,
+    source: SafetensorsSource,
+    mapping: Mapping[str, tuple[TensorSlice, ...]],
+    precision: Precision,
+    *,
+    merges: bool,
+    say: Callable[[str], None],
+) -> None:
+    """Prepare the blocks' matrices for the 8 or 4 bits that the file or `base.quantize` asks for."""
+    if kind in ("none", "fp8") and num_scaled(source):
+        say(_hold_as_stored(spec, model, source, mapping, precision, merges=merges))
+    if kind == "none":
+        return
+    if kind != "fp8" and num_scaled(source):
+        say(f"{source.path} is in scaled 8 bits, and rounded once more; a bf16 file or base.quantize = fp8 loses less")
+    # With fp8, a file in scaled 8 bits may have left no linear layer to convert.
+    if any(not spec.precision.keep_fp32(f"{name}.weight") for name in linears_of_blocks(model)):
+        say(_quantize(spec, model, kind, precision))
+
+
+def check_item(spec: ModelSpec, model: StagedModel, item: Mapping[str, Tensor]) -> None:
     """Run the embedding on the outline of an encoded sample: encoders of another model show here, before weights are read.
 
     Args:
@@ -187,7 +219,7 @@ def check_item(spec: ModelSpec, model: Any, item: Mapping[str, Tensor]) -> None:
         ) from error
 
 
-def check_items(spec: ModelSpec, model: Any, samples: Sequence[EncodedSample]) -> None:
+def check_items(spec: ModelSpec, model: StagedModel, samples: Sequence[EncodedSample]) -> None:
     """The same for one sample of each shape: one that the model cannot take would be met in the middle of an epoch.
 
     Args:
@@ -233,22 +265,26 @@ def load_weights(
     if cache is None or not cache.load(model, device_of=home_of, dtype_of=dtype_of, on_tensor=on_tensor, say=say):
         load_into(
             model, source, unloaded.mapping, device_of=home_of, dtype_of=dtype_of, edits=edits, on_tensor=on_tensor
-        )  # fmt: skip
+        )
         if cache is not None:
             cache.write(model, dtype_of=dtype_of, say=say)
     initialise(model, seed, device_of=device_of, start=unloaded.start)
     on_meta = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     assert not on_meta, f"never given a value: {on_meta}"
     is_full = unloaded.adapter.method == "full"
-    streamer = (
-        BlockSwap(model, placement, trained=is_full) if placement.streamed else None
-    )  # last: what reads weights does so before
+    # last: from here on weights that are streamed cannot be read from the model without `readable`
+    streamer = BlockSwap(model, placement, trained=is_full) if placement.streamed else None
     return LoadedModel(
-        model=model, arch=unloaded.arch, preset=unloaded.preset, adapter=unloaded.adapter,
-        trainable=trainable_parameters(model), source=source, config_json=_config_json(source.path),
+        model=model,
+        arch=unloaded.arch,
+        preset=unloaded.preset,
+        adapter=unloaded.adapter,
+        trainable=trainable_parameters(model),
+        source=source,
+        config_json=_config_json(source.path),
         original=lambda name, shape: read_in_fp32(source, unloaded.mapping[name], shape, edits.get(name)),
         streamer=streamer,
-    )  # fmt: skip
+    )
 
 
 def _loaded_dtype(spec: ModelSpec, precision: Precision) -> Callable[[str], torch.dtype]:
@@ -256,7 +292,7 @@ def _loaded_dtype(spec: ModelSpec, precision: Precision) -> Callable[[str], torc
     return lambda name: torch.float32 if spec.precision.keep_fp32(name) else precision.matmul
 
 
-def _quantize(spec: ModelSpec, model: Any, kind: str, precision: Precision) -> str:
+def _quantize(spec: ModelSpec, model: StagedModel, kind: str, precision: Precision) -> str:
     """Have the blocks' matrices quantized when they are loaded; returns one line that says so."""
     dtype_of, num_blocks = _loaded_dtype(spec, precision), len(model.blocks())
     before = num_bytes(model, dtype_of)
@@ -266,7 +302,7 @@ def _quantize(spec: ModelSpec, model: Any, kind: str, precision: Precision) -> s
 
 def _hold_as_stored(
     spec: ModelSpec,
-    model: Any,
+    model: StagedModel,
     source: SafetensorsSource,
     mapping: Mapping[str, tuple[TensorSlice, ...]],
     precision: Precision,
@@ -371,9 +407,11 @@ def _advice(source: SafetensorsSource) -> Advice:
     path = _config_json(source.path)
     remedy = "take both from one download, or set model.preset"
     return Advice(
-        described_by=str(path.name if path else "the preset"), if_unknown=remedy, if_depth_differs=remedy,
+        described_by=str(path.name if path else "the preset"),
+        if_unknown=remedy,
+        if_depth_differs=remedy,
         if_shapes_differ=remedy,
-    )  # fmt: skip
+    )
 
 
 def _shapes(spec: ModelSpec, arch: Any) -> Mapping[str, tuple[int, ...]]:

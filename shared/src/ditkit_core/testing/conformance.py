@@ -117,7 +117,7 @@ class CoreChecks:
 
     def test_an_item_that_does_not_fit_is_found_on_meta(self) -> None:
         """What tells a user that the encoders are another model's before the weights are read."""
-        model = make_model(self.spec, self.arch).to("meta")
+        model: Any = make_model(self.spec, self.arch).to("meta")
         item = {name: tensor.to("meta") for name, tensor in self.items(1)[0].items()}
         check_item(self.spec, model, item)
         wider = {name: torch.cat([tensor, tensor[..., :1]], -1) for name, tensor in item.items() if name == "text"}

@@ -55,7 +55,7 @@ class FullSizeSplitConformance:
         arch = replace(self.spec.architecture.presets[self.preset], **self.few)
         divided = self._divided(arch, 4, policy, monkeypatch)
         found = [(carry["tensors"], carry["gradients"]) for carry in divided.carried]
-        expected = [self.crossing(arch, cut) for cut in divided.placement.cuts]
+        expected = [self.crossing(arch, cut) for cut in divided.placement.split_points]
         assert len(found) == 3 and found == expected
         kinds = {self.crossing(arch, cut) for cut in range(1, len(divided.placement.blocks))}
         assert set(expected) == kinds, "a cut of each kind"
@@ -68,6 +68,6 @@ class FullSizeSplitConformance:
         live, peak = divided.ledger.live, divided.ledger.peak
         devices = list(dict.fromkeys(divided.placement.blocks))
         held = [live[device]["weights"] for device in devices]
-        print(policy, divided.placement.cuts, [f"{peak[device] / 2**30:.2f} GiB" for device in devices])
+        print(policy, divided.placement.split_points, [f"{peak[device] / 2**30:.2f} GiB" for device in devices])
         assert len(devices) == num_devices
         assert max(held) - min(held) < self.most_apart

@@ -33,6 +33,8 @@ class OptimizerKind:
     """Whether its step goes through torch's compiler, which threads have to enter one after another."""
     one_by_one: bool = False
     """Whether it can update one weight at a time, with nothing of it in fp32 before or after."""
+    averages_in_8_bits: bool = False
+    """Whether it keeps its averages of the gradient and of its square in 8 bits, not in fp32."""
     streams: bool = False
     """Whether its state can be streamed with the weights of a block."""
     estimates_rate: bool = False
@@ -88,7 +90,7 @@ def _schedulefree(groups: list[dict[str, Any]], config: "OptimConfig") -> torch.
 OPTIMIZERS = {
     "adamw": OptimizerKind(build=_adamw, one_by_one=True, streams=True),
     # torchao compiles the state into its step, so that it cannot be moved between two steps
-    "adamw8bit": OptimizerKind(build=_adamw8bit, one_by_one=True, compiles=True),
+    "adamw8bit": OptimizerKind(build=_adamw8bit, one_by_one=True, compiles=True, averages_in_8_bits=True),
     "adafactor": OptimizerKind(build=_adafactor, one_by_one=True, streams=True),
     "muon": OptimizerKind(build=_muon, one_by_one=True, streams=True, rest="adamw"),
     "prodigy": OptimizerKind(

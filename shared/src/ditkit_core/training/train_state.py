@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
 from ditkit_core.engine.block_swap import BlockSwap
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import precision_of
+from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.parameters import copy_values
 from ditkit_core.training.checkpoint import State
 from ditkit_core.training.ema import EMA, EMAConfig
@@ -34,7 +34,7 @@ class TrainState:
 
     def __init__(
         self,
-        model: Any,
+        model: StagedModel,
         parameters: Mapping[str, nn.Parameter],
         optim: OptimConfig,
         ema: EMAConfig,
@@ -120,7 +120,7 @@ class TrainState:
             self._swap.host_changed()
 
 
-def _block_matrices(model: Any, trainable: Mapping[str, nn.Parameter]) -> list[str]:
+def _block_matrices(model: StagedModel, trainable: Mapping[str, nn.Parameter]) -> list[str]:
     """Names of the blocks' weight matrices, or none if the blocks are not trained whole."""
     in_blocks = {id(parameter): parameter for block in model.blocks() for parameter in block.parameters()}
     if not all(parameter.requires_grad for parameter in in_blocks.values()):

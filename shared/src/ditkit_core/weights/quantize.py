@@ -90,7 +90,7 @@ def linears_of_blocks(model: StagedModel) -> list[str]:
 
 
 def hold_as_stored(
-    model: nn.Module,
+    model: nn.Module | StagedModel,
     source: SafetensorsSource,
     mapping: Mapping[str, tuple[TensorSlice, ...]],
     *,
@@ -114,7 +114,7 @@ def hold_as_stored(
 
 
 def scaled_layers(
-    model: nn.Module, source: SafetensorsSource, mapping: Mapping[str, tuple[TensorSlice, ...]]
+    model: nn.Module | StagedModel, source: SafetensorsSource, mapping: Mapping[str, tuple[TensorSlice, ...]]
 ) -> list[str]:
     """Names of the plain Linear layers whose weights a file has as 8-bit codes with a scale, one or several."""
 
@@ -135,7 +135,7 @@ def replace_layer(model: nn.Module | StagedModel, name: str, kind: str) -> None:
     model.get_submodule(owner)._modules[leaf] = quantized.train(layer.training)
 
 
-def num_bytes(model: nn.Module, dtype_of: Callable[[str], torch.dtype]) -> int:
+def num_bytes(model: nn.Module | StagedModel, dtype_of: Callable[[str], torch.dtype]) -> int:
     """Bytes that a model without adapters takes once it is loaded.
 
     Args:
