@@ -78,8 +78,9 @@ def flux2_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
     """Half as many double as single blocks; 512 rows of text beside the image's tokens."""
     from diffusers import Flux2Transformer2DModel
 
+    from ditkit_flux2.model.inputs import Flux2Inputs
     from ditkit_flux2.model.rope import token_positions
-    from ditkit_flux2.model.transformer import Flux2Inputs, Flux2Transformer
+    from ditkit_flux2.model.transformer import Flux2Transformer
     from ditkit_flux2.presets import Flux2Arch
     from ditkit_flux2.spec import FLUX2
 

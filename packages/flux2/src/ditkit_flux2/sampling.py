@@ -12,7 +12,7 @@ from ditkit_core.io.rng import generator
 from ditkit_core.models.encoders import Denoiser, GenerationRequest
 from ditkit_core.models.paths import ModelPaths
 from ditkit_flux2.encoders.vae import VaeEncoder
-from ditkit_flux2.model.transformer import Flux2Inputs
+from ditkit_flux2.model.inputs import Flux2Inputs
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.schedule import sample_defaults, sigmas
 

@@ -11,8 +11,8 @@ from ditkit_core.adapters.verify import compare_with_pipeline, share_base
 from ditkit_core.io.rng import generator
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import Engine
+from ditkit_flux2.model.inputs import Flux2Inputs
 from ditkit_flux2.model.rope import token_positions
-from ditkit_flux2.model.transformer import Flux2Inputs
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.state_dict import NAMES
 

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from ditkit_core.models.precision import Precision, set_precision
 from ditkit_core.nn.rope import timestep_features
+from ditkit_flux2.model.inputs import Flux2Inputs
 from ditkit_flux2.model.rope import token_positions
-from ditkit_flux2.model.transformer import Flux2Inputs, Flux2Transformer
+from ditkit_flux2.model.transformer import Flux2Transformer
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2
 

@@ -9,7 +9,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ditkit_core.models.precision import Precision, PrecisionConfig
-from ditkit_flux2.model.transformer import Flux2Inputs, Flux2Transformer
+from ditkit_flux2.model.inputs import Flux2Inputs
+from ditkit_flux2.model.transformer import Flux2Transformer
 from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2
 

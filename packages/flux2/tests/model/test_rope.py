@@ -3,8 +3,9 @@
 import torch
 
 from ditkit_core.models.precision import Precision
+from ditkit_flux2.model.inputs import Flux2Inputs
 from ditkit_flux2.model.rope import rotary_angles, token_positions
-from ditkit_flux2.model.transformer import Flux2Inputs, Flux2Transformer
+from ditkit_flux2.model.transformer import Flux2Transformer
 from ditkit_flux2.presets import Flux2Arch
 
 CPU = torch.device("cpu")

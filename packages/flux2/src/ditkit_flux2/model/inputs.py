@@ -1,13 +1,29 @@
-"""Training items of FLUX.2 to the model's inputs."""
+"""What `embed` takes, and how noised latents and training items become it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
+from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_flux2.model.transformer import Flux2Inputs
 from ditkit_flux2.presets import Flux2Arch
+
+
+class Flux2Inputs(NamedTuple):
+    """What `embed` takes: one entry per sample, which may differ in size."""
+
+    latents: Sequence[Tensor]
+    """[channels, 1, height, width] each."""
+    sigma: Float[Tensor, "batch"]
+    """Noise level from 0 to 1, fp32 or wider."""
+    guidance: Float[Tensor, "batch"] | None
+    """Strength of guidance; a model without an embedding of it leaves it."""
+    text: Sequence[Tensor]
+    """[text_tokens, text_dim] each; all rows are attended to."""
+    references: Sequence[Sequence[Tensor]]
+    """Latents of the pictures that each sample is made from, in order; may be none."""
 
 
 def _references(item: Mapping[str, Tensor]) -> Iterator[Tensor]:

@@ -1,6 +1,7 @@
 """The blocks of the Wan transformer, from carry to carry."""
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -9,8 +10,12 @@ from ditkit_core.nn.attention import attend
 from ditkit_core.nn.functional import gated_sum, modulated_norm, normalised_heads, per_token, plain_sum
 from ditkit_core.nn.remat import recompute_boundary
 from ditkit_wan.model.carry import WanCarry
-from ditkit_wan.model.norms import affine_norm
 from ditkit_wan.presets import WanArch
+
+
+def affine_norm(norm: nn.LayerNorm, x: Float[Tensor, "*batch dim"], dtype: torch.dtype) -> Float[Tensor, "*batch dim"]:
+    """The norm of `x`, computed in and returned as `dtype`, whatever its parameters are stored in."""
+    return F.layer_norm(x.to(dtype), norm.normalized_shape, norm.weight.to(dtype), norm.bias.to(dtype), norm.eps)
 
 
 class WanSelfAttention(nn.Module):

@@ -10,13 +10,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.functional import plain_sum
 from ditkit_core.nn.linear import CastLinear
 from ditkit_core.nn.padding import padding_mask
 from ditkit_core.nn.rope import timestep_features
+from ditkit_wan.model.block import affine_norm
 from ditkit_wan.model.carry import MusicCarry, ReferenceCarry, VaceCarry, WanCarry
-from ditkit_wan.model.image_embedding import WanImageEmbedding
 from ditkit_wan.model.inputs import WanInputs, check_conditions
 from ditkit_wan.model.rope import rotary_angles
 from ditkit_wan.model.variants.camera_adapter import CameraAdapter
@@ -36,6 +37,46 @@ class WanPatchEmbedding(nn.Module):
 
     def forward(self, patches: Float[Tensor, "*batch features"]) -> Float[Tensor, "*batch dim"]:
         return F.linear(patches, self.weight.flatten(1), self.bias)
+
+
+class WanImageEmbedding(nn.Module):
+    """CLIP's image tokens, brought to the model's width: norm, two linear layers, norm.
+
+    Before them, for a first and a last image, a position for each token. Source: `MLPProj` in Wan-Video/Wan2.1, wan/modules/model.py.
+    """
+
+    def __init__(self, arch: WanArch, precision: Precision):
+        super().__init__()
+        self.precision = precision
+        width, dim = arch.image_dim, arch.dim
+        if arch.image_positions:
+            self.emb_pos = nn.Parameter(torch.zeros(1, arch.image_positions, width))
+        else:
+            self.emb_pos = None
+        self.proj = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, dim), nn.LayerNorm(dim)
+        )
+
+    def forward(self, images: Sequence[Tensor]) -> Float[Tensor, "batch image dim"]:
+        """Image tokens of every sample, in the matmuls' dtype.
+
+        Args:
+            images: [rows, image_dim] each, equally many.
+
+        Raises:
+            UserError: If there are more or fewer than the model has positions for.
+        """
+        norms, matmul = self.precision.norms, self.precision.matmul
+        x = torch.stack(list(images)).to(norms)
+        if self.emb_pos is not None:
+            if x.shape[1] != self.emb_pos.shape[1]:
+                raise UserError(
+                    f"'image' has {x.shape[1]} tokens, and this model takes {self.emb_pos.shape[1]}: those of the first picture, "
+                    "then those of the last"
+                )
+            x = x + self.emb_pos.to(norms)
+        first, up, gelu, down, last = self.proj
+        return affine_norm(last, down(gelu(up(affine_norm(first, x, norms).to(matmul)))), norms).to(matmul)
 
 
 class WanEmbed(nn.Module):

@@ -16,7 +16,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
 from ditkit_core.nn.attention import attend
 from ditkit_core.nn.rope import axis_angles, rotate
-from ditkit_wan.model.norms import affine_norm
+from ditkit_wan.model.block import affine_norm
 from ditkit_wan.model.rope import THETA
 from ditkit_wan.presets import MusicArch, WanArch
 

@@ -1,0 +1,42 @@
+"""What one block of FLUX.2 hands to the next."""
+
+from typing import NamedTuple
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ditkit_flux2.model.rope import Grid
+
+
+class Flux2DoubleCarry(NamedTuple):
+    """Everything one block hands to the next before the join."""
+
+    image: Float[Tensor, "batch image dim"]
+    """Target first, then references, then padding."""
+    text: Float[Tensor, "batch text dim"]
+    image_modulation: Float[Tensor, "batch 6 dim"]
+    text_modulation: Float[Tensor, "batch 6 dim"]
+    single_modulation: Float[Tensor, "batch 3 dim"]
+    time: Float[Tensor, "batch dim"]
+    cos: Float[Tensor, "tables tokens 1 pairs"]
+    """Of text and image, in this order; `tables` is 1 when all samples share a layout."""
+    sin: Float[Tensor, "tables tokens 1 pairs"]
+    padding_mask: Bool[Tensor, "batch tokens"] | None
+    """False on the padding of samples shorter than the longest; None when all are of one size."""
+    grids: tuple[Grid, ...]
+    """Rows and columns of each sample's target."""
+
+
+class Flux2SingleCarry(NamedTuple):
+    """Everything one block hands to the next after the join."""
+
+    tokens: Float[Tensor, "batch tokens dim"]
+    """Text, then image."""
+    modulation: Float[Tensor, "batch 3 dim"]
+    time: Float[Tensor, "batch dim"]
+    cos: Float[Tensor, "tables tokens 1 pairs"]
+    sin: Float[Tensor, "tables tokens 1 pairs"]
+    padding_mask: Bool[Tensor, "batch tokens"] | None
+    grids: tuple[Grid, ...]
+    num_text: int
+    """How many of the tokens are text."""
