@@ -10,7 +10,7 @@ from conditions_help import CPU, FRAMES, HEIGHT, WIDTH, controls, encoded, pictu
 from ditkit_core.data.media.clip import read_clip, write_image, write_video
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Conditioner
-from ditkit_wan.conditioning.pictures import on_white
+from ditkit_wan.conditioning.media import on_white
 from ditkit_wan.conditioning.vace import Vace, mask_channels
 
 LATENT = (1 + FRAMES // 4, HEIGHT // 8, WIDTH // 8)

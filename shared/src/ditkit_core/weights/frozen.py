@@ -6,6 +6,7 @@ random numbers in its place.
 
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -126,6 +127,53 @@ def load_frozen(
     for name, other in tied.items():
         model.get_submodule(name).weight = model.get_submodule(other).weight
     model.requires_grad_(False).eval()
+
+
+@dataclass
+class FrozenModule:
+    """A library's module that is read from its files when it is needed, and freed afterwards."""
+
+    make: Callable[[Mapping[str, Any]], nn.Module]
+    """Builds the module from its configuration, on the default device."""
+    config: Mapping[str, Any]
+    source: SafetensorsSource
+    """The file or folder of the weights."""
+    names: StateDictNames
+    """Names of the file against the module's."""
+    device: torch.device
+    dtype: torch.dtype
+    """Of all weights on the device."""
+    key: str
+    """The setting that names the part, for messages."""
+    ignore: frozenset[str] = frozenset()
+    """Names of the file that may be left over."""
+    module: Any = field(default=None, init=False)
+    """None while it is not loaded; `Any`, because the library's class is known to the caller alone."""
+
+    def load(self) -> None:
+        """Read the weights onto the device, unless they are there.
+
+        Raises:
+            UserError: If the weights do not fit the configuration, or a file is damaged.
+        """
+        if self.module is not None:
+            return
+        module = build_frozen(self.make, self.config, self.source)
+        load_frozen(
+            module,
+            self.source,
+            self.names,
+            device=self.device,
+            dtype_of=lambda name: self.dtype,
+            key=self.key,
+            ignore=self.ignore,
+        )
+        # Set last: a module whose weights could not all be read never counts as loaded.
+        self.module = module
+
+    def unload(self) -> None:
+        """Free the weights."""
+        self.module = None
 
 
 def fingerprint(path: Path, *settings: object) -> str:

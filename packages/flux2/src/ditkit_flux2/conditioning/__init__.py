@@ -1,4 +1,4 @@
-"""What FLUX.2 is conditioned on besides text, as columns of a dataset and what encodes them.
+"""What FLUX.2 is conditioned on besides text: reference images, and the sizes at which they are encoded.
 
 Start reading at references.py.
 """

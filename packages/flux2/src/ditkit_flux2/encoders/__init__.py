@@ -1,4 +1,4 @@
-"""The frozen encoders of FLUX.2: VAE, text, images.
+"""The frozen encoders of FLUX.2: the VAE, and the text encoders with their prompt templates.
 
-Libraries' modules, filled from files. Start reading at vae.py.
+The modules are those of diffusers and transformers; the core fills them from files. Start reading at vae.py.
 """

@@ -1,4 +1,4 @@
-"""The transformer of FLUX.2: embed, blocks and head, and the carry between them.
+"""The transformer of FLUX.2: inputs, embedding, blocks and head, the carries between them, and rotary positions.
 
-Upstream names of blocks and parameters. Start reading at transformer.py.
+Blocks and parameters have upstream's names. Start reading at transformer.py.
 """

@@ -19,7 +19,7 @@ from ditkit_core.io.console import NullProgress
 from ditkit_core.models.conditions import ClipInputs
 from ditkit_wan.conditioning import camera
 from ditkit_wan.conditioning.images import FIRST, ClipVision, VaeConditioner
-from ditkit_wan.conditioning.pictures import column_or_own, lacking, picture, picture_or_own, video
+from ditkit_wan.conditioning.media import column_or_own, lacking, picture, picture_or_own, video
 
 CONTROL, REFERENCE = "control_video", "reference_image"
 _ROUNDING = 0.01  # of a frame: it is on screen from a moment that no fraction says exactly

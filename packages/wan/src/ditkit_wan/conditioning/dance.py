@@ -19,7 +19,7 @@ from ditkit_core.io.console import NullProgress
 from ditkit_core.models.conditions import ClipInputs
 from ditkit_wan.conditioning import music_features
 from ditkit_wan.conditioning.images import ClipVision, VaeConditioner, known_frames_mask
-from ditkit_wan.conditioning.pictures import column_or_own, lacking, picture_or_own, video
+from ditkit_wan.conditioning.media import column_or_own, lacking, picture_or_own, video
 
 _ROUNDING = 2e-3  # of rows to a frame: 29.97 frames a second are meant as 30
 MUSIC, DANCER = "wantodance_music_path", "wantodance_reference_image"

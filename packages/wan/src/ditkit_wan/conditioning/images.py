@@ -15,7 +15,7 @@ from torch import Tensor
 from ditkit_core.encoding.cache import key
 from ditkit_core.io.console import NullProgress
 from ditkit_core.models.conditions import ClipInputs
-from ditkit_wan.conditioning.pictures import column_or_own, picture_or_own
+from ditkit_wan.conditioning.media import column_or_own, picture_or_own
 from ditkit_wan.encoders.clip import ImageEncoder
 from ditkit_wan.encoders.vae import VaeEncoder
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ditkit_core.models.conditions import ClipInputs
 from ditkit_wan.conditioning.images import VaeConditioner
-from ditkit_wan.conditioning.pictures import on_white, video
+from ditkit_wan.conditioning.media import on_white, video
 
 VIDEO, MASK = "vace_video", "vace_video_mask"
 REFERENCES = ("vace_reference_image", "vace_reference_image_2", "vace_reference_image_3")

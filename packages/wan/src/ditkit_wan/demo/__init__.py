@@ -1,4 +1,4 @@
-"""The demo of Wan: a tiny checkpoint and generated media.
+"""The demo of Wan: tiny checkpoints with random weights, and generated clips.
 
 Start reading at write.py; demo.toml is its run file.
 """

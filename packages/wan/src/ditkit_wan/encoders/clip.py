@@ -14,7 +14,7 @@ from ditkit_core.io.console import NullProgress
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames
-from ditkit_core.weights.frozen import build_frozen, find_weights, fingerprint, load_frozen
+from ditkit_core.weights.frozen import FrozenModule, find_weights, fingerprint
 from ditkit_wan.encoders.safe_names import SAFE_NAMES
 
 # transformers dropped the prefix from its own names in version 5; files have it or not
@@ -43,7 +43,16 @@ class ImageEncoder:
         """
         self._source, self._config = config_of(components)
         self._device, self._dtype = device, dtype
-        self._model: Any = None
+        self._model = FrozenModule(
+            build,
+            self._config,
+            self._source,
+            IMAGE_NAMES,
+            device,
+            dtype,
+            key="model.image_encoder",
+            ignore=_NOT_VISION,
+        )
 
     @property
     def tokens(self) -> int:
@@ -67,20 +76,16 @@ class ImageEncoder:
         Raises:
             UserError: If the weights are incomplete.
         """
-        model = build_frozen(build, self._config, self._source)
-        load_frozen(
-            model, self._source, IMAGE_NAMES, device=self._device, dtype_of=lambda name: self._dtype,
-            key="model.image_encoder", ignore=_NOT_VISION,
-        )  # fmt: skip
-        for name, buffer in model.named_buffers():  # not stored: the positions, in order
+        self._model.load()
+        module = self._model.module
+        for name, buffer in module.named_buffers():  # not stored: the positions, in order
             assert name.endswith("position_ids"), name
-            owner = model.get_submodule(name.rpartition(".")[0])
+            owner = module.get_submodule(name.rpartition(".")[0])
             owner.position_ids = torch.arange(buffer.shape[1], device=self._device)[None]
-        self._model = model
 
     def unload(self) -> None:
         """Free the weights."""
-        self._model = None
+        self._model.unload()
 
     @torch.no_grad()
     def encode(
@@ -98,7 +103,7 @@ class ImageEncoder:
             `image` [tokens, dim], the class token first, in the encoder's dtype, on the CPU.
         """
         (item,) = items
-        tokens = read(self._model, item, self._device, self._dtype).cpu()
+        tokens = read(self._model.module, item, self._device, self._dtype).cpu()
         advance(1.0)
         return [{"image": tokens}]
 

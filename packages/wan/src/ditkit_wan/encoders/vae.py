@@ -18,7 +18,7 @@ from ditkit_core.io.console import NullProgress
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.tiling import Tiles, in_tiles
-from ditkit_core.weights.frozen import build_frozen, find_weights, fingerprint, load_frozen
+from ditkit_core.weights.frozen import FrozenModule, find_weights, fingerprint
 from ditkit_wan.encoders.safe_names import SAFE_NAMES
 from ditkit_wan.encoders.vae_kinds import VAE_NAMES, config_of
 
@@ -60,7 +60,7 @@ class VaeEncoder:
                 f"set model.vae to the model's own: {remedy}"
             )
         self._device, self._tiled = device, tiled
-        self._vae: Any = None
+        self._vae = FrozenModule(build, self.config, self._source, VAE_NAMES, device, torch.float32, key="model.vae")
 
     @cached_property
     def identity(self) -> str:
@@ -84,17 +84,11 @@ class VaeEncoder:
         Raises:
             UserError: If the weights do not fit the configuration, or a file is damaged.
         """
-        if self._vae is not None:
-            return
-        vae = build_frozen(build, self.config, self._source)
-        load_frozen(
-            vae, self._source, VAE_NAMES, device=self._device, dtype_of=lambda name: torch.float32, key="model.vae"
-        )  # fmt: skip
-        self._vae = vae
+        self._vae.load()
 
     def unload(self) -> None:
         """Free the weights."""
-        self._vae = None
+        self._vae.unload()
 
     @torch.no_grad()
     def encode(
@@ -125,7 +119,7 @@ class VaeEncoder:
 
     def _work(self, work: Callable[..., Tensor], clip: Tensor, *, pixels: int, scale: Fraction) -> Tensor:
         def of_part(part: Tensor) -> Tensor:
-            return work(self._vae, part, self._device)
+            return work(self._vae.module, part, self._device)
 
         return in_tiles(of_part, clip, TILES, pixels=pixels, scale=scale) if self._tiled else of_part(clip).cpu()
 

@@ -1,4 +1,4 @@
-"""The transformer of Wan: embed, blocks and head, and the carry between them.
+"""The transformer of Wan: inputs, embedding, blocks and head, the carry between them, and rotary positions.
 
-Upstream names of blocks and parameters. Start reading at transformer.py.
+Blocks and parameters have upstream's names. variants/ has the modules of single variants. Start reading at transformer.py.
 """
