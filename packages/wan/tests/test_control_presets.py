@@ -7,8 +7,6 @@ from ditkit_core.adapters.inject import target_modules
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.tiling import Tiles
-from ditkit_core.run.encoding import encode_all
-from ditkit_core.run.model import load_model
 from ditkit_wan.encoders.keyframes import KeyframeVae, vae_class
 from ditkit_wan.encoders.vae import VaeEncoder
 from ditkit_wan.model.transformer import WanTransformer
@@ -117,9 +115,9 @@ def test_keyframes_go_through_the_vae_one_by_one(checkpoint):
         assert len({alone.identity, tiled, KeyframeVae(where, cpu, tiled=True).identity}) == 3
         assert KeyframeVae(where, cpu).identity == alone.identity
     plain.load()
-    load_model(alone)
+    alone.load()
     clip = torch.rand(3, 5, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    (latents,) = (found["latents"] for found in encode_all(alone, [clip]))
+    (latents,) = (found["latents"] for found in alone.encode([clip]))
     stills = [plain.encode([clip[:, i : i + 1]])[0]["latents"] for i in (0, 4)]
     assert torch.equal(latents, torch.cat(stills, 1))
     assert not torch.equal(latents, plain.encode([clip])[0]["latents"])

@@ -34,7 +34,7 @@ def loads_watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The parts in the order that they are loaded; fails where one is loaded while a parameter of another lives."""
     alive: list[weakref.ref[Any]] = []
     loaded: list[str] = []
-    original = run.load
+    original = run.load_weights
 
     def load(unloaded: Any, **arguments: Any) -> LoadedModel:
         gc.collect()

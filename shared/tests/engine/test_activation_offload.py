@@ -206,9 +206,9 @@ def test_a_block_is_fetched_while_the_one_behind_it_works(policy, expected, monk
             super().__init__(*given)
             stores.append(self)
 
-        def backward(self, index, block):
+        def pre_backward(self, index, block):
             before = self._there()
-            super().backward(index, block)
+            super().pre_backward(index, block)
             seen.append((index, before, self._there()))
 
         def _there(self):

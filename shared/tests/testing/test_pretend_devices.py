@@ -128,13 +128,13 @@ def test_a_block_asks_for_the_generator_of_its_own_device_alone(policy, monkeypa
     class Named:
         """Says which block runs, in forward and backward."""
 
-        def enter(self, index, block):
+        def pre_forward(self, index, block):
             running[0] = f"block {index}"
 
-        def leave(self, index, block, carry):
+        def post_forward(self, index, block, carry):
             running[0] = "nothing"
 
-        def backward(self, index, block):
+        def pre_backward(self, index, block):
             running[0] = f"block {index}"
 
     with PretendDevices():

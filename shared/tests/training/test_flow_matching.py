@@ -155,7 +155,7 @@ class Oracle(torch.nn.Module):
         super().__init__()
         self.answers = [eps - item["latents"] + o for item, eps, o in zip(items, noise, offsets, strict=True)]
 
-    def forward(self, inputs, run):
+    def forward(self, inputs, engine):
         self.inputs = inputs
         return self.answers
 

@@ -143,7 +143,7 @@ def test_divided_and_streamed_models_read_the_same():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_watched_run_is_the_same_to_the_bit(policy, tmp_path, monkeypatch):
     runs = {}
-    monkeypatch.setattr("toy_training.Engine", lambda: BlockEngine(policy=policy))
+    monkeypatch.setattr("toy_training.BlockEngine", lambda: BlockEngine(policy=policy))
     for every in (0, 2):
         config = TrainConfig(steps=5, batch_size=2, accumulation=2, seed=5, sentinels=every)
         runs[every] = toy_run(tmp_path / str(every), 5, config=config, held_out_clips=CLIPS)

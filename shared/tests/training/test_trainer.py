@@ -140,7 +140,7 @@ def test_exports_see_the_average_and_saves_the_trained_weights(tmp_path):
         seen.append(all(torch.equal(model_weights[name], state.tensors["ema"][name]) for name in model_weights))
         assert not torch.equal(state.tensors["ema"]["head.out.weight"], state.tensors["trainable"]["head.out.weight"])
 
-    original = train_module.Trained
+    original = train_module.TrainState
 
     class Spy(original):
         def __init__(self, model, parameters, *others):

@@ -18,12 +18,12 @@ MIB = 2**20
 SCRIPT = """
 import sys
 import torch
-from ditkit_core.models.paths import Components
+from ditkit_core.models.paths import ModelPaths
 from ditkit_core.io.memory import process_peak_bytes
 from ditkit_flux2.encoders.text import TextEncoder
 
 def loaded(base, streaming):
-    encoder = TextEncoder(Components(base=base), torch.device("cpu"), torch.float32, streaming)
+    encoder = TextEncoder(ModelPaths(base=base), torch.device("cpu"), torch.float32, streaming)
     encoder.load()
     return encoder
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.models.precision import FAST, PLACES, Precision, autocast_disabled, set_precision
@@ -188,7 +189,9 @@ class PrecisionChecks:
                 carry = block(carry)
             run_plain(model, inputs)
             return sum(
-                tensor.nbytes for tensor in carry if isinstance(tensor, Tensor) and tensor.dtype.is_floating_point
+                tensor.nbytes
+                for tensor in tree_leaves(carry)
+                if isinstance(tensor, Tensor) and tensor.dtype.is_floating_point
             )
 
         wide, narrow = (
