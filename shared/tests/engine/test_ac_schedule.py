@@ -65,15 +65,15 @@ def test_a_configurations_schedule_is_the_value_that_an_engine_runs():
     ("text", "message"),
     [
         ("atn_only", "train.checkpointing = 'atn_only': unknown policy 'atn_only'; did you mean attn_only?"),
-        ("", "is no policy; write none, full"),
+        ("", "is not a policy; write none, full"),
         ("full(2)", "full takes nothing in parentheses"),
         ("every_n", "every_n takes a number of at least 2; write every_n(2)"),
         ("every_n(1)", "every_n takes a number of at least 2"),
-        ("full, none", "what holds for all other blocks comes first, and once"),
-        ("0-1=none, full", "what holds for all other blocks comes first"),
-        ("budget, 0=none", "budget chooses for all blocks and stands alone"),
-        ("full+ofload", "is no policy"),
-        ("full)", "is no policy"),
+        ("full, none", "the policy for all other blocks comes first, and only once"),
+        ("0-1=none, full", "the policy for all other blocks comes first"),
+        ("budget, 0=none", "budget chooses for all blocks; write nothing else next to it"),
+        ("full+ofload", "is not a policy"),
+        ("full)", "is not a policy"),
     ],
 )
 def test_what_is_not_understood_is_refused_in_one_line(text, message):
@@ -87,12 +87,12 @@ def test_what_is_not_understood_is_refused_in_one_line(text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0-1=none", "says nothing of block 2"),
+        ("0-1=none", "has no policy for block 2"),
         ("full, 0-1=none, 1=full", "block 1 has two policies"),
         ("full, 3-4=none", "blocks 3-4 are not among the model's 4, 0 to 3"),
         ("full, 2-1=none", "blocks 2-1 are not among the model's 4"),
         ("full, cuda:0=none", "no block runs on cuda:0; the devices are cpu:1, cpu:2"),
-        ("budget", "has to be resolved"),
+        ("budget", "a plan must resolve it"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused_in_one_line(text, message):

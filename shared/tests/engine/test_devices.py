@@ -30,11 +30,11 @@ def test_all_are_the_gpus_of_the_machine(machine):
 @pytest.mark.parametrize(
     ("sizes", "names", "says"),
     [
-        ((24,), ["cuda:0", "cuda:1"], "divides over 2 GPUs, and this machine has 1 CUDA device;"),
-        ((), ["cuda:0", "cuda:1"], "divides over 2 GPUs, and this machine has no CUDA devices;"),
+        ((24,), ["cuda:0", "cuda:1"], "names 2 GPUs, and this machine has 1 CUDA device;"),
+        ((), ["cuda:0", "cuda:1"], "names 2 GPUs, and this machine has no CUDA devices;"),
         ((24, 24), ["cuda:0", "cuda:2"], "this machine has 2 CUDA devices; choose another"),
         ((24, 24), ["cuda", "cuda:0"], "names a device twice"),
-        ((24,), ["all", "cuda:0"], "stands alone"),
+        ((24,), ["all", "cuda:0"], "means every GPU"),
         ((), ["all"], "has none"),
     ],
 )

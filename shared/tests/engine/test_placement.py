@@ -197,7 +197,7 @@ def test_a_run_over_two_devices_equals_one_on_one_to_the_bit(world, capsys, poli
     with PretendDevices():
         assert world.train("two", 3, "--train.devices", '["cpu", "cpu:1"]', *flags) == 0
     said = capsys.readouterr().out
-    assert "divided over 2 devices: cpu blocks 0 to 0, cpu:1 blocks 1 to 1" in said
+    assert "split over 2 devices: cpu blocks 0 to 0, cpu:1 blocks 1 to 1" in said
     assert "held-out loss" in said
     assert equal(world.adapter("one"), world.adapter("two"))
     pictures = [sorted((world.folder / name / "samples").glob("*.png")) for name in ("one", "two")]
@@ -222,9 +222,9 @@ def test_a_run_is_continued_under_another_division_to_the_bit(world):
     [
         (("--train.devices", '["cpu", "cpu"]'), "twice"),
         (("--train.devices", '["cpu"]', "--train.device", "cpu"), "leave one of them out"),
-        (("--train.devices", '["cpu", "warp"]'), "no device"),
+        (("--train.devices", '["cpu", "warp"]'), "is not a device"),
         (("--train.split_points", "[1]"), "names one"),
-        (("--train.devices", '["all", "cpu"]'), "stands alone"),
+        (("--train.devices", '["all", "cpu"]'), "means every GPU"),
         (("--train.reserve", "[1.0, 2.0]"), "2 numbers for 1 devices"),
         (
             ("--train.devices", '["cpu", "cpu:1"]', "--train.split_points", "[2]"),

@@ -46,17 +46,17 @@ def test_a_schedule_of_operations_is_read_and_written(text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("ops", "ops takes names: matmul, attention, collectives, or of operations, such as aten.mm.default"),
+        ("ops", "ops takes names: matmul, attention, collectives, or operations such as aten.mm.default"),
         ("ops(aten.mm)", "'aten.mm' is several operations and matches none; write aten.mm.default"),
         ("ops(aten.sum)", "'aten.sum' is several operations and matches none; write aten.sum"),
         ("ops(matmuls)", "ops knows no 'matmuls'; did you mean matmul?"),
         ("ops(aten.bmmm.default)", "ops knows no 'aten.bmmm.default'; did you mean aten.bmm.default?"),
         ("ops(aten.mm.defalt)", "ops knows no 'aten.mm.defalt'; did you mean aten.mm.default?"),
-        ("ops(zzzz.qqq)", "ops knows no 'zzzz.qqq'; choose of matmul, attention, collectives"),
+        ("ops(zzzz.qqq)", "ops knows no 'zzzz.qqq'; choose one of matmul, attention, collectives"),
         ("ops(aten)", "ops knows no 'aten'"),
-        ("ops(aten.mul_.Tensor)", "'aten.mul_.Tensor' writes into a tensor that it is given, and what it returns cannot be kept"),
-        ("ops(aten.mm.out)", "'aten.mm.out' writes into a tensor"),
-        ("ops(_c10d_functional.all_reduce_.default)", "writes into a tensor that it is given"),
+        ("ops(aten.mul_.Tensor)", "'aten.mul_.Tensor' writes into one of its arguments, so its result cannot be kept"),
+        ("ops(aten.mm.out)", "'aten.mm.out' writes into one of its arguments"),
+        ("ops(_c10d_functional.all_reduce_.default)", "writes into one of its arguments"),
     ],
 )  # fmt: skip
 def test_a_name_that_can_keep_nothing_is_refused_in_one_line(text, message):

@@ -1,11 +1,11 @@
 """Activation checkpointing policies: what one block keeps for its backward, and what it computes again.
 
-A policy is a small object with one method: run a function of tensors, so that its backward finds what it needs. It is never a wrapper
-around a module: `run_block` calls the block's body through it. The carry's tensors are handed to a checkpoint one by one and the carry is
-rebuilt inside: checkpoints of every kind see only top-level tensor arguments, and one that they miss loses its gradient or is freed twice.
+A policy is a small object with one method, `checkpoint`. It runs a function of tensors so that its backward finds what it needs. It never
+wraps a module: `run_block` calls the block's body through it. A checkpoint gets the carry's tensors one by one, and the carry is rebuilt
+inside. Checkpoints of every kind see only top-level tensor arguments: a tensor that they miss loses its gradient or is freed twice.
 
-`full` is `torch.utils.checkpoint`, which stops recomputing as soon as the last saved tensor is back (torch_remat runs the block to its end:
-one more large matmul per block). `attn_only` is torch_remat, which keeps what is marked where attention is called, whatever ops it is made of.
+`full` is `torch.utils.checkpoint`, which stops recomputing as soon as the last saved tensor is back. (torch_remat runs the block to its
+end, which is one more large matmul per block.) `attn_only` is torch_remat, which keeps the calls of `attend`, whatever ops they are made of.
 `ops` is torch's selective checkpoint, which keeps operations by their names.
 """
 
@@ -31,15 +31,15 @@ Body = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What a block keeps; the base of all, which keeps everything."""
+    """What a block keeps. This base class of all policies keeps everything."""
 
     offload: bool = False
-    """Whether what is kept waits in host memory."""
+    """Whether the kept tensors are moved to host memory until the backward."""
     kind: ClassVar[str] = "none"
     recomputes: ClassVar[bool] = False
     """Whether the backward runs any of the block's forward again."""
     argument: ClassVar[str] = ""
-    """What may stand in parentheses behind the kind, for help texts."""
+    """Describes the arguments that the kind takes in parentheses, for help texts."""
 
     @property
     def kept_attention(self) -> tuple[str, ...] | None:
@@ -48,7 +48,7 @@ class Policy:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """What stands in parentheses."""
+        """The arguments in parentheses."""
         return ()
 
     def checkpoint(self, body: Body, tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
@@ -56,26 +56,30 @@ class Policy:
 
         Args:
             body: The block; may be called again in the backward, on another thread.
-            tensors: What it takes.
+            tensors: The block's inputs.
             name: Unique among the blocks of a model, for memory reports.
+
+        Returns:
+            The body's results.
         """
         return body(*tensors)
 
     def __str__(self) -> str:
-        """As it is written in a configuration."""
+        """The policy as a configuration writes it."""
         inside = f"({', '.join(self.arguments)})" if self.arguments else ""
         return f"{self.kind}{inside}{'+offload' if self.offload else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Full(Policy):
-    """Keeps what enters the block, and computes the rest again."""
+    """Keeps the block's inputs and recomputes the rest."""
 
     kind: ClassVar[str] = "full"
     recomputes: ClassVar[bool] = True
 
     def checkpoint(self, body: Body, tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
-        # preserve_rng_state would fork the CPU's generator too, which blocks on other devices share
+        # No preserve_rng_state: it would fork the CPU's generator too, which blocks on other devices share. `Replayed` restores
+        # the one generator that the block uses.
         replayed = Replayed(body, GeneratorHook(tensors[0].device))
         made: tuple[Tensor, ...] = checkpoint(replayed, *tensors, use_reentrant=False, preserve_rng_state=False)
         return made
@@ -83,13 +87,13 @@ class Full(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOnly(Policy):
-    """Keeps what attention returned besides what enters the block; nothing of attention runs again."""
+    """Keeps the block's inputs and the results of attention; no attention runs again."""
 
     kind: ClassVar[str] = "attn_only"
     recomputes: ClassVar[bool] = True
     argument: ClassVar[str] = "names of attention, such as self"
     names: tuple[str, ...] = ()
-    """Only the calls of `attend` with these names; empty keeps all."""
+    """Names of the `attend` calls to keep; empty keeps all."""
 
     @property
     def kept_attention(self) -> tuple[str, ...] | None:
@@ -101,6 +105,9 @@ class AttentionOnly(Policy):
 
     def checkpoint(self, body: Body, tensors: list[Tensor], name: str) -> tuple[Tensor, ...]:
         replayed = Replayed(body, GeneratorHook(tensors[0].device))
+        # A kept region does not run again, so it consumes no random numbers in the recompute. torch_remat
+        # calls the hook's snapshot and restore around it, so that dropout behind the region samples the
+        # same mask again.
         made: tuple[Tensor, ...] = remat.checkpoint(region_name=name, recompute_state_hooks=(replayed,))(replayed)(
             *tensors
         )
@@ -109,19 +116,20 @@ class AttentionOnly(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class Ops(Policy):
-    """Keeps what named operations returned besides what enters the block; the others run again."""
+    """Keeps the block's inputs and the results of named operations; the others run again."""
 
     kind: ClassVar[str] = "ops"
     recomputes: ClassVar[bool] = True
     argument: ClassVar[str] = "matmul, attention, collectives, or names such as aten.mm.default"
     names: tuple[str, ...]
-    """Of `kept_ops.SETS`, or of operations."""
+    """Names of sets (`selective_ac.SETS`) or of single operations."""
 
     def __post_init__(self) -> None:
+        # Refused here because older versions of torch would keep the results on the device without a word.
         if self.offload and not SEEN_BY_HOOKS:
             raise ValueError(
                 f"this torch, {torch.__version__}, cannot move what named operations return; update it, write attn_only+offload, or "
-                "leave +offload out"
+                "leave out +offload"
             )
 
     @property
@@ -132,6 +140,7 @@ class Ops(Policy):
         hook = GeneratorHook(tensors[0].device)
         replayed, region = Replayed(body, hook), Region(kept_ops(self.names), hook)
         calls = calls_in_force()
+        # Counted over this block alone: the counts go on over all blocks of the forward.
         before = 0 if calls is None else calls.made.total()
         made: tuple[Tensor, ...] = checkpoint(
             replayed, *tensors, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: region.contexts
@@ -141,6 +150,8 @@ class Ops(Policy):
         return made
 
     def _check(self, made: int, kept: int, name: str) -> None:
+        # An attention call that is several operations has no single name to keep, so it would run again although the schedule says
+        # `attention`.
         if made > kept:
             raise UserError(
                 f"train.checkpointing: {self} keeps {kept} of the {made} attention calls of {name}: the others are not one operation "
@@ -150,7 +161,7 @@ class Ops(Policy):
 
 @dataclass(frozen=True)
 class GeneratorHook:
-    """The generator that a block draws from: that of its own device and no other, for devices run backwards side by side."""
+    """The random generator of a block: that of its own device and no other, because backwards of several devices run at the same time."""
 
     device: torch.device
 
@@ -166,15 +177,15 @@ class GeneratorHook:
             torch.set_rng_state(state)
 
 
-_REPLAYS: dict[str, Any] = {}
-"""One for each generator. A recompute owns its generator until it is done: two backwards at once, from two threads, would draw
-from each other's."""
+_REPLAY_LOCKS: dict[str, Any] = {}
+"""A lock for each generator. A recompute owns its generator until it is done: two backwards in two threads would otherwise consume each
+other's random numbers. Locks are re-entrant, because a recompute may run a checkpoint of its own."""
 
 
 class Replayed:
-    """A block's body that draws, whenever it is run again, what it drew the first time, and then leaves the generator as it was.
+    """A block's body that samples the same random numbers in every run, and leaves the generator as it was after each recompute.
 
-    It is also torch_remat's hook: asked around a region that is kept, so that what comes after a region that is skipped draws the same.
+    It is also torch_remat's hook around a kept region: a recompute skips the region, and what comes after it must sample the same.
     """
 
     def __init__(self, body: Body, hook: GeneratorHook):
@@ -186,7 +197,7 @@ class Replayed:
         if self._at_entry is None:
             self._at_entry = self._hook.snapshot()
             return self._run(tensors)
-        with _REPLAYS.setdefault(generator_of(self._hook.device), threading.RLock()):
+        with _REPLAY_LOCKS.setdefault(generator_of(self._hook.device), threading.RLock()):
             outside = self._hook.snapshot()
             self._hook.restore(self._at_entry)
             try:
@@ -202,7 +213,7 @@ class Replayed:
             self._running = False
 
     def snapshot(self) -> Tensor | None:
-        """The generator's state; None outside of the body, where nobody owns the generator."""
+        """The generator's state; None outside of the body, where this object does not own the generator."""
         return self._hook.snapshot() if self._running else None
 
     def restore(self, state: Tensor | None) -> None:
@@ -212,7 +223,7 @@ class Replayed:
 
 
 def generator_of(device: torch.device) -> str:
-    """Name of the generator that a device draws from."""
+    """Name of the generator that a device uses; all CPU devices share one."""
     return str(device) if device.type == "cuda" else "cpu"
 
 
@@ -223,11 +234,14 @@ class BlockRunner(Protocol):
         """Run the block.
 
         Args:
-            index: Its place in `blocks()`.
+            index: The block's index in `blocks()`.
             block: The block.
-            carry: What it takes.
+            carry: Its input.
             policy: What it keeps for its backward.
-            device: Where its weights are; None for a block without any.
+            device: The device of its weights; None for a block without any.
+
+        Returns:
+            The carry for the next block.
         """
         ...
 
@@ -246,11 +260,18 @@ class EagerRunner:
 def run_block(block: nn.Module, carry: Any, *, policy: Policy, backend: str = "sdpa", name: str) -> Any:
     """Run one block under a policy: carry in, carry out.
 
-    A block without parameters (two streams become one) is run as it is: it has nothing worth repeating, and a checkpoint would hold its
-    inputs, which by then nobody else does.
+    A block without parameters (two streams become one) runs without a checkpoint: it has nothing worth recomputing, and a checkpoint would
+    keep its inputs alive, which nothing else does by then.
 
     Args:
+        block: The block.
+        carry: Its input: a NamedTuple, or any other pytree with tensors.
+        policy: What the block keeps for its backward.
+        backend: The attention backend.
         name: Names the checkpoint in memory reports; unique among the blocks of a model.
+
+    Returns:
+        The block's carry. Tensors that the block passed on unchanged keep their identity.
     """
     if not policy.recomputes or not torch.is_grad_enabled() or next(block.parameters(), None) is None:
         with attention_settings(AttentionSettings(backend=backend)):
@@ -262,7 +283,10 @@ def run_block(block: nn.Module, carry: Any, *, policy: Policy, backend: str = "s
     again = replace(settings, recomputing=True)
     leaves, spec = tree_flatten(carry)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    outline = [_static(leaf) for leaf in leaves]  # the body outlives the forward
+    # The carry without its tensors. The body outlives the forward, and a tensor in its closure would stay in memory until the backward,
+    # next to the one that the checkpoint keeps.
+    outline = [_static(leaf) for leaf in leaves]
+    # The hooks below the checkpoint's own: they may offload a result, and `RecomputeScope` has to pass results through them itself.
     scope = RecomputeScope(torch._C._autograd._top_saved_tensors_default_hooks(True))
     outcome: Any = None
 
@@ -270,12 +294,13 @@ def run_block(block: nn.Module, carry: Any, *, policy: Policy, backend: str = "s
         nonlocal outcome
         given = iter(tensors)
         inner = tree_unflatten([next(given) if leaf is _MADE else leaf for leaf in outline], spec)
-        # Settings are made inside the body: autograd recomputes on threads of its own, which do not see what was set around
-        # the forward.
+        # The settings are entered inside the body: autograd recomputes on threads of its own, which do not see a setting that was made
+        # around the forward.
         if outcome is None:
             with attention_settings(settings), scope_set(scope), scope:
                 after, after_spec = tree_flatten(block(inner))
-            # What the block passed on unchanged keeps its identity and does not cross the checkpoint.
+            # Tensors that the block passed on unchanged keep their identity and do not cross the checkpoint: as results of it they
+            # would be new tensors, and offloading could not tell that the carry still has them.
             position = {id(tensor): index for index, tensor in enumerate(tensors)}
             statics = [_Given(position[id(x)]) if id(x) in position else _static(x) for x in after]
             results = [x for x, static in zip(after, statics, strict=True) if static is _MADE]
@@ -286,12 +311,13 @@ def run_block(block: nn.Module, carry: Any, *, policy: Policy, backend: str = "s
                 with attention_settings(again), scope_set(scope):
                     after, _ = tree_flatten(block(inner))
             except RecomputeDone:
-                # Nobody reads them: the checkpoint asks for results of the same kinds as in the forward.
+                # The recompute was left at its declared end. Nobody reads the results: the checkpoint only wants as many as in the
+                # forward, with the same dtypes.
                 return tuple(
                     tensors[0].new_empty(0, dtype=dtype).requires_grad_(requires_grad)
                     for dtype, requires_grad in outcome[2]
                 )
-        # As in the forward, whatever has its identity now: hooks on the block (FSDP2's) may differ in the recompute.
+        # The same positions as in the forward, whatever keeps its identity now: hooks on the block (FSDP2's) may differ in the recompute.
         return tuple(leaf for leaf, static in zip(after, outcome[1], strict=True) if static is _MADE)
 
     made = iter(policy.checkpoint(body, tensors, name))
@@ -311,5 +337,5 @@ _MADE = object()
 
 
 def _static(leaf: Any) -> Any:
-    """A leaf without its tensor: the outcome outlives the forward and must hold no memory."""
+    """A leaf, or a marker in place of a tensor: what is stored outlives the forward and must keep no tensor alive."""
     return _MADE if isinstance(leaf, Tensor) else leaf

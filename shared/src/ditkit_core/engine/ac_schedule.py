@@ -1,6 +1,6 @@
-"""Which block runs under which policy, as a person writes it: `full`, `attn_only(self)`, `full, 0-9=none`, `cuda:0=full, cuda:1=attn_only`.
+"""Which block runs under which policy, as a user writes it: `full`, `attn_only(self)`, `full, 0-9=none`, `cuda:0=full, cuda:1=attn_only`.
 
-The text is parsed once, where a configuration is made (`TrainConfig.schedule`); checks, planner and engine are handed the value. `budget` alone
+The text is parsed once, where a configuration is made (`TrainConfig.schedule`). Checks, planner and engine get the parsed value. `budget`
 is not yet a schedule of blocks; the planner turns it into one.
 """
 
@@ -22,8 +22,11 @@ BUDGET = "budget"
 EVERY = "every_n"
 OFFLOAD = "offload"
 
+# One rule: `where=kind(arguments)+offload`, of which only the kind is required. Spaces are removed before.
 _RULE = re.compile(r"(?:(?P<where>[^=()]+)=)?(?P<kind>[^()+=]+)(?:\((?P<arguments>[^()]*)\))?(?P<offload>\+offload)?")
+# Blocks: `3`, `0-9`, or `30-` for all from block 30 on.
 _RANGE = re.compile(r"(\d+)(?:(-)(\d+)?)?")
+# Commas separate rules, and arguments inside the parentheses of a rule.
 _NOT_INSIDE_PARENTHESES = re.compile(r",(?![^(]*\))")
 
 
@@ -48,12 +51,12 @@ MAKERS: dict[str, Callable[[tuple[str, ...]], Policy]] = {
     "ops": _ops,
     OFFLOAD: _without_arguments(Full(offload=True)),
 }
-"""Policies by the word that a person writes, from what stands in parentheses; ValueError says what is wrong with that."""
+"""Makers of policies, by the word that a user writes. They take the arguments in parentheses and raise ValueError if these are wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ACRule:
-    """One part of a schedule."""
+    """One comma-separated rule of a schedule."""
 
     where: str = ""
     """Blocks (`3`, `0-9`, `30-`), a device (`cuda:1`), or empty for all blocks that no other rule names."""
@@ -62,7 +65,8 @@ class ACRule:
     """The policy applies to every n-th of these blocks, counted from the first; the others keep everything."""
 
     def __str__(self) -> str:
-        """As a person writes it."""
+        """The rule as a user writes it."""
+        # every_n stands for the policy itself, `full`, so that only its offload is written behind it
         offload = "+offload" if self.policy.offload else ""
         what = str(self.policy) if self.every == 1 else f"{EVERY}({self.every}){offload}"
         return f"{self.where}={what}" if self.where else what
@@ -74,7 +78,7 @@ class ACSchedule:
 
     rules: tuple[ACRule, ...] = ()
     budget: tuple[str, ...] | None = None
-    """Sizes such as `20GiB`, one for each device; empty takes what the devices have; None is no budget."""
+    """Sizes such as `20GiB`, one per device; empty takes what the devices have; None: there is no budget."""
 
     @classmethod
     def everywhere(cls, policy: Policy) -> "ACSchedule":
@@ -83,7 +87,8 @@ class ACSchedule:
 
     @classmethod
     def of_blocks(cls, policies: Sequence[Policy]) -> "ACSchedule":
-        """The shortest schedule with these policies, one for each block."""
+        """The shortest schedule with these policies, one per block."""
+        # First and last block of each run of equal policies.
         spans: list[tuple[int, int]] = []
         for i, policy in enumerate(policies):
             if spans and policies[spans[-1][0]] == policy:
@@ -103,7 +108,7 @@ class ACSchedule:
 
     @property
     def uniform(self) -> Policy | None:
-        """The policy that all blocks have; None where they may differ, or a budget decides."""
+        """The policy of all blocks; None where blocks may differ or a budget decides."""
         if len(self.rules) != 1:
             return None
         (rule,) = self.rules
@@ -111,21 +116,23 @@ class ACSchedule:
 
     @property
     def distinct(self) -> tuple[Policy, ...]:
-        """Every policy that a block may have, each once."""
+        """Every policy that a block may have, each once. `every_n` adds the one of the blocks that keep everything."""
         all_of_them = (policy for rule in self.rules for policy in (rule.policy, *(Policy(),) * (rule.every > 1)))
         return tuple(dict.fromkeys(all_of_them))
 
     def on_the_host(self) -> "ACSchedule":
-        """The same for a run whose device is the host, where `offload` does nothing."""
+        """This schedule for a run on the host, where `offload` does nothing."""
         return replace(self, rules=tuple(replace(r, policy=replace(r.policy, offload=False)) for r in self.rules))
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices that it names."""
+        """The devices that the rules name."""
         return tuple(rule.where for rule in self.rules if rule.where and not _RANGE.fullmatch(rule.where))
 
     def alone_on(self, device: torch.device) -> "ACSchedule":
-        """What holds if all blocks are on a device."""
+        """The schedule that applies if all blocks are on one device: its own rules, and those that name blocks or nothing."""
+        # A rule for this device becomes the default, and replaces the default for all others. Rules that
+        # name blocks stay.
         others = [rule for rule in self.rules if rule.where not in self.devices]
         here = [replace(rule, where="") for rule in self.rules if rule.where == str(device)]
         return replace(self, rules=(*here, *(rule for rule in others if rule.where or not here)))
@@ -134,40 +141,46 @@ class ACSchedule:
         """The policy of each block.
 
         Args:
-            devices: Of each block; None for one without parameters, which runs where the one before it does.
+            devices: The device of each block; None for a block without parameters, which runs where the one before it does.
+
+        Returns:
+            One policy per block.
 
         Raises:
-            UserError: If a part names blocks that there are not, names one twice, or leaves one out.
+            UserError: If the rules name a block that does not exist, name one twice, or leave one out; or if a budget is not resolved yet.
         """
         if self.budget is not None:
-            raise UserError(f"{KEY} = budget has to be resolved by a plan before a model runs")
-        devices = _where_run(devices)
+            raise UserError(f"{KEY} = budget: a plan must resolve it into policies before a model runs")
+        devices = _fill_devices(devices)
+        # Rules that name blocks come first: the default applies to whatever they left.
         found: dict[int, Policy] = {}
         for rule in (rule for rule in self.rules if rule.where):
-            held = _blocks(rule.where, devices)
-            if twice := sorted(set(held) & set(found)):
+            named = _blocks(rule.where, devices)
+            if twice := sorted(set(named) & set(found)):
                 raise UserError(f"{KEY}: block {twice[0]} has two policies; name each block once")
-            found |= _spread(rule, held)
+            found |= _policies_of(rule, named)
         rest = [i for i in range(len(devices)) if i not in found]
         default = next((rule for rule in self.rules if not rule.where), None)
         if rest and default is None:
             raise UserError(
-                f"{KEY} says nothing of block {rest[0]}; name it, or begin with a policy for all others: full, …"
+                f"{KEY} has no policy for block {rest[0]}; name it, or begin with a policy for all others: full, …"
             )
         if default is not None:
-            found |= _spread(default, rest)
+            found |= _policies_of(default, rest)
         return tuple(found[i] for i in range(len(devices)))
 
 
-def _where_run(devices: Sequence[torch.device | None]) -> list[torch.device | None]:
+def _fill_devices(devices: Sequence[torch.device | None]) -> list[torch.device | None]:
+    """Devices with each None replaced by the one before it: a block without parameters runs where the carry is."""
     found: list[torch.device | None] = []
     for device in devices:
         found.append(device if device is not None or not found else found[-1])
     return found
 
 
-def _spread(rule: ACRule, held: Sequence[int]) -> dict[int, Policy]:
-    return {block: rule.policy if place % rule.every == 0 else Policy() for place, block in enumerate(held)}
+def _policies_of(rule: ACRule, named: Sequence[int]) -> dict[int, Policy]:
+    # Counted among the named blocks, not in the model: `10-19=every_n(2)` recomputes block 10.
+    return {block: rule.policy if place % rule.every == 0 else Policy() for place, block in enumerate(named)}
 
 
 def _blocks(where: str, devices: Sequence[torch.device | None]) -> list[int]:
@@ -177,40 +190,43 @@ def _blocks(where: str, devices: Sequence[torch.device | None]) -> list[int]:
         if not first <= last < len(devices):
             raise UserError(f"{KEY}: blocks {where} are not among the model's {len(devices)}, 0 to {len(devices) - 1}")
         return list(range(first, last + 1))
-    held = [i for i, device in enumerate(devices) if str(device) == where]
-    if not held:
+    named = [i for i, device in enumerate(devices) if str(device) == where]
+    if not named:
         names = ", ".join(dict.fromkeys(str(device) for device in devices if device is not None))
         raise UserError(f"{KEY}: no block runs on {where}; the devices are {names}")
-    return held
+    return named
 
 
 def parse_schedule(text: str) -> ACSchedule:
-    """What a person wrote.
+    """Parse a schedule that a user wrote.
+
+    Args:
+        text: Rules, separated by commas.
 
     Raises:
-        UserError: In one line, naming the part that is not understood and what could stand there.
+        UserError: In one line, with the wrong part and what could be written instead.
     """
     parts = [part.strip() for part in _NOT_INSIDE_PARENTHESES.split(text)]
     found = [_RULE.fullmatch(part.replace(" ", "")) for part in parts]
     if (wrong := next((part for part, entry in zip(parts, found, strict=True) if entry is None), None)) is not None:
-        raise UserError(f"{KEY} = {text!r}: {wrong!r} is no policy; write {examples()}")
+        raise UserError(f"{KEY} = {text!r}: {wrong!r} is not a policy; write {examples()}")
     pieces = [entry for entry in found if entry is not None]
     if any(piece["kind"] == BUDGET for piece in pieces):
         if len(pieces) > 1 or pieces[0]["where"] or pieces[0]["offload"]:
-            raise UserError(f"{KEY} = {text!r}: budget chooses for all blocks and stands alone")
+            raise UserError(f"{KEY} = {text!r}: budget chooses for all blocks; write nothing else next to it")
         return ACSchedule(budget=_arguments(pieces[0]))
     rules = tuple(_rule(piece, text) for piece in pieces)
     if any(not rule.where for rule in rules[1:]):
-        raise UserError(f"{KEY} = {text!r}: what holds for all other blocks comes first, and once")
+        raise UserError(f"{KEY} = {text!r}: the policy for all other blocks comes first, and only once")
     return ACSchedule(rules=rules)
 
 
 ScheduleLike = ACSchedule | str
-"""A schedule or its text, as torch takes a device or its name: for callers without a configuration, such as a training loop of one's own."""
+"""A schedule or its text, as torch takes a device or its name: for callers without a configuration, such as your own training loop."""
 
 
 def as_schedule(schedule: ScheduleLike) -> ACSchedule:
-    """The schedule itself, parsed if it is a text."""
+    """The schedule, parsed if it is a text."""
     return parse_schedule(schedule) if isinstance(schedule, str) else schedule
 
 
@@ -218,16 +234,17 @@ def parse_policy(text: str) -> Policy:
     """The one policy that a text names.
 
     Raises:
-        UserError: If it is none, or a schedule of several.
+        UserError: If the text is not a policy, or is a schedule of several.
     """
     policy = parse_schedule(text).uniform
     if policy is None:
-        raise UserError(f"{KEY} = {text!r} is a schedule, and one policy is wanted; write {examples()}")
+        raise UserError(f"{KEY} = {text!r} is a schedule; write one policy: {examples()}")
     return policy
 
 
 def _rule(piece: re.Match[str], text: str) -> ACRule:
     kind, arguments, every = piece["kind"], _arguments(piece), 1
+    # `every_n(2)` is `full` for every second block, written shorter, so that it has no maker of its own.
     if kind == EVERY:
         if len(arguments) != 1 or not arguments[0].isdecimal() or int(arguments[0]) < 2:
             raise UserError(f"{KEY} = {text!r}: every_n takes a number of at least 2; write every_n(2)")
@@ -238,6 +255,7 @@ def _rule(piece: re.Match[str], text: str) -> ACRule:
         raise UserError(f"{KEY} = {text!r}: unknown policy {kind!r}; {meant}")
     try:
         policy = MAKERS[kind](arguments)
+        # The word `offload` is `full+offload`, so that the maker may have set it already.
         policy = replace(policy, offload=policy.offload or piece["offload"] is not None)
     except ValueError as error:
         raise UserError(f"{KEY} = {text!r}: {error}") from error
@@ -254,7 +272,7 @@ def words() -> tuple[str, ...]:
 
 
 def examples() -> str:
-    """How a schedule is written."""
+    """Examples of schedules, for messages and help texts."""
     return "none, full, attn_only, attn_only(self), ops(matmul, attention), full+offload, every_n(2), budget, or by blocks: full, 0-9=none"
 
 
@@ -262,11 +280,14 @@ def check_sizes(sizes: Sequence[str], num_devices: int | None = None) -> tuple[i
     """Bytes of `budget(20GiB, 12GiB)`.
 
     Args:
-        sizes: What stands in parentheses.
-        num_devices: For how many there have to be sizes; None does not ask.
+        sizes: The sizes in parentheses.
+        num_devices: Number of devices that need a size; None does not check the number.
+
+    Returns:
+        Bytes, one per device if `num_devices` is given and there are sizes.
 
     Raises:
-        UserError: If one is no size, or they are not one for each device, or one for all.
+        UserError: If one is not a size, or if there is neither one per device nor one for all.
     """
     found = [parse_size(size, f"{KEY} = budget:") for size in sizes]
     return tuple(found if num_devices is None or not found else per_device(found, num_devices, f"{KEY} = budget"))

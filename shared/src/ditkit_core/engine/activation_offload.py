@@ -1,24 +1,24 @@
-"""What blocks keep for their backward waits in host memory: `full+offload`, `attn_only+offload`, `none+offload`.
+"""Moves what blocks keep for their backward to host memory: `full+offload`, `attn_only+offload`, `none+offload`.
 
-A block that offloads runs under saved-tensor hooks, which see whatever its policy keeps: the carry that enters it under `full`, what
-attention saved besides under `attn_only`, all of it under `none`. (A checkpoint hands on what it keeps itself; what it computes
-again it keeps from the hooks.) When the block's forward was called, each storage among that is copied to the host once, however many
+A block that offloads runs under saved-tensor hooks, which see whatever its policy keeps: the carry that enters it under `full`, and what
+attention saved under `attn_only`, or everything under `none`. (A checkpoint passes what it keeps to the hooks; what it computes
+again it hides from them.) After the launch of the block's forward, each storage among that is copied to the host once, however many
 tensors view it and however many blocks keep it, except
 
-- parameters and buffers, which are there anyway,
-- what is still in the carry behind the block: text, tables and masks, which all blocks share, and the block's own result, which the
-  next block keeps and sends,
-- what is smaller than `SMALLEST`, and what lies elsewhere than the block,
-- what was emptied behind the block, as FSDP2 does with weights that it gathered: who emptied it fills it again for the backward.
+- parameters and buffers, which stay on the device anyway,
+- whatever the carry behind the block still has: text, tables and masks, which all blocks share, and the block's own result, which the
+  next block keeps and copies,
+- storages smaller than `SMALLEST`, and those on another device than the block,
+- storages that were emptied after the block, as FSDP2 does with gathered weights: their owner fills them again for the backward.
 
-Of the tensors on a device those of two blocks are there at once. In the forward a block's are given up when the next block was launched,
-and the device waits there until their copy is done; those of the last block stay, because the backward begins with them. In the backward
+A device has the tensors of at most two blocks at a time. In the forward, a block's tensors are freed once the next block was launched,
+and the device waits there until their copy is done. Those of the last block stay, because the backward begins with them. In the backward,
 the mark behind block i, which autograd passes before it enters the block, waits for what the block needs and starts the copy of what block
-i - 1 needs. Device memory is allocated and freed in the order of the device's own stream, so that nothing depends on how far the host is
-ahead; copies run on a side stream, one for each device.
+i - 1 needs. Device memory is allocated and freed in the order of the device's own stream, so nothing depends on how far the host is
+ahead. Copies run on a side stream, one per device.
 
-Between two forwards host buffers are kept, page-locked (`pinned_memory.py`). A second backward through a retained graph fetches again.
-Where blocks run on the host there is nothing to do, and nothing is done.
+Page-locked host buffers are kept from one forward to the next (`pinned_memory.py`). A second backward through a retained graph copies
+the tensors back again. Where blocks run on the host, nothing is moved.
 """
 
 import weakref
@@ -41,19 +41,19 @@ from ditkit_core.engine.pinned_memory import HOST, HostBuffers
 from ditkit_core.models.protocol import StagedModel
 
 SMALLEST = 2**20
-"""Bytes of the smallest storage that is moved: below, a copy costs more than the memory is worth."""
+"""Bytes of the smallest storage that is moved. Below this a copy costs more time than the memory is worth."""
 
 
 def can_offload(device: torch.device | None) -> bool:
-    """Whether what a block keeps there can be moved: not from the host, and a tensor on `meta` has nothing to move."""
+    """Whether a block's tensors on a device can be moved: those on the host are there already, and those on `meta` have no bytes."""
     return device is not None and device != HOST and device.type != "meta"
 
 
 class HostMemory:
-    """What outlives a forward: for each device its side stream, its host buffers, and what it holds at the moment."""
+    """State that outlives a forward: for each device its side stream, its host buffers, and what it has on the host at the moment."""
 
     def __init__(self, *, smallest: int = SMALLEST):
-        """Hold nothing yet.
+        """Start empty.
 
         Args:
             smallest: Bytes of the smallest storage that is moved.
@@ -62,7 +62,7 @@ class HostMemory:
         self._stores: dict[torch.device, _DeviceStore] = {}
 
     def store(self, device: torch.device) -> "_DeviceStore":
-        """That of a device."""
+        """The store of a device, made at the first request."""
         if device not in self._stores:
             self._stores[device] = _DeviceStore(device)
         return self._stores[device]
@@ -74,20 +74,21 @@ class HostMemory:
 
 
 class HostStore:
-    """The passage that moves what the blocks of one forward keep; inside the `with` block that forward runs, and nothing stays
-    registered behind it."""
+    """Block hooks that move what the blocks of one forward keep. That forward runs inside the `with` block; no saved-tensor hook stays
+    registered after it."""
 
     def __init__(self, memory: HostMemory, stages: Sequence[nn.Module], offloaded: Sequence[bool]):
-        """Move nothing yet.
+        """Prepare for a forward, and move nothing yet.
 
         Args:
-            memory: What the forward shares with those before and after it.
-            stages: All of the model, whose parameters and buffers stay where they are.
-            offloaded: Of each block, whether its policy offloads.
+            memory: Shared with the forwards before and after.
+            stages: All stages of the model; their parameters and buffers stay where they are.
+            offloaded: Whether each block's policy offloads.
         """
         self._memory, self._offloaded = memory, offloaded
-        held = (tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers()))
-        self._resident = {tensor.untyped_storage()._cdata for tensor in held}
+        own = (tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers()))
+        # By the address of the storage, not of the tensor: a saved transpose of a weight is another tensor.
+        self._resident = {tensor.untyped_storage()._cdata for tensor in own}
         self._kept: dict[int, weakref.ref[_Kept]] = {}
         self._groups: dict[int, _Group] = {}
         self._hooks = ExitStack()
@@ -101,36 +102,43 @@ class HostStore:
         self._hooks.close()
 
     def pre_forward(self, index: int, block: nn.Module) -> None:
-        """What is saved from now on is the block's."""
+        """Attribute to this block whatever autograd saves from now on."""
         device = next(block.parameters()).device
         if not can_offload(device):
             return
         group = self._groups[index] = _Group(self._memory.store(device))
+        # A block that does not offload has a group, too: the backward of the block behind it starts copies for the group before.
         if self._offloaded[index]:
             self._hooks.enter_context(saved_tensors_hooks(partial(self._pack, group), _unpack))
 
     def post_forward(self, index: int, block: nn.Module, carry: Any) -> None:
-        """Send what the block keeps and the carry does not hold."""
+        """Copy what the block keeps and the carry no longer has."""
         self._hooks.close()
         if (group := self._groups.get(index)) is None:
             return
         carried = {leaf.untyped_storage()._cdata for leaf in tree_leaves(carry) if isinstance(leaf, Tensor)}
+        # Another block may have copied a storage already, and a storage that its owner emptied has no bytes
+        # to copy.
         here = (kept for kept in group.alive() if kept.host is None and kept.is_whole)
         group.store.send(group, [kept for kept in here if kept.address not in carried])
 
     def pre_backward(self, index: int, block: nn.Module) -> None:
-        """What the block needs is there, and what the block before it needs is on its way."""
+        """Wait for what the block needs, and start the copies for the block before it."""
         if (group := self._groups.get(index)) is not None:
             group.store.backward(group)
 
     def _pack(self, group: "_Group", tensor: Tensor) -> "_Packed":
-        # Detached: what an operation saves of its own result would hold the operation, and be freed by no one.
+        # Detached: an operation that saves its own result would keep itself alive through it, and nothing would free that cycle.
         tensor = tensor.detach()
+        # A wrapper (DTensor) has its bytes in inner tensors, and a sparse tensor has no strides to rebuild
+        # it from.
         if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
             return _Stays(tensor, tensor._version)
         storage, store = tensor.untyped_storage(), group.store
         size = storage.nbytes()
         if (
+            # The last three: a storage of odd size cannot be viewed as whole elements, and a view that is
+            # conjugated or negated only by a flag would lose the flag.
             tensor.device != store.device
             or size < max(self._memory.smallest, 1)
             or storage._cdata in self._resident
@@ -139,10 +147,13 @@ class HostStore:
             or tensor.is_neg()
         ):
             return _Stays(tensor, tensor._version)
+        # An address is used again after its storage is freed, so that a match counts only while the storage
+        # is the same.
         kept = found() if (found := self._kept.get(storage._cdata)) is not None else None
         if kept is None or kept.storage() is not storage:
             kept = _Kept(store, tensor)
             self._kept[storage._cdata] = weakref.ref(kept)
+        # Overwritten since another operation saved it: the copy on the host will have the earlier bytes.
         elif kept.version != tensor._version:
             return _Stays(tensor, tensor._version)
         group.add(kept)
@@ -156,13 +167,16 @@ def offloading(
     policies: Sequence[Policy],
     devices: Sequence[torch.device | None],
 ) -> Iterator[tuple[HostStore, ...]]:
-    """Inside the block one forward runs; what its blocks keep is moved by the hook that is yielded, or none where nothing is to be moved.
+    """Yield the hooks that offload one forward, which runs inside the `with` block; none where nothing is to be moved.
 
     Args:
-        memory: What the forward shares with those before and after it.
+        memory: Shared with the forwards before and after.
         model: The model.
-        policies: Of each block.
-        devices: Where each block's weights are.
+        policies: The policy of each block.
+        devices: The device of each block's weights.
+
+    Yields:
+        One `HostStore`, or nothing.
     """
     wanted = [policy.offload for policy in policies]
     if not any(offload and can_offload(device) for offload, device in zip(wanted, devices, strict=True)):
@@ -173,7 +187,7 @@ def offloading(
 
 
 class _Kept:
-    """One storage that the backward needs. Autograd holds it, through what was packed, and nobody else."""
+    """One storage that the backward needs. Only autograd refers to it, through the packed tensors, so that a dropped graph frees it."""
 
     def __init__(self, store: "_DeviceStore", tensor: Tensor):
         storage = tensor.untyped_storage()
@@ -181,32 +195,33 @@ class _Kept:
         self.num_bytes = storage.nbytes()
         self.address = storage._cdata
         self.storage = weakref.ref(storage)
-        """Says whether the address is still that of the storage."""
+        """Tells whether the address still belongs to that storage."""
+        # A view of all bytes: other views of the storage may be saved later, and are rebuilt from it.
         whole = tensor.as_strided((self.num_bytes // tensor.itemsize,), (1,), 0)
         self.device: Tensor | None = whole.view(torch.uint8)
-        """All bytes, while they are there."""
+        """All bytes, while they are on the device."""
         self.version = self.device._version
         self.host: Tensor | None = None
-        """A buffer with the bytes, once they were sent."""
+        """A host buffer with the bytes, once they were copied."""
         self.coming: torch.cuda.Event | None = None
-        """After the copy back, if nobody has waited for it yet."""
+        """The event after the copy back, if nobody has waited for it yet."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether all bytes are on the device; a storage may be emptied for a while by whoever made it."""
+        """Whether all bytes are on the device; the storage's owner may have emptied it for a while."""
         return self.device is not None and self.device.untyped_storage().nbytes() == self.num_bytes
 
     def checked(self) -> Tensor:
-        """The bytes as they were saved, before they are sent."""
-        assert self.device is not None, "freed before it was sent"
+        """The bytes on the device, checked to be as they were saved."""
+        assert self.device is not None, "freed before it was copied"
         _check_version(self.device, self.version)
         return self.device
 
     def there(self) -> Tensor:
-        """The bytes on the device, for what is launched next."""
+        """The bytes on the device, for the work that is launched next."""
         if self.host is None:
             return self.checked()
-        if self.device is None:  # no mark came before: a backward of a part of the model
+        if self.device is None:  # no hook ran before: a backward through only a part of the model
             self.store.fetch_unmarked(self)
         self.store.wait_for(self)
         assert self.device is not None
@@ -221,7 +236,7 @@ class _Stays:
     version: int
 
     def unpacked(self) -> Tensor:
-        """The tensor, unless it was changed."""
+        """The tensor, if it was not changed since it was saved."""
         _check_version(self.tensor, self.version)
         return self.tensor
 
@@ -249,7 +264,7 @@ def _unpack(packed: _Packed) -> Tensor:
 
 
 def _check_version(tensor: Tensor, version: int) -> None:
-    """What autograd itself does where there are no hooks."""
+    """The check that autograd itself makes where there are no saved-tensor hooks, with its message."""
     if tensor._version != version:
         raise RuntimeError(
             f"one of the variables needed for gradient computation has been modified by an inplace operation: {tensor.dtype} "
@@ -258,22 +273,23 @@ def _check_version(tensor: Tensor, version: int) -> None:
 
 
 class _Group:
-    """What a block of a forward needs in its backward, whichever block sent it."""
+    """The storages that a block of a forward needs in its backward, whichever block copied them."""
 
     def __init__(self, store: "_DeviceStore"):
         self.store = store
         self.sent: torch.cuda.Event | None = None
-        """After the copies to the host, if nobody has waited for them yet."""
+        """The event after the copies to the host, if nobody has waited for it yet."""
         self.before: Callable[[], _Group | None] = _nothing
-        """That of the block that ran before on the device, perhaps in another forward, while its graph is there."""
+        """The group of the block that ran before on the device, perhaps in another forward; None once its graph is freed."""
+        # Weak, so that a group keeps nothing alive that autograd has dropped.
         self._kept: dict[int, weakref.ref[_Kept]] = {}
 
     def add(self, kept: _Kept) -> None:
-        """The block needs it."""
+        """Note that the block needs a storage."""
         self._kept[id(kept)] = weakref.ref(kept)
 
     def alive(self) -> Iterator[_Kept]:
-        """What autograd still holds of it."""
+        """The storages that autograd still refers to."""
         return (kept for reference in self._kept.values() if (kept := reference()) is not None)
 
 
@@ -282,23 +298,23 @@ def _nothing() -> None:
 
 
 class _DeviceStore:
-    """What one device keeps on the host, and in which order it goes there and comes back."""
+    """What one device has on the host, and the order in which it is copied there and back."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.buffers = HostBuffers(device)
         self._lane = CopyLane(device)
         self._there: list[_Group] = []
-        """What may be on the device although it is on the host, too."""
+        """Groups whose storages may be on the device as well as on the host."""
         self._coming: list[_Kept] = []
-        """What is on its way back: held, because memory that is being written must not be used for anything else."""
+        """Storages on their way back. Referred to here, because memory that is being written must not be used for anything else."""
         self._last: Callable[[], _Group | None] = _nothing
 
     def send(self, group: _Group, leaving: Sequence[_Kept]) -> None:
-        """Copy to the host what a block keeps, and let go of what the block before it sent."""
+        """Copy to the host what a block keeps, and free on the device what the block before it copied."""
         self._lane.restart()
         self._arrive()
-        self._let_go()
+        self._release()
         group.before, self._last = self._last, weakref.ref(group)
         self._there = [group]
         if not leaving:
@@ -309,16 +325,19 @@ class _DeviceStore:
             for kept, host in zip(leaving, hosts, strict=True):
                 host[: kept.num_bytes].copy_(kept.checked(), non_blocking=True)
                 kept.host = host
+                # The host buffer goes back to the pool when autograd drops the storage, be it after a
+                # backward or with an abandoned graph.
                 weakref.finalize(kept, self.buffers.give, host).atexit = False
         group.sent = self._lane.record()
 
     def backward(self, group: _Group) -> None:
-        """Make ready for a block's backward, and start the copies for that of the block before it."""
+        """Prepare a block's backward, and start the copies for the backward of the block before it."""
         self._lane.after_backward(self._clear)
         self._arrive()
         following = group.before()
+        # Freed before anything is fetched, so that at most two blocks' tensors are on the device.
         near = [group] if following is None else [group, following]
-        self._let_go(near)
+        self._release(near)
         self._there = near
         self.fetch([kept for kept in group.alive() if kept.device is None])
         self._arrive()
@@ -329,7 +348,7 @@ class _DeviceStore:
         """Start copies from the host."""
         if not missing:
             return
-        # Allocated in the order of the device's own stream: what used the memory before is launched there, and is waited for.
+        # Allocated on the device's own stream: whatever used this memory before was launched there, and `follow` waits for it.
         there = [torch.empty(kept.num_bytes, dtype=torch.uint8, device=self.device) for kept in missing]
         self._lane.follow()
         with self._lane.copies():
@@ -342,10 +361,9 @@ class _DeviceStore:
         self._coming.extend(missing)
 
     def fetch_unmarked(self, kept: _Kept) -> None:
-        """Start the copy of what no mark asked for; it stays until the next mark, or the end of the backward."""
-        if (
-            torch._C._current_graph_task_id() != -1
-        ):  # else somebody looks at what was saved, and the next forward lets go of it
+        """Start the copy of a storage that no hook asked for. It stays until the next hook, or the end of the backward."""
+        # Outside of a backward somebody looks at a saved tensor, and the next forward frees it.
+        if torch._C._current_graph_task_id() != -1:
             self._lane.after_backward(self._clear)
         group = _Group(self)
         group.add(kept)
@@ -353,7 +371,7 @@ class _DeviceStore:
         self.fetch([kept])
 
     def wait_for(self, kept: _Kept) -> None:
-        """What is launched next on the device finds the bytes there."""
+        """Have the work that is launched next on the device wait for the bytes."""
         self._lane.wait_for(kept.coming)
         kept.coming = None
 
@@ -363,11 +381,13 @@ class _DeviceStore:
             self.wait_for(kept)
         self._coming = []
 
-    def _let_go(self, near: Sequence[_Group] = ()) -> None:
-        """Free on the device what is on the host, too, and not needed by these."""
+    def _release(self, near: Sequence[_Group] = ()) -> None:
+        """Free on the device what is also on the host and not needed by these groups."""
         needed = {id(kept) for group in near for kept in group.alive()}
         for group in self._there:
             if group not in near:
+                # Freed memory may be given out at once, while the copy still reads it: the device's stream
+                # waits for the copy first.
                 self._lane.wait_for(group.sent)
                 group.sent = None
             for kept in group.alive():
@@ -375,8 +395,8 @@ class _DeviceStore:
                     kept.device = None
 
     def _clear(self) -> None:
-        """The backward is over."""
+        """Free everything: the backward is over."""
         self._lane.restart()
         self._arrive()
-        self._let_go()
+        self._release()
         self._there = []

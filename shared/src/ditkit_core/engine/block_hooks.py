@@ -1,4 +1,4 @@
-"""Where the carry enters and leaves a block, in forward and in backward: what streams weights, or watches memory, is told of it."""
+"""Block hooks: called where the carry enters and leaves a block, in forward and backward. Block swap, offloading and statistics use them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -12,39 +12,47 @@ from ditkit_core.engine.ac_policies import BlockRunner, Policy
 
 @runtime_checkable
 class BlockHooks(Protocol):
-    """Told by the engine of every block that has parameters, by its index in `blocks()`.
+    """Called by the engine for every block that has parameters, with its index in `blocks()`.
 
-    Devices run backwards side by side, each on a thread of its own, so `pre_backward` may be called for blocks of different devices at
-    once; never for two of one device.
+    Backwards of several devices run at the same time, each on its own thread. So `pre_backward` may be called for blocks of different
+    devices at once, but never for two blocks of one device.
     """
 
     def pre_forward(self, index: int, block: nn.Module) -> None:
-        """The block runs next: its weights have to be there."""
+        """Called before the block's forward: its weights must be on the device when this returns."""
         ...
 
     def post_forward(self, index: int, block: nn.Module, carry: Any) -> None:
-        """The block's forward was called, and made this carry."""
+        """Called once the block's forward was launched.
+
+        Args:
+            index: The block's index.
+            block: The block.
+            carry: The carry that it returned.
+        """
         ...
 
     def pre_backward(self, index: int, block: nn.Module) -> None:
-        """The block's backward runs next, and everything that comes after the block on its device has finished its own."""
+        """Called before the block's backward, when that of everything after the block on its device is launched."""
         ...
 
 
 class HookedRunner:
-    """Runs blocks, and tells hooks of each that has parameters."""
+    """Runs blocks, and calls the hooks for each that has parameters."""
 
     def __init__(self, hooks: Sequence[BlockHooks], run: BlockRunner):
-        """Take hooks for a forward.
+        """Use hooks for a forward.
 
         Args:
-            hooks: Told in this order.
+            hooks: Called in this order.
             run: Runs a block.
         """
         self._hooks, self._run = hooks, run
 
     def __call__(self, index: int, block: nn.Module, carry: Any, *, policy: Policy, device: torch.device | None) -> Any:
         hooks = self._hooks
+        # A block without parameters has no weights to stream and keeps nothing: no hook has anything to do
+        # for it.
         if not hooks or device is None:
             return self._run(index, block, carry, policy=policy, device=device)
         for hook in hooks:
@@ -55,6 +63,7 @@ class HookedRunner:
         if not torch.is_grad_enabled():
             return after
 
+        # The hooks hang on the carry behind the block, not on the module: a recompute calls the module again, and module hooks with it.
         def backward() -> None:
             for hook in hooks:
                 hook.pre_backward(index, block)
@@ -63,32 +72,39 @@ class HookedRunner:
 
 
 def call_before_backward(before: Any, after: Any, callback: Callable[[], None]) -> Any:
-    """The carry that a block made, with a mark that the backward passes before it enters the block.
+    """Have autograd call a function before it enters a block's backward.
 
-    Autograd runs what is ready in the reverse order of the forward, one thread to a device: when the mark is reached, nothing
-    that was made after it is left to run there, and nothing of the block has run.
+    Autograd runs ready nodes in the reverse order of the forward, with one thread per device. So when it calls, nothing that was made
+    after the block is left to run there, and nothing of the block has run.
 
     Args:
-        before: The carry that the block took. What it passed on unchanged is not marked.
-        after: The carry that it made.
+        before: The block's input carry. Tensors that the block passed on unchanged are not marked.
+        after: The block's output carry.
         callback: Called in the backward, once for each forward.
+
+    Returns:
+        The output carry, with an identity in the graph of each new tensor.
     """
+    # A tensor that was passed on keeps its identity: checkpoints and offloading recognise it by that.
     known = {id(leaf) for leaf in tree_leaves(before)}
     leaves, spec = tree_flatten(after)
     made = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad and id(x) not in known]
     if not made:
         return after
+    # One function of all tensors at once, so that it is reached once, when the last of their gradients has
+    # arrived.
     for place, tensor in zip(made, _Mark.apply(callback, *(leaves[i] for i in made)), strict=True):
         leaves[place] = tensor
     return tree_unflatten(leaves, spec)
 
 
 class _Mark(autograd.Function):
-    """The identity, which says when its gradient comes."""
+    """The identity; calls back when its gradient arrives."""
 
     @staticmethod
     def forward(ctx: Any, callback: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.callback = callback
+        # A missing gradient stays None: a tensor of zeros would cost memory, and autograd would run branches that nothing needs.
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 

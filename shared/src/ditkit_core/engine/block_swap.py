@@ -1,16 +1,16 @@
-"""Blocks whose weights stay in host memory and pass through their device while they are used.
+"""Block swap: weights of blocks stay in host memory and are on their device only while they are used.
 
-Every streamed block has one buffer on the host and one on its device. The block's weights are views into the device's; its
-storage is emptied and filled again in place, so that whoever holds a weight, autograd too, holds no memory while the block is
-away. (Another tensor in place of a weight would leave alive what autograd saved of the first.) Frozen weights are copied one way only.
+Every streamed block has one buffer on the host and one on its device. The block's weights are views into the device's buffer. Its
+storage is emptied and filled again in place, so that nothing that refers to a weight, autograd included, occupies memory while the block
+is away. (A new tensor in place of a weight would keep alive the old one, which autograd saved.) Frozen weights are never copied back.
 
-Trained weights are streamed where the optimizer steps in the backward. What it keeps of them is on the host, too: it comes with the
-weights for the block's backward, and both go back once a step, when the block's backward is over and its weights are updated. A
-forward needs no optimizer's state and brings nothing back.
+Trained weights are streamed where the optimizer steps in the backward. Their optimizer state is on the host, too: it is copied with the
+weights for the block's backward. Both are copied back once a step, when the block's backward is over and its weights are updated. A
+forward needs no optimizer state and copies nothing back.
 
-At most two blocks of a device are there at once: the one at work, and the one that comes next. A backward leaves none, so that the
-first block of the next forward is waited for: it could be fetched early, but would stay through everything that a run does between
-two steps, and be out of date where weights are exchanged for their average.
+A device has at most two streamed blocks at a time: the running one and the next one. A backward leaves none, so the next forward waits
+for its first block. That block could be fetched early, but it would then occupy memory through everything that a run does between two
+steps, and be out of date where weights are exchanged for their average.
 """
 
 import itertools
@@ -30,24 +30,32 @@ from ditkit_core.models.protocol import StagedModel
 
 
 class KeepsState(Protocol):
-    """The optimizer, as far as its state is streamed."""
+    """The part of an optimizer's interface that streaming its state needs."""
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """What it updates, by name."""
+        """The parameters that it updates, by name."""
         ...
 
     def state_of(self, name: str) -> MutableMapping[str, Any]:
-        """What it keeps of a parameter, by entry; empty before the first update."""
+        """Its state of a parameter, by entry; empty before the first update."""
         ...
 
     def is_kept_on_host(self, name: str, entry: str) -> bool:
-        """Whether it wants an entry on the host wherever the parameter is."""
+        """Whether an entry stays on the host wherever the parameter is."""
         ...
 
 
 def base_device_map(model: StagedModel, placement: Placement) -> Callable[[str], torch.device]:
-    """Where the base's parameters are loaded to, by name: the host for those of streamed blocks, else their device."""
+    """The device to load each base parameter to, by name: the host for streamed blocks, else the block's device.
+
+    Args:
+        model: The model.
+        placement: The device of each stage, and which blocks are streamed.
+
+    Returns:
+        A function of a parameter's name.
+    """
     device_of = placement.device_of(model)
     blocks = [block for index, block in enumerate(model.blocks()) if index in placement.streamed]
     streamed = tuple(f"{name}." for name, module in model.named_modules() if any(module is block for block in blocks))
@@ -55,15 +63,18 @@ def base_device_map(model: StagedModel, placement: Placement) -> Callable[[str],
 
 
 def choose_streamed(placement: Placement, counts: Sequence[int], has_weights: Sequence[bool]) -> frozenset[int]:
-    """The blocks to stream, spread evenly over those of their device: what is fetched overlaps with what is computed between.
+    """Choose the blocks to stream, evenly spaced on each device, so that copies overlap with the computation between them.
 
     Args:
         placement: Which device runs which block.
-        counts: `train.swap_blocks`: how many blocks of each device, in their order, or one number for all devices.
-        has_weights: Of each block; one without is never streamed.
+        counts: `train.swap_blocks`: the number of blocks for each device, in order, or one number for all devices.
+        has_weights: Whether each block has weights; one without is never streamed.
+
+    Returns:
+        Indices of blocks.
 
     Raises:
-        UserError: If a device has not so many blocks.
+        UserError: If a device has fewer blocks.
     """
     if not counts:
         return frozenset()
@@ -71,37 +82,36 @@ def choose_streamed(placement: Placement, counts: Sequence[int], has_weights: Se
     where = f"train.swap_blocks = {list(counts)}"
     chosen: set[int] = set()
     for device, count in zip(devices, per_device(counts, len(devices), "train.swap_blocks"), strict=True):
-        own = [i for i, where_to in enumerate(placement.blocks) if where_to == device and has_weights[i]]
+        own = [i for i, block_device in enumerate(placement.blocks) if block_device == device and has_weights[i]]
         if not 0 <= count <= len(own):
             raise UserError(f"{where}: {device} runs {len(own)} blocks; choose 0 to {len(own)} of them")
-        # the last of each span: what comes before it hides its copy, and the backward begins with it still there
+        # The last block of each span: the blocks before it hide its copy, and the backward begins with it still on the device.
         chosen |= {own[-(-(k + 1) * len(own) // count) - 1] for k in range(count)}
     return frozenset(chosen)
 
 
 class BlockSwap:
-    """The passage that streams weights: fetched before their turn, emptied after it.
+    """Block hooks that stream weights: fetched before a block runs, freed after it.
 
-    Only speed depends on whether the guess of what comes next is right; a block that is not there is waited for. State is kept by
-    device, whose backwards run side by side.
+    Only speed depends on a right guess of the next block; a block that is not there is waited for. State is kept by device, because
+    backwards of several devices run at the same time.
 
     Attributes:
         num_bytes: Bytes of all streamed weights.
-        buffers: The devices' buffers, one per streamed block: what a `Ledger` has to watch.
-        host_buffers: Those on the host.
-        locked: Whether the host's buffers are page-locked, without which a GPU's copies do not overlap with its work.
+        buffers: Buffers on the devices, one per streamed block, for a memory tracker to watch.
+        host_buffers: Buffers on the host.
     """
 
     def __init__(self, model: StagedModel, placement: Placement, *, trained: bool = False):
-        """Take the weights of the streamed blocks; the host holds one block twice meanwhile.
+        """Take over the weights of the streamed blocks. Meanwhile the host has one block twice.
 
         Args:
-            model: The model with its weights and adapters; what is streamed is on the host.
-            placement: Which blocks are streamed, and to where.
-            trained: Whether trained weights are streamed, too. Else they stay where they are.
+            model: The model with its weights and adapters; the weights to stream are on the host.
+            placement: Which blocks are streamed, and their devices.
+            trained: Whether trained weights are streamed as well; otherwise they stay where they are.
 
         Raises:
-            UserError: If a trained weight of a streamed block is used elsewhere, too.
+            UserError: If a trained weight of a streamed block is also used elsewhere.
         """
         self._queues: dict[torch.device, BlockQueue] = {}
         self._pages = PinnedPool(self)
@@ -116,53 +126,55 @@ class BlockSwap:
         self.buffers = [streamed.buffer for streamed in each]
         self.host_buffers = [streamed.host for streamed in each]
         self.num_bytes = sum(streamed.num_bytes for streamed in each)
+        # By identity: a parameter on the device is empty most of the time, and cannot be compared by value.
         self._hosts = {id(slot.device): slot.host for streamed in each for slot in streamed.trained()}
 
     @property
     def locked(self) -> bool:
-        """Whether all that is streamed to GPUs is page-locked on the host."""
+        """Whether all host buffers for GPUs are page-locked; without that, copies do not overlap with a GPU's work."""
         return self._pages.all_locked
 
     @property
     def state_buffers(self) -> list[Tensor]:
-        """The devices' buffers of the optimizer's state."""
+        """Buffers on the devices for optimizer state."""
         queues = self._queues.values()
         return [part.buffer for queue in queues for parts in queue.states.values() for part in parts]
 
     def attach(self, optimizer: KeepsState | None) -> None:
-        """Stream the state that an optimizer keeps of streamed weights, from now on; None: no one's.
+        """Stream an optimizer's state of the streamed weights from now on.
 
-        What it keeps by now, of an earlier run, is on the host.
+        Args:
+            optimizer: The optimizer; its present state, of an earlier run, is on the host. None streams no state.
         """
         for queue in self._queues.values():
             queue.attach(optimizer)
 
     def host_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What holds a parameter's values between two steps: for a trained weight that is streamed, a parameter on the host."""
+        """The parameter with the values between two steps: the one on the host for a streamed trained weight, else the parameter itself."""
         found: Any = self._hosts.get(id(parameter), parameter)
         return found
 
     def host_changed(self) -> None:
-        """Values were changed on the host: what is on the devices is out of date."""
+        """Drop the weights on the devices, because their values were changed on the host."""
         for queue in self._queues.values():
             queue.clear()
 
     def pre_forward(self, index: int, block: nn.Module) -> None:
-        """The block runs next: its weights are there, and those of the next are on their way."""
+        """Wait for the block's weights, and start the copy of the next block's."""
         if (queue := self._queue(index)) is not None:
             queue.pre_forward(index)
 
     def post_forward(self, index: int, block: nn.Module, carry: Any) -> None:
-        """Nothing: a backward may begin with this block."""
+        """Do nothing: the weights stay, because a backward may begin with this block."""
 
     def pre_backward(self, index: int, block: nn.Module) -> None:
-        """The block's backward, which may recompute it, runs next."""
+        """Wait for the block's weights before its backward, which may recompute it, and start the copy of the next block's."""
         if (queue := self._queue(index)) is not None:
             queue.pre_backward(index)
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Inside the block the model's streamed weights are those on the host, to be read, and the optimizer's state, too; it cannot run."""
+        """Context in which the model's streamed weights and their optimizer state are those on the host, to be read. The model cannot run."""
         self._put(on_host=True)
         try:
             yield
@@ -171,7 +183,7 @@ class BlockSwap:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside the block all weights are on their devices."""
+        """Context in which all weights are on their devices."""
         try:
             for queue in self._queues.values():
                 queue.fill()
@@ -182,7 +194,7 @@ class BlockSwap:
                 queue.clear()
 
     def describe(self) -> str:
-        """One line on what is streamed."""
+        """One line for the log: how many blocks are streamed, and their bytes."""
         count = sum(len(queue.blocks) for queue in self._queues.values())
         what = "weights, and in training what the optimizer keeps of them," if self._hosts else "weights"
         line = f"{count} blocks are streamed: {self.num_bytes / 2**30:.2f} GiB of {what} stay in host memory"
@@ -200,15 +212,15 @@ class BlockSwap:
 
 
 class BlockQueue:
-    """The streamed blocks of one device, in their order, and which of them are there."""
+    """The streamed blocks of one device, in order, and which of them are on the device."""
 
     def __init__(self, device: torch.device, pages: PinnedPool):
         self.device = device
         self.blocks: dict[int, Streamed] = {}
         self.states: dict[int, list[Streamed]] = {}
-        """What the optimizer keeps of a block's weights; more than one if a weight had its first gradient later than others."""
+        """Optimizer state of a block's weights; more than one entry if a weight had its first gradient later than others."""
         self.held = False
-        """Whether everything is to stay."""
+        """Whether all blocks stay on the device, as inside `BlockSwap.whole`."""
         self.lane = CopyLane(device)
         self._pages = pages
         self._optimizer: KeepsState | None = None
@@ -216,15 +228,15 @@ class BlockQueue:
         """The optimizer's names of a block's weights."""
         self._trains = False
         self._there: dict[int, torch.cuda.Event | None] = {}
-        """Blocks whose weights are there or on their way, with the event after their copy."""
+        """Blocks whose weights are on the device or on their way, with the event after their copy."""
         self._state_there: dict[int, torch.cuda.Event | None] = {}
-        """The same of the optimizer's state."""
+        """The same for optimizer state."""
         self._updated: set[int] = set()
-        """Blocks whose backward has begun: what is there is newer than the host's."""
+        """Blocks whose backward has begun: their weights on the device are newer than the host's."""
         self._is_storing = False
-        """Whether something was sent back to the host and nobody has waited for it."""
+        """Whether something is being copied to the host and nobody has waited for it."""
         self._ahead = 0
-        """Forwards whose backward has not begun."""
+        """Number of forwards whose backward has not begun; more than one with pipelined micro-batches."""
 
     def add(self, index: int, weights: Sequence[Found]) -> None:
         """Stream a block's weights."""
@@ -232,7 +244,9 @@ class BlockQueue:
         self._trains |= any(True for _ in self.blocks[index].trained())
 
     def attach(self, optimizer: KeepsState | None) -> None:
-        """Stream the state of an optimizer, which is on the host."""
+        """Stream the state of an optimizer, which is on the host now."""
+        # Before the buffers of the last optimizer are freed: freed memory that is still page-locked cannot
+        # be locked again.
         self._pages.unlock([part.host for part in itertools.chain.from_iterable(self.states.values())])
         self.states, self._names, self._optimizer = {}, {}, optimizer
         if optimizer is None:
@@ -244,7 +258,11 @@ class BlockQueue:
             self._take_state(index)
 
     def pre_forward(self, index: int) -> None:
-        """Make ready for a block's forward; the next is the following one, after the last that of the backward or of another forward."""
+        """Prepare a block's forward, and fetch the next block.
+
+        The next block is the following one. After the last block it is the one before, for the backward; without a backward it is the
+        first, for another forward.
+        """
         first, last = min(self.blocks), max(self.blocks)
         trains = torch.is_grad_enabled()
         self.lane.restart()
@@ -252,40 +270,42 @@ class BlockQueue:
         following = next((i for i in self.blocks if i > index), None)
         if following is None:
             following = max((i for i in self.blocks if i < index), default=None) if trains else first
-        self._turn(index, following)
+        self._advance(index, following)
         if self._trains and trains and index == last:
-            self._fetch(index, with_state=True)  # its backward comes first
+            # The backward begins with this block and needs its optimizer state, which the forward did not.
+            self._fetch(index, with_state=True)
 
     def pre_backward(self, index: int) -> None:
-        """Make ready for a block's backward; the next is the one before it, after the first the last of another micro-batch."""
+        """Prepare a block's backward, and fetch the next block: the one before it, and after the first the last of another micro-batch."""
         last = max(self.blocks)
         self._ahead -= index == last
         following = max((i for i in self.blocks if i < index), default=last if self._ahead > 0 else None)
         self.lane.after_backward(self.clear)
-        self._turn(index, following, with_state=self._trains)
+        self._advance(index, following, with_state=self._trains)
         if self._trains and index in self.blocks:
             self._updated.add(index)
 
     def clear(self) -> None:
-        """Empty everything."""
+        """Free all blocks, and wait until the host has their new values."""
         self._ahead = 0
         self.lane.restart()
-        self._keep()
+        self._keep_only()
         if self._is_storing:
-            self.lane.finish()
+            self.lane.finish()  # on the host, which saves and averages read next
         self._is_storing = False
 
     def fill(self) -> None:
-        """Fetch everything, to stay."""
+        """Fetch all blocks, to stay."""
         self.held = True
         for index in self.blocks:
             self._fetch(index)
             self._wait_for(index)
 
-    def _turn(self, index: int, following: int | None, *, with_state: bool = False) -> None:
+    def _advance(self, index: int, following: int | None, *, with_state: bool = False) -> None:
         if index not in self.blocks and following in (self._state_there if with_state else self._there):
-            return  # a resident block: what was there before it may be needed again after it
-        self._keep(index, following)
+            # A resident block between streamed ones: nothing is freed for it, because the block before may be needed again after it.
+            return
+        self._keep_only(index, following)
         if index in self.blocks:
             self._fetch(index, with_state=with_state)
             self._wait_for(index)
@@ -308,11 +328,11 @@ class BlockQueue:
         for event in (self._there[index], self._state_there.get(index)):
             self.lane.wait_for(event)
 
-    def _keep(self, *indices: int | None) -> None:
+    def _keep_only(self, *indices: int | None) -> None:
         gone = [] if self.held else [index for index in self._there if index not in indices]
         if gone:
-            # The work that reads and updates what goes is launched by now. When it is done, what is new is copied back, and then the
-            # memory is the side stream's to use again.
+            # The work that reads and updates these blocks is launched by now. The side stream waits for it, copies the new values to the
+            # host, and only then uses the memory again.
             self.lane.follow()
         for index in gone:
             with self.lane.copies():
@@ -333,7 +353,7 @@ class BlockQueue:
             self._take_state(index)
 
     def _take_state(self, index: int) -> None:
-        """Stream from now on what the optimizer keeps of a block's weights and is not streamed yet."""
+        """Stream from now on the optimizer state of a block's weights that is not streamed yet: it exists after a first update only."""
         if self._optimizer is None:
             return
         known = {(id(slot.entries), slot.leaf) for part in self.states.get(index, ()) for slot in part.slots}
@@ -356,7 +376,7 @@ class BlockQueue:
 
 
 def _weights(block: nn.Module, *, trained: bool) -> list[Found]:
-    """Where a block's frozen parameters and its buffers are entered, and its trained parameters if they are wanted."""
+    """The entries of a block's frozen parameters and buffers, and of its trained parameters if wanted."""
     return [
         (entries, leaf)
         for module in block.modules()
@@ -367,7 +387,11 @@ def _weights(block: nn.Module, *, trained: bool) -> list[Found]:
 
 
 def _check_sharing(model: StagedModel, placement: Placement) -> None:
-    """Refuse to stream a trained weight that is used elsewhere than in its block: it would be there twice, or too late."""
+    """Refuse to stream a trained weight that is also used outside its block: the other use would find it away, or out of date.
+
+    Raises:
+        UserError: With the name of the weight.
+    """
     stages = [*model.blocks(), model.embed, model.head]
     seen: dict[int, int] = {}
     for place, stage in enumerate(stages):
@@ -375,5 +399,5 @@ def _check_sharing(model: StagedModel, placement: Placement) -> None:
             other = seen.setdefault(id(parameter), place)
             if parameter.requires_grad and other != place and {other, place} & placement.streamed:
                 raise UserError(
-                    f"train.swap_blocks streams a block whose trained weight {name} is used elsewhere, too; leave it out"
+                    f"train.swap_blocks streams a block whose trained weight {name} is used elsewhere as well; leave it out"
                 )

@@ -1,17 +1,18 @@
-"""Blocks under torch's compiler: what is compiled is a checkpoint policy with the block inside it, never the block inside a checkpoint.
+"""Blocks under torch's compiler: a checkpointing policy with the block inside it is compiled, never a block inside a checkpoint.
 
-A compiled block inside a checkpoint hides its attention from it: `attn_only` would be `full`, silently. Here the compiler sees both at once.
-It traces the block once, and its partitioner decides what is kept and what is computed again by what the policy marked; nothing of Python runs
-in the backward. Random numbers are replayed by the compiler itself, so that a block with dropout needs none of the hooks of the eager policies.
+A compiled block inside a checkpoint hides its attention from it: `attn_only` would silently be `full`. Here the compiler sees both at once.
+It traces the block once. Its partitioner decides what is kept and what is recomputed, by the policy's marks; no Python runs in the backward.
+The compiler replays random numbers itself, so a block with dropout needs none of the hooks of the eager policies.
 
-There is one function for each kind of block, policy and device, with a cache of its own: blocks of one kind share graphs, because their parameters are
-arguments of these. Kinds of input that need a graph of their own are those that Python can tell apart: a carry that needs a gradient or none, a
-mask or none, one sample or several, and sizes, once: from the second on they are symbols. Backwards belong to their forwards.
+There is one function for each kind of block, policy and device, with a cache of its own. Blocks of one kind share graphs, because their
+parameters are arguments of the graph. A kind of input gets its own graph where Python can tell it apart: a carry with or without
+gradients, with or without a mask, one sample or several. Sizes get one more graph: from the second size on they are symbols. Each graph
+has its own backward.
 
-What a carry has beside tensors does not cross a graph: the compiler would make a graph of its own for every value that it hands back, such as for
-the grids of each number of samples. Blocks may read it, and a graph is then of what they read.
+Only the tensors of a carry cross a graph: for every other value that a graph returns, such as the grids of each number of samples, the
+compiler would make another graph. Blocks may read such values; a graph is then specialised on what they read.
 
-Forwards without a backward run eagerly. So do all where the compiler is told to stand aside, as the search for a value that is not finite does.
+Forwards without a backward run eagerly. So do all forwards while the compiler is disabled, as in the search for a non-finite value.
 """
 
 import os
@@ -41,37 +42,39 @@ KEY = "train.compile"
 DEFAULT = "inductor"
 
 _Place = tuple[int, ...]
-"""Where a part of a carry is: the index of a field, and if that is a tuple, the index in it, and so on."""
+"""Path to a part of a carry: the index of a field, then, if that is a tuple, the index in it, and so on."""
 _Function = Callable[[nn.Module, Any, tuple[_Place, ...]], tuple[Any, ...] | None]
-"""(block, carry, places) to what stands at these places of the carry that it makes, as a plain tuple: torch 2.11 builds a NamedTuple wrongly
-where a graph returns it. None where it was not compiled."""
+"""(block, carry, places) to the parts of the output carry at these places, as a plain tuple: torch 2.11 builds a NamedTuple wrongly where a
+graph returns it. None where it was not compiled."""
 
 
 def backend_of(compile: bool | str) -> str:
-    """The compiler's backend that a setting names; empty for none."""
+    """The name of the compiler's backend for a setting; empty for none."""
     return (DEFAULT if compile else "") if isinstance(compile, bool) else compile
 
 
 def check_compiler(backend: str, devices: Collection[str] = ()) -> None:
-    """Refuse, before anything runs, a backend of torch's compiler that is unknown or cannot work here.
+    """Refuse, before anything runs, a backend of torch's compiler that is unknown or cannot work on this machine.
 
     Args:
         backend: Its name; empty for none.
-        devices: Kinds of device that it is to compile for; none looks at no device.
+        devices: Types of device to compile for; without any, no device is checked.
 
     Raises:
-        UserError: In one line.
+        UserError: In one line, with what to write or install.
     """
     if not backend:
         return
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         usable = ", ".join(name for name in ("inductor", "aot_eager", "eager", "cudagraphs") if name in known)
-        raise UserError(f"{KEY} = {backend!r} is no backend of torch's compiler; write true, or one of {usable}")
+        raise UserError(f"{KEY} = {backend!r} is not a backend of torch's compiler; write true, or one of {usable}")
     if backend in ("eager", "cudagraphs"):
         raise UserError(f"{KEY} = {backend!r} {_UNFIT[backend]}; write true, or aot_eager to look for an error")
     if backend != DEFAULT:
         return
+    # Inductor writes C++ for CPUs and Triton for GPUs. A missing compiler would show only in the first
+    # step, as a long trace.
     if "cpu" in devices and not any(map(shutil.which, _compilers())):
         raise UserError(
             f"{KEY} needs a C++ compiler for a CPU, and found none; install g++, set CXX, or leave {KEY} out"
@@ -81,32 +84,35 @@ def check_compiler(backend: str, devices: Collection[str] = ()) -> None:
 
 
 _UNFIT = {
-    "eager": "compiles no backward, so that no policy is in force in it",
-    "cudagraphs": "replays memory at fixed addresses, where a step's micro-batches would overwrite each other",
+    "eager": "compiles no backward, so it would ignore every checkpointing policy",
+    "cudagraphs": "uses memory at fixed addresses, so a step's micro-batches would overwrite each other",
 }
 
 
 def _compilers() -> list[str]:
+    # In inductor's own order: CXX replaces its search.
     named = os.environ.get("CXX")
     return [named] if named else ["g++", "clang++", "c++"]
 
 
 def check_compiled(backend: str, policies: Collection[Policy], *, quantized: bool = False) -> None:
-    """Refuse policies that would not be exact, or not in force, in compiled blocks.
+    """Refuse policies that would not be exact, or have no effect, in compiled blocks.
 
     Args:
-        backend: The compiler's; empty for none.
-        policies: Every policy that a block may have; none for a budget, which may leave any block as it is.
-        quantized: Whether the blocks' matrices are.
+        backend: The compiler's backend; empty for none.
+        policies: Every policy that a block may have; empty for a budget, which may keep everything in any block.
+        quantized: Whether the blocks' matrices are quantized.
 
     Raises:
-        UserError: Saying what to write instead.
+        UserError: With what to write instead.
     """
     for policy in policies or (Policy(),) if backend else ():
         if type(policy) not in _FORMS:
             raise UserError(
                 f"train.checkpointing: {policy} has no compiled form; leave {KEY} out, or use full, attn_only or none"
             )
+        # The compiler converts a quantized weight once in the forward and, without a checkpoint, saves the
+        # result for the backward.
         if quantized and not policy.recomputes:
             raise UserError(
                 f"train.checkpointing: {policy} with {KEY} keeps every weight of a quantized base a second time, in model.dtype; use full or "
@@ -114,23 +120,25 @@ def check_compiled(backend: str, policies: Collection[Policy], *, quantized: boo
             )
         if isinstance(policy, Ops) and kept_ops(policy.names).may_draw:
             raise UserError(
-                f"train.checkpointing: {policy} names an operation that draws random numbers, which compiled blocks draw in another way; "
+                f"train.checkpointing: {policy} names an operation that samples random numbers, and compiled blocks sample them in another way; "
                 f"name others, or leave {KEY} out"
             )
 
 
 @dataclass(frozen=True)
 class CompiledRunner:
-    """Runs the blocks that have a backward compiled, and the others eagerly."""
+    """Runs blocks that have a backward compiled, and all others eagerly."""
 
     eager: EagerRunner
     backend: str
-    """The compiler's."""
+    """The compiler's backend."""
 
     def __call__(self, index: int, block: nn.Module, carry: Any, *, policy: Policy, device: torch.device | None) -> Any:
         eager = partial(self.eager, index, policy=policy, device=device)
         if not torch.is_grad_enabled() or device is None:
             return eager(block, carry)
+        # The first step counts attention calls, which happen in Python: a compiled block makes none, so it
+        # is run once without memory.
         if (calls := calls_in_force()) is not None and (type(block), policy) not in calls.traced:
             calls.traced.add((type(block), policy))
             check_traced(block, carry, eager)
@@ -142,29 +150,33 @@ class CompiledRunner:
 def run_compiled(
     block: nn.Module, carry: Any, *, policy: Policy, attention: str, backend: str, device: torch.device | None = None
 ) -> Any:
-    """Run one block under a policy, compiled; None if torch's compiler was told to stand aside.
+    """Run one block under a policy, compiled.
 
     Args:
-        block: The block; the carry that it makes is of the kind that it takes, and has the same beside tensors (`check_traced`).
-        carry: A NamedTuple. What the block passes on unchanged keeps its identity.
-        policy: One that `check_compiled` lets pass.
+        block: The block. Its output carry has the type of its input, and the same values besides tensors (`check_traced`).
+        carry: A NamedTuple. Tensors that the block passes on unchanged keep their identity.
+        policy: A policy that `check_compiled` accepts.
         attention: The attention backend.
-        backend: The compiler's.
-        device: Where the block is. Graphs are of one device, so that each device has as many as it may.
+        backend: The compiler's backend.
+        device: The block's device. Each graph is of one device, so that the limit on graphs counts per device.
+
+    Returns:
+        The output carry; None while torch's compiler is disabled.
 
     Raises:
-        UserError: If torch cannot compile the block, or came to compile it for too many kinds of input.
+        UserError: If torch cannot compile the block, or would compile it for too many kinds of input.
     """
     settings = AttentionSettings(backend=attention, keep=policy.kept_attention)
     kind: Any = type(block)
     function, places = _compiled(kind, policy, backend, device), tuple(_crossing(carry))
     try:
+        # Beyond its limit torch would run the block eagerly, without its policy; `fullgraph` makes that an error.
         with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS), traced_settings(settings):
             after = function(block, carry, places)
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         raise UserError(
-            f"{KEY}: {type(block).__name__} under {policy} came in more kinds than the {MOST_GRAPHS} that are compiled, such as numbers of samples; "
-            f"give batches fewer sizes (train.batch_size in place of train.batch_tokens), or leave {KEY} out"
+            f"{KEY}: {type(block).__name__} under {policy} had more kinds of input than the {MOST_GRAPHS} that are compiled, such as numbers of samples; "
+            f"give batches fewer sizes (train.batch_size instead of train.batch_tokens), or leave {KEY} out"
         ) from error
     except torch._dynamo.exc.TorchDynamoException as error:
         said = str(error).strip().splitlines()
@@ -178,7 +190,7 @@ def run_compiled(
 
 
 def _crossing(carry: Any, place: _Place = ()) -> Iterator[_Place]:
-    """Places in a carry of what may be a tensor."""
+    """Places in a carry where a tensor may be. None counts: a block may make a tensor there."""
     if isinstance(carry, tuple):
         for index, part in enumerate(carry):
             yield from _crossing(part, (*place, index))
@@ -187,7 +199,7 @@ def _crossing(carry: Any, place: _Place = ()) -> Iterator[_Place]:
 
 
 def _with_made(carry: Any, made: Mapping[_Place, Any], place: _Place = ()) -> Any:
-    """A carry with other parts at these places."""
+    """A carry with other parts at these places; all else is that of the input."""
     if place in made:
         return made[place]
     if not isinstance(carry, tuple):
@@ -204,16 +216,16 @@ def _at(carry: Any, place: _Place) -> Any:
 
 @cache
 def _compiled(kind: Any, policy: Policy, backend: str, device: torch.device | None) -> _Function:
+    # Not imported for this: a model can be sharded only if somebody has imported FSDP2.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and issubclass(kind, fsdp.FSDPModule):
         raise UserError(
-            f"{KEY}: {kind.__name__} is spread over ranks, and gathering its weights cannot be compiled; leave {KEY} out of the Engine"
+            f"{KEY}: {kind.__name__} is sharded over ranks, and gathering its weights cannot be compiled; call BlockEngine without compile"
         )
-    # The compiler's cache hangs on the code object, so that each kind of block, policy and device gets one of its own.
+    # The compiler's cache belongs to the code object. A copy of it for each kind of block, policy and device gives each a cache of its own.
     made = _FORMS[type(policy)](policy)
-    own = FunctionType(
-        made.__code__.replace(co_name=f"{kind.__name__}_{policy.kind}"), made.__globals__, made.__name__, None, made.__closure__
-    )  # fmt: skip
+    code = made.__code__.replace(co_name=f"{kind.__name__}_{policy.kind}")
+    own = FunctionType(code, made.__globals__, made.__name__, None, made.__closure__)
     compiled: _Function = torch.compile(own, backend=backend, fullgraph=True)
     return compiled
 
@@ -221,10 +233,12 @@ def _compiled(kind: Any, policy: Policy, backend: str, device: torch.device | No
 def _inside(block: nn.Module, carry: Any, places: tuple[_Place, ...]) -> tuple[Any, ...]:
     after = block(carry)
     if type(after) is not type(carry):
-        raise UserError(f"{KEY}: {type(block).__name__} makes another kind of carry than it takes")
+        raise UserError(f"{KEY}: {type(block).__name__} returns another type of carry than it takes; leave {KEY} out")
     return tuple(_at(after, place) for place in places)
 
 
+# Each form returns None where it is not being compiled: the compiler was disabled, and the caller runs the
+# block eagerly instead.
 def _keeping_all(policy: Policy) -> Any:
     def run(block: nn.Module, carry: Any, places: tuple[_Place, ...]) -> tuple[Any, ...] | None:
         return _inside(block, carry, places) if torch.compiler.is_compiling() else None
@@ -276,24 +290,24 @@ _FORMS: dict[type[Policy], Callable[[Policy], Any]] = {
     AttentionOnly: _keeping_regions,
     Ops: _keeping_operations,
 }
-"""How a policy is written for the compiler, by its kind."""
+"""The function that the compiler traces, by type of policy."""
 
 
 def _static(part: Any) -> list[Any]:
-    """What a part of a carry has besides tensors."""
+    """The values of a part of a carry that are not tensors."""
     return [leaf for leaf in tree_leaves(part) if leaf is not None and not isinstance(leaf, Tensor)]
 
 
 def check_traced(block: nn.Module, carry: Any, run: Callable[[nn.Module, Any], Any]) -> None:
-    """Run a block's forward on tensors without memory, eagerly, for what its policy finds there: the compiler's trace tells nobody.
+    """Run a block's forward eagerly on tensors without memory, to count its attention calls: the compiler's trace does not report them.
 
     Args:
         block: The block.
-        carry: What it takes.
+        carry: Its input.
         run: Runs it under its policy, with attention calls counted.
 
     Raises:
-        UserError: If the carry that it makes has something else beside tensors than the one that it takes.
+        UserError: If values of its output carry besides tensors differ from those of its input.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -303,6 +317,6 @@ def check_traced(block: nn.Module, carry: Any, run: Callable[[nn.Module, Any], A
     names = [name for name, part in carry._asdict().items() if _static(getattr(after, name, None)) != _static(part)]
     if names:
         raise UserError(
-            f"{KEY}: {type(block).__name__} changes {', '.join(names)} of its carry, and of a carry only tensors come out of a compiled block; "
+            f"{KEY}: {type(block).__name__} changes {', '.join(names)} of its carry, but a compiled block returns only the tensors of a carry; "
             f"leave {KEY} out"
         )

@@ -1,4 +1,4 @@
-"""The devices of a run, by the names that a configuration gives them."""
+"""The devices of a run, from the names in a configuration."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -10,21 +10,25 @@ from ditkit_core.errors import UserError
 Number = TypeVar("Number", int, float)
 
 ALL = "all"
-"""In place of the names of all GPUs."""
+"""Stands for all GPUs of the machine."""
 
 
 def choose_device(name: str, key: str) -> torch.device:
-    """The device of a setting; `auto` is the first GPU, else the CPU.
+    """The device of a setting; `auto` is the first GPU, or the CPU if there is none.
+
+    Args:
+        name: The setting's value.
+        key: Name of the setting, for messages.
 
     Raises:
-        UserError: If there is no such device here.
+        UserError: If this machine has no such device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UserError(f"{key} = {name!r} is no device; choose auto, cpu, cuda or cuda:1") from error
+        raise UserError(f"{key} = {name!r} is not a device; choose auto, cpu, cuda or cuda:1") from error
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"{key} = {name!r}: ditkit runs on cpu and cuda; choose auto, cpu, cuda or cuda:1")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -33,44 +37,48 @@ def choose_device(name: str, key: str) -> torch.device:
 
 
 def choose_devices(names: Sequence[str]) -> tuple[torch.device, ...]:
-    """The devices of `train.devices`, in the order given; `all` are the GPUs of this machine.
+    """The devices of `train.devices`, in the given order; `all` means the GPUs of this machine.
 
     Raises:
-        UserError: If one is not here, or named twice.
+        UserError: If this machine lacks one, or one is named twice.
     """
     if ALL in names:
         if len(names) > 1:
-            raise UserError(f'train.devices = {list(names)}: "all" stands alone; leave the others out')
+            raise UserError(f'train.devices = {list(names)}: "all" means every GPU; leave the others out')
         if not torch.cuda.is_available():
-            raise UserError('train.devices = ["all"] are the CUDA devices, and this machine has none; leave it out')
+            raise UserError('train.devices = ["all"] means the CUDA devices, and this machine has none; leave it out')
         return tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
     found = [choose_device(name, "train.devices") for name in names] if len(names) == 1 else _several(names)
-    # `cuda` and `cuda:0` are one device
+    # `cuda` and `cuda:0` are the same device
     if len({(device.type, device.index or 0) for device in found}) < len(found):
         raise UserError(f"train.devices = {list(names)} names a device twice; name each once")
     return tuple(found)
 
 
 def _several(names: Sequence[str]) -> list[torch.device]:
+    # Counted first: a list of GPUs deserves a message on their number, not on the first that is missing.
     wanted = sum(name.startswith("cuda") for name in names)
     if wanted > torch.cuda.device_count():
         raise UserError(
-            f"train.devices = {list(names)} divides over {wanted} GPUs, and this machine has {_num_gpus()}; name those that are "
-            "here, or none (CUDA_VISIBLE_DEVICES hides what it does not list)"
+            f"train.devices = {list(names)} names {wanted} GPUs, and this machine has {_num_gpus()}; name those that it "
+            "has, or none (CUDA_VISIBLE_DEVICES hides GPUs that it does not list)"
         )
     return [choose_device(name, "train.devices") for name in names]
 
 
 def per_device(values: Sequence[Number], num_devices: int, key: str) -> tuple[Number, ...]:
-    """One value for each device: as given, or the one given for all, or 0 if none is.
+    """One value per device: the given values, or the one given for all, or 0 if none is given.
 
     Args:
-        values: Of the devices, in their order.
-        num_devices: How many there are.
-        key: The setting that gives them.
+        values: The given values, in the order of the devices.
+        num_devices: Number of devices.
+        key: Name of the setting, for messages.
+
+    Returns:
+        `num_devices` values.
 
     Raises:
-        UserError: If there is neither one for each device nor one for all.
+        UserError: If there is neither one value per device nor one for all.
     """
     if len(values) not in (0, 1, num_devices):
         raise UserError(

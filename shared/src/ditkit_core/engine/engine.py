@@ -1,14 +1,14 @@
-"""The engine: a whole forward of a staged model, each block run as its activation checkpointing policy says.
+"""The engine: a complete forward of a staged model, each block under its activation checkpointing policy.
 
-The engine itself does nothing but call, stage by stage, small objects with one job each:
+The engine itself only calls, stage by stage, small objects with one job each:
 
-- `ACSchedule.policies` says which policy a block has,
+- `ACSchedule.policies` gives the policy of each block,
 - `DeviceHops` sends the carry to the device of the next stage,
-- `offloading` moves to the host what blocks with such a policy keep,
-- `HookedRunner` tells hooks where a block begins and ends, forward and backward,
+- `offloading` moves to the host what blocks with an offloading policy keep,
+- `HookedRunner` calls hooks where a block begins and ends, in forward and backward,
 - `EagerRunner` or `CompiledRunner` runs a block under its policy.
 
-Nothing is wrapped and no name of a parameter changes.
+No module is wrapped, and no parameter changes its name.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,25 +30,25 @@ from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.context import calls_in_force
 
 POLICIES = ("none", "full", "attn_only")
-"""The policies that every other lever is tested with; `ac_schedule` knows them all."""
+"""The policies that every other lever is tested with; `ac_schedule` has all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockEngine:
-    """Runs a whole forward, each block through its checkpoint policy and the attention backend.
+    """Runs a complete forward, each block under its checkpointing policy and with the attention backend.
 
-    Passed to a model's `forward` as `run`. It is a plain value: it holds no parameter, and no state but host memory that is used again.
+    Passed to a model's `forward` as `run`. It is a plain value: it has no parameters, and no state besides host memory for reuse.
     """
 
     policy: ScheduleLike = "none"
-    """Which block runs under which policy: a configuration's schedule, or its text, which is parsed once."""
+    """Which block runs under which policy: a configuration's schedule or its text, which is parsed once."""
     backend: str = "sdpa"
     compile: bool | str = False
-    """Whether blocks that have a backward are compiled, or by which backend of torch's compiler (`compile.py`)."""
+    """Whether blocks with a backward are compiled, or the backend of torch's compiler that compiles them (`compile.py`)."""
     hooks: tuple[BlockHooks, ...] = ()
-    """Told where the carry enters and leaves a block, forward and backward: what streams weights through a device, or watches."""
+    """Called where the carry enters and leaves a block, in forward and backward: for block swap and statistics."""
     host: HostMemory = field(default_factory=HostMemory, compare=False, repr=False)
-    """Where blocks whose policy offloads put what they keep."""
+    """Host memory for the tensors of blocks whose policy offloads. Shared by all forwards, so that buffers are allocated once."""
 
     def __post_init__(self) -> None:
         check_compiled(backend_of(self.compile), self.schedule.distinct)
@@ -68,25 +68,29 @@ class BlockEngine:
         blocks = model.blocks()
         devices = [device_of(block) for block in blocks]
         policies = self._policies(devices)
+        # A model casts explicitly. An autocast of the caller would change the dtype of its matmuls without a word.
         autocast_off = autocast_disabled(next(iter(model.head.parameters())).device.type)
         with offloading(self.host, model, policies, devices) as stores, autocast_off:
             run = HookedRunner((*self.hooks, *stores), self.runner)
             hops = DeviceHops(device_of(model.embed))
             carry = self._embed(model, inputs)
             for index, (block, policy, device) in enumerate(zip(blocks, policies, devices, strict=True)):
-                carry = hops.to(device, carry)  # rebound at once: what stays behind would be held while the block runs
+                # Rebound at once: the carry on the device before would otherwise stay in memory while the block runs.
+                carry = hops.to(device, carry)
                 carry = self._run(index, block, carry, partial(run, policy=policy, device=device))
             carry = hops.to(device_of(model.head), carry)
             if (calls := calls_in_force()) is not None:
+                # After the last block, when every attention call of the step was counted.
                 calls.check()
             return self._head(model, carry)
 
     def _policies(self, devices: Sequence[torch.device | None]) -> Sequence[Policy]:
         if not torch.is_grad_enabled():
-            # Nothing is kept, and a schedule may name devices of the training that are not here.
+            # Without a backward nothing is kept. A schedule may also name devices of the training that this machine lacks.
             return (Policy(),) * len(devices)
         return self.schedule.policies(devices)
 
+    # Methods of their own, so that `planner/profiler.py` can measure each stage.
     def _embed(self, model: StagedModel, inputs: Any) -> Any:
         return model.embed(inputs)
 
@@ -98,14 +102,14 @@ class BlockEngine:
 
 
 class DeviceHops:
-    """Sends the carry along with the weights: once per boundary, and outside of every checkpoint, so that nothing is sent again for a recompute."""
+    """Sends the carry to the weights: once per boundary, and outside of every checkpoint, so that a recompute sends nothing again."""
 
     def __init__(self, here: torch.device | None):
-        """Begin where the embedding leaves the carry."""
+        """Begin on the device where the embedding leaves the carry."""
         self._here = here
 
     def to(self, device: torch.device | None, carry: Any) -> Any:
-        """The carry on the device of the next stage; None for a stage without weights, which runs wherever the carry is."""
+        """The carry on the device of the next stage. With None, for a stage without weights, the carry stays where it is."""
         if device is None or device == self._here:
             return carry
         self._here = device
@@ -113,7 +117,7 @@ class DeviceHops:
 
 
 def device_of(stage: nn.Module) -> torch.device | None:
-    """Where a stage's weights are; None if it has none, and runs wherever the carry is."""
+    """The device of a stage's weights; None if it has none and runs wherever the carry is."""
     return next((parameter.device for parameter in stage.parameters()), None)
 
 

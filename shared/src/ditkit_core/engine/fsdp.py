@@ -1,18 +1,18 @@
-"""Parameters, gradients and optimizer state of a model spread over ranks, by FSDP2: for training loops of your own.
+"""Shards parameters, gradients and optimizer state of a model over ranks, by FSDP2: for training loops of your own.
 
-The commands run in one process. Who starts several (torchrun) writes the loop, and calls `shard` once the model is built, adapters included:
+The commands run in one process. To use several (torchrun), write the loop and call `shard` once the model is built, adapters included:
 
     torch.distributed.init_process_group()
     shard(model, precision)
     loss_of(model(inputs, BlockEngine(policy="attn_only"))).backward()
 
-An engine's policies work as they do on one rank: blocks are called as modules, inside their checkpoints, so that a recompute gathers nothing
-again. FSDP2 casts nothing: parameters are stored in the dtype that they are computed in, and a model casts its activations itself. Up to
-torch 2.12 FSDP2 cast a block's inputs in the forward and forgot to in the recompute.
+An engine's policies work as on one rank: blocks are called as modules, inside their checkpoints, so a recompute gathers nothing again.
+FSDP2 casts nothing: parameters are stored in the dtype that they are computed in, and a model casts its activations itself. Up to torch
+2.12 FSDP2 cast a block's inputs in the forward but not in the recompute.
 
-Who divides the layers of a block over ranks calls whatever must not run again, such as the sum behind a part of an MLP, through
+Layers of your own that split their work over ranks call whatever must not run again, such as the sum behind a part of an MLP, through
 `attention.kept(function, name, *tensors)`. It is the public mark for authors of such layers: policies that keep attention keep that call
-with it, and a recompute makes no collective of it.
+with it, and a recompute does not repeat its collective.
 """
 
 from collections.abc import Sequence
@@ -35,19 +35,19 @@ from ditkit_core.nn.linear import CastLinear
 
 
 def shard(model: StagedModel, precision: Precision, mesh: DeviceMesh | None = None) -> None:
-    """Spread a model over ranks, in place: every block is gathered while it runs, everything else with the model as a whole.
+    """Shard a model over ranks, in place: every block is gathered while it runs, everything else together with the model.
 
-    Gradients are averages over ranks. FSDP2 takes trained parameters of one dtype at a time; where a block or the rest has several
-    (a full fine-tune in bf16), layers that stay fp32 are gathered on their own, and what is left of the rarer dtype (tables of modulation,
-    weights of norms) stays whole on each rank and is averaged after the backward.
+    Gradients are averaged over ranks. FSDP2 takes trained parameters of one dtype at a time. Where a block or the rest has several (a full
+    fine-tune in bf16), layers that stay fp32 are gathered on their own. What is left of the rarer dtype (tables of modulation, weights of
+    norms) stays unsharded on each rank, and its gradients are averaged after the backward.
 
     Args:
         model: A StagedModel, on one device.
         precision: Its `reduction` is the dtype in which gradients are averaged.
-        mesh: The ranks; by default all of them. With two dimensions parameters are spread over the second and repeated over the first.
+        mesh: The ranks; by default all of them. With two dimensions, parameters are sharded over the second and replicated over the first.
 
     Raises:
-        UserError: Without a process group, for a model that is sharded already, or one that lies on several devices.
+        UserError: Without a process group, for a model that is sharded already, or for a model on several devices.
     """
     devices = {parameter.device for parameter in model.parameters()}
     if (ranks := world()) is None:
@@ -56,11 +56,12 @@ def shard(model: StagedModel, precision: Precision, mesh: DeviceMesh | None = No
         raise UserError("the model is sharded already: call shard once, after adapters are injected")
     if len(devices) != 1:
         raise UserError(
-            f"sharding takes a model on one device, not on {len(devices)}: build it without a division over devices"
+            f"sharding takes a model on one device, not on {len(devices)}: build it without splitting it over devices"
         )
     if mesh is None:
         mesh = init_device_mesh(devices.pop().type, (ranks.size,))
     policy = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=precision.reduction, cast_forward_inputs=False)
+    # The model itself comes last: FSDP2 gives a parent whatever its sharded children left.
     whole: list[nn.Parameter] = []
     units: list[Any] = [block for block in model.blocks() if next(block.parameters(), None) is not None]
     for unit in [*units, model]:
@@ -68,44 +69,48 @@ def shard(model: StagedModel, precision: Precision, mesh: DeviceMesh | None = No
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         whole += _rarer(_trained(unit, whole))
         fully_shard(unit, mesh=mesh, mp_policy=policy, ignored_params=set(whole))
+        # Before FSDP2's own hook, which would otherwise take a recompute for a forward.
         unit.register_forward_pre_hook(_enter_backward, prepend=True)
     if whole:
         reduce_whole(whole, mesh, precision.reduction)
+    # With dtypes sorted out, nothing trained should be left to a single rank; FSDP2 itself would not report
+    # it.
     check_reduced(model)
 
 
 def _enter_backward(unit: Any, given: Any) -> None:
-    """Have FSDP2 take a unit's recompute for part of its backward, also where that begins before the backward has entered the unit.
+    """Have FSDP2 treat a unit's recompute as part of its backward, even if it begins before the backward has entered the unit.
 
-    torch_remat recomputes a block ahead of everything in it, FSDP2's own hook included. FSDP2 would take that for a forward: it would
-    gather once more what `set_modules_to_forward_prefetch` names, for nobody, and prefetch for the backward only after the recompute.
+    torch_remat recomputes a block before anything in it, FSDP2's own hook included. FSDP2 would treat that as a forward: it would gather
+    what `set_modules_to_forward_prefetch` names once more, for nothing, and prefetch for the backward only after the recompute.
     """
     if torch._C._current_graph_task_id() == -1:
-        return
+        return  # no backward is running: this is a forward
     state = unit._get_fsdp_state()
     if state._training_state.name != "PRE_BACKWARD":
         state._pre_backward(None)
 
 
 def _trained(unit: nn.Module, known: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """What is trained of a unit, and not yet seen to."""
+    """Trained parameters of a unit that are neither in `known` nor sharded yet."""
     seen = {id(parameter) for parameter in known}
     found = (parameter for parameter in unit.parameters() if parameter.requires_grad and id(parameter) not in seen)
     return [parameter for parameter in found if not isinstance(parameter, DTensor)]
 
 
 def _layers_apart(unit: nn.Module, known: Sequence[nn.Parameter]) -> list[nn.Module]:
-    """Layers to be gathered on their own, so that the unit's other parameters are of one dtype: those that are always called as modules."""
+    """Layers to gather on their own, so that the unit's other parameters have one dtype."""
     trained = _trained(unit, known)
     if len({parameter.dtype for parameter in trained}) < 2:
         return []
     own = {id(parameter) for parameter in trained}
+    # FSDP2 gathers in hooks on the module's call, so only layers qualify that are always called as modules.
     layers = (module for module in unit.modules() if isinstance(module, CastLinear))
     return [layer for layer in layers if id(layer.weight) in own and layer.weight.dtype == torch.float32]
 
 
 def _rarer(trained: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Parameters of any other dtype than the one that has most elements."""
+    """Parameters of any dtype but the one with the most elements."""
     elements: dict[torch.dtype, int] = {}
     for parameter in trained:
         elements[parameter.dtype] = elements.get(parameter.dtype, 0) + parameter.numel()
@@ -116,33 +121,33 @@ def _rarer(trained: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 def check_reduced(model: nn.Module | StagedModel) -> None:
     """Refuse a model with a trained parameter whose gradient would be that of one rank alone.
 
-    FSDP2 says nothing of it: where blocks are sharded and the model around them is not, the embedding drifts apart silently.
+    FSDP2 does not report this: where blocks are sharded and the model around them is not, the ranks' embeddings drift apart silently.
     Call it again after anything is added to a sharded model.
 
     Raises:
-        UserError: Naming the first such parameter.
+        UserError: With the name of the first such parameter.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not isinstance(parameter, DTensor) and parameter not in _REDUCED:
             raise UserError(
-                f"{name} is trained, and neither sharded nor reduced over ranks: call sharding.shard on the whole model, or "
-                "sharding.reduce_whole for what stays whole"
+                f"{name} is trained, and neither sharded nor reduced over ranks: call fsdp.shard on the complete model, or "
+                "fsdp.reduce_whole for parameters that stay unsharded"
             )
 
 
 _REDUCED = WeakIdKeyDictionary()
-"""Parameters that are whole on every rank and whose gradients are averaged, to what does it."""
+"""Unsharded parameters whose gradients are averaged, with the object that does it. Weak, so that no model is kept alive."""
 
 
 def reduce_whole(parameters: Sequence[nn.Parameter], mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Average over ranks, after every backward, the gradients of parameters that each rank holds whole.
+    """Average the gradients of unsharded parameters over ranks after every backward.
 
-    Gradients may be added up over several backwards: what is averaged already is the same on all ranks, and its average is itself.
+    Gradients may be accumulated over several backwards: what is averaged already is the same on all ranks, and its average is itself.
 
     Args:
-        parameters: The same on every rank, and with gradients on all ranks or on none.
+        parameters: The same on every rank, with gradients on all ranks or on none.
         mesh: The ranks.
-        dtype: Gradients are summed in it.
+        dtype: The dtype in which gradients are summed.
     """
     reduction = _Reduction(parameters, mesh, dtype)
     for parameter in parameters:
@@ -156,10 +161,10 @@ class _Reduction:
     def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh, dtype: torch.dtype):
         self._parameters, self._mesh, self._dtype = list(parameters), mesh, dtype
         self._backward = -1
-        """The last that it was wanted in: unlike a flag, this outlives a backward that fails."""
+        """The last backward that asked for it. A flag would stay set after a backward that fails."""
 
     def want(self, parameter: Tensor) -> None:
-        """A gradient is there."""
+        """Average at the end of this backward: a gradient has arrived."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward = backward
@@ -168,6 +173,7 @@ class _Reduction:
     @torch.no_grad()
     def _reduce(self) -> None:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        # One collective for all: these parameters are many and small.
         joined = torch.cat([gradient.flatten().to(self._dtype) for gradient in gradients])
         for dimension in range(self._mesh.ndim):
             dist.all_reduce(joined, group=self._mesh.get_group(dimension))

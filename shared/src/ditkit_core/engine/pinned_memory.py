@@ -1,8 +1,8 @@
-"""Memory of the host that devices copy from and to, page-locked where they are GPUs: tensors that pass through a device, and buffers for copies.
+"""Host memory that devices copy from and to, page-locked for GPUs: tensors that are streamed through a device, and buffers for copies.
 
-`Streamed` is a group of tensors with one buffer on the host and, from time to time, one on their device: weights of a block, or what the
-optimizer keeps of them. `HostBuffers` is a pool of buffers that are used again: activations of one forward after the other.
-Without page-locking a GPU's copies would not overlap with its work.
+`Streamed` is a group of tensors with one buffer on the host and, from time to time, one on their device: weights of a block, or their
+optimizer state. `HostBuffers` is a pool of reusable buffers, for the activations of one forward after the other.
+Without page-locking, a GPU's copies would not overlap with its work.
 """
 
 import math
@@ -21,15 +21,15 @@ from ditkit_core.io.console import warn
 
 HOST = torch.device("cpu")
 _ALIGNMENT = 256
-"""Bytes; what CUDA's kernels may expect of a weight's address is at most that."""
+"""Alignment of each tensor in a buffer, in bytes: the most that CUDA's kernels may expect of a weight's address."""
 
 Found = tuple[MutableMapping[str, Any], str]
-"""Where a tensor is entered: a module's `_parameters` or `_buffers` or an optimizer's state of a parameter, and the key."""
+"""An entry that has a tensor: a module's `_parameters` or `_buffers`, or an optimizer's state of a parameter, and the key in it."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)  # torch crashes where it is to show an emptied tensor
+@dataclass(frozen=True, eq=False, repr=False)  # torch crashes when it prints an emptied tensor
 class PinnedSlot:
-    """A tensor's place, and its two values."""
+    """A tensor's entry, and its values on the device and on the host."""
 
     entries: MutableMapping[str, Any]
     leaf: str
@@ -44,24 +44,24 @@ class PinnedSlot:
 
 
 class Streamed:
-    """Tensors that pass through a device together.
+    """Tensors that are streamed through a device together.
 
     Attributes:
-        slots: Their places, one for each entry that was found.
+        slots: Their entries, one for each that was found.
         host, buffer: The buffers, uint8, on the host and on the device.
-        num_bytes: Size of either.
+        num_bytes: Size of either buffer.
     """
 
     def __init__(self, found: Sequence[Found], device: torch.device, *, returns: bool = False):
-        """Take the tensors over, and enter views into the device's buffer, which is empty, in their places.
+        """Take over the tensors, and replace them by views into the device's buffer, which is empty.
 
         Args:
-            found: Where they are entered; several entries of one tensor stay one.
-            device: Where they are used.
-            returns: Whether `store` brings back all, not the trained weights alone.
+            found: Their entries; several entries of one tensor stay one tensor.
+            device: The device that uses them.
+            returns: Whether `store` copies back all tensors, not only trained weights.
         """
         originals = {id(tensor := entries[leaf]): tensor for entries, leaf in found}
-        # what is brought back comes first, in one piece
+        # What is copied back comes first, so that one copy brings all of it.
         ordered = sorted(originals, key=lambda key: not originals[key].requires_grad)
         offsets, end, self._num_returned = {}, 0, 0
         for key in ordered:
@@ -71,14 +71,15 @@ class Streamed:
         self.num_bytes = end
         self.host = torch.empty(end, dtype=torch.uint8, device=HOST)
         self.buffer = torch.empty(end, dtype=torch.uint8, device=device)
-        # Shares the memory but not the version: what autograd saved of a weight does not see it filled again.
+        # Shares the memory but not the version counter: otherwise autograd would report every saved weight as changed when the buffer is
+        # filled again with the same values.
         self._filled = self.buffer.data
         pairs: dict[int, tuple[Tensor, Tensor]] = {}
         for key, tensor in originals.items():
             there, here = (_part(buffer, offsets[key], tensor) for buffer in (self.buffer, self.host))
             here.copy_(tensor.detach())
             if isinstance(tensor, nn.Parameter):
-                # with versions of their own, too: the update of one weight is no change of the others
+                # `.data` gives each its own version counter: the update of one weight does not count as a change of the others.
                 there, here = (nn.Parameter(part.data, requires_grad=tensor.requires_grad) for part in (there, here))
             pairs[key] = there, here
         self.slots = [PinnedSlot(entries, leaf, *pairs[id(entries[leaf])]) for entries, leaf in found]
@@ -96,7 +97,8 @@ class Streamed:
         self._filled.copy_(self.host, non_blocking=True)
 
     def store(self) -> None:
-        """Copy what may have changed on the device back to the host."""
+        """Copy back to the host what may have changed on the device."""
+        # A new tensor in a slot would be updated on the device and never copied back: the training would be lost without a word.
         for slot in self.slots:
             assert slot.entries[slot.leaf] is slot.device, f"{slot.leaf} was replaced instead of changed in place"
         if self._num_returned:
@@ -104,32 +106,32 @@ class Streamed:
 
     def empty(self) -> None:
         """Free the device's memory."""
-        # In place: another tensor for each weight would leave alive what autograd saved of these.
+        # In place: a new tensor for each weight would keep alive those that autograd saved.
         self.buffer.untyped_storage().resize_(0)
 
     def put(self, *, on_host: bool) -> None:
-        """Enter the host's values in the tensors' places, or the device's."""
+        """Put the host's tensors into the entries, or the device's."""
         for slot in self.slots:
             slot.entries[slot.leaf] = slot.host if on_host else slot.device
 
 
 def _part(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
-    """A part of a buffer, as a tensor like another."""
+    """The part of a buffer from an offset on, as a tensor with the dtype, shape and, if possible, strides of another."""
     flat, expected = buffer[offset : offset + like.nbytes].view(like.dtype), 1
     for stride, size in sorted(zip(like.stride(), like.shape, strict=True)):
-        if size > 1 and stride != expected:  # holes: laid out in order instead
+        if size > 1 and stride != expected:  # strides with holes: laid out contiguously instead
             return flat.view(like.shape)
         expected *= size
-    return flat.as_strided(like.shape, like.stride())  # a transposed matrix stays one: 8-bit kernels ask for it
+    return flat.as_strided(like.shape, like.stride())  # a transposed matrix stays transposed, as 8-bit kernels need it
 
 
 def page_lock(tensor: Tensor, device: torch.device, locked: MutableMapping[int, torch.device]) -> bool:
-    """Page-lock a host tensor where it is. `pin_memory` would round a block up to a power of two.
+    """Page-lock a host tensor in place. (`pin_memory` would round its size up to a power of two.)
 
     Args:
         tensor: The tensor.
         device: The GPU that copies it.
-        locked: Takes its address and the device, for `unlock`.
+        locked: Gets its address and the device, for `unlock`.
 
     Returns:
         Whether the system allowed it.
@@ -140,14 +142,14 @@ def page_lock(tensor: Tensor, device: torch.device, locked: MutableMapping[int, 
     if succeeded:
         locked[tensor.data_ptr()] = device
     else:
-        # CUDA keeps the error for whoever asks next, and torch asks after each kernel: let it be one that nobody needs
+        # CUDA keeps the error for the next caller that asks, and torch asks after each kernel: this kernel takes the error.
         with suppress(RuntimeError):
             torch.ones((), device=device)
     return succeeded
 
 
 def unlock(locked: Mapping[int, torch.device]) -> None:
-    """Undo `page_lock`, once the devices have done what they were told to do with the memory."""
+    """Undo `page_lock`, once the devices have finished all work on the memory."""
     for device in set(locked.values()):
         torch.cuda.synchronize(device)
     for address in locked:
@@ -155,18 +157,19 @@ def unlock(locked: Mapping[int, torch.device]) -> None:
 
 
 class PinnedPool:
-    """Page-locked memory of the host.
+    """Page-locked host memory.
 
     Attributes:
-        all_locked: Whether the system allowed it every time.
+        all_locked: Whether the system allowed every lock.
     """
 
     def __init__(self, owner: object):
-        """Hold nothing yet.
+        """Start without locked memory.
 
         Args:
-            owner: While it is there so are its tensors; what is locked then, is unlocked with it.
+            owner: Owner of the tensors; whatever is still locked when it is freed, is unlocked then.
         """
+        # `atexit = False`: at the end of the process CUDA may be gone, and the system frees the memory anyway.
         self.all_locked = True
         self._locked: dict[int, torch.device] = {}
         weakref.finalize(owner, unlock, self._locked).atexit = False
@@ -176,36 +179,36 @@ class PinnedPool:
         self.all_locked &= page_lock(tensor, device, self._locked)
 
     def unlock(self, tensors: Sequence[Tensor]) -> None:
-        """Undo it, before the tensors' memory is given back: their devices are waited for once."""
+        """Unlock tensors before their memory is freed. Their devices are waited for once."""
         gone = [address for tensor in tensors if (address := tensor.data_ptr()) in self._locked]
         unlock({address: self._locked.pop(address) for address in gone})
 
 
 class HostBuffers:
-    """A pool of buffers, which has never more bytes than were in use at once.
+    """A pool of buffers that never has more bytes than were in use at once.
 
-    All copies of one pool have to be on one stream: a buffer is handed out again while the last copy from it may still be under way.
+    All copies of one pool must be on one stream: a buffer is handed out again while the last copy from it may still be running.
 
     Attributes:
         num_bytes: Bytes of all buffers, in use or not.
     """
 
     def __init__(self, device: torch.device):
-        """Hold nothing yet.
+        """Start without buffers.
 
         Args:
-            device: What copies. For a GPU buffers are page-locked, without which its copies would not overlap with its work.
+            device: The device that copies. For a GPU the buffers are page-locked; without that, copies would not overlap with its work.
         """
         self.num_bytes = 0
         self._device = device
         self._used = self._most = 0
         self._free: dict[int, list[Tensor]] = {}
-        # Given back by whatever thread frees a graph, in the middle of anything: a deque needs no lock.
+        # Any thread that frees a graph gives buffers back, at any moment. Appending to a deque is atomic and needs no lock.
         self._returned: deque[Tensor] = deque()
         self._pages = PinnedPool(self)
 
     def take(self, num_bytes: int) -> Tensor:
-        """A buffer, uint8, of at least so many bytes: the smallest that is free, or a new one in place of others."""
+        """A uint8 buffer of at least so many bytes: the smallest free one, or a new one in place of others."""
         while self._returned:
             buffer = self._returned.popleft()
             self._used -= buffer.nbytes
@@ -217,28 +220,32 @@ class HostBuffers:
         return buffer
 
     def give(self, buffer: Tensor) -> None:
-        """Take a buffer back, from any thread."""
+        """Return a buffer to the pool, from any thread."""
         self._returned.append(buffer)
 
     def _made(self, num_bytes: int) -> Tensor:
         if self._device.type != "cuda":
             self._make_room(num_bytes)
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=HOST)
-        else:  # whole pages of its own: none can be locked twice
+        else:
+            # Complete pages that belong to this buffer alone: a page cannot be locked twice.
             size = math.ceil(num_bytes / mmap.PAGESIZE) * mmap.PAGESIZE
             self._make_room(size)
             around = torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8, device=HOST)
             start = -around.data_ptr() % mmap.PAGESIZE
             buffer = around[start : start + size]
+            # Only the first failure is reported: later ones have the same cause.
             before = self._pages.all_locked
             self._pages.lock(buffer, self._device)
             if before and not self._pages.all_locked:
-                warn(f"what is offloaded from {self._device} could not be page-locked: its copies will be waited for")
+                warn(
+                    f"host memory for {self._device} could not be page-locked: {self._device} will wait for its copies"
+                )
         self.num_bytes += buffer.nbytes
         return buffer
 
     def _make_room(self, num_bytes: int) -> None:
-        """Free buffers, the largest first, until one more makes no more than were in use at once."""
+        """Free buffers, the largest first, until a new one keeps the pool within the most bytes that were in use at once."""
         most, gone = max(self._most, self._used + num_bytes), list[Tensor]()
         while self.num_bytes + num_bytes > most:
             gone.append(self._free[max(size for size, free in self._free.items() if free)].pop())

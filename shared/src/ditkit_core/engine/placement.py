@@ -1,7 +1,7 @@
 """Which device runs each stage of a model, and which blocks' weights are streamed through it.
 
-A placement is data: it decides where weights are put when they are loaded, and nothing else. The engine follows the weights, so a
-model that lies on one device is run as if there were no division. Where a model is best cut is decided in `planner/partition.py`.
+A placement is data: it decides where weights are put when they are loaded, and nothing else. The engine follows the weights, so a model
+on one device runs as if it had never been split. `planner/partition.py` decides where a model is best split.
 """
 
 import itertools
@@ -24,30 +24,36 @@ class Placement:
     """In execution order."""
     head: torch.device
     streamed: frozenset[int] = frozenset()
-    """Blocks whose weights stay on the host, and are on their device while they are used."""
+    """Blocks whose weights stay on the host and are on their device only while they are used."""
     checkpointing: ACSchedule | None = None
-    """`train.checkpointing` as the engine takes it: budgets and devices resolved to blocks; None where nothing is trained."""
+    """`train.checkpointing` for the engine, with budgets and devices resolved to blocks; None where nothing is trained."""
 
     @property
     def split_points(self) -> tuple[int, ...]:
-        """Blocks before which the next device begins."""
+        """Split points: the first block of each device but the first."""
         return tuple(i for i in range(1, len(self.blocks)) if self.blocks[i] != self.blocks[i - 1])
 
     def described(self) -> str:
-        """One line that says how a model is divided."""
+        """One line for the log: which device runs which blocks."""
         bounds = [0, *self.split_points, len(self.blocks)]
         spans = [f"{self.blocks[a]} blocks {a} to {b - 1}" for a, b in itertools.pairwise(bounds)]
-        return f"divided over {len(spans)} devices: {', '.join(spans)}"
+        return f"split over {len(spans)} devices: {', '.join(spans)}"
 
     def device_of(self, model: StagedModel) -> Callable[[str], torch.device]:
         """The device of a parameter or module, by its name in the model.
 
+        Returns:
+            A function of the name.
+
         Raises:
-            LookupError: From the function, for what is in no stage: a parameter of the model itself has no device.
+            LookupError: Raised by that function for a name outside of all stages: a parameter of the model itself has no device.
         """
-        where = {id(model.embed): self.embed, id(model.head): self.head}
-        where |= {id(block): device for block, device in zip(model.blocks(), self.blocks, strict=True)}
-        stages = {name: where[id(module)] for name, module in model.named_modules() if id(module) in where}
+        # By the identity of modules: a model may name its stages as it likes, and `blocks()` may collect them from several lists.
+        device_by_id = {id(model.embed): self.embed, id(model.head): self.head}
+        device_by_id |= {id(block): device for block, device in zip(model.blocks(), self.blocks, strict=True)}
+        stages = {
+            name: device_by_id[id(module)] for name, module in model.named_modules() if id(module) in device_by_id
+        }
 
         def device_of(name: str) -> torch.device:
             for stage, device in stages.items():
@@ -59,18 +65,18 @@ class Placement:
 
 
 def place_blocks(model: StagedModel, devices: Sequence[torch.device], split_points: Sequence[int] = ()) -> Placement:
-    """Divide a model over devices, in their order: embedding first, head last.
+    """Split a model over devices, in their order: embedding first, head last.
 
     Args:
-        model: The staged model; `meta` will do.
+        model: The staged model; it may be on `meta`.
         devices: At least one.
-        split_points: Blocks before which the next device begins, one less than devices.
+        split_points: The first block of each device but the first.
 
     Raises:
-        UserError: If the split points do not divide the blocks among the devices.
+        UserError: If the split points do not give every device a block.
     """
     num_blocks = len(model.blocks())
-    # A block without parameters runs where its carry is, so that no device begins with it.
+    # A block without parameters runs where its carry is, so no device can begin with it.
     starts = [i for i, block in enumerate(model.blocks()) if next(block.parameters(), None) is not None]
     bounds = [0, *_checked(split_points, len(devices), num_blocks, starts), num_blocks]
     blocks = tuple(device for i, device in enumerate(devices) for _ in range(bounds[i], bounds[i + 1]))
@@ -78,14 +84,14 @@ def place_blocks(model: StagedModel, devices: Sequence[torch.device], split_poin
 
 
 def _checked(split_points: Sequence[int], num_devices: int, num_blocks: int, starts: Sequence[int]) -> tuple[int, ...]:
-    """The split points, each at the first block from there on that has parameters."""
+    """The split points, each moved to the first block from there on that has parameters."""
     if split_points and num_devices == 1:
         raise UserError(
-            f"train.split_points = {list(split_points)} divides over several devices, and train.devices names one; name more"
+            f"train.split_points = {list(split_points)} splits over several devices, and train.devices names one; name more"
         )
     if len(split_points) != num_devices - 1:
         raise UserError(
-            f"train.split_points = {list(split_points)}: {num_devices} devices need {num_devices - 1}; leave it empty to divide by bytes"
+            f"train.split_points = {list(split_points)}: {num_devices} devices need {num_devices - 1}; leave it empty to split by bytes"
         )
     begin = tuple(
         next((start for start in starts if start >= cut), num_blocks) if cut > 0 else 0 for cut in split_points

@@ -1,7 +1,7 @@
-"""Keeping what named operations return: the sets that `ops(...)` takes, and the contexts of torch's selective checkpoint.
+"""Keeps the results of named operations: the sets of operations for `ops(...)`, and the contexts of torch's selective checkpoint.
 
-An operation is recognised by the full name it has below autograd (`aten.mm.default`), so this holds for what torch runs as one operation:
-attention made of several, with dropout or in the math kernel, is not kept. `attn_only` keeps it, being marked where it is called.
+An operation is recognised by its full name below autograd (`aten.mm.default`). So this works for what torch runs as one operation:
+attention that is made of several, with dropout or in the math kernel, is not kept. `attn_only` keeps it, because it marks the call.
 """
 
 import difflib
@@ -18,17 +18,31 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ditkit_core.errors import UserError
 
 _ATTENTION = (
-    *(f"aten._scaled_dot_product_{kernel}.default" for kernel in (
-        "flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu", "fused_attention_overrideable",
-    )),
-    "aten._flash_attention_forward.default", "aten._efficient_attention_forward.default", "aten._cudnn_attention_forward.default",
-    "torch_attn._varlen_attn.default", "flash_attn._flash_attn_forward.default", "flash_attn._flash_attn_varlen_forward.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_fused_attention_overrideable.default",
+    "aten._flash_attention_forward.default",
+    "aten._efficient_attention_forward.default",
+    "aten._cudnn_attention_forward.default",
+    "torch_attn._varlen_attn.default",
+    "flash_attn._flash_attn_forward.default",
+    "flash_attn._flash_attn_varlen_forward.default",
     "flash_attn_3.fwd.default",
-)  # fmt: skip
+)
+# A functional collective returns at once and `wait_tensor` returns its result, so both are needed to run neither again.
 _COLLECTIVES = (
-    "all_reduce", "all_reduce_coalesced", "all_gather_into_tensor", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor",
-    "reduce_scatter_tensor_coalesced", "all_to_all_single", "broadcast", "wait_tensor",
-)  # fmt: skip
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_into_tensor_coalesced",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
+    "all_to_all_single",
+    "broadcast",
+    "wait_tensor",
+)
 
 SETS: dict[str, frozenset[str]] = {
     "matmul": frozenset(
@@ -37,28 +51,29 @@ SETS: dict[str, frozenset[str]] = {
     "attention": frozenset(_ATTENTION),
     "collectives": frozenset(f"_c10d_functional.{name}.default" for name in _COLLECTIVES),
 }
-"""Operations by the word for a set of them. Forwards alone; what writes into a tensor it is given, as collectives in place and
-`mm.out` do, cannot be kept and runs again."""
+"""Sets of operations, by their word in a schedule. They contain forward operations only. An operation that writes into its argument, such
+as a collective in place or `mm.out`, cannot be kept and runs again."""
 
 
 SEEN_BY_HOOKS = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
-"""Whether this torch can hand what it keeps for named operations to hooks on saved tensors, which is how it is offloaded."""
+"""Whether this torch passes the results that it keeps to saved-tensor hooks, by which they are offloaded."""
 
 
 def check_names(names: tuple[str, ...]) -> None:
-    """Refuse names that are no set and no operation that can be kept.
+    """Refuse names that are neither a set nor an operation whose result can be kept.
 
     Raises:
-        ValueError: Saying what could stand there.
+        ValueError: With what could be written instead.
     """
     if not names:
-        raise ValueError(f"ops takes names: {', '.join(SETS)}, or of operations, such as aten.mm.default")
+        raise ValueError(f"ops takes names: {', '.join(SETS)}, or operations such as aten.mm.default")
     for name in names:
         if name not in SETS:
             _check_operation(name)
 
 
 def _check_operation(name: str) -> None:
+    # torch.ops loads names on access: a wrong namespace shows only where something is looked up in it.
     found: Any = torch.ops
     for part in name.split("."):
         try:
@@ -66,17 +81,18 @@ def _check_operation(name: str) -> None:
         except (AttributeError, RuntimeError):
             raise ValueError(f"ops knows no {name!r}; {_meant(name)}") from None
     match found:
+        # A packet has a default overload and others; the selective checkpoint sees overloads.
         case torch._ops.OpOverloadPacket():
             overloads = {overload: getattr(found, overload) for overload in found.overloads()}
             kept = [f"{name}.{overload}" for overload, op in overloads.items() if not op._schema.is_mutable]
-            meant = " or ".join(kept[:3]) or "another"
-            raise ValueError(f"{name!r} is several operations and matches none; write {meant}")
+            choice = " or ".join(kept[:3]) or "another"
+            raise ValueError(f"{name!r} is several operations and matches none; write {choice}")
         case torch._ops.OpOverload():
             pass
         case _:
             raise ValueError(f"ops knows no {name!r}; {_meant(name)}")
     if found._schema.is_mutable:
-        raise ValueError(f"{name!r} writes into a tensor that it is given, and what it returns cannot be kept")
+        raise ValueError(f"{name!r} writes into one of its arguments, so its result cannot be kept")
 
 
 def _meant(name: str) -> str:
@@ -84,53 +100,54 @@ def _meant(name: str) -> str:
     known = [n.replace("::", ".") for n in torch._C._dispatch_get_all_op_names() if n.startswith(f"{namespace}::")]
     full = [n if n.count(".") > 1 else f"{n}.default" for n in known]
     near = difflib.get_close_matches(name, [*SETS, *full], n=1)
-    return f"did you mean {near[0]}?" if near else f"choose of {', '.join(SETS)}, or name one as aten.mm.default"
+    return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(SETS)}, or write one as aten.mm.default"
 
 
 class Decision(NamedTuple):
-    """What is done with an operation."""
+    """What to do with an operation."""
 
     keep: bool
     is_attention: bool
     draws: bool
-    """Whether it may draw random numbers: kept, what is drawn after it has to be kept aligned."""
+    """Whether it may sample random numbers. If it is kept, the generator has to be advanced as if it had run again."""
     dropout: int | None
-    """Place of the argument whose value, a probability of dropout, has it run again."""
+    """Index of its argument with a dropout probability; the operation runs again if that is above 0."""
 
 
 class KeptOps:
-    """Which operations are kept; an operation's name is looked at once, whether it can be hashed or not."""
+    """Which operations are kept. The decision on each operation is made once, because it is needed at every call."""
 
     def __init__(self, names: tuple[str, ...]):
         self._named = frozenset(names) - SETS.keys()
         self._kept = self._named.union(*(SETS[name] for name in names if name in SETS))
-        # By identity, beside the operation itself, so that the identity stays its own.
+        # By identity, because not every operation can be hashed. The operation is stored as well, so that its identity is not reused.
         self._decisions: dict[int, tuple[Any, Decision]] = {}
         self.may_draw = any(_may_draw(name) for name in self._named)
-        """Whether one that is named itself may draw random numbers."""
+        """Whether an operation that is named itself may sample random numbers."""
 
     def decision(self, op: Any) -> Decision:
-        """What is done with an operation."""
+        """What to do with an operation."""
         found = self._decisions.get(id(op))
         if found is None:
             found = self._decisions[id(op)] = op, self._decide(op)
         return found[1]
 
     def keeps(self, op: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
-        """Whether what a call of an operation returns is kept."""
+        """Whether the result of a call is kept."""
         decision = self.decision(op)
-        return decision.keep and not (decision.dropout is not None and _drops(decision.dropout, args, given))
+        return decision.keep and not (decision.dropout is not None and _has_dropout(decision.dropout, args, given))
 
     def _decide(self, op: Any) -> Decision:
         name = str(op)
         named = name in self._named
+        # Dropout inside a set's attention is found by its argument; an operation that is named itself is kept as the user asked.
         arguments = op._schema.arguments if isinstance(op, torch._ops.OpOverload) and not named else ()
-        places = (place for place, argument in enumerate(arguments) if argument.name in ("dropout_p", "p_dropout"))
-        return Decision(name in self._kept, name in SETS["attention"], named and _may_draw(name), next(places, None))
+        indices = (index for index, argument in enumerate(arguments) if argument.name in ("dropout_p", "p_dropout"))
+        return Decision(name in self._kept, name in SETS["attention"], named and _may_draw(name), next(indices, None))
 
 
 def _may_draw(name: str) -> bool:
-    """Whether an operation may draw: torch's say it of themselves, a library's may forget to."""
+    """Whether an operation may sample random numbers. torch tags its own operations; those of libraries may lack the tag."""
     namespace, *rest = name.split(".")
     found: Any = getattr(torch.ops, namespace)
     for part in rest:
@@ -139,53 +156,54 @@ def _may_draw(name: str) -> bool:
 
 
 kept_ops = lru_cache(maxsize=64)(KeptOps)
-"""(names) to the operations, the same object for the same names."""
+"""(names) to the operations to keep; the same object for the same names."""
 
 
 class Generator(Protocol):
-    """What a block draws from."""
+    """A block's random generator."""
 
     def snapshot(self) -> Any:
-        """Its state."""
+        """The generator's state."""
 
     def restore(self, state: Any) -> None:
-        """Put a state back."""
+        """Set the generator's state."""
 
 
 class Region:
-    """One run of a block, and what is kept of it until its backward."""
+    """One run of a block, and the results that are kept of it until its backward."""
 
     def __init__(self, ops: KeptOps, generator: Generator):
         self.num_attention = 0
-        """Attention calls that are kept."""
+        """Number of attention calls that are kept."""
         self._ops = ops
         states: list[Any] = []
         forward, recompute = ([mode] for mode in create_selective_checkpoint_contexts(self._policy))
         if SEEN_BY_HOOKS:
-            # As `checkpoint` does with its argument of this name, if the context that it is given is torch's own: ours holds it.
+            # `checkpoint` sets this from its argument of the same name, but only on torch's own context, and ours is a wrapper.
             forward[0].respect_saved_tensors_hooks = True
         if ops.may_draw:
             forward.append(_Aligned(ops, lambda: states.append(generator.snapshot())))
             recompute.append(_Aligned(ops, lambda: generator.restore(states.pop(0))))
         self.contexts = _Modes(forward), _Modes(recompute)
-        """In force in the forward, and in every recompute."""
+        """The contexts for the forward and for the recompute."""
 
     def _policy(self, context: Any, op: Any, *args: Any, **given: Any) -> CheckpointPolicy:
         if not self._ops.keeps(op, args, given):
             return CheckpointPolicy.PREFER_RECOMPUTE
+        # Only in the forward: the recompute asks again about the same calls.
         if self._ops.decision(op).is_attention and not context.is_recompute:
             self.num_attention += 1
         return CheckpointPolicy.MUST_SAVE
 
 
-def _drops(place: int, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
-    """Whether an operation of a set draws a mask: it is run again, for what is drawn after it."""
-    rate = args[place] if place < len(args) else given.get("dropout_p", given.get("p_dropout", 0.0))
+def _has_dropout(index: int, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+    """Whether a call samples a dropout mask. It then runs again, so that random numbers after it are the same."""
+    rate = args[index] if index < len(args) else given.get("dropout_p", given.get("p_dropout", 0.0))
     return rate > 0
 
 
 class _Aligned(TorchDispatchMode):
-    """Notes the generator's state after a kept operation that may have drawn, and puts it there where the operation is not run."""
+    """Records the generator's state after each kept operation that may sample, and restores it where the recompute skips the operation."""
 
     supports_higher_order_operators = True
 
@@ -201,9 +219,9 @@ class _Aligned(TorchDispatchMode):
 
 
 class _Modes(AbstractContextManager[None]):
-    """What is in force in a forward, or in a recompute, the first time.
+    """Modes that are entered the first time only.
 
-    What was kept is handed out once: a second backward of the same graph finds nothing any more and computes the block whole.
+    Kept results are handed out once: a second backward of the same graph finds none and recomputes the complete block.
     """
 
     def __init__(self, modes: Sequence[AbstractContextManager[Any]]):
@@ -223,10 +241,11 @@ class _Modes(AbstractContextManager[None]):
 
 
 def _explained(message: str) -> str | None:
-    """What torch's selective checkpoint complains of, in one line; None for what is no complaint of its."""
+    """A one-line explanation of an error of torch's selective checkpoint; None for any other error."""
+    # By its words: torch raises a plain RuntimeError for both.
     if "cached during selective activation checkpoint has been mutated" in message:
         return (
-            "train.checkpointing: an operation named in ops(...) returned a tensor that the block then overwrote, so that it cannot be "
+            "train.checkpointing: an operation named in ops(...) returned a tensor that the block then overwrote, so it cannot be "
             "kept; name fewer operations, or use attn_only"
         )
     if "encountered during backward" in message and "not found in storage" in message:
