@@ -42,7 +42,7 @@ def test_sdpa_is_softmax_of_scaled_products_and_sees_no_masked_key():
     [
         (
             {"takes_mask": False}, {"padding_mask": torch.ones(2, 7, dtype=torch.bool)}, torch.float32,
-            "attention backend 'fake' takes no mask: batch samples of one size, or use sdpa",
+            "attention backend 'fake' takes no mask: batch samples of one size only, or use sdpa",
         ),
         (
             {"takes_dropout": False}, {"dropout": 0.1}, torch.float32,
@@ -50,7 +50,7 @@ def test_sdpa_is_softmax_of_scaled_products_and_sees_no_masked_key():
         ),
         ({"half_only": True}, {}, torch.float32, "attention backend 'fake' runs in bf16 or fp16 only, not torch.float32; use sdpa"),
         ({"half_only": True}, {}, torch.float64, "attention backend 'fake' runs in bf16 or fp16 only, not torch.float64; use sdpa"),
-        ({"devices": ("cuda",)}, {}, torch.float32, "attention backend 'fake' runs on cuda alone, not on cpu; use sdpa"),
+        ({"devices": ("cuda",)}, {}, torch.float32, "attention backend 'fake' runs on cuda only, not on cpu; use sdpa"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("keep", [None, ()])

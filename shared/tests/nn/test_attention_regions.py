@@ -182,7 +182,7 @@ def test_a_policy_that_computes_attention_again_in_silence_stops_the_first_step(
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     with pytest.raises(UserError, match="attention 'cross'|attention 'self'") as refused:
         train_shortly(TOY, model, toy_items(2), BlockEngine(policy="forgetful"))
-    assert "was to be kept and is computed again" in str(refused.value) and "\n" not in str(refused.value)
+    assert "should have been kept but is computed again" in str(refused.value) and "\n" not in str(refused.value)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
@@ -223,7 +223,7 @@ def test_a_policy_that_keeps_attention_of_blocks_without_any_is_refused():
     with counted_calls(calls):
         run_block(nn.Linear(4, 4), torch.ones(2, 4), policy=parse_policy("attn_only"), name="block 0")
     with pytest.raises(
-        UserError, match="attn_only keeps what attention returns, and no block calls attention; write full"
+        UserError, match="attn_only keeps the results of attention, but no block calls attention; write full"
     ):
         calls.check()
 

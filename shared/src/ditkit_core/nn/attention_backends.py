@@ -1,7 +1,7 @@
-"""Every way to compute attention that ditkit knows: the kernel, and what it can do.
+"""The attention backends: each kernel, and what it supports.
 
-The public name of each kernel is its library's: `torch.nn.functional`, `torch.nn.attention`, `flash_attn` (2), `flash_attn_interface`
-(3), `flash_attn.cute` (4), `sageattention`. A library is imported when its kernel first runs.
+Kernels are called by the public names of their libraries: `torch.nn.functional`, `torch.nn.attention`, `flash_attn` (2),
+`flash_attn_interface` (3), `flash_attn.cute` (4), `sageattention`. A library is imported when its kernel first runs.
 """
 
 import threading
@@ -21,14 +21,14 @@ from ditkit_core.errors import UserError
 from ditkit_core.nn.attention_reference import exact_attention
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
-"""(q, k, v [batch, tokens, heads, head_dim], key mask [batch, keys] or None, dropout) to the result, shaped like q."""
+"""(q, k, v [batch, tokens, heads, head_dim], padding mask [batch, keys] or None, dropout) to the result, shaped like q."""
 
 MOST_GRAPHS = 64
 """Graphs that torch's compiler may make of one function, such as one kind of block under one policy on one device; more is an error. A block
-that reads a sample's grid, as those with music do, has some for each number of samples in a micro-batch; others do not."""
+that reads a sample's grid, as blocks with music do, needs some for each number of samples in a micro-batch; other blocks do not."""
 
-_PIN = threading.Lock()
-"""torch's choice of a kernel is the process's, not a thread's: two devices that recompute at once would restore each other's."""
+_KERNEL_LOCK = threading.Lock()
+"""torch's choice of a kernel belongs to the process, not to a thread: two devices that recompute at once would restore each other's."""
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
@@ -42,13 +42,15 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout:
 def _pinned(
     name: str, which: SDPBackend, q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float
 ) -> Tensor:
-    if torch.compiler.is_compiling():  # the choice goes into the graph; a lock cannot
+    if torch.compiler.is_compiling():  # the graph records the choice; a lock cannot be traced
         with sdpa_kernel(which):
             return _sdpa(q, k, v, padding_mask, dropout)
     try:
-        with _PIN, sdpa_kernel(which):
+        with _KERNEL_LOCK, sdpa_kernel(which):
             return _sdpa(q, k, v, padding_mask, dropout)
     except RuntimeError as error:
+        # By its words: torch raises a plain RuntimeError for this and for everything else, such as a lack
+        # of memory.
         if "No available kernel" not in str(error) and "No viable backend" not in str(error):
             raise
         raise UserError(
@@ -60,18 +62,18 @@ def _pinned(
 def _compiled_flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # eager, it would make the whole matrix of scores: without `fullgraph` it does so, silently, where there are too many graphs
+    # In eager mode it would compute the full matrix of scores. Without `fullgraph` it silently does so beyond the limit of graphs.
     return torch.compile(flex_attention, fullgraph=True)
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
-    # A change of scores costs no memory; a block mask would be built from a whole matrix [queries, keys].
+    # A score modification costs no memory; a block mask would be built from a full matrix [queries, keys].
     hide = (
         None
         if padding_mask is None
         else (lambda score, b, head, query, key: torch.where(padding_mask[b, key], score, -float("inf")))
     )
-    # a compiled block counts its own graphs
+    # In a compiled block this is part of the block's graph, whose number `run_compiled` limits.
     limit = nullcontext() if torch.compiler.is_compiling() else torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS)
     with limit:
         out: Tensor = _compiled_flex()(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score_mod=hide)
@@ -81,6 +83,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout:
 def _varlen(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    # All samples are packed into one sequence; the bounds say where each begins.
     batch, num_queries, num_keys = *q.shape[:2], k.shape[1]
 
     def bounds(length: int) -> Tensor:
@@ -88,17 +91,18 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropou
 
     keys, values, key_bounds = k.flatten(0, 1), v.flatten(0, 1), bounds(num_keys)
     if padding_mask is not None:
-        seen = padding_mask.flatten().nonzero().squeeze(1)  # waits for the device: how many there are decides a shape
+        # nonzero waits for the device, because the number of keys decides a shape
+        seen = padding_mask.flatten().nonzero().squeeze(1)
         keys, values = keys.index_select(0, seen), values.index_select(0, seen)
         key_bounds = F.pad(padding_mask.sum(1).cumsum(0), (1, 0)).to(torch.int32)
-    # Queries of padding are computed like the rest, as other backends do it: their rows are nobody's.
+    # Queries of padding are computed like the rest, as in other backends; nobody reads their rows.
     out = varlen_attn(q.flatten(0, 1), keys, values, bounds(num_queries), key_bounds, num_queries, num_keys)
     assert isinstance(out, Tensor)
     return out.view(batch, num_queries, *out.shape[1:])
 
 
 def _first(out: Any) -> Tensor:
-    """The result of what returns it alone or before the log-sum-exp: releases of flash-attn differ."""
+    """The attention result. Some releases of flash-attn return it alone, others in a tuple with the log-sum-exp."""
     found: Tensor = out[0] if isinstance(out, tuple) else out
     return found
 
@@ -130,32 +134,35 @@ def _sage(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout:
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """One way to compute attention, and what it can do."""
+    """A kernel for attention, and what it supports."""
 
     kernel: Kernel
     module: str | None = None
-    """What must be importable; None is torch itself."""
+    """The module that must be importable; None if it is torch itself."""
     has_backward: bool = True
     takes_mask: bool
     takes_dropout: bool
     half_only: bool
     """Runs in fp16 and bf16 only."""
     devices: tuple[str, ...] = ()
-    """Kinds of device that it runs on; empty: all."""
+    """Types of device that it runs on; empty means all."""
 
 
 def _on_gpus(which: str, *, half_only: bool, takes_mask: bool) -> Backend:
     kernel = partial(_pinned, f"sdpa_{which}", getattr(SDPBackend, f"{which.upper()}_ATTENTION"))
-    return Backend(
-        kernel=kernel, takes_mask=takes_mask, takes_dropout=True, half_only=half_only, devices=("cuda",)
-    )  # fmt: skip
+    return Backend(kernel=kernel, takes_mask=takes_mask, takes_dropout=True, half_only=half_only, devices=("cuda",))
 
 
 def _library(kernel: Kernel, module: str, *, has_backward: bool = True, takes_dropout: bool = False) -> Backend:
     return Backend(
-        kernel=kernel, module=module, has_backward=has_backward, takes_mask=False, takes_dropout=takes_dropout,
-        half_only=True, devices=("cuda",),
-    )  # fmt: skip
+        kernel=kernel,
+        module=module,
+        has_backward=has_backward,
+        takes_mask=False,
+        takes_dropout=takes_dropout,
+        half_only=True,
+        devices=("cuda",),
+    )
 
 
 BACKENDS: dict[str, Backend] = {
@@ -166,8 +173,9 @@ BACKENDS: dict[str, Backend] = {
     "sdpa_math": Backend(
         kernel=partial(_pinned, "sdpa_math", SDPBackend.MATH), takes_mask=True, takes_dropout=True, half_only=False
     ),
+    # Loops over spans in Python, in any dtype on any device.
     "exact": Backend(kernel=exact_attention, takes_mask=True, takes_dropout=False, half_only=False),
-    # On a CPU, torch has no backward of it.
+    # On a CPU torch has no backward for it.
     "flex": Backend(kernel=_flex, takes_mask=True, takes_dropout=False, half_only=False, devices=("cuda",)),
     "varlen": Backend(kernel=_varlen, takes_mask=True, takes_dropout=False, half_only=True, devices=("cuda",)),
     "flash2": _library(_flash2, "flash_attn", takes_dropout=True),
@@ -175,36 +183,37 @@ BACKENDS: dict[str, Backend] = {
     "flash4": _library(_flash4, "flash_attn.cute"),
     "sage": _library(_sage, "sageattention", has_backward=False),
 }
-"""By the name that `train.attention` takes. `sdpa` is torch's own choice; `sdpa_…` is it held to one kernel; `exact` is slow, to compare with."""
+"""By the names for `train.attention`. `sdpa` lets torch choose a kernel, `sdpa_…` forces one, and `exact` is slow, for comparisons."""
 
 
 def is_installed(module: str | None) -> bool:
     """Whether a backend's module can be imported.
 
-    flash-attn 4 alone leaves a folder `flash_attn` that is no package: version 2 is not there.
+    Installed alone, flash-attn 4 leaves a folder `flash_attn` that is not a package. Version 2 is then not installed.
     """
     if module is None:
         return True
     try:
         found = find_spec(module)
-    except ImportError:  # of the package that it is a part of
+    except ImportError:  # the package that contains it is missing
         return False
     return found is not None and found.origin is not None
 
 
 def check_backend(name: str, *, training: bool, devices: Collection[str] = ()) -> None:
-    """Refuse, before the first step, a backend that is unknown, not installed, not for these devices, or has no backward.
+    """Refuse, before the first step, a backend that is unknown or not installed, does not run on these devices, or has no backward.
 
     Args:
         name: The backend.
-        training: Whether a backward is wanted.
-        devices: Kinds of device that it is to run on; none looks at no device.
+        training: Whether a backward is needed.
+        devices: Types of device to run on; without any, no device is checked.
 
     Raises:
-        UserError: Naming the backends that would work.
+        UserError: With the names of the backends that would work.
     """
     if name in BACKENDS and (reason := _obstacle(name, training, devices)) is None:
         return
+    # Only what would run here: a message that suggests a library which is not installed helps nobody.
     usable = ", ".join(other for other in BACKENDS if _obstacle(other, training, devices) is None)
     if name not in BACKENDS:
         raise UserError(f"unknown attention backend {name!r}; usable here: {usable}")
@@ -218,20 +227,26 @@ def _obstacle(name: str, training: bool, devices: Collection[str]) -> str | None
     if not is_installed(backend.module):
         return f"needs {backend.module}, not installed"
     if backend.devices and (others := [kind for kind in devices if kind not in backend.devices]):
-        return f"runs on {' and '.join(backend.devices)} alone, not on {others[0]}"
+        return f"runs on {' and '.join(backend.devices)} only, not on {others[0]}"
     return None
 
 
 def support_matrix() -> str:
-    """The table of what each backend can do, for help texts."""
+    """A table of what each backend supports, for help texts."""
     head = ("backend", "backward", "key mask", "dropout", "dtype", "device", "needs", "attn_only keeps it")
     rows = [
         (
-            name, _word(b.has_backward), _word(b.takes_mask), _word(b.takes_dropout), "bf16 fp16" if b.half_only else "any",
-            " ".join(b.devices) or "any", b.module or "torch", _word(b.has_backward),
+            name,
+            _word(b.has_backward),
+            _word(b.takes_mask),
+            _word(b.takes_dropout),
+            "bf16 fp16" if b.half_only else "any",
+            " ".join(b.devices) or "any",
+            b.module or "torch",
+            _word(b.has_backward),
         )
         for name, b in BACKENDS.items()
-    ]  # fmt: skip
+    ]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)

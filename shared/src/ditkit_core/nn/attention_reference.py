@@ -1,7 +1,7 @@
-"""Attention in plain products over a few queries at a time: any dtype on any device, and no more memory than a part of the scores.
+"""Reference attention in plain products over a few queries at a time: for any dtype on any device, without the full matrix of scores.
 
-A GPU's fast kernels take no fp64, and torch's own for it holds every score at once, the square of the tokens. Here scores are made for
-some queries, used and dropped; the backward makes them again. It is slow, and there to compare others with.
+A GPU's fast kernels take no fp64, and torch's own kernel for it stores all scores at once, the square of the number of tokens. Here scores
+are computed for some queries, used and freed; the backward computes them again. It is slow: other backends are compared with it.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 SCORES_AT_ONCE = 2**26
-"""Scores that are held at once: half a GiB of fp64 each for them, their exponentials and their gradients."""
+"""Number of scores in memory at once: half a GiB of fp64 each for scores, exponentials and gradients."""
 
 
 def exact_attention(
@@ -25,9 +25,12 @@ def exact_attention(
     """softmax(q kᵀ / √head_dim) v, in the dtype of q.
 
     Args:
-        q, k, v: Of one dtype.
-        key_mask: True where a key may be seen; None when all may.
-        dropout: 0; there is none.
+        q, k, v: Queries, keys and values of one dtype.
+        padding_mask: True where a key may be attended to; None if all may.
+        dropout: Always 0; not supported. It is here because all kernels have one signature.
+
+    Returns:
+        One row per query, in the dtype of q.
     """
     out: Tensor = _Exact.apply(q, k, v, padding_mask)
     return out
@@ -37,6 +40,7 @@ class _Exact(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None) -> Tensor:
         ctx.save_for_backward(q, k, v, padding_mask)
+        # Written span by span: the results of all spans and their concatenation would be in memory twice.
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         keys, values = k.transpose(1, 2), v.transpose(1, 2)
         for span in _spans(q, k):
@@ -49,11 +53,13 @@ class _Exact(torch.autograd.Function):
         q, k, v, padding_mask = ctx.saved_tensors
         keys, values = k.transpose(1, 2), v.transpose(1, 2)
         d_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+        # Every span of queries adds to the gradients of all keys and values.
         d_k, d_v = torch.zeros_like(keys), torch.zeros_like(values)
         for span in _spans(q, k):
             weights, d_out = _weights(q[:, span], keys, padding_mask), gradient[:, span].transpose(1, 2)
             d_v += weights.transpose(-2, -1) @ d_out
             d_weights = d_out @ values.transpose(-2, -1)
+            # The softmax's backward: dS = W ∘ (dW - Σ dW ∘ W), per query.
             inner = (d_weights * weights).sum(-1, keepdim=True)
             d_scores = (d_weights - inner).mul_(weights).mul_(_scale(q))
             d_q[:, span] = (d_scores @ keys).transpose(1, 2)

@@ -1,14 +1,14 @@
-"""What is global to the process while a forward, or its recompute, runs, in one place.
+"""All state that is global to the process while a forward, or its recompute, runs.
 
-What a block needs travels in its carry, and what a layer needs in its arguments. Four things cannot: they belong to the engine or the
-planner, and are read at calls of `attend`, or of a product, deep inside model code that knows no engine.
+A block gets its inputs in the carry, and a layer in its arguments. Four things cannot travel that way: they belong to the engine or the
+planner, and are read in calls of `attend`, or of a product, deep inside model code that has no access to an engine.
 
-- How attention is run, and whether a checkpoint keeps it. A ContextVar that the engine sets *inside* the function it checkpoints: autograd
-  recomputes on threads of its own, where a setting that was made outside is not seen.
-- What a block saves behind the boundary of its recompute (`remat.py`). A ContextVar, set where the first one is.
-- Where calls of attention are counted in a first step. A ContextVar that is set around a step.
-- The kind of device that fake tensors stand for. A list: it is read in compiled code too, and up to torch 2.11 the compiler cannot read
-  a ContextVar.
+- How attention runs, and whether a checkpoint keeps it. A ContextVar that the engine sets *inside* the function that it checkpoints:
+  autograd recomputes on threads of its own, which do not see a setting that was made outside.
+- What a block saves behind the boundary of its recompute (`remat.py`). A ContextVar, set in the same place.
+- The counter of attention calls in a first step. A ContextVar that is set around a step.
+- The kind of device that fake tensors stand for. A list: compiled code reads it too, and up to torch 2.11 the compiler cannot read a
+  ContextVar.
 """
 
 from collections import Counter
@@ -26,29 +26,31 @@ from ditkit_core.errors import UserError
 
 @dataclass(kw_only=True)
 class AttentionCalls:
-    """What was attended to in a first step: shows whether policies keep what they are to keep."""
+    """The attention calls of a first step: they show whether policies keep what they should."""
 
     made: Counter[str] = field(default_factory=Counter)
     """Calls of `attend` in blocks that recompute, in grad mode, by name; those of a recompute are not counted."""
     wanted: dict[str, str] = field(default_factory=dict)
-    """Names that policies are to keep, and the policy that names each; empty for all."""
+    """Names of calls that policies should keep, each with its policy; an empty name means all calls."""
     traced: set[Any] = field(default_factory=set)
-    """Kinds of compiled blocks, each with its policy, whose calls were entered."""
+    """Types of compiled blocks, each with its policy, whose calls were counted."""
 
     def want(self, names: tuple[str, ...], policy: str) -> None:
-        """A block runs under a policy that keeps calls of these names; none for all."""
+        """Note that a block's policy keeps calls with these names; no names mean all calls."""
+        # Only recorded here: which names exist is known once all blocks have run.
         self.wanted |= dict.fromkeys(names or ("",), policy)
 
     def check(self) -> None:
         """Refuse, after a forward and before the first update, a policy that keeps nothing.
 
         Raises:
-            UserError: Naming what it could keep.
+            UserError: With the names that the policy could keep.
         """
+        # A misspelled name would otherwise train with `full` in effect, only slower.
         for name, policy in self.wanted.items():
             if not self.made:
                 raise UserError(
-                    f"train.checkpointing: {policy} keeps what attention returns, and no block calls attention; write full"
+                    f"train.checkpointing: {policy} keeps the results of attention, but no block calls attention; write full"
                 )
             if name and name not in self.made:
                 raise UserError(
@@ -61,13 +63,13 @@ _calls: ContextVar[AttentionCalls | None] = ContextVar("attention_calls", defaul
 
 
 def calls_in_force() -> AttentionCalls | None:
-    """Where calls of attention are to be entered, if anybody counts them."""
+    """The counter of attention calls, if there is one."""
     return _calls.get()
 
 
 @contextmanager
 def counted_calls(calls: AttentionCalls | None) -> Iterator[None]:
-    """Enter the calls of forwards inside the block, those of policies that recompute; None counts nothing."""
+    """Count attention calls of blocks that recompute, in forwards inside the `with` block; None counts nothing."""
     token = _calls.set(calls)
     try:
         yield
@@ -79,13 +81,13 @@ _scope: ContextVar[Any] = ContextVar("recompute_scope", default=None)
 
 
 def scope_in_force() -> Any:
-    """The `remat.RecomputeScope` of the block that runs, if its policy has one."""
+    """The `remat.RecomputeScope` of the running block, if its policy has one."""
     return _scope.get()
 
 
 @contextmanager
 def scope_set(scope: Any) -> Iterator[None]:
-    """Put a scope in force."""
+    """Set the scope inside the `with` block."""
     token = _scope.set(scope)
     try:
         yield
@@ -95,36 +97,36 @@ def scope_set(scope: Any) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSettings:
-    """What is in force while a block runs."""
+    """How attention runs in a block."""
 
     backend: str = "sdpa"
     keep: tuple[str, ...] | None = None
-    """Names of the calls of which an enclosing checkpoint keeps what attention saves instead of running it again: empty for all, None
-    for none."""
+    """Names of the attention calls that an enclosing checkpoint keeps instead of running them again: empty for all, None for none."""
     recomputing: bool = False
-    """Whether a block is run again for its backward."""
+    """Whether a block runs again for its backward."""
     calls: AttentionCalls | None = None
-    """Where calls are entered."""
+    """The counter of calls."""
 
     def keeps(self, name: str) -> bool:
-        """Whether the call of this name is kept."""
+        """Whether the call with this name is kept."""
         return self.keep is not None and (not self.keep or name in self.keep)
 
 
 _DEFAULT = AttentionSettings()
 _settings: ContextVar[AttentionSettings] = ContextVar("attention_settings", default=_DEFAULT)
 _traced = [_DEFAULT]
-"""In force, at its end, in what is compiled: up to torch 2.11 the compiler cannot read a ContextVar, and it runs no Python in a backward."""
+"""A stack of settings for compiled code, which reads the last: up to torch 2.11 the compiler cannot read a ContextVar. It runs no Python in a
+backward, so other threads never read this."""
 
 
 def settings_in_force() -> AttentionSettings:
-    """The settings of the enclosing `attention_settings`, or in compiled code `traced_settings`, or the defaults."""
+    """The settings of the enclosing `attention_settings`, in compiled code those of `traced_settings`, or else the defaults."""
     return _traced[-1] if torch.compiler.is_compiling() else _settings.get()
 
 
 @contextmanager
 def traced_settings(settings: AttentionSettings) -> Iterator[None]:
-    """Put settings in force for compiled code that is called inside the block."""
+    """Set the settings of compiled code that is called inside the `with` block."""
     _traced.append(settings)
     try:
         yield
@@ -134,7 +136,7 @@ def traced_settings(settings: AttentionSettings) -> Iterator[None]:
 
 @contextmanager
 def attention_settings(settings: AttentionSettings) -> Iterator[None]:
-    """Put settings in force for the calls of `attend` inside the block."""
+    """Set the settings of `attend` calls inside the `with` block."""
     token = _settings.set(settings)
     try:
         yield
@@ -143,12 +145,12 @@ def attention_settings(settings: AttentionSettings) -> Iterator[None]:
 
 
 _stand_in: list[str] = []
-"""Not a ContextVar, which older compilers cannot trace."""
+"""Kinds of device for `as_on`. Not a ContextVar, which the compilers of older torch cannot trace."""
 
 
 @contextmanager
 def as_on(kind: str) -> Iterator[None]:
-    """Inside the block, go by this kind of device (`cuda`) whatever a tensor says: for fake tensors that stand for it."""
+    """Treat every tensor inside the `with` block as one on this kind of device (`cuda`): for fake tensors that stand for it."""
     _stand_in.append(kind)
     try:
         yield

@@ -1,9 +1,9 @@
-"""The elementwise work between a block's matmuls, in as few passes as eager allows.
+"""The elementwise work between a block's matmuls, in as few passes over memory as eager mode allows.
 
-Written as autograd functions because composed eager ops pay for every pass twice, in time and in saved tensors: the plain
-composition of RMS norm and rotation reads and writes the fp32 copy of q eleven times forward, these functions five times,
-and they save the matmul's own output instead of fp32 copies. `torch.compile` fuses the plain composition by itself, and
-cannot see into complex numbers, so under it the composition runs.
+These are autograd functions, because composed eager operations pay for every pass twice, in time and in saved tensors. The plain
+composition of RMS norm and rotation reads and writes the fp32 copy of q eleven times in the forward, these functions five times, and
+they save the matmul's own output instead of fp32 copies. `torch.compile` fuses the plain composition by itself, and cannot compile
+complex numbers, so compiled code runs the composition.
 """
 
 from typing import Any
@@ -28,30 +28,34 @@ def normalised_heads(
 
     Args:
         x: Output of the q or k projection.
-        norm: As wide as `x`, or as one head, which it then normalises by itself.
-        heads: How many heads it has.
+        norm: As wide as `x`, or as one head; each head is then normalised on its own.
+        heads: Number of heads.
         precision: The dtypes of norm (`qk_norms`), rotation (`rotary`) and result (`attention`).
-        rotary: Cosines and sines [tables, tokens, 1, pairs]; None leaves positions out (cross-attention).
+        rotary: Cosines and sines [tables, tokens, 1, pairs]; None applies no positions (cross-attention).
+
+    Returns:
+        The heads, in `precision.attention`.
     """
     dtype = precision.qk_norms
+    # Complex numbers exist for fp32 and fp64 only, and a rounding between norm and rotation needs two steps.
     at_once = dtype in (torch.float32, torch.float64) and (rotary is None or precision.rotary == dtype)
     if torch.compiler.is_compiling() or not at_once:
         return _norm_rotate(x, norm, heads, precision, rotary)
-    turn = None if rotary is None else torch.complex(*(table.to(dtype) for table in rotary))
-    out: Tensor = _NormRotate.apply(x, norm.weight.to(dtype), turn, norm.eps, dtype, heads, precision.attention)
+    rotation = None if rotary is None else torch.complex(*(table.to(dtype) for table in rotary))
+    out: Tensor = _NormRotate.apply(x, norm.weight.to(dtype), rotation, norm.eps, dtype, heads, precision.attention)
     return out
 
 
 def _norm_rotate(
     x: Tensor, norm: nn.RMSNorm, heads: int, precision: Precision, rotary: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """The plain composition, which takes any dtypes."""
+    """The plain composition, for any dtypes."""
     dtype = precision.qk_norms
     wide = torch.promote_types(dtype, torch.float32)
     groups = x.to(wide).unflatten(-1, (-1, *norm.normalized_shape))
     if dtype == wide:
         y = F.rms_norm(groups, norm.normalized_shape, norm.weight.to(wide), norm.eps)
-    else:  # the official models' order
+    else:  # the order of the official models: rounded before the weight is applied
         y = F.rms_norm(groups, norm.normalized_shape, eps=norm.eps).to(dtype) * norm.weight
     y = y.flatten(-2).unflatten(-1, (heads, -1))
     if rotary is not None:
@@ -68,7 +72,7 @@ class _NormRotate(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
-        turn: Tensor | None,
+        rotation: Tensor | None,
         eps: float,
         dtype: torch.dtype,
         heads: int,
@@ -76,30 +80,33 @@ class _NormRotate(torch.autograd.Function):
     ) -> Tensor:
         wide = x.to(dtype).unflatten(-1, (-1, len(weight)))  # one group, or a group per head
         inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(len(weight)).add_(eps).rsqrt_()
+        # In place from here on: one tensor of the size of q, in the norm's dtype.
         y = torch.mul(wide, inverse).mul_(weight).flatten(-2).unflatten(-1, (heads, -1))
-        if turn is not None:
-            _as_pairs(y).mul_(turn)
-        ctx.save_for_backward(x, weight, turn, inverse)
+        if rotation is not None:
+            _as_pairs(y).mul_(rotation)
+        ctx.save_for_backward(x, weight, rotation, inverse)
         return y.to(result)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, turn, inverse = ctx.saved_tensors
-        # a copy even where the dtype is right already: it is written over below
+        x, weight, rotation, inverse = ctx.saved_tensors
+        # A copy even where the dtype is right already: autograd may need the gradient elsewhere, and `g` is overwritten below.
         g = gradient.to(inverse.dtype, memory_format=torch.contiguous_format, copy=True)
-        if turn is not None:
-            _as_pairs(g).mul_(turn.conj())
+        if rotation is not None:
+            _as_pairs(g).mul_(rotation.conj())
         g = g.flatten(-2).unflatten(-1, (-1, len(weight)))
         normed = x.to(inverse.dtype, memory_format=torch.contiguous_format, copy=True).view_as(g).mul_(inverse)
+        # Before g is multiplied by the weight below.
         d_weight = (g * normed).flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         g.mul_(weight)
+        # With n = x · r the normalised input: dx = r · (g - n · mean(g · n)). In place, so that two tensors of the size of q suffice.
         inner = torch.linalg.vecdot(g, normed).unsqueeze(-1).div_(len(weight))
         d_x = g.addcmul_(normed, inner, value=-1).mul_(inverse).to(x.dtype).flatten(-2)
         return d_x, d_weight, None, None, None, None, None
 
 
 def _as_pairs(x: Float[Tensor, "*batch head_dim"]) -> Tensor:
-    """Adjacent features as complex numbers, sharing memory."""
+    """Adjacent features as complex numbers, in the same memory."""
     return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
 
 
@@ -110,7 +117,18 @@ def modulated_norm(
     eps: float,
     norms: torch.dtype,
 ) -> Float[Tensor, "batch tokens dim"]:
-    """Layer norm without weights of its own in `norms`, times (1 + scale), plus shift, in the dtype of these two."""
+    """Layer norm without weights, times (1 + scale), plus shift.
+
+    Args:
+        x: The residual stream.
+        scale: One row per sample, per timestep or per token.
+        shift: Of the same shape and dtype.
+        eps: Added to the variance.
+        norms: The dtype of the norm.
+
+    Returns:
+        The result in the dtype of scale and shift.
+    """
     x = x.to(norms)
     if norms != scale.dtype:
         return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=eps).to(scale.dtype), 1 + scale)
@@ -122,7 +140,7 @@ def modulated_norm(
 def per_token(
     rows: Float[Tensor, "batch times dim"], late: Bool[Tensor, "batch tokens"] | None
 ) -> Float[Tensor, "batch tokens_or_times dim"]:
-    """Of a sample's two rows the one for each of its tokens, the second where it is late; the rows themselves where nothing says."""
+    """For each token one of its sample's two rows: the second where `late` is true. Without `late`, the rows themselves."""
     return rows if late is None else torch.where(late[..., None], rows[:, 1:], rows[:, :1])
 
 
@@ -134,15 +152,18 @@ def gated_sum(
 ) -> Float[Tensor, "batch tokens dim"]:
     """x + y · gate, rounded once to the residual's dtype.
 
-    With one gate or two per sample the backward keeps them outside autograd's saved tensors. That is a row or two per block, and it
+    With one or two gates per sample, the backward keeps them outside autograd's saved tensors. That costs a row or two per block, and it
     lets a checkpoint that recomputes the block stop before the matmul that made `y`, a tenth to a seventh of its forward. A gate per
     token is as large as the tokens and is saved as usual.
 
     Args:
-        y: What a sub-layer adds, in the matmuls' dtype.
+        y: The output of a sub-layer, in the matmuls' dtype.
         x: The residual stream.
-        gate: One row per sample, or per token, in the modulation's dtype; or two per sample.
-        late: With two, which tokens take the second.
+        gate: One row per sample or per token, or two per sample, in the modulation's dtype.
+        late: With two rows per sample, the tokens that take the second.
+
+    Returns:
+        The new residual stream.
     """
     if (late is None and gate.shape[1] != 1) or torch.compiler.is_compiling():
         return _sum(y, x, per_token(gate, late))
@@ -151,7 +172,7 @@ def gated_sum(
 
 
 def _sum(y: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-    """In the wider dtype of stream and gate; torch's kernel for narrow dtypes computes in fp32 and rounds its result."""
+    """Compute in the wider dtype of stream and gate. torch's kernel for narrow dtypes computes in fp32 and rounds its result."""
     wide = x.dtype if gate.dtype == x.dtype else torch.promote_types(x.dtype, gate.dtype)
     return torch.addcmul(x.to(wide), y.to(wide), gate.to(wide)).to(x.dtype)
 
@@ -164,6 +185,7 @@ def plain_sum(y: Float[Tensor, "batch tokens dim"], x: Float[Tensor, "batch toke
 class _GatedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, gate: Tensor, late: Tensor | None) -> Tensor:
+        # On ctx and not saved: a saved tensor would be the last of the block, and a recompute would run up to it.
         ctx.dtype, ctx.gate, ctx.late = y.dtype, gate, late
         ctx.save_for_backward(y if ctx.needs_input_grad[2] else None)
         return _sum(y, x, per_token(gate, late))
@@ -176,15 +198,16 @@ class _GatedSum(torch.autograd.Function):
 
 
 def _summed(gradient: Tensor, late: Tensor | None) -> Tensor:
-    """Gradients of all tokens, summed to those of a sample's rows."""
+    """Gradients of all tokens, summed to one or two rows per sample."""
     if late is None:
         return gradient.sum(1, keepdim=True)
+    # Masked, not multiplied: 0 times a value that is not finite would be NaN in the other row.
     late = late[..., None]
     return torch.cat([gradient.masked_fill(mask, 0).sum(1, keepdim=True) for mask in (late, ~late)], 1)
 
 
 def gated_unit(x: Float[Tensor, "*batch both"]) -> Float[Tensor, "*batch half"]:
-    """silu(a) · b of the halves [a | b] of a matmul's output, which is all that is kept for the backward."""
+    """silu(a) · b of the halves [a | b] of a matmul's output. Only that output is kept for the backward."""
     if torch.compiler.is_compiling():
         a, b = x.chunk(2, -1)
         return F.silu(a) * b
@@ -203,6 +226,7 @@ class _GatedUnit(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         a, b = x.chunk(2, -1)
+        # Both gradients are written into halves of one tensor, which is the matmul's gradient: no concatenation.
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         d_a, d_b = d_x.chunk(2, -1)
         torch.mul(F.silu(a), gradient, out=d_b)

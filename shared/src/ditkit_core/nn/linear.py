@@ -1,6 +1,6 @@
-"""A linear layer for the places of precision that are not the matmuls' own.
+"""A linear layer for layers that compute in another dtype than the matmuls.
 
-Its parameters are stored in one dtype (fp32 for what a model keeps so) and computed with in another, which is the caller's to say.
+Its parameters are stored in one dtype (fp32 where a model keeps them so), and the caller chooses the dtype of the product.
 """
 
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class CastLinear(nn.Linear):
-    """nn.Linear that multiplies in its input's dtype, to which it casts its parameters; where they have it, nothing is cast."""
+    """nn.Linear that multiplies in its input's dtype. Parameters of another dtype are cast."""
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
         """The product, in the dtype of `x`."""

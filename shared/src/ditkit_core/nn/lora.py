@@ -1,9 +1,9 @@
-"""The arithmetic of a plain LoRA over a frozen layer, in fewer passes over large tensors than peft's own forward.
+"""The product of a plain LoRA over a frozen layer, in fewer passes over large tensors than peft's own forward.
 
-peft holds the adapter, its names and its options; only the product is ours. Composed eagerly it makes an fp32 copy of the
-input that autograd keeps per target, and scales and rounds in passes of their own over the output. Here what is kept is the
-input as it came and a [tokens, rank] product, which is where the scaling happens. The arithmetic is
-peft's: adapter in fp32, sum in fp32, one rounding at the end.
+peft has the adapter, its names and its options; only the product is ours. Composed eagerly, peft's forward makes an fp32 copy of the input
+per target, which autograd keeps, and scales and rounds the output in passes of their own. Here the backward keeps the input as it came and
+a [tokens, rank] product, and the scaling is applied to that product. The arithmetic is peft's: adapter in fp32, sum in fp32, one rounding
+at the end.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from ditkit_core.nn.context import device_kind
 
 AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
-"""By kind of device, how many elements of a product are held in the adapter's wider dtype at once.
+"""By kind of device: number of elements of a product that are in the adapter's wider dtype at once.
 
-Whole, the wide copy behind a fused projection is the largest tensor of a block: nine times the stream. On the CPU, what stays in the
-cache is also several times faster. On a GPU a part has to fill the device, and each costs the launches of three kernels. Counted under
-fake tensors, not timed, for 4608 tokens and a fused projection from 6144 to 55296 features, which 2**26 cuts into four parts of 1200
-rows: that quarter of a GiB does not raise the step's peak (the whole does, by 0.7 GiB), a smaller part does not lower it, and 2**25
-launches a tenth more kernels.
+A complete wide copy behind a fused projection would be the largest tensor of a block: nine times the stream. On the CPU, a part that fits
+the cache is also several times faster. On a GPU a part has to fill the device, and each costs three kernel launches. Counted under
+fake tensors, not timed, for 4608 tokens and a fused projection from 6144 to 55296 features, which 2**26 splits into four parts of 1200
+rows: that quarter of a GiB does not raise the step's peak (the complete copy does, by 0.7 GiB), a smaller part does not lower it, and
+2**25 launches a tenth more kernels.
 """
 
 
@@ -37,39 +37,45 @@ def low_rank_sum(
 ) -> Float[Tensor, "*batch out"]:
     """base() + scaling · x Aᵀ Bᵀ, summed in the adapter's dtype and rounded once to the dtype of `base()`.
 
-    Everything that a backward needs is saved before `base` runs, and nothing after: a checkpoint that recomputes a block whose last
-    layer this is stops before the frozen matmul, the dearest thing it could have left out.
+    Everything that the backward needs is saved before `base` runs, and nothing after it. So where this is a block's last layer, a
+    checkpoint stops its recompute before the frozen matmul, the most expensive operation of the layer.
 
     Args:
         x: Input of the layer, after adapter dropout.
         down: A.
         up: B.
         scaling: alpha / rank.
-        base: The frozen layer on its input.
+        base: Calls the frozen layer on its input.
+
+    Returns:
+        The sum, in the dtype of `base()`.
     """
     if torch.compiler.is_compiling():
-        # A compiler sees for itself what is wanted when. That of torch 2.11 keeps all that an autograd function makes, inside a checkpoint too.
+        # The compiler finds by itself what the backward needs. That of torch 2.11 keeps everything that an autograd function returns, inside
+        # a checkpoint too, so it gets the plain composition.
         low = F.linear(x.to(down.dtype), down) * scaling
         result = base()
         return (result + F.linear(low, up)).to(result.dtype)
-    low, promise = _LowRank.apply(x, down, up, scaling)
-    out: Tensor = _Sum.apply(base(), promise, low, up.detach())
+    low, placeholder = _LowRank.apply(x, down, up, scaling)
+    out: Tensor = _Sum.apply(base(), placeholder, low, up.detach())
     return out
 
 
 class _LowRank(torch.autograd.Function):
-    """The product with A, and in place of the one with B a promise: its shape without its memory, to receive its gradient."""
+    """The product with A, and a placeholder for the product with B: of its shape but without its memory, to receive its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        low = x.flatten(0, -2).to(down.dtype) @ down.T * scaling  # not in place: a checkpoint may keep the product
+        low = x.flatten(0, -2).to(down.dtype) @ down.T * scaling  # not in place: a checkpoint may have kept the product
         ctx.save_for_backward(x, down, up, low)
         ctx.scaling = scaling
+        # Its gradient comes through the placeholder, which has the full width.
         ctx.mark_non_differentiable(low)
         return low, x.new_zeros(()).expand(*x.shape[:-1], len(up))
 
     @staticmethod
     def backward(ctx: Any, _: Tensor, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # The gradient of the placeholder is that of the layer's output: `_Sum` passes it on as it is.
         x, down, up, low = ctx.saved_tensors
         d_low, d_up = _products(gradient.flatten(0, -2), up, low if ctx.needs_input_grad[2] else None)
         d_low.mul_(ctx.scaling)
@@ -82,7 +88,8 @@ class _Sum(torch.autograd.Function):
     """result + low Bᵀ; keeps nothing for its backward."""
 
     @staticmethod
-    def forward(ctx: Any, result: Tensor, promise: Tensor, low: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, result: Tensor, placeholder: Tensor, low: Tensor, up: Tensor) -> Tensor:
+        # A part of the rows at a time: only that part exists in the adapter's wider dtype.
         rows = result.flatten(0, -2)
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         if out.dtype == low.dtype:
@@ -97,10 +104,10 @@ class _Sum(torch.autograd.Function):
 
 
 def _products(gradient: Tensor, up: Tensor, low: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """gradient · B, and gradientᵀ · low, in the adapter's dtype; parts of a sum are never taken apart, so spans change no bit."""
+    """gradient · B, and gradientᵀ · low, in the adapter's dtype. No sum is split, so the results do not depend on the spans."""
     if gradient.dtype == up.dtype:
         return gradient @ up, None if low is None else gradient.T @ low
-    if _at_once(gradient, 0) == len(gradient):  # it fits whole: one conversion serves both products
+    if _at_once(gradient, 0) == len(gradient):  # the complete matrix fits: one conversion serves both products
         whole = gradient.to(up.dtype)
         return whole @ up, None if low is None else whole.T @ low
     d_low = up.new_empty(len(gradient), up.shape[1])
@@ -108,6 +115,8 @@ def _products(gradient: Tensor, up: Tensor, low: Tensor | None) -> tuple[Tensor,
         torch.mm(wide.copy_(gradient[span]), up, out=d_low[span])
     if low is None:
         return d_low, None
+    # By columns: each row of d_up is then a complete sum over tokens, as in the product of the complete
+    # matrices.
     d_up = torch.empty_like(up)
     for span, wide in _spans(len(up), up.new_empty(_at_once(gradient, 1), len(gradient))):
         torch.mm(wide.copy_(gradient[:, span].T), low, out=d_up[span])
@@ -115,34 +124,35 @@ def _products(gradient: Tensor, up: Tensor, low: Tensor | None) -> tuple[Tensor,
 
 
 def _at_once(x: Tensor, axis: int) -> int:
-    """How many rows (axis 0) or columns (axis 1) of a matrix are held in the adapter's wider dtype at once."""
+    """Number of rows (axis 0) or columns (axis 1) of a matrix that are in the adapter's wider dtype at once."""
     return min(max(1, AT_ONCE[device_kind(x)] // x.shape[1 - axis]), x.shape[axis])
 
 
 def _spans(count: int, buffer: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Spans of `count` rows as long as the buffer, each with as much of it."""
+    """Spans of at most the buffer's length over `count` rows, each with a part of the buffer of its length."""
     for start in range(0, count, max(1, len(buffer))):
         stop = min(start + len(buffer), count)
         yield slice(start, stop), buffer[: stop - start]
 
 
 class KeepsOnlyItsInput:
-    """A frozen layer, other than torch's Linear, whose forward saves nothing large for its backward but what it was given."""
+    """A frozen layer, other than torch's Linear, whose forward saves nothing large for its backward but its input."""
 
 
 class PlainLora:
     """A LoRA layer that can say whether its next forward is the plain product."""
 
     def is_plain(self) -> bool:
-        """One active, unmerged adapter without dropout."""
+        """Whether there is one active, unmerged adapter, without dropout."""
         raise NotImplementedError
 
 
 def keeps_only_its_input(layer: nn.Module) -> bool:
-    """Whether a frozen layer's forward, with its adapter, saves nothing large for its backward but the input it was given.
+    """Whether a frozen layer's forward, with its adapter, saves nothing large for its backward but its input.
 
-    A layer that is trained itself is none: what follows it (a trained gate) needs its output.
+    False for a layer that is trained itself: an operation behind it (a trained gate) needs its output.
     """
+    # `type`, not isinstance: a subclass may save more.
     frozen = type(layer) is nn.Linear and not layer.weight.requires_grad
     return frozen or isinstance(layer, KeepsOnlyItsInput) or (isinstance(layer, PlainLora) and layer.is_plain())
 
@@ -153,7 +163,7 @@ def lora_linear_class() -> type:
     from peft.tuners.lora import Linear
 
     class LoraLinear(PlainLora, Linear):
-        """Takes the short way for one active, unmerged, plain LoRA and leaves every other case to peft."""
+        """Uses our product for one active, unmerged, plain LoRA and leaves every other case to peft."""
 
         def is_plain(self) -> bool:
             names = [name for name in self.active_adapters if name in self.lora_A]
@@ -186,11 +196,11 @@ def lora_linear_class() -> type:
 
 @cache
 def magnitude_class() -> type:
-    """peft's layer of DoRA's magnitude, whose forward can be compiled inside a checkpoint; made on first use, as `lora_linear_class` is."""
+    """peft's layer for DoRA's magnitude, with a forward that compiles inside a checkpoint. Made on first use, like `lora_linear_class`."""
     from peft.tuners.lora.dora import DoraLinearLayer
 
     class Magnitude(DoraLinearLayer):
-        """Does not empty its cache while it is traced, which nothing fills in training: no compiler repeats that in a recompute."""
+        """Does not clear its cache while it is traced: the compiler cannot repeat that in a recompute. Nothing fills the cache in training."""
 
         def _cache_clear(self) -> None:
             if not torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""Samples of different size in one batch: padded at the end, and the padding hidden from attention."""
+"""Masks for samples of different size in one batch: padded at the end, with the padding hidden from attention."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,16 @@ from torch import Tensor
 
 
 def padding_mask(lengths: Sequence[int], device: torch.device) -> Bool[Tensor, "batch tokens"] | None:
-    """False on the padding of samples shorter than the longest; None when all are of one size."""
+    """The mask of a padded batch.
+
+    Args:
+        lengths: Number of tokens of each sample.
+        device: The device of the mask.
+
+    Returns:
+        False on the padding of samples that are shorter than the longest; None if all have one length.
+    """
+    # Without a mask attention has faster kernels to choose from, and some backends take none.
     if len(set(lengths)) == 1:
         return None
     positions = torch.arange(max(lengths), device=device)

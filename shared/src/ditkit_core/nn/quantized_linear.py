@@ -1,9 +1,9 @@
-"""Frozen matrices in 8 or 4 bits, converted to the input's dtype where they are multiplied.
+"""Frozen matrices in 8 or 4 bits, converted to the input's dtype for each product.
 
-The values are those of torchao's weight-only quantization (`Int8WeightOnlyConfig`, `Float8WeightOnlyConfig`, NF4 with doubly
-quantized scales), to the bit; its tensor subclasses are not used. They can neither be sharded (`aten.split` and `new_zeros` are
-missing) nor be views into one buffer, which streaming through a device needs, and their own forward has autograd keep each
-dequantized weight: 1.5 times the dense model. Here weight and scales are plain parameters, and nothing is kept.
+The values are bitwise identical to torchao's weight-only quantization (`Int8WeightOnlyConfig`, `Float8WeightOnlyConfig`, NF4 with doubly
+quantized scales), but its tensor subclasses are not used. They can neither be sharded (`aten.split` and `new_zeros` are missing) nor be
+views into one buffer, which block swap needs. Their own forward also has autograd keep each dequantized weight: 1.5 times the dense
+model. Here weight and scales are plain parameters, and nothing is kept.
 """
 
 import math
@@ -21,45 +21,46 @@ from ditkit_core.nn.lora import AT_ONCE, KeepsOnlyItsInput
 
 _FP8 = torch.float8_e4m3fn
 _BLOCK, _GROUP = 64, 256
-"""NF4: how many weights share a scale, and how many scales share one of theirs. torchao's defaults."""
-# The quantiles of a normal distribution that QLoRA's authors chose, as torchao rounds them.
-_LEVELS = (
-    -1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
-    0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
-)  # fmt: skip
+"""NF4: the number of weights that share a scale, and of scales that share a scale of their own. torchao's defaults."""
+# Quantiles of a normal distribution, chosen by QLoRA's authors, as torchao rounds them. Seven below zero and eight above, so that zero
+# itself is a level.
+_NEGATIVE_LEVELS = (-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911)
+_LEVELS = (*_NEGATIVE_LEVELS, 0.0, 0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0)
 
 About = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype by the name of a parameter."""
+"""Shape and dtype of parameters, by name."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a matrix [out, in] is held."""
+    """How a quantized matrix [out, in] is stored."""
 
     about: Callable[[int, int], About]
-    """(out, in) to its parameters."""
+    """(out, in) to shapes and dtypes of its parameters."""
     quantize: Callable[[Tensor], dict[str, Tensor]]
     """An fp32 matrix, which is overwritten, to the parameters' values."""
     dequantize: Callable[[Mapping[str, Tensor], Tensor], None]
-    """The parameters' values into a matrix of any floating dtype; the arithmetic is fp32's, or that dtype's if it is wider."""
+    """Writes the matrix of the parameters' values into one of any floating dtype. The arithmetic is in fp32, or in that dtype if it is wider."""
     fits: Callable[[int, int], bool] = lambda num_out, num_in: True
+    """(out, in) to whether such a matrix can be stored so."""
 
 
 class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
-    """A frozen Linear layer whose weight is quantized; `weight` holds the codes, other parameters their scales.
+    """A frozen Linear layer with a quantized weight: `weight` contains the codes, other parameters their scales.
 
-    Built with `torch.device("meta")` in force, its parameters have their final dtypes and no memory.
+    Built under `torch.device("meta")`, its parameters have their final dtypes and no memory.
     """
 
     def __init__(self, num_in: int, num_out: int, kind: str, *, bias: bool):
-        """A layer without values.
+        """Build a layer without values.
 
         Args:
-            num_in: Features of the input.
-            num_out: Features of the output.
+            num_in: Number of input features.
+            num_out: Number of output features.
             kind: One of `LAYOUTS`.
-            bias: Whether it has one; not quantized.
+            bias: Whether it has a bias, which is not quantized.
         """
+        # Not nn.Linear's: it would allocate and initialise a dense weight.
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.kind = num_in, num_out, kind
         for name, (shape, dtype) in LAYOUTS[kind].about(num_out, num_in).items():
@@ -67,11 +68,11 @@ class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
         self.register_parameter("bias", nn.Parameter(torch.empty(num_out), requires_grad=False) if bias else None)
 
     def set_weight(self, weight: Tensor) -> None:
-        """Take over a weight [out, in] in fp32, which is overwritten, on the device that it lies on."""
+        """Quantize a weight [out, in] in fp32, which is overwritten, on its own device."""
         self.set_values(LAYOUTS[self.kind].quantize(weight))
 
     def set_values(self, values: Mapping[str, Tensor]) -> None:
-        """Take over the parameters' values."""
+        """Set the parameters' values, without a copy."""
         for name, (shape, dtype) in LAYOUTS[self.kind].about(self.out_features, self.in_features).items():
             assert values[name].shape == shape and values[name].dtype == dtype, name
             self._parameters[name] = nn.Parameter(values[name], requires_grad=False)
@@ -83,17 +84,18 @@ class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
         }
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight [out, in] that the layer multiplies with."""
+        """The weight [out, in] of the layer's product."""
         return _dequantized(self.kind, self.values(), (self.out_features, self.in_features), dtype)
 
     @property
     def W_q(self) -> Tensor:
-        """The codes, by the name that tells peft's DoRA to ask `dequantize` for the weight."""
+        """The codes. peft's DoRA calls `dequantize` for the weight of a layer that has an attribute of this name."""
         return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """The product in the input's dtype."""
         values = self.values()
+        # The compiler decides by itself what it keeps for the backward, so compiled code gets the plain product.
         if torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling():
             product: Tensor = _Product.apply(
                 x, self.bias, self.kind, self.out_features, tuple(values), *values.values()
@@ -102,16 +104,16 @@ class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
         return F.linear(x, self.dequantize(x.dtype), self.bias)
 
     def extra_repr(self) -> str:
-        """What is printed of it."""
+        """The layer's arguments in its printed form."""
         return f"{super().extra_repr()}, kind={self.kind}"
 
 
 class _Product(torch.autograd.Function):
     """x Wᵀ + b with a W that is dequantized here, and again in the backward.
 
-    The parameters are held by the node and are not saved tensors: they are frozen, so no version has to be watched; storage that is
-    emptied and filled again between the two passes is read as it is then; and a checkpoint that recomputes up to the last saved tensor
-    stops before this product where nothing is saved after it.
+    The node refers to the parameters itself; they are not saved tensors. They are frozen, so no version has to be checked. Block swap
+    empties and fills their storage between the two passes, and the backward reads what is there then. And a checkpoint that recomputes up
+    to the last saved tensor stops before this product if nothing is saved after it.
     """
 
     @staticmethod
@@ -136,12 +138,12 @@ def _dequantized(kind: str, values: Mapping[str, Tensor], shape: tuple[int, int]
 
 
 def dense_weight(layer: nn.Linear, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weight [out, in] that a frozen layer, quantized or not, multiplies with."""
+    """The weight [out, in] of a frozen layer's product, quantized or not."""
     return layer.dequantize(dtype) if isinstance(layer, QuantizedLinear) else layer.weight.detach().to(dtype)
 
 
 def quantized_weights(model: nn.Module | StagedModel) -> dict[str, QuantizedLinear]:
-    """The quantized layers by the name that their weight has in files: without a `base_layer` that an adapter library put in."""
+    """The quantized layers, by their weight's name in files: without the `base_layer` that peft inserts."""
     return {
         f"{name}.weight".replace(".base_layer.", "."): module
         for name, module in model.named_modules()
@@ -150,11 +152,14 @@ def quantized_weights(model: nn.Module | StagedModel) -> dict[str, QuantizedLine
 
 
 def without_scales(state: Mapping[str, Tensor], model: nn.Module | StagedModel) -> dict[str, Tensor]:
-    """A model's parameters as files have them: of a quantized weight, one on `meta` that has its shape, and no scales.
+    """A model's parameters as in files: a quantized weight is a tensor on `meta` with the dense shape, and there are no scales.
 
     Args:
-        state: Parameters and buffers, by the names that they have in files.
+        state: Parameters and buffers, by their names in files.
         model: The model.
+
+    Returns:
+        The parameters by name.
     """
     quantized = quantized_weights(model)
     scales = {
@@ -169,13 +174,14 @@ def without_scales(state: Mapping[str, Tensor], model: nn.Module | StagedModel) 
     return {name: shapes.get(name, tensor) for name, tensor in state.items() if name not in scales}
 
 
+# Needed before a layer is loaded: parameters are allocated once, in the dtype that they keep.
 def final_dtype(module: nn.Module, leaf: str, default: torch.dtype) -> torch.dtype:
-    """The dtype that a module's parameter has once it is loaded: codes and scales have their own, others the default."""
+    """The dtype of a module's parameter once it is loaded: codes and scales have their own, all others the default."""
     parameter = module.values().get(leaf) if isinstance(module, QuantizedLinear) else None
     return default if parameter is None else parameter.dtype
 
 
-# int8 and fp8: a scale to a row
+# int8 and fp8: one scale per row
 
 
 def _about_rows(dtype: torch.dtype) -> Callable[[int, int], About]:
@@ -183,11 +189,12 @@ def _about_rows(dtype: torch.dtype) -> Callable[[int, int], About]:
 
 
 def _largest(rows: Tensor) -> Tensor:
-    """The largest magnitude of each row, [rows, 1]; without a copy of the rows."""
+    """The largest magnitude of each row, [rows, 1], without a copy of the rows."""
     return torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))
 
 
 def _quantize_int8(weight: Tensor) -> dict[str, Tensor]:
+    # 127.5 and the product with the reciprocal are torchao's: a division would round some codes the other way.
     scale = (_largest(weight) / 127.5).clamp_(min=torch.finfo(torch.float32).eps)
     codes = weight.mul_(1.0 / scale).round_().clamp_(-128, 127).to(torch.int8)
     return {"weight": codes, "weight_scale": scale}
@@ -200,20 +207,20 @@ def _quantize_fp8(weight: Tensor) -> dict[str, Tensor]:
 
 
 def _nonzero(scale: Tensor) -> Tensor:
-    """One in place of zero: what it would divide is zero too, and torchao makes that NaN."""
+    """The scales, with ones for zeros: a row or block of zeros divided by zero is NaN, as in torchao."""
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
 def _dequantize_rows(values: Mapping[str, Tensor], out: Tensor) -> None:
     codes, scale = values["weight"], values["weight_scale"]
-    # Every code is exact in 16 bits. A GPU multiplies in fp32 on the way; the CPU makes an fp32 copy of what it is given.
+    # Every code is exact in 16 bits. A GPU multiplies in fp32 without a copy; the CPU makes an fp32 copy, so it gets a part at a time.
     at_once = max(1, AT_ONCE["cpu"] // out.shape[1]) if device_kind(out) == "cpu" else len(out)
     for start in range(0, len(out), at_once):
         rows = slice(start, start + at_once)
         out[rows].copy_(codes[rows]).mul_(scale[rows])
 
 
-# NF4: two codes to a byte; 64 weights share a scale, which is itself quantized
+# NF4: two codes per byte; 64 weights share a scale, which is itself quantized
 
 
 def _about_nf4(num_out: int, num_in: int) -> About:
@@ -223,7 +230,7 @@ def _about_nf4(num_out: int, num_in: int) -> About:
         "weight_scale": ((num_blocks,), torch.int8),
         "weight_scale_factor": ((math.ceil(num_blocks / _GROUP),), torch.float32),
         "weight_scale_mean": ((1,), torch.float32),
-        # What a byte stands for: held here, because a constant would have to be sent to the device for every product.
+        # The two levels of each byte. A parameter, because a constant would be copied to the device for every product.
         "weight_levels": ((256, 2), torch.float32),
     }
 
@@ -234,6 +241,7 @@ def _quantize_nf4(weight: Tensor) -> dict[str, Tensor]:
     mean = largest.mean()
     num_blocks = len(blocks)
     groups = F.pad(largest.flatten() - mean, (0, -num_blocks % _GROUP)).view(-1, _GROUP)
+    # Scales are stored as int8 differences from their mean, with one factor per group of 256.
     factor = 256 / (2 * _nonzero(groups.abs().amax(1)))
     scale = (groups * factor[:, None]).round_().clamp_(-128, 127).to(torch.int8).flatten()[:num_blocks].clone()
     blocks.div_(_nonzero(largest))
@@ -243,6 +251,7 @@ def _quantize_nf4(weight: Tensor) -> dict[str, Tensor]:
     for start in range(0, num_blocks, at_once):
         part = slice(start, start + at_once)
         nearest = _nearest(blocks[part], levels)
+        # torchao's order: the first weight of a pair is in the upper half of the byte.
         codes[part] = nearest[:, ::2] << 4 | nearest[:, 1::2]
     pairs = torch.cartesian_prod(levels, levels)
     return {
@@ -255,9 +264,9 @@ def _quantize_nf4(weight: Tensor) -> dict[str, Tensor]:
 
 
 def _nearest(values: Tensor, levels: Tensor) -> Tensor:
-    """The number of the nearest level, uint8; of two that are equally near, the lower.
+    """The index of the nearest level, uint8; of two that are equally near, the lower.
 
-    Only the levels beside a value are compared with it: torchao compares all sixteen, and finds the same.
+    Only the two levels around a value are compared with it. torchao compares all sixteen, with the same result.
     """
     low = torch.bucketize(values, levels[1:-1], out_int32=True)
     nearer_high = levels[low + 1].sub_(values).abs_() < levels[low].sub_(values).abs_()
@@ -271,6 +280,7 @@ def _dequantize_nf4(values: Mapping[str, Tensor], out: Tensor) -> None:
     at_once = AT_ONCE[device_kind(out)] // _BLOCK
     for start in range(0, len(blocks), at_once):
         part = slice(start, start + at_once)
+        # index_select takes int32 at least, and one look-up gives both weights of a byte.
         some = codes[start * _BLOCK // 2 : (start + at_once) * _BLOCK // 2].int()
         wide = values["weight_levels"].index_select(0, some).view(-1, _BLOCK)
         blocks[part].copy_(wide.mul_(scale[part]))
@@ -280,7 +290,9 @@ LAYOUTS = {
     "int8": Layout(_about_rows(torch.int8), _quantize_int8, _dequantize_rows),
     "fp8": Layout(_about_rows(_FP8), _quantize_fp8, _dequantize_rows),
     "nf4": Layout(
-        _about_nf4, _quantize_nf4, _dequantize_nf4,
+        _about_nf4,
+        _quantize_nf4,
+        _dequantize_nf4,
         fits=lambda num_out, num_in: num_in % 2 == 0 and num_out * num_in % _BLOCK == 0,
     ),
-}  # fmt: skip
+}

@@ -1,9 +1,10 @@
-"""Where a recompute may stop: model code declares it at the last matmul of a block, and the policy around the block handles it.
+"""Where a recompute may stop: model code declares this at the last matmul of a block, and the policy around the block obeys it.
 
-A checkpoint that stops recomputing at the last saved tensor (`full`) leaves a block's last frozen matmul out by itself, and needs nothing of this. One
-that keeps regions (`attn_only`) replays a block to its end. At `recompute_boundary` it learns that nothing behind needs to run again: the recompute
-leaves the block there, by an exception that `run_block` catches. That is right because what is saved behind the boundary is kept (all that a gated sum
-saves is its gate, if that is trained), or named at the boundary, and then computed again before it.
+A checkpoint that stops recomputing at the last saved tensor (`full`) leaves out a block's last frozen matmul by itself, and needs none of
+this. A checkpoint that keeps regions (`attn_only`) replays a block to its end. At `recompute_boundary` it learns that nothing behind needs
+to run again: the recompute leaves the block there, by an exception that `run_block` catches. That is correct because every tensor that is
+saved behind the boundary is either kept (a gated sum saves only its gate, if that is trained), or named at the boundary and then
+recomputed before it.
 """
 
 import weakref
@@ -22,32 +23,38 @@ from ditkit_core.nn.lora import keeps_only_its_input
 
 
 class RecomputeDone(Exception):
-    """A recompute came to its boundary, and what called it goes on with what it knows from the forward."""
+    """A recompute has reached its boundary; its caller goes on with what it knows from the forward."""
 
 
 def recompute_boundary(layer: nn.Module, x: Tensor, *needed: Tensor) -> Tensor:
-    """`layer(x)`, behind which a block does nothing that a recompute has to repeat.
+    """Call a block's last layer, behind which nothing has to be recomputed.
 
-    That is free as long as the layer keeps nothing for its backward but its input. One that keeps more (adapter dropout, DoRA), or is
-    trained, so that a gate behind it needs what it returns, is recomputed like the rest, and so is what follows.
+    That is free if the layer keeps nothing for its backward but its input. A layer that keeps more (adapter dropout, DoRA), or is trained,
+    so that a gate behind it needs its output, is recomputed like the rest, and so is everything behind it.
 
     Args:
         layer: The block's last layer, a matmul.
         x: Its input.
-        needed: Large tensors, made before the boundary, that an operation behind it saves for its backward: they are computed again, not kept.
+        needed: Large tensors from before the boundary that an operation behind it saves for its backward. They are recomputed, not kept.
+
+    Returns:
+        `layer(x)`.
     """
     return recompute_boundaries([(layer, x)], *needed)[0]
 
 
 def recompute_boundaries(last: Sequence[tuple[nn.Module, Tensor]], *needed: Tensor) -> list[Tensor]:
-    """The same of a block of several streams, whose last layers come next to each other.
+    """`recompute_boundary` for a block of several streams, whose last layers are called together.
 
     Args:
         last: Each stream's last layer, with its input.
         needed: As for `recompute_boundary`.
+
+    Returns:
+        Each layer's output.
     """
     settings = settings_in_force()
-    # A compiler sees for itself what the backward needs; told to keep this, it would.
+    # The compiler finds by itself what the backward needs. A region would make it keep the outputs.
     is_plain = torch.compiler.is_compiling() or settings.keep is None
     if is_plain or not all(keeps_only_its_input(layer) for layer, _ in last):
         return [layer(x) for layer, x in last]
@@ -55,14 +62,17 @@ def recompute_boundaries(last: Sequence[tuple[nn.Module, Tensor]], *needed: Tens
 
     def run(*inputs: Tensor) -> tuple[()]:
         results.extend(layer(x) for (layer, _), x in zip(last, inputs, strict=True))
-        return ()  # nothing: torch_remat would replay what is returned, as a tensor without memory that fake tensors do not survive
+        # No results: in the recompute torch_remat would return tensors without memory in their place, which fails under fake tensors.
+        return ()
 
-    # The layers' inputs are computed again, what else their forward saves is kept; a recompute does not call them.
+    # A region that is not recomputed: the recompute makes the layers' inputs again but does not call the layers. Whatever else their
+    # forward saves is kept.
     remat.region(run, "last matmul", recompute=False)(*(x for _, x in last))
     scope = scope_in_force()
     if settings.recomputing:
         if scope is not None:
             scope.refill(needed)
+        # An exception, because the block's code goes on behind this call: nothing else ends it from here.
         raise RecomputeDone
     if scope is not None:
         scope.keep_from_here(needed)
@@ -70,18 +80,23 @@ def recompute_boundaries(last: Sequence[tuple[nn.Module, Tensor]], *needed: Tens
 
 
 def handed_on(function: Callable[..., Tensor], *given: Any, name: str) -> Tensor:
-    """Call a part of a block that ends in a boundary of its own, and whose result the block hands on.
+    """Call a part of a block that ends in a boundary of its own and whose result is part of the block's carry.
 
-    What is handed on is there anyway, so a recompute takes it as it was in the forward and goes on behind it.
+    That result is in memory anyway, so a recompute takes it from the forward and goes on behind the part.
 
     Args:
         function: The part.
-        given: What it takes.
+        given: Its arguments; the first is a tensor.
         name: Unique within the block.
+
+    Returns:
+        The part's result.
     """
     settings = settings_in_force()
     if torch.compiler.is_compiling() or settings.keep is None:
         return function(*given)
+    # A region around the result alone: the recompute takes it from the forward, without the part that made
+    # it.
     taken = remat.region(_alias, name, recompute=False)
     outer = scope_in_force()
     scope = RecomputeScope(None if outer is None else outer.hooks)
@@ -91,11 +106,12 @@ def handed_on(function: Callable[..., Tensor], *given: Any, name: str) -> Tensor
             with scope_set(known), remat.name_scope(name):
                 return function(*given)
         except RecomputeDone:
-            out: Tensor = taken(given[0])  # its argument is not looked at
+            out: Tensor = taken(given[0])  # the region returns its result from the forward, whatever its argument
             return out
     with scope_set(scope), scope, remat.name_scope(name):
         out = function(*given)
     if outer is not None:
+        # The block's recompute finds the part's scope by name, because it runs the same code again.
         outer.parts[name] = scope
     if scope.is_reached:
         out = taken(out)
@@ -109,10 +125,10 @@ def _alias(x: Tensor) -> Tensor:
 
 @dataclass
 class _Again:
-    """A saved tensor that the recompute makes again."""
+    """A saved tensor that is not kept, because the recompute makes it again."""
 
     index: int
-    """Among those that are named at the boundary."""
+    """Its index among the tensors that are named at the boundary."""
     value: Tensor | None = None
 
 
@@ -120,18 +136,18 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class RecomputeScope:
-    """What a block, or a part of one that is handed on, saves behind its boundary; inside the `with` block its forward runs."""
+    """What a block, or a part of one (`handed_on`), saves behind its boundary. Its forward runs inside the `with` block."""
 
     def __init__(self, hooks: Hooks | None = None):
-        """Nothing is reached yet.
+        """Start before the boundary.
 
         Args:
-            hooks: Those for saved tensors around the checkpoint, if there are any: they take what is kept.
+            hooks: The saved-tensor hooks around the checkpoint, if there are any; they get what is kept.
         """
         self.hooks = hooks
         self.is_reached = False
         self.parts: dict[str, RecomputeScope] = {}
-        """Those of parts that are handed on."""
+        """The scopes of parts (`handed_on`), by name."""
         self._again: list[weakref.ref[_Again]] = []
         self._needed: Sequence[Tensor] = ()
         self._results: Sequence[Any] = ()
@@ -145,35 +161,40 @@ class RecomputeScope:
         self._needed = ()
 
     def keep_from_here(self, needed: Sequence[Tensor]) -> None:
-        """The boundary is reached in the forward: the checkpoint gets nothing more to recompute."""
+        """Keep what is saved from here on: the forward has reached the boundary, and the checkpoint must not recompute it."""
         self.is_reached, self._needed = True, needed
         self._open.enter_context(saved_tensors_hooks(self._pack, self._unpack))
 
     def hold(self, results: Sequence[Tensor]) -> None:
-        """Keep what the block returned until its recompute: it costs nothing where the next block holds it, too, and plans count it."""
+        """Keep the block's results until its recompute. That is free where the next block keeps them too, and plans count it."""
         if self.is_reached:
             self._results = [x.detach() if self.hooks is None else self.hooks[0](x.detach()) for x in results]
 
     def refill(self, needed: Sequence[Tensor]) -> None:
-        """It is reached in a recompute, which made anew what it was told of."""
+        """Take the recomputed tensors: the recompute has reached the boundary."""
         self._results = []
         for reference in self._again:
             if (again := reference()) is not None:
                 again.value = needed[again.index].detach()
 
     def _pack(self, tensor: Tensor) -> Any:
+        # Tensors that are named at the boundary are not kept: a weak reference to the entry suffices,
+        # because autograd owns it.
         for index, needed in enumerate(self._needed):
             if _is_same(tensor, needed):
                 again = _Again(index)
                 self._again.append(weakref.ref(again))
                 return again
-        # Detached: what an operation saves of its own result would hold the operation, and be freed by no one.
+        # Detached: an operation that saves its own result would keep itself alive through it, and nothing would free that cycle.
         tensor = tensor.detach()
         return tensor if self.hooks is None else self.hooks[0](tensor)
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _Again):
-            value, packed.value = packed.value, None
+            value, packed.value = (
+                packed.value,
+                None,
+            )  # read once, so that its memory is freed with the backward of the operation
             assert value is not None, "no recompute came before"
             return value
         if self.hooks is not None:
@@ -183,6 +204,7 @@ class RecomputeScope:
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
+    # Not `is`: autograd may hand hooks another Python object for the same tensor.
     return (
         a.untyped_storage()._cdata == b.untyped_storage()._cdata
         and (a.dtype, a.shape, a.storage_offset()) == (b.dtype, b.shape, b.storage_offset())

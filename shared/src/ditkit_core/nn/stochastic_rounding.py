@@ -1,18 +1,18 @@
-"""Writing fp32 results back into bf16 weights without losing what is smaller than their spacing.
+"""Writes fp32 results into bf16 weights without losing updates that are smaller than bf16's spacing.
 
-bf16 keeps 8 bits of a fraction: an update below about 1/512 of a weight is lost by rounding to nearest, and most updates of a fine-tune
-are. Two remedies, both over an optimizer that computes in fp32:
+bf16 has 8 significant bits: rounding to nearest loses an update below about 1/512 of a weight, and most updates of a fine-tune are. There
+are two remedies, both for an optimizer that computes in fp32:
 
-- stochastic: up with the probability that is the share of the way to the next value, so that the mean of what is written is the value.
-  No state. A weight that bf16 holds exactly stays as it is.
-- split: the bits that bf16 drops are kept in another 2 bytes per weight, in the optimizer's state. Together they are exact fp32 master
-  weights in 4 bytes, where a bf16 copy beside fp32 ones takes 6. It is what Kahan summation would be used for: that keeps a bf16
-  remainder in the same 2 bytes, and so 16 bits of a fraction instead of 24.
+- stochastic: round up with a probability equal to the fraction of the way to the next value, so that the mean of the results is the
+  value. It needs no state. A value that bf16 represents exactly stays as it is.
+- split: another 2 bytes per weight in the optimizer's state keep the bits that bf16 drops. Both together are exact fp32 master weights in
+  4 bytes, where a bf16 copy next to fp32 weights takes 6. It has the purpose of Kahan summation, which keeps a bf16 remainder in the same
+  2 bytes, and so 16 significant bits instead of 24.
 
-Why not torchao's `bf16_stochastic_round`: it draws from torch's global generator, so that its bits depend on what was drawn before
-them, on the kind of device and on the order of parameters; it is there for its own Adam alone; and its optimizers keep their state in
-the parameter's dtype, bf16. Here the bits are a function of (key, place in the tensor), computed with 32-bit integer operations that
-are exact on every device: resumed, streamed and divided runs write the same weights.
+Why not torchao's `bf16_stochastic_round`: it uses torch's global generator, so its bits depend on every earlier random number, on the
+kind of device and on the order of parameters. It is there for torchao's own Adam alone, and torchao's optimizers keep their state in
+the parameter's dtype, bf16. Here the bits are a function of (key, index in the tensor), computed with 32-bit integer operations that
+are exact on every device: resumed, streamed and split runs write the same weights.
 """
 
 import math
@@ -26,33 +26,38 @@ from torch import Tensor
 Rounding = Literal["nearest", "stochastic", "split"]
 
 _AT_ONCE = 2**23
-"""Values rounded at once: it bounds what is held beside them to 96 MiB. Part of what is drawn: never to be changed."""
+"""Number of values that are rounded at once, which bounds temporary memory to 96 MiB. It is part of the random sequence: never change it."""
 
 _KEPT = -1 << 16
-"""The bits of an fp32 number that bf16 has."""
+"""Mask of the bits of an fp32 number that bf16 keeps."""
 
 
 def random_bits(count: int, key: int, device: torch.device | str, *, start: int = 0) -> Int[Tensor, "count"]:
-    """Numbers of 0 to 65535, int32, as a function of `key` and the place alone.
+    """Random numbers of 16 bits, as a function of `key` and the index alone.
 
-    A counter is mixed with the halves of the key by the 32-bit finalizer `lowbias32` in its later constants (C. Wellons, "hash-prospector":
-    every bit of the result depends on every bit of the input within 0.11 % of one half), twice; each result gives two numbers.
+    A counter is mixed twice, with each half of the key, by the 32-bit finalizer `lowbias32`; each result gives two numbers.
 
     Args:
-        count: How many.
-        key: 0 to 2**64 - 1, itself well mixed, as `seed_of` is.
-        device: Where.
-        start: First value of the counter, which gives two numbers each time.
+        count: Number of numbers.
+        key: 0 to 2**64 - 1, itself well mixed, like the result of `seed_of`.
+        device: The device to compute on.
+        start: First value of the counter; each value gives two numbers.
+
+    Returns:
+        int32 numbers, 0 to 65535.
+
+    Source: `lowbias32` with its later constants in C. Wellons, "hash-prospector": each bit of the result depends on each bit of the input
+    with a probability within 0.11 % of one half.
     """
     half = (count + 1) // 2
     mixed = torch.arange(start, start + half, dtype=torch.int32, device=device)
     for word in (key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF):
         mixed.bitwise_xor_(_signed(word))
         for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97), (15, 1)):
-            # int32 shifts fill up with the sign
+            # an int32 shift right fills with the sign bit; the mask clears those bits
             mixed.bitwise_xor_((mixed >> shift).bitwise_and_((1 << 32 - shift) - 1))
             if factor != 1:
-                mixed.mul_(factor)  # wraps around
+                mixed.mul_(factor)  # overflow wraps around, as the mixing needs
     bits = torch.empty(count, dtype=torch.int32, device=device)
     bits[:half] = mixed
     bits[half:] = (mixed >> 16)[: count - half]
@@ -60,26 +65,29 @@ def random_bits(count: int, key: int, device: torch.device | str, *, start: int 
 
 
 def _signed(word: int) -> int:
+    # torch takes Python's numbers into int32 only within its range.
     return word - (1 << 32) if word >> 31 else word
 
 
 @torch.no_grad()
 def write_stochastic(weight: Tensor, values: Tensor, key: int) -> None:
-    """Round values into a bf16 weight, up or down at random; the mean is the value.
+    """Round values into a bf16 weight, up or down at random, with the value as mean.
 
     Args:
         weight: bf16, any shape, written in place.
-        values: fp32, of its shape; used up.
-        key: Decides the random bits, 0 to 2**64 - 1: one for each tensor and step, as `seed_of` gives it.
+        values: fp32, of the same shape; overwritten.
+        key: Determines the random bits, 0 to 2**64 - 1: one for each tensor and step, from `seed_of`.
     """
     flat = values.contiguous().view(-1)
     for start, bits in _parts(flat):
+        # Added below bf16's last bit, a random number carries into it with the wanted probability. Clearing the rest truncates.
         bits.add_(random_bits(bits.numel(), key, weight.device, start=start // 2)).bitwise_and_(_KEPT)
     weight.copy_(flat.view(values.shape))  # exact by now
 
 
 def _parts(flat: Float[Tensor, "count"]) -> Iterator[tuple[int, Int[Tensor, "part"]]]:
-    """Where each part starts, and its bits, shared with it; a NaN has some by which no sum carries into the sign, to leave a zero."""
+    """The start of each part, and its bits in the same memory. All NaNs get one pattern: in others, a sum could carry into the sign and
+    leave a zero."""
     assert flat.dtype == torch.float32, flat.dtype
     for start in range(0, flat.numel(), _AT_ONCE):
         part = flat[start : start + _AT_ONCE]
@@ -88,15 +96,16 @@ def _parts(flat: Float[Tensor, "count"]) -> Iterator[tuple[int, Int[Tensor, "par
 
 @torch.no_grad()
 def write_split(weight: Tensor, values: Tensor, rest: Tensor) -> None:
-    """Round values into a bf16 weight to nearest (ties away from zero), and keep what `joined` needs to have them back.
+    """Round values into a bf16 weight to nearest (ties away from zero), and keep the remainder, from which `joined` restores the values.
 
     Args:
         weight: bf16, any shape, written in place.
-        values: fp32, of its shape; used up.
-        rest: int16, of its shape, contiguous, written in place: by how many of fp32's steps the value is beyond the weight.
+        values: fp32, of the same shape; overwritten.
+        rest: int16, of the same shape, contiguous, written in place: the remainder in units of fp32's spacing.
     """
     flat, flat_rest = values.contiguous().view(-1), rest.view(-1)
     for start, bits in _parts(flat):
+        # As integers: fp32 values of one sign are ordered like their bits, and the difference is exact.
         upper = (bits + (1 << 15)).bitwise_and_(_KEPT)
         flat_rest[start : start + bits.numel()] = bits - upper
         bits.copy_(upper)
@@ -105,7 +114,15 @@ def write_split(weight: Tensor, values: Tensor, rest: Tensor) -> None:
 
 @torch.no_grad()
 def joined(weight: Tensor, rest: Tensor | None) -> Tensor:
-    """The values that were split, to the bit; those of the weight where there is no rest. fp32, in memory of their own."""
+    """Restore split values, bitwise identical.
+
+    Args:
+        weight: The bf16 weight.
+        rest: The remainder; None if there is none.
+
+    Returns:
+        fp32 values in new memory; those of the weight if there is no remainder.
+    """
     values = weight.float()
     if rest is not None:
         values.view(torch.int32).add_(rest)
