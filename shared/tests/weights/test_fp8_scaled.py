@@ -254,7 +254,7 @@ def test_other_forms_are_refused_in_a_line(tmp_path, other):
     del scales[f"{BLOCK}.weight"]
     state, _ = marked(codes, scales)
     path = write(tmp_path, {**state, **OTHERS[other]})
-    with pytest.raises(UserError, match=f"{BLOCK}.*is not read; get the bf16 or the fp8_scaled file") as caught:
+    with pytest.raises(UserError, match=f"{BLOCK}.*is not supported; get the bf16 or the fp8_scaled file") as caught:
         prepared(path)
     assert "\n" not in str(caught.value)
 
@@ -271,7 +271,7 @@ def test_scales_without_their_matrices_are_named_as_such(tmp_path):
     codes, scales, _ = scaled(original("official"))
     del codes["blocks.0.out.weight"]
     path = write(tmp_path, *legacy(codes, scales))
-    with pytest.raises(UserError, match="has scales of 8-bit weights that it does not have; fetch it again"):
+    with pytest.raises(UserError, match="has scales for 8-bit weights that it lacks; fetch it again"):
         prepared(path)
 
 

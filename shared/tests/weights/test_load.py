@@ -148,7 +148,7 @@ def test_weights_of_another_model_are_named_as_such(tmp_path):
 def test_scales_that_belong_to_no_weight_are_named_as_such(tmp_path):
     tensors = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in official(toy()).items()}
     save_file({**tensors, "blocks.0.out.scale_weight": torch.ones(1)}, tmp_path / "x.safetensors")
-    with pytest.raises(UserError, match="scales of 8-bit weights that it does not have; fetch it again"):
+    with pytest.raises(UserError, match="scales for 8-bit weights that it lacks; fetch it again"):
         match(SafetensorsSource.open(tmp_path), TOY.architecture.names, shapes(toy()))
 
 
@@ -263,7 +263,7 @@ def test_the_words_about_what_does_not_fit_are_the_callers(tmp_path):
     advice = Advice(described_by="its config", if_unknown="A", if_depth_differs="B", if_shapes_differ="C")
     wider = {**official(toy()), "head.out.bias": torch.zeros(7)}
     for tensors, said in (
-        ({"conv.weight": torch.zeros(2)}, "not known here; A;"),
+        ({"conv.weight": torch.zeros(2)}, "unknown names; A;"),
         (official(toy(depth=3)), "its config does not fit the weights, which have 3 layers where it has 2; B;"),
         (wider, "its config does not fit the weights; C;"),
     ):

@@ -85,9 +85,9 @@ def test_a_tokenizer_of_more_tokens_than_the_encoder_knows_is_refused(qwen: Path
     [
         ("{", "tokenizer.json is not readable JSON"),
         ("[]", "tokenizer.json is no JSON object"),
-        ("{}", "tokenizer.json holds no vocabulary"),
-        ('{"model": {}}', "tokenizer.json holds no vocabulary"),
-        ('{"model": {"vocab": {}}, "added_tokens": [1]}', "tokenizer.json lists added tokens that are none"),
+        ("{}", "tokenizer.json has no vocabulary"),
+        ('{"model": {}}', "tokenizer.json has no vocabulary"),
+        ('{"model": {"vocab": {}}, "added_tokens": [1]}', "tokenizer.json has an invalid list of added tokens"),
         (None, "tokenizer.json is missing; set model.tokenizer"),
     ],
 )
@@ -109,7 +109,7 @@ def test_eight_bit_weights_in_another_form_are_refused_at_once(qwen: Path, tmp_p
     scale = {f"model.layers.0.mlp.up_proj.{mark}": torch.ones(())}  # of a weight that is not in 8 bits
     save_file(load_file(qwen / "text_encoder" / "model.safetensors") | scale, file)
     refused(
-        made, f"up_proj.{mark}, which is not read; get the bf16 or the fp8_scaled file", text_encoder=str(file),
+        made, f"up_proj.{mark}, which is not supported; get the bf16 or the fp8_scaled file", text_encoder=str(file),
         tokenizer=str(qwen / "tokenizer"),
     )  # fmt: skip
 

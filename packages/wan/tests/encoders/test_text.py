@@ -169,7 +169,7 @@ def test_the_error_of_eight_bits_is_that_of_noise_as_large_as_their_rounding(che
 def test_eight_bit_weights_in_another_form_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     state = hf_state(checkpoint) | {"encoder.block.0.layer.0.SelfAttention.q.weight_scale_inv": torch.ones(1, 1)}
     save_file(state, tmp_path / "umt5.safetensors")
-    with pytest.raises(UserError, match="q.weight_scale_inv, which is not read; get the bf16") as caught:
+    with pytest.raises(UserError, match="q.weight_scale_inv, which is not supported; get the bf16") as caught:
         TextEncoder(ModelPaths(text_encoder=str(tmp_path / "umt5.safetensors")), CPU, torch.float32)
     assert "\n" not in str(caught.value)
 
@@ -190,7 +190,7 @@ def test_a_folder_without_a_tokenizer_is_one_line(checkpoint: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("tokenizer.json", "{}", "tokenizer.json holds no vocabulary"),
+        ("tokenizer.json", "{}", "tokenizer.json has no vocabulary"),
         ("tokenizer.json", "{", "tokenizer.json is not readable JSON"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json is no JSON object"),
     ],

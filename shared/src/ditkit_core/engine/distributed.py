@@ -1,8 +1,8 @@
-"""Which of several processes this one is: the one module that asks torch.distributed.
+"""The rank of this process: the only module that asks torch.distributed for it.
 
-The commands run in one process. A training loop of your own starts ranks with torchrun, and `fsdp.py` asks here. Whatever has to
-know a rank later (who writes a save, who prints, which share of a step's micro-batches is whose) asks here too, so that a second way to
-find it out never appears.
+The commands run in one process. A training loop of your own starts ranks with torchrun, and `fsdp.py` asks this module. Later code that
+needs a rank (which one writes a save, which one prints, which micro-batches it takes) asks here too, so that there is only one way to
+find it.
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ class World:
     """The processes that train together."""
 
     rank: int
-    """This one's number, from 0."""
+    """Rank of this process, from 0."""
     size: int
-    """How many there are."""
+    """Number of processes."""
 
 
 def world() -> World | None:
-    """The processes of the default process group; None where none was started, as in every command."""
+    """The default process group; None if none was started, as in every command."""
     if not dist.is_initialized():
         return None
     return World(rank=dist.get_rank(), size=dist.get_world_size())

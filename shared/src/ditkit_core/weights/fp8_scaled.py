@@ -1,11 +1,11 @@
-"""Files whose matrices are 8-bit codes with a scale, as ComfyUI writes them (`fp8_scaled`): which tensor is what.
+"""Files whose matrices are 8-bit codes with a scale, as ComfyUI writes them (`fp8_scaled`).
 
-A matrix `X.weight` is float8_e4m3fn there, and stands for that times a scale in fp32: one number, or one to each row. The first files
-(October 2024 on) name it `X.scale_weight`, have an empty or two-element float8 tensor `scaled_fp8` as their mark, and perhaps
-`X.scale_input`; two elements say that products are to be made in the full dtype. Later ones (November 2025 on) name it
-`X.weight_scale`, have `X.input_scale`, and say the format of each layer in JSON: in a uint8 tensor `X.comfy_quant`, or for all layers in the
-header's `_quantization_metadata`. The scale of the input is for products of 8-bit numbers, which are not made here. A mark without a
-scale says that the scale is one.
+A matrix `X.weight` is float8_e4m3fn in such a file. Its values are the codes times an fp32 scale: one number, or one per row. The first
+files (from October 2024) name the scale `X.scale_weight`, are marked by an empty or two-element float8 tensor `scaled_fp8`, and may have
+`X.scale_input`; two elements ask for products in the full dtype. Later files (from November 2025) name it `X.weight_scale`, may have
+`X.input_scale`, and give the format of each layer in JSON: in a uint8 tensor `X.comfy_quant`, or for all layers in the header's
+`_quantization_metadata`. The scale of the input is for products of 8-bit numbers, which ditkit does not make. A mark without a scale
+means that the scale is one.
 
 Source: `convert_old_quants` in comfy/utils.py and QUANTIZATION.md of ComfyUI, read in November 2026.
 """
@@ -23,40 +23,43 @@ from ditkit_core.io.safetensors import SafetensorsSource
 
 MARK = "scaled_fp8"
 SCALE = "scale_weight"
-"""What a matrix's scale is called beside its `weight`, in files that every version of ComfyUI reads."""
+"""Name of a matrix's scale, next to its `weight`, in files that every version of ComfyUI reads."""
 
 About = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
 
 _SCALES = (f".{SCALE}", ".weight_scale")
-_OF_INPUTS = (".scale_input", ".input_scale")
+_INPUT_SCALES = (".scale_input", ".input_scale")
 _FORMAT = ".comfy_quant"
 _HEADER = "_quantization_metadata"
+# Scales of other formats (NVFP4, scales per block, AWQ), which are recognised only to be refused by name.
 _OTHER_FORMS = (".weight_scale_2", ".weight_scale_inv", ".pre_quant_scale")
 _READ = "float8_e4m3fn"
 _GET = "get the bf16 or the fp8_scaled file"
 
 
 def open_weights(path: Path) -> SafetensorsSource:
-    """A file or folder of weights, as `SafetensorsSource.open`, with the scales of 8-bit matrices put where they belong.
+    """Open a file or folder of weights, and attach the scales of 8-bit matrices to their weights.
 
     Raises:
-        UserError: Also if the weights are quantized in a form that is not read.
+        UserError: As `SafetensorsSource.open` does, or if the weights are quantized in an unsupported form.
     """
     return understood(SafetensorsSource.open(path))
 
 
 def understood(source: SafetensorsSource) -> SafetensorsSource:
-    """The weights alone, each with its scale if it has one; marks and scales are no tensors of their own any more.
+    """The weights of a source, each with its scale if it has one, without marks and scales as tensors of their own.
 
     Raises:
-        UserError: If they are quantized in a form that is not read.
+        UserError: If they are quantized in an unsupported form.
     """
     if problem := next(_problems(source), None):
-        raise UserError(f"{source.path} holds {problem}, which is not read; {_GET}")
+        raise UserError(f"{source.path} contains {problem}, which is not supported; {_GET}")
     tensors = dict(source.tensors)
     for key in source.tensors:
-        of_input = key.endswith(_OF_INPUTS) and f"{key.rpartition('.')[0]}.weight" in source.tensors
+        # Dropped: scales of inputs are for products in 8 bits. A name like theirs without a weight stays,
+        # for `match` to report.
+        of_input = key.endswith(_INPUT_SCALES) and f"{key.rpartition('.')[0]}.weight" in source.tensors
         if of_input or key == MARK or key.endswith((f".{MARK}", _FORMAT)):
             del tensors[key]
         elif (weight := _weight_of(key)) in source.tensors:
@@ -65,25 +68,25 @@ def understood(source: SafetensorsSource) -> SafetensorsSource:
 
 
 def num_scaled(source: SafetensorsSource) -> int:
-    """How many of the tensors are codes with a scale."""
+    """Number of tensors that are codes with a scale."""
     return sum(stored.scale is not None for stored in source.tensors.values())
 
 
 def in_scaled_8_bits(
     shapes: Mapping[str, About], tensor_of: Callable[[str], Tensor], scaled: Collection[str]
 ) -> tuple[dict[str, About], Callable[[str], Tensor]]:
-    """What `write_safetensors` is given, changed so that some matrices are written as codes with a scale to each.
+    """Change the arguments of `write_safetensors` so that some matrices are written as codes with one scale each.
 
     Args:
         shapes: Shape and dtype by name.
-        tensor_of: The tensor of a name, of those matrices in fp32.
-        scaled: Names of the matrices, each `X.weight`.
+        tensor_of: The tensor of a name; the matrices to scale in fp32.
+        scaled: Names of these matrices, each `X.weight`.
 
     Returns:
-        The same of the file: a scale comes after its matrix, and the mark first.
+        Shapes and tensors of the file: the mark first, and each scale after its matrix.
     """
     scales: dict[str, Tensor] = {}
-    # Two elements: products are to be made in the full dtype. With one of 8-bit numbers, inputs would be cut off at 448.
+    # Two elements ask for products in the full dtype. In products of 8-bit numbers, inputs would be clipped at 448.
     about: dict[str, About] = {MARK: ((2,), torch.float8_e4m3fn)}
     for key, (shape, dtype) in shapes.items():
         about[key] = (shape, torch.float8_e4m3fn if key in scaled else dtype)
@@ -97,6 +100,8 @@ def in_scaled_8_bits(
             return scales.pop(key)
         if key not in scaled:
             return tensor_of(key)
+        # The scale is asked for next, because the file's names are written in this order: no matrix is
+        # quantized twice.
         codes, scales[_scale_of(key)] = quantize_whole(tensor_of(key))
         return codes
 
@@ -104,7 +109,7 @@ def in_scaled_8_bits(
 
 
 def quantize_whole(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and the one scale of a matrix in fp32: its largest magnitude becomes the largest code."""
+    """Codes and the single scale of a matrix in fp32: its largest magnitude becomes the largest code."""
     limit = torch.finfo(torch.float8_e4m3fn).max
     scale = torch.maximum(weight.amax(), -weight.amin()) / limit
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
@@ -116,12 +121,12 @@ def _scale_of(key: str) -> str:
 
 
 def _weight_of(key: str) -> str:
-    """The name of the matrix whose scale this would be; empty if it is no scale's name."""
+    """Name of the matrix that a scale belongs to; empty if this is not a scale's name."""
     return f"{key.rpartition('.')[0]}.weight" if key.endswith(_SCALES) else ""
 
 
 def _problems(source: SafetensorsSource) -> Iterator[str]:
-    """What is quantized in another form, in words."""
+    """Describe each weight that is quantized in another form."""
     tensors = source.tensors
     for layer, form in _formats(source):
         if form != _READ:
@@ -136,13 +141,13 @@ def _problems(source: SafetensorsSource) -> Iterator[str]:
             yield f"{owner} in {str(weight.dtype).removeprefix('torch.')} with {key}"
         rows = weight.shape[:1]
         if torch.Size(stored.shape).numel() != 1 and stored.shape not in (rows, (*rows, 1)):
-            yield f"{key} {list(stored.shape)}, a scale to a block of {owner}"
+            yield f"{key} {list(stored.shape)}, scales for blocks of {owner}"
         if not stored.dtype.is_floating_point or stored.dtype.itemsize < 2:
             yield f"{key} in {str(stored.dtype).removeprefix('torch.')}"
 
 
 def _formats(source: SafetensorsSource) -> Iterator[tuple[str, object]]:
-    """The format of each layer that the file names one of."""
+    """Each layer whose format the file gives, with that format."""
     try:
         for layer, about in json.loads(source.metadata.get(_HEADER, "{}")).get("layers", {}).items():
             yield layer, about["format"]
@@ -151,5 +156,5 @@ def _formats(source: SafetensorsSource) -> Iterator[tuple[str, object]]:
                 yield key.removesuffix(_FORMAT), json.loads(bytes(source.read(key).tolist()))["format"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{source.path}: what it says of its 8-bit layers cannot be read ({error!r}); fetch it again"
+            f"{source.path}: its description of 8-bit layers cannot be read ({error!r}); fetch it again"
         ) from error

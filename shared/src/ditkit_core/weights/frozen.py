@@ -1,7 +1,7 @@
-"""Frozen encoders from safetensors: a library's module built on `meta`, then filled by our own strict reader.
+"""Loads frozen encoders from safetensors: a library's module is built on `meta`, then filled by our own strict reader.
 
-One path for folders and single files. The libraries' own loaders would only warn about a missing tensor, and go on with
-random numbers in its place.
+Folders and single files are read in one way. The libraries' own loaders would only warn about a missing tensor, and go on with random
+numbers in its place.
 """
 
 import hashlib
@@ -25,6 +25,7 @@ from ditkit_core.weights.quantize import hold_as_stored
 
 Module = TypeVar("Module", bound=nn.Module)
 
+# Files that decide an encoder's results. A README or a .git folder does not.
 _COUNTED = (".safetensors", ".json", ".model", ".txt")
 _WHOLE_BYTES = 2**28
 _SAMPLED_BYTES = 2**20
@@ -35,11 +36,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """A folder's `config.json`.
 
     Raises:
-        UserError: If it is missing or no JSON object.
+        UserError: If it is missing or not a JSON object.
     """
     path = folder / "config.json"
     if not path.exists():
-        raise UserError(f"{folder} has no config.json; name the part's folder, or a single .safetensors file")
+        raise UserError(f"{folder} has no config.json; give the component's folder, or a single .safetensors file")
     return read_json_object(path)
 
 
@@ -52,39 +53,43 @@ def find_weights(
     remedy: str = "",
     safe_names: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[SafetensorsSource, dict[str, Any]]:
-    """Where a part's weights lie, their headers read, and its configuration; nothing is loaded.
+    """Find a component's weights and its configuration. Headers are read, but no weights.
 
     Args:
-        components: Where the parts of the model are.
-        part: As `ModelPaths.locate` takes it.
-        config_of_file: What a single file's shapes say in place of a folder's `config.json`.
-        kind: The library's class that the configuration has to be of, if it names one; empty for any.
-        remedy: What to do about another.
-        safe_names: As `ModelPaths.locate` takes them.
+        components: Paths of the model's components.
+        part: The component, as for `ModelPaths.locate`.
+        config_of_file: Reads a configuration off a single file's shapes, in place of a folder's `config.json`.
+        kind: The library's class that the configuration must name, if it names one; empty for any.
+        remedy: What the user can do about another class.
+        safe_names: As for `ModelPaths.locate`.
+
+    Returns:
+        The weights' headers, and the configuration.
 
     Raises:
-        UserError: If there are none, a file is damaged, or they are those of another model.
+        UserError: If there are no weights, a file is damaged, or the weights belong to another model.
     """
     source = open_weights(components.locate(part, safe_names=safe_names))
     config = read_config(source.path) if source.path.is_dir() else config_of_file(source)
     if kind and (found := config.get("_class_name", kind)) != kind:
-        raise UserError(f"{source.path} holds {found}, not {kind}; {remedy}")
+        raise UserError(f"{source.path} contains {found}, not {kind}; {remedy}")
     return source, config
 
 
 def build_frozen(make: Callable[[Any], Module], config: Mapping[str, Any], source: SafetensorsSource) -> Module:
-    """A library's module on `meta`, made from its configuration.
+    """Build a library's module on `meta` from its configuration.
 
     Raises:
-        UserError: If the configuration makes none.
+        UserError: If the configuration is not valid for it.
     """
     try:
         with torch.device("meta"):
             return make(config)
+    # A damaged configuration reaches the library's constructor, which may fail at it in any of these ways.
     except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(
-            f"{source.path}: its configuration makes no model ({reason}); fetch its config.json again"
+            f"{source.path}: no model can be built from its configuration ({reason}); fetch its config.json again"
         ) from error
 
 
@@ -95,21 +100,21 @@ def load_frozen(
     *,
     device: torch.device,
     dtype_of: Callable[[str], torch.dtype],
-    key: str = "the part's path in [model]",
+    key: str = "the component's path in [model]",
     tied: Mapping[str, str] | None = None,
     ignore: frozenset[str] = frozenset(),
 ) -> None:
-    """Give every parameter of a module on `meta` its value, and freeze it; matrices that are 8-bit codes with a scale stay that.
+    """Load every parameter of a module on `meta`, and freeze it. Matrices that are 8-bit codes with a scale stay so.
 
     Args:
         model: The module; in eval mode afterwards.
         source: The file or folder.
-        names: Names of the file against the module's.
-        device: Where the weights go.
+        names: Maps names of the file to the module's.
+        device: The device to load to.
         dtype_of: The dtype of a parameter there.
-        key: The setting that names the part, for messages.
-        tied: Modules that share the weight of another, by name: not read, but set to the other.
-        ignore: Names of the file that may be left over.
+        key: The setting that names the component, for messages.
+        tied: Modules that share the weight of another, by name: not read, but set to the other's.
+        ignore: Names in the file that may be left over.
 
     Raises:
         UserError: If a tensor is missing, unexpected or mis-shaped, or the file is damaged.
@@ -117,9 +122,12 @@ def load_frozen(
     tied = tied or {}
     skipped = {f"{name}.weight" for name in tied}
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in skipped}
-    remedy = f"set {key} to a whole folder or file of it"
+    remedy = f"set {key} to a complete folder or file of it"
     advice = Advice(
-        described_by="the part's configuration", if_unknown=remedy, if_depth_differs=remedy, if_shapes_differ=remedy
+        described_by="the component's configuration",
+        if_unknown=remedy,
+        if_depth_differs=remedy,
+        if_shapes_differ=remedy,
     )
     mapping = match(source, names, wanted, ignore=lambda name: name in ignore | skipped, advice=advice)
     hold_as_stored(model, source, mapping)
@@ -131,7 +139,7 @@ def load_frozen(
 
 @dataclass
 class FrozenModule:
-    """A library's module that is read from its files when it is needed, and freed afterwards."""
+    """A library's module that is loaded from its files when it is needed, and freed afterwards."""
 
     make: Callable[[Mapping[str, Any]], nn.Module]
     """Builds the module from its configuration, on the default device."""
@@ -139,19 +147,19 @@ class FrozenModule:
     source: SafetensorsSource
     """The file or folder of the weights."""
     names: StateDictNames
-    """Names of the file against the module's."""
+    """Maps names of the file to the module's."""
     device: torch.device
     dtype: torch.dtype
-    """Of all weights on the device."""
+    """The dtype of all weights on the device."""
     key: str
-    """The setting that names the part, for messages."""
+    """The setting that names the component, for messages."""
     ignore: frozenset[str] = frozenset()
-    """Names of the file that may be left over."""
+    """Names in the file that may be left over."""
     module: Any = field(default=None, init=False)
-    """None while it is not loaded; `Any`, because the library's class is known to the caller alone."""
+    """None while it is not loaded. `Any`, because only the caller knows the library's class."""
 
     def load(self) -> None:
-        """Read the weights onto the device, unless they are there.
+        """Load the weights to the device, unless they are there.
 
         Raises:
             UserError: If the weights do not fit the configuration, or a file is damaged.
@@ -177,19 +185,23 @@ class FrozenModule:
 
 
 def fingerprint(path: Path, *settings: object) -> str:
-    """Digest of a part's files and of the settings it is used with, without loading it.
+    """Digest of a component's files and settings, without loading it.
 
-    Of a large weight file only the size and 64 MiB spread over it, the header included, are read: two sets of weights
-    differ nearly everywhere, and reading 11 GB at each start would take longer than all else with a complete cache.
+    Of a large weight file, only the size and 64 MiB spread over it, the header included, are read. Two sets of weights differ nearly
+    everywhere, and reading 11 GB at each start would take longer than everything else if the cache is complete.
 
     Args:
-        path: File or folder; of a folder, the weights, configurations and tokenizer files in it.
-        settings: What else changes the part's results.
+        path: File or folder; in a folder, weights, configurations and tokenizer files count.
+        settings: Everything else that changes the component's results.
+
+    Returns:
+        Hexadecimal digits.
     """
     digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
     files = sorted(file for file in path.iterdir() if file.suffix in _COUNTED) if path.is_dir() else [path]
     for file in files:
         size = file.stat().st_size
+        # A single file may be renamed without another digest; in a folder, names tell files apart.
         digest.update(f"\0{file.name if path.is_dir() else ''}\0{size}\0".encode())
         with open(file, "rb") as stream:
             if size <= _WHOLE_BYTES:

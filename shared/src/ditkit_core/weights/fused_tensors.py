@@ -1,8 +1,8 @@
-"""Rows of one side's tensors that lie in the other's: which part is where, and what that makes of an adapter.
+"""Maps the rows of a file's tensors to those of the model's, for weights and for adapters.
 
-A file may have q, k and v in one tensor where the model has three, or the halves of a modulation in the other order. For a
-weight that is a matter of rows. An adapter B·A is rows of B; where modules with adapters of their own share a tensor, the
-tensor's A holds theirs one below the other, and its B is block-diagonal: exact, at the sum of their ranks.
+A file may have q, k and v in one tensor where the model has three, or the halves of a modulation in another order. For a weight this only
+moves rows. For an adapter B·A it moves rows of B. Where modules with adapters of their own share a tensor, that tensor's A contains theirs
+one below the other, and its B is block-diagonal: exact, with a rank that is the sum of theirs.
 """
 
 import itertools
@@ -16,16 +16,20 @@ from ditkit_core.models.state_dict import TensorSlice
 
 
 class FusedTensors:
-    """Tensors of one side, put together of the other side's as these are found."""
+    """Tensors of one side (model or file), assembled from the other side's tensors as these are found."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[TensorSlice | None]] = {}
 
     def add(self, name: str, parts: Sequence[TensorSlice]) -> bool:
-        """Note that the rows of a tensor of this name are these parts of the other side's tensors, in order.
+        """Record that the rows of a tensor are these parts of the other side's tensors, in order.
+
+        Args:
+            name: The tensor.
+            parts: The parts, from its first row on.
 
         Returns:
-            Whether it could be: not if rows of theirs were found before, or are cut in another way.
+            False if one of these parts was found before, or a tensor was split into another number of parts; nothing is recorded then.
         """
         if not all(self._is_free(part) for part in parts):
             return False
@@ -39,25 +43,25 @@ class FusedTensors:
 
     @property
     def found(self) -> Mapping[str, tuple[TensorSlice | None, ...]]:
-        """By the other side's name, in the order of their finding: what its rows are, None where nothing was found."""
+        """By the other side's name, in the order of finding: the part for each range of its rows, None where nothing was found."""
         return {name: tuple(parts) for name, parts in self._found.items()}
 
     @property
     def complete(self) -> Mapping[str, tuple[TensorSlice, ...]]:
-        """Those of them that lack no row."""
+        """The entries of `found` that lack no row."""
         whole = {name: tuple(part for part in parts if part is not None) for name, parts in self._found.items()}
         return {name: parts for name, parts in whole.items() if len(parts) == len(self._found[name])}
 
 
 def rows_of(tensor: Tensor, index: int, of: int) -> Tensor:
-    """Number `index` of `of` equal parts of a tensor's rows."""
+    """Part `index` of a tensor's rows, of `of` equal parts."""
     num_rows = len(tensor) // of if of > 1 else len(tensor)
     return tensor[index * num_rows : (index + 1) * num_rows] if of > 1 else tensor
 
 
 @dataclass(frozen=True)
 class LoraMatrices:
-    """One module's adapter, in fp32, without its scale."""
+    """One module's adapter, in fp32, without its scaling."""
 
     down: Tensor
     """A [rank, in]."""
@@ -67,27 +71,28 @@ class LoraMatrices:
     """DoRA's norm of each row [out]."""
 
     def rows(self, index: int, of: int) -> "LoraMatrices":
-        """The adapter of some rows of the module's output."""
+        """The adapter of a part of the module's output rows."""
+        # A is the same for every row: only B and the magnitude have rows of the output.
         magnitude = None if self.magnitude is None else rows_of(self.magnitude, index, of)
         return LoraMatrices(self.down, rows_of(self.up, index, of), magnitude)
 
 
 def join(pieces: Sequence[tuple[str, LoraMatrices] | None]) -> LoraMatrices:
-    """The adapter of rows that are adapted one by one.
+    """Join the adapters of parts of a tensor's rows into one adapter of the tensor.
 
     Args:
-        pieces: From the first row on, equally many rows each: whose they are, and their adapter; None where there is none.
-            Pieces of one owner share its A, and so do all if every A is the same.
+        pieces: For each part, from the first row on, all of equal size: its owner and its adapter; None where there is no adapter.
+            Pieces of one owner share its A, and all pieces share it if every A is the same.
 
     Returns:
-        The rank is the sum of the owners' ranks, or that of the A that all share. There is a magnitude if every piece has one.
+        The adapter. Its rank is the sum of the owners' ranks, or that of the shared A. It has a magnitude if every piece has one.
     """
     given = [piece for piece in pieces if piece is not None]
     downs = {owner: matrices.down for owner, matrices in given}
     first, *others = downs.values()
     shared = all(torch.equal(first, other) for other in others)
-    # Block-diagonal below: an owner's columns of B meet its own rows of A alone, which is exact, at the sum of the
-    # ranks.
+    # B is block-diagonal: an owner's columns of B are multiplied with its own rows of A only. That is exact, and the rank is the sum of
+    # the ranks.
     down = first if shared else torch.cat(list(downs.values()))
     starts, start = {}, 0
     for owner, matrix in downs.items():
@@ -99,23 +104,24 @@ def join(pieces: Sequence[tuple[str, LoraMatrices] | None]) -> LoraMatrices:
         if piece is not None:
             owner, matrices = piece
             rows[:, starts[owner] : starts[owner] + len(matrices.down)] = matrices.up
+    # A magnitude for some rows only has no meaning: DoRA scales every row of its layer.
     magnitudes = [None if piece is None else piece[1].magnitude for piece in pieces]
     norms = [magnitude for magnitude in magnitudes if magnitude is not None]
     return LoraMatrices(down, up, torch.cat(norms) if len(norms) == len(pieces) else None)
 
 
 def columns_of_owners(up: Tensor, owners: Sequence[str]) -> dict[str, Tensor]:
-    """Which columns of a stacked B belong to whom: the inverse of `join`.
+    """Find the columns of a stacked B that belong to each owner of rows: the inverse of `join`.
 
-    Blocks of equal rank are recognised with their columns of zeros; of another B everybody has the columns that are not zero
-    in its rows. Either way nothing is lost, and what is left out is zero.
+    Blocks of equal rank are recognised even if they contain columns of zeros. In any other B, an owner gets the columns that are not zero
+    in its rows. In both cases nothing is lost, because all that is left out is zero.
 
     Args:
         up: B [out, rank].
-        owners: Whose the rows are, from the first row on, equally many rows each.
+        owners: The owner of each part of the rows, from the first row on, all of equal size.
 
     Returns:
-        Numbers of columns by owner, of one owner at least; those whose rows say nothing may be left out.
+        Indices of columns by owner, for at least one owner; owners whose rows are zero may be missing.
     """
     num_rows = len(up) // len(owners)
     distinct = list(dict.fromkeys(owners))
@@ -127,6 +133,7 @@ def columns_of_owners(up: Tensor, owners: Sequence[str]) -> dict[str, Tensor]:
         used[owner] |= (rows != 0).any(0)
     columns = {owner: mask.nonzero().flatten() for owner, mask in used.items()}
     needed = {owner for owner in distinct if len(columns[owner])}
+    # The most owners first: a block of zeros in between then keeps its rank, and an adapter that is joined and split again is the same.
     groups = (group for size in range(len(distinct), 0, -1) for group in itertools.combinations(distinct, size))
     for members in groups:
         if needed <= set(members) and rank % len(members) == 0:

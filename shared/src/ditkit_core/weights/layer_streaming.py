@@ -1,4 +1,4 @@
-"""Frozen modules that are read, used and dropped one after the other, for encoders that do not fit into memory as a whole."""
+"""Reads frozen modules one after the other, for encoders that do not fit into memory at once."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from ditkit_core.models.encoders import Streaming
 from ditkit_core.models.state_dict import TensorSlice
 
 MARGIN_BYTES = 2 * 2**30
-"""What weights that lie in memory as a whole must leave free: activations, and whatever else runs."""
+"""Bytes that weights must leave free to be loaded at once: for activations, and for other programs."""
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
@@ -22,18 +22,18 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class LayerStreamer:
-    """Memory through which modules pass one after the other, each for as long as it is used.
+    """Loads modules into the same memory one after the other, each for as long as it is used.
 
-    Allocated once, so that nothing depends on how well the allocator finds freed blocks again.
+    The memory is allocated once, so nothing depends on how well the allocator reuses freed blocks.
     """
 
     def __init__(self, source: SafetensorsSource, *, device: torch.device, dtype: torch.dtype):
-        """Nothing is read or allocated yet.
+        """Prepare without reading or allocating.
 
         Args:
             source: The file.
-            device: Where weights go.
-            dtype: Of the weights there.
+            device: The device to load to.
+            dtype: The dtype of the weights there.
         """
         self._source, self._device, self._dtype = source, device, dtype
         self._kept: dict[tuple[str, torch.Size], Tensor] = {}
@@ -41,17 +41,21 @@ class LayerStreamer:
 
     @contextmanager
     def holding(self, module: Module, mapping: Mapping[str, tuple[TensorSlice, ...]]) -> Iterator[Module]:
-        """The module with its weights: read now, overwritten by the next module's.
+        """Give a module its weights inside the `with` block: read now, overwritten by the next module's.
 
         Args:
-            module: On `meta`, before and after; in eval mode and frozen in between.
-            mapping: Parts of the file's tensors by the module's own names.
+            module: On `meta` before and after; in eval mode and frozen in between.
+            mapping: Parts of the file's tensors, by the module's own names.
+
+        Yields:
+            The module.
 
         Raises:
             UserError: If a file ends before its tensor does.
         """
         state = module.state_dict()
-        for name in sorted(mapping, key=lambda name: self._place_in_files(mapping[name][0])):
+        # In the file's order: a disk reads forward faster than back and forth.
+        for name in sorted(mapping, key=lambda name: self._file_position(mapping[name][0])):
             owner, _, leaf = name.rpartition(".")
             weight = self._read(name, state[name].shape, mapping[name])
             module.get_submodule(owner).register_parameter(leaf, nn.Parameter(weight, requires_grad=False))
@@ -60,11 +64,12 @@ class LayerStreamer:
         finally:
             module.to("meta")
 
-    def _place_in_files(self, part: TensorSlice) -> tuple[Path, int]:
+    def _file_position(self, part: TensorSlice) -> tuple[Path, int]:
         stored = self._source.tensors[part.name]
         return stored.file, stored.offset + stored.num_bytes * part.index // part.of
 
     def _read(self, name: str, shape: torch.Size, parts: tuple[TensorSlice, ...]) -> Tensor:
+        # Layers of one kind have equal names and shapes, so each of their weights reuses one allocation.
         if (name, shape) not in self._kept:
             self._kept[name, shape] = torch.empty(shape, device=self._device, dtype=self._dtype)
         weight = self._kept[name, shape]
@@ -72,23 +77,23 @@ class LayerStreamer:
             stored = self._source.tensors[part.name]
             if self._device.type == "cpu" and self._dtype == stored.dtype:
                 self._source.read(part.name, rows.view(torch.uint8), index=part.index, of=part.of)
-                continue  # no codes: those are read into a wider dtype
+                continue  # without a scale: 8-bit codes are read into a wider dtype
             num_bytes = stored.num_bytes // part.of
             if len(self._passing) < num_bytes:
                 self._passing = torch.empty(num_bytes, dtype=torch.uint8)
-            # A copy that is waited for: the bytes that it reads are overwritten by the next weight's.
+            # A blocking copy: the next weight overwrites the bytes that it reads.
             rows.copy_(self._source.read(part.name, self._passing[:num_bytes], index=part.index, of=part.of).view(-1))
             self._source.apply_scale(rows, part.name, index=part.index, of=part.of)
         return weight
 
 
 def give_back_large_blocks() -> None:
-    """From here on, have freed blocks of 128 KiB or more go back to the system at once, where the C library is glibc.
+    """Have glibc return freed blocks of 128 KiB or more to the system at once, from here on. Other C libraries are left alone.
 
-    That is where it starts; but it learns from what is freed and soon keeps blocks of up to 32 MiB for later, and before version
-    2.38 does not find them again when aligned ones are asked for, as torch does: a process grew by an activation for each layer and
-    caption (measured). The price is that the system clears the pages of every large activation, which is little beside the matmul
-    that fills them.
+    That is glibc's default at the start. But it adapts to what is freed and soon keeps blocks of up to 32 MiB for later. Before version
+    2.38 it does not find them again for aligned requests, which torch makes: a process grew by an activation for each layer and caption
+    (measured). The price is that the system clears the pages of every large activation, which costs little next to the matmul that fills
+    them.
     """
     import ctypes
 
@@ -101,17 +106,20 @@ def give_back_large_blocks() -> None:
 
 
 def below(prefix: str, mapping: Mapping[str, tuple[TensorSlice, ...]]) -> dict[str, tuple[TensorSlice, ...]]:
-    """What a mapping says of the submodule of this name, by the submodule's own names."""
+    """The part of a mapping for a submodule, by the submodule's own names."""
     return {name.removeprefix(f"{prefix}."): parts for name, parts in mapping.items() if name.startswith(f"{prefix}.")}
 
 
 def decide(streaming: Streaming, needed_bytes: int, device: torch.device) -> tuple[bool, str]:
-    """Whether weights pass through memory layer by layer, and why, in a few words.
+    """Decide whether weights are streamed layer by layer.
 
     Args:
-        streaming: `auto` streams what would leave less than `MARGIN_BYTES` free.
-        needed_bytes: All the weights on the device.
+        streaming: `auto` streams weights that would leave less than `MARGIN_BYTES` free.
+        needed_bytes: Bytes of all weights on the device.
         device: The device.
+
+    Returns:
+        The decision, and its reason in a few words.
     """
     if streaming != "auto":
         return streaming == "always", f"encode.streaming = {streaming}"
@@ -123,12 +131,12 @@ def decide(streaming: Streaming, needed_bytes: int, device: torch.device) -> tup
 
 
 def too_large(needed_bytes: int, free_bytes: int) -> bool:
-    """Whether weights of this size leave too little of what is free, so that `auto` streams them."""
+    """Whether weights of this size leave too little free memory, so that `auto` streams them."""
     return needed_bytes + MARGIN_BYTES > free_bytes
 
 
 def free_memory_bytes(device: torch.device) -> int | None:
-    """What can be allocated on a device without pushing anything out; None where the system does not say."""
+    """Bytes that can be allocated on a device without swapping; None if the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if sys.platform == "win32":
@@ -140,18 +148,20 @@ def free_memory_bytes(device: torch.device) -> int | None:
 
 
 def _left_in_group(group: Path) -> int:
-    """What the process's control group, which is how containers are limited, still allows."""
+    """Bytes that the process's control group still allows. Containers are limited by control groups."""
     try:
         limit = (group / "memory.max").read_text().strip()
         used = int((group / "memory.current").read_text())
     except (OSError, ValueError):
         return sys.maxsize
-    reclaimable = _numbers(group / "memory.stat").get("inactive_file", 0)  # files' pages, which go when memory is short
+    reclaimable = _numbers(group / "memory.stat").get(
+        "inactive_file", 0
+    )  # pages of files, which the system frees first
     return max(0, int(limit) - used + reclaimable) if limit.isdecimal() else sys.maxsize
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """By their first word, the numbers that lines of a system file begin with; none if there is no such file."""
+    """The first number of each line of a system file, by the line's first word; empty if there is no such file."""
     try:
         lines = [line.replace(":", " ").split() for line in file.read_text().splitlines()]
     except OSError:

@@ -1,8 +1,7 @@
-"""Weights from files to parameters: every name and shape accounted for, then one tensor after the other.
+"""Loads weights from files into parameters: every name and shape is checked first, then one tensor is read after the other.
 
-A tensor goes from its file to the device and dtype of its parameter before the next one is read, so that the host holds
-at most what stays there and one tensor more. Rows of a tensor lie one after the other in a file, so that a form which stacks
-parameters is read as directly as one that does not.
+A tensor goes from its file to the device and dtype of its parameter before the next one is read. So the host has at most the tensors that
+stay there and one more. The rows of a tensor are contiguous in a file, so a form with fused parameters is read as directly as any other.
 """
 
 import re
@@ -25,7 +24,7 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What `match` says of weights that do not fit: what described the model, and how each mistake is mended."""
+    """Words of `match` about weights that do not fit: what described the model, and how the user can fix each mistake."""
 
     described_by: str = "the preset"
     if_unknown: str = "name another file or preset"
@@ -41,37 +40,37 @@ def match(
     ignore: Callable[[str], bool] = lambda name: False,
     advice: Advice | None = None,
 ) -> dict[str, tuple[TensorSlice, ...]]:
-    """Find each of the model's parameters in a file, in whatever form the file names and stacks them.
+    """Find each of the model's parameters in a file, in whatever form the file names and fuses them.
 
-    Trailing ones of a shape say nothing: the weight [C, C, 1, 1] of a convolution is the matrix [C, C].
+    Trailing ones of a shape are ignored: the weight [C, C, 1, 1] of a convolution matches the matrix [C, C].
 
     Args:
         source: The file.
-        names: The model's names.
-        wanted: Shape by our name.
-        ignore: Names of the file, as written there, that may be left over.
+        names: The model's names in all forms.
+        wanted: Shapes by our name.
+        ignore: Whether a tensor of the file may be left over, by its name there.
         advice: Words for the user; by default those for a transformer that a preset describes.
 
     Returns:
-        By our name: the parts of the file's tensors that the parameter's rows are, in order.
+        By our name: the parts of the file's tensors that make up the parameter's rows, in order.
 
     Raises:
-        UserError: If one is missing, unexpected or mis-shaped: the first ten of each, and the likely reason.
+        UserError: If tensors are missing, unexpected or mis-shaped: with the first ten of each, and the likely reason.
     """
     prefix = _prefix_of(source, names, wanted)
-    assembly = FusedTensors()
+    fused = FusedTensors()
     unexpected: list[str] = []
     misshapen: list[str] = []
     for key, stored in source.tensors.items():
         parts = _native_parts(key, prefix, names)
-        if not parts or not all(part.name in wanted for part in parts) or not assembly.add(key, parts):
+        if not parts or not all(part.name in wanted for part in parts) or not fused.add(key, parts):
             if not ignore(key):
                 unexpected.append(key)
             continue
         expected = _shape_in_file(parts, wanted)
         if _trimmed(stored.shape) != _trimmed(expected):
             misshapen.append(f"{key} {list(stored.shape)} instead of {list(expected)}")
-    found = dict(assembly.complete)
+    found = dict(fused.complete)
     missing = [name for name in wanted if name not in found]
     if missing or unexpected or misshapen:
         lists = "; ".join(
@@ -86,12 +85,12 @@ def match(
 
 
 def _native_parts(key: str, prefix: str, names: StateDictNames) -> tuple[TensorSlice, ...]:
-    """The parts of our parameters that a file's tensor is; none if no form knows it."""
+    """The parts of our parameters that make up a file's tensor; none if no form has its name."""
     return (names.to_native(key.removeprefix(prefix)) or ()) if key.startswith(prefix) else ()
 
 
 def _shape_in_file(parts: tuple[TensorSlice, ...], wanted: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Shape of a file's tensor that is these parts of our parameters."""
+    """The shape of a file's tensor that is made up of these parts of our parameters."""
     if len(parts) == 1 and parts[0].of == 1:
         return tuple(wanted[parts[0].name])
     shapes = {(wanted[part.name][0] // part.of, *wanted[part.name][1:]) for part in parts}
@@ -109,12 +108,12 @@ def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def first_ten(items: list[str]) -> str:
-    """Up to ten items in one line, and how many more there are."""
+    """Up to ten items in one line, and the number of all others."""
     return ", ".join(items[:10]) + (f" and {len(items) - 10} more" if len(items) > 10 else "")
 
 
 def fits_shapes(source: SafetensorsSource, names: StateDictNames, wanted: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether a file's tensors are these parameters, by name and shape; what no form knows is left out."""
+    """Whether a file's tensors are these parameters, by name and shape. Tensors that no form knows are ignored."""
     prefix = _prefix_of(source, names, None)
     shapes: dict[str, tuple[int, ...]] = {}
     for key, stored in source.tensors.items():
@@ -126,7 +125,8 @@ def fits_shapes(source: SafetensorsSource, names: StateDictNames, wanted: Mappin
 
 
 def _prefix_of(source: SafetensorsSource, names: StateDictNames, wanted: Mapping[str, object] | None) -> str:
-    """The prefix under which most of a file's names are known."""
+    """The prefix with which most of a file's names are known."""
+    # Files of complete checkpoints put one in front of every name, such as `model.diffusion_model.`.
 
     def num_known(prefix: str) -> int:
         natives = [_native_parts(key, prefix, names) for key in source.tensors]
@@ -143,9 +143,10 @@ def _likely_reason(
     advice: Advice,
 ) -> str:
     if any(key.endswith((".scale_weight", ".weight_scale", "scaled_fp8")) for key in unexpected):
-        return "it has scales of 8-bit weights that it does not have; fetch it again"
+        return "it has scales for 8-bit weights that it lacks; fetch it again"
+    # A file of another depth or width still has most names. Where hardly any is found, it is another model.
     if len(found) < len(wanted) / 10:
-        return f"these are weights of another model, or names that are not known here; {advice.if_unknown}"
+        return f"these are weights of another model, or with unknown names; {advice.if_unknown}"
     ours, theirs = _depths(wanted), _depths(natives)
     for group in ours:
         if ours[group] != theirs[group]:
@@ -157,7 +158,7 @@ def _likely_reason(
 
 
 def _depths(names: Iterable[str]) -> Counter[str]:
-    """How many numbered modules each list of modules has: `{"layers": 30}`."""
+    """The number of modules in each numbered list of modules: `{"layers": 30}`."""
     numbered = {found[0] for name in names if (found := re.match(r".*?\.\d+(?=\.)", name))}
     return Counter(name.rpartition(".")[0] for name in numbered)
 
@@ -172,47 +173,50 @@ def load_into(
     edits: Mapping[str, Callable[[Tensor], None]] | None = None,
     on_tensor: Callable[[str, nn.Module], None] | None = None,
 ) -> None:
-    """Put a file's tensors in the place of a model's parameters, in the order in which they lie in the files.
+    """Load a file's tensors into a model's parameters, in the order of the files.
 
-    Parameters that an adapter library moved below a `base_layer` are found by the name that they had before. The weight of a
-    quantized layer goes to its device in fp32, and is quantized there before the next one is read.
+    Parameters that peft moved below a `base_layer` are found by the name that they had before. The weight of a quantized layer goes to its
+    device in fp32, and is quantized there before the next one is read.
 
     Args:
         model: The model, built on `meta`; each loaded parameter keeps its `requires_grad`.
         source: The file.
         mapping: Parts of the file's tensors by our name, from `match`.
-        device_of: Where the parameter of our name goes.
+        device_of: The device of a parameter, by our name.
         dtype_of: Its dtype there, if it is not quantized.
         edits: By our name: changes the tensor in place, on the CPU in fp32, before it is converted and moved.
-        on_tensor: Called with our name and the module that holds the parameter, once it is there.
+        on_tensor: Called with our name and the parameter's module, once the parameter is loaded.
 
     Raises:
         UserError: If a file ends before its tensor does.
     """
     state = model.state_dict()
-    places = {name.replace(".base_layer.", "."): name for name in state}
+    full_names = {name.replace(".base_layer.", "."): name for name in state}
     reader = _Reader(source)
 
-    def place_in_files(name: str) -> tuple[Path, int]:
+    def file_position(name: str) -> tuple[Path, int]:
         first = mapping[name][0]
         stored = source.tensors[first.name]
         return stored.file, stored.offset + stored.num_bytes * first.index // first.of
 
-    for name in sorted(mapping, key=place_in_files):
+    # In the file's order: a disk reads forward faster than back and forth.
+    for name in sorted(mapping, key=file_position):
         device, dtype, parts, edit = device_of(name), dtype_of(name), mapping[name], (edits or {}).get(name)
-        owner, _, leaf = places[name].rpartition(".")
+        owner, _, leaf = full_names[name].rpartition(".")
         module = model.get_submodule(owner)
         if isinstance(module, QuantizedLinear) and leaf == "weight":
             _quantize_into(module, reader, parts, device, edit)
             if on_tensor is not None:
                 on_tensor(name, module)
             continue
-        shape = state[places[name]].shape
+        shape = state[full_names[name]].shape
         if edit is not None:
+            # A copy even on the CPU in fp32: the next tensor takes the same memory.
             tensor = reader.in_fp32(parts, shape, edit).to(device, dtype, copy=True)
         else:
             tensor = torch.empty(shape, device=device, dtype=dtype)
             reader.fill(tensor, parts)
+        # Into the dictionaries, because a parameter on `meta` cannot be changed in place: it has no memory.
         if leaf in module._parameters:
             old = module._parameters[leaf]
             assert old is not None, name
@@ -235,7 +239,7 @@ def _quantize_into(
     stored = {reader.source.tensors[part.name].dtype for part in parts}
     if layer.kind == "fp8" and stored == {torch.float8_e4m3fn} and edit is None:
         codes = torch.empty(shape, device=device, dtype=torch.float8_e4m3fn)
-        reader.fill(codes, parts, codes=True)  # as they are: another scale would round them once more
+        reader.fill(codes, parts, codes=True)  # unchanged: another scale would round them a second time
         layer.set_values({"weight": codes, "weight_scale": reader.scales(parts, shape[0]).to(device)})
     else:
         layer.set_weight(reader.in_fp32(parts, shape, edit).to(device))
@@ -247,13 +251,16 @@ def read_in_fp32(
     shape: tuple[int, ...],
     edit: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
-    """One parameter on the host in fp32, as its files have it.
+    """Read one parameter to the host in fp32, as its files have it.
 
     Args:
         source: The file.
-        parts: Parts of the file's tensors that it is, from `match`.
+        parts: The parts of the file's tensors that make up the parameter, from `match`.
         shape: Its shape.
         edit: Changes it in place.
+
+    Returns:
+        The parameter.
 
     Raises:
         UserError: If the file ends before its tensor does.
@@ -269,7 +276,7 @@ class _Reader:
         self._passing, self._editing = Scratch(torch.uint8), Scratch(torch.float32)
 
     def scales(self, parts: tuple[TensorSlice, ...], num_rows: int) -> Tensor:
-        """What the codes of a matrix are multiplied with, fp32 [rows, 1]: several layers may have theirs in common, or one several."""
+        """The scales of a matrix's codes, one per row, fp32 [rows, 1]. Fused layers may share a scale, and one layer may have several."""
         scales = torch.ones(len(parts), num_rows // len(parts))
         for part, rows in zip(parts, scales, strict=True):
             if (scale := self.source.scale_of(part.name, index=part.index, of=part.of)) is not None:
@@ -277,9 +284,10 @@ class _Reader:
         return scales.view(num_rows, 1)
 
     def fill(self, tensor: Tensor, parts: tuple[TensorSlice, ...], *, codes: bool = False) -> None:
-        """Give a tensor, on any device and in any dtype, the values of a file's parts; of scaled ones, perhaps the codes."""
+        """Fill a tensor, on any device and in any dtype, with the values of a file's parts; with `codes`, without applying scales."""
         for part, rows in zip(parts, tensor.view(-1).tensor_split(len(parts)), strict=True):
             stored = self.source.tensors[part.name]
+            # Read straight into the parameter: no copy in between.
             if tensor.device == _HOST and tensor.dtype == stored.dtype:
                 self.source.read(part.name, rows.view(torch.uint8), index=part.index, of=part.of)
             else:
@@ -291,7 +299,8 @@ class _Reader:
     def in_fp32(
         self, parts: tuple[TensorSlice, ...], shape: torch.Size, edit: Callable[[Tensor], None] | None = None
     ) -> Tensor:
-        """The values in fp32 on the host, edited, in memory that the next ones take again."""
+        """The values in fp32 on the host, edited, in memory that the next call overwrites."""
+        # Stored in fp32, the values are read straight into the scratch memory; others pass through it and are converted.
         in_place = all(self.source.tensors[part.name].dtype == torch.float32 for part in parts)
         num = shape.numel()
         scratch = self._passing.of(4 * num).view(torch.float32) if in_place else self._editing.of(num)
@@ -303,10 +312,10 @@ class _Reader:
 
 
 class Scratch:
-    """Memory that tensors pass through one after the other.
+    """Memory that tensors use one after the other.
 
-    Allocating it anew for each would not do: the allocator places what stays into the holes of what passed, finds no
-    hole for the next, and the process grows to twice the model (measured).
+    Allocated anew for each tensor, the process would grow to twice the model (measured): the allocator puts tensors that stay into the
+    freed gaps, and finds none for the next temporary tensor.
     """
 
     def __init__(self, dtype: torch.dtype):

@@ -1,4 +1,4 @@
-"""What files that people publish say of a run: every setting, but no folder of the machine that it ran on."""
+"""Metadata of a run in files that people publish: every setting, but no folders of the machine."""
 
 import json
 import os
@@ -15,16 +15,20 @@ from ditkit_core.config.schema import config_fields
 from ditkit_core.config.toml import flatten
 from ditkit_core.models.paths import is_hub_id
 
+# A column's name in front of a path, as in `camera=poses.csv`, is no part of the path.
 _COLUMN = re.compile(r"([^/\\=]*=)?(.*)", re.DOTALL)
 _BASE, _CONFIG = "ditkit.base", "ditkit.config"
 
 
 def redact_paths(tree: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with the last part alone of each path; ids of a hub stay whole.
+    """Reduce each path in a configuration to its last part; ids of a hub stay complete.
 
     Args:
         tree: The configuration's dataclass.
-        values: By dotted key; keys that it does not have stay as they are.
+        values: Values by dotted key; unknown keys stay as they are.
+
+    Returns:
+        The redacted values.
     """
     fields = config_fields(tree)
 
@@ -40,16 +44,19 @@ def redact_paths(tree: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def redact_path(value: str) -> str:
-    """The last part of a path, or the whole of what is the id of a hub."""
+    """The last part of a path; an id of a hub stays complete."""
     return value if is_hub_id(value) else _last(value)
 
 
 def published_header(tree: type, header: Mapping[str, str]) -> dict[str, str]:
-    """The header of a file that is made from another, which an older version may have written with its paths.
+    """Redact the header of another file for a file that is made from it: an older version may have written complete paths.
 
     Args:
         tree: The configuration's dataclass.
-        header: The other file's.
+        header: The other file's header.
+
+    Returns:
+        The header to write.
     """
     found = dict(header)
     if _BASE in found:
@@ -64,7 +71,7 @@ def published_header(tree: type, header: Mapping[str, str]) -> dict[str, str]:
 
 
 def _published_config(tree: type, text: str) -> str | None:
-    """A header's configuration without paths; None if it is none: whatever it is, it was not written here."""
+    """A header's configuration without paths; None if the text is not a configuration: another program wrote it."""
     with suppress(RecursionError, ValueError):
         tables = tomllib.loads(text)
         shown: dict[str, Any] = {}
@@ -73,14 +80,15 @@ def _published_config(tree: type, text: str) -> str | None:
             table = shown.setdefault(section, {} if name else value)
             if name and isinstance(table, dict):
                 table[name] = value
-            elif name or table is not value:  # `a = 1` beside `"a.b" = 2`
+            elif name or table is not value:  # `a = 1` next to `"a.b" = 2`
                 return None
+        # Unchanged text stays as it was written, comments included.
         return text if shown == tables else tomli_w.dumps(shown)
     return None
 
 
 def redact_description(content: bytes) -> bytes:
-    """The bytes of a `config.json` in diffusers' layout, in which diffusers notes where it was loaded from."""
+    """The bytes of a `config.json` in diffusers' layout, without the path from which diffusers loaded it."""
     with suppress(ValueError, RecursionError):
         found = json.loads(content)
         if isinstance(found, dict) and isinstance(path := found.get("_name_or_path"), str):
@@ -92,13 +100,14 @@ def _last(value: str) -> str:
     match = _COLUMN.fullmatch(value)
     assert match is not None, value
     column, path = match[1] or "", match[2]
-    if path and _is_home(path):  # its last part is somebody's name
+    if path and _is_home(path):  # its last part is a person's name
         return f"{column}~"
     return column + re.split(r"[/\\]", path.rstrip("/\\"))[-1]
 
 
 def _is_home(path: str) -> bool:
-    """Whether it is the home folder; nothing is where there is none, as for a user without an entry in a container."""
-    with suppress(ValueError):  # of characters that no path can have
-        return Path(os.path.expanduser(path)) == Path(os.path.expanduser("~"))  # Path's own raise where there is none
+    """Whether a path is the home folder; False if there is none, as for a user without an entry in a container."""
+    with suppress(ValueError):  # characters that no path can have
+        # Not Path.expanduser, which raises if there is no home.
+        return Path(os.path.expanduser(path)) == Path(os.path.expanduser("~"))
     return False

@@ -1,7 +1,7 @@
-"""`base.quantize`: which matrices of the frozen base are held in 8 or 4 bits, and what that cannot be combined with.
+"""`base.quantize`: which matrices of the frozen base are stored in 8 or 4 bits, and what that cannot be combined with.
 
-Only weights are quantized. A scheme that quantizes activations too has no gradient for its input, or drops it without a word
-(torchao's int8 dynamic: the output does not require grad), so there is none here.
+Only weights are quantized. A scheme that also quantizes activations has no gradient for its input, or drops it silently (torchao's int8
+dynamic: the output does not require grad), so ditkit offers none.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -18,26 +18,26 @@ from ditkit_core.nn.quantized_linear import LAYOUTS, QuantizedLinear, final_dtyp
 
 
 class Converted(NamedTuple):
-    """Linear layers of the blocks, by name."""
+    """Names of the blocks' Linear layers, after a conversion."""
 
     quantized: list[str]
     too_odd: list[str]
-    """Whose size the layout cannot hold: they stay as they are."""
+    """Layers whose size does not fit the layout: they stay as they are."""
 
 
 def check_quantize(kind: str, method: str) -> None:
-    """Refuse what cannot be trained on a quantized base.
+    """Refuse a method that cannot train on a quantized base.
 
     Args:
         kind: `base.quantize`.
         method: `adapter.method`.
 
     Raises:
-        UserError: If the base's own weights are to be trained.
+        UserError: If the method trains the base's own weights.
     """
     if kind != "none" and method == "full":
         raise UserError(
-            f"base.quantize = {kind} holds the base in a form that has no gradient, and adapter.method = full trains it; "
+            f"base.quantize = {kind} stores the base in a form without gradients, and adapter.method = full trains the base; "
             "set base.quantize = none, or adapter.method = lora, which works with int8, fp8 and nf4 (DoRA and dropout included)"
         )
 
@@ -46,28 +46,31 @@ def check_scaled(file: str, method: str) -> None:
     """Refuse to train weights that are 8-bit codes.
 
     Args:
-        file: The base's.
+        file: The base's file.
         method: `adapter.method`.
 
     Raises:
-        UserError: If the base's own weights are to be trained.
+        UserError: If the method trains the base's own weights.
     """
     if method == "full":
         raise UserError(
-            f"{file} holds scaled 8-bit weights, and adapter.method = full trains the base; "
+            f"{file} contains scaled 8-bit weights, and adapter.method = full trains the base; "
             "get the bf16 file, or set adapter.method = lora"
         )
 
 
 def convert(model: StagedModel, kind: str, keep_fp32: Callable[[str], bool]) -> Converted:
-    """Make the blocks' Linear layers quantized ones.
+    """Replace the blocks' Linear layers by quantized ones.
 
-    Embedding and head stay as they are, and so does whatever is added later: an adapter is never quantized.
+    Embedding and head stay as they are. So does everything that is added later: adapters are never quantized.
 
     Args:
         model: The staged model, on `meta`, without adapters.
         kind: One of `LAYOUTS`.
-        keep_fp32: Names of parameters that stay in fp32.
+        keep_fp32: Whether a parameter stays in fp32, by its name.
+
+    Returns:
+        The layers that were quantized, and those that do not fit.
     """
     layout, converted = LAYOUTS[kind], Converted([], [])
     for name in linears_of_blocks(model):
@@ -96,28 +99,29 @@ def hold_as_stored(
     *,
     layers: Collection[str] | None = None,
 ) -> list[str]:
-    """Make those Linear layers quantized ones that `scaled_layers` finds: they will take the file's codes as they are.
+    """Replace the Linear layers that `scaled_layers` finds by quantized ones, which will take the file's codes as they are.
 
     Args:
         model: The model, on `meta`.
         source: The file.
         mapping: Parts of the file's tensors by our name, from `match`.
-        layers: Names of layers that may be; by default all.
+        layers: Names of layers that may be replaced; by default all.
 
     Returns:
-        Their names.
+        Names of the replaced layers.
     """
-    held = [name for name in scaled_layers(model, source, mapping) if layers is None or name in layers]
-    for name in held:
+    stored_layers = [name for name in scaled_layers(model, source, mapping) if layers is None or name in layers]
+    for name in stored_layers:
         replace_layer(model, name, "fp8")
-    return held
+    return stored_layers
 
 
 def scaled_layers(
     model: nn.Module | StagedModel, source: SafetensorsSource, mapping: Mapping[str, tuple[TensorSlice, ...]]
 ) -> list[str]:
-    """Names of the plain Linear layers whose weights a file has as 8-bit codes with a scale, one or several."""
+    """Names of the plain Linear layers whose weights are 8-bit codes with one or several scales in a file."""
 
+    # Every part has to be codes: a tensor that is fused from codes and full-precision parts is dequantized instead.
     def is_scaled(name: str) -> bool:
         stored = [source.tensors[part.name] for part in mapping.get(f"{name}.weight", ())]
         return any(each.scale for each in stored) and all(each.dtype == torch.float8_e4m3fn for each in stored)
@@ -126,7 +130,7 @@ def scaled_layers(
 
 
 def replace_layer(model: nn.Module | StagedModel, name: str, kind: str) -> None:
-    """Put a quantized layer, on `meta`, in the place of a Linear one."""
+    """Replace a Linear layer by a quantized one on `meta`."""
     layer = model.get_submodule(name)
     assert isinstance(layer, nn.Linear)
     with torch.device("meta"):
@@ -136,11 +140,14 @@ def replace_layer(model: nn.Module | StagedModel, name: str, kind: str) -> None:
 
 
 def num_bytes(model: nn.Module | StagedModel, dtype_of: Callable[[str], torch.dtype]) -> int:
-    """Bytes that a model without adapters takes once it is loaded.
+    """Bytes of a model without adapters once it is loaded.
 
     Args:
-        model: The model; `meta` will do.
+        model: The model; it may be on `meta`.
         dtype_of: The dtype of a parameter that is not quantized, by its name.
+
+    Returns:
+        Bytes of all parameters.
     """
     total = 0
     for prefix, module in model.named_modules():
@@ -151,14 +158,17 @@ def num_bytes(model: nn.Module | StagedModel, dtype_of: Callable[[str], torch.dt
 
 
 def describe_quantized(kind: str, converted: Converted, num_blocks: int, before: int, after: int) -> str:
-    """One line that says what was quantized, and what the base takes now.
+    """One line for the log: what was quantized, and the size of the base now.
 
     Args:
         kind: `base.quantize`.
-        converted: What `convert` did.
-        num_blocks: Blocks of the model.
+        converted: The result of `convert`.
+        num_blocks: Number of blocks of the model.
         before: Bytes of the base without quantization.
         after: Bytes now.
+
+    Returns:
+        The line.
     """
     line = (
         f"base.quantize = {kind}: {len(converted.quantized)} matrices of {num_blocks} blocks; "
@@ -170,5 +180,5 @@ def describe_quantized(kind: str, converted: Converted, num_blocks: int, before:
 
 
 def quantized_bytes(num_bytes: int) -> str:
-    """Bytes in a unit that suits them."""
+    """A size in GiB, or in MiB below 1 GiB."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"

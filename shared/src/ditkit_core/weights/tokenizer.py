@@ -1,4 +1,4 @@
-"""Whether a tokenizer's folder holds what reading it takes, checked before anything is loaded."""
+"""Checks that a tokenizer's folder is complete, before anything is loaded."""
 
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,15 @@ _REMEDY = "fetch it again, or set model.tokenizer"
 
 
 def find_tokenizer(components: ModelPaths, *, or_vocabulary: str = "", also: tuple[str, ...] = ()) -> Path:
-    """The folder of the tokenizer.
+    """Find the tokenizer's folder.
 
     Args:
-        components: Where the parts of the model are.
-        or_vocabulary: A file that holds the vocabulary where there is no `tokenizer.json`.
-        also: JSON files that the folder must have besides.
+        components: Paths of the model's components.
+        or_vocabulary: A file with the vocabulary, accepted in place of `tokenizer.json`.
+        also: Other JSON files that the folder must have.
 
     Raises:
-        UserError: If there is no folder, or a file in it is missing, unreadable or not what its name says.
+        UserError: If there is no folder, or a file in it is missing, unreadable or of the wrong content.
     """
     if not components.tokenizer and not components.base:
         raise UserError("the text encoder has no tokenizer; set model.tokenizer to the tokenizer's folder")
@@ -29,10 +29,11 @@ def find_tokenizer(components: ModelPaths, *, or_vocabulary: str = "", also: tup
         raise UserError(f"model.tokenizer = {path} is a file; name the folder with {either}")
     vocabulary = path / "tokenizer.json"
     if not vocabulary.exists() and not (or_vocabulary and (path / or_vocabulary).exists()):
-        raise UserError(f"{path} holds no tokenizer: {either} is missing; set model.tokenizer")
+        raise UserError(f"{path} has no tokenizer: {either} is missing; set model.tokenizer")
     for name in also:
         if not (path / name).exists():
-            raise UserError(f"{path} holds no tokenizer: {name} is missing; fetch it, or set model.tokenizer")
+            raise UserError(f"{path} has no tokenizer: {name} is missing; fetch it, or set model.tokenizer")
+    # Read once for its errors alone: the library would fail later, in the middle of encoding, and not in one line.
     if vocabulary.exists():
         _vocabulary(vocabulary)
     for name in also:
@@ -41,21 +42,21 @@ def find_tokenizer(components: ModelPaths, *, or_vocabulary: str = "", also: tup
 
 
 def added_tokens(folder: Path) -> dict[str, int]:
-    """Id by text of the tokens that a `tokenizer.json` never cuts into pieces.
+    """The tokens that a `tokenizer.json` never splits, with their ids by text.
 
     Raises:
-        UserError: If the file cannot be read, or lists something else.
+        UserError: If the file cannot be read, or its list has something else.
     """
     path = folder / "tokenizer.json"
     listed = _vocabulary(path).get("added_tokens", [])
     try:
         return {str(token["content"]): int(token["id"]) for token in listed}
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} lists added tokens that are none; {_REMEDY}") from error
+        raise UserError(f"{path} has an invalid list of added tokens; {_REMEDY}") from error
 
 
 def _vocabulary(path: Path) -> dict[str, Any]:
     found = read_json_object(path, _REMEDY)
     if not isinstance(found.get("model"), dict) or not isinstance(found["model"].get("vocab"), (dict, list)):
-        raise UserError(f"{path} holds no vocabulary; {_REMEDY}")
+        raise UserError(f"{path} has no vocabulary; {_REMEDY}")
     return found
