@@ -114,7 +114,7 @@ def test_what_could_not_be_exported_is_refused_before_training():
     check_export(SPEC, ExportConfig(), AdapterConfig(method="full", use_dora=True))
     with pytest.raises(UserError, match="do not reproduce DoRA"):
         check_export(SPEC, ExportConfig(), AdapterConfig(use_dora=True))
-    with pytest.raises(UserError, match="'comfy' is not a form of this model; choose of official, diffusers"):
+    with pytest.raises(UserError, match="'comfy' is not a form of this model; choose one of official, diffusers"):
         check_export(SPEC, ExportConfig(forms=("comfy",)), AdapterConfig())
 
 

@@ -355,7 +355,7 @@ def test_dora_is_written_where_it_is_reproduced_and_refused_elsewhere(tmp_path):
 
 def test_a_form_that_the_model_does_not_have_is_an_error(tmp_path):
     names = StateDictNames.renaming(to_native=native_name, from_native={"official": official_name})
-    with pytest.raises(UserError, match="'diffusers' is not a form of this model; choose of official"):
+    with pytest.raises(UserError, match="'diffusers' is not a form of this model; choose one of official"):
         write_adapter(tmp_path / "x", state(), 1.0, names, form="diffusers", dtype=torch.float32, metadata={})
 
 

@@ -274,8 +274,7 @@ def test_a_backend_of_gpus_is_refused_on_a_cpu_before_the_first_step(monkeypatch
     with pytest.raises(UserError) as refused:
         check_backend(name, training=True, devices=["cuda", "cpu"])
     assert (
-        str(refused.value)
-        == f"attention backend {name!r} runs on cuda only, not on cpu; usable here: {TORCH_ON_A_CPU}"
+        str(refused.value) == f"attention backend {name!r} runs on cuda only, not on cpu; usable here: {TORCH_ON_A_CPU}"
     )
 
 

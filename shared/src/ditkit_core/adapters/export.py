@@ -1,4 +1,4 @@
-"""What a run hands to other programs: its adapter, or the whole transformer with the adapter merged in."""
+"""Exports a run for other programs: its adapter, or the complete transformer with the adapter merged in."""
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from ditkit_core.weights.load import match
 from ditkit_core.weights.metadata import redact_description
 
 SHARD_BYTES = 5_000_000_000
-"""Most bytes in one file of a transformer, as on the hub."""
+"""Maximum bytes in one file of a transformer, as on the hub."""
 
 _Tensors = Mapping[str, About]
 """Shape and dtype of the tensors of a file, by name."""
@@ -39,48 +39,49 @@ _FP8_SCALED = "fp8_scaled"
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """The `[export]` section: what is written beside each save and at the end."""
+    """The `[export]` section: what is written next to each save and at the end."""
 
     forms: tuple[str, ...] = setting(("official",), resume="free")
-    """Names in the files: `official` (ComfyUI and diffusers load it), `diffusers`, `diffsynth`, `musubi`, or several of them. A whole
-    transformer is written in those of the first two."""
+    """Names in the files: `official` (ComfyUI and diffusers load it), `diffusers`, `diffsynth`, `musubi`, or several of them. A complete
+    transformer is written only in the first two."""
     dtype: str = setting("bf16", resume="free")
-    """Dtype of the files: bf16 or fp32; or fp8_scaled for a whole transformer as ComfyUI reads it, blocks' matrices in 8 bits with a
-    scale and the rest in bf16 (adapters beside it are in bf16)."""
+    """Dtype of the files: bf16 or fp32; or fp8_scaled for a complete transformer as ComfyUI reads it, with the blocks' matrices in 8 bits
+    with a scale and the rest in bf16 (adapters next to it are in bf16)."""
     merged: bool = setting(False, resume="free")
-    """Write the whole transformer too, with the adapter merged in, as a full fine-tune does: beside each save and at the end."""
+    """Also write the complete transformer with the adapter merged in, as a full fine-tune does: next to each save and at the end."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("bf16", "fp32", _FP8_SCALED):
             raise UserError(f"export.dtype = {self.dtype!r}: choose bf16, fp32 or {_FP8_SCALED}")
         if not self.forms or len(set(self.forms)) < len(self.forms):
             raise UserError(f"export.forms = {list(self.forms)}: name at least one form, and each once")
+        # No other program reads these files, so a second form would be a file that nobody can load.
         if self.scaled and self.forms != ("official",):
             raise UserError(
-                f"export.dtype = {_FP8_SCALED} is ComfyUI's, which reads the official form; set export.forms = ['official'] "
+                f"export.dtype = {_FP8_SCALED} is for ComfyUI, which reads the official form; set export.forms = ['official'] "
                 "(--to official), or another dtype"
             )
 
     @property
     def scaled(self) -> bool:
-        """Whether matrices of whole transformers are written in 8 bits with a scale."""
+        """Whether matrices of complete transformers are written in 8 bits with a scale."""
         return self.dtype == _FP8_SCALED
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype of what is not in 8 bits."""
+        """The dtype of all tensors that are not in 8 bits."""
         return torch.bfloat16 if self.scaled else parse_dtype(self.dtype)
 
 
 def check_export(spec: ModelSpec, config: ExportConfig, adapter: AdapterConfig) -> None:
-    """Refuse, before training, what could not be exported after it.
+    """Refuse, before training, a configuration that could not be exported after it.
 
     Raises:
-        UserError: If a form is unknown, or form or dtype do not hold what will be trained.
+        UserError: If a form is unknown, or form or dtype cannot represent what will be trained.
     """
     if config.scaled and adapter.method == "lora" and not config.merged:
         raise UserError(
-            f"export.dtype = {_FP8_SCALED} is for whole transformers, and an adapter of rank {adapter.rank} has nothing to gain; "
+            f"export.dtype = {_FP8_SCALED} is for complete transformers, and an adapter of rank {adapter.rank} gains nothing from it; "
             "set export.merged = true (--merge), or export.dtype = bf16"
         )
     for form in config.forms:
@@ -90,7 +91,7 @@ def check_export(spec: ModelSpec, config: ExportConfig, adapter: AdapterConfig) 
 
 
 def whole_forms(spec: ModelSpec, config: ExportConfig) -> list[str]:
-    """Those of the forms that whole transformers are written in.
+    """The configured forms in which complete transformers are written.
 
     Raises:
         UserError: If there is none.
@@ -113,7 +114,7 @@ def check_adapted(spec: ModelSpec, config: ExportConfig, model: StagedModel) -> 
         model: The model with its adapter, if it has one.
 
     Raises:
-        UserError: If there is such a form.
+        UserError: If a form has such readers.
     """
     layers = adapter_layers(model)
     use_dora = any(layer.lora_magnitude_vector for layer in layers.values())
@@ -123,20 +124,20 @@ def check_adapted(spec: ModelSpec, config: ExportConfig, model: StagedModel) -> 
 
 
 def read_by(spec: ModelSpec, form: str, model: StagedModel) -> Mapping[str, str]:
-    """Programs that read adapter files to what each makes of a model's adapter in a form: empty where one loads all of it."""
+    """For each program that reads adapter files: its problem with a model's adapter in a form, empty if it loads all of it."""
     layers = adapter_layers(model)
     use_dora = any(layer.lora_magnitude_vector for layer in layers.values())
     return readers_of(spec, form, [*layers, *spec.adapters.rules.fillers(form, list(layers))], use_dora=use_dora)
 
 
 def readers_of(spec: ModelSpec, form: str, modules: Collection[str], *, use_dora: bool) -> Mapping[str, str]:
-    """As `read_by`, of a file with adapters of these modules."""
+    """`read_by` for a file with adapters of these modules."""
     layout = ADAPTER_FORMS[form].layout(form, spec.architecture.names.bare, use_dora=use_dora)
     return spec.adapters.rules.readers(layout, modules)
 
 
 def loaded_by(read: Mapping[str, str]) -> str:
-    """One line on who loads a file, given what `readers` of `AdapterRules` said."""
+    """One line about the programs that load a file, from the result of `AdapterRules.readers`."""
     loading = ", ".join(reader for reader, said in read.items() if not said) or "no program that is known"
     others = "; ".join(f"{reader} {said}" for reader, said in read.items() if said)
     return f"loaded whole by {loading}" + f" ({others})" * bool(others)
@@ -157,22 +158,22 @@ def export_adapter(
     Args:
         model: The model with its adapter.
         spec: The model's family.
-        folder: Where to.
-        stem: `adapter`, or `adapter-step-000020`; the official form takes it as its name, others append theirs.
+        folder: The folder to write to.
+        stem: `adapter`, or `adapter-step-000020`; the official form has it as its name, other forms append theirs.
         config: Forms and dtype.
         metadata: Strings for the headers: base, data hash, config, versions.
-        exact: Append nothing; there is one form.
+        exact: Append nothing, because there is only one form.
 
     Returns:
-        The files, in the order of the forms; each was read back and compared before it got its name.
+        The files, in the order of the forms. Each was read back and compared before it got its name.
 
     Raises:
-        UserError: If a form cannot say what the adapter is, or a file cannot be written.
+        UserError: If a form cannot represent the adapter, or a file cannot be written.
     """
     layers = adapter_layers(model)
     assert layers, "the model has no adapter"
     check_adapted(spec, config, model)
-    # One configuration for all layers, hence one scaling.
+    # All layers have one configuration, and so one scaling.
     (scaling,) = {layer.scaling["default"] for layer in layers.values()}
     state, files = adapter_state(model), []
     base = base_tensors(model)
@@ -206,24 +207,24 @@ def export_merged(
     config_json: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-    """Write the whole transformer, an adapter merged in, in each form; of a full fine-tune this is the export.
+    """Write the complete transformer in each form, with an adapter merged in. For a full fine-tune this is the export.
 
-    Where the base is quantized, the adapter is merged into the weights that it was quantized from: that is what users of the adapter
-    add it to, and nearer to what was learnt than a rounding of a rounding.
+    Where the base is quantized, the adapter is merged into the original weights. Users of the adapter add it to those, and the result is
+    nearer to what was learnt than weights that are rounded twice.
 
     Args:
         model: The model; it is not changed.
         spec: The model's family; its fp32 parameters stay fp32 in the file.
-        folder: Holds one folder `transformer_<form>` per form afterwards.
+        folder: Afterwards contains one folder `transformer_<form>` per form.
         config: Forms and dtype.
         metadata: Strings for the headers.
-        original: Name and shape of a parameter of the base to what it was before it was quantized; by default the model's own
-            approximation is written. Of a model on `meta` it gives every parameter, one after the other.
-        config_json: The base's config.json, copied beside the diffusers form, whose readers want it.
-        shard_bytes: Most bytes per file.
+        original: From name and shape to a base parameter's values before it was quantized; by default the model's own approximation is
+            written. For a model on `meta` it gives every parameter, one after the other.
+        config_json: The base's config.json, copied next to the diffusers form, whose readers need it.
+        shard_bytes: Maximum bytes per file.
 
     Returns:
-        The folders, in the order of the forms. A folder that has no index and more than one file was never finished.
+        The folders, in the order of the forms. A folder with more than one file and no index was never finished.
 
     Raises:
         UserError: If a form is unknown, or a file cannot be written or read back with every name of the model in it.
@@ -234,6 +235,7 @@ def export_merged(
         shapes, tensor_of = _transformer_in_form(model, spec, form, config, original)
         _write_shards(target, shapes, tensor_of, metadata, shard_bytes)
         ours = {name: tuple(tensor.shape) for name, tensor in base_tensors(model).items()}
+        # Read back by the reader of bases, so that the export can be a base itself.
         match(open_weights(target), spec.architecture.names, ours)
         if form == "diffusers" and config_json is not None:
             with atomic_write(target / "config.json") as temporary:
@@ -249,22 +251,24 @@ def _transformer_in_form(
     config: ExportConfig,
     original: Callable[[str, tuple[int, ...]], Tensor] | None,
 ) -> tuple[_Tensors, Callable[[str], Tensor]]:
-    """Shape and dtype of each tensor of a file in this form, and what makes one: no two of them need to be in memory at once."""
+    """Shapes and dtypes of a file's tensors in this form, and a function that makes one: no two of them need to be in memory at once."""
     tensors, coarse = base_tensors(model), quantized_weights(model)
-    assembly = tensors_in_form(tensors, spec.architecture.names.from_native[form])
-    natives = assembly.complete
-    assert len(natives) == len(assembly.found), "the form has rows that the model does not"
+    fused = tensors_in_form(tensors, spec.architecture.names.from_native[form])
+    natives = fused.complete
+    assert len(natives) == len(fused.found), "the form has rows that the model does not"
 
-    # Shapes come from views: of a quantized weight nothing is dequantized to know them.
+    # Shapes are read off views: no quantized weight is dequantized for them.
     def about(parts: Sequence[TensorSlice]) -> tuple[tuple[int, ...], torch.dtype]:
         pieces = [rows_of(tensors[part.name], part.index, part.of) for part in parts]
+        # One fp32 part makes the tensor fp32: rounding it would lose what the model keeps.
         wide = any(spec.precision.keep_fp32(part.name) for part in parts)
         return _stacked_shape(pieces), torch.float32 if wide else config.torch_dtype
 
     shapes = {key: about(parts) for key, parts in natives.items()}
     layers = adapter_layers(model)
 
-    @lru_cache(maxsize=1)  # a form that has its parts in tensors of their own has them one after the other
+    # The last one is kept: a form that splits our parameter into several tensors asks for it several times in a row.
+    @lru_cache(maxsize=1)
     def base_of(name: str) -> Tensor:
         if name not in coarse and not tensors[name].is_meta:
             return tensors[name]
@@ -278,6 +282,7 @@ def _transformer_in_form(
                 rows = merged_weight(layers[module], base_of(part.name), part.index, part.of)
             else:
                 rows = rows_of(base_of(part.name), part.index, part.of)
+            # Rounded once, after the merge in fp32.
             pieces.append(rows.detach().to("cpu", dtype_of(key)))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -287,6 +292,7 @@ def _transformer_in_form(
     scaled: Collection[str] = ()
     if not config.scaled:
         return shapes, tensor_of
+    # Only the blocks' matrices: embedding and head keep 16 bits, as under base.quantize.
     matrices = _matrices_of_blocks(model)
     scaled = {key for key, parts in natives.items() if _can_scale(parts, matrices, spec)}
     return in_scaled_8_bits(shapes, tensor_of, scaled)
@@ -299,9 +305,9 @@ def _write_shards(
     metadata: Mapping[str, str],
     shard_bytes: int,
 ) -> None:
-    """Write files of at most so many bytes, and an index if there are several."""
+    """Write files of at most `shard_bytes`, and an index if there are several."""
     shards, stem = list(_shards(shapes, shard_bytes)), "diffusion_pytorch_model"
-    # Names count the files: shards of an earlier export of another size would stay among them.
+    # Names contain the number of files, so files of an earlier export with another number would stay among the new ones.
     for old in folder.glob(f"{stem}*.safetensors*"):
         old.unlink()
     where: dict[str, str] = {}
@@ -312,7 +318,7 @@ def _write_shards(
     if len(shards) > 1:
         total = sum(_num_bytes(*about) for about in shapes.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        # the index comes last: a folder without one, and with several files, was never finished
+        # The index comes last: a folder with several files and no index was never finished.
         write_text(folder / f"{stem}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
 
 
@@ -328,12 +334,12 @@ def _matrices_of_blocks(model: StagedModel) -> set[str]:
 
 
 def _can_scale(parts: Sequence[TensorSlice], matrices: Collection[str], spec: ModelSpec) -> bool:
-    """Whether a tensor is matrices of the blocks alone, none of which stays in fp32."""
+    """Whether a tensor consists only of the blocks' matrices, none of which stays in fp32."""
     return all(part.name in matrices and not spec.precision.keep_fp32(part.name) for part in parts)
 
 
 def base_tensors(model: StagedModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of the model without its adapter, by canonical name; of a quantized weight only the shape."""
+    """Parameters and persistent buffers of the model without its adapter, by canonical name. Quantized weights have only their shape."""
     state = {canonical_name(name): tensor for name, tensor in model.state_dict().items() if not is_adapter_name(name)}
     return without_scales(state, model)
 
@@ -344,19 +350,23 @@ def _stacked_shape(pieces: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def merged_weight(layer: Any, base: Tensor, index: int = 0, of: int = 1) -> Tensor:
-    """The fp32 weight of an adapted layer with the adapter in it: what the layer multiplies with, outside of training.
+    """The fp32 weight of an adapted layer with the adapter merged in.
 
     Args:
         layer: The layer.
         base: Its weight without the adapter.
-        index: Which of the equal parts of its rows.
-        of: How many parts.
+        index: Index of the part of its rows.
+        of: Number of equal parts.
+
+    Returns:
+        These rows of the merged weight.
     """
     weight = rows_of(base.detach(), index, of).float()
     down, up = layer.lora_A["default"].weight.detach(), rows_of(layer.lora_B["default"].weight.detach(), index, of)
     down, up = down.to(weight.device), up.to(weight.device)  # a streamed weight is read on the host
     merged = torch.addmm(weight, up.float(), down.float(), alpha=layer.scaling["default"])
     if layer.lora_magnitude_vector:
+        # DoRA's norm is per row, so a part of the rows can be merged without the others.
         norm = torch.linalg.vector_norm(merged, dim=1)
         magnitude = rows_of(layer.lora_magnitude_vector["default"].weight.detach(), index, of)
         merged *= (magnitude.to(norm.device) / norm)[:, None]
@@ -364,7 +374,7 @@ def merged_weight(layer: Any, base: Tensor, index: int = 0, of: int = 1) -> Tens
 
 
 def _shards(shapes: _Tensors, shard_bytes: int) -> Iterator[dict[str, About]]:
-    """Split tensors, in their order, into files of at most so many bytes; a larger tensor has one to itself."""
+    """Split tensors, in their order, into files of at most `shard_bytes`. A larger tensor gets a file of its own."""
     shard: dict[str, About] = {}
     size = 0
     for name, about in shapes.items():

@@ -1,4 +1,4 @@
-"""A low-rank adapter out of the difference of two whole transformers, one module in memory at a time."""
+"""Extracts a low-rank adapter from the difference of two complete transformers, with one module in memory at a time."""
 
 import math
 from collections.abc import Callable, Collection
@@ -19,27 +19,28 @@ from ditkit_core.weights.load import match, read_in_fp32
 
 @dataclass(frozen=True, kw_only=True)
 class Extracted:
-    """What was found between two transformers."""
+    """The difference of two transformers."""
 
     adapters: dict[str, Scaled]
-    """By our name of the module; those that do not differ have none."""
+    """Adapters by our name of the module; modules that do not differ have none."""
     kept: dict[str, float]
-    """Share of the energy of each module's difference that its adapter keeps."""
+    """Share of the energy of each module's difference that its adapter keeps, 0 to 1."""
     sizes: dict[str, float]
-    """Norm of the difference, by the name of every parameter that differs."""
+    """Norm of the difference, by name, of every parameter that differs."""
     left: dict[str, float]
-    """Of parameters that an adapter cannot change: norm of the difference in units of the base's, infinite where that is zero."""
+    """For parameters that an adapter cannot change: norm of the difference relative to the base's norm, infinite where that is zero."""
 
     @property
     def residual(self) -> float:
-        """Norm of what the adapters leave of the difference of their modules, in units of its own."""
+        """Norm of the part of the modules' difference that the adapters do not represent, relative to that difference."""
+        # By Pythagoras: a truncated singular value decomposition is orthogonal to its remainder.
         squares = {name: self.sizes[f"{name}.weight"] ** 2 for name in self.kept}
         lost = sum(square * (1 - self.kept[name]) for name, square in squares.items())
         return (max(0.0, lost) / sum(squares.values())) ** 0.5
 
     @property
     def share_left(self) -> float:
-        """Share of the energy of the whole difference that lies in parameters which an adapter cannot change."""
+        """Share of the energy of the total difference in parameters that an adapter cannot change, 0 to 1."""
         total = sum(size**2 for size in self.sizes.values())
         return sum(self.sizes[name] ** 2 for name in self.left) / total
 
@@ -55,29 +56,33 @@ def extract(
     only: Collection[str] | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> Extracted:
-    """Take the difference of two transformers apart, module by module.
+    """Extract adapters from the difference of two transformers, module by module.
 
     Args:
         spec: The family.
         arch: The architecture of both.
         tuned: The changed weights, in any form and dtype.
-        base: What they are compared with.
-        rank: Of the adapters; None: the least, up to 256, that keeps `energy` in each module.
-        energy: Share of the sum of squared singular values.
+        base: The weights to compare them with.
+        rank: Rank of the adapters; None: the lowest, up to 256, that keeps `energy` in each module.
+        energy: Share of the sum of squared singular values to keep, above 0 and at most 1.
         only: Modules that may have an adapter; None: all Linear layers.
-        advance: Called after each parameter.
+        advance: Called after each parameter, for progress.
+
+    Returns:
+        The adapters, and how much of the difference they represent.
 
     Raises:
-        UserError: If one of them does not fit the architecture, or they do not differ, or a value is not finite.
+        UserError: If a transformer does not fit the architecture, the two do not differ, or a value is not finite.
     """
+    # Both files are matched to the same names, so they may be in different forms and dtypes.
     shapes = parameters_of(spec.architecture.build, arch)
-    places = [(source, match(source, spec.architecture.names, shapes)) for source in (tuned, base)]
+    mappings = [(source, match(source, spec.architecture.names, shapes)) for source in (tuned, base)]
     layers = layers_of(spec.architecture.build, arch)
     adapters, kept, sizes, left = {}, {}, {}, {}
     for name, shape in shapes.items():
-        theirs, ours = (read_in_fp32(source, mapping[name], shape) for source, mapping in places)
+        theirs, ours = (read_in_fp32(source, mapping[name], shape) for source, mapping in mappings)
         size_of_base = float(torch.linalg.vector_norm(ours))
-        difference = theirs.sub_(ours)  # in place: two matrices of the largest layer are all that is in memory
+        difference = theirs.sub_(ours)  # in place: memory has at most two matrices of the largest layer
         size = float(torch.linalg.vector_norm(difference))
         advance()
         if not math.isfinite(size):
@@ -85,6 +90,7 @@ def extract(
         if size == 0:
             continue
         sizes[name], module = size, name.removesuffix(".weight")
+        # Biases, norms and modulation: an adapter of Linear layers cannot change them.
         if module not in layers or module == name or (only is not None and module not in only):
             left[name] = size / size_of_base if size_of_base else float("inf")
             continue
@@ -92,5 +98,5 @@ def extract(
         adapters[module], kept[module] = Scaled(LoraMatrices(found.down, found.up)), found.kept
     if not adapters:
         what = "differ in no Linear layer" if sizes else "do not differ"
-        raise UserError(f"{tuned.path} and {base.path} {what}: there is nothing to extract; mend --extract or --base")
+        raise UserError(f"{tuned.path} and {base.path} {what}: there is nothing to extract; check --extract and --base")
     return Extracted(adapters=adapters, kept=kept, sizes=sizes, left=left)

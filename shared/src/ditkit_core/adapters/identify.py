@@ -1,4 +1,4 @@
-"""An adapter file that a person has, before any model is known: what it says, and which architectures it fits."""
+"""Identifies an adapter file before any model is known: its form, its modules, and the architectures that it fits."""
 
 import json
 import re
@@ -21,10 +21,10 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.weights.load import first_ten, fits_shapes
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Shape by our name: of layers that of the weight [out, in], of parameters their own."""
+"""Shapes by our name: for layers that of the weight [out, in], for parameters their own."""
 
 SECOND = "transformer_2"
-"""The part that the second of two adapters in one file is of; diffusers puts its name before the keys."""
+"""The component of the second of two adapters in one file; diffusers puts its name in front of the keys."""
 
 _OTHER_METHODS = {
     "LoKr": re.compile(r"\.lokr_"),
@@ -34,14 +34,14 @@ _OTHER_METHODS = {
     "a LoRA of convolutions": re.compile(r"\.lora_mid\."),
     "differences of whole weights": re.compile(r"\.diff(_b)?$|\.(set_weight|reshape_weight)$"),
 }
-"""What other keys beside low-rank matrices are of."""
+"""Other methods, by the keys that they have besides or in place of low-rank matrices."""
 
 _OTHER_PARTS = {
     r"^((encoder|decoder)\.(conv_in|conv1|conv_out|head|middle|mid_block|(down|up)(samples|_blocks))|(post_)?quant_conv)\.": "a VAE's",
     r"\.SelfAttention\.|^token_embedding\.|^model\.(language_model\.)?(layers|embed_tokens)\.": "a text encoder's",
     r"^(vision_model\.)?embeddings\.(class|patch|position)_embedding|^visual\.": "an image encoder's",
 }
-"""What names look like that are of a model's other files, whatever its family: they lie beside its transformer."""
+"""A model's other files, by the names in them. Users give them by mistake, because they are in folders next to the transformer's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +52,15 @@ class FoundAdapter:
     file: AdapterFile
     layout: AdapterLayout
     shapes: Shapes
-    """Of the layers that it adapts, as its matrices have them."""
+    """Shapes of the layers that it adapts, according to its matrices."""
     presets: tuple[str, ...]
-    """Presets that have all these layers in these shapes."""
+    """Presets with all these layers in these shapes."""
 
 
 @lru_cache(maxsize=64)
 def layers_of(build: Callable[[Any, Precision], Any], arch: Any) -> Shapes:
-    """The Linear layers of an architecture."""
+    """The Linear layers of an architecture: their weights' shapes."""
+    # Cached, because every file is compared with all presets of the family.
     with torch.device("meta"):
         model = build(arch, Precision())
     return {name: tuple(module.weight.shape) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -74,7 +75,7 @@ def parameters_of(build: Callable[[Any, Precision], Any], arch: Any) -> Shapes:
 
 
 def presets_of(source: SafetensorsSource, spec: ModelSpec) -> tuple[str, ...]:
-    """The presets whose parameters a whole transformer's are, by name and shape; several may differ in what has no weight."""
+    """The presets that a complete transformer fits, by names and shapes. Several may fit, if they differ in something without weights."""
     return tuple(
         name
         for name, arch in spec.architecture.presets.items()
@@ -83,7 +84,7 @@ def presets_of(source: SafetensorsSource, spec: ModelSpec) -> tuple[str, ...]:
 
 
 def find_adapter(path: Path, spec: ModelSpec, *, part: str | None = None, layers: Shapes | None = None) -> FoundAdapter:
-    """As `adapter_in`, of a file that is not open yet."""
+    """Open an adapter file and understand it (`adapter_in`)."""
     return adapter_in(SafetensorsSource.open(path), spec, part=part, layers=layers)
 
 
@@ -94,63 +95,68 @@ def adapter_in(
 
     Args:
         whole: The file.
-        spec: The family that it is of.
-        part: Of a file with an adapter for each expert: which; None where it holds one.
-        layers: Linear layers of an architecture that is no preset, whose names count too.
+        spec: Its family.
+        part: The expert to choose in a file with an adapter for each; None if the file has one adapter.
+        layers: Linear layers of an architecture that is not a preset, whose names are known too.
+
+    Returns:
+        The adapter.
 
     Raises:
-        UserError: If it is no adapter of this family, or holds two and none was chosen.
+        UserError: If the file is not an adapter of this family, or has two adapters and none was chosen.
     """
     source, path = part_of(whole, part), whole.path
-    # Names of all presets count: which of them the file fits is told by shapes, once its keys are understood.
+    # Names of all presets are known here. Shapes decide which preset the file fits, once its keys are understood.
     presets = {name: layers_of(spec.architecture.build, arch) for name, arch in spec.architecture.presets.items()}
     known = KnownNames.of(
         spec.architecture.names, dict.fromkeys(name for each in (layers or {}, *presets.values()) for name in each)
     )
-    said = {name: known.parse(name) for name in source.tensors}
-    keys = [key for key in said.values() if key is not None]
-    strange = [name for name, key in said.items() if key is None]
+    parsed = {name: known.parse(name) for name in source.tensors}
+    keys = [key for key in parsed.values() if key is not None]
+    unknown = [name for name, key in parsed.items() if key is None]
     if not any(key.kind == "down" for key in keys):
-        raise _is_none(source, spec)
-    if others := _other_methods(strange):
+        raise _not_an_adapter(source, spec)
+    # Before the message on unknown keys: a known method tells the user more than a list of names.
+    if others := _other_methods(unknown):
         unread = [name for named in others.values() for name in named]
         raise UserError(
-            f"{path} holds {' and '.join(others)} beside low-rank matrices ({first_ten(unread)}), which is not read; merge it with "
+            f"{path} contains {' and '.join(others)} besides low-rank matrices ({first_ten(unread)}), which is not supported; merge it with "
             "the program that made it"
         )
-    if strange:
+    if unknown:
         raise UserError(
-            f"{path}: {len(strange)} of {len(source.tensors)} keys fit no adapter of this model{_likeness(strange, spec)}: "
-            f"{first_ten(strange)}; name a LoRA of this model"
+            f"{path}: {len(unknown)} of {len(source.tensors)} keys fit no adapter of this model{_likeness(unknown, spec)}: "
+            f"{first_ten(unknown)}; name a LoRA of this model"
         )
     shapes = shapes_in(source, known)
     file, layout = understand_adapter(source, known, shapes), known.layout(keys)
+    # A subset, because an adapter need not adapt every layer.
     fitting = tuple(name for name, theirs in presets.items() if shapes.items() <= dict(theirs).items())
     return FoundAdapter(path=path, file=file, layout=layout, shapes=shapes, presets=fitting)
 
 
 def parts_in(source: SafetensorsSource) -> tuple[str, ...]:
-    """The parts that a file holds adapters of."""
+    """The components that a file has adapters for."""
     second = sum(name.startswith(f"{SECOND}.") for name in source.tensors)
     return tuple(name for name, number in (("transformer", len(source.tensors) - second), (SECOND, second)) if number)
 
 
 def part_of(source: SafetensorsSource, part: str | None) -> SafetensorsSource:
-    """The adapter of one expert in a file, named as if it were the only one.
+    """The adapter of one expert in a file, with names as if it were the only one.
 
     Raises:
-        UserError: If the file holds two and none is chosen, or the chosen one is not there.
+        UserError: If the file has two and none is chosen, or lacks the chosen one.
     """
     parts = parts_in(source)
     if part is None and len(parts) > 1:
         raise UserError(
-            f"{source.path} holds an adapter for each of {' and '.join(parts)}; choose one with --part, then the other"
+            f"{source.path} has an adapter for each of {' and '.join(parts)}; choose one with --part, then the other"
         )
     chosen = part or next(iter(parts), "transformer")
     if source.tensors and chosen not in parts and part != parts[0]:
-        raise UserError(f"{source.path} holds no adapter of {chosen}, only of {parts[0]}; leave --part out")
+        raise UserError(f"{source.path} has no adapter for {chosen}, only for {parts[0]}; leave out --part")
     second = chosen == SECOND
-    # Named as the first, so that all that follows needs to know one prefix.
+    # Renamed like the first, so that all later code needs to know only one prefix.
     tensors = {
         f"transformer.{name.removeprefix(f'{SECOND}.')}" if second else name: stored
         for name, stored in source.tensors.items()
@@ -159,11 +165,12 @@ def part_of(source: SafetensorsSource, part: str | None) -> SafetensorsSource:
     metadata = dict(source.metadata)
     if DIFFUSERS_METADATA in metadata and len(parts) + second > 1:
         metadata[DIFFUSERS_METADATA] = _metadata_of(metadata[DIFFUSERS_METADATA], second=second)
+    # The rest of the module sees an ordinary file with one adapter.
     return replace(source, tensors=tensors, metadata=metadata)
 
 
 def _metadata_of(raw: str, *, second: bool) -> str:
-    """peft's configuration of one of two adapters, in JSON; what is no JSON stays, and is refused where it is read."""
+    """peft's configuration of one of two adapters, in JSON. Invalid JSON stays as it is, and is refused where it is read."""
     try:
         config = dict(json.loads(raw))
     except (ValueError, TypeError):
@@ -173,13 +180,13 @@ def _metadata_of(raw: str, *, second: bool) -> str:
 
 
 def _other_methods(names: Collection[str]) -> dict[str, list[str]]:
-    """What names of a file beside low-rank matrices are of, with these names."""
+    """The other methods that a file's names belong to, each with these names."""
     found = {method: [name for name in names if pattern.search(name)] for method, pattern in _OTHER_METHODS.items()}
     return {method: named for method, named in found.items() if named}
 
 
 def native_prefix(source: SafetensorsSource, spec: ModelSpec) -> tuple[str, int]:
-    """The prefix below which most names of a file are those of a transformer of this family, and how many."""
+    """The prefix behind which most names of a file are those of a transformer of this family, and their number."""
     known: dict[str, int] = {}
     for prefix in (*spec.architecture.names.prefixes, ""):
         below = [name.removeprefix(prefix) for name in source.tensors if name.startswith(prefix)]
@@ -190,31 +197,32 @@ def native_prefix(source: SafetensorsSource, spec: ModelSpec) -> tuple[str, int]
 
 def is_transformer(source: SafetensorsSource, spec: ModelSpec) -> bool:
     """Whether a file's names are those of a transformer of this family."""
-    # Half, because a whole checkpoint may have a VAE or a text encoder next to its transformer.
+    # Half, because a complete checkpoint may have a VAE or a text encoder next to its transformer.
     return native_prefix(source, spec)[1] > len(source.tensors) / 2
 
 
-def _is_none(source: SafetensorsSource, spec: ModelSpec) -> UserError:
-    """What to say of a file in which there is no adapter of this model."""
+def _not_an_adapter(source: SafetensorsSource, spec: ModelSpec) -> UserError:
+    """The error for a file without an adapter of this model: the likeliest mistake, and what to give instead."""
     path = source.path
     if not source.tensors:
         return UserError(f"{path} is empty; name a LoRA file")
     if is_transformer(source, spec):
         return UserError(
-            f"{path} is a whole transformer, no adapter; take its difference to another with --extract {path} --base BASE --rank N"
+            f"{path} is a whole transformer, not an adapter; extract its difference to another with --extract {path} --base BASE --rank N"
         )
     likeness = _likeness(source.tensors, spec)
     methods = _other_methods(source.tensors)
+    # A file of another model is that first, whatever its method.
     if not likeness and methods:
         return UserError(
-            f"{path} holds {' and '.join(methods)}, which is not read; merge it with the program that made it"
+            f"{path} contains {' and '.join(methods)}, which is not supported; merge it with the program that made it"
         )
-    what = "a LoRA of another model" if has_adapter_keys(source) else "no LoRA"
+    what = "a LoRA of another model" if has_adapter_keys(source) else "not a LoRA"
     return UserError(f"{path} is {what}{likeness}: {first_ten(list(source.tensors)[:3])} …; name a LoRA of this model")
 
 
 def _likeness(names: Collection[str], spec: ModelSpec) -> str:
-    """Which other model the names look like, in words that follow others; empty if like none that is known."""
+    """The other model that names look like, as the end of a sentence; empty if they look like none that is known."""
     for pattern, what in {**_OTHER_PARTS, **spec.adapters.rules.strangers}.items():
         if any(re.search(pattern, name) for name in names):
             return f" (its names look like {what})"

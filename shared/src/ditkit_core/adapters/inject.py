@@ -1,7 +1,7 @@
-"""Adapters on a model's Linear layers through peft: which layers, how they start, and what they are called.
+"""Puts adapters on a model's Linear layers through peft: which layers, their first values, and their names.
 
-peft renames what it wraps (`q.weight` becomes `q.base_layer.weight`) and puts an adapter name into its own parameters
-(`q.lora_A.default.weight`). Neither leaves this module: everywhere else a name is canonical, without both.
+peft renames the layers that it wraps (`q.weight` becomes `q.base_layer.weight`) and puts an adapter name into its own parameters
+(`q.lora_A.default.weight`). Neither leaves this module: everywhere else names are canonical, without both.
 """
 
 import math
@@ -29,7 +29,7 @@ _PEFT_NAMES = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """The `[adapter]` section: what is trained."""
+    """The `[adapter]` section: which parameters are trained."""
 
     method: Literal["lora", "full"] = setting("lora", resume="refused")
     """`lora` trains low-rank adapters over a frozen base, `full` every parameter."""
@@ -38,13 +38,13 @@ class AdapterConfig:
     alpha: float = setting(0.0, resume="refused")
     """The adapter is scaled by alpha / rank; 0 means alpha = rank."""
     dropout: float = setting(0.0, resume="stated")
-    """Share of the adapter's inputs that is dropped in training, 0 to 1."""
+    """Probability of dropping an input of the adapter in training, 0 to below 1."""
     targets: tuple[str, ...] = setting((), resume="refused")
     """A named set, name endings (`self_attn.q`) or glob patterns (`layers.1*.ffn.*`); empty means the model's first set."""
     use_rslora: bool = setting(False, resume="refused")
     """Scale by alpha / sqrt(rank)."""
     use_dora: bool = setting(False, resume="refused")
-    """Train the norm of each output's weights too (DoRA)."""
+    """Also train the norm of each output's weights (DoRA)."""
     init: str = setting("", resume="refused", holds="path")
     """An existing LoRA file to start from; rank and alpha are taken from it."""
 
@@ -57,7 +57,7 @@ class AdapterConfig:
 
     @property
     def scaling(self) -> float:
-        """What B·A is multiplied with."""
+        """The factor of B·A."""
         return (self.alpha or self.rank) / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
@@ -73,7 +73,7 @@ def inject(model: nn.Module, config: AdapterConfig, named_sets: Mapping[str, tup
         Names of the modules that have an adapter now, in the model's order; none for `full`.
 
     Raises:
-        UserError: If a target fits no Linear layer; the message lists what there is.
+        UserError: If a target fits no Linear layer; the message lists the layers and sets.
     """
     if config.method == "full":
         model.requires_grad_(True)
@@ -86,16 +86,18 @@ def inject(model: nn.Module, config: AdapterConfig, named_sets: Mapping[str, tup
         lora_dropout=config.dropout,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
+        # Off: `initialise` gives the first values, from a generator of their own.
         init_lora_weights=False,
-        # A pattern that fits these modules and no other: a list of endings may fit a ModuleList, which peft cannot wrap.
+        # A pattern that fits only these modules: a list of endings may also fit a ModuleList, which peft cannot wrap.
         target_modules="|".join(map(re.escape, targets)),
     )
     lora._register_custom_module({nn.Linear: lora_linear_class()})
-    # On meta: the values come in `initialise`, from the seed and the module's name, whatever device the weights are on.
+    # On meta, because `initialise` makes the values from the seed and the module's name, the same on every device.
     with torch.device("meta"):
         peft.inject_adapter_in_model(lora, model)
     if config.use_dora:
         for layer in adapter_layers(model).values():
+            # peft constructs its own class here and offers no choice, as it does for LoRA layers above.
             layer.lora_magnitude_vector["default"].__class__ = magnitude_class()
     return targets
 
@@ -103,10 +105,10 @@ def inject(model: nn.Module, config: AdapterConfig, named_sets: Mapping[str, tup
 def target_modules(
     model: nn.Module, targets: Sequence[str], named_sets: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, ...]:
-    """Names of the Linear layers that the targets mean, in the model's order.
+    """Names of the Linear layers that the targets select, in the model's order.
 
     Raises:
-        UserError: If a target fits none; the message lists what there is.
+        UserError: If a target fits none; the message lists the layers and sets.
     """
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     chosen: set[str] = set()
@@ -126,6 +128,7 @@ def target_modules(
 def _fits(name: str, target: str) -> bool:
     if any(character in target for character in "*?["):
         return fnmatchcase(name, target)
+    # At a dot only: `q` must not select `to_q` or `norm_q`.
     return name == target or name.endswith(f".{target}")
 
 
@@ -138,20 +141,20 @@ def initialise(
 ) -> None:
     """Give every adapter its first values, in fp32, once the base has its weights.
 
-    A is uniform within ±1/sqrt(in_features), which is peft's default too, and depends only on the seed and the module's
-    name; B is zero, so that the model starts as its base. A DoRA magnitude is the norm of each row of the weight.
+    A is uniform within ±1/sqrt(in_features), as in peft, and depends only on the seed and the module's name. B is zero, so the model starts
+    as its base. A DoRA magnitude is the norm of each row of the weight.
 
     Args:
         model: The model; its base is loaded, its adapters are on `meta`.
         seed: The run's seed.
-        device_of: Where the adapter of the module of this name goes.
-        start: Values of a module to start from instead: `lora_A.weight`, `lora_B.weight`, perhaps
-            `lora_magnitude_vector.weight`.
+        device_of: The device of a module's adapter, by the module's name.
+        start: Other first values of a module, if it has any: `lora_A.weight`, `lora_B.weight`, perhaps `lora_magnitude_vector.weight`.
     """
     for module, layer in adapter_layers(model).items():
         given = start(module) if start else {}
         rank, width = layer.lora_A["default"].weight.shape
         bound = 1 / math.sqrt(width)
+        # Sampled on the CPU, whose generator gives the same numbers wherever the adapter goes.
         down = given.get("lora_A.weight")
         if down is None:
             down = torch.empty(rank, width).uniform_(-bound, bound, generator=generator(seed, "adapter", module))
@@ -162,6 +165,7 @@ def initialise(
         if layer.lora_magnitude_vector:
             magnitude = given.get("lora_magnitude_vector.weight")
             if magnitude is None:
+                # The norm of the merged weight: an adapter that starts from a file has a B that is not zero.
                 merged = dense_weight(layer.get_base_layer()).to(device)
                 merged = torch.addmm(
                     merged, up.to(device).float(), down.to(device).float(), alpha=layer.scaling["default"]
@@ -172,16 +176,17 @@ def initialise(
 
 def _set_weight(module: nn.Module, value: Tensor) -> None:
     assert module.weight.shape == value.shape
+    # fp32 whatever the base's dtype: updates of an adapter are too small for bf16.
     module.weight = nn.Parameter(value.float().contiguous())
 
 
 def adapter_layers(model: nn.Module | StagedModel) -> dict[str, Any]:
-    """The layers that have an adapter (peft's LoraLayer), by the canonical name of the module, in the model's order."""
+    """The layers with an adapter (peft's LoraLayer), by the module's canonical name, in the model's order."""
     return {canonical_name(name): module for name, module in model.named_modules() if _is_adapter(module)}
 
 
 def _is_adapter(module: nn.Module) -> bool:
-    # By its children, not by its class: importing peft takes seconds, and a model without adapters needs none of it.
+    # By its children, not by its class: importing peft takes seconds, and a model without adapters does not need it.
     children = module._modules
     return "lora_A" in children and "lora_B" in children and "base_layer" in children
 
@@ -192,7 +197,7 @@ def adapter_state(model: nn.Module | StagedModel) -> dict[str, Tensor]:
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by canonical name."""
+    """The trained parameters, by canonical name."""
     return {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -202,13 +207,13 @@ def is_adapter_name(name: str) -> bool:
 
 
 def canonical_name(name: str) -> str:
-    """A parameter's name without what peft put into it."""
+    """A parameter's name without the parts that peft inserts."""
     return _PEFT_NAMES.sub("", name)
 
 
 def _import_peft():  # type: ignore[no-untyped-def]
     with warnings.catch_warnings():
-        # torchao, which peft imports, has an escape sequence that Python warns of when it compiles the file.
+        # torchao, which peft imports, has an invalid escape sequence, about which Python warns when it compiles the file.
         warnings.filterwarnings("ignore", "invalid escape sequence", DeprecationWarning)
         warnings.filterwarnings("ignore", "invalid escape sequence", SyntaxWarning)
         warnings.filterwarnings("ignore", '"\\\\.*" is an invalid escape sequence', SyntaxWarning)

@@ -1,4 +1,4 @@
-"""What a file of weights is, adapter or whole transformer, in text and JSON."""
+"""Describes a file of weights, adapter or complete transformer, in text and JSON."""
 
 import math
 import re
@@ -20,7 +20,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.weights.fp8_scaled import num_scaled, understood
 
 _SHOWN = 120
-"""Most characters of a header's value that are printed."""
+"""Maximum number of characters that are printed of a header's value."""
 
 _FORMS = {
     "official": "official names, as ComfyUI has them (diffusion_model.)",
@@ -36,18 +36,22 @@ _FORMS = {
 
 
 def inspect_file(path: Path, spec: ModelSpec, *, part: str | None = None, base: Shapes | None = None) -> dict[str, Any]:
-    """What a file is, as plain values; `inspection_text` prints it.
+    """Describe a file in plain values; `inspection_text` makes text of them.
 
     Args:
-        path: An adapter, or a whole transformer (file, folder or index).
+        path: An adapter, or a complete transformer (file, folder or index).
         spec: The family.
-        part: Of a file with an adapter for each expert: which; None: each is described.
-        base: Linear layers of a base to fit it to.
+        part: The expert to choose in a file with an adapter for each; None describes each.
+        base: Linear layers of a base to compare with.
+
+    Returns:
+        The description, which can be written as JSON.
 
     Raises:
-        UserError: If it cannot be read, or is of another model.
+        UserError: If the file cannot be read, or belongs to another model.
     """
     source = SafetensorsSource.open(path)
+    # Each file counts once, although a folder's files have many tensors each.
     about: dict[str, Any] = {
         "file": str(path),
         "bytes": sum(file.stat().st_size for file in {stored.file for stored in source.tensors.values()}),
@@ -69,8 +73,10 @@ def _adapter(source: SafetensorsSource, spec: ModelSpec, part: str | None, base:
     for name, module in modules.items():
         kinds.setdefault(module_kind(name), []).append(name)
         read = found.file.read(name)
+        # Modules without a norm are reported as damaged below.
         if bool(read.down.isfinite().all()) and bool(read.up.isfinite().all()):
             norms[name] = abs(module.scale) * product_norm(read.down, read.up)
+    # A scale without alpha keys can only come from the header.
     has_scale = any(module.scale != 1 for module in modules.values())
     about = {
         "kind": "adapter",
@@ -102,15 +108,17 @@ def _adapter(source: SafetensorsSource, spec: ModelSpec, part: str | None, base:
 
 
 def _whole(raw: SafetensorsSource, spec: ModelSpec) -> dict[str, Any]:
-    source = understood(raw)  # scales of 8-bit files are no tensors of the model
+    source = understood(raw)  # scales of 8-bit files are not tensors of the model
     prefix, _ = native_prefix(source, spec)
     norms: dict[str, float] = {}
     kinds: dict[str, list[float]] = {}
     for name in source.tensors:
+        # One tensor in memory at a time, however large the file.
         values = source.read(name).float()
         source.apply_scale(values, name)
         norms[name] = float(torch.linalg.vector_norm(values))
         key = name.removeprefix(prefix)
+        # Layers of all blocks in one row; other tensors have a row each.
         kinds.setdefault(module_kind(key) if "blocks." in key else key, []).append(norms[name])
     forms = [form for form in spec.architecture.names.from_native if _is_form(source, prefix, spec, form)]
     return {
@@ -128,7 +136,8 @@ def _whole(raw: SafetensorsSource, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _is_form(source: SafetensorsSource, prefix: str, spec: ModelSpec, form: str) -> bool:
-    """Whether every name is one of a form."""
+    """Whether every name in a file belongs to a form."""
+    # There and back: a name that several forms know maps to our parameter, but only its own form maps back to it.
     for name in source.tensors:
         theirs = name.removeprefix(prefix)
         parts = spec.architecture.names.to_native(theirs) or ()
@@ -140,7 +149,7 @@ def _is_form(source: SafetensorsSource, prefix: str, spec: ModelSpec, form: str)
 
 
 def _counted(values: Iterable[str]) -> dict[str, int]:
-    """How often each value is there, the most frequent first."""
+    """The number of times that each value occurs, the most frequent first."""
     return dict(Counter(values).most_common())
 
 
@@ -153,7 +162,7 @@ def _norms(norms: Sequence[float]) -> dict[str, float]:
 
 
 def _spans(numbers: Iterable[int]) -> str:
-    """`0-29`, `0, 2-4`; empty for what is in no block."""
+    """Numbers of blocks as `0-29` or `0, 2-4`; empty for modules outside of blocks."""
     spans: list[list[int]] = []
     for number in sorted(set(numbers)):
         if spans and spans[-1][1] == number - 1:
@@ -164,7 +173,7 @@ def _spans(numbers: Iterable[int]) -> str:
 
 
 def inspection_text(about: Mapping[str, Any]) -> str:
-    """What `inspect_file` found, for people."""
+    """The description of `inspect_file` as text."""
     num_bytes = about["bytes"]
     size = f"{num_bytes / 2**20:.1f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:.2f} GiB"
     lines = [f"{about['file']}: {size}"]
@@ -225,7 +234,7 @@ def _indented(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _listed(counted: Mapping[str, int]) -> str:
-    """`32`, or `32 (300 times), 16 (10 times)`; the first few."""
+    """`32`, or `32 (300 times), 16 (10 times)` for several values, of which the first four are shown."""
     if len(counted) == 1:
         return next(iter(counted))
     shown = [f"{value} ({number} times)" for value, number in list(counted.items())[:4]]

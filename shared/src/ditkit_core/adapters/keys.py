@@ -1,7 +1,7 @@
-"""Names in adapter files: what each Linear layer of a model is called in every form, and what a file's keys therefore say.
+"""Names in adapter files: the name of each Linear layer of a model in every form, and so the meaning of a file's keys.
 
-Nothing is guessed from a name: kohya's `blocks_0_self_attn_q` says not which of its underscores were dots, the model's own
-names do.
+Nothing is guessed from a name: kohya's `blocks_0_self_attn_q` does not tell which of its underscores were dots, but the model's own names
+do.
 """
 
 import math
@@ -25,30 +25,30 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class AdapterKey:
-    """What a file's key says."""
+    """The meaning of a file's key."""
 
     parts: tuple[TensorSlice, ...]
-    """The parts of our modules that the rows of its module are."""
+    """The parts of our modules that make up its module's rows."""
     kind: str
     """`down`, `up`, `alpha` or `magnitude`."""
     prefix: str
     module: str
     """The module's name, without prefix."""
     ending: str
-    """What follows the module's name."""
+    """The rest of the key behind the module's name."""
 
 
 @dataclass(frozen=True)
 class KnownNames:
-    """What the model's Linear layers are called in every form, and which modules of ours each name is."""
+    """The names of a model's Linear layers in every form, and the modules of ours that each name stands for."""
 
     parts: Mapping[str, tuple[TensorSlice, ...]]
-    """By name, dotted and with underscores."""
+    """The parts of our modules, by name: with dots and with underscores."""
     forms: Mapping[tuple[TensorSlice, ...], list[str]]
-    """The dotted names of these parts."""
+    """The dotted names, by the parts that they stand for."""
     prefixes: tuple[str, ...]
     naming: Mapping[str, str]
-    """By name: the first form of `StateDictNames.from_native` that has it; none of names that only our model has."""
+    """By name: the first form of `StateDictNames.from_native` that has it; empty for names that only our model has."""
 
     @classmethod
     def of(cls, names: StateDictNames, modules: Collection[str]) -> "KnownNames":
@@ -62,7 +62,7 @@ class KnownNames:
         naming: dict[str, str] = {}
         for form, named in by_form.items():
             for name, meant in named.items():
-                # Two names that differ in dots alone would be one in kohya's form: no model has such, and one that had would stop here.
+                # Two names that differ only in dots would be one name in kohya's form. No model has such names; one that had would fail here.
                 for alias in {name, name.replace(".", "_")}:
                     assert parts.setdefault(alias, meant) == meant, f"{alias} is {parts[alias]} and {meant}"
                     naming.setdefault(alias, form)
@@ -70,7 +70,7 @@ class KnownNames:
         return cls(parts, forms, (*names.prefixes, *FORM_OF_PREFIX, ""), naming)
 
     def parse(self, key: str) -> AdapterKey | None:
-        """What a file's key says; None if it speaks of no adapter of this model."""
+        """Parse a file's key; None if it belongs to no adapter of this model."""
         for kind, pattern in _PARTS.items():
             if match := pattern.search(key):
                 stem = key[: match.start()]
@@ -81,7 +81,8 @@ class KnownNames:
         return None
 
     def layout(self, keys: Iterable[AdapterKey]) -> AdapterLayout:
-        """The layout that most keys have."""
+        """The layout of most of these keys."""
+        # By majority, because one odd key does not make another layout.
         keys = list(keys)
         (prefix, ending), _ = Counter((key.prefix, key.ending) for key in keys if key.kind == "down").most_common(1)[0]
         form = FORM_OF_PREFIX.get(prefix, "prefixed")
@@ -97,7 +98,7 @@ class KnownNames:
 
 
 def modules_in_form(modules: Iterable[str], from_native: Callable[[str], Sequence[TensorSlice]]) -> FusedTensors:
-    """A form's modules put together of ours."""
+    """A form's modules, assembled from ours."""
 
     def theirs(module: str) -> tuple[TensorSlice, ...]:
         weights = from_native(f"{module}.weight")
@@ -107,22 +108,22 @@ def modules_in_form(modules: Iterable[str], from_native: Callable[[str], Sequenc
 
 
 def tensors_in_form(names: Iterable[str], from_native: Callable[[str], Sequence[TensorSlice]]) -> FusedTensors:
-    """A form's tensors put together of ours."""
-    assembly = FusedTensors()
+    """A form's tensors, assembled from ours."""
+    fused = FusedTensors()
     for name in names:
-        assert assembly.add(name, tuple(from_native(name))), f"{name} shares rows with another"
-    return assembly
+        assert fused.add(name, tuple(from_native(name))), f"{name} shares rows with another"
+    return fused
 
 
 def has_adapter_keys(source: SafetensorsSource) -> bool:
-    """Whether a key of a file is named as a low-rank adapter's, of whatever model."""
+    """Whether a file has a key of a low-rank adapter, for whatever model."""
     return any(pattern.search(key) for key in source.tensors for kind, pattern in _PARTS.items() if kind != "alpha")
 
 
 def shapes_in(source: SafetensorsSource, known: KnownNames) -> dict[str, tuple[int, ...]]:
-    """Weight shape [out, in] of the layers that a file's adapters are of, by our name, as its matrices have it.
+    """Weight shapes [out, in] of the layers that a file adapts, by our name, read off its matrices.
 
-    Where one of the two matrices is missing, or is none, the side that it would tell is 1 wide.
+    If one of the two matrices is missing or not a matrix, the size that it would give is 1.
     """
     found: dict[tuple[TensorSlice, ...], dict[str, tuple[int, ...]]] = {}
     for name, stored in source.tensors.items():

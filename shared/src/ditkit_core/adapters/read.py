@@ -1,7 +1,7 @@
-"""Adapter files in every name form that we read.
+"""Reads adapter files in every supported form of names.
 
-A file's modules are found by writing down what each Linear layer of the model is called in each form, and looking the
-file's names up in that (`keys.py`).
+A file's modules are found by listing the names of each Linear layer of the model in each form, and looking up the file's names in that
+list (`keys.py`).
 
 | form | key |
 |---|---|
@@ -9,12 +9,12 @@ file's names up in that (`keys.py`).
 | diffusers | `transformer.` + diffusers name + `.lora_A.weight`, alpha in the header |
 | kohya, musubi | `lora_unet_` + official name with underscores + `.lora_down.weight`, `.alpha` |
 | OneTrainer | as kohya, or `lora_transformer_` + diffusers name with underscores |
-| peft | `base_model.model.` + official or diffusers name + `.lora_A.weight`, alpha in `adapter_config.json` beside the file |
+| peft | `base_model.model.` + official or diffusers name + `.lora_A.weight`, alpha in `adapter_config.json` next to the file |
 | DiffSynth | official name + `.lora_A.default.weight` |
 
-A form may stack what is one module's in the model, or several: `stacking` says what that makes of an adapter.
+A form may have several of our modules in one tensor, or one of ours in several: `weights/fused_tensors.py` converts adapters between them.
 
-The scale alpha / rank is a number of the module's here, never of the file's: `scale`.
+The scale alpha / rank belongs to a module here, never to a file: `scale`.
 """
 
 import json
@@ -44,33 +44,39 @@ _PEFT_PREFIX, _PEFT_CONFIG = "base_model.model.", "adapter_config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class BaseConfig:
-    """The `[base]` section: what the frozen base is made of besides its weights."""
+    """The `[base]` section: how the frozen base is changed before training."""
 
     merge: tuple[str, ...] = setting((), resume="refused", holds="path")
-    """LoRA files that are added to the base before anything else, each as `FILE` or `FILE@strength`."""
+    """Existing LoRA files to merge into the base before training, each as `FILE` or `FILE@strength`."""
     quantize: Literal["none", "int8", "fp8", "nf4"] = setting("none", resume="stated")
-    """What the frozen matrices of the blocks are held in: 8 or 4 bits, converted to model.dtype where they are used."""
+    """Format of the blocks' frozen matrices: 8 or 4 bits, converted to model.dtype for each product."""
     quantized_cache: str = setting("", resume="free", holds="path")
-    """Folder that keeps the quantized base (one of its size for each `quantize`, base and merge), so that it is converted once;
-    empty keeps none."""
+    """Folder that keeps the quantized base (one copy for each `quantize`, base and merge), so that it is converted only once; empty
+    keeps none."""
 
 
 @dataclass(frozen=True)
 class FileAdapter:
-    """An adapter as it stands in the file: of one module there, which may be several of ours."""
+    """The adapter of one module in the file, which may be several modules of ours."""
 
     name: str
-    """The module's, as the file has it."""
+    """The module's name in the file."""
     keys: Mapping[str, str]
     """The file's key by part: `down`, `up`, perhaps `alpha`, `magnitude`."""
     parts: tuple[TensorSlice, ...]
-    """The modules of ours that its rows are."""
+    """The parts of our modules that make up its rows."""
     rank: int
     scale: float
-    """What up·down is multiplied with."""
+    """The factor of up·down."""
 
     def rows(self, source: SafetensorsSource, index: int, columns: Tensor | None = None) -> LoraMatrices:
-        """The adapter of one of its parts; of columns of B and rows of A, only those with these numbers."""
+        """Read the adapter of one of its parts.
+
+        Args:
+            source: The file.
+            index: The part.
+            columns: Indices of the columns of B, and rows of A, to read; None for all.
+        """
 
         def read(part: str) -> Tensor:
             return source.read(self.keys[part], index=index, of=len(self.parts)).float()
@@ -87,34 +93,34 @@ class FilePiece:
 
     adapter: FileAdapter
     index: int
-    """Which of the adapter's parts they are."""
+    """Index among the adapter's parts."""
     columns: Tensor | None
-    """The columns of the adapter's B that say something of our module; None for all."""
+    """The columns of the adapter's B that belong to our module; None for all."""
 
 
 @dataclass(frozen=True)
 class FileModule:
-    """What a file says of one module of ours."""
+    """A file's adapter of one module of ours."""
 
     pieces: tuple[FilePiece | None, ...]
-    """From the first row on, equally many rows each; None where the file has no adapter."""
+    """Pieces of equal size, from the first row on; None where the file has no adapter."""
     rank: int
     scale: float
-    """What up·down is multiplied with."""
+    """The factor of up·down."""
     use_dora: bool
-    """Whether it has the magnitude of each row."""
+    """Whether it has a magnitude for each row."""
 
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """An adapter file, understood but not yet read."""
+    """An adapter file whose names are understood, but whose matrices are not read yet."""
 
     source: SafetensorsSource
     modules: Mapping[str, FileModule]
-    """By our name of the module."""
+    """Its modules, by our name."""
 
     def read(self, module: str) -> LoraMatrices:
-        """A, B and perhaps magnitudes of a module."""
+        """Read a module's A, B and perhaps magnitudes."""
         found = self.modules[module]
         return _read_pieces(self.source, found.pieces, found.scale)
 
@@ -124,7 +130,7 @@ class AdapterFile:
         if read.magnitude is None:
             weight.addmm_(read.up, read.down, alpha=strength * scale)
             return
-        # DoRA's product is not linear in the scale: a strength blends the weight with the merged one instead.
+        # DoRA's result is not linear in the scale, so a strength blends the weight with the merged one instead.
         merged = torch.addmm(weight, read.up, read.down, alpha=scale)
         merged *= (read.magnitude / torch.linalg.vector_norm(merged, dim=1))[:, None]
         weight.lerp_(merged, strength)
@@ -141,17 +147,20 @@ def _read_pieces(source: SafetensorsSource, pieces: Sequence[FilePiece | None], 
 
 
 def open_adapter(path: Path, names: StateDictNames, modules: Mapping[str, tuple[int, ...]]) -> AdapterFile:
-    """Understand an adapter file: find each of its keys in the model, with rank and scale.
+    """Open an adapter file and find each of its keys in the model, with rank and scale.
 
-    Only of adapters that are stacked otherwise than in the model is more read than their place: which columns of B are zero.
+    Matrices are read only where the form fuses modules that the model has apart: their columns of zeros in B tell modules apart.
 
     Args:
         path: The file.
         names: The model's names.
-        modules: Weight shape [out, in] of the model's Linear layers, by our name.
+        modules: Weight shapes [out, in] of the model's Linear layers, by our name.
+
+    Returns:
+        The adapter file.
 
     Raises:
-        UserError: If the file is none, holds no adapter, or has a key that does not fit the model; the first ten.
+        UserError: If this is not a safetensors file, has no adapter, or has keys that do not fit the model; with the first ten.
     """
     return understand_adapter(SafetensorsSource.open(path), KnownNames.of(names, modules), modules)
 
@@ -159,12 +168,18 @@ def open_adapter(path: Path, names: StateDictNames, modules: Mapping[str, tuple[
 def understand_adapter(
     source: SafetensorsSource, known: KnownNames, modules: Mapping[str, tuple[int, ...]]
 ) -> AdapterFile:
-    """As `open_adapter`, of a file that is open.
+    """`open_adapter` for a file that is open.
 
     Args:
         source: The file.
         known: Names of these Linear layers, and perhaps of others.
-        modules: Weight shape [out, in] of layers, by our name: of all that the file speaks of.
+        modules: Weight shapes [out, in], by our name, of all layers that the file adapts.
+
+    Returns:
+        The adapter file.
+
+    Raises:
+        UserError: As `open_adapter`.
     """
     path = source.path
     if not source.tensors:
@@ -172,62 +187,66 @@ def understand_adapter(
     keys: dict[tuple[TensorSlice, ...], dict[str, str]] = {}
     unmatched = []
     for key in source.tensors:
-        said = known.parse(key)
-        if said is None or said.kind in keys.get(said.parts, {}):
+        parsed = known.parse(key)
+        # A second key of one kind, as in a file that has a module in two forms: which of them counts is unknown.
+        if parsed is None or parsed.kind in keys.get(parsed.parts, {}):
             unmatched.append(key)
         else:
-            keys.setdefault(said.parts, {})[said.kind] = key
-    assembly = FusedTensors()
-    stacked = {parts: known.forms[parts][0] for parts in keys}
+            keys.setdefault(parsed.parts, {})[parsed.kind] = key
+    fused = FusedTensors()
+    file_names = {parts: known.forms[parts][0] for parts in keys}
     unmatched += [
-        key for parts, name in stacked.items() if not assembly.add(name, parts) for key in keys[parts].values()
+        key for parts, name in file_names.items() if not fused.add(name, parts) for key in keys[parts].values()
     ]
     if unmatched:
         raise UserError(
             f"{path}: {len(unmatched)} of {len(source.tensors)} keys fit no adapter of this model: "
             f"{first_ten(unmatched)}; name a LoRA of this model"
         )
+    # Only now, because an unreadable header of a file of another model is not the problem to report.
     header = _Header.of(source)
     adapters = {
         name: _understand(source, keys[parts], parts, modules, header, known.forms[parts])
-        for parts, name in stacked.items()
+        for parts, name in file_names.items()
     }
+    # Fused tensors tell their modules apart only by values, so these are the only matrices that are read
+    # here.
     columns = {name: _columns(source, adapter) for name, adapter in adapters.items()}
     found: dict[str, FileModule] = {}
     for module in modules:
         pieces: list[FilePiece | None] = []
-        for part in assembly.found.get(module, ()):
+        for part in fused.found.get(module, ()):
             if part is None or module not in columns[part.name]:
                 pieces.append(None)
             else:
                 pieces.append(FilePiece(adapters[part.name], part.index, columns[part.name][module]))
         if any(pieces):
-            found[module] = _put_together(source, module, tuple(pieces))
+            found[module] = _assemble_module(source, module, tuple(pieces))
     return AdapterFile(source, found)
 
 
 def _columns(source: SafetensorsSource, adapter: FileAdapter) -> dict[str, Tensor | None]:
-    """The columns of an adapter's B by our module; None for all."""
+    """The columns of an adapter's B that belong to each of our modules; None for all."""
     owners = [part.name for part in adapter.parts]
     if len(set(owners)) == 1:
         return {owners[0]: None}
     up = source.read(adapter.keys["up"]).float().flatten(1)
     columns: dict[str, Tensor | None] = dict(columns_of_owners(up, owners))
-    if "magnitude" in adapter.keys:  # says something even where B does not
+    if "magnitude" in adapter.keys:  # a magnitude changes its rows even if B is zero there
         columns = {owner: columns.get(owner) for owner in owners}
     return columns
 
 
-def _put_together(source: SafetensorsSource, module: str, pieces: tuple[FilePiece | None, ...]) -> FileModule:
+def _assemble_module(source: SafetensorsSource, module: str, pieces: tuple[FilePiece | None, ...]) -> FileModule:
     given = [piece for piece in pieces if piece is not None]
     with_magnitude = [piece for piece in given if "magnitude" in piece.adapter.keys]
     if with_magnitude and len(with_magnitude) < len(pieces):
         raise UserError(
-            f"{source.path}: {with_magnitude[0].adapter.keys['magnitude']} is a norm of some outputs of {module}, and the "
-            "others have none; merge that file with the program that made it"
+            f"{source.path}: {with_magnitude[0].adapter.keys['magnitude']} is a norm of some outputs of {module}, but the "
+            "other outputs have none; merge that file with the program that made it"
         )
     scales = {piece.adapter.scale for piece in given}
-    # Pieces of several scales are read with theirs in B, so that the module has one scale: 1.
+    # Pieces with different scales are read with their scale in B, so that the module has a single scale: 1.
     scale = scales.pop() if len(scales) == 1 else 1.0
     one = len({piece.adapter.name for piece in given}) == 1 and given[0].columns is None
     rank = given[0].adapter.rank if one else len(_read_pieces(source, pieces, scale).down)
@@ -236,20 +255,21 @@ def _put_together(source: SafetensorsSource, module: str, pieces: tuple[FilePiec
 
 @dataclass(frozen=True)
 class _Header:
-    """What a header says of alpha: peft's configuration as diffusers writes it, or as peft puts it beside its own files."""
+    """Alpha from a header: peft's configuration as diffusers writes it, or as peft writes it next to its own files."""
 
     alpha: float | None = None
     patterns: tuple[tuple[re.Pattern[str], float], ...] = ()
-    """Alpha of the modules whose names (in the file's form) a pattern fits."""
+    """Alpha of the modules whose names, in the file's form, match a pattern."""
     use_rslora: bool = False
 
     @classmethod
     def of(cls, source: SafetensorsSource) -> "_Header":
         raw, where = source.metadata.get(DIFFUSERS_METADATA), f"{source.path}: the header's {DIFFUSERS_METADATA}"
-        beside = source.path.with_name(_PEFT_CONFIG)
+        peft_config = source.path.with_name(_PEFT_CONFIG)
         try:
-            if raw is None and beside.exists() and any(key.startswith(_PEFT_PREFIX) for key in source.tensors):
-                where, raw = str(beside), beside.read_text(encoding="utf-8")
+            # Only for peft's own keys: a folder may have another adapter's configuration next to this file.
+            if raw is None and peft_config.exists() and any(key.startswith(_PEFT_PREFIX) for key in source.tensors):
+                where, raw = str(peft_config), peft_config.read_text(encoding="utf-8")
             if raw is None:
                 return cls()
             config = {key.removeprefix("transformer."): value for key, value in json.loads(raw).items()}
@@ -260,10 +280,10 @@ class _Header:
                 bool(config.get("use_rslora")),
             )
         except (OSError, ValueError, TypeError, AttributeError, re.error) as error:
-            raise UserError(f"{where} cannot be read ({error}); write the file anew") from error
+            raise UserError(f"{where} cannot be read ({error}); write the file again") from error
 
     def scale(self, rank: int, module_names: Collection[str]) -> float:
-        # The first that fits counts, as peft's `get_pattern_key` has it.
+        # The first pattern that matches counts, as in peft's `get_pattern_key`.
         fitting = [alpha for pattern, alpha in self.patterns if any(map(pattern.fullmatch, module_names))]
         alpha = fitting[0] if fitting else rank if self.alpha is None else self.alpha
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
@@ -281,6 +301,7 @@ def _understand(
         if kind not in keys:
             there, ours = ", ".join(keys.values()), ", ".join(dict.fromkeys(part.name for part in parts))
             raise UserError(f"{source.path} has {there} but no {kind} matrix for {ours}; fetch the file again")
+    # The layer's shape in the file's form: fused modules have one A and the rows of all.
     layer = (sum(modules[part.name][0] // part.of for part in parts), modules[parts[0].name][1])
     shapes = {kind: source.tensors[key].shape for kind, key in keys.items()}
     down, up = shapes["down"], shapes["up"]
@@ -296,20 +317,22 @@ def _understand(
             f"{source.path}: {keys['magnitude']} is not one norm per output of the layer; "
             "merge that file with the program that made it"
         )
+    # Without any alpha the scale is 1, as for every reader of such files.
     scale = float(source.read(keys["alpha"])) / rank if "alpha" in keys else header.scale(rank, names)
     return FileAdapter(names[0], keys, parts, rank, scale)
 
 
 MAX_STRENGTH = 100
-"""No adapter means anything beyond; more is a slip of the hand."""
+"""Largest magnitude of a strength in `base.merge`. Beyond it no adapter makes sense; it is a typing error."""
 
 
 def parse_merge(entry: str) -> tuple[Path, float]:
-    """`FILE@strength` or `FILE`, whose strength is 1.
+    """Parse `FILE@strength`, or `FILE` with a strength of 1.
 
     Raises:
-        UserError: If what follows the last @ is no number, and the whole is no file.
+        UserError: If the text behind the last @ is not a number, and the complete entry is not a file.
     """
+    # A file whose own name has an @ counts as a file.
     file, at, strength = entry.rpartition("@")
     if not at or Path(entry).is_file():
         return Path(entry).expanduser(), 1.0
@@ -323,7 +346,7 @@ def parse_merge(entry: str) -> tuple[Path, float]:
 
 
 def merge_into(files: Sequence[tuple[AdapterFile, float]]) -> dict[str, Callable[[Tensor], None]]:
-    """The `edits` for `load_into` that add adapter files, each at a strength, to the base's weights."""
+    """The `edits` of `load_into` that merge adapter files, each at a strength, into the base's weights."""
     modules = {module for file, _ in files for module in file.modules}
 
     def edit(module: str) -> Callable[[Tensor], None]:
@@ -338,18 +361,22 @@ def merge_into(files: Sequence[tuple[AdapterFile, float]]) -> dict[str, Callable
 
 
 class MixedAdapter(UserError):
-    """A file whose modules differ in rank, in scale, or in whether they have a DoRA magnitude: it can be merged, not trained."""
+    """A file whose modules differ in rank, scale or DoRA. It can be merged but not trained further."""
 
 
 def config_from_file(config: AdapterConfig, file: AdapterFile) -> tuple[AdapterConfig, str]:
-    """The configuration with rank, alpha, DoRA and (if none are named) targets of the file that it starts from.
+    """Take rank, alpha, DoRA and (if none are configured) targets from the file that training starts from.
+
+    Args:
+        config: The configuration.
+        file: The adapter to start from.
 
     Returns:
-        The configuration, and one line that says what the file decided.
+        The new configuration, and one line about the values from the file.
 
     Raises:
-        MixedAdapter: If the file's modules differ in rank, in scale, or in whether they have a DoRA magnitude.
-        UserError: If nothing could be trained.
+        MixedAdapter: If the file's modules differ in rank, scale or DoRA.
+        UserError: If nothing could be trained, because the scale is not positive.
     """
     shapes = {(found.rank, found.scale, found.use_dora) for found in file.modules.values()}
     if len(shapes) > 1:
@@ -361,8 +388,8 @@ def config_from_file(config: AdapterConfig, file: AdapterFile) -> tuple[AdapterC
             "or merge it with base.merge"
         )
     rank, scale, dora = shapes.pop()
-    if scale <= 0:  # alpha = 0 means something else in our configuration
-        raise UserError(f"adapter.init = {file.source.path} has scale {scale:g}, so that nothing could be trained")
+    if scale <= 0:  # alpha = 0 means alpha = rank in our configuration
+        raise UserError(f"adapter.init = {file.source.path} has scale {scale:g}, so nothing could be trained")
     alpha = scale * (math.sqrt(rank) if config.use_rslora else rank)
     started = replace(
         config, rank=rank, alpha=alpha, use_dora=config.use_dora or dora, targets=config.targets or tuple(file.modules)
@@ -372,10 +399,14 @@ def config_from_file(config: AdapterConfig, file: AdapterFile) -> tuple[AdapterC
 
 
 def initial_adapter(file: AdapterFile, adapted: Collection[str]) -> Callable[[str], dict[str, Tensor]]:
-    """A `start` for `adapters.initialise` that reads a file; modules that it lacks start as new ones.
+    """A `start` for `inject.initialise` that reads a file. Modules that the file lacks start like new ones.
+
+    Args:
+        file: The adapter to start from.
+        adapted: Names of the modules with an adapter.
 
     Raises:
-        UserError: If the file has a module that has no adapter.
+        UserError: If the file adapts a module without an adapter.
     """
     if dropped := [module for module in file.modules if module not in adapted]:
         raise UserError(

@@ -1,7 +1,7 @@
-"""Low-rank products: their size, their difference, and the nearest product of a lower rank.
+"""Low-rank products: their norm, their difference, and the nearest product of a lower rank.
 
-A product B·A of rank r is never formed: with B = Qb·Rb and Aᵀ = Qa·Ra it is Qb·(Rb·Raᵀ)·Qaᵀ, and everything that is asked of it stands
-in the r by r matrix in the middle. All of it is computed in fp64: factors are small.
+A product B·A of rank r is never formed. With B = Qb·Rb and Aᵀ = Qa·Ra it is Qb·(Rb·Raᵀ)·Qaᵀ, and the r by r matrix in the middle has its
+norm and its singular values. All of this is computed in fp64, because the factors are small.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ditkit_core.io.rng import generator
 
+# More than the 5 to 10 and 1 to 2 of the literature, for matrices whose singular values fall slowly.
 _OVERSAMPLING, _POWER_ITERATIONS = 32, 4
 _FULL = 1024
-"""Matrices whose smaller side is at most this are decomposed whole: seconds."""
+"""Matrices whose smaller side is at most this get a full decomposition, which takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class LowRank:
     down: Float[Tensor, "rank in"]
     up: Float[Tensor, "out rank"]
     kept: float
-    """Share of the energy (sum of squared singular values) of what it stands for, 0 to 1; 1 where that was zero."""
+    """Share of the original's energy (sum of squared singular values), 0 to 1; 1 if that was zero."""
 
 
 def product_norm(down: Float[Tensor, "rank in"], up: Float[Tensor, "out rank"]) -> float:
@@ -36,7 +37,16 @@ def relative_difference(
     one: tuple[Float[Tensor, "rank in"], Float[Tensor, "out rank"]],
     other: tuple[Float[Tensor, "rank2 in"], Float[Tensor, "out rank2"]],
 ) -> float:
-    """Norm of the difference of two products (each: A, B) in units of the first one's; infinite where only the first is zero."""
+    """Norm of the difference of two products, relative to the norm of the first.
+
+    Args:
+        one: A and B of the first product.
+        other: A and B of the second.
+
+    Returns:
+        The relative difference; infinite if only the first is zero.
+    """
+    # B1·A1 - B2·A2 is itself a product: [B1, -B2] times A1 above A2.
     down = torch.cat([one[0].double(), other[0].double()])
     up = torch.cat([one[1].double(), -other[1].double()], 1)
     difference, size = product_norm(down, up), product_norm(*one)
@@ -46,7 +56,7 @@ def relative_difference(
 
 
 def _middle(down: Tensor, up: Tensor) -> Tensor:
-    """A matrix, at most rank by rank, with the singular values of B·A."""
+    """A matrix with the singular values of B·A, of at most rank by rank."""
     right = torch.linalg.qr(down.double().T, mode="r").R
     left = torch.linalg.qr(up.double(), mode="r").R
     return left @ right.T
@@ -55,23 +65,26 @@ def _middle(down: Tensor, up: Tensor) -> Tensor:
 def reduce_product(
     down: Float[Tensor, "rank in"], up: Float[Tensor, "out rank"], *, rank: int | None = None, energy: float = 1.0
 ) -> LowRank:
-    """The product nearest to B·A of a rank, or of the least rank that keeps a share of its energy.
+    """Find the product nearest to B·A of a given rank, or of the lowest rank that keeps a share of its energy.
 
     Args:
         down: A.
         up: B.
-        rank: The rank; None: the least for `energy`.
+        rank: The rank; None: the lowest that keeps `energy`.
         energy: Share of the sum of squared singular values, above 0 and at most 1.
 
     Returns:
-        Factors of equal size in fp32; their rank is at least 1, and no more than what B·A has.
+        Factors of equal norm in fp32. Their rank is at least 1 and at most that of B·A.
     """
     (q_down, r_down), (q_up, r_up) = torch.linalg.qr(down.double().T), torch.linalg.qr(up.double())
     u, s, vh = torch.linalg.svd(r_up @ r_down.T, full_matrices=False)
+    # Share of the energy that the first singular values keep, for every rank at once.
     shares = s.square().cumsum(0) / s.square().sum() if s.any() else torch.ones_like(s)
     wanted = int((shares < energy - 1e-12).sum()) + 1 if rank is None else rank
+    # The tolerance above absorbs rounding in the sum: energy = 1 must not ask for one value more than there
+    # are.
     wanted = min(wanted, len(s))
-    # The square root goes into both factors: of equal size they lose least when they are rounded.
+    # Each factor gets the square root of the singular values: factors of equal norm lose least when they are rounded.
     root = s[:wanted].sqrt()
     return LowRank(
         (root[:, None] * (vh[:wanted] @ q_down.T)).float(),
@@ -83,23 +96,27 @@ def reduce_product(
 def low_rank(
     matrix: Float[Tensor, "out in"], rank: int | None, energy: float, name: str, *, largest: int = 256
 ) -> LowRank:
-    """A low-rank product near to a matrix.
+    """Find a low-rank product near to a matrix.
 
-    Small matrices are decomposed whole. Of others a range finder with power iterations (Halko, Martinsson, Tropp 2011, algorithm 4.4)
-    gives the subspace that the nearest product is looked for in; the share that it keeps is measured, not estimated.
+    Small matrices get a full decomposition. For others, a range finder with power iterations gives the subspace in which the nearest
+    product is searched. The share that it keeps is measured, not estimated.
 
     Args:
         matrix: The matrix; it is not changed.
-        rank: Of the product; None: the least, up to `largest`, that keeps `energy`.
-        energy: Share of the sum of squared singular values.
-        name: Seeds what is drawn: equal names and matrices give equal products.
-        largest: Most columns that are looked at where no rank is given.
+        rank: Rank of the product; None: the lowest, up to `largest`, that keeps `energy`.
+        energy: Share of the sum of squared singular values, above 0 and at most 1.
+        name: Seeds the random numbers: equal names and matrices give equal products.
+        largest: Maximum rank if no rank is given.
 
     Returns:
-        Factors in fp32, of a rank no larger than the matrix has.
+        Factors in fp32, of at most the matrix's rank.
+
+    Source: Halko, Martinsson, Tropp, "Finding structure with randomness", 2011, algorithm 4.4.
     """
     wide = matrix.float()
-    total = float(wide.double().square().sum())  # of the whole matrix: what the range finder misses counts as lost
+    total = float(
+        wide.double().square().sum()
+    )  # of the complete matrix: energy that the range finder misses counts as lost
     if total == 0:
         return LowRank(torch.zeros(1, matrix.shape[1]), torch.zeros(matrix.shape[0], 1), 1.0)
     if min(wide.shape) <= _FULL:
@@ -116,9 +133,10 @@ def low_rank(
 
 
 def _range(matrix: Tensor, width: int, name: str) -> Tensor:
-    """An orthonormal basis [out, width] of nearly the span of the leading left singular vectors."""
-    drawn = torch.randn(matrix.shape[1], width, generator=generator("low rank", name))
-    basis = torch.linalg.qr(matrix @ drawn).Q
+    """An orthonormal basis [out, width] that nearly spans the leading left singular vectors."""
+    samples = torch.randn(matrix.shape[1], width, generator=generator("low rank", name))
+    basis = torch.linalg.qr(matrix @ samples).Q
+    # Orthonormal again after each product: in fp32 the columns would otherwise become parallel to the first singular vector.
     for _ in range(_POWER_ITERATIONS):
         basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.T @ basis).Q).Q
     return basis

@@ -1,6 +1,6 @@
-"""Prove an exported adapter: another program loads the file over our base and gets the output that our own model has.
+"""Verifies an exported adapter: another program loads the file over our base, and its output must equal our model's.
 
-What differs between models is how the other program's transformer is built and called; that comes as plain functions.
+Models differ in how the other program's transformer is built and called; both come as plain functions.
 """
 
 import math
@@ -27,8 +27,8 @@ from ditkit_core.weights.fused_tensors import rows_of
 from ditkit_core.weights.load import first_ten
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-"""Largest relative difference (of norms) by the matmuls' dtype. fp32: orders of summation differ. 16 bits: other programs
-round the residual stream and modulation in every block, where ours keep fp32."""
+"""Largest relative difference (of norms), by the matmuls' dtype. In fp32, orders of summation differ. In 16 bits, other programs also round
+the residual stream and modulation in every block, which stay fp32 in our model."""
 
 
 def compare_with_pipeline(
@@ -45,26 +45,28 @@ def compare_with_pipeline(
 
     Args:
         adapter_file: The file, in any form.
-        components: Where the model lies; named in messages.
-        model: Our model with the adapter that the file should hold.
-        names: The model's names, `diffusers` among its forms.
-        pipeline: A pipeline whose `transformer` has our base weights and no adapter; other parts may be missing.
-        ours: Our model's output on inputs of the caller's choice.
-        theirs: The output of the pipeline's transformer on the same inputs, in the same layout.
+        components: The model's paths, for messages.
+        model: Our model with the adapter that the file should have.
+        names: The model's names, with `diffusers` among its forms.
+        pipeline: A pipeline whose `transformer` has our base weights and no adapter; other components may be missing.
+        ours: Computes our model's output on inputs of the caller's choice.
+        theirs: Computes the output of the pipeline's transformer on the same inputs, in the same layout.
 
     Returns:
-        One line that says what was compared and how close it was.
+        One line about what was compared, and the difference.
 
     Raises:
-        UserError: If diffusers rejects the file or leaves a part of it out, or the outputs differ; so also if only ours has
-            an effect.
+        UserError: If diffusers rejects the file or ignores a part of it, or the outputs differ, as they do if only our adapter has an
+            effect.
     """
     dtype = _matmul_dtype(model)
     with torch.no_grad():
-        bare = theirs()  # so that an adapter that diffusers loads and never applies shows as no effect
+        # Without the adapter first: an adapter that diffusers loads but never applies then shows as no effect.
+        bare = theirs()
         _load(pipeline, adapter_file)
         _check_modules(pipeline.transformer, model, names, adapter_file)
         loaded = theirs()
+        # Our adapter as the file has it: what is compared is the file's meaning, not its rounding.
         with rounded_adapter(model, adapter_file):
             expected = ours()
     effect, difference = relative(loaded, bare), relative(loaded, expected)
@@ -73,6 +75,7 @@ def compare_with_pipeline(
             f"{adapter_file} over {components.transformer or components.base}: diffusers' output differs from ours by "
             f"{difference:.1e} (at most {TOLERANCE[dtype]:.0e} expected); the file is not this model's adapter, export it again"
         )
+    # A new adapter with B = 0: loading it proves names and shapes, but not values.
     if effect == 0:
         return f"diffusers loads {adapter_file.name}, which changes nothing yet, in our model either"
     line = (
@@ -80,8 +83,8 @@ def compare_with_pipeline(
         f"(the adapter changes {effect:.1e})"
     )
     if effect <= TOLERANCE[dtype]:
-        short = str(dtype).removeprefix("torch.")
-        line += f"; {short} cannot tell so small a change from rounding: only names and shapes are proven"
+        dtype_name = str(dtype).removeprefix("torch.")
+        line += f"; {dtype_name} cannot tell so small a change from rounding: only names and shapes are proven"
     return line
 
 
@@ -92,9 +95,16 @@ def _matmul_dtype(model: StagedModel) -> torch.dtype:
 
 
 def base_in_form(model: StagedModel, names: StateDictNames, form: str) -> dict[str, Tensor]:
-    """The base's tensors, without the adapter, as files of a form name and stack them; quantized ones in the matmuls' dtype.
+    """The base's tensors without the adapter, with the names and fusions of a form.
 
-    What is one of ours, or rows of one, shares its memory; what is put together or was quantized is a copy.
+    Args:
+        model: The model.
+        names: Its names.
+        form: The form.
+
+    Returns:
+        Tensors by the form's names, quantized ones in the matmuls' dtype. A tensor that is one of ours, or some of its rows, shares its
+        memory; fused and dequantized tensors are copies.
     """
     base = _Base(model)
     return {theirs: base.rows(parts) for theirs, parts in base.in_form(names, form).items()}
@@ -103,17 +113,17 @@ def base_in_form(model: StagedModel, names: StateDictNames, form: str) -> dict[s
 def share_base(
     transformer: nn.Module, model: StagedModel, names: StateDictNames, form: str, dtype_of: Callable[[str], torch.dtype]
 ) -> None:
-    """Give another program's transformer our base, without the adapter, under that program's names.
+    """Give another program's transformer our base without the adapter.
 
-    No memory is needed: blocks' matrices are shared, and quantized ones are dequantized each time that they are used, so that both
-    models multiply with the same numbers on a device which the whole base would not fit.
+    This takes no memory: the blocks' matrices are shared, and quantized ones are dequantized for each use. So both models multiply with the
+    same numbers, even on a device that cannot fit the dequantized base.
 
     Args:
-        transformer: The other program's, on `meta`.
+        transformer: The other program's transformer, on `meta`.
         model: Our model.
         names: The model's names.
-        form: The form that the other program's names are.
-        dtype_of: Dtype in the other program by the name of a parameter there.
+        form: The form with the other program's names.
+        dtype_of: The dtype of a parameter in the other program, by its name there.
     """
     base, state = _Base(model), {}
     for theirs, parts in base.in_form(names, form).items():
@@ -122,16 +132,19 @@ def share_base(
             owner, _, leaf = theirs.rpartition(".")
             layer = transformer.get_submodule(owner)
             assert type(layer) is nn.Linear and leaf == "weight", theirs
+            # A property of the class, because an attribute of the layer would be a tensor that stays in
+            # memory.
             del layer._parameters[leaf]
             layer.__class__ = _Borrowing
             layer.__dict__["borrow"] = partial(base.rows, parts, dtype)
         else:
             state[theirs] = base.rows(parts).to(dtype)
+    # `assign` shares our tensors; a copy would need the memory of a second base.
     transformer.load_state_dict(state, strict=True, assign=True)
 
 
 class _Borrowing(nn.Linear):
-    """A Linear layer of another program whose weight is made when it is asked for."""
+    """A Linear layer of another program, whose weight is dequantized at each access."""
 
     borrow: Callable[[], Tensor]
 
@@ -149,14 +162,15 @@ class _Base:
         self._tensors = base_tensors(model)
 
     def in_form(self, names: StateDictNames, form: str) -> Mapping[str, tuple[TensorSlice, ...]]:
-        """By the form's name: the parts of our parameters that the tensor's rows are."""
+        """The parts of our parameters that make up each tensor's rows, by the form's names."""
         assembly = tensors_in_form(self._tensors, names.from_native[form])
         assert len(assembly.complete) == len(assembly.found), "a tensor of the form lacks rows"
         return assembly.complete
 
     def rows(self, parts: tuple[TensorSlice, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor that these parts are."""
+        """The tensor that consists of these parts."""
         pieces = [rows_of(self._whole(part.name), part.index, part.of) for part in parts]
+        # A single piece stays a view, so that `share_base` takes no memory for it.
         found = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return found if dtype is None else found.to(dtype)
 
@@ -166,7 +180,7 @@ class _Base:
 
 
 def _load(pipeline: Any, adapter_file: Path) -> None:
-    """Load the file as a user does."""
+    """Load the file as a user would."""
     try:
         pipeline.load_lora_weights(str(adapter_file), local_files_only=True)
     except (ValueError, LookupError, RuntimeError, OSError) as error:
@@ -174,29 +188,36 @@ def _load(pipeline: Any, adapter_file: Path) -> None:
         raise UserError(f"{adapter_file}: diffusers does not load it ({reason}); export it again") from error
     for name, parameter in pipeline.transformer.named_parameters():
         if "lora_" in name:
-            parameter.data = parameter.data.float()  # 16-bit files would be multiplied in 16 bits, ours never are
+            # diffusers would multiply adapters of a 16-bit file in 16 bits; our model always multiplies them in fp32.
+            parameter.data = parameter.data.float()
 
 
 def _check_modules(transformer: Any, model: StagedModel, names: StateDictNames, adapter_file: Path) -> None:
-    """Diffusers leaves out what it does not know with no more than a warning, which rounding could hide in the outputs."""
+    """Refuse an adapter of which diffusers ignores modules. It only warns about those, and rounding could hide them in the outputs.
+
+    Raises:
+        UserError: With the ignored modules.
+    """
     weights = {
         part.name for module in adapter_layers(model) for part in names.from_native["diffusers"](f"{module}.weight")
     }
     wanted = {weight.removesuffix(".weight") for weight in weights}
-    # It may adapt more: where q, k and v are one tensor in the file, and only q was trained, the others are adapted by nothing.
+    # It may adapt more modules: where q, k and v are one tensor in the file and only q was trained, k and v get zeros.
+    # By peft's layers in diffusers' model: only these have an adapter there.
     if ignored := sorted(wanted - set(adapter_layers(transformer))):
         raise UserError(f"{adapter_file}: diffusers ignores the adapter of {first_ten(ignored)}; export it again")
 
 
 def rounded_adapter(model: StagedModel, adapter_file: Path) -> AbstractContextManager[None]:
-    """Inside it the model's adapter is rounded as the file's is, so that the comparison is exact for any file."""
+    """Context in which the model's adapter is rounded like the file's, so that the comparison is exact for any dtype of the file."""
     tensors = SafetensorsSource.open(adapter_file).tensors
     dtypes = {stored.dtype for key, stored in tensors.items() if not key.endswith(".alpha")}
     folded = not any(key.endswith(".alpha") for key in tensors)
     parameters, values = {}, {}
     for module, layer in adapter_layers(model).items():
         parts = {"lora_A": 1.0, "lora_B": layer.scaling["default"] if folded else 1.0, "lora_magnitude_vector": 1.0}
-        for part, scale in parts.items():  # a file without alpha has the scaling folded into B
+        # A file without alpha has the scaling folded into B, and B is rounded after that.
+        for part, scale in parts.items():
             if "default" not in getattr(layer, part):
                 continue
             name, parameter = f"{module}.{part}", getattr(layer, part)["default"].weight
@@ -208,6 +229,6 @@ def rounded_adapter(model: StagedModel, adapter_file: Path) -> AbstractContextMa
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """Norm of the difference in units of the first one's; infinite where either is not finite."""
+    """Norm of the difference, relative to the norm of the first; infinite if either is not finite."""
     value = float((a - b).norm() / a.norm())
     return float("inf") if math.isnan(value) else value

@@ -1,4 +1,4 @@
-"""Adapters to files that other programs load: written, read back, compared, and only then named."""
+"""Writes adapters to files that other programs load. Each file is read back and compared before it gets its name."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from ditkit_core.weights.fused_tensors import FusedTensors, LoraMatrices, join
 
 @dataclass(frozen=True)
 class Scaled:
-    """One module's adapter, and what its product is multiplied with."""
+    """One module's adapter, and the factor of its product."""
 
     matrices: LoraMatrices
     scale: float = 1.0
@@ -40,20 +40,20 @@ def write_adapter(
     metadata: Mapping[str, str],
     fillers: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> None:
-    """Write a model's adapter, and read it back, name by name and value by value, before it gets its name.
+    """Write a model's adapter, and compare it name by name and value by value before the file gets its name.
 
     Args:
         path: The file.
-        state: The adapters by canonical name, from `adapters.adapter_state`.
-        scaling: What B·A is multiplied with in the model.
+        state: The adapters by canonical name, from `inject.adapter_state`.
+        scaling: The factor of B·A in the model.
         names: The model's names.
         form: One of `ADAPTER_FORMS`.
-        dtype: Of the tensors in the file.
+        dtype: The dtype of the tensors in the file.
         metadata: Strings for the header: base, data hash, config, versions.
         fillers: Weight shapes of modules without an adapter that are written as zeros, by our name.
 
     Raises:
-        UserError: If the form cannot say what the adapter is, or the file cannot be written or read back.
+        UserError: If the form cannot represent the adapter, or the file cannot be written or read back.
     """
     adapters = {module: Scaled(matrices, scaling) for module, matrices in _adapters(state).items()}
     adapters |= {module: zero_adapter(shape) for module, shape in fillers.items()}
@@ -61,7 +61,7 @@ def write_adapter(
 
 
 def zero_adapter(shape: tuple[int, ...]) -> Scaled:
-    """An adapter of rank 1 that changes nothing, of a layer of this weight shape [out, in]."""
+    """An adapter of rank 1 that changes nothing, for a layer with this weight shape [out, in]."""
     return Scaled(LoraMatrices(torch.zeros(1, shape[1]), torch.zeros(shape[0], 1)))
 
 
@@ -77,44 +77,46 @@ def write_matrices(
 ) -> None:
     """Write adapters, and read them back before the file gets its name.
 
-    Where the form has no place for it the scale is folded into B, so that alpha = rank, which is what every reader assumes of a file
-    without alpha. A form with a place keeps B as it is; if modules that it has in one tensor differ in scale, all are folded.
+    In a form without alpha the scale is folded into B. Then alpha = rank, which every reader assumes for a file without alpha. A form with
+    alpha keeps B as it is, unless modules that it fuses into one tensor differ in scale: then all scales are folded.
 
     Args:
         path: The file.
-        adapters: By our name of the module.
+        adapters: Adapters by our name of the module.
         names: The model's names.
         form: One of `ADAPTER_FORMS`.
-        dtype: Of the tensors in the file.
+        dtype: The dtype of the tensors in the file.
         metadata: Strings for the header.
-        check: Looks at the written file before it gets its name; it may raise.
+        check: Checks the written file before it gets its name; it may raise.
 
     Raises:
-        UserError: If the form cannot say what the adapter is, or the file cannot be written or read back.
+        UserError: If the form cannot represent the adapter, or the file cannot be written or read back.
     """
     use_dora = any(adapter.matrices.magnitude is not None for adapter in adapters.values())
     check_form(form, names, use_dora=use_dora)
     check_stacks(form, names, adapters, use_dora=use_dora)
-    stacks = _assembly(adapters, names, form).found
-    # One tensor of the file has one alpha: where its modules of ours differ in scale, the scale can only go into B.
+    stacks = _fuse(adapters, names, form).found
+    # A tensor of the file has one alpha. If the modules fused in it differ in scale, the scale can only go into B.
     kept = ADAPTER_FORMS[form].alpha and all(
         len({adapters[part.name].scale for part in parts if part is not None}) == 1 for parts in stacks.values()
     )
     written = {module: _rounded(adapter, dtype, kept=kept) for module, adapter in adapters.items()}
-    stacked = {name: _put_together(parts, written) for name, parts in stacks.items()}
-    tensors = _file_tensors(stacked, form, dtype)
+    fused = {name: _join_parts(parts, written) for name, parts in stacks.items()}
+    tensors = _file_tensors(fused, form, dtype)
     if form == "diffusers":
-        metadata = {**metadata, DIFFUSERS_METADATA: _diffusers_metadata(stacked, use_dora=use_dora)}
+        metadata = {**metadata, DIFFUSERS_METADATA: _diffusers_metadata(fused, use_dora=use_dora)}
 
     def read_back(temporary: Path) -> None:
         check(_compare(temporary, written, names, form))
 
     shapes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+    # The file has a temporary name until `check` returns, so a file that fails it never exists under its
+    # own.
     write_safetensors(path, shapes, tensors.__getitem__, metadata, check=read_back)
 
 
 def forms_of(names: StateDictNames) -> list[str]:
-    """The forms that adapters of a model are written in."""
+    """The forms in which adapters of a model can be written."""
     return [form for form in ADAPTER_FORMS if _naming(form, names) in names.from_native]
 
 
@@ -123,10 +125,10 @@ def _naming(form: str, names: StateDictNames) -> str:
 
 
 def check_form(form: str, names: StateDictNames, *, use_dora: bool) -> None:
-    """Refuse a form that cannot say what the adapter is: before training, and again when it is written.
+    """Refuse a form that cannot represent the adapter: before training, and again when it is written.
 
-    DoRA is written in the diffusers form alone, where it is exact. In the official form diffusers rejects its magnitudes, and ComfyUI
-    divides them by the norm of the base instead of the merged weight, so that it would draw other pictures without a word.
+    DoRA is written only in the diffusers form, where it is exact. In the official form, diffusers rejects its magnitudes, and ComfyUI
+    divides them by the norm of the base instead of the merged weight, so it would silently generate other images.
 
     Raises:
         UserError: If the model has no such form, or its readers would make another adapter of it.
@@ -134,7 +136,7 @@ def check_form(form: str, names: StateDictNames, *, use_dora: bool) -> None:
     forms = forms_of(names)
     if form not in forms:
         hint = f"; did you mean {nearest_form(form)}?" if nearest_form(form) in forms else ""
-        raise UserError(f"export.forms: {form!r} is not a form of this model; choose of {', '.join(forms)}{hint}")
+        raise UserError(f"export.forms: {form!r} is not a form of this model; choose one of {', '.join(forms)}{hint}")
     if use_dora and form != "diffusers":
         raise UserError(
             f"export.forms: programs that read the {form} form do not reproduce DoRA; "
@@ -143,28 +145,28 @@ def check_form(form: str, names: StateDictNames, *, use_dora: bool) -> None:
 
 
 def check_stacks(form: str, names: StateDictNames, modules: Collection[str], *, use_dora: bool) -> None:
-    """Refuse DoRA of a module that a form has in one tensor with others which have no adapter.
+    """Refuse DoRA for a module that a form fuses into one tensor with modules without an adapter.
 
     Raises:
-        UserError: If there is one: the magnitudes of the others' rows are unknown to an adapter.
+        UserError: If there is one: an adapter does not have the magnitudes of the other modules' rows.
     """
     if not use_dora:
         return
-    for name, parts in _assembly(modules, names, form).found.items():
+    for name, parts in _fuse(modules, names, form).found.items():
         if None in parts:
             ours = next(part.name for part in parts if part is not None)
             raise UserError(
-                f"export.forms: the {form} form has {ours} in {name} with modules that have no adapter, which DoRA cannot say; "
+                f"export.forms: the {form} form has {ours} in {name} with modules that have no adapter, which DoRA cannot represent; "
                 "add them to adapter.targets, or set adapter.use_dora = false"
             )
 
 
-def _assembly(modules: Iterable[str], names: StateDictNames, form: str) -> FusedTensors:
+def _fuse(modules: Iterable[str], names: StateDictNames, form: str) -> FusedTensors:
     return modules_in_form(modules, names.from_native[_naming(form, names)])
 
 
 def _adapters(state: Mapping[str, Tensor]) -> dict[str, LoraMatrices]:
-    """The adapters of a model by module, in fp32 on the CPU."""
+    """A model's adapters by module, in fp32 on the CPU."""
 
     def plain(name: str) -> Tensor:
         return state[name].detach().to("cpu", torch.float32)
@@ -181,7 +183,7 @@ def _adapters(state: Mapping[str, Tensor]) -> dict[str, LoraMatrices]:
 
 
 def _rounded(adapter: Scaled, dtype: torch.dtype, *, kept: bool) -> Scaled:
-    """An adapter as a file holds it: with the scale in B unless it is kept apart, rounded to the file's dtype."""
+    """An adapter as the file has it: rounded to its dtype, with the scale in B unless the form has an alpha (`kept`)."""
 
     def rounded(tensor: Tensor) -> Tensor:
         return tensor.to(dtype).float()
@@ -194,8 +196,8 @@ def _rounded(adapter: Scaled, dtype: torch.dtype, *, kept: bool) -> Scaled:
     )
 
 
-def _put_together(parts: Sequence[TensorSlice | None], adapters: Mapping[str, Scaled]) -> Scaled:
-    """The adapter of one of the form's modules; those of its parts have one scale."""
+def _join_parts(parts: Sequence[TensorSlice | None], adapters: Mapping[str, Scaled]) -> Scaled:
+    """The adapter of one of the form's modules, whose parts have one scale."""
 
     def rows(part: TensorSlice | None) -> tuple[str, LoraMatrices] | None:
         return None if part is None else (part.name, adapters[part.name].matrices.rows(part.index, part.of))
@@ -204,27 +206,28 @@ def _put_together(parts: Sequence[TensorSlice | None], adapters: Mapping[str, Sc
     return Scaled(join([rows(part) for part in parts]), scale)
 
 
-def _file_tensors(stacked: Mapping[str, Scaled], form: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Keys and values as they stand in the file."""
+def _file_tensors(fused: Mapping[str, Scaled], form: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The file's tensors, by key."""
     tensors: dict[str, Tensor] = {}
-    for name, adapter in stacked.items():
+    for name, adapter in fused.items():
         keys, matrices = ADAPTER_FORMS[form].keys(name), adapter.matrices
         tensors[keys["down"]] = matrices.down.to(dtype)
         tensors[keys["up"]] = matrices.up.to(dtype)
-        if matrices.magnitude is not None:  # named as peft does, without the last component
+        if matrices.magnitude is not None:  # named as in peft, without the last component
             tensors[keys["magnitude"]] = matrices.magnitude.to(dtype)
-        if ADAPTER_FORMS[form].alpha:  # of one number more precision costs nothing
+        if ADAPTER_FORMS[form].alpha:  # in fp32, because for a single number precision is free
             tensors[keys["alpha"]] = torch.tensor(adapter.scale * len(matrices.down), dtype=torch.float32)
     return tensors
 
 
-def _diffusers_metadata(stacked: Mapping[str, Scaled], *, use_dora: bool) -> str:
-    """What diffusers needs to know of peft's configuration; keys that another peft may not know are left out.
+def _diffusers_metadata(fused: Mapping[str, Scaled], *, use_dora: bool) -> str:
+    """peft's configuration for diffusers, without keys that another version of peft may not know.
 
-    diffusers asks the header alone, not the tensors, for ranks: those of modules that were stacked are told one by one.
+    diffusers reads ranks from the header, not from the tensors, so each fused module with another rank is listed.
     """
-    ranks = {name: len(adapter.matrices.down) for name, adapter in stacked.items()}
+    ranks = {name: len(adapter.matrices.down) for name, adapter in fused.items()}
     rank = Counter(ranks.values()).most_common(1)[0][0]
+    # Escaped, because peft matches them as patterns; anchored, so that no longer name fits that ends like one of them.
     others = {f"^{re.escape(name)}": own for name, own in sorted(ranks.items()) if own != rank}
     config = {
         "r": rank,
@@ -238,9 +241,12 @@ def _diffusers_metadata(stacked: Mapping[str, Scaled], *, use_dora: bool) -> str
 
 
 def _compare(path: Path, adapters: Mapping[str, Scaled], names: StateDictNames, form: str) -> AdapterFile:
-    """Check that a file says, to our own reader, what the adapters say, and return it.
+    """Compare a file, as our own reader sees it, with the adapters.
 
-    Columns of zeros in B, and A's rows for them, say nothing: where modules are stacked they are not always told from others'.
+    Columns of zeros in B, and A's rows for them, are ignored: in fused tensors the reader cannot always attribute them to a module.
+
+    Returns:
+        The file.
 
     Raises:
         UserError: If a module, a scale or a value differs.
@@ -250,17 +256,17 @@ def _compare(path: Path, adapters: Mapping[str, Scaled], names: StateDictNames, 
         found = file.modules.get(module)
         read = None if found is None else file.read(module)
         same_scale = found is None or math.isclose(found.scale, expected.scale, rel_tol=1e-6, abs_tol=1e-30)
-        if not same_scale or not _say_the_same(read, expected.matrices):
+        if not same_scale or not _is_equal(read, expected.matrices):
             raise UserError(f"{path} could not be read back as it was written ({module}); check the disk")
     return file
 
 
 def _layer_shapes(adapters: Mapping[str, Scaled], names: StateDictNames, form: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of the layers that the form's modules are: those with an adapter, and those stacked with them."""
+    """Shapes of the layers with an adapter, and of those that the form fuses with them."""
     shapes: dict[str, tuple[int, ...]] = {
         name: (len(one.matrices.up), one.matrices.down.shape[1]) for name, one in adapters.items()
     }
-    for name, parts in _assembly(adapters, names, form).found.items():
+    for name, parts in _fuse(adapters, names, form).found.items():
         if None in parts:
             adapted = next(part for part in parts if part is not None)
             num_out, width = shapes[adapted.name]
@@ -270,12 +276,12 @@ def _layer_shapes(adapters: Mapping[str, Scaled], names: StateDictNames, form: s
     return shapes
 
 
-def _say_the_same(read: LoraMatrices | None, expected: LoraMatrices) -> bool:
+def _is_equal(read: LoraMatrices | None, expected: LoraMatrices) -> bool:
     if read is None:
         return not expected.up.any() and expected.magnitude is None
     if (read.magnitude is None) != (expected.magnitude is None):
         return False
-    # Where a reader took columns of zeros for another module's, the ranks differ: then only columns that say something are compared.
+    # If the reader attributed columns of zeros to another module, the ranks differ. Then only columns with other values are compared.
     if read.down.shape == expected.down.shape:
         pairs = [(read.down, expected.down), (read.up, expected.up)]
     else:

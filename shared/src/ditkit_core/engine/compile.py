@@ -314,6 +314,8 @@ def check_traced(block: nn.Module, carry: Any, run: Callable[[nn.Module, Any], A
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch_remat compares addresses
         after = run(block, tree_map_only(Tensor, mode.from_tensor, carry))
+    # Compared for the first block of a kind only: values besides tensors are those of the input from then
+    # on.
     names = [name for name, part in carry._asdict().items() if _static(getattr(after, name, None)) != _static(part)]
     if names:
         raise UserError(

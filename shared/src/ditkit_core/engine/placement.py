@@ -79,6 +79,7 @@ def place_blocks(model: StagedModel, devices: Sequence[torch.device], split_poin
     # A block without parameters runs where its carry is, so no device can begin with it.
     starts = [i for i, block in enumerate(model.blocks()) if next(block.parameters(), None) is not None]
     bounds = [0, *_checked(split_points, len(devices), num_blocks, starts), num_blocks]
+    # One device per block, so that the engine, plans and loading need no split points.
     blocks = tuple(device for i, device in enumerate(devices) for _ in range(bounds[i], bounds[i + 1]))
     return Placement(embed=devices[0], blocks=blocks, head=devices[-1])
 

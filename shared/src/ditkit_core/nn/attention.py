@@ -93,6 +93,7 @@ def _never(what: str) -> Callable[..., NoReturn]:
 
 
 def _check(name: str, backend: Backend, q: Tensor, padding_mask: Tensor | None, dropout: float) -> None:
+    # At the call, because a mask depends on the micro-batch: `check_backend` cannot know of it before.
     if padding_mask is not None and not backend.takes_mask:
         raise UserError(f"attention backend {name!r} takes no mask: batch samples of one size only, or use sdpa")
     if dropout and not backend.takes_dropout:

@@ -128,6 +128,7 @@ def _flash4(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropou
 def _sage(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float) -> Tensor:
     from sageattention import sageattn
 
+    # Our layout [batch, tokens, heads, head_dim] is NHD there; its default has heads first.
     out: Tensor = sageattn(q, k, v, tensor_layout="NHD", is_causal=False)
     return out
 

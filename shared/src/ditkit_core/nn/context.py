@@ -121,6 +121,7 @@ backward, so other threads never read this."""
 
 def settings_in_force() -> AttentionSettings:
     """The settings of the enclosing `attention_settings`, in compiled code those of `traced_settings`, or else the defaults."""
+    # The compiler guards on the list's value, so other settings make another graph.
     return _traced[-1] if torch.compiler.is_compiling() else _settings.get()
 
 

@@ -63,6 +63,7 @@ def understood(source: SafetensorsSource) -> SafetensorsSource:
         if of_input or key == MARK or key.endswith((f".{MARK}", _FORMAT)):
             del tensors[key]
         elif (weight := _weight_of(key)) in source.tensors:
+            # From here on a scale travels with its weight, and readers that ignore scales do not exist.
             tensors[weight] = replace(source.tensors[weight], scale=tensors.pop(key))
     return replace(source, tensors=tensors)
 
@@ -112,6 +113,7 @@ def quantize_whole(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and the single scale of a matrix in fp32: its largest magnitude becomes the largest code."""
     limit = torch.finfo(torch.float8_e4m3fn).max
     scale = torch.maximum(weight.amax(), -weight.amin()) / limit
+    # A matrix of zeros: divided by a scale of zero it would be NaN.
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return (weight / scale).clamp_(-limit, limit).to(torch.float8_e4m3fn), scale
 

@@ -121,6 +121,7 @@ def load_frozen(
     """
     tied = tied or {}
     skipped = {f"{name}.weight" for name in tied}
+    # Tied weights are left out: files may or may not contain them, and both have the same values.
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in skipped}
     remedy = f"set {key} to a complete folder or file of it"
     advice = Advice(
@@ -130,10 +131,12 @@ def load_frozen(
         if_shapes_differ=remedy,
     )
     mapping = match(source, names, wanted, ignore=lambda name: name in ignore | skipped, advice=advice)
+    # After matching, because the mapping tells which of the module's layers are codes in the file.
     hold_as_stored(model, source, mapping)
     load_into(model, source, mapping, device_of=lambda name: device, dtype_of=dtype_of)
     for name, other in tied.items():
         model.get_submodule(name).weight = model.get_submodule(other).weight
+    # eval, because some encoders have dropout, and cached results must not be random.
     model.requires_grad_(False).eval()
 
 
@@ -207,6 +210,7 @@ def fingerprint(path: Path, *settings: object) -> str:
             if size <= _WHOLE_BYTES:
                 digest.update(stream.read())
                 continue
+            # Evenly spaced from the first byte to the last, so that every layer has a chance to be read.
             for sample in range(_SAMPLES):
                 stream.seek(sample * (size - _SAMPLED_BYTES) // (_SAMPLES - 1))
                 digest.update(stream.read(_SAMPLED_BYTES))

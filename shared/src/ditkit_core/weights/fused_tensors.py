@@ -31,6 +31,7 @@ class FusedTensors:
         Returns:
             False if one of these parts was found before, or a tensor was split into another number of parts; nothing is recorded then.
         """
+        # All or nothing: half a tensor that was added would hide the parts of a better match.
         if not all(self._is_free(part) for part in parts):
             return False
         for index, part in enumerate(parts):
@@ -93,6 +94,7 @@ def join(pieces: Sequence[tuple[str, LoraMatrices] | None]) -> LoraMatrices:
     shared = all(torch.equal(first, other) for other in others)
     # B is block-diagonal: an owner's columns of B are multiplied with its own rows of A only. That is exact, and the rank is the sum of
     # the ranks.
+    # A shared A is kept as it is: stacking equal copies would multiply the rank for nothing.
     down = first if shared else torch.cat(list(downs.values()))
     starts, start = {}, 0
     for owner, matrix in downs.items():
@@ -128,6 +130,7 @@ def columns_of_owners(up: Tensor, owners: Sequence[str]) -> dict[str, Tensor]:
     rank = up.shape[1]
     if len(distinct) == 1:
         return {distinct[0]: torch.arange(rank)}
+    # A column belongs to an owner whose rows use it. An owner may have several ranges of rows.
     used = {owner: torch.zeros(rank, dtype=torch.bool) for owner in distinct}
     for owner, rows in zip(owners, up.split(num_rows), strict=True):
         used[owner] |= (rows != 0).any(0)

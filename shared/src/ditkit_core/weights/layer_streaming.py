@@ -62,6 +62,7 @@ class LayerStreamer:
         try:
             yield module.eval()
         finally:
+            # Back to `meta`, so that nobody can use weights that the next module overwrites.
             module.to("meta")
 
     def _file_position(self, part: TensorSlice) -> tuple[Path, int]:
@@ -144,6 +145,7 @@ def free_memory_bytes(device: torch.device) -> int | None:
     available = _numbers(Path("/proc/meminfo")).get("MemAvailable")
     if available is None:
         return None
+    # In a container /proc/meminfo shows the machine's memory, not the container's limit.
     return min(available * 1024, _left_in_group(Path("/sys/fs/cgroup")))
 
 

@@ -57,6 +57,7 @@ def match(
     Raises:
         UserError: If tensors are missing, unexpected or mis-shaped: with the first ten of each, and the likely reason.
     """
+    # One prefix for the complete file, so that a stray tensor with another one is reported and not taken.
     prefix = _prefix_of(source, names, wanted)
     fused = FusedTensors()
     unexpected: list[str] = []
@@ -67,6 +68,8 @@ def match(
             if not ignore(key):
                 unexpected.append(key)
             continue
+        # Names first, shapes second: a name that fits with the wrong shape deserves another message than an
+        # unknown one.
         expected = _shape_in_file(parts, wanted)
         if _trimmed(stored.shape) != _trimmed(expected):
             misshapen.append(f"{key} {list(stored.shape)} instead of {list(expected)}")
@@ -147,6 +150,7 @@ def _likely_reason(
     # A file of another depth or width still has most names. Where hardly any is found, it is another model.
     if len(found) < len(wanted) / 10:
         return f"these are weights of another model, or with unknown names; {advice.if_unknown}"
+    # The depth is the commonest difference between presets, and the easiest to name.
     ours, theirs = _depths(wanted), _depths(natives)
     for group in ours:
         if ours[group] != theirs[group]:
@@ -192,6 +196,7 @@ def load_into(
     """
     state = model.state_dict()
     full_names = {name.replace(".base_layer.", "."): name for name in state}
+    # One reader for all tensors: its scratch memory is allocated once.
     reader = _Reader(source)
 
     def file_position(name: str) -> tuple[Path, int]:
@@ -237,6 +242,7 @@ def _quantize_into(
     """Give a quantized layer the codes and scales of a file's tensors."""
     shape = torch.Size((layer.out_features, layer.in_features))
     stored = {reader.source.tensors[part.name].dtype for part in parts}
+    # Only without an edit: a merge changes the values, and they have to be quantized anew.
     if layer.kind == "fp8" and stored == {torch.float8_e4m3fn} and edit is None:
         codes = torch.empty(shape, device=device, dtype=torch.float8_e4m3fn)
         reader.fill(codes, parts, codes=True)  # unchanged: another scale would round them a second time
@@ -291,6 +297,8 @@ class _Reader:
             if tensor.device == _HOST and tensor.dtype == stored.dtype:
                 self.source.read(part.name, rows.view(torch.uint8), index=part.index, of=part.of)
             else:
+                # Bytes first, then one copy that converts and moves: the host never has the tensor in two
+                # dtypes.
                 buffer = self._passing.of(stored.num_bytes // part.of)
                 rows.copy_(self.source.read(part.name, buffer, index=part.index, of=part.of).view(-1))
             if not codes:

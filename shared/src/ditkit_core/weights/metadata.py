@@ -34,6 +34,7 @@ def redact_paths(tree: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
     def shown(key: str, value: Any) -> Any:
         holds = fields[key].holds if key in fields else "value"
+        # Each entry of a list, such as the files of base.merge, is a path of its own.
         if isinstance(value, list):
             return [shown(key, each) for each in value]
         if holds == "value" or not isinstance(value, str):

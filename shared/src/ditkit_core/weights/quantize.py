@@ -78,6 +78,7 @@ def convert(model: StagedModel, kind: str, keep_fp32: Callable[[str], bool]) -> 
             continue
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
+        # Padding would change the layer's shape in every file and plan, for a few small matrices.
         if not layout.fits(layer.out_features, layer.in_features):
             converted.too_odd.append(name)
             continue
@@ -136,6 +137,7 @@ def replace_layer(model: nn.Module | StagedModel, name: str, kind: str) -> None:
     with torch.device("meta"):
         quantized = QuantizedLinear(layer.in_features, layer.out_features, kind, bias=layer.bias is not None)
     owner, _, leaf = name.rpartition(".")
+    # Into the dictionary, so that the layer keeps its position among the module's children.
     model.get_submodule(owner)._modules[leaf] = quantized.train(layer.training)
 
 

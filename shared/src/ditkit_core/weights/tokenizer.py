@@ -21,6 +21,7 @@ def find_tokenizer(components: ModelPaths, *, or_vocabulary: str = "", also: tup
     Raises:
         UserError: If there is no folder, or a file in it is missing, unreadable or of the wrong content.
     """
+    # `locate` would ask for model.base, which a run with separate files does not have.
     if not components.tokenizer and not components.base:
         raise UserError("the text encoder has no tokenizer; set model.tokenizer to the tokenizer's folder")
     path = components.locate("tokenizer")
