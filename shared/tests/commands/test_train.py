@@ -196,7 +196,7 @@ def test_the_best_save_is_kept_named_and_exported(world: World, capsys: pytest.C
 def test_without_a_measurement_there_is_no_best_save(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert world.train("run", 1, "--sample.captions", "0") == 0
     assert world.run("export", "--run", str(world.folder / "run"), "--step", "best") == 1
-    assert "none of them was measured, set held_out.clips" in capsys.readouterr().err
+    assert "none of them has a held-out loss, set held_out.clips" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

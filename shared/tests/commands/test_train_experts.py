@@ -323,7 +323,7 @@ def test_another_run_of_both_starts_from_the_weights_of_one(
         assert equal(world.exported("first", name), world.exported("second", name))
     capsys.readouterr()
     assert world.train("third", 1, "--init-from", "first/high_noise") == 1
-    assert "is a run of one transformer, and here both experts are trained; name the folder of a run of both" in error(
+    assert "is a run of one transformer, and this run trains both experts; name the folder of a run of both" in error(
         capsys
     )
     assert world.train("third", 1, "--init-from", "nowhere") == 1
@@ -389,7 +389,7 @@ def test_a_plan_is_of_the_one_that_is_resident(world: TwoExperts, capsys: pytest
     flags = ("--train.device", "cpu", "--experts.rank", "[2, 8]")
     assert world.train("both", 1, "--plan", "--gpus", "24GiB", *flags) == 0
     said = capsys.readouterr().out
-    assert "trained one after the other" in said and "planned is low_noise" in said
+    assert "trained one after the other" in said and "this plan is for low_noise" in said
     assert world.train("both", 1, "--plan", "--json", "--gpus", "24GiB", *flags) == 0
     both = json.loads(capsys.readouterr().out)
     assert (

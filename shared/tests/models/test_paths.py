@@ -162,7 +162,9 @@ def test_a_folder_that_is_here_is_never_asked_for_on_the_hub(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine" / "wan" / "vae").mkdir(parents=True)
     assert ModelPaths(base="mine/wan").fetched_description("transformer") is None
-    with pytest.raises(UserError, match="'mine/wan' holds no transformer to say .*; set model.transformer to its file"):
+    with pytest.raises(
+        UserError, match="'mine/wan' contains no transformer to say .*; set model.transformer to its file"
+    ):
         arch_here(TOY, ModelPaths(base="mine/wan"), fetch=True)
     assert not asked
 

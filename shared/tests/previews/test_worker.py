@@ -278,7 +278,7 @@ def test_a_disk_that_is_full_costs_previews_and_no_training(
         assert world.train("run", 2, *ELSEWHERE) == 0
     assert "no preview of step 0: cannot write: No space left on device" in capsys.readouterr().err and not started
     assert world.run("train", "--run", "run", "--train.steps", "3", "--sample.every_steps", "0") == 0
-    assert "sample.device = cpu is where previews are drawn, and sample.every_steps = 0" in capsys.readouterr().err
+    assert "sample.device = cpu is where previews are generated, and sample.every_steps = 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_a_device_that_trains_and_a_model_that_is_not_found_are_refused(
         here = replace(config, sample=replace(config.sample, device="", every_steps=every_steps, captions=1))
         say_where_previews_could_be(create_run(world.spec, replace(here, train=replace(here.train, devices=devices))))
         said = "".join(capsys.readouterr())
-        assert ("sample.device = cuda:0, which does not train, draws them meanwhile" in said) is told
+        assert ("set sample.device = cuda:0 (idle) to generate them in the background" in said) is told
 
 
 def test_a_run_that_waits_for_its_previews_is_told_of_an_idle_gpu(
@@ -327,7 +327,7 @@ def test_a_run_that_waits_for_its_previews_is_told_of_an_idle_gpu(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert world.train("run", 1, *EVERY) == 0
     said = "".join(capsys.readouterr())
-    assert said.count("sample.device = cuda:0, which does not train") == 1
+    assert said.count("set sample.device = cuda:0 (idle)") == 1
 
 
 def test_each_of_two_experts_is_drawn_while_it_trains(experts: TwoExperts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +390,7 @@ def test_a_signal_in_the_last_wait_of_two_experts_leaves_a_complete_run(
         assert experts.train("both", 1, *flags, "--sample.every_steps", "0") == 0
     said = capsys.readouterr()
     assert "is complete; nothing is left to do" in said.out and pending(experts.folder / "both") == []
-    assert said.err.count("sample.device = cpu is where previews are drawn, and sample.every_steps = 0") == 1
+    assert said.err.count("sample.device = cpu is where previews are generated, and sample.every_steps = 0") == 1
 
 
 def test_a_run_of_one_expert_draws_with_the_other_as_it_is(

@@ -213,7 +213,7 @@ def test_files_of_the_other_expert_are_refused() -> None:
     for path in ("base/transformer_2", "base/transformer_2/model.safetensors"):
         swapped = ModelPaths(transformer=path, transformer_2="base/transformer")
         with pytest.raises(
-            UserError, match="model.transformer = .* lies in 'transformer_2', which is the folder of the low"
+            UserError, match="model.transformer = .* is in 'transformer_2', which is the folder of the low"
         ):
             check_experts(ExpertsConfig(), pair(0.9), swapped, ["two"])
     own = ModelPaths(transformer="high/transformer", transformer_2="low/transformer")

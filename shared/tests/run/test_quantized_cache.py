@@ -141,7 +141,11 @@ def test_a_damaged_or_foreign_file_is_said_and_made_anew(base, damage):
     damage(file)
     lines: list[str] = []
     assert equal(prepared(base, "nf4", lines.append).state_dict(), first)
-    assert f"{file} is damaged or foreign" in lines[0] and "it is made anew" in lines[0] and "\n" not in lines[0]
+    assert (
+        f"{file} is damaged or foreign" in lines[0]
+        and "the base is quantized again" in lines[0]
+        and "\n" not in lines[0]
+    )
     assert "is written to" in lines[1] and len(lines) == 2
     assert kept(base) == [file] and file.read_bytes() == whole
 
@@ -154,7 +158,7 @@ def test_a_full_disk_leaves_nothing_and_stops_nothing(base, monkeypatch):
 
     monkeypatch.setattr(safetensors_file, "_bytes_of", full)
     model = prepared(base, "int8", lines.append)
-    assert "is not kept" in lines[0] and "No space left on device" in lines[0] and len(lines) == 1
+    assert "is not stored" in lines[0] and "No space left on device" in lines[0] and len(lines) == 1
     assert kept(base) == [] and equal(model.state_dict(), first)
 
 

@@ -140,7 +140,7 @@ def test_a_scaled_file_is_held_as_it_is(tmp_path, form, kind, rows):
     path = write(tmp_path / "scaled", *WRITERS[kind](codes, scales))
     lines: list[str] = []
     model = prepared(path, say=lines.append).model
-    assert f"{path}: 12 matrices are held in its own scaled 8 bits; the base takes" in lines[0] and len(lines) == 1
+    assert f"{path}: 12 matrices stay in its own scaled 8 bits; the base takes" in lines[0] and len(lines) == 1
     held = quantized_weights(model)
     assert len(held) == 12 and {layer.kind for layer in held.values()} == {"fp8"}
     dense = write(tmp_path / "dense", values)
@@ -356,7 +356,7 @@ def test_a_run_trains_over_what_another_wrote(tmp_path, capsys):
     assert world.train("whole", 3, *where) == 0
     assert world.train("parts", 1, *where) == 0
     assert world.train("parts", 3, *where, "--base.quantize", "fp8", "--train.checkpointing", "full") == 0
-    assert "12 matrices are held in its own scaled 8 bits" in capsys.readouterr().out
+    assert "12 matrices stay in its own scaled 8 bits" in capsys.readouterr().out
     assert equal(world.adapter("whole"), world.adapter("parts"))
     folder = ("--run.folder", str(world.folder / "whole"), *where)
     assert world.run("export", *folder, "--dtype", "fp8_scaled") == 1

@@ -1,4 +1,4 @@
-"""What runs alongside the transformer of a run: VAE, text encoder, conditioners, sampler. Nothing is loaded before it works."""
+"""The models next to a run's transformer: VAE, text encoder, conditioners, sampler. Each loads its weights when it is first used."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from ditkit_core.training.trainer import TrainConfig
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """The auxiliary models of a run, as it is configured; each is made once, and loads its weights when it works."""
+    """The auxiliary models of a run, as configured. Each is made once, and loads its weights when it is first used."""
 
     spec: ModelSpec
     config: RunConfig
     arch: Any
-    """None if the architecture is not known, so that nothing is conditioned on more than text."""
+    """None if the architecture is not known; the run is then conditioned on text alone."""
 
     @property
     def columns(self) -> Sequence[Column]:
@@ -35,12 +35,12 @@ class Auxiliary:
 
     @cached_property
     def conditioning(self) -> Conditioning | None:
-        """What encodes these columns; None if there is nothing to encode."""
+        """Encodes these columns; None if there are none."""
         return self._conditioning(self.config.model)
 
     @cached_property
     def readers(self) -> Conditioning | None:
-        """The same without the model's files: it can say whether columns are readable, and encodes nothing."""
+        """Checks whether these columns are readable. It needs none of the model's files, and encodes nothing."""
         return self._conditioning(None)
 
     def _conditioning(self, components: ModelPaths | None) -> Conditioning | None:
@@ -61,7 +61,7 @@ class Auxiliary:
 
     @cached_property
     def sampler(self) -> Sampler:
-        """The family's sampler, on the first device that the transformer is on."""
+        """The family's sampler, on the transformer's first device."""
         matmul = parse_dtype(self.config.model.dtype)
         device = training_devices(self.config.train)[0]
         return self.spec.auxiliary.sampler(self.config.model, device, matmul, self.config.sample.vae_tiling)
@@ -71,7 +71,7 @@ def training_devices(config: TrainConfig) -> tuple[torch.device, ...]:
     """The devices that `train.device` or `train.devices` names.
 
     Raises:
-        UserError: If both are set, or one is not here.
+        UserError: If both are set, or a device is not in this machine.
     """
     if not config.devices:
         return (choose_device(config.device, "train.device"),)

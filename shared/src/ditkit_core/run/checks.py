@@ -1,4 +1,4 @@
-"""What a configuration asks for that cannot work, said before anything is written or loaded."""
+"""Checks of a configuration that run before anything is written or loaded."""
 
 from collections.abc import Iterator, Sequence
 
@@ -23,7 +23,7 @@ from ditkit_core.weights.quantize import check_quantize
 
 
 def check_run(run: RunContext) -> None:
-    """Refuse what cannot work in any command, before anything is written or loaded."""
+    """Refuse a configuration that no command can run, before anything is written or loaded."""
     per_device(run.config.train.reserve, len(run.devices), "train.reserve")
     choose_device(run.config.encode.device, "encode.device")
     check_backend(run.config.train.attention, training=False, devices=[device.type for device in run.devices])
@@ -31,8 +31,8 @@ def check_run(run: RunContext) -> None:
 
 
 def check_settings(run: RunContext) -> None:
-    """The same as far as no device of this machine matters."""
-    assert run.precision
+    """The checks of `check_run` that do not depend on the devices of this machine."""
+    assert run.precision  # read for its own checks: a property that raises where the dtypes contradict each other
     check_quantize(run.config.base.quantize, run.config.adapter.method)
     check_export(run.spec, run.config.export, run.config.adapter)
     check_backend(run.config.train.attention, training=False)
@@ -44,15 +44,15 @@ def check_settings(run: RunContext) -> None:
 
 
 def check_training(run: RunContext, *, here: bool = True) -> None:
-    """Refuse what cannot be trained, and warn of what does nothing.
+    """Refuse a configuration that cannot be trained, and warn of settings that have no effect.
 
     Args:
-        here: Whether it is the devices of this machine that are to train.
+        here: Whether the run trains on the devices of this machine; False plans for other ones.
     """
     train, base = run.config.train, run.config.base
     if base.quantized_cache and base.quantize == "none" and run.stored_as == "none":
         raise UserError(
-            f"base.quantized_cache = {base.quantized_cache!r} keeps a quantized base, and base.quantize = none makes none; set "
+            f"base.quantized_cache = {base.quantized_cache!r} stores a quantized base, and base.quantize = none makes none; set "
             "base.quantize to int8, fp8 or nf4, or leave base.quantized_cache out"
         )
     if train.pipelined and train.accumulation == 1 and not run.config.prior.wanted:
@@ -89,10 +89,10 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
 
 
 def check_preview_device(run: RunContext) -> None:
-    """Refuse a `sample.device` that is not here, or that trains, and warn of one that does nothing.
+    """Refuse a `sample.device` that is missing or trains, and warn of one that has no effect.
 
     Raises:
-        UserError: With what to set.
+        UserError: With the setting to change.
     """
     name = run.config.sample.device
     if not name:
@@ -100,7 +100,7 @@ def check_preview_device(run: RunContext) -> None:
     device = choose_device(name, "sample.device")
     if device.type != "cpu" and (device.type, device.index or 0) in _training(run):
         raise UserError(
-            f"sample.device = {name!r} is a device that trains; name another one or cpu, or leave it out: previews are then drawn where "
+            f"sample.device = {name!r} is a device that trains; name another one or cpu, or leave it out: previews are then generated where "
             "the model is, and training waits for them"
         )
     if not run.spec.import_path:
@@ -113,42 +113,42 @@ def check_preview_device(run: RunContext) -> None:
     except UserError as error:
         raise UserError(f"sample.device = {name!r}: {error}") from error
     if not run.config.sample.every_steps:
-        warn(f"sample.device = {name} is where previews are drawn, and sample.every_steps = 0 asks for none")
+        warn(f"sample.device = {name} is where previews are generated, and sample.every_steps = 0 asks for none")
 
 
 def say_where_previews_could_be(run: RunContext) -> None:
-    """Name a GPU that does not train, where training waits for its previews."""
+    """If training waits for its previews, name an idle GPU that could generate them."""
     sample, training = run.config.sample, _training(run)
     if sample.device or not sample.every_steps or not (sample.prompts or sample.captions) or not run.spec.import_path:
         return
     idle = [index for index in range(torch.cuda.device_count()) if ("cuda", index) not in training]
     if idle:
         say(
-            f"training waits for its previews; sample.device = cuda:{idle[0]}, which does not train, draws them meanwhile"
+            f"training pauses while previews are generated; set sample.device = cuda:{idle[0]} (idle) to generate them in the background"
         )
 
 
 def _training(run: RunContext) -> set[tuple[str, int]]:
-    """Kind and number of the devices that train."""
+    """Type and index of the devices that train."""
     return {(device.type, device.index or 0) for device in run.devices}
 
 
 def check_parts(run: RunContext, samples: Sequence[Sample], *, drawing: bool = False) -> None:
-    """Find every part that the run will need and read what describes it, before hours go into the first of them.
+    """Find every model that the run will need and read its description, before the first of them works for hours.
 
     Args:
         run: The run.
-        samples: What it trains on; some are drawn from.
-        drawing: Whether pictures are drawn even if [sample] asks for none.
+        samples: The samples that it trains on; [sample] may take captions from them.
+        drawing: Whether images are generated even if [sample] asks for none.
 
     Raises:
-        UserError: If a part is missing or of another model, a library is, or what is to be drawn has not what the model takes.
+        UserError: If a model or a library is missing, a file is of another model, or a prompt lacks a condition that the model needs.
     """
+    # Asking for each is the check: making one finds its files and its libraries, and loads no weights.
     assert run.auxiliary.encoders
     assert run.auxiliary.conditioning or not run.auxiliary.columns
-    if (
-        run.auxiliary.conditioning is not None
-    ):  # raises here what is of no sample; the rest is encoding's, which may leave samples out
+    # Faults of single samples are left to encoding, which may skip those samples; what concerns all of them is raised here.
+    if run.auxiliary.conditioning is not None:
         run.auxiliary.conditioning.used(
             {sample.id: clip_inputs_of(sample, run.data.fps) for sample in samples}, keep_going=True
         )
@@ -158,36 +158,36 @@ def check_parts(run: RunContext, samples: Sequence[Sample], *, drawing: bool = F
 
 
 def check_scenes(run: RunContext, scenes: Sequence[SamplePrompt]) -> None:
-    """Read what the samples to be drawn are conditioned by.
+    """Read the conditions of the samples that will be generated.
 
     Args:
         run: The run.
-        scenes: What is to be drawn.
+        scenes: Prompts with their conditions.
 
     Raises:
-        UserError: If one has not what the model takes, or it cannot be read.
+        UserError: If a condition that the model needs is missing or unreadable.
     """
-    for scene in scenes:
+    for prompt in scenes:
         if run.auxiliary.readers is not None:
-            run.auxiliary.readers.check(scene.controls(run.data.fps))
+            run.auxiliary.readers.check(prompt.controls(run.data.fps))
 
 
 def _trains_bf16(run: RunContext) -> bool:
-    """Whether trained weights are kept in bf16; those of adapters never are."""
+    """Whether the trained weights are bf16. Those of adapters never are."""
     return run.config.adapter.method == "full" and run.precision.matmul == torch.bfloat16
 
 
 def _unused(run: RunContext) -> Iterator[str]:
-    """Settings that do nothing here."""
+    """Settings that have no effect in this run."""
     train, count = run.config.train, len(run.devices)
     if run.config.optim.rounding != "nearest" and not _trains_bf16(run):
-        yield f"optim.rounding = {run.config.optim.rounding} is of bf16 weights that are trained, and this run has none"
+        yield f"optim.rounding = {run.config.optim.rounding} rounds trained bf16 weights, and this run has none"
     if train.pipelined and count == 1:
         yield "train.pipelined lets several devices work at once, and this run has one: it needs more memory and is no faster"
     if any(train.reserve) and all(device.type == "cpu" for device in run.devices):
-        yield f"train.reserve = {list(train.reserve)} is of GPUs and is not used: this run is on the CPU"
+        yield f"train.reserve = {list(train.reserve)} is memory of GPUs, and this run is on the CPU: it has no effect"
     offloads = any(rule.policy.offload for rule in train.schedule.rules)
     if offloads and not any(map(can_offload, run.devices)):
-        yield f"train.checkpointing = {train.checkpointing} moves what blocks keep to the host, and this run is on the host: nothing is moved"
+        yield f"train.checkpointing = {train.checkpointing} moves activations to the host, and this run is on the host: nothing is moved"
     if train.devices == (ALL,) and count == 1:
-        yield 'train.devices = ["all"] is one GPU here: the model is not divided'
+        yield 'train.devices = ["all"] is one GPU here: the model is not split'

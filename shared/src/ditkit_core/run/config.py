@@ -1,4 +1,4 @@
-"""The whole configuration of a run: the sections, each owned by the module that consumes it."""
+"""The configuration of a run: its sections, each owned by the module that consumes it."""
 
 from dataclasses import dataclass, field
 
@@ -47,5 +47,5 @@ class RunConfig:
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches a step adds up; prior preservation adds one to each."""
+        """How many micro-batches a step accumulates; prior preservation adds one to each."""
         return self.train.accumulation * (2 if self.prior.wanted else 1)

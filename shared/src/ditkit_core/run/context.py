@@ -1,4 +1,4 @@
-"""A run's context: its configuration completed by what its model family and architecture decide."""
+"""A run's context: its configuration, completed with the values of its model family and architecture."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,7 +20,7 @@ from ditkit_core.weights.fp8_scaled import num_scaled, open_weights
 
 
 class Given(NamedTuple):
-    """What a run was made from, before either was completed."""
+    """The spec and the configuration that a run was created from, before either was completed."""
 
     spec: ModelSpec
     config: RunConfig
@@ -31,21 +31,21 @@ class RunContext:
     """A run's configuration with its model family; `create_run` makes one."""
 
     spec: ModelSpec
-    """The spec of the architecture, or of the family as long as the architecture is not known."""
+    """The spec of the architecture; of the family while the architecture is not known."""
     config: RunConfig
-    """With the model's own values where the configuration leaves them open."""
+    """Has the model's own values where the configuration sets none."""
     arch: Any
-    """The architecture; None if it is not known and nothing here says it."""
+    """The architecture; None if no file in this machine says which it is."""
     given: Given
 
     @property
     def experts(self) -> Sequence[Expert]:
-        """The architecture's; none where one transformer sees all noise levels."""
+        """The architecture's experts; none where one transformer sees all noise levels."""
         return () if self.arch is None else self.spec.architecture.experts(self.arch)
 
     @property
     def expert(self) -> Expert | None:
-        """The one that the run trains; None if the model has one transformer, or several are to be trained."""
+        """The expert that the run trains; None if the model has one transformer, or the run trains several experts."""
         return next((expert for expert in self.experts if expert.name == self.config.experts.train), None)
 
     @property
@@ -55,18 +55,20 @@ class RunContext:
 
     @cached_property
     def stored_as(self) -> str:
-        """What the blocks' matrices are in a file that lies here: `fp8` for scaled 8 bits, else `none`; `none` of a file elsewhere."""
+        """Format of the blocks' matrices in a local file: `fp8` for scaled 8 bits, else `none`; `none` if the file is not local."""
         path = self.config.model.here(self.part)
         if path is None or (path.is_dir() and not any(path.glob("*.safetensors"))):
             return "none"
         try:
             return "fp8" if num_scaled(open_weights(path)) else "none"
-        except UserError:  # said where the file is needed, which a plan by model.preset or a config.json does not
+        except (
+            UserError
+        ):  # raised again where the file is needed; a plan by model.preset or a config.json does not need it
             return "none"
 
     @cached_property
     def devices(self) -> tuple[torch.device, ...]:
-        """The devices that the model is divided over, most often one; inputs go to the first, where samples are decoded too."""
+        """The devices that the model is split across, usually one. Inputs go to the first, which also decodes samples."""
         return training_devices(self.config.train)
 
     @cached_property
@@ -82,21 +84,21 @@ class RunContext:
 
     @cached_property
     def auxiliary(self) -> Auxiliary:
-        """What runs alongside the transformer, not loaded."""
+        """The models next to the transformer, not loaded."""
         return Auxiliary(self.spec, self.config, self.arch)
 
 
 def create_run(spec: ModelSpec, config: RunConfig, arch: Any = None) -> RunContext:
-    """Complete a configuration by what the model decides, once.
+    """Complete a configuration once with the values that the model decides.
 
     Args:
         spec: The model family.
-        config: The configuration as it was given.
-        arch: The architecture; None asks the files that are here, without loading or fetching any.
+        config: The configuration of the user.
+        arch: The architecture; None reads it from local files, without loading or downloading any.
     """
     given = Given(spec, config)
     if arch is None:
-        with suppress(UserError):  # said where the model is built
+        with suppress(UserError):  # raised again where the model is built: some commands need no architecture
             arch = arch_here(spec, config.model)[1]
     if arch is not None:
         spec = spec.for_arch(arch)
@@ -118,5 +120,8 @@ def with_config(run: RunContext, config: RunConfig) -> RunContext:
 
 
 def with_arch(run: RunContext, arch: Any) -> RunContext:
-    """The run of an architecture that its files told once they were fetched."""
+    """The run with an architecture that was only known after its files were downloaded.
+
+    It starts again from what was given, because the first `create_run` completed it without an architecture.
+    """
     return run if arch == run.arch else create_run(*run.given, arch)

@@ -19,7 +19,7 @@ from ditkit_core.run.config import RunConfig
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run reads: the dataset is scanned once, when it is first asked for."""
+    """The dataset and the cache that a run reads. The dataset is scanned once, on first use."""
 
     spec: ModelSpec
     config: RunConfig
@@ -27,7 +27,7 @@ class RunData:
 
     @cached_property
     def cache(self) -> Cache:
-        """Where encoded clips and captions are kept."""
+        """The cache of encoded clips and captions."""
         own = self.config.encode.cache
         return Cache(Path(own) if own else Path(self.config.run.folder).parent / "cache")
 
@@ -38,16 +38,21 @@ class RunData:
 
     @property
     def prior_folder(self) -> Path:
-        """Where the class pictures of prior preservation lie."""
+        """The folder of the class images of prior preservation."""
         return Path(self.config.prior.folder or RunFolder(Path(self.config.run.folder)).prior)
 
     def scanned(self, config: DataConfig, key: str = "data.folder") -> Dataset:
-        """A dataset as this model reads it, without a word about what it holds."""
+        """A dataset as this model reads it; prints nothing."""
         spec = self.spec
         return scan(
-            config, frame_step=spec.data.frame_step, size_step=spec.data.size_step, fps=spec.data.fps,
-            reference_size=spec.data.reference_size, columns=self.columns, key=key,
-        )  # fmt: skip
+            config,
+            frame_step=spec.data.frame_step,
+            size_step=spec.data.size_step,
+            fps=spec.data.fps,
+            reference_size=spec.data.reference_size,
+            columns=self.columns,
+            key=key,
+        )
 
     def _scan(self, config: DataConfig, key: str) -> Dataset:
         found = self.scanned(config, key)
@@ -66,18 +71,19 @@ class RunData:
 
     @property
     def prior_data(self) -> DataConfig | None:
-        """How the class pictures are read; None if none are wanted or all are still to be drawn."""
+        """How the class images are read; None if the run uses none, or all are still to be generated."""
         prior = self.config.prior
         if not prior.wanted or (prior.prompt and not count_media(self.prior_folder)):
             return None
         return prior_data_config(self.config.data, str(self.prior_folder))
 
     def prior_samples(self) -> list[Sample]:
-        """The class images of prior preservation that are there, under ids of their own."""
+        """The class images of prior preservation that exist already, under ids of their own."""
         found = () if self.prior_data is None else self._scan(self.prior_data, "prior.folder").samples
+        # Marked: a class image may have the file name of a sample, and the cache and the loader go by ids.
         return [replace(sample, id=PRIOR_MARK + sample.id) for sample in found]
 
     @property
     def fps(self) -> float:
-        """Frames per second of samples, and of clips unless the dataset says otherwise."""
+        """Frames per second of generated samples, and of clips unless the dataset sets another rate."""
         return self.config.data.fps or self.spec.data.fps

@@ -1,4 +1,4 @@
-"""Everything that a run needs encoded, through its encoders into its cache."""
+"""Encodes everything that a run needs into its cache."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,38 +20,38 @@ from ditkit_core.sampling.prompts import SamplePrompt
 
 
 class Encoded(NamedTuple):
-    """What a run trains on, in the cache."""
+    """The encoded samples that a run trains on."""
 
     samples: list[EncodedSample]
     prior: list[EncodedSample]
-    """The class pictures of prior preservation."""
+    """The class images of prior preservation."""
 
 
 def encode_all(run: RunContext, class_prompt: str = "") -> Encoded:
-    """Every sample, and the texts and references of the samples to be drawn, through the encoders into the cache.
+    """Encode every sample, and the texts and references of the samples to generate, into the cache.
 
     Args:
         run: The run.
         class_prompt: The prompt of class images that are still to be generated, if any are.
     """
     data = run.data.dataset
-    # says now if nothing would be left to train on
+    # Called for its check alone: fails now, not after hours of encoding, if nothing would be left to train on.
     split_held_out([sample.id for sample in data.samples], run.config.held_out.clips, files_of(data.samples))
-    scenes = sample_prompts(run, data.samples, warn=warn)
-    texts = [*_texts(run, scenes), *filter(None, [class_prompt])]
+    prompts = sample_prompts(run, data.samples, warn=warn)
+    texts = [*_texts(run, prompts), *filter(None, [class_prompt])]
     failed: list[tuple[str, str]] = []
     encoded = encode_samples(run, [*data.samples, *run.data.prior_samples()], data.fps, texts, failed)
     own = {sample.id for sample in data.samples}
     if not any(sample.id in own for sample in encoded):
         raise NothingToTrain.after([each for each in failed if each[0] in own])
-    _encode_controls(run, scenes)
+    _encode_controls(run, prompts)
     return Encoded(
         [sample for sample in encoded if sample.id in own], [sample for sample in encoded if sample.id not in own]
     )
 
 
 def encode_prior(run: RunContext) -> list[EncodedSample]:
-    """The class pictures of prior preservation alone."""
+    """Encode the class images of prior preservation alone."""
     return encode_samples(run, run.data.prior_samples(), run.data.dataset.fps, [])
 
 
@@ -62,7 +62,7 @@ def encode_samples(
     texts: Sequence[str] = (),
     failed: list[tuple[str, str]] | None = None,
 ) -> list[EncodedSample]:
-    """Some samples and texts through the encoders into the cache; `failed` takes which were left out, and why."""
+    """Encode some samples and texts into the cache; `failed` receives the ids of samples that were left out, and why."""
     media, text = run.auxiliary.encoders
 
     def left_out(sample: Sample, error: UserError) -> None:
@@ -85,13 +85,14 @@ def encode_samples(
 def sample_prompts(
     run: RunContext, samples: Sequence[Sample], warn: Callable[[str], None] | None = None
 ) -> list[SamplePrompt]:
-    """What is to be drawn: the prompts, or the first of the samples' captions, no longer than what they are drawn from.
+    """The prompts of the samples to generate: those of [sample], or the first captions of the dataset, no longer than their clips.
 
-    Where samples may be bad, no caption is drawn whose clip has no condition that can be read: encoding leaves it out.
+    With data.on_bad = skip, captions whose conditions cannot be read are skipped, because encoding leaves those samples out.
     """
     data, config = run.config.data, run.config.sample
     readers = run.auxiliary.readers if data.on_bad == "skip" and not config.prompts else None
     if readers is not None:
+        # All captions are candidates here: how many of the first are unusable is only known once they are read.
         config = replace(config, captions=len(samples) if config.captions else 0)
     found = config.scenes(
         samples,
@@ -99,38 +100,38 @@ def sample_prompts(
         size_step=run.spec.data.size_step,
         columns=run.auxiliary.columns,
     )
-    fitted = (scene.fitted(run.auxiliary.columns, run.data.fps, warn) for scene in found)
+    fitted = (prompt.fitted(run.auxiliary.columns, run.data.fps, warn) for prompt in found)
     if readers is None:
         return list(fitted)
-    usable = (scene for scene in fitted if readers.reads(scene.controls(run.data.fps)))
+    usable = (prompt for prompt in fitted if readers.reads(prompt.controls(run.data.fps)))
     return list(islice(usable, run.config.sample.captions))
 
 
 def encode_prompts(run: RunContext, scenes: Sequence[SamplePrompt]) -> None:
-    """The texts and references of the samples to be drawn into the cache."""
+    """Encode the texts and references of the samples to generate into the cache."""
     encode_samples(run, [], run.spec.data.fps, _texts(run, scenes))
     _encode_controls(run, scenes)
 
 
-def _encode_controls(run: RunContext, scenes: Sequence[SamplePrompt]) -> None:
-    for scene in scenes:
-        reference_latents(run, scene.references)
-        conditions_of(run, scene)
+def _encode_controls(run: RunContext, prompts: Sequence[SamplePrompt]) -> None:
+    for prompt in prompts:
+        reference_latents(run, prompt.references)
+        conditions_of(run, prompt)
 
 
 def conditions_of(run: RunContext, scene: SamplePrompt) -> Mapping[str, Tensor]:
-    """What the model is told of a scene beside its text, encoded if the cache lacks it."""
+    """The conditions of a sample besides its text, encoded if the cache lacks them."""
     if run.auxiliary.conditioning is None:
         return {}
     return run.auxiliary.conditioning.tensors(scene.controls(run.data.fps), run.data.cache, _encode_progress)
 
 
-def _texts(run: RunContext, scenes: Sequence[SamplePrompt]) -> list[str]:
-    return [*(scene.prompt for scene in scenes), run.config.sample.negative]
+def _texts(run: RunContext, prompts: Sequence[SamplePrompt]) -> list[str]:
+    return [*(prompt.prompt for prompt in prompts), run.config.sample.negative]
 
 
 def reference_latents(run: RunContext, pictures: Sequence[Path]) -> list[Tensor]:
-    """The latents of the pictures that a sample is drawn from, encoded if the cache lacks them."""
+    """The latents of the images that a sample is conditioned on, encoded if the cache lacks them."""
     if not pictures:
         return []
     assert run.spec.data.reference_size is not None, "checked"

@@ -1,4 +1,4 @@
-"""The runs of single experts that a run of a model with several comes to."""
+"""The runs of single experts that make up a run of several."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,7 +15,7 @@ from ditkit_core.training.checkpoint import latest
 
 
 def resolve_arch(run: RunContext) -> RunContext:
-    """The run with its architecture known, for which what describes it is fetched if need be; weights never are."""
+    """The run with its architecture known: its description is downloaded if necessary, weights never are."""
     model = run.config.model
     if run.arch is not None or not (model.base or model.transformer or model.transformer_2):
         return run
@@ -23,12 +23,12 @@ def resolve_arch(run: RunContext) -> RunContext:
 
 
 def is_joint(run: RunContext) -> bool:
-    """Whether it trains several experts, each in a folder of its own."""
+    """Whether a run trains several experts, each in a folder of its own."""
     return bool(run.experts) and run.expert is None
 
 
 def runs_of(run: RunContext) -> list[RunContext]:
-    """What a run trains, one transformer each: itself, or the run of each expert."""
+    """One run for each transformer that is trained: the run itself, or one for each expert."""
     if not run.experts:
         return [run]
     return [with_config(run, config_of(run, expert)) for expert in run.experts if run.expert in (None, expert)]
@@ -37,13 +37,14 @@ def runs_of(run: RunContext) -> list[RunContext]:
 def config_of(run: RunContext, expert: Expert) -> Any:
     """The configuration that trains one expert of a run, as its folder stores it.
 
-    Of a run of several: in a folder named after the expert, from the cache that all share, drawing nothing by itself.
+    In a run of several, each has a folder named after it, all share one cache, and none generates samples by itself.
     """
     config = own_settings(run.given.config, run.experts, expert)
     if not is_joint(run):
         return config
     folder = Path(config.run.folder)
     prior = config.prior
+    # By default class images are in the run's folder; without this each expert would generate its own.
     if prior.prompt and not prior.folder:
         prior = replace(prior, folder=str(run.data.prior_folder))
     return replace(
@@ -56,7 +57,7 @@ def config_of(run: RunContext, expert: Expert) -> Any:
 
 
 def largest_expert_run(run: RunContext) -> RunContext:
-    """Of the experts that a run trains the one that is largest to train: what is in memory at a time. It draws what the run draws."""
+    """The run of the expert that needs most memory to train, since one is in memory at a time. It generates the samples of the whole run."""
     largest = max(runs_of(run), key=lambda each: (each.config.adapter.rank, each.stored_as == "none"))
     if largest is run:
         return run
@@ -64,16 +65,16 @@ def largest_expert_run(run: RunContext) -> RunContext:
 
 
 def notes_on(run: RunContext) -> Iterator[str]:
-    """What a plan says of experts."""
+    """Lines about experts for a plan."""
     if is_joint(run):
         names = ", ".join(expert.name for expert in run.experts)
         planned = largest_expert_run(run).expert
         assert planned is not None
-        yield f"experts {names} are trained one after the other, and one is in memory at a time: planned is {planned.name}"
+        yield f"experts {names} are trained one after the other, with one in memory at a time: this plan is for {planned.name}"
 
 
 def saved_step(run: RunContext, passed_over: Callable[[str], None] = warn) -> int | None:
-    """The step of the latest save of a run that trains one transformer, whose files are read whole; None without a save.
+    """The step of the latest save of a run that trains one transformer, after checking all its files; None without a save.
 
     Args:
         run: The run.
@@ -87,5 +88,5 @@ def saved_step(run: RunContext, passed_over: Callable[[str], None] = warn) -> in
 
 
 def folder_of(run: RunContext, expert: Expert | None) -> RunFolder:
-    """Where an expert of a run is trained; of a model with one transformer the run's folder."""
+    """The folder that an expert is trained in; for a model with one transformer the run's folder."""
     return RunFolder(Path((run.config if expert is None else config_of(run, expert)).run.folder))

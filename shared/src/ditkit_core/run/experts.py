@@ -1,7 +1,7 @@
-"""The `[experts]` section: which of a model's experts are trained, and what each has of its own.
+"""The `[experts]` section: which of a model's experts are trained, and the settings of each.
 
-Experts share the noise levels among them and no weight, so each is trained as a run of its own, on the levels that it will see. A level
-reaches the model as the timestep 1000 · sigma in fp32, and that decides which expert's it is, as in the official sampler.
+Experts split the noise levels between them and share no weight, so each is trained as a run of its own, on the levels that it will see.
+A level reaches the model as the timestep 1000 · sigma in fp32, which decides which expert sees it, as in the official sampler.
 """
 
 import re
@@ -28,12 +28,12 @@ _SHOUTED = re.compile(r"(?<![A-Za-z])(HIGH|LOW)(?![A-Za-z])")
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """The `[experts]` section: for models of two transformers that share the noise levels among them (Wan 2.2 A14B)."""
+    """The `[experts]` section: for models of two transformers that split the noise levels between them (Wan 2.2 A14B)."""
 
     train: Literal["both", "high_noise", "low_noise"] = setting("both", resume="refused")
     """Which to train. Both are trained one after the other, each as a run of its own in a folder of the run, and only one is in memory."""
     rank: tuple[int, ...] = setting((), resume="refused")
-    """adapter.rank of each, the high-noise expert's first; one number holds for both, empty means adapter.rank."""
+    """adapter.rank of each, the high-noise expert's first; one number is for both, empty means adapter.rank."""
     lr: tuple[float, ...] = setting((), resume="stated")
     """optim.lr of each, likewise."""
     steps: tuple[int, ...] = setting((), resume="free")
@@ -44,24 +44,24 @@ class ExpertsConfig:
 
         Args:
             name: Which of them.
-            index: The expert's place.
-            otherwise: The value where the section leaves it open.
+            index: Index of the expert.
+            otherwise: The value if the section sets none.
         """
         values: tuple[Number, ...] = getattr(self, name)
         return values[index if len(values) > 1 else 0] if values else otherwise
 
 
 def check_experts(config: ExpertsConfig, experts: Sequence[Expert], model: ModelPaths, having: Sequence[str]) -> None:
-    """Refuse what the section and [model] say of experts that the architecture does not have.
+    """Refuse settings of [experts] and [model] that do not fit the architecture.
 
     Args:
         config: The section.
         experts: The architecture's.
-        model: Where its parts lie.
+        model: Paths of its files.
         having: Names of the presets that have experts.
 
     Raises:
-        UserError: With the key, and what to set.
+        UserError: Naming the key and a value that works.
     """
     if not experts:
         presets = f"set model.preset to one of {', '.join(having)}" if having else "no preset of this model has any"
@@ -94,11 +94,11 @@ def check_experts(config: ExpertsConfig, experts: Sequence[Expert], model: Model
             raise UserError(
                 f"model.{expert.part} = {path!r} is named after the {said} expert; {others}: exchange them, or rename the file"
             )
-        # The other way round says nothing: every checkpoint of one transformer calls it as the first is called.
+        # The first expert's folder name proves nothing: every checkpoint with one transformer uses it.
         folders = {Path(path).name, Path(path).parent.name}
         if other := next((each for each in experts[1:] if each != expert and each.part in folders), None):
             raise UserError(
-                f"model.{expert.part} = {path!r} lies in {other.part!r}, which is the folder of the {other.name} expert: exchange them, or "
+                f"model.{expert.part} = {path!r} is in {other.part!r}, which is the folder of the {other.name} expert: exchange them, or "
                 "rename it"
             )
 
@@ -107,7 +107,7 @@ def check_files(expert: Expert, *, init: str, merge: Sequence[str]) -> None:
     """Refuse adapter files that are named after the other expert.
 
     Args:
-        expert: The one that they would be put into.
+        expert: The expert that would load them.
         init: `adapter.init`.
         merge: Paths of `base.merge`.
     """
@@ -120,8 +120,8 @@ def check_named(expert: Expert, files: Mapping[str, str]) -> None:
     """Refuse files that are named after the other expert.
 
     Args:
-        expert: The one that they are meant for.
-        files: By what they were given as.
+        expert: The expert that they are for.
+        files: Paths by key or flag.
     """
     for key, path in files.items():
         if (said := named_after(path)) not in ("", expert.name):
@@ -131,10 +131,10 @@ def check_named(expert: Expert, files: Mapping[str, str]) -> None:
 
 
 def named_after(path: str) -> str:
-    """The expert that a file or folder says it is of: `high_noise`, `low_noise`, or nothing.
+    """The expert that the name of a file or folder says: `high_noise`, `low_noise`, or empty.
 
-    Shapes do not tell experts apart; names do, of the file or else of its folder: `high_noise_model/`, `…_low_noise_14B.safetensors`,
-    `…-HIGH-fp8.safetensors`.
+    All experts have the same shapes, so only names can tell them apart, of the file or else of its folder:
+    `high_noise_model/`, `…_low_noise_14B.safetensors`, `…-HIGH-fp8.safetensors`.
     """
     for part in (Path(path).name, Path(path).parent.name):
         found = {match.lower() for pattern in (_NAMED, _SHOUTED) for match in pattern.findall(part)}
@@ -144,15 +144,16 @@ def named_after(path: str) -> str:
 
 
 def levels(expert: Expert) -> tuple[float, float]:
-    """The lowest and the highest noise level that an expert sees, both fp32 numbers and both its own.
+    """The lowest and the highest noise level that an expert sees, both in fp32 and both included.
 
-    They are the outermost of those whose timestep in fp32 is on its side of the boundary, so that no level between them is on the other.
+    Each is the outermost level whose fp32 timestep is on the expert's side of the boundary, so no level between them is on the other side.
     """
     return _first_from(expert.min_sigma), 1.0 if expert.max_sigma >= 1 else _next(_first_from(expert.max_sigma), 0.0)
 
 
 def _first_from(sigma: float) -> float:
     """The lowest fp32 level whose timestep is not below that of `sigma`."""
+    # 1000 · sigma is rounded in fp32, so the boundary is found by stepping over neighbouring numbers, not by dividing.
     found = torch.tensor(sigma, dtype=torch.float32)
     while _timestep(found) >= 1000 * sigma and found > 0:
         found = torch.nextafter(found, torch.tensor(0.0))
@@ -170,10 +171,10 @@ def _next(sigma: float, towards: float) -> float:
 
 
 def restricted(expert: Expert, flow: FlowConfig, held_out: HeldOutConfig) -> tuple[FlowConfig, HeldOutConfig]:
-    """What an expert is trained and measured on: the configured noise levels that are its own, and a grid over all of those.
+    """The [flow] and [held_out] sections of an expert: the configured noise levels that it sees, and a grid over its whole range.
 
     Raises:
-        UserError: If none of them is.
+        UserError: If it sees none of the configured levels.
     """
     lowest, highest = levels(expert)
     low, high = max(lowest, flow.min_sigma), min(highest, flow.max_sigma)
@@ -182,14 +183,14 @@ def restricted(expert: Expert, flow: FlowConfig, held_out: HeldOutConfig) -> tup
             f"flow.min_sigma = {flow.min_sigma:g} and flow.max_sigma = {flow.max_sigma:g} leave nothing to the {expert.name} expert, which "
             f"sees {expert.min_sigma:g} to {expert.max_sigma:g}; widen them, or choose another experts.train"
         )
-    # Of the expert's whole range: what [flow] restricts may change while the run goes on, and the grid may not.
+    # The grid spans the expert's whole range: [flow] may change when a run is resumed, and the grid may not.
     sigmas = tuple(min(max(sigma, lowest), highest) for sigma in sigmas_between(held_out.sigmas, lowest, highest))
     return replace(flow, min_sigma=low, max_sigma=high), replace(held_out, sigmas=sigmas)
 
 
 def restrict_to_expert(config: Any, spec: ModelSpec, arch: Any) -> Any:
-    """A `RunConfig`, checked against the experts that the architecture has, as a run of one of them has it: its noise levels, and no
-    previews on its own devices, which would need the other beside it."""
+    """A `RunConfig`, checked against the architecture's experts and restricted to the one that it trains: its noise levels, and no previews
+    on its training devices, because sampling also needs the other expert in memory."""
     experts = spec.architecture.experts(arch)
     having = [name for name, other in spec.architecture.presets.items() if spec.architecture.experts(other)]
     check_experts(config.experts, experts, config.model, having)
@@ -204,13 +205,13 @@ def restrict_to_expert(config: Any, spec: ModelSpec, arch: Any) -> Any:
 
 
 def describe_expert(expert: Expert, flow: FlowConfig, held_out: HeldOutConfig) -> str:
-    """One line on what an expert is trained and measured on."""
+    """One line with the noise levels that an expert is trained and validated on."""
     measured = f"; held-out levels {', '.join(f'{sigma:g}' for sigma in held_out.sigmas)}" if held_out.clips else ""
     return f"{expert.name} expert (model.{expert.part}): noise levels {flow.min_sigma:.6g} to {flow.max_sigma:.6g}{measured}"
 
 
 def own_settings(config: Any, experts: Sequence[Expert], expert: Expert) -> Any:
-    """A `RunConfig` with one expert's rank, learning rate and steps in their usual keys, which trains this one alone."""
+    """A `RunConfig` that trains one expert alone, with its rank, learning rate and steps in their usual keys."""
     index, section = list(experts).index(expert), config.experts
     return replace(
         config,

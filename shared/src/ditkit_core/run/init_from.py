@@ -1,4 +1,4 @@
-"""`--init-from`: another run whose trained weights are the first ones of a new run."""
+"""`--init-from`: start a new run from the trained weights of another."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from ditkit_core.training.checkpoint import latest
 
 
 def check_start(run: str, folder: RunFolder) -> None:
-    """Refuse another run of which a new one cannot take the trained weights.
+    """Refuse a run whose trained weights a new run cannot start from.
 
     Raises:
         UserError: If it is the same run, has no save, or is of several experts.
@@ -24,7 +24,7 @@ def check_start(run: str, folder: RunFolder) -> None:
     inside = sorted(path.parent for path in Path(run).glob("*/state") if any(path.glob("step-*")))
     if inside and RunFolder(Path(run)).config_file.exists():
         raise UserError(
-            f"--init-from {run} is a run of several experts, and one is trained here; name it: --init-from {' or '.join(map(str, inside))}"
+            f"--init-from {run} is a run of several experts, and this run trains one; name its folder: --init-from {' or '.join(map(str, inside))}"
         )
     if inside:
         more = f" and {len(inside) - 3} more" if len(inside) > 3 else ""
@@ -35,7 +35,7 @@ def check_start(run: str, folder: RunFolder) -> None:
 
 
 def start_from(run: str, prepared: LoadedModel, folder: RunFolder) -> None:
-    """Take the trained weights of another run as the first ones, unless this run has a state of its own already."""
+    """Load the trained weights of another run, unless this run already has a save of its own."""
     if run and latest(folder.state, warn) is None:
         check_start(run, folder)
         step = load_trained(prepared, RunFolder(Path(run)))
@@ -43,7 +43,7 @@ def start_from(run: str, prepared: LoadedModel, folder: RunFolder) -> None:
 
 
 def start_of_expert(init_from: str, expert: Expert) -> str:
-    """The run that an expert's run starts from where `--init-from` names a run of all experts.
+    """The folder that one expert's run starts from, if `--init-from` names a run of all experts.
 
     Raises:
         UserError: If that has no save of this expert.
@@ -57,10 +57,10 @@ def start_of_expert(init_from: str, expert: Expert) -> str:
         raise UserError(f"--init-from {init_from} is not there; correct the path")
     if any(RunFolder(Path(init_from)).state.glob("step-*")):
         raise UserError(
-            f"--init-from {init_from} is a run of one transformer, and here both experts are trained; name the folder of a run of both, or start "
-            f"the one that it is of by itself: --experts.train NAME --init-from {init_from}"
+            f"--init-from {init_from} is a run of one transformer, and this run trains both experts; name the folder of a run of both, or train "
+            f"the one expert that it trained: --experts.train NAME --init-from {init_from}"
         )
     raise UserError(
-        f"--init-from {init_from} has no save of the {expert.name} expert (none in {inside.state}), and here both experts are trained; name the "
+        f"--init-from {init_from} has no save of the {expert.name} expert (none in {inside.state}), and this run trains both experts; name the "
         "folder of a run of both, or train one with --experts.train NAME --init-from ITS_RUN"
     )

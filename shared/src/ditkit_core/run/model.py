@@ -1,4 +1,4 @@
-"""A run's model: built and matched with its files, loaded onto its devices, and the engine that runs it."""
+"""A run's model: built on `meta`, matched with its files and loaded onto its devices, and the engine that runs it."""
 
 import json
 import platform
@@ -19,7 +19,7 @@ from ditkit_core.weights.metadata import redact_path, redact_paths
 
 
 def load_model(run: RunContext, unloaded: MetaModel, placement: Placement) -> LoadedModel:
-    """Give the model its weights, on its devices.
+    """Load the weights onto their devices.
 
     Args:
         run: The run.
@@ -35,22 +35,23 @@ def load_model(run: RunContext, unloaded: MetaModel, placement: Placement) -> Lo
 
 
 def engine_of(run: RunContext, prepared: LoadedModel, schedule: ACSchedule | None = None) -> BlockEngine:
-    """Runs the model as configured.
+    """The engine that runs the model as configured.
 
     Args:
         run: The run.
         prepared: The model.
-        schedule: What `train.checkpointing` came to; None where nothing has a backward, and a budget need not be resolved.
+        schedule: The resolved `train.checkpointing`; None for inference, where a budget need not be resolved.
     """
     config = run.config.train
     streaming = () if prepared.streamer is None else (prepared.streamer,)
+    # Without a backward, a budget of memory has nothing to decide: any policy runs the same forward.
     if schedule is None:
         schedule = config.schedule if config.schedule.budget is None else ACSchedule.everywhere(Policy())
     return BlockEngine(policy=schedule, backend=config.attention, compile=config.compile, hooks=streaming)
 
 
 def build_model(run: RunContext) -> MetaModel:
-    """The model on `meta`, its files matched and its adapters in place: what is wrong with either shows here."""
+    """The model on `meta`, matched with its files and with its adapters injected. Faults of either are raised here."""
     config = run.config
     sections = (config.model, config.adapter, config.base)
     unloaded = build_meta_model(run.spec, *sections, precision=run.precision, part=run.part, say=say)
@@ -59,7 +60,7 @@ def build_model(run: RunContext) -> MetaModel:
 
 
 def export_metadata(run: RunContext, prepared: LoadedModel, step: int, *, data: str) -> dict[str, str]:
-    """What a file's header says about where it came from; no folder of this machine is named."""
+    """The header of an exported file: where it came from. Paths of this machine are redacted."""
     versions = {"ditkit": ditkit_core.__version__, "torch": torch.__version__, "python": platform.python_version()}
     model, expert = run.config.model, run.expert
     return {

@@ -1,6 +1,6 @@
-"""From files to a model that is ready to train, in one written order.
+"""From files to a model that is ready to train, in a fixed order.
 
-Build on `meta`; match every name and shape; inject adapters on `meta`; stream the base, with what is merged into it, to
+Build on `meta`; match every name and shape; inject adapters on `meta`; stream the base, with merged adapters, to
 its devices and dtypes; initialise the adapters. Nothing is allocated twice, and nothing later may move or cast the model.
 """
 
@@ -56,32 +56,32 @@ class LoadedModel:
     """A model with its weights, ready for the loop."""
 
     model: Any
-    """The StagedModel."""
+    """The `StagedModel`; typed loosely because callers also use it as an `nn.Module`."""
     arch: Any
     preset: str
-    """Its name; empty if the architecture was read from a config.json and is none of the presets."""
+    """Its name; empty if the architecture comes from a config.json and matches no preset."""
     adapter: AdapterConfig
-    """As configured, with what an `adapter.init` file decided."""
+    """As configured, with the settings that an `adapter.init` file decided."""
     trainable: dict[str, nn.Parameter] = field(repr=False)
-    """What is trained, by canonical name."""
+    """The trained parameters, by canonical name."""
     source: SafetensorsSource
     """The base's files."""
     config_json: Path | None
     """The transformer's config.json, if it has one."""
     original: Callable[[str, tuple[int, ...]], Tensor]
-    """Name and shape of a parameter of the base to its fp32 values on the host, read once more: as the files have it and adapters
-    were merged into it, where the model holds something coarser."""
+    """Reads a base parameter again, by name and shape, as fp32 on the host: the value of the files with merged adapters, before it was
+    rounded or quantized for the model."""
     streamer: BlockSwap | None = None
-    """What streams weights through the devices, for the engine; None if nothing is streamed."""
+    """Streams weights through the devices, for the engine; None if nothing is streamed."""
 
     def readable(self) -> AbstractContextManager[None]:
-        """Inside the block every weight can be read, on the host or its device; the model may be unable to run."""
+        """Inside the block every weight can be read, on the host or its device. The model may be unable to run meanwhile."""
         return nullcontext() if self.streamer is None else self.streamer.on_host()
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetaModel:
-    """A model on `meta` whose files are known to fit, with its adapters in place: nothing large was read yet."""
+    """A model on `meta` whose files are known to fit, with its adapters injected. No weights were read yet."""
 
     spec: ModelSpec
     model: Any
@@ -91,10 +91,10 @@ class MetaModel:
     precision: Precision
     source: SafetensorsSource
     mapping: Mapping[str, tuple[TensorSlice, ...]]
-    """Parameter name to the parts of the files' tensors that it is."""
+    """By parameter name, the slices of the files' tensors that make it up."""
     merged: list[tuple[AdapterFile, float]]
     start: Callable[[str], Mapping[str, Tensor]] | None
-    """First values of a module's adapter, if a file gives them."""
+    """Initial values of a module's adapter, if a file contains them."""
     base: BaseConfig
 
 
@@ -112,12 +112,12 @@ def build_meta_model(
 
     Args:
         spec: The model's family.
-        components: Where the transformer lies, and its preset.
+        components: Path of the transformer, and its preset.
         adapter: What to train.
         base: What to merge into the base.
         precision: The dtypes.
-        part: The component that the transformer is, where a model has several.
-        say: Told, in one line, whatever was decided by a file.
+        part: The component to load, where a model has several transformers.
+        say: Called with one line for each setting that a file decided.
 
     Raises:
         UserError: If a file is missing, damaged, or does not fit the model or the configuration.
@@ -130,7 +130,7 @@ def build_meta_model(
     model = build_on_meta(spec, arch, precision)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     advice = None if components.preset else _advice(source)
-    # before anything slow: peft alone takes seconds to import
+    # Before anything slow, so that wrong files fail at once: importing peft alone takes seconds.
     mapping = match(source, spec.architecture.names, shapes, advice=advice)
     linears = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     open_file = partial(open_adapter, names=spec.architecture.names, modules=linears)
@@ -197,7 +197,7 @@ def _quantize_blocks(
 
 
 def check_item(spec: ModelSpec, model: StagedModel, item: Mapping[str, Tensor]) -> None:
-    """Run the embedding on the outline of an encoded sample: encoders of another model show here, before weights are read.
+    """Run the embedding on a sample's shapes: encoded samples of another model fail here, before weights are read.
 
     Args:
         spec: The model's family.
@@ -220,15 +220,15 @@ def check_item(spec: ModelSpec, model: StagedModel, item: Mapping[str, Tensor]) 
 
 
 def check_items(spec: ModelSpec, model: StagedModel, samples: Sequence[EncodedSample]) -> None:
-    """The same for one sample of each shape: one that the model cannot take would be met in the middle of an epoch.
+    """Check one sample of each shape; otherwise one that the model cannot take would fail in the middle of an epoch.
 
     Args:
         spec: The model's family.
         model: The model on `meta`.
-        samples: Everything that is trained on.
+        samples: All training samples.
 
     Raises:
-        UserError: If the model cannot take one of them, which is named.
+        UserError: Naming the sample that the model cannot take.
     """
     for sample in {shapes_of(sample): sample for sample in reversed(samples)}.values():
         try:
@@ -245,14 +245,14 @@ def load_weights(
     on_tensor: Callable[[str, nn.Module], None] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> LoadedModel:
-    """Give the model its weights.
+    """Load the weights, initialise the adapters, and set up streaming.
 
     Args:
         unloaded: The model on `meta`.
         placement: Which device runs what; parameters of `spec.keep_fp32` go there in fp32, the others in the matmuls' dtype.
         seed: The run's seed, for the adapters' first values.
-        on_tensor: Called with the name and module of each parameter of the base once it is there.
-        say: Told, in one line, whether a quantized base was read or is kept.
+        on_tensor: Called with the name and module of each base parameter once it is loaded.
+        say: Called with one line if a quantized base was read from the cache or written to it.
 
     Raises:
         UserError: If a file is damaged.
@@ -272,7 +272,7 @@ def load_weights(
     on_meta = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     assert not on_meta, f"never given a value: {on_meta}"
     is_full = unloaded.adapter.method == "full"
-    # last: from here on weights that are streamed cannot be read from the model without `readable`
+    # Last: from here on, weights that are streamed cannot be read from the model except inside of `readable`.
     streamer = BlockSwap(model, placement, trained=is_full) if placement.streamed else None
     return LoadedModel(
         model=model,
@@ -293,7 +293,7 @@ def _loaded_dtype(spec: ModelSpec, precision: Precision) -> Callable[[str], torc
 
 
 def _quantize(spec: ModelSpec, model: StagedModel, kind: str, precision: Precision) -> str:
-    """Have the blocks' matrices quantized when they are loaded; returns one line that says so."""
+    """Have the blocks' matrices quantized when they are loaded; returns one line about it."""
     dtype_of, num_blocks = _loaded_dtype(spec, precision), len(model.blocks())
     before = num_bytes(model, dtype_of)
     converted = convert(model, kind, spec.precision.keep_fp32)
@@ -309,13 +309,13 @@ def _hold_as_stored(
     *,
     merges: bool,
 ) -> str:
-    """Have the blocks' matrices that a file has in scaled 8 bits held so; returns one line that says it."""
+    """Keep the blocks' matrices that a file has in scaled 8 bits as they are; returns one line about it."""
     dtype_of = _loaded_dtype(spec, precision)
     before = num_bytes(model, dtype_of)
     layers = [name for name in linears_of_blocks(model) if not spec.precision.keep_fp32(f"{name}.weight")]
     held = hold_as_stored(model, source, mapping, layers=layers)
     line = (
-        f"{source.path}: {len(held)} matrices are held in its own scaled 8 bits; "
+        f"{source.path}: {len(held)} matrices stay in its own scaled 8 bits; "
         f"the base takes {quantized_bytes(num_bytes(model, dtype_of))} instead of {quantized_bytes(before)}"
     )
     return line + "; those that base.merge changes are rounded to 8 bits once more" * merges
@@ -328,12 +328,12 @@ def build_on_meta(spec: ModelSpec, arch: Any, precision: Precision) -> Any:
 
 
 def choose_arch(spec: ModelSpec, preset: str, source: SafetensorsSource) -> tuple[str, Any]:
-    """The architecture by its name, by the config.json beside the weights, or by the preset whose shapes they have.
+    """The architecture by its name, by the config.json next to the weights, or by the preset with the same shapes.
 
-    A config.json of another form than diffusers' (authors have their own) leaves it to the shapes.
+    Shapes decide if the config.json is not in diffusers' format, since some authors have formats of their own.
 
     Returns:
-        The preset's name, empty if the architecture is none, and the architecture.
+        The preset's name, empty if the architecture matches no preset, and the architecture.
 
     Raises:
         UserError: If the name is unknown, or nothing says which architecture this is.
@@ -351,7 +351,9 @@ def choose_arch(spec: ModelSpec, preset: str, source: SafetensorsSource) -> tupl
                 json.loads(path.read_text(encoding="utf-8")), _pipeline_index(source.path)
             )
             if arch is not None:
-                build_on_meta(spec, arch, Precision())  # where a value of another kind shows
+                build_on_meta(
+                    spec, arch, Precision()
+                )  # values of a wrong type only fail when a model is built with them
         except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise UserError(
                 f"{path} does not describe this model ({error!r}); set model.preset to one of {', '.join(spec.architecture.presets)}"
@@ -368,18 +370,18 @@ def choose_arch(spec: ModelSpec, preset: str, source: SafetensorsSource) -> tupl
 
 
 def _fitting(spec: ModelSpec, source: SafetensorsSource) -> list[str]:
-    """The presets that have the shapes of these weights."""
+    """The presets whose shapes these weights have."""
     presets = spec.architecture.presets.items() if source.tensors else ()
     return [name for name, arch in presets if fits_shapes(source, spec.architecture.names, _shapes(spec, arch))]
 
 
 def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -> tuple[str, Any]:
-    """The preset's name and the architecture, by its name or from what describes it.
+    """The preset's name and the architecture, by its name or from local files.
 
     Args:
         spec: The model's family.
-        components: Where the transformer lies.
-        fetch: Whether a description that is not here is fetched from the hub; weights never are.
+        components: Path of the transformer.
+        fetch: Whether a missing config.json is downloaded from the hub; weights never are.
 
     Raises:
         UserError: If nothing says it.
@@ -387,10 +389,10 @@ def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -
     if components.preset:
         return choose_arch(spec, components.preset, SafetensorsSource(Path(), {}, {}))
     path = components.here("transformer") or (components.fetched_description("transformer") if fetch else None)
-    path = path or components.here("transformer_2")  # all that there need be to train the second expert alone
+    path = path or components.here("transformer_2")  # enough to train the second expert alone
     if path is None:
         is_here = bool(components.base) and Path(components.base).expanduser().exists()
-        lacks = "holds no transformer" if is_here else "is not here"
+        lacks = "contains no transformer" if is_here else "is not here"
         remedy = "set model.transformer to its file, and if need be " if is_here else "set "
         raise UserError(
             f"model.base = {components.base!r} {lacks} to say which architecture it is; "
@@ -403,7 +405,7 @@ def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -
 
 
 def _advice(source: SafetensorsSource) -> Advice:
-    """What to say of weights that do not fit what no preset describes."""
+    """Remedies for the error of weights that do not fit their config.json."""
     path = _config_json(source.path)
     remedy = "take both from one download, or set model.preset"
     return Advice(

@@ -1,7 +1,7 @@
-"""A quantized base kept on disk, so that it is converted once: `base.quantized_cache`.
+"""A quantized base stored on disk, so that it is converted once: `base.quantized_cache`.
 
-A file holds everything that a model has loaded, codes and scales among it, under our names, and its own digests at the end. Its name
-is a digest of what it was made of, so that nothing has to be believed: other weights, other merges or another model have another name.
+A file contains every loaded tensor of a model under our names, codes and scales included, and their digests at the end. Its name is a
+digest of everything that it was made from, so that a stale file is never used: other weights, other merges or another model have another name.
 """
 
 import hashlib
@@ -31,33 +31,33 @@ class _Entry:
     owner: nn.Module
     leaf: str
     ours: str
-    """Our name of the parameter that it belongs to: of a scale, that of the weight."""
+    """Our name of the parameter that it belongs to; for a scale, the name of the weight."""
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """Once it is loaded."""
+    """Its dtype after loading."""
 
     @property
     def tensor(self) -> Tensor:
-        """What the model has there."""
-        held: Tensor = self.owner.get_parameter(self.leaf) if self.is_parameter else self.owner.get_buffer(self.leaf)
-        return held
+        """The tensor in the model."""
+        tensor: Tensor = self.owner.get_parameter(self.leaf) if self.is_parameter else self.owner.get_buffer(self.leaf)
+        return tensor
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is one, and not a buffer."""
+        """Whether it is a parameter, not a buffer."""
         return self.owner._parameters.get(self.leaf) is not None
 
 
 @dataclass(frozen=True)
 class QuantizedCache:
-    """The place of one quantized base."""
+    """The file of one quantized base."""
 
     folder: Path
     key: str
 
     @property
     def file(self) -> Path:
-        """Where it is kept."""
+        """Its path."""
         return self.folder / f"{self.key}.safetensors"
 
     def load(
@@ -69,17 +69,17 @@ class QuantizedCache:
         on_tensor: Callable[[str, nn.Module], None] | None = None,
         say: Callable[[str], None],
     ) -> bool:
-        """Give a model its base, if it is kept and whole; what `load_into` would have given it.
+        """Load a model's base from the file, if it exists and is intact: the same tensors as from `load_into`.
 
         Args:
             model: The model, built on `meta`, with or without adapters.
-            device_of: Where the parameter of our name goes.
+            device_of: Device of a parameter, by our name.
             dtype_of: Its dtype there, if it is not quantized.
-            on_tensor: Called with our name and the module that holds the parameter, once it is there.
-            say: Told, in one line, what was used, or what is wrong with what is there.
+            on_tensor: Called with our name and module of each parameter once it is loaded.
+            say: Called with one line: the file that was read, or what is wrong with it.
 
         Returns:
-            Whether it has it; if not, some of it may be set already.
+            Whether it was loaded. If not, some parameters may be set already, and have to be loaded again.
         """
         if not self.file.exists():
             return False
@@ -90,7 +90,7 @@ class QuantizedCache:
             digests, scratch = source.read(_DIGESTS), Scratch(torch.uint8)
             for (name, entry), digest in zip(entries.items(), digests, strict=True):
                 stored, device = source.tensors[name], device_of(entry.ours)
-                # what stays on the host is read where it stays
+                # A tensor that goes to a GPU is read into a reused buffer; one that stays on the host needs memory of its own.
                 buffer = None if device.type == "cpu" else scratch.of(stored.num_bytes)
                 tensor = source.read(name, buffer)
                 if _digest(tensor) != bytes(digest.tolist()):
@@ -99,7 +99,7 @@ class QuantizedCache:
                 if on_tensor is not None and entry.leaf == entry.ours.rpartition(".")[2]:
                     on_tensor(entry.ours, entry.owner)
         except UserError as error:
-            say(f"base.quantized_cache: {self.file} is damaged or foreign ({error}); it is made anew")
+            say(f"base.quantized_cache: {self.file} is damaged or foreign ({error}); the base is quantized again")
             return False
         say(f"base.quantized_cache: the quantized base is read from {self.file}")
         return True
@@ -111,7 +111,7 @@ class QuantizedCache:
             raise UserError("it was not made for this base")
 
     def write(self, model: nn.Module, *, dtype_of: Callable[[str], torch.dtype], say: Callable[[str], None]) -> None:
-        """Keep the base of a model that has just been loaded; a disk that is full leaves nothing behind and stops nothing."""
+        """Write the base of a model that was just loaded. If the disk is full, no file is left behind and the run goes on."""
         entries = _entries(model, dtype_of)
         digests: list[bytes] = []
 
@@ -126,7 +126,7 @@ class QuantizedCache:
         try:
             write_safetensors(self.file, about, tensor_of, {_KEY: self.key})
         except UserError as error:
-            say(f"base.quantized_cache: the quantized base is not kept ({error})")
+            say(f"base.quantized_cache: the quantized base is not stored ({error})")
             return
         say(f"base.quantized_cache: the quantized base is written to {self.file}")
 
@@ -140,15 +140,15 @@ def find_cache(
     *,
     dtype_of: Callable[[str], torch.dtype],
 ) -> QuantizedCache | None:
-    """The place where a quantized base is kept, whether it is there or not; None if none is to be.
+    """The file for a quantized base, whether it exists or not; None if none is configured.
 
     Args:
         folder: `base.quantized_cache`.
         kind: `base.quantize`.
         model: The model, on `meta`, its layers quantized already.
         source: The base's files.
-        merged: What is merged into it, at which strength.
-        dtype_of: Dtype, once it is loaded, of a parameter of our name that is not quantized.
+        merged: Adapters that are merged into it, with their strengths.
+        dtype_of: Dtype after loading of a parameter that is not quantized, by our name.
     """
     if not folder or kind == "none":
         return None
@@ -165,7 +165,10 @@ def find_cache(
 
 
 def _entries(model: nn.Module, dtype_of: Callable[[str], torch.dtype]) -> dict[str, _Entry]:
-    """What files have of a model's base, and the scales of it, by canonical name; a weight after its scales."""
+    """The parameters and buffers of a model's base, scales included, by canonical name.
+
+    Scales come before weights, because `on_tensor` reports a weight as complete, which needs its scales.
+    """
     entries: dict[str, _Entry] = {}
     for full, tensor in sorted(model.state_dict(keep_vars=True).items(), key=lambda item: item[0].endswith(".weight")):
         name = canonical_name(full)

@@ -1,4 +1,4 @@
-"""The trained weights of a save, or of a preview, put into a model."""
+"""Loads the trained weights of a save, or of a preview, into a model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +17,11 @@ from ditkit_core.training.train_state import TrainState
 
 
 def load_trained(prepared: LoadedModel, folder: RunFolder, step: int | Literal["best"] | None = None) -> int:
-    """Put the weights of a run's save (averaged ones, if it averaged) into the model.
+    """Load the weights of a run's save (the averaged ones, if it has any) into the model.
 
     Args:
         prepared: The model.
-        folder: The run's.
+        folder: The run folder.
         step: The save; `best` for the one with the lowest held-out loss, None for the latest.
 
     Returns:
@@ -35,9 +35,11 @@ def load_trained(prepared: LoadedModel, folder: RunFolder, step: int | Literal["
         saves = ", ".join(sorted(each.name for each in folder.state.glob("step-*"))) or "none"
         remedy = "name a run that was trained" if step is None or saves == "none" else "choose another --step"
         if step == "best" and saves != "none":
-            remedy = "none of them was measured, set held_out.clips when you train, or choose a --step by its number"
+            remedy = (
+                "none of them has a held-out loss, set held_out.clips when you train, or choose a --step by its number"
+            )
         raise UserError(f"{folder.path} has no such save (it has {saves}); {remedy}")
-    # Its own settings: they decide which weights of a save are used, and what an adapter's values mean.
+    # The settings of that run, not of this one: they decide whether averaged weights are used, and the scale of the adapter.
     stored = resolve(RunConfig, stored=folder.path)
     own, theirs = prepared.adapter, stored.adapter
     if own.method == "lora" and not theirs.init and (own.rank, own.scaling) != (theirs.rank, theirs.scaling):
@@ -46,7 +48,7 @@ def load_trained(prepared: LoadedModel, folder: RunFolder, step: int | Literal["
             f'{own.scaling:g}; set adapter.* as there, or build on it with base.merge = ["{folder.exports / "adapter.safetensors"}"]'
         )
     state = load_state(path)
-    # Of streamed weights those on the host, so that whatever optimizer that run had, none of its state is streamed. It updates nothing.
+    # Streamed weights are set on the host. The optimizer updates nothing here, so its state is not streamed, whatever its settings.
     with prepared.readable():
         parameters, optim = trainable_parameters(prepared.model), replace(stored.optim, fused_backward=False)
         trained = TrainState(prepared.model, parameters, optim, stored.ema)

@@ -1,4 +1,4 @@
-"""What a run trains on: its micro-batches in their order, and the record that a continued run is compared with."""
+"""The data that a run trains on: its micro-batches in order, and the record that a resumed run is compared with."""
 
 import json
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from ditkit_core.run.context import RunContext
 from ditkit_core.run.prepare import LoadedModel
 
 EMPTY_CAPTION = "(empty caption)"
-"""What a run's data file has the empty caption under, which caption dropout gives: where the cache keeps it."""
+"""Key of a run's data file for the empty caption that caption dropout uses."""
 
 
 def training_data(
     run: RunContext, samples: Sequence[EncodedSample], prior: Sequence[EncodedSample]
 ) -> TrainDataLoader | PriorDataLoader:
-    """What a run trains on, in its order."""
+    """The data loader of a run."""
     config = run.config.train
     size = BatchSize(samples=config.batch_size, tokens=config.batch_tokens, num_tokens=run.spec.training.num_tokens)
     dropout = {"caption_dropout": config.caption_dropout, "control_dropout": config.control_dropout}
@@ -33,10 +33,10 @@ def training_data(
 
 
 def check_data(folder: RunFolder, encoded: Sequence[EncodedSample], prepared: LoadedModel) -> None:
-    """Store what the run trains on, and hold a run that is continued to it: order and held-out clips depend on the samples.
+    """Record the samples that a run trains on, and refuse to resume it with others: data order and held-out clips depend on them.
 
     Raises:
-        UserError: Naming a sample that came, went or changed, or the base.
+        UserError: Naming a sample that was added, removed or changed, or the base.
     """
     now = {sample.id: sample.keys for sample in encoded}
     now["(base weights)"] = [prepared.source.fingerprint(), ""]
@@ -45,7 +45,7 @@ def check_data(folder: RunFolder, encoded: Sequence[EncodedSample], prepared: Lo
         write_text(folder.data_file, json.dumps(now, indent=0, sort_keys=True))
         return
     before = json.loads(folder.data_file.read_text(encoding="utf-8"))
-    if EMPTY_CAPTION not in before:  # of an earlier version
+    if EMPTY_CAPTION not in before:  # written by a version that did not record it
         before[EMPTY_CAPTION] = now[EMPTY_CAPTION]
         write_text(folder.data_file, json.dumps(before, indent=0, sort_keys=True))
     changed = sorted(id for id in now.keys() | before.keys() if now.get(id) != before.get(id))
