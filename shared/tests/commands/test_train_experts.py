@@ -332,7 +332,7 @@ def test_another_run_of_both_starts_from_the_weights_of_one(
     assert world.train("third", 1, "--init-from", "first") == 1
     assert "has no save of the low_noise expert" in error(capsys)
     assert world.train("third", 1, "--init-from", "first", "--experts.train", "high_noise") == 1
-    assert f"name it: --init-from {Path('first', 'high_noise')}" in error(capsys)
+    assert f"name its folder: --init-from {Path('first', 'high_noise')}" in error(capsys)
     assert world.train("fourth", 0, "--init-from", "first/high_noise", "--experts.train", "high_noise") == 0
     assert not (world.folder / "third" / "config.toml").exists()
 

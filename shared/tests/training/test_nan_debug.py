@@ -152,7 +152,7 @@ def test_a_second_look_that_fails_does_not_hide_the_failure(error: Exception, mo
     found = failure(model)
     reason = str(error).partition("\n")[0] or "MemoryError"
     assert found.evidence["where"] is None and found.evidence["where_not_found"] == reason
-    assert found.evidence["loss"] == "nan" and str(found).endswith(f"(where it came from was not found: {reason})")
+    assert found.evidence["loss"] == "nan" and str(found).endswith(f"(its origin was not found: {reason})")
 
 
 def test_a_mistake_in_the_second_look_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,7 +246,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_leaves_its_saves(tmp_pat
 
     monkeypatch.setattr(toy_training, "toy_model", broken)
     with pytest.raises(
-        UserError, match=r"only the last save counts; evidence is in .*failure-step-000003.*step-000002"
+        UserError, match=r"only the last save is valid; evidence is in .*failure-step-000003.*step-000002"
     ) as error:
         train(tmp_path, 4, fused=True)
     assert "\n" not in str(error.value)

@@ -239,7 +239,7 @@ def test_a_complete_run_is_left_as_it_is(tmp_path):
 
 def test_a_run_of_other_parameters_is_refused_with_the_remedy(tmp_path):
     toy_run(tmp_path, 1, method="lora")
-    with pytest.raises(UserError, match="other trained parameters; make"):
+    with pytest.raises(UserError, match="other trained parameters; use"):
         toy_run(tmp_path, 2, method="full")
 
 

@@ -1,4 +1,4 @@
-"""What a run does next to training: a callback is told of each point of the loop at which somebody may want to act."""
+"""Callbacks: actions at fixed points of the training loop, such as previews and exports."""
 
 from collections.abc import Mapping
 
@@ -7,41 +7,41 @@ from ditkit_core.training.validation import ValidationResult
 
 
 class Callback:
-    """Acts at points of the training loop; a class that derives from it has a method for those that it wants.
+    """Acts at points of the training loop; a subclass overrides the methods of those that it needs.
 
-    It may take no random number that training takes.
+    It must not change the state of a random generator that training uses, or the run would not be reproducible.
     """
 
     def started(self, step: int) -> None:
-        """Before the first step, `step` of them being done already."""
+        """Called before the first step; `step` steps were done before, if the run resumes."""
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """After optimizer step `step`, with its numbers by name."""
+        """Called after optimizer step `step`, with its metrics by name."""
 
     def after_validation(self, step: int, loss: ValidationResult) -> None:
-        """After a measurement."""
+        """Called after each validation."""
 
     def on_save(self, step: int) -> None:
-        """After a save, while the parameters are those to export."""
+        """Called after a save, while the parameters are those to export."""
 
     def wants_preview(self, step: int, *, stopping: bool) -> bool:
-        """Whether `on_preview` is to be called: before training, and after each step but the last.
+        """Whether to call `on_preview`; asked before training, and after each step but the last.
 
         Args:
             step: Optimizer steps done.
-            stopping: Whether a signal ends the run here, so that whatever takes long has to wait for the next start.
+            stopping: Whether a signal ends the run here, so that anything slow has to wait until the run is resumed.
         """
         return False
 
     def on_preview(self, step: int) -> None:
-        """For samples of an unfinished model, while the parameters are those to look at."""
+        """Generate samples of the unfinished model; called while the parameters are those to export."""
 
     def finished(self, step: int) -> None:
-        """When all steps are done, now or before, while the parameters are those to export."""
+        """Called when all steps are done, also if an earlier start did them, while the parameters are those to export."""
 
 
 class ProgressBar(Callback):
-    """Shows the step and its numbers."""
+    """Shows the step and its metrics."""
 
     def __init__(self, bar: Progress):
         self._bar = bar

@@ -1,7 +1,7 @@
-"""Saved training state: folders that are whole or recognised as not, so that a run can be killed at any moment.
+"""Saved training state: folders that are complete or recognisably not, so that a run can be killed at any moment.
 
-A save is made in a hidden folder beside its final place, flushed, and renamed into it; `state.json`, written last, lists
-size and digest of the other files. A reader takes the newest save that agrees with its list.
+A save is written to a hidden folder next to its final place, flushed, and renamed; `state.json`, written last, lists
+size and digest of the other files. A reader takes the newest save whose files match that list.
 """
 
 import json
@@ -37,9 +37,9 @@ class SaveConfig:
     every_minutes: float = setting(30.0, resume="free")
     """Minutes between two saves; 0 does not save by time."""
     keep_last: int = setting(2, resume="free")
-    """Newest saves that are kept, at least 1; two survive a disk that damages one."""
+    """Number of newest saves to keep, at least 1. With 2, a run survives damage to one of them."""
     keep_best: int = setting(1, resume="free")
-    """Saves with the lowest held-out loss that are kept beside them; needs held_out.clips."""
+    """Number of saves with the lowest held-out loss to keep besides; needs held_out.clips."""
 
     def __post_init__(self) -> None:
         if self.every_steps < 0 or self.every_minutes < 0 or self.keep_last < 1 or self.keep_best < 0:
@@ -53,28 +53,28 @@ class SaveConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Everything that a run needs to go on to the bit."""
+    """Everything that a run needs to resume bitwise identically."""
 
     step: int
     """Optimizer steps done."""
     tensors: Mapping[str, Mapping[str, Tensor]]
     """By file (`trainable`, `ema`, `optimizer`): tensors by name; an empty group has no file."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """What is not a tensor, for JSON."""
+    """Values other than tensors, for JSON."""
     held_out: float | None = None
-    """Held-out loss at this step, if it was measured."""
+    """Held-out loss at this step; None if it was not measured."""
 
 
 def save_state(folder: Path, state: State, config: SaveConfig) -> Path:
-    """Write a save into `folder`, then remove those that need not be kept.
+    """Write a save into `folder`, then remove saves that need not be kept.
 
-    A save of the same step that is already there is replaced.
+    A save of the same step is replaced.
 
     Returns:
         The save, `folder/step-000020`.
 
     Raises:
-        UserError: If it cannot be written (full disk, no permission); what was there stays, nothing is left over.
+        UserError: If it cannot be written (full disk, no permission); earlier saves stay, and no partial files remain.
     """
     folder = Path(folder)
     final = folder / f"step-{state.step:06d}"
@@ -128,18 +128,18 @@ def load_state(path: Path) -> State:
 
 
 class Best(NamedTuple):
-    """The save that was measured best."""
+    """The save with the lowest held-out loss."""
 
     path: Path
     step: int
     held_out: float
     """Held-out loss at its step."""
     values: Mapping[str, Any]
-    """As in `State`."""
+    """`State.values`."""
 
 
 def best(folder: Path) -> Best | None:
-    """The save with the lowest held-out loss, of equals the earliest; None if none was measured. Tensors are not looked at."""
+    """The save with the lowest held-out loss, the earliest of equals; None if none has one. Its tensors are not verified."""
     saves = {path: index for path in Path(folder).glob("step-*") if (index := _index(path)) is not None}
     measured = [path for path in sorted(saves, key=_order) if saves[path]["held_out"] is not None]
     if not measured:
@@ -149,14 +149,14 @@ def best(folder: Path) -> Best | None:
 
 
 def latest(folder: Path, warn: Callable[[str], None]) -> Path | None:
-    """The newest whole save in a folder, or None if there is no save.
+    """The newest intact save in a folder, or None if there is no save.
 
     Args:
         folder: Where `save_state` wrote.
-        warn: Called with one line for each save that is passed over, and why.
+        warn: Called with one line for each damaged save that is skipped, with the reason.
 
     Raises:
-        UserError: If there are saves and none is whole: to start again from nothing is not for us to decide.
+        UserError: If there are saves and none is intact: whether to start from the beginning is for the user to decide.
     """
     fault = None
     for path in sorted(Path(folder).glob("step-*"), key=_order, reverse=True):
@@ -172,14 +172,14 @@ def latest(folder: Path, warn: Callable[[str], None]) -> Path | None:
 
 
 def _order(path: Path) -> tuple[int, str]:
-    return len(path.name), path.name  # as the steps, which outgrow their six digits
+    return len(path.name), path.name  # numeric order, also for steps of more than six digits
 
 
 def _fault(path: Path) -> str | None:
-    """What is wrong with a save, or None."""
+    """What is wrong with a save; None if it is intact."""
     index = _index(path)
     if index is None:
-        return "not a whole save of ours (state.json is missing, damaged or of another version)"
+        return "not a complete save of ours (state.json is missing, damaged or of another version)"
     for name, expected in index["files"].items():
         file = path / name
         if not file.is_file() or file.stat().st_size != expected["bytes"] or file_hash(file) != expected["blake2b"]:
@@ -197,7 +197,7 @@ def _index(path: Path) -> dict[str, Any] | None:
 
 
 def _prune(folder: Path, step: int, config: SaveConfig) -> None:
-    """Keep the last and the best saves up to `step`; later ones are what a run left behind that resumed before them.
+    """Keep the last and the best saves up to `step`. Later ones are removed: they are of a run that was resumed before them.
 
     Folders that are not saves of ours are left alone.
     """
@@ -206,9 +206,9 @@ def _prune(folder: Path, step: int, config: SaveConfig) -> None:
     measured = [path for path in past if saves[path]["held_out"] is not None]
     best = sorted(measured, key=lambda path: saves[path]["held_out"])[: config.keep_best]
     for path in saves.keys() - {*past[-config.keep_last :], *best}:
-        # Out of sight first: a save that a kill left half removed would be a torn one from then on.
+        # Hidden first: if the run is killed while it removes a save, no half removed save remains visible.
         hidden = folder / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
-        with suppress(OSError):  # one that is open on Windows goes at the next save
+        with suppress(OSError):  # Windows keeps a folder that is open; the next save removes it
             os.rename(path, hidden)
             _remove([hidden])
 
@@ -216,7 +216,7 @@ def _prune(folder: Path, step: int, config: SaveConfig) -> None:
 def _remove(folders: Iterable[Path]) -> None:
     for folder in folders:
         if folder.exists():
-            shutil.rmtree(folder, ignore_errors=True)  # one that is open on Windows goes at the next save
+            shutil.rmtree(folder, ignore_errors=True)  # Windows keeps a folder that is open; the next save removes it
 
 
 def _flush(path: Path) -> None:
@@ -225,7 +225,7 @@ def _flush(path: Path) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    if os.name != "nt":  # there a folder cannot be opened
+    if os.name != "nt":  # Windows cannot open a folder as a file
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -8,15 +8,16 @@ CONFIDENCE = 0.95
 
 
 def half_width(values: Sequence[float], units: Sequence[Hashable] = (), confidence: float = CONFIDENCE) -> float | None:
-    """Half the confidence interval of a mean, about normally distributed; None for fewer than two independent units.
+    """Half the width of a mean's confidence interval; None for fewer than two independent units.
 
-    Values of one unit may depend on each other in any way: what counts is by how much each unit as a whole is off the mean. Source: the
-    cluster-robust variance of a mean, with G / (G - 1) for few units and Student's t with G - 1 degrees of freedom.
+    Values of one unit may depend on each other in any way, because only the sum of a unit's deviations from the mean enters.
+
+    Source: the cluster-robust variance of a mean, with G / (G - 1) for few units and Student's t with G - 1 degrees of freedom.
 
     Args:
-        values: What the mean is of.
-        units: For each value, which independent unit it is of; empty: each is one of its own.
-        confidence: Share of such intervals that hold the true mean, in (0, 1).
+        values: Values to average; their unit sums are assumed to be about normally distributed.
+        units: The independent unit of each value; empty if each is one of its own.
+        confidence: Share of such intervals that contain the true mean, in (0, 1).
     """
     mean = math.fsum(values) / max(len(values), 1)
     parts: dict[Hashable, list[float]] = defaultdict(list)
@@ -30,12 +31,13 @@ def half_width(values: Sequence[float], units: Sequence[Hashable] = (), confiden
 
 
 def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
-    """The t that a variable of Student's distribution stays within, on both sides of 0, with this probability.
+    """The two-sided quantile of Student's t distribution: |t| stays below it with this probability.
 
     Args:
         degrees: Degrees of freedom, at least 1.
         confidence: Probability in (0, 1).
     """
+    # By bisection, because the standard library has no inverse and scipy is not a dependency.
     low, high = 0.0, math.pi / 2  # of the angle whose tangent is t / sqrt(degrees)
     for _ in range(60):
         middle = (low + high) / 2

@@ -1,4 +1,4 @@
-"""An exponential moving average of what is trained, kept beside it in fp32."""
+"""An exponential moving average of the trained parameters, kept in fp32."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ class EMAConfig:
     """The `[ema]` section."""
 
     decay: float = setting(0.0, resume="stated")
-    """Share of the average that one update keeps, in [0, 1); 0 keeps no average. 0.999 averages some thousand updates."""
+    """Share of the average that one update keeps, in [0, 1); 0 disables averaging. 0.999 averages about a thousand updates."""
     update_every: int = setting(1, resume="stated")
     """Optimizer steps between two updates, at least 1."""
 
@@ -27,14 +27,14 @@ class EMAConfig:
 
 
 class EMA:
-    """The average of named parameters; with decay 0 it holds nothing and does nothing.
+    """The average of named parameters; with decay 0 it is empty and does nothing.
 
-    Early updates keep less, min(decay, (1 + n) / (10 + n)) at update n, so that the initial weights do not linger in the
-    average of a short run. The count n follows from the step: the values are the whole state.
+    Early updates use a lower decay, min(decay, (1 + n) / (10 + n)) at update n, so that the initial weights do not dominate
+    the average of a short run. The count n follows from the step, so the values are the only state.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: EMAConfig):
-        """Start from the parameters' present values."""
+        """Start from the parameters' current values."""
         self._parameters = dict(parameters) if config.decay else {}
         self._config = config
         self.values: dict[str, Tensor] = {
@@ -43,7 +43,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the parameters after optimizer step `step`, counted from 1."""
+        """Add the parameters after optimizer step `step`, counted from 1, to the average."""
         count, rest = divmod(step, self._config.update_every)
         if rest:
             return
@@ -52,13 +52,13 @@ class EMA:
             self.values[name].lerp_(parameter.detach().float(), 1 - keep)
 
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Take over saved values; none at all (the run had no average so far) leaves the present weights."""
+        """Load saved values. Without any (the run had no average so far) the average starts from the current weights."""
         for name, value in values.items():
             if name in self.values:
                 self.values[name].copy_(value)
 
     @contextmanager
     def swap(self) -> Iterator[None]:
-        """Inside the block the parameters hold the average; afterwards exactly what they held before."""
+        """Inside the block the parameters have the averaged values; afterwards exactly those from before."""
         with swapped(self._parameters, self.values):
             yield

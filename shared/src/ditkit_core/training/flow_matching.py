@@ -1,11 +1,11 @@
-"""Flow matching: how samples are noised, what the model is to predict, and how much each noise level counts.
+"""Flow matching: how samples are noised, what the model predicts, and how the loss is weighted by noise level.
 
 The noise level `sigma` is 0 for data and 1 for noise: x = (1 - sigma) * x0 + sigma * eps, and the target is the velocity
-eps - x0. Everything here is fp32 or wider: a noise level rounded to bf16 collapses a thousand timesteps to some three
-hundred, by far the largest of the known numerical faults of such trainers.
+eps - x0. Everything here is fp32 or wider: a noise level rounded to bf16 collapses a thousand timesteps to about three
+hundred, the largest known numerical fault of such trainers.
 
-A noise level is drawn by inverting the distribution's cumulative function at one uniform number. A range of noise
-levels then restricts the distribution; clamping the draws instead would pile them up at the ends of the range.
+A noise level is sampled by inverting the cumulative distribution function at one uniform number. A range of noise
+levels then truncates the distribution; clamping the samples instead would pile them up at the ends of the range.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,12 +24,12 @@ from ditkit_core.training.train_model import TrainModel
 
 @dataclass(frozen=True, kw_only=True)
 class FlowConfig:
-    """The `[flow]` section: which noise levels are trained, and how much each counts."""
+    """The `[flow]` section: which noise levels are trained, and how the loss weighs each."""
 
     sampling: Literal["uniform", "logit_normal"] = setting("uniform", resume="stated")
     """Distribution of the noise level before it is shifted."""
     shifting: Literal["model", "none", "constant"] = setting("model", resume="stated")
-    """What the drawn level is shifted by: what the model was trained with (which may depend on the resolution), nothing, or
+    """Shift of the sampled level: the one that the model was trained with (which may depend on the resolution), none, or
     `shift`."""
     shift: float = setting(1.0, resume="stated")
     """For `constant`: sigma' = shift * sigma / (1 + (shift - 1) * sigma), above 0; more than 1 moves towards noise."""
@@ -38,12 +38,12 @@ class FlowConfig:
     logit_std: float = setting(1.0, resume="stated")
     """For `logit_normal`: standard deviation of logit(sigma), above 0."""
     min_sigma: float = setting(0.0, resume="stated")
-    """Lowest noise level that is drawn, in [0, 1)."""
+    """Lowest noise level that is sampled, in [0, 1)."""
     max_sigma: float = setting(1.0, resume="stated")
-    """Highest noise level that is drawn, in (0, 1]."""
+    """Highest noise level that is sampled, in (0, 1]."""
     guidance: float = setting(1.0, resume="stated")
-    """What a model with an embedding of guidance is told in training; 1 trains the conditional velocity itself, which what it is
-    told when sampling then strengthens."""
+    """Guidance that a guidance-embedded model is conditioned on in training. 1 trains the plain conditional velocity; a higher
+    value when sampling then strengthens it."""
     weighting: Literal["none", "bell", "cosmap", "sigma_sqrt"] = setting("none", resume="stated")
     """Weight of a sample's loss by noise level: `bell` is highest at 0.5, 0 at 1 and 1 on average; `cosmap` is
     2 / (pi * (1 - 2 sigma + 2 sigma^2)); `sigma_sqrt` is sigma^-2."""
@@ -81,7 +81,7 @@ def shift_sigma(sigma: Tensor, shift: float) -> Tensor:
 
 
 def _cumulative(sigma: Tensor, config: FlowConfig, shift: float) -> Tensor:
-    """Probability that the unrestricted distribution draws a level below `sigma`."""
+    """Probability of a level below `sigma` in the distribution without its range."""
     sigma = shift_sigma(sigma, 1 / shift).clamp(0, 1)  # rounding may leave the interval, where the logit has no value
     if config.sampling == "logit_normal":
         return torch.special.ndtr((torch.logit(sigma) - config.logit_mean) / config.logit_std)
@@ -92,7 +92,7 @@ def sigma_at(probability: Float[Tensor, "*shape"], config: FlowConfig, shift: fl
     """Noise level at a cumulative probability of the configured distribution.
 
     Args:
-        probability: In [0, 1]; uniform numbers give draws, an even grid gives quantiles.
+        probability: In [0, 1]; uniform numbers give samples, an even grid gives quantiles.
         config: The distribution and its range.
         shift: What levels are shifted by, from `FlowConfig.shift_for`.
 
@@ -103,7 +103,9 @@ def sigma_at(probability: Float[Tensor, "*shape"], config: FlowConfig, shift: fl
     u = low + (high - low) * probability.double()
     if config.sampling == "logit_normal":
         u = torch.sigmoid(config.logit_mean + config.logit_std * torch.special.ndtri(u))
-    return shift_sigma(u, shift).clamp(config.min_sigma, config.max_sigma)  # against rounding only
+    return shift_sigma(u, shift).clamp(
+        config.min_sigma, config.max_sigma
+    )  # only against rounding: the range was applied to the probability
 
 
 def sample_noise(
@@ -144,9 +146,9 @@ class NoisedBatch(NamedTuple):
     noise: Sequence[Float[Tensor, "..."]]
     """float32 noise of each sample, shaped like its latents."""
     targets: Sequence[Float[Tensor, "..."]] | None = None
-    """What is to be predicted, on the prediction's device; None: `velocity_target` of each sample."""
+    """The velocities to predict, on the prediction's device; None for `velocity_target` of each sample."""
     masks: Sequence[Tensor | None] | None = None
-    """Where each sample is learnt, on the prediction's device; None: what `ModelSpec.training.loss_mask` gives of each."""
+    """The loss mask of each sample, on the prediction's device; None for `ModelSpec.training.loss_mask` of each."""
 
 
 def velocity_errors(model: TrainModel, batch: NoisedBatch, guidance: float) -> Float[Tensor, " batch"]:
@@ -158,8 +160,8 @@ def velocity_errors(model: TrainModel, batch: NoisedBatch, guidance: float) -> F
         guidance: `FlowConfig.guidance`.
 
     Returns:
-        float32 errors on the prediction's device; each is a mean over its sample's elements, so samples of different size
-        count alike.
+        float32 errors on the prediction's device; each is a mean over its sample's elements, so samples of different sizes
+        have equal weight.
     """
     items, sigma, noise, targets, masks = batch
     noised = [(1 - s) * item["latents"].float() + s * eps for s, item, eps in zip(sigma, items, noise, strict=True)]
@@ -167,6 +169,7 @@ def velocity_errors(model: TrainModel, batch: NoisedBatch, guidance: float) -> F
     if targets is None:
         made = [velocity_target(item, eps) for item, eps in zip(items, noise, strict=True)]
         targets = [target.to(velocity.device) for target, velocity in zip(made, prediction, strict=True)]
+    # The step passes targets and masks, sent to their device ahead of time; validation has them made here.
     if masks is None:
         masks = [model.spec.training.loss_mask(item) for item in items]
     triples = zip(prediction, targets, masks, strict=True)
@@ -174,7 +177,7 @@ def velocity_errors(model: TrainModel, batch: NoisedBatch, guidance: float) -> F
 
 
 def learnt_mean(squares: Float[Tensor, "..."], mask: Tensor | None) -> Float[Tensor, ""]:
-    """The mean of a sample's squared errors over what is learnt of it: where the mask is 1, or everywhere."""
+    """The mean of a sample's squared errors where the mask is 1, or everywhere without a mask."""
     if mask is None:
         return squares.mean()
     mask = mask.to(squares, non_blocking=True).expand_as(squares)

@@ -1,4 +1,4 @@
-"""What a run reports while it trains: one JSON object per line, and TensorBoard."""
+"""Metrics of a run while it trains: one JSON object per line, and TensorBoard."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class LogConfig:
     every_steps: int = setting(1, resume="free")
     """Optimizer steps between two lines of metrics.jsonl; a line describes its own step only."""
     tensorboard: bool = setting(True, resume="free")
-    """Write the same numbers for TensorBoard."""
+    """Also write these metrics for TensorBoard."""
 
     def __post_init__(self) -> None:
         if self.every_steps < 1:
@@ -35,15 +35,15 @@ class Progress(Protocol):
         ...
 
     def update(self, **fields: Any) -> None:
-        """Show the latest numbers by name."""
+        """Show the latest metrics by name."""
         ...
 
 
 class MetricsLog:
-    """Writes metrics.jsonl and TensorBoard's files into a run folder, between `with` and its end.
+    """Writes metrics.jsonl and TensorBoard's files into a run folder; a context manager.
 
-    Opened at the step a run starts from, it drops what an earlier part of the run wrote after that step (it was killed
-    later than it saved), so every step is in the file once.
+    A resumed run drops the lines after the step that it starts from, because an earlier start may have been killed after its
+    last save. Every step is therefore in the file once.
     """
 
     def __init__(self, folder: Path, config: LogConfig, *, start_step: int = 0):
@@ -84,7 +84,7 @@ class MetricsLog:
                     self._board.add_scalar(name, value, step)
 
     def due(self, step: int) -> bool:
-        """Whether a step has a line of its own."""
+        """Whether a step gets a line."""
         return step % self._config.every_steps == 0
 
     def __exit__(
@@ -96,7 +96,7 @@ class MetricsLog:
 
 
 def _step_of(line: str) -> int:
-    """The step of a line, or -1 for what is no line of ours: the end of a file that was torn by a crash."""
+    """The step of a line; -1 if it is incomplete, as the last line may be after a crash."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

@@ -1,7 +1,7 @@
-"""Where a number first went wrong: a micro-batch run once more, every operation's result looked at.
+"""Finds the first value that is not finite: reruns a micro-batch and checks the result of every operation.
 
-Only for a step that failed: each look waits for the device. Places are found by module hooks and a dispatch mode, so that it works
-whatever streams, divides or checkpoints the model; recomputes and autograd's threads pass through both.
+Only for a step that failed, because each check waits for the device. Module hooks and a dispatch mode locate the operation. They also
+see recomputation and autograd's threads, so it works with streamed, split and checkpointed models.
 """
 
 import re
@@ -33,15 +33,15 @@ _MAKES_INFINITIES = (
     "where",
     "resize",
 )
-"""Operations whose result is what somebody wrote there, or nobody: masks of -inf, memory to be filled."""
+"""Operations that may return infinities on purpose: masks of -inf, and memory that is filled later."""
 
 
 def find_first_nonfinite(model: StagedModel, loss_of: Callable[[], Tensor]) -> dict[str, Any] | None:
-    """Run a micro-batch's forward, and its backward if the loss is finite, and say where the first value that is not finite came from.
+    """Run a micro-batch's forward, and its backward if the loss is finite, and locate the first value that is not finite.
 
     Args:
-        model: The staged model; gradients are thrown away as they come.
-        loss_of: Its forward, to a number.
+        model: The staged model; gradients are freed as they arrive.
+        loss_of: Runs its forward and returns a scalar loss.
 
     Returns:
         For JSON: `pass` (forward, backward, or recompute), `stage` (inputs, embedding, block 3, head, loss), `module` by name, `operation`,
@@ -49,7 +49,9 @@ def find_first_nonfinite(model: StagedModel, loss_of: Callable[[], Tensor]) -> d
     """
     probe = _Probe(model)
     with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # inside of compiled code no operation is seen
+        stack.enter_context(
+            torch.compiler.set_stance("force_eager")
+        )  # a dispatch mode does not see operations inside compiled code
         stack.enter_context(probe.watching())
         loss = loss_of()
         if probe.found is None and bool(loss.isfinite()):
@@ -59,7 +61,7 @@ def find_first_nonfinite(model: StagedModel, loss_of: Callable[[], Tensor]) -> d
 
 
 class _Thread(threading.local):
-    """Where a thread is: each device's backward has one."""
+    """The position of one thread: autograd has a thread for each device."""
 
     def __init__(self) -> None:
         self.stack: list[tuple[str, str]] = []
@@ -67,18 +69,18 @@ class _Thread(threading.local):
         self.behind = ("loss", "")
         """The module that its backward entered last."""
         self.is_looking = False
-        """Whether it is our own operation, in a hook, that is seen."""
+        """Whether the operations are our own checks, which are not checked themselves."""
 
 
 class _Probe(TorchDispatchMode):
-    """Looks at the result of every operation until one is not finite.
+    """Checks the result of every operation until one is not finite.
 
-    Infinities below 0 that went in are masks, and may come out: they are blamed on the operation that made them of numbers alone, on the
-    layer whose weights they are, and on the sample that has them.
+    Negative infinities in an operation's inputs are masks and may pass through. An infinity is attributed to the operation that made it
+    from finite numbers, to the layer whose weights contain it, or to the sample that contains it.
     """
 
     supports_higher_order_operators = True
-    """So that torch hands those over too: they call functions, have no overloads, and attention can be one."""
+    """Higher-order operators reach the mode too: attention can be one. They call functions and have no overloads."""
 
     def __init__(self, model: StagedModel) -> None:
         super().__init__()
@@ -94,7 +96,7 @@ class _Probe(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside the block operations, modules and gradients are looked at."""
+        """Inside the block operations, modules and gradients are checked."""
         with ExitStack() as stack:
             hooks = [
                 register_module_forward_pre_hook(self._enter),
@@ -116,7 +118,9 @@ class _Probe(TorchDispatchMode):
         outer = self._local.stack[-1][0] if self._local.stack else "inputs"
         stage = self._tops.get(id(module), outer)
         self._local.stack.append((stage, name))
-        if id(module) in self._tops and self.found is None:  # of a streamed block, they are here now and not before
+        if (
+            id(module) in self._tops and self.found is None
+        ):  # checked only now: the weights of a streamed block are not on the device before
             own = module.named_parameters(prefix=name)
             self._broken_weights = [canonical_name(one) for one, weight in own if not self._is_finite(weight)]
 
@@ -147,23 +151,25 @@ class _Probe(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         given = tree_leaves((args, kwargs))
         in_place = isinstance(func, OpOverload) and func._schema.is_mutable
-        masked = in_place and self._has_masks(given)  # before they are written over
+        masked = in_place and self._has_masks(given)  # before an in-place operation overwrites them
         out = func(*args, **(kwargs or {}))
-        made = tree_leaves(out)[: 1 if "attention" in name else None]  # the others are sums in memory that is padded
+        made = tree_leaves(out)[
+            : 1 if "attention" in name else None
+        ]  # its other results have padding that is never written
         broken = [leaf for leaf in made if isinstance(leaf, Tensor) and not self._is_finite(leaf)]
         if broken and not (all(map(self._is_masked, broken)) and (masked or not in_place and self._has_masks(given))):
             self._note(operation)
         return out
 
     def _has_masks(self, given: Sequence[Any]) -> bool:
-        """Whether an operation here is given infinities below 0 that are neither a sample's nor the weights of its layer."""
+        """Whether an operation has negative infinities in its inputs that come neither from a sample nor from its layer's weights."""
         if not self._local.stack:
             return self.is_backward and any(self._is_masked(leaf, whole=False) for leaf in given)
         own = {_layer_name(weight.rpartition(".")[0]) for weight in self._broken_weights}
         return self._local.stack[-1][1] not in own and any(self._is_masked(leaf, whole=False) for leaf in given)
 
     def _is_masked(self, leaf: Any, whole: bool = True) -> bool:
-        """Whether a value has infinities below 0, and if it is looked at as a whole, nothing else that is not finite."""
+        """Whether a value contains negative infinities; with `whole`, only if everything else in it is finite."""
         if not isinstance(leaf, Tensor) or self._is_finite(leaf):
             return False
         self._local.is_looking = True
@@ -203,12 +209,12 @@ def _drop(parameter: Tensor) -> None:
 
 
 def _layer_name(name: str) -> str:
-    """A module's name; of what peft keeps inside of a layer, the layer's."""
+    """A module's name; for modules that peft adds inside of a layer, the layer's name."""
     return re.split(r"\.(?:base_layer|lora_\w+)(?:\.|$)", name, maxsplit=1)[0]
 
 
 def describe_nonfinite(found: dict[str, Any]) -> str:
-    """What `find_first_nonfinite` found, as one phrase."""
+    """The result of `find_first_nonfinite` as one phrase."""
     at = f" at {found['module']}" if found["module"] else ""
     line = f"first in {found['stage']}{at}, {found['operation']} in the {found['pass']}"
     return f"{line}, where {', '.join(found['weights'])} is not finite itself" if found["weights"] else line

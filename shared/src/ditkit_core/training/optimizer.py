@@ -22,25 +22,25 @@ from ditkit_core.training.optimizer_state import export_state, import_state
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerKind:
-    """One row of `OPTIMIZERS`: how an optimizer is built, and everything that the rest of the core has to know about it."""
+    """One row of `OPTIMIZERS`: how an optimizer is built, and its properties that other modules need."""
 
     build: "Callable[[list[dict[str, Any]], OptimConfig], torch.optim.Optimizer]"
     progress: tuple[str, ...] = ()
-    """Scalars of its parameter groups that change as it steps, and are therefore state."""
+    """Scalars of its parameter groups that change as it steps, and are therefore saved as state."""
     averages: bool = False
-    """Whether it trains other weights than those to be used, and has `train()` and `eval()` to go between them."""
+    """Whether the weights to use differ from the trained ones, with `train()` and `eval()` to switch between them."""
     compiles: bool = False
-    """Whether its step goes through torch's compiler, which threads have to enter one after another."""
+    """Whether its step uses torch's compiler, which only one thread may enter at a time."""
     one_by_one: bool = False
-    """Whether it can update one weight at a time, with nothing of it in fp32 before or after."""
+    """Whether it can update one weight at a time, so that only that weight exists in fp32."""
     averages_in_8_bits: bool = False
     """Whether it keeps its averages of the gradient and of its square in 8 bits, not in fp32."""
     streams: bool = False
     """Whether its state can be streamed with the weights of a block."""
     estimates_rate: bool = False
-    """Whether it estimates the learning rate, from all gradients together; `optim.lr` is a factor of it."""
+    """Whether it estimates the learning rate from all gradients together; `optim.lr` multiplies the estimate."""
     rest: str = ""
-    """The optimizer of all parameters but the blocks' weight matrices; empty if it takes these as well."""
+    """The optimizer for parameters other than the blocks' weight matrices; empty if it trains all parameters itself."""
 
 
 def _from_extra(module: str, cls: str) -> Any:
@@ -64,7 +64,7 @@ def _adamw8bit(groups: list[dict[str, Any]], config: "OptimConfig") -> torch.opt
 
 
 def _muon(groups: list[dict[str, Any]], config: "OptimConfig") -> torch.optim.Optimizer:
-    # updates of AdamW's size, so that one learning rate and one weight decay serve both parts
+    # Scales its updates to the size of AdamW's, so that one learning rate and one weight decay suit both parts.
     return torch.optim.Muon(groups, lr=config.lr, adjust_lr_fn="match_rms_adamw")
 
 
@@ -74,7 +74,7 @@ def _adafactor(groups: list[dict[str, Any]], config: "OptimConfig") -> torch.opt
 
 def _prodigy(groups: list[dict[str, Any]], config: "OptimConfig") -> torch.optim.Optimizer:
     cls = _from_extra("prodigyopt", "Prodigy")
-    # what its authors advise for diffusion models; without the safeguard a warm-up spoils the estimate of the rate
+    # Its authors advise this for diffusion models; without the safeguard a warm-up spoils the estimated rate.
     return cls(
         groups, lr=config.lr, betas=config.betas, eps=config.eps, use_bias_correction=True, safeguard_warmup=True
     )
@@ -82,21 +82,21 @@ def _prodigy(groups: list[dict[str, Any]], config: "OptimConfig") -> torch.optim
 
 def _schedulefree(groups: list[dict[str, Any]], config: "OptimConfig") -> torch.optim.Optimizer:
     cls = _from_extra("schedulefree", "AdamWScheduleFree")
-    # it hands all tensors to one operation, which is for those of one device; torch's own optimizers group them
+    # Its foreach path passes all tensors to one operation, which needs a single device; torch's own optimizers group by device.
     at_once = len({parameter.device for group in groups for parameter in group["params"]}) == 1
     return cls(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=at_once)
 
 
 OPTIMIZERS = {
     "adamw": OptimizerKind(build=_adamw, one_by_one=True, streams=True),
-    # torchao compiles the state into its step, so that it cannot be moved between two steps
+    # torchao compiles its step with the state as constants, so the state cannot be moved between two steps
     "adamw8bit": OptimizerKind(build=_adamw8bit, one_by_one=True, compiles=True, averages_in_8_bits=True),
     "adafactor": OptimizerKind(build=_adafactor, one_by_one=True, streams=True),
     "muon": OptimizerKind(build=_muon, one_by_one=True, streams=True, rest="adamw"),
     "prodigy": OptimizerKind(
         build=_prodigy, estimates_rate=True, progress=("k", "d", "d_max", "d_numerator", "d_denom", "d_hat")
     ),
-    # exchanges all weights at once for those to be used, so that none can be elsewhere
+    # eval() and train() convert all weights at once, so none can be streamed
     "schedulefree_adamw": OptimizerKind(
         build=_schedulefree, averages=True, progress=("k", "weight_sum", "lr_max", "scheduled_lr", "train_mode")
     ),
@@ -122,41 +122,39 @@ class OptimConfig:
     """`adamw` (fused), `adamw8bit` (torchao), `muon` (block matrices by Muon, the rest by AdamW; full fine-tune only),
     `adafactor`, or from the extra ditkit-core[optimizers]: `prodigy` (use lr = 1), `schedulefree_adamw`."""
     lr: float = setting(1e-4, resume="stated")
-    """Highest learning rate, above 0; with `prodigy` a factor of the rate that it estimates."""
+    """Highest learning rate, above 0; with `prodigy` it multiplies the estimated rate."""
     weight_decay: float = setting(0.01, resume="stated")
     """Decoupled weight decay; vectors (biases, norms) have none."""
     betas: tuple[float, float] = setting((0.9, 0.999), resume="stated")
-    """Decay of the averages of the gradient and of its square, in [0, 1); Muon and Adafactor have their own."""
+    """Decay of the averages of the gradient and of its square, in [0, 1); Muon and Adafactor use their own values."""
     eps: float = setting(1e-8, resume="stated")
     """Added to the denominator, above 0."""
     schedule: Literal["constant", "cosine", "linear"] = setting("constant", resume="stated")
-    """How the learning rate goes from its highest value to `final_lr_fraction` of it, over all of `train.steps`."""
+    """Shape of the decay of the learning rate from `lr` to `final_lr_fraction` of it, over all of `train.steps`."""
     warmup_steps: int = setting(0, resume="stated")
     """Optimizer steps over which the learning rate rises linearly from 0, before the schedule."""
     final_lr_fraction: float = setting(0.0, resume="stated")
     """Learning rate at the last step of `cosine` and `linear`, as a fraction of `lr`."""
     fused_backward: bool = setting(False, resume="stated")
-    """Update each parameter in the backward, as soon as its gradient is there, so that no full set of gradients exists. Needs
+    """Update each parameter in the backward as soon as its gradient is complete, so that no full set of gradients exists. Needs
     train.clip_norm = 0 and train.accumulation = 1."""
     rounding: Rounding = setting("nearest", resume="stated")
-    """How updates of bf16 weights, those of a full fine-tune with model.dtype = bf16, are written: `stochastic`, or `split`, which keeps
-    the bits that bf16 drops in 2 more bytes per weight; `nearest` loses most updates and is for fp32. The optimizer computes in fp32."""
+    """Rounding of updated bf16 weights (full fine-tune with model.dtype = bf16): `stochastic`, or `split`, which stores the bits that bf16
+    drops in 2 more bytes per weight. `nearest` loses most updates and is for fp32. The optimizer computes in fp32."""
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.eps <= 0 or self.weight_decay < 0 or self.warmup_steps < 0:
             raise UserError("optim.lr and optim.eps must be above 0, weight_decay and warmup_steps at least 0")
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise UserError(f"optim.betas = {self.betas} must lie in [0, 1)")
+            raise UserError(f"optim.betas = {self.betas} must be in [0, 1)")
         if self.kind.estimates_rate and self.lr < 0.01:
-            raise UserError(
-                f"optim.lr = {self.lr:g} is a factor of the rate that {self.name} estimates; set optim.lr = 1"
-            )
+            raise UserError(f"optim.lr = {self.lr:g} multiplies the rate that {self.name} estimates; set optim.lr = 1")
         if self.kind.averages and self.schedule != "constant":
             raise UserError(f"optim.schedule = {self.schedule} does not go with {self.name}; use constant")
         if self.rounding != "nearest" and not self.kind.one_by_one:
             raise UserError(
                 f"optim.rounding = {self.rounding} does not go with optim.name = {self.name}, which updates all weights together or "
-                f"computes those to be used from those trained; use {', '.join(optimizers_that(lambda kind: kind.one_by_one))}"
+                f"computes the weights to use from the trained ones; use {', '.join(optimizers_that(lambda kind: kind.one_by_one))}"
             )
         if self.kind.estimates_rate and self.fused_backward:
             *others, last = optimizers_that(lambda kind: not kind.estimates_rate)
@@ -172,7 +170,7 @@ class OptimConfig:
 
 
 _REST = "rounding_rest"
-"""Entry of a parameter's state: what `split` keeps."""
+"""Entry of a parameter's state: the bits that `split` keeps."""
 
 
 def learning_rate(step: int, config: OptimConfig, total_steps: int) -> float:
@@ -188,16 +186,16 @@ def learning_rate(step: int, config: OptimConfig, total_steps: int) -> float:
 
 @dataclass(frozen=True)
 class _Single:
-    """What updates one parameter alone."""
+    """The optimizer of one parameter alone."""
 
     optimizer: torch.optim.Optimizer
     part: torch.optim.Optimizer
-    """The optimizer that has the parameter among others: its state is what is saved."""
+    """The optimizer that has this parameter among others; its state is saved."""
     group: int
-    """Which of the part's parameter groups it is in."""
+    """Index of its parameter group in `part`."""
     kind: OptimizerKind
     guard: AbstractContextManager[Any]
-    """Around each update."""
+    """Entered around each update."""
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -209,7 +207,7 @@ def _set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 class NamedOptimizer:
-    """The optimizer of a run: one torch optimizer, or Muon and AdamW side by side, over parameters known by name."""
+    """The optimizer of a run: one torch optimizer, or Muon together with AdamW, over named parameters."""
 
     def __init__(
         self,
@@ -222,10 +220,10 @@ class NamedOptimizer:
         """Build it.
 
         Args:
-            parameters: What is trained, by name; the names are those of the saved state.
+            parameters: The trained parameters by name; the saved state uses these names.
             config: The optimizer and its settings.
             matrices: Names of the weight matrices in the blocks, for Muon.
-            accumulation: What gradients are summed in over micro-batches; None: in the parameters' dtype, or fp32 if that is wider.
+            accumulation: Dtype in which gradients are summed over micro-batches; None: the parameters' dtype, or fp32 if that is wider.
 
         Raises:
             UserError: If the optimizer's package is missing, or Muon has no matrices to train.
@@ -235,7 +233,7 @@ class NamedOptimizer:
         self._rounding = config.rounding
         self._draw: tuple[int, int] = (0, 0)
         self._held = {name: self._stand_in(parameter, config) for name, parameter in self.parameters.items()}
-        # with `fused_backward` there is one micro-batch, and nothing is summed
+        # With `fused_backward` a step has one micro-batch, so nothing is summed.
         self._accumulation = None if config.fused_backward else accumulation
         self._expect_gradients()
         self._rounds = any(self._held[name] is not parameter for name, parameter in self.parameters.items())
@@ -256,9 +254,9 @@ class NamedOptimizer:
 
     @staticmethod
     def _stand_in(parameter: nn.Parameter, config: OptimConfig) -> nn.Parameter:
-        """What torch's optimizers hold of a parameter: itself, or of a bf16 one a parameter that has its values in fp32 during its update.
+        """The parameter that torch's optimizers see: the parameter itself, or for bf16 a stand-in with its values in fp32 during its update.
 
-        Where gradients of several micro-batches are added up, and clipped, that is done in fp32, too.
+        Gradients of bf16 parameters are also summed over micro-batches, and clipped, in fp32.
         """
         if parameter.dtype != torch.bfloat16 or not config.kind.one_by_one:
             return parameter
@@ -295,7 +293,7 @@ class NamedOptimizer:
             self._share_state()
 
     def _share_state(self) -> None:
-        """Give what updates one parameter the state of its part, so that a save looks the same however the parameters are updated."""
+        """Share the state of each part with its single-parameter optimizers, so that a save is the same however parameters are updated."""
         for single in self._singles.values():
             single.optimizer.state = single.part.state
             group = single.part.param_groups[single.group]
@@ -303,22 +301,22 @@ class NamedOptimizer:
 
     @property
     def averages(self) -> bool:
-        """Whether the parameters to be used are others than those trained."""
+        """Whether the weights to use differ from the trained ones."""
         return any(kind.averages for kind in self._kinds)
 
     def begin(self, seed: int, step: int) -> None:
-        """Say which step of which run comes next: what stochastic rounding draws is a function of these and the parameter's name."""
+        """Set seed and step: the random numbers of stochastic rounding are a function of them and the parameter's name."""
         self._draw = seed, step
 
     def step(self, lr: float) -> None:
         """Update the parameters from their gradients, at this learning rate."""
         for name, parameter in self.parameters.items():
-            own = self._held[name] is parameter  # what stands in for one takes its gradient in fp32
+            own = self._held[name] is parameter  # a stand-in takes its gradient in fp32
             if own and (gradient := parameter.grad) is not None and gradient.dtype != parameter.dtype:
                 parameter.grad = None
-                parameter.grad_dtype = parameter.dtype  # torch refuses a gradient of any other
+                parameter.grad_dtype = parameter.dtype  # torch refuses a gradient of another dtype
                 parameter.grad = gradient.to(parameter.dtype)
-        if self._rounds:  # one by one, so that one at a time is there in fp32
+        if self._rounds:  # one by one, so that only one exists in fp32 at a time
             names = list(self.gradients())
             for name in names:
                 self.step_one(name, lr)
@@ -331,8 +329,8 @@ class NamedOptimizer:
     def step_one(self, name: str, lr: float) -> None:
         """Update one parameter from its gradient, as `step` would; for `optim.fused_backward`.
 
-        Several threads may do so at once, each with parameters of its own: each parameter has a torch optimizer of its own, which
-        shares nothing with the others but the dictionary in which each has an entry.
+        Several threads may call it at once, each with parameters of its own: each parameter has its own torch optimizer, which
+        shares only the state dictionary with the others, and has one entry in it.
         """
         single = self._singles[name]
         with single.guard, self._in_fp32(name):
@@ -341,7 +339,7 @@ class NamedOptimizer:
 
     @contextmanager
     def _in_fp32(self, name: str) -> Iterator[None]:
-        """Inside the block what stands in for a bf16 parameter has its values and its gradient; then they are rounded."""
+        """Inside the block the stand-in of a bf16 parameter has its values and gradient in fp32; afterwards they are rounded back."""
         parameter, wide = self.parameters[name], self._held[name]
         if wide is parameter or parameter.grad is None:
             yield
@@ -356,7 +354,7 @@ class NamedOptimizer:
                 write_stochastic(parameter, wide.data, seed_of(seed, "rounding", step, name))
             elif self._rounding == "split":
                 state = self.state_of(name)
-                if rest is None:  # only now: an optimizer takes a state that has anything for its own
+                if rest is None:  # only now: an optimizer treats a state that is not empty as initialised
                     rest = state[_REST] = torch.empty(parameter.shape, dtype=torch.int16, device=parameter.device)
                 write_split(parameter, wide.data, rest)
             else:
@@ -364,10 +362,10 @@ class NamedOptimizer:
             wide.data = torch.empty((0,) * parameter.ndim, dtype=torch.float32, device=parameter.device)
 
     def end_step(self, lr: float, updated: Collection[str]) -> None:
-        """After `step_one` of these parameters: what a step changes for all, those without a gradient included."""
+        """Finish a step after `step_one` of these parameters: update the groups' progress, also for parameters without a gradient."""
         for name in self._singles.keys() - set(updated):
             assert self.parameters[name].grad is None, name
-            self.step_one(name, lr)  # updates nothing, but counts the step where counting is the group's
+            self.step_one(name, lr)  # updates nothing, but counts the step in optimizers that count per group
         for single in self._singles.values():
             group, own = single.part.param_groups[single.group], single.optimizer.param_groups[0]
             group.update({key: own[key] for key in single.kind.progress if key in own})
@@ -375,8 +373,8 @@ class NamedOptimizer:
     def state_of(self, name: str) -> MutableMapping[str, Any]:
         """The optimizer's state of one parameter, by entry: empty before its first update.
 
-        It may be changed between two updates of the parameter: a tensor may be put in another's place, on another device too, as
-        long as it is back on the parameter's for the update.
+        It may be changed between two updates of the parameter: a tensor may be replaced, also by one on another device, as long as
+        it is back on the parameter's device for the update.
         """
         for part in self.parts:
             if (state := part.state.get(self._held[name])) is not None:
@@ -385,11 +383,11 @@ class NamedOptimizer:
         return {}
 
     def is_kept_on_host(self, name: str, entry: str) -> bool:
-        """Whether an entry of a parameter's state is on the host wherever the parameter is: torch's optimizers count steps there."""
+        """Whether an entry of a parameter's state is always on the host: torch's optimizers count steps there."""
         return entry == "step" and name in self._counted_on_host
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients that there are, by name, in the parameters' order."""
+        """The existing gradients by name, in the parameters' order."""
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
     def zero_grad(self) -> None:
@@ -399,16 +397,16 @@ class NamedOptimizer:
         self._expect_gradients()
 
     def _expect_gradients(self) -> None:
-        """Have torch sum gradients in their dtype."""
+        """Have torch sum gradients in the configured dtype."""
         for parameter in self.parameters.values():
             if self._accumulation is not None and parameter.grad_dtype != self._accumulation:
                 parameter.grad_dtype = self._accumulation
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside the block the parameters are those to be used; for most optimizers, the trained ones as they are.
+        """Inside the block the parameters have the values to use; for most optimizers, those are the trained ones.
 
-        Going there and back by the optimizer's own `eval()` and `train()` rounds, so the trained values are put back.
+        Switching with the optimizer's own `eval()` and `train()` rounds, so the trained values are copied back.
         """
         averaging = [part for part, kind in zip(self.parts, self._kinds, strict=True) if kind.averages]
         with swapped(self.parameters, self.parameters if averaging else {}):
@@ -421,16 +419,16 @@ class NamedOptimizer:
                     part.train()  # type: ignore[attr-defined]
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything that `load_state` needs to go on to the bit: tensors by name, and values for JSON."""
+        """Everything that `load_state` needs to resume bitwise identically: tensors by name, and values for JSON."""
         return export_state(self.parts, self._progress(), self._held)
 
     def load_state(
         self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], *, on_host: Collection[str] = ()
     ) -> None:
-        """Take over a saved state.
+        """Load a saved state.
 
         Args:
-            tensors, values: As `state` gave them.
+            tensors, values: As `state` returned them.
             on_host: Names of parameters whose state stays on the host for now, wherever they are.
 
         Raises:
@@ -439,11 +437,11 @@ class NamedOptimizer:
         import_state(self.parts, self._progress(), self._held, tensors, values, untouched=on_host)
         for name, parameter in self.parameters.items():
             state = self.state_of(name)
-            if _REST in state:  # torch gave it the dtype of what it holds
+            if _REST in state:  # torch casts state to the dtype of its parameter
                 rest = state.pop(_REST)
                 if self._rounding == "split" and self._held[name] is not parameter:
                     state[_REST] = rest.to(torch.int16)
-        self._share_state()  # loading gave the parts new dictionaries
+        self._share_state()  # loading gives the parts new dictionaries
 
     def _progress(self) -> list[tuple[str, ...]]:
         return [kind.progress for kind in self._kinds]

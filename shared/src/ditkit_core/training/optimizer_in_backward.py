@@ -1,12 +1,12 @@
 """The optimizer's step in the backward: each parameter is updated as soon as its gradient is complete, and the gradient is freed at once.
 
 So no full set of gradients exists. The price is that nothing can look at all gradients before the first update: no clipping by
-their norm, no accumulation over micro-batches, and a gradient that is not finite is found after others were applied.
+their norm, no accumulation over micro-batches, and a non-finite gradient is found after others were applied.
 
-The mechanism is torch's own, `Tensor.register_post_accumulate_grad_hook`, which it documents for this. It is a second way beside the
-engine's passage because it answers another question: a passage is told of blocks, in the order of the carry, while a gradient is complete
-when the last of the parameter's uses is done, in whatever blocks those are, in embed and head too. The hook changes no gradient, and it
-exists only while a step runs. In a recompute it is not called again: the graph that the gradients arrive through is the forward's.
+The mechanism is torch's own, `Tensor.register_post_accumulate_grad_hook`, which torch documents for this purpose. The engine's hooks
+cannot replace it: they are called block by block, in the order of the carry, while a gradient is complete when the parameter's last use
+is done, in whichever blocks, embed or head that is. The hook changes no gradient, and exists only while a step runs. Recomputation does
+not call it again: gradients arrive through the graph of the forward.
 """
 
 import math
@@ -23,9 +23,9 @@ from ditkit_core.training.optimizer import NamedOptimizer
 
 
 class OptimizerInBackward:
-    """The updates of one step, which happen inside the `with` block, while the backward in it runs.
+    """Updates the parameters of one step inside its `with` block, while the backward runs there.
 
-    With a model on several devices torch calls from a thread for each, at the same time, each for its own device's parameters.
+    If the model is on several devices, torch calls the hooks from one thread per device, at the same time.
 
     Attributes:
         updated: Names of the parameters that were updated, in that order.
@@ -42,9 +42,9 @@ class OptimizerInBackward:
         """Prepare the updates of a step.
 
         Args:
-            optimizer: OptimizerInBackward the parameters; made for `optim.fused_backward`.
+            optimizer: Updates the parameters; created with `optim.fused_backward`.
             lr: Learning rate of this step.
-            readable: Whether the gradients' values can be looked at; those of fake tensors cannot.
+            readable: Whether the gradients have values; fake tensors have none.
             watch: Called with each parameter's name and gradient, before the update.
         """
         self._optimizer, self._lr, self._readable = optimizer, lr, readable
@@ -73,12 +73,12 @@ class OptimizerInBackward:
         """A gradient is complete: apply it, unless it or one before it is not finite."""
         gradient = parameter.grad
         assert gradient is not None and name not in self._norms, name
-        # what `total_norm` takes of it; some optimizers write into the gradient, so before the update
+        # The norm that `total_norm` computes. Before the update, because some optimizers write into the gradient.
         wide = torch.promote_types(gradient.dtype, torch.float32)
         norm = self._norms[name] = torch._foreach_norm([gradient], dtype=wide)[0]
         if self._watch is not None:
             self._watch(name, gradient)
-        # Waits for the device once for each parameter: an update that is done cannot be taken back.
+        # Waits for the device once per parameter, because an update cannot be undone.
         if self._readable and not math.isfinite(float(norm)):
             self._sound = False
             if not gradient.isfinite().all():
@@ -89,7 +89,7 @@ class OptimizerInBackward:
         parameter.grad = None
 
     def norms(self) -> list[Tensor]:
-        """Norm of each gradient that there was, in the parameters' order, each on its own device."""
+        """Norm of each gradient, in the parameters' order, each on its own device."""
         return [self._norms[name] for name in self._optimizer.parameters if name in self._norms]
 
     def broken(self) -> list[str]:

@@ -1,7 +1,7 @@
-"""Optimizer state to and from named tensors and JSON values, exact to the bit and without pickle.
+"""Optimizer state to and from named tensors and JSON values, bitwise exact and without pickle.
 
 Tensors are keyed `parameter|entry`. A quantized entry is a tensor subclass: its inner tensors are stored one by one as
-`parameter|entry|inner`, and the class with its attributes among the values, to be rebuilt only if it is one we know.
+`parameter|entry|inner`, and its class and attributes among the values. Only known classes are rebuilt, so a file cannot name code to run.
 """
 
 import importlib
@@ -22,15 +22,15 @@ _FOREIGN = "the saved optimizer state does not fit this run ({}); start a new ru
 def export_state(
     parts: Sequence[torch.optim.Optimizer], progress: Sequence[tuple[str, ...]], parameters: Mapping[str, nn.Parameter]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """State of some optimizers.
+    """The state of several optimizers.
 
     Args:
         parts: The optimizers.
-        progress: Per optimizer, the scalars of its parameter groups that are state.
+        progress: Per optimizer, names of the scalars in its parameter groups that are state.
         parameters: All their parameters, by name.
 
     Returns:
-        Tensors, contiguous and on the CPU or wherever the state lives, and values for JSON.
+        Tensors, contiguous, each on the device of the state, and values for JSON.
     """
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, Any] = {}
@@ -63,15 +63,15 @@ def import_state(
     *,
     untouched: Collection[str] = (),
 ) -> None:
-    """Put an exported state into freshly built optimizers; settings (decay, betas) stay those of now.
+    """Load an exported state into newly built optimizers; settings (decay, betas) stay those of the optimizers.
 
     Args:
         parts, progress, parameters: As for `export_state`.
-        tensors, values: What it gave.
-        untouched: Parameters whose state is not sent to where they are.
+        tensors, values: What it returned.
+        untouched: Names of parameters whose state stays on its device.
 
     Raises:
-        UserError: If it names parameters that are not trained here, has other groups, or holds an unknown class.
+        UserError: If it names parameters that are not trained here, has other groups, or contains an unknown class.
     """
     entries: dict[str, dict[str, Any]] = {}
     plain = {key: tensor for key, tensor in tensors.items() if key.count("|") == 1}
@@ -90,7 +90,9 @@ def import_state(
         groups = part.state_dict()["param_groups"]
         for group, scalars in zip(groups, saved, strict=True):
             group.update({key: scalars[key] for key in keys if key in scalars})
-        part.load_state_dict({"state": state, "param_groups": groups})  # torch's own, which places each entry
+        part.load_state_dict(
+            {"state": state, "param_groups": groups}
+        )  # torch's own, which moves each entry to its device
         part.state.update({order[i]: found for i, found in known.items() if i not in state})
 
 

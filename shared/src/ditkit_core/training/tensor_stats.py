@@ -1,9 +1,10 @@
-"""Numeric sentinels: on a schedule, the largest activation of each block, values that are not finite, and gradients that underflow.
+"""Numeric sentinels: every few steps, the largest activation of each block, values that are not finite, and gradients that underflow.
 
-A step that is watched has one more passage in its engine and is otherwise the same: nothing is changed, and what is found stays on its
-device, as numbers, until it comes to the host together with the step's loss. Steps between are not touched at all.
+A watched step has one more hook in its engine and is otherwise the same: no value changes. The statistics stay on their device until they
+are sent to the host together with the step's loss. Steps in between have no hook.
 
-What a block made is what comes out of it in memory that did not go in; that is told by the storages of the carry before, held weakly.
+A block's own output is the part of the carry that it returns in new memory. Weak references to the storages of the carry before show which
+part that is.
 """
 
 import weakref
@@ -20,14 +21,14 @@ from ditkit_core.engine.block_hooks import BlockHooks
 from ditkit_core.engine.engine import BlockEngine
 
 _AT_ONCE = 2**20
-"""Values looked at at once: it bounds what is held beside them to some 10 MiB."""
+"""Elements per chunk, which limits temporary memory to about 10 MiB."""
 
 GROWTH = 10.0
-"""By how much a block's largest activation may grow before it is said."""
+"""Factor by which a block's largest activation may grow before a warning."""
 
 
 class BlockStats(NamedTuple):
-    """What a block made: its index in `blocks()`, and which part of the carry."""
+    """A part of the carry that a block writes: the block's index in `blocks()`, and the part's name."""
 
     block: int
     part: str
@@ -35,39 +36,39 @@ class BlockStats(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepStats:
-    """What one watched step showed, over all its micro-batches."""
+    """Statistics of one watched step, over all its micro-batches."""
 
     largest: dict[BlockStats, float]
     """Largest finite magnitude."""
     not_finite: dict[BlockStats, int]
-    """How many values are infinite or not a number."""
+    """Number of values that are infinite or NaN."""
     underflow: float
     """Share of the gradients' elements that are 0 or below the smallest normal number of the dtype they are stored in, over the parameters
-    whose gradient is not 0 everywhere: there nothing arrived, as at an adapter's first matrix while its second is 0. 1 if all are."""
+    whose gradient is not 0 everywhere. It is 0 everywhere for an adapter's first matrix while its second is 0. 1 if all are 0."""
     worst: str
     """The parameter with the largest such share, or empty."""
 
 
 def with_hooks(engine: Any, hook: BlockHooks) -> Any:
-    """The engine with one more hook, called last; any other callable as it is."""
+    """The engine with one more hook, called last; any other callable unchanged."""
     return replace(engine, hooks=(*engine.hooks, hook)) if isinstance(engine, BlockEngine) else engine
 
 
 def magnitudes(tensor: Tensor) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Largest finite magnitude of a floating tensor, and how many of its values are not finite; float64, on its device."""
+    """Largest finite magnitude of a floating-point tensor, and the number of its values that are not finite; float64, on its device."""
     flat = tensor.detach().reshape(-1)
     largest = torch.zeros((), dtype=torch.float64, device=flat.device)
     count = torch.zeros_like(largest)
     for part in flat.split(_AT_ONCE):
         size = part.abs()
-        bad = ~(size <= torch.finfo(size.dtype).max)  # a NaN is not, either
+        bad = ~(size <= torch.finfo(size.dtype).max)  # written so that NaN counts, too: it compares false
         largest = torch.maximum(largest, size.masked_fill_(bad, 0).amax().double())
         count += bad.sum()
     return largest, count
 
 
 def smallness(gradient: Tensor) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """How many elements of a gradient are below the smallest normal number of its dtype, and how many of these are 0; float64."""
+    """Number of a gradient's elements below the smallest normal number of its dtype, and how many of these are 0; float64."""
     flat = gradient.detach().reshape(-1)
     small = torch.zeros((), dtype=torch.float64, device=flat.device)
     zero = torch.zeros_like(small)
@@ -79,31 +80,31 @@ def smallness(gradient: Tensor) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
 
 
 class StatsRecorder:
-    """Watches one step: a passage for its engine, and told of its gradients."""
+    """Watches one step: a hook for its engine, which is also called with its gradients."""
 
     def __init__(self) -> None:
         self._found: dict[BlockStats, list[tuple[Tensor, Tensor]]] = {}
         self._guessed: set[BlockStats] = set()
-        """Entries of blocks of which it is not known what went in."""
+        """Entries of blocks whose input storages are unknown."""
         self._gradients: dict[str, tuple[int, Tensor, Tensor]] = {}
         self._before: dict[int, weakref.ref[Any]] = {}
         self._device: torch.device | None = None
         self._last = -1
         self.reading: StepStats | None = None
-        """What was seen, once it has come to the host."""
+        """The statistics, once they are on the host."""
 
     def pre_forward(self, index: int, block: nn.Module) -> None:
-        """Nothing: the carry is not told here."""
+        """Do nothing: the carry is not passed here."""
 
     def post_forward(self, index: int, block: nn.Module, carry: Any) -> None:
-        """Look at what the block made."""
+        """Record statistics of what the block wrote."""
         if not torch.is_grad_enabled():
             return
         leaves = [
             (keystr(path).lstrip("."), x) for path, x in tree_flatten_with_path(carry)[0] if isinstance(x, Tensor)
         ]
         device = next((x.device for _, x in leaves), None)
-        # another forward begins, or the carry was sent here: all of it is new
+        # Another forward begins, or the carry was copied from another device: all its storages are new.
         guessed = index <= self._last or self._last < 0 or device != self._device
         for part, leaf in leaves:
             storage = leaf.untyped_storage()
@@ -118,15 +119,15 @@ class StatsRecorder:
         self._last, self._device = index, device
 
     def pre_backward(self, index: int, block: nn.Module) -> None:
-        """Nothing: gradients are told one by one."""
+        """Do nothing: `gradient` is called for each parameter."""
 
     def gradient(self, name: str, gradient: Tensor) -> None:
-        """Look at a parameter's gradient, before it is clipped."""
+        """Record statistics of a parameter's gradient, before it is clipped."""
         self._gradients[name] = (gradient.numel(), *smallness(gradient))
 
     def packed(self) -> list[Float[Tensor, "numbers"]]:
-        """All numbers in the order in which `read` takes them, stacked by device to send as few pieces as there are devices."""
-        # The first block of a device is only asked for what the others change: it seems to have made all that the carry brings.
+        """All numbers in the order in which `read` takes them, stacked by device, so that each device sends one tensor."""
+        # The first block of a device seems to have written the whole carry. Only parts that other blocks write, too, are counted for it.
         changed = {made.part for made in self._found.keys() - self._guessed}
         if changed:
             self._found = {
@@ -146,7 +147,7 @@ class StatsRecorder:
         return stacked
 
     def read(self, numbers: Sequence[float]) -> None:
-        """Take what was packed, on the host."""
+        """Receive the packed numbers on the host."""
         pairs = list(zip(numbers[::2], numbers[1::2], strict=True))
         activations = dict(zip(self._found, pairs, strict=False))
         shares, lost, total = {}, 0.0, 0
@@ -164,21 +165,21 @@ class StatsRecorder:
 
 @dataclass
 class DriftMonitor:
-    """Readings across steps: numbers to report, and a line where one of them goes wrong."""
+    """Compares statistics across steps: returns metrics, and warns where one of them goes wrong."""
 
     limit: float
-    """Largest finite number of the dtype that blocks multiply in."""
+    """Largest finite number of the blocks' matmul dtype."""
     warn: Callable[[str], None]
     first: dict[str, float] = field(default_factory=dict)
-    """What each block's largest activation was when first seen, by `block.part`: `TrainState.first_activations`, which it adds to."""
+    """Each block's largest activation in the first watched step, by `block.part`: `TrainState.first_activations`, which it adds to."""
     _warned: set[str] = field(default_factory=set)
 
     def take(self, step: int, reading: StepStats) -> dict[str, float | str]:
-        """Numbers of a step, by name; and a warning, once for each kind, that names the first block that gives cause.
+        """Metrics of a step, by name. Warns once for each kind of problem, naming the first block that has it.
 
         Args:
             step: Optimizer steps done.
-            reading: What was seen in the last of them.
+            reading: Statistics of the last of them.
         """
         growth: dict[BlockStats, float] = {}
         for made, largest in reading.largest.items():

@@ -1,4 +1,4 @@
-"""What a training step works on: a model with everything that runs it, and the samples of a micro-batch."""
+"""The inputs of a training step: a model with its engine, and the samples of a micro-batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from ditkit_core.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class TrainModel:
-    """A staged model on its devices, and what runs it."""
+    """A staged model on its devices, with the engine that runs it."""
 
     module: StagedModel
     engine: Engine
@@ -23,9 +23,9 @@ class TrainModel:
     trainable: Mapping[str, nn.Parameter] = field(default_factory=dict, repr=False)
     """The parameters to train, by name; no two names share one. A forward alone needs none."""
     streamer: BlockSwap | None = None
-    """Streams weights of the model, as the engine does; None if all stay on their devices."""
+    """Streams weights of the model, for the engine; None if all stay on their devices."""
     matmul_dtype: torch.dtype = torch.float32
-    """What the blocks multiply in: the loop warns of activations near its largest number."""
+    """Matmul dtype of the blocks: the loop warns of activations near its largest number."""
 
 
 @runtime_checkable
@@ -49,5 +49,5 @@ class MicroBatch(Protocol):
 
     @property
     def counted(self) -> float | None:
-        """How many samples it counts for in the step's mean: None for as many as it has, 0 for what is added to the mean."""
+        """Number of samples that it counts for in the step's mean: None for as many as it has, 0 if its loss is added to the mean."""
         ...

@@ -1,4 +1,4 @@
-"""What training changes, as one thing: the parameters, their optimizer, their average, and how far the run has come."""
+"""Everything that training changes: parameters, optimizer, average, and progress of the run."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -18,18 +18,18 @@ from ditkit_core.training.validation import ValidationHistory
 
 
 class TrainState:
-    """What training changes, saved and restored together.
+    """Everything that training changes, saved and restored together.
 
     Attributes:
-        parameters: What is trained, by name.
-        values: What holds their values between two steps: the parameters, or those on the host in place of streamed ones.
-        optimizer: Updates them.
+        parameters: The trained parameters, by name.
+        values: The tensors with their values between two steps: the parameters, or the copies on the host of streamed ones.
+        optimizer: Updates the parameters.
         average: Their moving average.
         step: Optimizer steps done.
         held_out: Held-out loss after this step; None if it was not measured there.
-        history: What the run's measurements came to.
-        first_activations: The largest activation of each block when it was first looked at, by `block.part`: what a run that goes on
-            is compared with.
+        history: Held-out losses of the run.
+        first_activations: The largest activation of each block in the first watched step, by `block.part`; a resumed run compares
+            with it.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class TrainState:
 
         Args:
             model: The staged model.
-            parameters: What is trained of it, by name.
+            parameters: Its trained parameters, by name.
             optim, ema: Sections of the configuration.
-            swap: What streams weights of the model. Averages of streamed ones are kept on the host.
+            swap: Streams weights of the model. Averages of streamed weights are kept on the host.
         """
         self.parameters = dict(parameters)
         self.values = {name: swap.host_of(p) if swap else p for name, p in self.parameters.items()}
@@ -66,7 +66,7 @@ class TrainState:
         self.first_activations: dict[str, float] = {}
 
     def state_dict(self) -> State:
-        """Everything that `load_state_dict` needs to go on to the bit."""
+        """Everything that `load_state_dict` needs to resume bitwise identically."""
         with self._swap.on_host() if self._swap else nullcontext():
             tensors, scalars = self.optimizer.state()
         groups: dict[str, Mapping[str, Tensor]] = {
@@ -78,20 +78,20 @@ class TrainState:
         return State(step=self.step, tensors=groups, values=values, held_out=self.held_out)
 
     def load_state_dict(self, state: State, path: Path) -> None:
-        """Take over a saved state, to the bit.
+        """Restore a saved state, bitwise identically.
 
         Args:
-            state: As `state_dict` gave it.
-            path: Where it was read, for messages.
+            state: As `state_dict` returned it.
+            path: The save, for messages.
 
         Raises:
-            UserError: If it is of other parameters.
+            UserError: If it has other parameters.
         """
         saved = state.tensors.get("trainable", {})
         shapes = {name: tensor.shape for name, tensor in saved.items()}
         if shapes != {name: parameter.shape for name, parameter in self.parameters.items()}:
             raise UserError(
-                f"{path} was saved with other trained parameters; make [model] and [adapter] equal to that run's, or train in another run.folder"
+                f"{path} was saved with other trained parameters; use the [model] and [adapter] of that run, or train in another run.folder"
             )
         copy_values(self.values, saved)
         streamed = {name for name, parameter in self.parameters.items() if self.values[name] is not parameter}
@@ -99,7 +99,9 @@ class TrainState:
         if self._swap is not None:
             self._swap.attach(self.optimizer)
             self._swap.host_changed()
-        self.average = EMA(self.values, self._ema_config)  # anew: an average that was not kept starts from here
+        self.average = EMA(
+            self.values, self._ema_config
+        )  # new, so that an average that was not saved starts from these weights
         self.average.load(state.tensors.get("ema", {}))
         self.step, self.held_out = state.step, state.held_out
         self.history = ValidationHistory(state.values)
@@ -107,7 +109,7 @@ class TrainState:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Inside the block the parameters are those to measure and export: averaged, where something averages."""
+        """Inside the block the parameters are those to validate and export: the averaged ones, if the run averages."""
         with self.average.swap() if self.average.values else self.optimizer.averaged():
             self._host_changed()
             try:
@@ -121,7 +123,7 @@ class TrainState:
 
 
 def _block_matrices(model: StagedModel, trainable: Mapping[str, nn.Parameter]) -> list[str]:
-    """Names of the blocks' weight matrices, or none if the blocks are not trained whole."""
+    """Names of the blocks' weight matrices; empty unless all parameters of the blocks are trained."""
     in_blocks = {id(parameter): parameter for block in model.blocks() for parameter in block.parameters()}
     if not all(parameter.requires_grad for parameter in in_blocks.values()):
         return []

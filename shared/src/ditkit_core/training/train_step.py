@@ -1,4 +1,4 @@
-"""One optimizer step: gradients accumulated over micro-batches, clipped once, applied once, or not at all."""
+"""One optimizer step: gradients are accumulated over micro-batches, clipped once, and applied once or not at all."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,18 +31,18 @@ from ditkit_core.training.train_model import MicroBatch, TrainModel
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step reports."""
+    """Metrics of one optimizer step."""
 
     loss: float
-    """Sum of the samples' weighted losses, by the number of samples that are counted: the weighted mean, plus prior.weight times
-    that of the prior's samples where there are some."""
+    """Sum of the samples' weighted losses over the number of counted samples: the weighted mean, plus prior.weight times that of
+    the class images, if any."""
     grad_norm: float
     """Norm of all gradients, before clipping."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """Where a step is in its run: what its random numbers are a function of, and how its micro-batches are run."""
+    """A step's place in its run, which decides its random numbers, and how its micro-batches are run."""
 
     step: int
     """Optimizer steps done before this one."""
@@ -51,15 +51,15 @@ class StepContext:
     flow: FlowConfig
     """Noise levels and weights."""
     pipelined: bool = False
-    """Run all forwards, then one backward over the sum of the losses. Forwards are only launched, and autograd runs backwards of
-    different devices side by side, so that a divided model's devices work at once. What all micro-batches keep for the backward is alive
-    together. Sums of gradients come in another order: for two micro-batches bitwise identical wherever a parameter is used once in a
-    forward."""
+    """Run all forwards, then one backward over the sum of the losses. Forwards are launched without waiting, and autograd runs the
+    backwards of different devices in parallel, so the devices of a split model work at the same time. The activations of all
+    micro-batches are alive at once. Gradients are summed in another order, which is bitwise identical for two micro-batches if a
+    forward uses each parameter once."""
 
 
 @dataclass(frozen=True)
 class Losses:
-    """The micro-batches of a step as they went through: what a failure is explained by."""
+    """Samples, noise levels and losses of a step's micro-batches, which explain a failure."""
 
     ids: list[Sequence[str]]
     sigmas: list[Tensor]
@@ -68,13 +68,13 @@ class Losses:
 
 
 class NonFiniteLoss(Exception):
-    """A loss or gradient that is infinite or not a number; the weights and the optimizer are as before the step.
+    """A loss or gradient that is infinite or NaN. Weights and optimizer are as before the step.
 
-    Not so with `optim.fused_backward`, where a gradient that is not finite is found after some parameters were updated: only what
-    was saved before counts then.
+    The exception is `optim.fused_backward`: it may find a non-finite gradient after some parameters were updated. Then only the last
+    save is valid.
 
     Attributes:
-        evidence: What is known about it, for JSON.
+        evidence: Details for JSON: samples, losses, and the first operation with a non-finite result.
     """
 
     def __init__(self, evidence: dict[str, Any]):
@@ -82,10 +82,10 @@ class NonFiniteLoss(Exception):
         if where := evidence.get("where"):
             message += f" ({describe_nonfinite(where)}; samples {', '.join(where['ids'])})"
         elif reason := evidence.get("where_not_found"):
-            message += f" (where it came from was not found: {reason})"
+            message += f" (its origin was not found: {reason})"
         if updated := evidence.get("num_parameters_updated_before"):
             message += f" and {updated} parameters were updated before it was found"
-            message += ", and before its origin was looked for, so that only the last save counts"
+            message += ", also before its origin was looked for, so that only the last save is valid"
         super().__init__(message)
         self.evidence = evidence
 
@@ -104,13 +104,13 @@ def training_step(
 
     Args:
         model: The model and its engine.
-        micro_batches: The step's samples; how they are cut into micro-batches changes nothing but the order of summation
+        micro_batches: The step's samples; their grouping into micro-batches changes only the order of summation
             (and the masks of dropout).
-        optimizer: Holds the parameters that are trained.
+        optimizer: Has the trained parameters.
         context: The step's place in its run.
         lr: Learning rate of this step.
-        clip_norm: Longest gradient that is applied as it is; 0 applies any.
-        watch: Looks at activations and gradients of this step, and has its reading afterwards.
+        clip_norm: Maximum global gradient norm; 0 disables clipping.
+        watch: Records activations and gradients of this step, and has their statistics afterwards.
 
     Raises:
         NonFiniteLoss: If a loss or gradient is not finite; nothing is updated, unless the optimizer updates in the backward.
@@ -121,18 +121,18 @@ def training_step(
     accumulate = partial(accumulate_gradients, watched, micro_batches, context)
     try:
         if optimizer.fused_backward:
-            assert len(micro_batches) == 1 and not clip_norm, "refused with the remedies before anything was loaded"
+            assert len(micro_batches) == 1 and not clip_norm, "refused before anything was loaded"
             return _fused_step(accumulate, optimizer, step=context.step, lr=lr, watch=watch)
         num_samples = sum(len(batch.ids) for batch in micro_batches if batch.counted != 0)
         losses = accumulate()
         return _finish_step(losses, optimizer, num_samples, step=context.step, lr=lr, clip_norm=clip_norm, watch=watch)
     except NonFiniteLoss as error:
         evidence = error.evidence
-    # the step's graph, which the error held, is freed by now
+    # Outside of the handler: the error refers to the step's graph, whose memory the second forward needs.
     try:
         evidence["where"] = _first_not_finite(model, micro_batches, evidence, context)
     except (RuntimeError, MemoryError, UserError) as error:
-        # no room for a second look, or nothing that can be looked into; the failure itself is what has to be said
+        # Out of memory, or an operation without a check: report the failure without its origin, not this error.
         if not (is_out_of_memory(error) or isinstance(error, (NotImplementedError, UserError))):
             raise
         evidence |= {"where": None, "where_not_found": str(error).partition("\n")[0] or type(error).__name__}
@@ -149,7 +149,7 @@ def _finish_step(
     clip_norm: float,
     watch: StatsRecorder | None,
 ) -> StepResult:
-    """Look at the gradients that were added up, and apply them."""
+    """Check the accumulated gradients, and apply them."""
     gradients = optimizer.gradients()
     if watch is not None:
         for name, gradient in gradients.items():
@@ -166,7 +166,7 @@ def _finish_step(
 
 
 def _to_host(loss: Tensor, norm: Tensor, watch: StatsRecorder | None) -> tuple[float, float]:
-    """Loss, norm and what was watched, in the one transfer from the accelerator that a step has: each would wait for all work before it."""
+    """Send loss, norm and watched statistics to the host in one transfer, because each transfer waits for all work on the device."""
     pieces = [norm.reshape(1), *(watch.packed() if watch is not None else ())]
     sent = [piece.double().to(loss.device, non_blocking=True) for piece in pieces]
     total, *others = torch.cat([loss.reshape(1), *sent]).cpu().tolist()
@@ -183,13 +183,13 @@ def _fused_step(
     lr: float,
     watch: StatsRecorder | None = None,
 ) -> StepResult:
-    """The same of one micro-batch, each parameter updated in the backward as soon as its gradient is there."""
+    """Run one micro-batch, and update each parameter in the backward as soon as its gradient is complete."""
     loss = math.nan
 
     def check(losses: Losses) -> None:
         nonlocal loss
         loss = float(torch.cat(losses.weighted).double().sum() / len(losses.ids[0]))
-        if not math.isfinite(loss):  # before the backward, which would update
+        if not math.isfinite(loss):  # before the backward, which updates weights
             raise NonFiniteLoss(_evidence(step, losses, [], StepResult(loss, math.nan)))
 
     with OptimizerInBackward(optimizer, lr, watch=None if watch is None else watch.gradient) as updates:
@@ -204,7 +204,7 @@ def _fused_step(
 
 
 def update(optimizer: NamedOptimizer, norm: Tensor, *, lr: float, clip_norm: float) -> None:
-    """Clip the gradients to a norm of `clip_norm` all together, unless that is 0, and step."""
+    """Clip the gradients to a global norm of `clip_norm`, unless that is 0, and step."""
     if clip_norm:
         torch.nn.utils.clip_grads_with_norm_(optimizer.parameters.values(), clip_norm, norm)
     optimizer.step(lr)
@@ -213,7 +213,8 @@ def update(optimizer: NamedOptimizer, norm: Tensor, *, lr: float, clip_norm: flo
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The norm of all gradients together, on the device of the first.
 
-    Summed in the order given, wherever each lies: torch's own groups them by device, and would give a divided model other last bits.
+    It sums in the given order, whatever devices the gradients are on. torch's own function groups them by device, which would change
+    the last bits for a split model.
     """
     norms: list[Tensor] = [torch.empty(0)] * len(gradients)
     for chosen in _by_device(gradients).values():
@@ -224,7 +225,7 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def joined_norm(norms: Sequence[Tensor]) -> Tensor:
-    """The norm of a whole from the norms of its parts, numbers on any devices, on the device of the first."""
+    """The norm of several tensors from their norms, scalars on any devices; on the device of the first."""
     first = norms[0]
     joined = torch.zeros(len(norms), device=first.device, dtype=torch.promote_types(first.dtype, torch.float32))
     for chosen in _by_device(norms).values():
@@ -247,26 +248,26 @@ def accumulate_gradients(
     *,
     before_backward: Callable[[Losses], None] = lambda losses: None,
 ) -> Losses:
-    """Add the gradient of the step's loss to the parameters: the sum of the samples' weighted losses, by what they count for.
+    """Add the gradient of the step's loss to the parameters: the sum of the samples' weighted losses over the number they count for.
 
-    That is the weighted mean where every micro-batch counts for the samples it has. Where all count for their mean size, a
-    sample weighs the same in a small micro-batch as in a large one.
+    That is the weighted mean if every micro-batch counts for its own samples. If all count for their mean size, a sample has the
+    same weight in a small micro-batch as in a large one.
 
-    Noise level and noise of a sample are a function of (seed, step, place in the step, id), whatever micro-batch it is in;
-    its place counts, because a small dataset can have one sample several times in a step. Dropout is drawn by (seed, step, micro-batch).
+    Noise level and noise of a sample are a function of (seed, step, place in the step, id), whatever micro-batch it is in. The
+    place is included because a small dataset can have one sample several times in a step. Dropout uses (seed, step, micro-batch).
 
     Args:
         model: The model and its engine.
         micro_batches: The step's samples.
         context: The step's place in its run.
-        before_backward: Called before each backward with the losses so far, those that it is of included.
+        before_backward: Called before each backward with the losses so far, including its own.
     """
     counted = sum(len(batch.ids) if batch.counted is None else batch.counted for batch in micro_batches)
     losses = Losses(ids=[batch.ids for batch in micro_batches], sigmas=[], weighted=[])
     parts: list[Tensor] = []
     sent = _sent(model, micro_batches, context)
-    # A copy waits for all that both its ends were given before, on the device or on the host: between two forwards it would stop
-    # what is to overlap. So everything but the carry is where it is needed before the first of them.
+    # A copy waits for all earlier work on both its devices. Between two forwards it would prevent the overlap that pipelining is
+    # for, so everything but the carry is sent to its device before the first forward.
     for micro, batch in enumerate(list(sent) if context.pipelined else sent):
         weighted = _weighted_errors(model, batch, micro, context)
         losses.sigmas.append(batch.sigma)
@@ -282,45 +283,45 @@ def accumulate_gradients(
 
 
 def _weighted_errors(model: TrainModel, batch: "_Sent", micro: int, context: StepContext) -> Tensor:
-    """The forward of a micro-batch: the weighted loss of each sample."""
+    """Run the forward of a micro-batch, and return the weighted loss of each sample."""
     torch.manual_seed(seed_of(context.seed, "dropout", context.step, micro))  # all devices' generators
     return velocity_errors(model, batch.noised, context.flow.guidance) * batch.weights
 
 
 def _backward(loss: Tensor) -> None:
-    # torch obeys an outer autocast in the backward of every matmul too, not in the forward alone.
+    # torch applies an outer autocast in the backward of every matmul, too.
     with autocast_disabled(loss.device.type):
         loss.backward()
 
 
 class _Sent(NamedTuple):
-    """A micro-batch on the devices that need it."""
+    """A micro-batch, sent to the devices that need it."""
 
     sigma: Tensor
     """Noise levels, on the host."""
     noised: NoisedBatch
-    """Inputs on the first device; targets and masks where predictions are made."""
+    """Inputs on the first device; targets and masks on the last, which makes the predictions."""
     weights: Tensor
-    """Of the samples' losses, where predictions are made."""
+    """Weights of the samples' losses, on the last device."""
 
 
 def _sent(model: TrainModel, micro_batches: Sequence[MicroBatch], context: StepContext) -> Iterator[_Sent]:
-    """Draw each micro-batch's noise, and send what its forward needs to the first and the last device."""
+    """Sample each micro-batch's noise, and send the inputs of its forward to the first and the last device."""
     spec, flow = model.spec, context.flow
     first, last = (next(stage.parameters()).device for stage in (model.module.embed, model.module.head))
     place = 0
     for batch in micro_batches:
         shifts = [flow.shift_for(spec.training.shift(item["latents"])) for item in batch.items]
-        drawn = [
+        sampled = [
             sample_noise(item["latents"], flow, shift, context.seed, "noise", context.step, place + i, name)
             for i, (name, item, shift) in enumerate(zip(batch.ids, batch.items, shifts, strict=True))
         ]
-        place += len(drawn)
-        sigma, noise = torch.stack([level for level, _ in drawn]), [eps for _, eps in drawn]
-        factors = batch.weights or [1.0] * len(drawn)
+        place += len(sampled)
+        sigma, noise = torch.stack([level for level, _ in sampled]), [eps for _, eps in sampled]
+        factors = batch.weights or [1.0] * len(sampled)
         weights = [
             factor * loss_weight(level, flow, shift)
-            for factor, (level, _), shift in zip(factors, drawn, shifts, strict=True)
+            for factor, (level, _), shift in zip(factors, sampled, shifts, strict=True)
         ]
         targets = [velocity_target(item, eps) for item, eps in zip(batch.items, noise, strict=True)]
         masks = [spec.training.loss_mask(item) for item in batch.items]
@@ -337,14 +338,14 @@ def _sent(model: TrainModel, micro_batches: Sequence[MicroBatch], context: StepC
 def _first_not_finite(
     model: TrainModel, micro_batches: Sequence[MicroBatch], evidence: Mapping[str, Any], context: StepContext
 ) -> dict[str, Any] | None:
-    """Run the micro-batches that failed once more and look at each number; all of them if it was a gradient.
+    """Rerun the failed micro-batches and check every operation; all micro-batches if a gradient failed.
 
     Returns:
-        What `find_first_nonfinite` found, with the micro-batch and the ids of its samples, or of those whose loss is not finite. None if
-        nothing was found: a norm of finite gradients was too large, or the machine does not compute the same twice.
+        The result of `find_first_nonfinite`, with the micro-batch and the ids of its samples, or of those whose loss is not finite. None
+        if nothing was found: the norm of finite gradients overflowed, or the machine does not compute the same values twice.
     """
     if isinstance(model.engine, BlockEngine) and model.engine.backend == "flex":
-        # not compiled, flex would hold every score
+        # flex runs uncompiled here, and would allocate all attention scores
         model = replace(model, engine=replace(model.engine, backend="sdpa"))
     failed = [sample for sample in evidence["samples"] if not isinstance(sample["loss"], float)]
     suspects = {sample["micro_batch"] for sample in failed} or set(range(len(micro_batches)))
@@ -364,7 +365,7 @@ def _first_not_finite(
 
 
 def _evidence(step: int, losses: Losses, broken: Sequence[str], result: StepResult) -> dict[str, Any]:
-    """What went wrong where; numbers that JSON does not know are written as text."""
+    """The details of a failure; non-finite numbers are written as text, because JSON has none."""
     samples = [
         {"micro_batch": micro, "id": name, "sigma": float(level), "loss": _number(float(loss))}
         for micro, (ids, sigma, weighted) in enumerate(zip(losses.ids, losses.sigmas, losses.weighted, strict=True))

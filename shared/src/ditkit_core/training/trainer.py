@@ -1,4 +1,4 @@
-"""The training loop: resume, step, report, measure, save, until done or interrupted."""
+"""The training loop: resume, step, report, validate, save, until done or interrupted."""
 
 import json
 import logging
@@ -39,64 +39,62 @@ class TrainConfig:
     """The `[train]` section."""
 
     steps: int = setting(1000, resume="free")
-    """Optimizer steps of the whole run, what was done before resuming included. 0 trains nothing: what the run starts from is exported and
-    drawn."""
+    """Optimizer steps of the whole run, including those before it was resumed. 0 trains nothing: the initial model is exported and
+    sampled."""
     batch_size: int = setting(1, resume="stated")
-    """Samples in a micro-batch. One holds samples of one shape, so that it may be smaller where shapes differ."""
+    """Samples in a micro-batch. All have the same shape, so a micro-batch can be smaller if shapes differ."""
     batch_tokens: int = setting(0, resume="stated")
-    """Tokens in a micro-batch, in place of batch_size: as many samples as fit, one at least. 0 goes by batch_size."""
+    """Tokens in a micro-batch, instead of batch_size: as many samples as fit, at least one. 0 uses batch_size."""
     accumulation: int = setting(1, resume="stated")
     """Micro-batches in an optimizer step."""
     clip_norm: float = setting(1.0, resume="stated")
-    """Longest gradient that is applied as it is, over all parameters; 0 clips nothing."""
+    """Maximum global gradient norm; larger gradients are scaled down. 0 disables clipping."""
     seed: int = setting(0, resume="refused")
-    """Decides initial adapters, data order, noise and dropout."""
+    """Seed of initial adapters, data order, noise and dropout."""
     caption_dropout: float = setting(0.0, resume="stated")
     """Share of samples whose caption is replaced by the empty one, in [0, 1]."""
     control_dropout: float = setting(-1.0, resume="stated")
-    """Share of samples that are given without what the model can be trained without (a first frame, where text alone is enough), in [0, 1].
-    -1 means the model's own: half of them where it is to draw from text alone as well as from a picture (TI2V), else none."""
+    """Share of samples whose optional conditions (a first frame, where text alone is enough) are left out, in [0, 1]. -1 means the
+    model's own: half of the samples if it generates from text alone as well as from an image (TI2V), else none."""
     device: str = setting("auto", resume="free")
     """Where to train: `auto` (the first GPU, else the CPU), `cpu`, `cuda:1`."""
     devices: tuple[str, ...] = setting((), resume="free")
-    """Devices to divide the model over, in order, in place of `device`: `["cuda:0", "cuda:1"]`, or `["all"]` for all GPUs of this
-    machine. The embedding is on the first, the head on the last, and each has one block at least: to leave a card out, name it not."""
+    """Devices to split the model across, in order, instead of `device`: `["cuda:0", "cuda:1"]`, or `["all"]` for all GPUs of this
+    machine. The embedding is on the first, the head on the last. Each gets at least one block; omit a device to leave it unused."""
     split_points: tuple[int, ...] = setting((), resume="free", formerly=("cuts",))
-    """Blocks before which the next device begins; empty divides so that the fullest device is least full for its size."""
+    """Blocks before which the next device begins. Empty chooses them so that the fullest device is as empty as possible for its size."""
     reserve: tuple[float, ...] = setting((), resume="free")
-    """GiB of each GPU, in order, that are left to others (a desktop, another program); one number holds for all of them. Cuts are
-    chosen and plans are made for what remains."""
+    """GiB of each GPU, in order, that are left to other programs (a desktop, for example); one number is for all GPUs. Split points and
+    plans use the rest."""
     swap_blocks: tuple[int, ...] = setting((), resume="free")
-    """Blocks on each device, in order, whose weights stay in host memory and are fetched ahead of their turn; one number holds for
-    all devices. Changes no number. A full fine-tune needs optim.fused_backward, and keeps there what the optimizer keeps, too."""
+    """Streamed blocks on each device, in order: their weights stay in host memory and are prefetched; one number is for all devices.
+    Results are bitwise identical. A full fine-tune needs optim.fused_backward, and also keeps their optimizer state on the host."""
     pipelined: bool = setting(False, resume="stated")
-    """Run the forwards of all micro-batches of a step, then one backward, so that the devices of a divided model work at once. Needs
-    accumulation of at least 2, and the memory of all micro-batches."""
+    """Run the forwards of all micro-batches of a step, then one backward, so that the devices of a split model work at the same time.
+    Needs accumulation of at least 2, and memory for the activations of all micro-batches."""
     threads: int = setting(0, resume="stated")
-    """CPU threads of torch; 0 leaves that to torch. On a CPU, sums depend on it in their last bits."""
+    """CPU threads of torch; 0 is torch's default. On a CPU the last bits of sums depend on it."""
     checkpointing: str = setting("none", resume="free")
-    """Activation checkpointing: what is recomputed in backward instead of kept. One policy for all blocks, or by blocks or devices:
-    `full, 0-9=none`. Changes no number."""
+    """Activation checkpointing: what the backward recomputes instead of keeping. One policy for all blocks, or by blocks or devices:
+    `full, 0-9=none`. Results are bitwise identical."""
     attention: str = setting("sdpa", resume="stated")
     """Attention backend."""
     compile: bool | str = setting(False, resume="stated")
-    """Compile the blocks with torch.compile, which takes minutes in the first step; what it gains is not measured yet. A string names a backend
-    in place of `inductor`. Changes numbers in their last bits, and with inductor what dropout draws, differently under each
+    """Compile the blocks with torch.compile. The first step takes minutes; the speedup is not measured yet. A string names a backend
+    other than `inductor`. Changes the last bits of results, and with inductor also the masks of dropout, which then depend on
     train.checkpointing."""
     sentinels: int = setting(50, resume="free")
-    """Optimizer steps between two looks at the activations and gradients of a step, the first step included, for metrics.jsonl: the
-    largest activation of each block and how far it drifted, values that are not finite, gradients that underflow. 0 looks at none."""
+    """Optimizer steps between two checks of activations and gradients, the first step included, for metrics.jsonl: the largest
+    activation of each block and its drift, values that are not finite, gradients that underflow. 0 disables the checks."""
 
     def __post_init__(self) -> None:
         if self.sentinels < 0:
-            raise UserError(f"train.sentinels = {self.sentinels} must be steps between two looks, or 0 for none")
+            raise UserError(f"train.sentinels = {self.sentinels} must be steps between two checks, or 0 for none")
         for name, least in {"batch_size": 1, "accumulation": 1, "steps": 0, "clip_norm": 0, "threads": 0}.items():
             if not getattr(self, name) >= least:
                 raise UserError(f"train.{name} = {getattr(self, name)} must be at least {least}")
         if self.batch_tokens < 0:
-            raise UserError(
-                f"train.batch_tokens = {self.batch_tokens} must be at least 0, which goes by train.batch_size"
-            )
+            raise UserError(f"train.batch_tokens = {self.batch_tokens} must be at least 0, which uses train.batch_size")
         if self.batch_tokens and self.batch_size != 1:
             raise UserError(
                 f"train.batch_tokens = {self.batch_tokens} takes the place of train.batch_size = {self.batch_size}; leave one of them out"
@@ -117,16 +115,16 @@ class TrainConfig:
 
     @cached_property
     def schedule(self) -> ACSchedule:
-        """What `checkpointing` means: parsed once, and handed to whoever checks, plans or runs it."""
+        """`checkpointing`, parsed once for checks, planner and engine."""
         return parse_schedule(self.checkpointing)
 
 
 def check_fused_backward(config: TrainConfig, optim: OptimConfig, *, prior: bool = False) -> None:
-    """Refuse what `optim.fused_backward` cannot do, because it applies each gradient before the others are there.
+    """Refuse settings that need all gradients at once, if `optim.fused_backward` applies each gradient as soon as it is complete.
 
     Args:
         config, optim: Sections of the configuration.
-        prior: Whether there is prior preservation.
+        prior: Whether the run uses prior preservation.
     """
     if not optim.fused_backward:
         return
@@ -146,7 +144,7 @@ def check_fused_backward(config: TrainConfig, optim: OptimConfig, *, prior: bool
 
 
 def check_swap(counts: Sequence[int], method: str, optim: OptimConfig) -> None:
-    """Refuse to stream trained weights while a step needs them all at once, before a model is there.
+    """Refuse to stream trained weights if a step needs them all at once. Runs before a model is built.
 
     Args:
         counts: `train.swap_blocks`.
@@ -154,29 +152,29 @@ def check_swap(counts: Sequence[int], method: str, optim: OptimConfig) -> None:
         optim: A section of the configuration.
 
     Raises:
-        UserError: With what to set instead.
+        UserError: Naming a setting that works.
     """
     if not any(counts) or method != "full":
         return
     where = f"train.swap_blocks = {list(counts)} with adapter.method = full streams trained weights"
     if not optim.fused_backward:
         raise UserError(
-            f"{where}, which have to be updated while they are there: set optim.fused_backward = true (it needs train.clip_norm = 0 "
-            "and train.accumulation = 1), or leave train.swap_blocks out, or divide the model with train.devices"
+            f"{where}, which have to be updated while they are on the device: set optim.fused_backward = true (it needs train.clip_norm = 0 "
+            "and train.accumulation = 1), or leave train.swap_blocks out, or split the model with train.devices"
         )
     if not optim.kind.streams:
         raise UserError(
-            f"{where} and what the optimizer keeps of them, which optim.name = {optim.name} cannot; "
+            f"{where} and their optimizer state, which optim.name = {optim.name} cannot; "
             f"use {', '.join(optimizers_that(lambda kind: kind.streams))}"
         )
 
 
 @runtime_checkable
 class DataLoader(Protocol):
-    """Micro-batches in an order that is a function of their index."""
+    """Micro-batches by index; the index alone decides their samples, so a resumed run continues in the same order."""
 
     def micro_batches(self, index: int) -> Sequence[MicroBatch]:
-        """Micro-batch `index` of the run, counted from 0 over all optimizer steps, and what accompanies it."""
+        """Micro-batch `index` of the run, counted from 0 over all optimizer steps, and the micro-batch of class images that goes with it, if any."""
         ...
 
 
@@ -194,7 +192,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """How a run stands when the loop ends."""
+    """The state of a run when the loop ends."""
 
     step: int
     """Optimizer steps done."""
@@ -203,15 +201,15 @@ class TrainResult:
     held_out_before: float | None
     """Held-out loss before the first step of the run, however often it was resumed."""
     held_out: float | None
-    """Held-out loss when last measured."""
+    """Last held-out loss."""
     held_out_interval: tuple[float, float] | None
-    """Its 95 % interval, as `validation.py` defines it; None with clips of fewer than two files, or before the first step."""
+    """Its 95 % confidence interval, as `validation.py` defines it; None with clips of fewer than two files, or before the first step."""
     save: Path | None
     """The newest save."""
 
 
 class Trainer:
-    """Trains a model until `train.steps`, continuing the run in its folder to the bit if there is one."""
+    """Trains a model until `train.steps`, resuming the run in its folder bitwise identically if there is one."""
 
     def __init__(
         self,
@@ -228,12 +226,12 @@ class Trainer:
 
         Args:
             model: The model and its engine.
-            data: Gives the micro-batches.
+            data: Returns the micro-batches.
             config: Sections of the configuration.
             folder: The run folder: state/, metrics.jsonl, tensorboard/, and failure-step-N.json if a loss is not finite.
-            validator: Measures the held-out loss; None measures nothing.
-            callbacks: What else is done at points of the loop, in this order.
-            warn: Called with one line for a save that is passed over, and where activations drift.
+            validator: Measures the held-out loss; None disables validation.
+            callbacks: Called at fixed points of the loop, in this order.
+            warn: Called with one line for a damaged save that is skipped, and if activations drift.
 
         Raises:
             UserError: If the configuration contradicts itself.
@@ -249,10 +247,10 @@ class Trainer:
         """Train.
 
         Returns:
-            How the run stands. SIGINT and SIGTERM end it after the current step, with a save.
+            The state of the run. SIGINT and SIGTERM end the loop after the current step, with a save.
 
         Raises:
-            UserError: If a loss, gradient or held-out loss is not finite (the last save is untouched), or a save cannot be
+            UserError: If a loss, gradient or held-out loss is not finite (the last save stays as it is), or a save cannot be
                 written or does not fit.
         """
         state, steps, save = self._state, self._config.train.steps, self._config.save
@@ -272,7 +270,9 @@ class Trainer:
                 if saving:
                     self._save()
                     saved_at = time.monotonic()
-                stopping = interrupts.requested  # asked once: a signal that comes during the preview ends the next step
+                stopping = (
+                    interrupts.requested
+                )  # read once: a signal that comes during the preview ends the loop after the next step
                 if stopping and not saving:
                     self._save()
                 self._preview(stopping=stopping)
@@ -290,7 +290,7 @@ class Trainer:
         )
 
     def _resume(self) -> None:
-        """Take over the newest save, if there is one."""
+        """Load the newest save, if there is one."""
         self._last_save = latest(self._folder / "state", self._warn)
         if self._last_save is not None:
             self._state.load_state_dict(load_state(self._last_save), self._last_save)
@@ -302,7 +302,7 @@ class Trainer:
             callback.started(self._state.step)
 
     def _train_step(self, metrics: MetricsLog, *, count_attention: bool) -> None:
-        """Take one optimizer step, and report it."""
+        """Run one optimizer step, and report it."""
         began = time.perf_counter()
         state, config = self._state, self._config.train
         first = state.step * config.accumulation
@@ -318,13 +318,13 @@ class Trainer:
                 )
         except NonFiniteLoss as error:
             raise _failure(error, self._folder, lr, self._last_save) from error
-        state.optimizer.zero_grad()  # measuring, saving and sampling need the memory, not the gradients
+        state.optimizer.zero_grad()  # frees their memory for validation, saving and sampling
         state.step, state.held_out = state.step + 1, None
         if watch is not None and watch.reading is not None:
             metrics.write(state.step, self._drift.take(state.step, watch.reading))
         state.average.update(state.step)
         tokens = sum(self._model.spec.training.num_tokens(item) for batch in batches for item in batch.items)
-        seconds = time.perf_counter() - began  # with reading its data, without measuring and saving
+        seconds = time.perf_counter() - began  # includes reading data, excludes validation and saving
         numbers = {
             "loss": result.loss,
             "lr": lr,
@@ -339,7 +339,7 @@ class Trainer:
             metrics.write(state.step, numbers)
 
     def _validate(self, metrics: MetricsLog) -> None:
-        """Measure the held-out loss, if there are clips to measure it on."""
+        """Measure the held-out loss, if there is a validator."""
         validator, state = self._validator, self._state
         if validator is None:
             return
@@ -356,14 +356,16 @@ class Trainer:
 
     def _preview(self, *, stopping: bool) -> None:
         step = self._state.step
-        if step < self._config.train.steps:  # the last ones are those of the finished model
+        if (
+            step < self._config.train.steps
+        ):  # after the last step, the samples of the finished model take the place of a preview
             self._call(
                 lambda callback: callback.on_preview(step),
                 [callback for callback in self._callbacks if callback.wants_preview(step, stopping=stopping)],
             )
 
     def _call(self, act: Callable[[Callback], None], callbacks: Sequence[Callback] | None = None) -> None:
-        """Have callbacks act, all of them if none are named, while the parameters are those to export."""
+        """Call `act` on the callbacks, by default all, while the parameters are those to export."""
         chosen = self._callbacks if callbacks is None else callbacks
         if chosen:
             with self._state.used():
@@ -372,7 +374,7 @@ class Trainer:
 
 
 def _failure(error: NonFiniteLoss, folder: Path, lr: float, save: Path | None) -> UserError:
-    """Write the evidence of a loss that is not finite, and say where it is."""
+    """Write the evidence of a loss that is not finite to a file, and return the error that names it."""
     file = folder / f"failure-step-{error.evidence['step'] + 1:06d}.json"
     write_text(file, json.dumps({**error.evidence, "lr": lr}, indent=1, allow_nan=False))
     return UserError(

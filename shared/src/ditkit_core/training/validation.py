@@ -1,10 +1,10 @@
 """The loss on a fixed grid of (clip, noise level, noise): the one number of a run that is comparable from step to step.
 
-Its confidence interval is of the change since before training. Clips are the independent units (noise levels of one clip are not: a clip
-that is hard at one is hard at the next; nor are windows of one file, which count as one), and each is compared with itself, so that how much
-clips differ from each other drops out: Student's t over the clips' differences. It is written around the loss of now: where it does not hold
-the loss before training, the change is more than the choice of clips explains. Clips of one file have no interval. Which of many measurements is lowest is chosen by these numbers themselves, so the
-interval of the best one is too hopeful.
+Its confidence interval is of the change since before training, by Student's t over the files' changes. Files are the independent units:
+a clip that is hard at one noise level is hard at the next, and windows of one file are alike. Each clip is compared with itself, so
+differences between clips cancel. The interval is centred on the current loss. If it does not contain the loss before training, the choice
+of clips does not explain the change. Clips of one file have no interval. Picking the best of many measurements biases it: its confidence
+interval is too optimistic.
 """
 
 import math
@@ -26,7 +26,7 @@ from ditkit_core.training.flow_matching import NoisedBatch, to_device, velocity_
 from ditkit_core.training.train_model import MicroBatch, TrainModel
 
 _SEED = 0
-"""The grid's own seed: runs that differ in `train.seed` are measured by the same noise."""
+"""The grid's own seed: runs with different `train.seed` are validated with the same noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +34,11 @@ class HeldOutConfig:
     """The `[held_out]` section."""
 
     clips: int = setting(0, resume="refused")
-    """Clips that are kept from training and measured instead, or more: windows of one file go together. 0 measures nothing."""
+    """Least number of clips that are not trained on but validated; all windows of a file stay together. 0 disables validation."""
     sigmas: tuple[float, ...] = setting((0.1, 0.3, 0.5, 0.7, 0.9), resume="refused")
     """Noise levels at which each clip is measured, in [0, 1]."""
     every_steps: int = setting(0, resume="free")
-    """Optimizer steps between two measurements; 0 measures at each scheduled save. Always before and after training."""
+    """Optimizer steps between two validations; 0 validates at each scheduled save. A run always validates before and after training."""
 
     def __post_init__(self) -> None:
         if self.clips < 0 or self.every_steps < 0:
@@ -51,20 +51,20 @@ class HeldOutConfig:
             )
 
     def due(self, step: int, *, saving: bool) -> bool:
-        """Whether to measure after `step` optimizer steps, given whether the run saves there."""
+        """Whether to validate after `step` optimizer steps, given whether the run saves there."""
         return step % self.every_steps == 0 if self.every_steps else saving
 
 
 def sigmas_between(sigmas: Sequence[float], low: float, high: float) -> tuple[float, ...]:
-    """The noise levels to measure a model at that sees only some of them.
+    """The noise levels to validate an expert at, which sees only a range of them.
 
-    Those of the list that it sees, where these are three or more (or as many as there are). Otherwise the whole list, mapped from [0, 1] to
-    the range: one level at its edge would say little.
+    They are the levels of the list inside its range, if these are at least three (or all). Otherwise the whole list, mapped from [0, 1]
+    to the range, because a single level at its edge would say little.
 
     Args:
         sigmas: `HeldOutConfig.sigmas`.
         low: Lowest level that it sees.
-        high: Its levels are below this one; 1 is its own.
+        high: Upper end of its levels, excluded unless it is 1.
     """
     seen = tuple(sigma for sigma in sigmas if low <= sigma < high or sigma == high == 1)
     if len(seen) >= min(3, len(sigmas)):
@@ -84,24 +84,24 @@ class ValidationResult(NamedTuple):
 
     @classmethod
     def of(cls, per_clip: Mapping[float, Sequence[float]]) -> "ValidationResult":
-        """The means of errors by noise level, clip by clip."""
+        """Average errors that are given by noise level, clip by clip."""
         per_sigma = {sigma: sum(values) / len(values) for sigma, values in per_clip.items()}
         mean = sum(per_sigma.values()) / len(per_sigma)
         return cls(mean, per_sigma, {sigma: list(values) for sigma, values in per_clip.items()})
 
     def broken(self) -> tuple[float, int] | None:
-        """Noise level and place of the first clip whose error is not finite; None if all are."""
+        """Noise level and index of the first clip whose error is not finite; None if all are finite."""
         places = ((sigma, i) for sigma, values in self.per_clip.items() for i in range(len(values)))
         return next(((sigma, i) for sigma, i in places if not math.isfinite(self.per_clip[sigma][i])), None)
 
     def half_widths(
         self, before: "ValidationResult", files: Sequence[str] = ()
     ) -> tuple[float | None, dict[float, float]]:
-        """Half the 95 % intervals of the changes since `before`: over all, and by noise level where both have it.
+        """Half the widths of the 95 % intervals of the changes since `before`: over all, and for the noise levels that both have.
 
         Args:
             before: An earlier measurement of the same clips.
-            files: Of each clip; clips of one file are not independent. Empty: each is a file of its own.
+            files: The file of each clip; clips of one file are not independent. Empty if each is from a file of its own.
         """
         shared = [sigma for sigma in self.per_clip if sigma in before.per_clip]
         changes = {
@@ -116,10 +116,10 @@ class ValidationResult(NamedTuple):
 
 
 class ValidationHistory:
-    """What a run's measurements came to: before training, and last. Kept in its saves."""
+    """Held-out losses of a run: before training, and the last. Stored in its saves."""
 
     def __init__(self, values: Mapping[str, Any] | None = None):
-        """Begin anew, or go on from what a save holds.
+        """Start empty, or continue from a save.
 
         Args:
             values: `State.values` of the save.
@@ -132,15 +132,15 @@ class ValidationHistory:
         self._first = ValidationResult.of({float(sigma): errors for sigma, errors in clips.items()}) if clips else None
 
     def take(self, loss: ValidationResult, *, first: bool, files: Sequence[str] = ()) -> dict[str, float]:
-        """Take a measurement.
+        """Add a measurement.
 
         Args:
-            loss: What was measured.
-            first: Whether nothing has been trained yet.
-            files: Of each clip, as in `ValidationResult.half_widths`.
+            loss: The measured loss.
+            first: Whether this is before training.
+            files: The file of each clip, as in `ValidationResult.half_widths`.
 
         Returns:
-            Numbers by name: `held_out`, `held_out/sigma_0.3`, … and but for the first the ends of each one's interval, `held_out_low`,
+            Metrics by name: `held_out`, `held_out/sigma_0.3`, … and except for the first measurement the ends of their intervals, `held_out_low`,
             `held_out/sigma_0.3_high`, ….
         """
         numbers = {"held_out": loss.mean} | {f"held_out/sigma_{sigma:g}": x for sigma, x in loss.per_sigma.items()}
@@ -158,7 +158,7 @@ class ValidationHistory:
         return numbers
 
     def state(self) -> dict[str, Any]:
-        """For JSON: what `Course(values)` goes on from."""
+        """For JSON: the values that `ValidationHistory(values)` continues from."""
         clips = self._first.per_clip if self._first else {}
         return {
             "held_out_before": self.before,
@@ -175,14 +175,14 @@ def validation_loss(
     sigmas: Sequence[float],
     guidance: float = 1.0,
 ) -> ValidationResult:
-    """Measure the model without touching anything: no gradients, no dropout, no shared random numbers.
+    """Validate the model without side effects: no gradients, no dropout, no shared random generator.
 
     Args:
-        model: The model and its engine; its train and eval modes are put back.
+        model: The model and its engine; its train and eval modes are restored.
         ids: Stable names of the clips, at least one.
         items: Their training items.
         sigmas: Noise levels, at least one.
-        guidance: What a model with an embedding of guidance is told, as in training.
+        guidance: Guidance that a guidance-embedded model is conditioned on, as in training.
     """
     device = next(model.module.embed.parameters()).device
     errors: dict[float, list[float]] = {sigma: [] for sigma in sigmas}
@@ -193,43 +193,43 @@ def validation_loss(
                 random = generator(_SEED, "held-out", name, str(float(sigma)))
                 noise = [torch.randn(item["latents"].shape, generator=random).to(device)]
                 level = torch.full((1,), sigma, dtype=torch.float32, device=device)
-                # one sample at a time: a clip's number does not depend on the others
+                # One sample at a time, so that a clip's error does not depend on the other clips of a batch.
                 values.append(float(velocity_errors(model, NoisedBatch(moved, level, noise), guidance)[0]))
     return ValidationResult.of(errors)
 
 
 class Validator:
-    """Measures a model on the clips that are kept from training.
+    """Validates a model on clips that are not trained on.
 
     Attributes:
-        files: The file that each clip is of, for the confidence interval.
+        files: The file of each clip, for the confidence interval.
     """
 
     def __init__(
         self, config: HeldOutConfig, clips: MicroBatch, *, files: Sequence[str] = (), guidance: float = 1.0
     ) -> None:
-        """Keep what is measured.
+        """Store the clips.
 
         Args:
             config: A section of the configuration.
             clips: The clips, at least one.
-            files: The file that each of these is of; empty: each is of its own.
+            files: The file of each; empty if each is from a file of its own.
             guidance: `FlowConfig.guidance`.
         """
         self.files = files
         self._config, self._clips, self._guidance = config, clips, guidance
 
     def due(self, step: int, *, saving: bool) -> bool:
-        """Whether to measure after `step` optimizer steps, given whether the run saves there."""
+        """Whether to validate after `step` optimizer steps, given whether the run saves there."""
         return self._config.due(step, saving=saving)
 
     def measure(self, model: TrainModel, step: int, last_save: Path | None) -> ValidationResult:
-        """The loss of the model as it is.
+        """Measure the held-out loss of the model.
 
         Args:
             model: The model and its engine.
             step: Optimizer steps done.
-            last_save: What a run whose loss is not finite can be continued from.
+            last_save: The save to resume from if the loss is not finite.
 
         Raises:
             UserError: If the loss is not finite.
@@ -243,14 +243,14 @@ class Validator:
 
 
 def _cannot_measure(step: int, clip: str, sigma: float, save: Path | None) -> str:
-    """The line for a loss that is not finite."""
+    """The message for a loss that is not finite."""
     where = f"is not finite at held-out clip {clip}, noise level {sigma:g}"
     if step == 0:
         return (
             f"before training, the loss {where}: the weights or that clip are damaged; replace them, or remove the clip"
         )
     remedy = (
-        f"the last save is {save}: lower optim.lr, and go on from there" if save else "nothing is saved: lower optim.lr"
+        f"the last save is {save}: lower optim.lr, and resume from it" if save else "nothing is saved: lower optim.lr"
     )
     return f"the loss after step {step} {where}; {remedy}"
 
