@@ -139,7 +139,7 @@ def test_cards_here_and_cards_that_are_named_have_one_budget(machine):
 
 def test_reserves_that_leave_nothing_are_refused(machine):
     gpus = machine(24, 16)
-    for reserve in (16.0, 15.2):  # with what CUDA itself takes
+    for reserve in (16.0, 15.2):  # with CUDA itself uses
         with pytest.raises(UserError, match=r"leaves nothing of a card \(number 1\), which has 16.0 GiB"):
             budgets_here(gpus, (0.0, reserve))
 

@@ -127,7 +127,7 @@ def test_a_scaled_file_is_planned_as_it_is_held(tmp_path, capsys):
             found[name, quantize] = json.loads(capsys.readouterr().out)
     weights = {key: plan["devices"][0]["weights"] for key, plan in found.items()}
     assert weights["scaled", "none"] == weights["dense", "fp8"] < weights["dense", "none"]
-    assert "in scaled 8 bits: planned as it is held" in found["scaled", "none"]["notes"][0]
+    assert "in scaled 8 bits: planned in that format" in found["scaled", "none"]["notes"][0]
     assert found["dense", "none"]["notes"] == []
 
 

@@ -1,12 +1,12 @@
-"""`train.checkpointing = budget`: the policy of each block with which a step recomputes least and every device keeps within its bytes.
+"""`train.checkpointing = budget`: chooses the policy of each block so that a step recomputes least and every device fits its budget.
 
-What a device holds depends on its own blocks alone, so each device is solved by itself, exactly: block after block in forward order, all
-ways to have come so far are kept of which no other recomputes less and holds less. A way is dropped as soon as one of its moments is above
-the budget. That moments of a block depend on nothing but its own policy and on what the blocks before it keep is what makes this work; the
-plan has the last word, and where it disagrees the search goes on with less.
+A device's memory depends only on its own blocks, so each device is solved separately and exactly, by dynamic programming over its blocks in
+forward order. Of all partial choices, those stay that no other beats in both recompute and memory. A choice is dropped as soon as one of
+its peaks exceeds the budget. This works because the peaks of a block depend only on its own policy and on the bytes that earlier blocks
+keep. The full plan decides in the end; if it needs more memory than the search assumed, the search is repeated with a smaller budget.
 
-Where kept blocks sit is part of the search. The answer is mostly the end: the backward begins there, while everything is alive, and a
-block that recomputes then makes again what one that keeps has already; it had better do so when the blocks behind it are gone.
+The search also decides where in the model the kept blocks are. They are mostly at the end: the backward begins there, while all other
+activations are alive, so recomputing there would add to the peak. Earlier blocks recompute when the later ones are freed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,20 +22,20 @@ from ditkit_core.planner.memory import Budget, DevicePlan, DeviceSpan, Partition
 from ditkit_core.planner.stage_costs import Profile, mixed
 
 SELF = "self"
-"""Attention whose outputs are worth more arithmetic than those of other calls, which cost equal bytes."""
+"""The attention call whose outputs save most recompute per byte; other calls save less for the same bytes."""
 _HOST_PRICE = 2**50
-"""Floating-point operations that are recomputed rather than leave a byte on the host: more than any step has."""
+"""Price of a byte on the host, in floating-point operations: more than any step has, so that recompute is always preferred."""
 _FINEST = 2000
-"""Ways that are followed at once. More are thinned to the one that recomputes least in each of so many steps of bytes, which no model that
-is known needs: blocks of one kind come to few different sums."""
+"""Number of partial choices to follow at once. Beyond it, bytes are divided into as many bins, and each keeps the choice that recomputes
+least. No known model needs that, because equal blocks have few different sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetTask:
-    """What is to be chosen for: a step, divided over devices."""
+    """The input of the search: a step, split across devices."""
 
     profile_of: Callable[[Policy], Profile]
-    """The profile of a step in which all blocks have the policy; always the same one, and asked for only if it can matter."""
+    """The profile of a step in which all blocks have the policy; cached, and requested only where needed: profiling takes seconds."""
     division: Partition
     budgets: tuple[Budget, ...]
     micro_batches: int = 1
@@ -43,17 +43,17 @@ class BudgetTask:
     host: int | None = None
     """Bytes that offloaded activations may take on the host; None for any."""
     can_offload: bool = True
-    """Whether the devices are others than the host."""
+    """Whether the devices are not the host itself."""
 
     def plan(self, policies: Sequence[Policy]) -> tuple[DevicePlan, ...]:
-        """What each device holds under these policies."""
+        """The memory of each device under these policies."""
         profile = mixed([self.profile_of(policy) for policy in policies])
         return compose(profile, self.division, self.budgets, micro_batches=self.micro_batches, pipelined=self.pipelined)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What was chosen."""
+    """The chosen policies, with their plans."""
 
     policies: tuple[Policy, ...]
     plans: tuple[DevicePlan, ...]
@@ -64,7 +64,7 @@ class Choice:
         return ACSchedule.of_blocks(self.policies)
 
     def described(self) -> str:
-        """One line for people."""
+        """One line for the log."""
         held = ", ".join(
             f"{_gib(plan.peak)} of {_gib(plan.budget.total - plan.budget.reserve)} GiB" for plan in self.plans
         )
@@ -74,7 +74,7 @@ class Choice:
 
 
 def choose(task: BudgetTask) -> Choice:
-    """The policies that recompute least and fit; with activations on the host only where nothing fits without.
+    """The policies that fit and recompute least; activations are offloaded to the host only if nothing fits otherwise.
 
     Raises:
         UserError: If nothing fits.
@@ -95,7 +95,7 @@ def choose(task: BudgetTask) -> Choice:
 
 
 def limited(budgets: Sequence[Budget], sizes: Sequence[str]) -> tuple[Budget, ...]:
-    """The devices with no more than `budget(20GiB, 12GiB)` gives; without sizes as they are.
+    """The devices limited to the sizes of `budget(20GiB, 12GiB)`; unchanged without sizes.
 
     Raises:
         UserError: As `check_sizes`.
@@ -112,9 +112,9 @@ def limited(budgets: Sequence[Budget], sizes: Sequence[str]) -> tuple[Budget, ..
 
 
 def _menus(task: BudgetTask) -> Iterator[tuple[Policy, ...]]:
-    """What blocks may have, from the menu that costs nothing on; each asks for more profiles than the one before.
+    """Lists of policies to choose from, cheapest first: each list needs more profiles than the one before.
 
-    What keeps least comes first: of ways that are equal in all else, that is taken whose blocks keep more towards the end.
+    In a list, the policy that keeps least comes first, so that of equal choices the one wins whose later blocks keep more.
     """
     yield (Policy(),)
     names = task.profile_of(Full()).attention
@@ -126,9 +126,10 @@ def _menus(task: BudgetTask) -> Iterator[tuple[Policy, ...]]:
 
 
 def _within(task: BudgetTask, menu: tuple[Policy, ...]) -> Iterator[Choice]:
-    """The best of a menu; nothing if it does not fit."""
+    """The best choice of a menu; yields nothing if none fits."""
     allowed = [budget.total - budget.reserve for budget in task.budgets]
     policies: dict[int, tuple[Policy, ...]] = {}
+    # Budgets only shrink from round to round, so this ends: the plan agrees, or nothing fits.
     while True:
         for device in range(len(task.division.blocks)):
             if device not in policies:
@@ -139,7 +140,7 @@ def _within(task: BudgetTask, menu: tuple[Policy, ...]) -> Iterator[Choice]:
         chosen = tuple(policy for device in range(len(task.division.blocks)) for policy in policies[device])
         plans = task.plan(chosen)
         for device, plan in enumerate(plans):
-            if plan.missing:  # two policies next to each other hold more than the sum of what they hold alone
+            if plan.missing:  # two neighbouring policies can need more than the sum of both
                 allowed[device] -= plan.missing
                 del policies[device]
         if len(policies) == len(task.division.blocks):
@@ -149,36 +150,35 @@ def _within(task: BudgetTask, menu: tuple[Policy, ...]) -> Iterator[Choice]:
 
 
 class _Way(NamedTuple):
-    """Policies of the blocks so far."""
+    """A choice of policies for the blocks so far."""
 
     live: int
-    """Bytes that they keep."""
+    """Bytes that these blocks keep."""
     price: int
-    """What they recompute, in floating-point operations; each byte on the host is dearer than all of that."""
+    """Their recompute in floating-point operations, plus `_HOST_PRICE` for each byte on the host."""
     highest: tuple[int, ...]
-    """Their highest moment in the first micro-batch and in another, where they are still to grow: each micro-batch that waits adds all that
-    is kept in the end. Empty where none waits."""
+    """Their peaks in the first and in a later micro-batch, if micro-batches wait: each of those adds all bytes that are kept in the end.
+    Empty if none waits."""
     chosen: tuple[int, ...]
-    """Of each block, which of the menu."""
+    """Index in the menu of each block's policy."""
 
 
 class _Variant(NamedTuple):
-    """A stage under one of the policies."""
+    """Costs of a stage under one policy."""
 
     kept: int
     forward: tuple[int, ...]
-    """Its highest moment in the forward above what is kept before it, all that is always there included: in the first micro-batch, and in
-    another."""
+    """Its peak in the forward above the bytes kept before it, static memory included: in the first micro-batch, and in a later one."""
     backward: tuple[int, ...]
-    """The same of the backward, above what is kept up to it."""
+    """Its peak in the backward, above the bytes kept up to it."""
     sent: int
-    """Bytes that it leaves on the host."""
+    """Bytes that it offloads to the host."""
     freed_at_cut: int
     price: int
 
 
 class _Device:
-    """One device's part of the problem."""
+    """The search for one device."""
 
     def __init__(self, task: BudgetTask, menu: tuple[Policy, ...], device: int, allowed: int):
         own = task.division.blocks[device]
@@ -193,11 +193,11 @@ class _Device:
         by_policy = [_variants(span, rounds, task.budgets[device].workspace) for span in spans]
         self._stages = [_priced(stage) for stage in zip(*by_policy, strict=True)]
         for place in set(range(len(self._stages))) - set(self._blocks):
-            # no policy is of the embedding or the head; what only some blocks hold of it is held by any of them
+            # Embedding and head have no policy. Their costs differ between profiles, because some blocks share their tensors: take the highest.
             self._stages[place] = [_most(self._stages[place])]
 
     def best(self) -> tuple[Policy, ...] | None:
-        """The cheapest way that never holds more than is allowed; of equal ones the one that keeps least. None if there is none."""
+        """The choice with the least recompute that never exceeds the budget; of equals the one that keeps least. None if none fits."""
         ways = [_Way(self._before, 0, (0,) * len(self._waiting), ())]
         for place, variants in enumerate(self._stages):
             by_last: list[list[_Way]] = [[] for _ in variants]
@@ -210,10 +210,10 @@ class _Device:
         return None if found is None else tuple(self._menu[number] for number in found.chosen)
 
     def _with(self, way: _Way, place: int, number: int, variant: _Variant) -> _Way | None:
-        """One stage more; None if that is above what is allowed."""
+        """Add a stage to a choice; None if a peak exceeds the budget."""
         is_block, not_sent = place in self._blocks, 0
         if is_block and way.chosen:
-            # What the block before sends to the host leaves while this one runs; its figures have it that the two are of one policy.
+            # A block's offloaded bytes leave the device while the next block runs. The figures assume that both have one policy.
             before = self._stages[place - 1]
             not_sent = before[number].sent - before[way.chosen[-1]].sent
         live = way.live + variant.kept + not_sent
@@ -227,18 +227,18 @@ class _Device:
         return _Way(live, way.price + variant.price, highest, (*way.chosen, number) if is_block else way.chosen)
 
     def _fits(self, way: _Way) -> bool:
-        """Whether it does with what waiting micro-batches keep."""
+        """Whether it fits together with the activations of waiting micro-batches."""
         kept = way.live - self._freed(way)
         return all(high + count * kept <= self._allowed for high, count in zip(way.highest, self._waiting, strict=True))
 
     def _freed(self, way: _Way) -> int:
-        """What goes over to the next device."""
+        """Bytes that move on to the next device."""
         is_cut = self._blocks.stop == len(self._stages)
         return self._stages[-1][way.chosen[-1]].freed_at_cut if is_cut else 0
 
 
 def _variants(span: DeviceSpan, rounds: Sequence[bool], workspace: int) -> list[_Variant]:
-    """The stages of a device under one policy, from the moments that its plan is made of."""
+    """The stages of a device under one policy, from the peaks of its plan."""
     always = sum(span.static().values()) + workspace
     before = span.receives + span.targets
     kept = list(accumulate((stage.kept for stage in span.stages), initial=before))
@@ -258,7 +258,7 @@ def _variants(span: DeviceSpan, rounds: Sequence[bool], workspace: int) -> list[
 
 
 def _priced(stage: Sequence[_Variant]) -> list[_Variant]:
-    """With prices of what is recomputed alone, and of bytes on the host."""
+    """Price only the recompute above the cheapest policy, and the bytes on the host."""
     least = min(variant.price for variant in stage)
     return [variant._replace(price=variant.price - least + _HOST_PRICE * variant.sent) for variant in stage]
 
@@ -274,7 +274,7 @@ def _most(variants: Sequence[_Variant]) -> _Variant:
 
 
 def _undominated(ways: list[_Way], allowed: int) -> list[_Way]:
-    """Of ways that end in the same policy, those of which none other keeps less, recomputes less and has been less high."""
+    """Of choices that end in the same policy, those that no other beats in kept bytes, recompute and peaks."""
     if len(ways) > _FINEST:
         cheapest: dict[int, _Way] = {}
         for way in sorted(ways, key=lambda way: (way.price, way)):
@@ -282,7 +282,7 @@ def _undominated(ways: list[_Way], allowed: int) -> list[_Way]:
         ways = list(cheapest.values())
     kept: list[_Way] = []
     for way in sorted(ways):
-        # Prices fall along those that are kept, unless heights count, too: the last is the cheapest.
+        # Sorted by kept bytes, prices fall, so the last one is the cheapest. With peaks all have to be compared.
         others = kept if way.highest else kept[-1:]
         if not any(
             each.price <= way.price and all(a <= b for a, b in zip(each.highest, way.highest, strict=True))

@@ -1,10 +1,10 @@
-"""Which settings let a run fit its cards, and of those the ones that slow it down least.
+"""The settings that let a run fit its GPUs and slow it down least.
 
-Searched are the checkpointing policy, what the frozen weights are held in, which of the cards are used, before which blocks the next one
-begins, how many blocks of each are streamed, and whether micro-batches overlap.
+The search covers the checkpointing policy, the format of the frozen weights, the GPUs to use, the split points, the number of streamed
+blocks on each GPU, and whether micro-batches overlap.
 
-Quantization is the only one of these that changes what is learned, so it has a price: weights in 8 bits are taken only where the fastest
-exact way needs more than `PRICE` times as long, and 4 bits where 8 bits would need more than theirs.
+Only quantization changes the training result, so it has a price: 8-bit weights are chosen only if the fastest exact setting takes more than
+`PRICE` times as long, and 4 bits by the same rule against 8 bits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,26 +19,26 @@ from ditkit_core.planner.stage_costs import StageCost
 from ditkit_core.planner.step_time import Workload, step_seconds
 
 POLICIES = ("full", "attn_only", "none")
-"""From the smallest to the fastest: where one does not fit, those behind it hold more yet."""
+"""From the smallest to the fastest: if one does not fit, the later ones need even more memory."""
 SMALLEST = "full+offload"
-"""What is tried where none of them fits: host memory is dearer than time, and copies that are late are waited for."""
+"""Tried only if none of them fits, because it uses host memory and may wait for copies."""
 HARDLY_LONGER = 0.03
-"""Share of the fastest step's time that is given for cards with room to spare, less host memory for streamed weights, fewer cards, and
-cards that are less full (`_least_effort`). An estimate of time is not closer than that."""
+"""Share of the fastest step's time that may be given up for GPUs with room to spare, less host memory for streamed weights, fewer GPUs, and
+emptier GPUs (`_least_effort`). The estimate of time is no more accurate than that."""
 ROOM = 0.05
-"""Share of what a card can give that is left free where that costs no time: as far as a plan may be off."""
+"""Share of a GPU's available memory that stays free if that costs no time: the error that a plan may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What a search found."""
+    """The result of a search."""
 
     chosen: Candidate | None
     """None if nothing fits."""
     others: dict[str, Candidate]
-    """What else fits, by what is best about it."""
+    """Other settings that fit, by their advantage."""
     passed_over: tuple[str, ...] = ()
-    """Quantizations that were not tried, since nothing exact is slow enough for them."""
+    """Quantizations that were not tried, because an exact setting is fast enough."""
 
 
 def fit(task: FitTask) -> Fit:
@@ -46,16 +46,18 @@ def fit(task: FitTask) -> Fit:
     found: list[Candidate] = []
     passed_over: list[str] = []
     for quantize in task.quantizations:
-        # Nothing held so can be faster than arithmetic alone, so with its price it could not win: its profiles, seconds each, are not made.
+        # No quantized setting is faster than its arithmetic alone. If that loses with its price, skip its profiles, which take seconds each.
         if found and min(each.score for each in found) <= shortest_seconds(task) * PRICE[quantize]:
             passed_over.append(quantize)
             continue
         for policy in POLICIES:
+            # Sorted by memory, so if this policy does not fit, no later one does.
             if not (fitting := list(candidates(task, policy, quantize))):
                 break
             found += fitting
     if not found:
         passed_over.clear()
+        # Sorted from exact to coarse, so the first quantization that fits is the most exact.
         found = next(filter(None, ([*candidates(task, SMALLEST, quantize)] for quantize in task.quantizations)), [])
     if not found:
         return Fit(chosen=None, others={})
@@ -81,7 +83,7 @@ def fit(task: FitTask) -> Fit:
 
 
 def candidates(task: FitTask, policy: str, quantize: str) -> Iterator[Candidate]:
-    """For each choice of GPUs, with and without overlapping micro-batches, the fastest division that fits."""
+    """For each choice of GPUs, with and without overlapping micro-batches, the fastest split that fits."""
     for pipelined in (False, True) if task.micro_batches > 1 else (False,):
         search = Search(task, policy, quantize, pipelined=pipelined)
         for chosen in _choices(task.cards):
@@ -112,7 +114,7 @@ def _smallest_search(task: FitTask, policy: str) -> Search:
 
 
 def shortest_seconds(task: FitTask) -> float:
-    """Seconds that no setting falls below: nothing recomputed, streamed or converted on the fastest card, shared where several can work."""
+    """A lower bound of a step's seconds: the fastest GPU without recompute, streaming or conversion, divided by the GPUs that can overlap."""
     profile = task.profile_of(POLICIES[0], "none")
 
     def without_recompute(stage: StageCost) -> StageCost:
@@ -121,22 +123,22 @@ def shortest_seconds(task: FitTask) -> float:
     profile = replace(profile, blocks=tuple(without_recompute(block) for block in profile.blocks))
     whole = Partition(devices=(0,) * len(profile.blocks))
     work = Workload(micro_batches=task.micro_batches, fp32=task.fp32)
-    fastest = min(step_seconds(profile, whole, [card], work).seconds for card in task.cards)
+    fastest = min(step_seconds(profile, whole, [gpu], work).seconds for gpu in task.cards)
     return fastest / (len(task.cards) if task.micro_batches > 1 else 1)
 
 
 def _with_room(candidate: Candidate) -> Candidate | None:
-    """The fastest division that leaves `ROOM`, everything else as in a candidate."""
+    """The fastest split that leaves `ROOM` free, with the candidate's other settings."""
     return candidate.search.fastest(candidate.setting.cards, 1 - ROOM)
 
 
 def _evened_out(best: Candidate, limit: float) -> Candidate:
-    """Settings that stream no more and score no worse than `limit`, with the fullest card as empty as possible."""
+    """Settings that stream no more and score no worse than `limit`, with the fullest GPU as empty as possible."""
     return _emptiest(best, lambda each: each.score <= limit and each.host <= best.host)
 
 
 def _smallest(found: Sequence[Candidate]) -> Candidate:
-    """Settings under which the fullest card is as empty as can be, however slow, with no weights less exact than need be."""
+    """Settings with the fullest GPU as empty as possible, however slow, and with the most exact weights that fit."""
     policies = [each for each in found if each.setting.policy in (POLICIES[0], SMALLEST) and not each.setting.pipelined]
     return _emptiest(
         min(policies, key=lambda each: (PRICE[each.setting.quantize], -len(each.setting.cards))), lambda each: True
@@ -144,7 +146,7 @@ def _smallest(found: Sequence[Candidate]) -> Candidate:
 
 
 def _emptiest(best: Candidate, accepted: Callable[[Candidate], bool]) -> Candidate:
-    # By bisection, because how full the fullest is follows from which blocks are streamed, of which there are too many to look at.
+    # By bisection: how full the fullest GPU is depends on which blocks are streamed, and there are too many choices to try all.
     low = 0.0
     for _ in range(8):
         share = (low + best.fullness) / 2
@@ -157,8 +159,8 @@ def _emptiest(best: Candidate, accepted: Callable[[Candidate], bool]) -> Candida
 
 
 def _least_effort(candidates: Sequence[Candidate]) -> Candidate:
-    """Of about equally fast ones the one with fewest cards, then least host memory; more cards are taken where that spares the host
-    a quarter of what it has to hold."""
+    """Of about equally fast candidates the one with fewest GPUs, then least host memory. More GPUs are used if that saves a quarter of
+    the host memory."""
     ordered = sorted(candidates, key=lambda each: (len(each.setting.cards), *_effort(each)))
     best = ordered[0]
     for each in ordered:
@@ -168,18 +170,18 @@ def _least_effort(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _rank(candidate: Candidate) -> tuple[Any, ...]:
-    """The fastest, prices included, comes first."""
+    """Sort key: the fastest comes first, prices included."""
     return candidate.score, *_effort(candidate)
 
 
 def _effort(candidate: Candidate) -> tuple[Any, ...]:
-    """Of equally fast ones comes first what takes least of the host, then what takes fewest cards, and leaves them emptiest."""
+    """Sort key of equally fast candidates: least host memory first, then fewest GPUs, then the emptiest."""
     setting = candidate.setting
     return candidate.host, setting.pipelined, len(setting.cards), candidate.fullness
 
 
 def _choices(cards: Sequence[GPU]) -> list[tuple[int, ...]]:
-    """Which cards could be used, in their order; of choices of equal cards the first."""
+    """All choices of GPUs, in their order; of choices with equal GPUs only the first."""
     found: dict[tuple[GPU, ...], tuple[int, ...]] = {}
     for count in range(1, len(cards) + 1):
         for chosen in combinations(range(len(cards)), count):

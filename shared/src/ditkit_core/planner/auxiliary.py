@@ -1,6 +1,6 @@
-"""What encoding and sampling need next to the transformer's training: each encoder alone, and sampling besides what training holds.
+"""Memory of encoding and sampling: each encoder alone, and sampling in addition to the memory of training.
 
-Everything is run on fake tensors by the functions that the encoders and the sampler call themselves, so that a plan follows them.
+Fake tensors run through the functions that the encoders and the sampler call themselves, so that a plan cannot diverge from them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,12 +28,13 @@ from ditkit_core.sampling.prompts import Shape, shape_of
 from ditkit_core.weights.layer_streaming import free_memory_bytes, too_large
 
 _DEVICE = torch.device("cpu", 1)
-"""Under fake tensors another device than the host."""
+"""With fake tensors, a device other than the host."""
+_SMALLER = "a smaller sample.height and sample.width"
 Mode = Literal["whole", "layer by layer", "in tiles"]
 
 
 class MeasuredModel(NamedTuple):
-    """Bytes that an auxiliary model holds when it holds most."""
+    """Bytes of an auxiliary model at its peak."""
 
     weights: int
     peak: int
@@ -41,50 +42,50 @@ class MeasuredModel(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Where a stage runs."""
+    """A device with its available memory."""
 
     device: str
     available: int | None
-    """Bytes, what is reserved for others taken off; None where nobody knows."""
+    """Bytes without those reserved for other programs; None if unknown."""
     kind: str = "cuda"
     """`cuda` or `cpu`."""
     held: int = 0
-    """Bytes of what is there meanwhile: of the trained model while it generates samples, of its copy that generates previews."""
+    """Bytes that are in use meanwhile: the trained model while it generates samples, or its copy for previews."""
 
     def fits(self, peak: int) -> bool:
-        """Whether there is room, as far as is known."""
+        """Whether there is room; True if the memory is unknown."""
         return self.available is None or peak <= self.available
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuxiliaryRow:
-    """One line of a plan: what a stage next to the training itself holds on its device."""
+    """One line of a plan: the memory of a stage other than training on its device."""
 
     stage: str
     """`encode`, `sample`, or `preview` where these are generated on a device of their own."""
     name: str
     device: str
     size: Size | None
-    """What it is for; None where that does not matter."""
+    """Size of the largest sample; None if the stage does not depend on it."""
     mode: Mode
     weights: int
     """Bytes of its own weights."""
     beside: int
     """`Room.held`."""
     peak: int
-    """Bytes of all of it."""
+    """Bytes in total."""
     available: int | None
     remedy: str
-    """What to change where it does not fit, with what is needed then; empty where it fits."""
+    """The setting to change if it does not fit, with the memory needed then; empty if it fits."""
 
     @property
     def fits(self) -> bool | None:
-        """Whether there is room; None where nobody knows."""
+        """Whether there is room; None if unknown."""
         return None if self.available is None else self.peak <= self.available
 
     @property
     def missing(self) -> int:
-        """Bytes that are lacking; 0 if it fits or nobody knows."""
+        """Missing bytes; 0 if it fits or the memory is unknown."""
         return 0 if self.available is None else max(0, self.peak - self.available)
 
 
@@ -96,39 +97,39 @@ def measure_model(
     mode: Mode = "whole",
     kind: str = "cuda",
 ) -> MeasuredModel:
-    """RunContext an auxiliary model on fake tensors.
+    """Measure an auxiliary model on fake tensors.
 
     Args:
-        companion: The module and what calls it.
-        size: What it works on.
-        text_dtype: Of text encoders.
-        mode: As a whole, layer by layer, or on the largest tile; one that it has.
-        kind: Kind of device that it is to run on: `cuda` or `cpu`.
+        companion: The module with the functions that call it.
+        size: Size of its input.
+        text_dtype: Dtype of text encoders.
+        mode: As a whole, layer by layer, or on the largest tile; the model must support it.
+        kind: Kind of device that it runs on: `cuda` or `cpu`.
     """
     module = companion.build(text_dtype)
-    with fake_tensors(kind) as ledger, torch.no_grad():
+    with fake_tensors(kind) as tracker, torch.no_grad():
         if mode == "layer by layer":
             assert companion.run_streamed is not None
-            companion.run_streamed(module, _DEVICE, lambda: _passing(module, ledger))
+            companion.run_streamed(module, _DEVICE, lambda: _passing(module, tracker))
         else:
-            with ledger.purpose("weights"):
+            with tracker.purpose("weights"):
                 give_memory(module, _DEVICE)
             if mode == "in tiles":
                 assert companion.tiles is not None
                 size = companion.tiles.largest(size)
             companion.run(module, size, _DEVICE)
-    return MeasuredModel(ledger.at_peak[_DEVICE]["weights"], ledger.peak[_DEVICE])
+    return MeasuredModel(tracker.at_peak[_DEVICE]["weights"], tracker.peak[_DEVICE])
 
 
-def _passing(module: nn.Module, ledger: MemoryTracker) -> LayerContext:
-    """Memory for weights to pass through, as `PassingMemory` keeps it: a tensor for each name and shape, kept for the next."""
+def _passing(module: nn.Module, tracker: MemoryTracker) -> LayerContext:
+    """Buffers for streamed layers, as `PassingMemory` keeps them: one tensor per name and shape, reused by the next layer."""
     kept: dict[tuple[str, torch.Size], nn.Parameter] = {}
 
     @contextmanager
-    def holding(name: str) -> Iterator[nn.Module]:
+    def loaded(name: str) -> Iterator[nn.Module]:
         part = module.get_submodule(name)
         before = []
-        with ledger.purpose("weights"):
+        with tracker.purpose("weights"):
             for inner, tensor in list(part.named_parameters(remove_duplicate=False)):
                 key = (inner, tensor.shape)
                 if key not in kept:
@@ -141,53 +142,53 @@ def _passing(module: nn.Module, ledger: MemoryTracker) -> LayerContext:
         for holder, leaf, tensor in before:
             holder._parameters[leaf] = tensor
 
-    return holding
+    return loaded
 
 
 def denoising_bytes(job: StepJob, size: Size, references: Sequence[tuple[int, int]] = ()) -> int:
-    """The most that one call of a step's transformer without gradients holds above its weights; inputs included.
+    """Peak bytes of one transformer call without gradients, above its weights and including inputs.
 
-    One block of each kind is run, because nothing of a block stays but what it hands on.
+    One block of each kind is run, because without gradients only a block's output stays alive.
 
     Args:
         job: The step that trains it.
-        size: Of the sample.
+        size: Size of the sample.
         references: Height and width of each image to edit.
     """
     spec, dtype = job.spec, job.precision.matmul
     model = reduced_model(spec, job.arch, job.precision, job.adapter, quantize=job.quantize)
     with torch.device("meta"):
         item = spec.training.empty_item(job.arch, size, references)
-    with fake_tensors(job.kind) as ledger, torch.no_grad():
-        with ledger.purpose("weights"):
+    with fake_tensors(job.kind) as tracker, torch.no_grad():
+        with tracker.purpose("weights"):
             names = {id(module): name for name, module in model.whole.named_modules()}
             for stage in model.stages():
                 materialise(stage.eval(), names[id(stage)], spec, dtype=dtype, device=_DEVICE)
-        weights = ledger.total(_DEVICE)
+        weights = tracker.total(_DEVICE)
         item = {name: torch.empty(t.shape, dtype=t.dtype, device=_DEVICE) for name, t in item.items()}
         sigma = torch.empty(1, device=_DEVICE)
         model(spec.training.make_inputs([item["latents"].float()], sigma, [item], 1.0))
-    return ledger.peak[_DEVICE] - weights
+    return tracker.peak[_DEVICE] - weights
 
 
 def held_while_sampling(purposes: Mapping[str, int], *, averages: bool = False) -> int:
-    """Bytes that a device of a run holds while samples are generated between two of its steps: no gradients and no activations.
+    """Bytes in use on a device while samples are generated between two steps: no gradients and no activations.
 
     Args:
         purposes: Bytes by purpose, as `DevicePlan` has them.
         averages: Whether the optimizer averages the weights itself.
     """
     held = sum(purposes.get(name, 0) for name in ("weights", "adapters", "optimizer", "average"))
-    # Samples are generated with averaged weights, and the trained ones are put aside meanwhile.
+    # Samples are generated with averaged weights, and a copy of the trained ones is kept meanwhile.
     return held + (purposes.get("adapters", 0) if averages or purposes.get("average") else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuxiliaryPlanner:
-    """What encoding and sampling hold, stage by stage."""
+    """Plans the memory of encoding and sampling, stage by stage."""
 
     companions: Sequence[AuxiliaryModel]
-    """The family's, as `ModelSpec.companions` gives them."""
+    """The family's auxiliary models, from `AuxiliarySpec.models`."""
     text_dtype: torch.dtype
     """`encode.text_dtype`."""
     streaming: str = "auto"
@@ -198,10 +199,10 @@ class AuxiliaryPlanner:
     """`sample.vae_tiling`."""
 
     def encode_rows(self, sizes: Sequence[Size], room: Room) -> list[AuxiliaryRow]:
-        """The encoders, which have their device for themselves, one at a time.
+        """The encoders, which run one at a time with nothing else on their device.
 
         Args:
-            sizes: Of all clips and references that are encoded.
+            sizes: Sizes of all clips and references that are encoded.
             room: Their device.
         """
         chosen = [each for each in self.companions if each.stage == "encode" and sizes]
@@ -213,10 +214,10 @@ class AuxiliaryPlanner:
         """The transformer's denoising on each of its devices, and the decoder on the first.
 
         Args:
-            sizes: Of the samples; empty for none.
+            sizes: Sizes of the samples; empty for none.
             rooms: The model's devices.
             denoising: `denoising_bytes` of the largest sample.
-            num_samples: How many are generated in a row; from the second on, the decoder is there while the model runs.
+            num_samples: Samples generated in a row; from the second on, the decoder stays loaded while the model runs.
         """
         rows: list[AuxiliaryRow] = []
         for companion in self.companions:
@@ -230,7 +231,7 @@ class AuxiliaryPlanner:
     def preview_rows(
         self, sizes: Sequence[Size], room: Room, *, denoising: int, num_samples: int = 1
     ) -> list[AuxiliaryRow]:
-        """The same for previews, which a copy of the model generates on a device of their own; arguments as for `sample_rows`."""
+        """Rows for previews, which a copy of the model generates on a separate device; arguments as for `sample_rows`."""
         rows = self.sample_rows(sizes, [room], denoising=denoising, num_samples=num_samples)
         return [replace(row, stage="preview") for row in rows]
 
@@ -238,7 +239,7 @@ class AuxiliaryPlanner:
         mode: Mode = "in tiles" if tiled and companion.tiles else "whole"
         if companion.run_streamed and self._streams(companion, room):
             mode = "layer by layer"
-        # Which needs most is the largest image, or the largest clip: both are looked at.
+        # Either the largest image or the largest clip needs most, so both are measured.
         worst = {
             max(sizes, key=lambda size: size[1] * size[2]),
             max(sizes, key=lambda size: size[0] * size[1] * size[2]),
@@ -262,7 +263,7 @@ class AuxiliaryPlanner:
     def _streams(self, companion: AuxiliaryModel, room: Room) -> bool:
         if self.streaming != "auto":
             return self.streaming == "always"
-        # A state dict counts a shared weight twice, as the encoder does that decides the same.
+        # A state dict counts a shared weight twice, as the encoder does when it decides whether to stream.
         needed = sum(tensor.nbytes for tensor in companion.build(self.text_dtype).state_dict().values())
         return room.available is not None and too_large(needed, room.available)
 
@@ -270,7 +271,7 @@ class AuxiliaryPlanner:
         return measure_model(companion, size, text_dtype=self.text_dtype, mode=mode, kind=kind)
 
     def _remedy(self, companion: AuxiliaryModel, mode: Mode, size: Size, room: Room) -> str:
-        """What there is to do about a stage that does not fit: the first that helps, or the one that helps most, and what then."""
+        """A remedy for a stage that does not fit: the first setting that helps, or the one that helps most and what to do then."""
         ways: list[tuple[str, Mode]] = []
         if companion.tiles and mode == "whole":
             ways.append((f"{companion.stage}.vae_tiling = true", "in tiles"))
@@ -284,16 +285,13 @@ class AuxiliaryPlanner:
         return last
 
 
-_SMALLER = "a smaller sample.height and sample.width"
-
-
 def _denoising(decoder: AuxiliaryRow, room: Room, kept: int, denoising: int) -> AuxiliaryRow:
     """The transformer's row on one of its devices.
 
     Args:
-        decoder: The row of what decodes its samples.
+        decoder: The row of the decoder of its samples.
         room: The device.
-        kept: Bytes of the decoder that are there meanwhile.
+        kept: Bytes of the decoder that stays loaded meanwhile.
         denoising: `denoising_bytes`.
     """
     peak = room.held + kept + denoising
@@ -318,17 +316,17 @@ def plan_auxiliary(
     samples: Sequence[Sample] | None = None,
     streamed: int = 0,
 ) -> tuple[AuxiliaryRow, ...]:
-    """Encoding and sampling, as configured; last of all previews, if they have a device of their own.
+    """Rows for encoding and sampling as configured, then for previews if they have a separate device.
 
     Args:
         step: The run's step.
-        devices: What the steps hold.
-        gpus: Whether the plan is for GPUs that need not be here.
-        samples: What is trained on, if that is known already; None looks at the dataset.
-        streamed: Bytes of weights that the steps have on the host.
+        devices: Memory of the steps on each device.
+        gpus: Whether the plan is for GPUs that need not be in this machine.
+        samples: The training samples, if known already; None reads the dataset.
+        streamed: Bytes of streamed weights on the host.
 
     Raises:
-        UserError: If files of an encoder that are here are damaged or of another model.
+        UserError: If local files of an encoder are damaged or of another model.
     """
     run, config, shapes = step.run, step.run.config, step.bucket.shapes
     rooms = _rooms(devices, "cuda" if gpus else run.devices[0].type, averages=config.optim.kind.averages)
@@ -358,7 +356,7 @@ def _rooms(devices: Sequence[DevicePlan], kind: str, *, averages: bool) -> list[
     """The devices that a run trains on, with what they hold between two steps.
 
     Args:
-        devices: What the steps hold.
+        devices: Memory of the steps on each device.
         kind: `cuda` or `cpu`.
         averages: Whether the optimizer averages the weights itself.
     """
@@ -386,13 +384,13 @@ def _denoising_of(step: PlannedStep, generated: Generated, kind: str) -> int:
 
 
 def to_be_generated(run: RunContext, shapes: Sequence[Shape], samples: Sequence[Sample] | None = None) -> Generated:
-    """The samples that a run generates when it ends, and while it trains: the same ones; and class images that are missing.
+    """The samples that a run generates during and after training, and missing class images.
 
-    Those are generated before the optimizer has anything, which is not told apart: only adapters can be trained with them.
+    Class images are generated before the optimizer has state. The plan ignores this, since with adapters the difference is small.
 
     Args:
         run: The run.
-        shapes: All that the data consists of, which captions are sampled in if the data is not here to say which.
+        shapes: All shapes of the data; captions are sampled in each of them if the dataset is not available.
         samples: As for `plan_auxiliary`.
     """
     asked, images = _samples(run, shapes, samples), missing_class_images(run)
@@ -406,9 +404,11 @@ def _samples(run: RunContext, shapes: Sequence[Shape], samples: Sequence[Sample]
     if samples is None and not config.prompts and has_data(run):
         samples = run.data.dataset.samples
     if config.prompts or samples is not None:
-        scenes = sample_prompts(run, [] if config.prompts or samples is None else samples)
-        found = [shape_of(scene, scene.files, run.auxiliary.columns, run.spec.data.reference_size) for scene in scenes]
-        return Generated(tuple(found), len(scenes) * config.images)
+        prompts = sample_prompts(run, [] if config.prompts or samples is None else samples)
+        found = [
+            shape_of(prompt, prompt.files, run.auxiliary.columns, run.spec.data.reference_size) for prompt in prompts
+        ]
+        return Generated(tuple(found), len(prompts) * config.images)
     sizes = {
         ((config.frames or frames, config.height or height, config.width or width), references)
         for (frames, height, width), references in shapes
@@ -417,18 +417,18 @@ def _samples(run: RunContext, shapes: Sequence[Shape], samples: Sequence[Sample]
 
 
 def _room_of(name: str, key: str, run: RunContext, own: Room, *, gpus: bool) -> Room:
-    """The device of a setting, empty but for what runs there: encoders, which come before the model, or what generates previews."""
+    """The device of a setting, with nothing else on it: encoders run before the model is loaded, and previews have their own device."""
     own = own._replace(held=0)
-    if gpus and name != "cpu":  # the GPUs are not here, and which one does not matter while they are alike
+    if gpus and name != "cpu":  # the GPUs are not in this machine; all are assumed to be like the first
         return own
     device = choose_device(name, key)
     if device.type == "cpu":
-        # of another machine's memory nothing is known
+        # the host memory of another machine is unknown
         return Room("cpu", None if gpus else free_memory_bytes(device), "cpu")
     if device == run.devices[0]:
         return own
-    (card,) = gpus_here([device])
-    return Room(f"{device}: {card.name}", card.total - card.reserve)
+    (found,) = gpus_here([device])
+    return Room(f"{device}: {found.name}", found.total - found.reserve)
 
 
 def _preview_room(run: RunContext, own: Room, devices: Sequence[DevicePlan], *, gpus: bool, streamed: int) -> Room:
@@ -438,10 +438,10 @@ def _preview_room(run: RunContext, own: Room, devices: Sequence[DevicePlan], *, 
     weights = sum(device.purposes[purpose] for device in devices for purpose in ("weights", "adapters"))
     if room.kind == "cuda":
         return room._replace(device=f"sample.device {name}" if gpus else room.device, held=weights)
-    if room.available is not None:  # what the steps hold of the same memory is not there yet
+    if room.available is not None:  # the steps will use the same memory, and have not begun
         steps = sum(each.host + (each.peak if own.kind == "cpu" else 0) for each in devices)
         room = room._replace(available=max(0, room.available - streamed - steps))
-    return room._replace(held=weights + streamed)  # where nothing is streamed
+    return room._replace(held=weights + streamed)  # the copy streams nothing
 
 
 def _pixels(shape: Shape) -> int:

@@ -1,4 +1,4 @@
-"""Cards to plan for: what they hold, and the published figures that a time per step is estimated from."""
+"""GPUs to plan for: their memory, and the published rates that the time of a step is estimated from."""
 
 import re
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from ditkit_core.engine.devices import per_device
 from ditkit_core.errors import UserError
 
 RESERVE_BYTES = 6 * GIB // 10
-"""What no tensor of ours gets on any card: the CUDA context with its libraries, and what the driver keeps."""
+"""Memory of every GPU that tensors cannot use: the CUDA context with its libraries, and the driver's share."""
 RESERVE_SHARE = 0.02
-"""Share of a card that is left to gaps between the allocator's blocks."""
+"""Share of a GPU that is left for gaps between the allocator's blocks."""
 
 _EXAMPLES = "write 24GiB, 2x24GiB,1x16GiB, rtx4090 or 2xrtx3090,a100-80"
 _ENTRY = re.compile(r"(?:(\d+)\s*[x*]\s*)?(\S.*)")
@@ -28,11 +28,11 @@ class GPU:
     total: int
     """Bytes that the driver reports."""
     reserve: int
-    """Bytes of them that a run cannot have."""
+    """Bytes of them that a run cannot use."""
     bf16_flops: float
     """Dense matrix products in bf16 with sums in fp32, without sparsity."""
     fp32_flops: float
-    """Products in fp32 proper; ours do not round to TF32."""
+    """Matrix products in fp32, not in TF32."""
     memory_bandwidth: float
     """Bytes per second of its own memory."""
     host_bandwidth: float
@@ -41,12 +41,12 @@ class GPU:
     """Where the figures are from."""
 
     def keeping_free(self, num_bytes: int) -> "GPU":
-        """The card when others have `num_bytes` of it besides."""
+        """The GPU with another `num_bytes` reserved for other programs."""
         return replace(self, reserve=self.reserve + num_bytes)
 
 
 def default_reserve(total: int) -> int:
-    """Bytes of a card with `total` that a plan leaves free."""
+    """Bytes that a plan leaves free on a GPU of `total` bytes."""
     return RESERVE_BYTES + int(total * RESERVE_SHARE)
 
 
@@ -55,8 +55,8 @@ _ADA = "NVIDIA Ada whitepaper"
 _BLACKWELL = "NVIDIA RTX Blackwell whitepaper"
 _PCIE = {"3x16": 15.75e9, "4x8": 15.75e9, "4x16": 31.5e9, "5x16": 63.0e9}
 
-# name, other names, MiB as the driver reports them, TFLOP/s in bf16 and in fp32, GB/s of memory, PCIe, source. GeForce cards multiply
-# in bf16 with fp32 sums at half the rate that their fp16 figure has; what is sold as "with sparsity" is halved here.
+# name, other names, MiB as the driver reports them, TFLOP/s in bf16 and in fp32, GB/s of memory, PCIe, source. GeForce GPUs multiply
+# bf16 with fp32 sums at half their fp16 rate; rates that are published "with sparsity" are halved here.
 _TABLE = (
     ("rtx3090", "3090", 24576, 71.0, 35.6, 936, "4x16", _AMPERE),
     ("rtx4060ti-16", "4060ti-16|4060ti|rtx4060ti", 16380, 44.1, 22.1, 288, "4x8", _ADA),
@@ -78,7 +78,7 @@ def _known_cards() -> tuple[tuple[GPU, frozenset[str]], ...]:
     known = []
     for name, others, mebibytes, bf16, fp32, memory, link, source in _TABLE:
         total = mebibytes * 2**20
-        card = GPU(
+        gpu = GPU(
             name=name,
             total=total,
             reserve=default_reserve(total),
@@ -88,28 +88,28 @@ def _known_cards() -> tuple[tuple[GPU, frozenset[str]], ...]:
             host_bandwidth=_PCIE[link],
             source=f"{source}; PCIe {link[0]} {link[1:]}",
         )
-        known.append((card, frozenset(_plain(each) for each in (name, *others.split("|")) if each)))
+        known.append((gpu, frozenset(_plain(each) for each in (name, *others.split("|")) if each)))
     return tuple(known)
 
 
 def _plain(name: str) -> str:
-    """A card's name as it is compared: letters and digits alone, without the maker, and `80` for `80gb`."""
+    """A GPU's name for comparison: letters and digits only, without the maker, and `80` for `80gb`."""
     words = re.sub(r"\b(nvidia|geforce|tesla)\b", "", name.lower())
     return re.sub(r"[^a-z0-9]", "", re.sub(r"(\d)\s*gi?b\b", r"\1", words))
 
 
 KNOWN_GPUS = _known_cards()
-"""Cards with their published figures, each with the names it goes by."""
+"""GPUs with their published rates, each with its names."""
 
 
 def parse_gpus(text: str) -> tuple[GPU, ...]:
-    """The cards that a text names, in order.
+    """The GPUs that a text names, in order.
 
-    A size in GB is taken as cards are sold: 24GB is a card of 24 GiB. A size says nothing of speed: rates are then those of the slowest
-    card of the table that has as much memory.
+    A size in GB is read as GPUs are sold: 24GB is a GPU of 24 GiB. A size has no speed, so the rates are those of the slowest known GPU
+    with as much memory.
 
     Args:
-        text: Entries with commas between, each a size (`24GiB`) or a known card (`rtx4090`), `2x` before it for two.
+        text: Entries separated by commas, each a size (`24GiB`) or a known GPU (`rtx4090`), with `2x` before it for two.
 
     Raises:
         UserError: If an entry is neither.
@@ -118,19 +118,21 @@ def parse_gpus(text: str) -> tuple[GPU, ...]:
     for entry in text.lower().split(","):
         found = _ENTRY.fullmatch(entry.strip())
         if not found:
-            raise UserError(f"--gpus {text!r} names no card before or after a comma; {_EXAMPLES}")
+            raise UserError(f"--gpus {text!r} names no GPU before or after a comma; {_EXAMPLES}")
         count = int(found[1] or 1)
-        card = _by_size(found[2]) or next((card for card, names in KNOWN_GPUS if _plain(found[2]) in names), None)
-        if card is None:
-            names = ", ".join(card.name for card, _ in KNOWN_GPUS)
-            raise UserError(f"--gpus {text!r}: {entry.strip()!r} is no size and no card of {names}; {_EXAMPLES}")
-        if not 1 <= count <= _MOST_CARDS - len(cards):
-            raise UserError(f"--gpus {text!r}: 1 to {_MOST_CARDS} cards can be planned for; {_EXAMPLES}")
-        if card.reserve >= card.total:
+        gpu = _by_size(found[2]) or next((gpu for gpu, names in KNOWN_GPUS if _plain(found[2]) in names), None)
+        if gpu is None:
+            names = ", ".join(gpu.name for gpu, _ in KNOWN_GPUS)
             raise UserError(
-                f"--gpus {text!r}: {entry.strip()!r} is less than what CUDA itself takes, {card.reserve / GIB:.1f} GiB; {_EXAMPLES}"
+                f"--gpus {text!r}: {entry.strip()!r} is neither a size nor one of the GPUs {names}; {_EXAMPLES}"
             )
-        cards += [card] * count
+        if not 1 <= count <= _MOST_CARDS - len(cards):
+            raise UserError(f"--gpus {text!r}: a plan can have 1 to {_MOST_CARDS} GPUs; {_EXAMPLES}")
+        if gpu.reserve >= gpu.total:
+            raise UserError(
+                f"--gpus {text!r}: {entry.strip()!r} is less than CUDA itself uses, {gpu.reserve / GIB:.1f} GiB; {_EXAMPLES}"
+            )
+        cards += [gpu] * count
     return tuple(cards)
 
 
@@ -140,58 +142,60 @@ def _by_size(text: str) -> GPU | None:
 
 
 def of_size(total: int, name: str) -> GPU:
-    """A card of which only the memory is known: the rates of the slowest known one with as much, or of the largest."""
-    known = sorted((card for card, _ in KNOWN_GPUS), key=lambda card: card.total)
-    as_large = [card for card in known if card.total * 1.1 >= total] or known[-1:]
-    like = min(as_large, key=lambda card: card.bf16_flops)
+    """A GPU of which only the memory is known: it gets the rates of the slowest known one with as much memory, or of the largest."""
+    known = sorted((gpu for gpu, _ in KNOWN_GPUS), key=lambda gpu: gpu.total)
+    # A driver reports a little less than the nominal size, hence the tolerance.
+    as_large = [gpu for gpu in known if gpu.total * 1.1 >= total] or known[-1:]
+    like = min(as_large, key=lambda gpu: gpu.bf16_flops)
     source = f"rates assumed as of {like.name}, the slowest known with as much memory ({like.source})"
     return replace(like, name=name, total=total, reserve=default_reserve(total), source=source)
 
 
 def gpus_here(devices: Sequence[torch.device]) -> tuple[GPU, ...]:
-    """The cards of this machine behind these devices.
+    """The GPUs of these devices of this machine.
 
     Raises:
-        UserError: If one is no GPU.
+        UserError: If a device is no GPU.
     """
     cards = []
     for device in devices:
         if device.type != "cuda":
-            raise UserError(f"there is no GPU to plan for ({device}); say for which cards: --gpus 24GiB")
+            raise UserError(f"there is no GPU to plan for ({device}); name the GPUs to plan for: --gpus 24GiB")
         properties = torch.cuda.get_device_properties(device)
         cards.append(gpu_named(properties.name, properties.total_memory))
     return tuple(cards)
 
 
 def keeping_reserves(cards: Sequence[GPU], reserve_gib: Sequence[float]) -> tuple[GPU, ...]:
-    """The cards less what `train.reserve` leaves to others, beside what a plan leaves free of any card.
+    """The GPUs without the memory that `train.reserve` leaves to other programs, in addition to each plan's own reserve.
 
     Args:
-        cards: In their order.
-        reserve_gib: For each, or one for all, or none.
+        cards: The GPUs in order.
+        reserve_gib: GiB for each, or one number for all, or none.
 
     Raises:
-        UserError: If it does not say which card it is of, or leaves nothing of one.
+        UserError: If the number of reserves does not fit, or one leaves nothing.
     """
     reserves = per_device(reserve_gib, len(cards), "train.reserve")
-    kept = tuple(card.keeping_free(int(gib * GIB)) for card, gib in zip(cards, reserves, strict=True))
-    for index, card in enumerate(kept):
-        if card.reserve >= card.total:
+    kept = tuple(gpu.keeping_free(int(gib * GIB)) for gpu, gib in zip(cards, reserves, strict=True))
+    for index, gpu in enumerate(kept):
+        if gpu.reserve >= gpu.total:
             raise UserError(
-                f"train.reserve = {list(reserve_gib)} leaves nothing of {card.name} (number {index}), which has "
-                f"{card.total / GIB:.1f} GiB, of which CUDA takes {cards[index].reserve / GIB:.1f}; lower it, or leave the device out"
+                f"train.reserve = {list(reserve_gib)} leaves nothing of {gpu.name} (number {index}), which has "
+                f"{gpu.total / GIB:.1f} GiB, of which CUDA uses {cards[index].reserve / GIB:.1f}; lower it, or leave the device out"
             )
     return kept
 
 
 def gpu_named(name: str, total: int) -> GPU:
-    """The card that a driver calls `name`, with the memory that it reports; unknown ones by their size."""
+    """The GPU that the driver calls `name`, with the memory that it reports; an unknown one gets rates by its size."""
     plain = _plain(name)
     fitting = [
-        card for card, names in KNOWN_GPUS if any(each in plain for each in {*names, _plain(card.name.split("-")[0])})
+        gpu for gpu, names in KNOWN_GPUS if any(each in plain for each in {*names, _plain(gpu.name.split("-")[0])})
     ]
-    fitting = [card for card in fitting if abs(card.total - total) < total / 10 and "laptop" not in plain]
+    # Laptop versions have the desktop's name and other rates; a different memory is another product.
+    fitting = [gpu for gpu in fitting if abs(gpu.total - total) < total / 10 and "laptop" not in plain]
     if not fitting:
         return of_size(total, name)
-    known = max(fitting, key=lambda card: len(_plain(card.name)))
+    known = max(fitting, key=lambda gpu: len(_plain(gpu.name)))
     return replace(known, name=name, total=total, reserve=default_reserve(total))

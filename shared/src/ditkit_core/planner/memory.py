@@ -1,4 +1,4 @@
-"""A step's memory on each device, put together from what the stages hold: milliseconds, so that a search may ask for thousands."""
+"""A step's memory on each device, composed from the costs of its stages. It takes milliseconds, so a search can try thousands."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from ditkit_core.planner.stage_costs import Profile, behind
 
 CUBLAS_WORKSPACE = 64 * 2**20
 """PyTorch keeps a workspace for each cuBLAS handle and stream, and a handle for each thread that launches products: the program's and
-autograd's. Its sources give each 32 MiB on Hopper cards and 8.1 MiB (`:4096:2:16:8`) on older ones, unless CUBLAS_WORKSPACE_CONFIG says
-otherwise. Taken is twice the larger for every card; assumed, not measured."""
+autograd's. Its sources set 32 MiB each on Hopper GPUs and 8.1 MiB (`:4096:2:16:8`) on older ones, unless CUBLAS_WORKSPACE_CONFIG is set.
+A plan uses twice the larger for every GPU; assumed, not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +21,13 @@ class Budget:
     total: int
     """Bytes of its memory."""
     reserve: int = 0
-    """Bytes that are left to others."""
+    """Bytes that are left to other programs."""
     workspace: int = CUBLAS_WORKSPACE
-    """Bytes that libraries take through the allocator; 0 for a CPU."""
+    """Bytes that libraries allocate; 0 for a CPU."""
 
     @property
     def available(self) -> int:
-        """Bytes that it can give."""
+        """Bytes that a run can use."""
         return self.total - self.reserve
 
 
@@ -54,7 +54,7 @@ class Partition:
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePlan:
-    """What a device will hold when it holds most."""
+    """The memory of a device at its peak."""
 
     budget: Budget
     purposes: Mapping[str, int]
@@ -62,26 +62,26 @@ class DevicePlan:
     crossing: int
     """Bytes of the carry that is sent to this device in each forward; 0 on the first."""
     host: int = 0
-    """Bytes of activations that its blocks leave in the host's memory."""
+    """Bytes of activations that its blocks offload to the host."""
 
     @property
     def peak(self) -> int:
-        """Bytes in all."""
+        """Bytes in total."""
         return sum(self.purposes.values())
 
     @property
     def free(self) -> int:
-        """Bytes that it could give besides; negative if it does not fit."""
+        """Bytes that stay available; negative if it does not fit."""
         return self.budget.available - self.peak
 
     @property
     def fits(self) -> bool:
-        """Whether that and the reserve are no more than the device has."""
+        """Whether the peak and the reserve fit the device."""
         return self.free >= 0
 
     @property
     def missing(self) -> int:
-        """Bytes that are lacking; 0 if it fits."""
+        """Missing bytes; 0 if it fits."""
         return max(0, -self.free)
 
 
@@ -96,11 +96,11 @@ def compose(
     """The peak of each device over a whole step.
 
     Args:
-        profile: What the stages hold.
-        division: Where they are.
+        profile: Costs of the stages.
+        division: Device of each block.
         budgets: The devices, as many as the division has.
-        micro_batches: How many a step adds up; gradients of the first are there while the second runs.
-        pipelined: All forwards run before one backward, so that what they keep is there at once.
+        micro_batches: Number accumulated in a step; gradients of the first exist while the second runs.
+        pipelined: Whether all forwards run before one backward, so that their activations are alive at once.
     """
     assert len(division.bounds) == len(budgets) + 1, (division.bounds, len(budgets))
     return tuple(
@@ -130,9 +130,9 @@ def plan_device(
     """The peak of one device, which depends on no other.
 
     Args:
-        profile: What the stages hold.
-        start: Its first block; with the first of all it has the embedding.
-        end: Behind its last block; with the last of all it has the head.
+        profile: Costs of the stages.
+        start: Its first block; a device with block 0 also has the embedding.
+        end: One past its last block; a device with the last block also has the head.
         budget: The device.
         streamed: Blocks whose weights stay on the host.
         micro_batches, pipelined: As for `compose`.
@@ -141,12 +141,12 @@ def plan_device(
 
 
 class PeakMoment(NamedTuple):
-    """What is alive on a device besides what it has all the time, when a stage holds most; bytes."""
+    """Bytes on a device at a stage's peak, in addition to its static memory."""
 
     activations: int
     gradients: int
     state: int
-    """Of the optimizer, passing through."""
+    """Streamed optimizer state."""
 
 
 class DeviceSpan:
@@ -163,11 +163,11 @@ class DeviceSpan:
         self.profile, self.held = profile, held
         ends = {0: profile.embed, last: profile.head}
         self.stages = [ends[stage] if stage in ends else profile.blocks[stage - 1] for stage in held]
-        if held.start > 1:  # the block before is on another device, and what it sends to the host is none of this one's
+        if held.start > 1:  # the previous block is on another device, so its offloaded bytes do not leave this one
             self.stages[0] = behind(self.stages[0], profile.blocks[held.start - 2].on_host)
         self.receives = profile.crossing[held.start - 1] if held.start > 0 else 0
         self.receives_back = profile.crossing_back[held.stop - 1] if held.stop <= last else 0
-        # one of the two where the head is on another device than the embedding
+        # Positive on the head's device, negative on the embedding's; they cancel if both are on one device.
         self.targets = profile.targets * ((held.stop > last) - (held.start == 0))
         self.freed = self.stages[-1].freed_at_cut if held.stop <= last else 0
         self.passing = [cost for stage, cost in zip(held, self.stages, strict=True) if stage - 1 in streamed]
@@ -175,16 +175,17 @@ class DeviceSpan:
         self.last_passing = max((stage - held.start for stage in held if stage - 1 in streamed), default=0)
 
     def plan(self, budget: Budget, *, micro_batches: int, pipelined: bool) -> DevicePlan:
-        """The peak, and what it is made of."""
+        """The peak, by purpose."""
         static = self.static()
-        # Pipelined, the first backward runs while all other micro-batches keep what they need for theirs.
+        # Pipelined, the first backward runs while the activations of all other micro-batches are alive.
         waiting = micro_batches - 1 if pipelined else 0
         moments = self.moments(again=False, waiting=waiting)
         if micro_batches > 1:
             moments += self.moments(again=True, waiting=max(0, waiting - 1))
         all_gradients = sum(cost.gradients for cost in self.stages)
+        # An optimizer that works parameter by parameter frees its temporary memory in between.
         whole = sum if self.profile.update_adds_up else max
-        # Updates come last: no activation is left, and every gradient is there.
+        # Updates come last: all gradients exist, and no activations.
         moments.append(PeakMoment(whole(cost.update_extra for cost in self.stages), all_gradients, 0))
         highest = max(moments, key=sum)
         held = {
@@ -201,7 +202,7 @@ class DeviceSpan:
         )
 
     def static(self) -> dict[str, int]:
-        """Bytes by purpose that are there all the time."""
+        """Static memory: bytes by purpose that are in use during the whole step."""
         trains_all = self.profile.trains_all
         on_device = self.resident if trains_all else self.stages
         static = {
@@ -214,12 +215,12 @@ class DeviceSpan:
         return {**static, "optimizer": sum(cost.optimizer for cost in on_device)}
 
     def moments(self, *, again: bool, waiting: int) -> list[PeakMoment]:
-        """The highest of each stage: of the forwards in their order, then of the backwards in theirs.
+        """The peak of each stage: first the forwards in order, then the backwards in theirs.
 
-        State comes with trained weights for their backward, and that of the last block at the end of the forward.
+        Optimizer state is streamed with trained weights for their backward; that of the last block arrives at the end of the forward.
 
         Args:
-            again: Whether gradients of another micro-batch are there.
+            again: Whether gradients of an earlier micro-batch exist.
             waiting: Micro-batches whose forward has run, and whose backward has not.
         """
         gradients = sum(cost.gradients for cost in self.stages) if again else 0
@@ -231,28 +232,30 @@ class DeviceSpan:
             state = states[-1] if states and place >= self.last_passing else 0
             moments.append(PeakMoment(live + cost.forward_extra, gradients, state))
             live += cost.kept
+        # Gradients of the next device arrive here, and the carry that was sent to it is freed.
         live += self.receives_back - self.freed
         for place, cost in reversed(list(enumerate(self.stages))):
             extra = cost.backward_extra_again if again else cost.backward_extra
             state = states[-1] if states and place > self.last_passing else _pair(states)
             moments.append(PeakMoment(live + extra, gradients, state))
             live -= cost.released
+            # A later micro-batch adds to the gradients of the first in place.
             gradients += 0 if again else cost.gradients
         return moments
 
 
 def _pair(sizes: Sequence[int]) -> int:
-    """The most of two in a row: one is used while the next arrives."""
+    """The largest sum of two neighbours: one is used while the next is prefetched."""
     return max((sum(sizes[i : i + 2]) for i in range(max(1, len(sizes) - 1))), default=0)
 
 
 def on_host(profile: Profile, streamed: Collection[int]) -> int:
-    """Bytes that the host has of streamed blocks: their frozen weights, or of a full fine-tune all that is kept of them."""
+    """Bytes of streamed blocks on the host: their frozen weights; in a full fine-tune also optimizer state and average."""
     blocks = [profile.blocks[index] for index in streamed]
     kept = sum(block.adapters + block.optimizer + block.average for block in blocks) if profile.trains_all else 0
     return sum(block.weights for block in blocks) + kept
 
 
 def sent_to_host(profile: Profile, blocks: Collection[int], *, micro_batches: int = 1, pipelined: bool = False) -> int:
-    """Bytes of activations that these blocks leave on the host, of all micro-batches that are there at once."""
+    """Bytes of activations that these blocks offload to the host, for all micro-batches that are alive at once."""
     return (micro_batches if pipelined else 1) * sum(profile.blocks[index].on_host for index in blocks)

@@ -1,7 +1,7 @@
-"""Bytes by device and purpose, now and at their highest, on real tensors or on fake ones.
+"""Bytes by device and purpose, current and peak, of real or fake tensors.
 
-Under `FakeTensorMode` the devices `cpu:0`, `cpu:1`, … are distinct, refuse to mix, and have a backward: they stand for GPUs on a
-machine that has none. A storage is counted from the operation that makes it until the last tensor on it is freed.
+Under `FakeTensorMode` the devices `cpu:0`, `cpu:1`, … are distinct, refuse to mix, and support a backward, so they stand for GPUs on a
+machine without any. A storage counts from the operation that allocates it until its last tensor is freed.
 """
 
 import weakref
@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 PURPOSES = ("weights", "adapters", "gradients", "optimizer", "average", "activations")
-"""What memory is for; everything made while no other purpose is in force is an activation."""
+"""Purposes of memory; tensors that are created outside of `purpose` are activations."""
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts, while it is in force, what exists on each device.
+    """A dispatch mode that counts the memory of each device while it is active.
 
     Attributes:
         live: Bytes by device and purpose.
@@ -29,10 +29,10 @@ class MemoryTracker(TorchDispatchMode):
     """
 
     def __init__(self, *, rounding: int = 1) -> None:
-        """Count nothing yet.
+        """Start with no memory counted.
 
         Args:
-            rounding: Bytes that a storage is rounded up to a multiple of; 512 is what CUDA's allocator does.
+            rounding: Storages are rounded up to a multiple of this many bytes, 512 for CUDA's allocator.
         """
         super().__init__()
         self.live: dict[torch.device, Counter[str]] = {}
@@ -50,24 +50,25 @@ class MemoryTracker(TorchDispatchMode):
         return self._total[device]
 
     def bytes_of(self, tree: Any) -> int:
-        """What the tensors of a tree take, each storage once."""
+        """Bytes of the tensors in a tree; each storage counts once."""
         storages = {storage._cdata: storage.nbytes() for storage in (leaf.untyped_storage() for leaf in _tensors(tree))}
         return sum(map(self._rounded, storages.values()))
 
     def track(self, tree: Any, purpose: str) -> None:
-        """Count what exists already, or count it for another purpose than so far: a module, a tensor, a tree of tensors."""
+        """Count existing tensors, or change their purpose: a module, a tensor, or a tree of tensors."""
         for leaf in _tensors([*tree.parameters(), *tree.buffers()] if isinstance(tree, nn.Module) else tree):
+            # Forgotten first, because `_add` skips storages that it knows.
             self._forget(leaf.untyped_storage()._cdata)
             self._add(leaf, purpose)
 
     def watch(self, tensor: Tensor) -> None:
-        """Follow the size of a storage that is emptied and filled again in place, which no operation tells of."""
+        """Follow the size of a storage that is resized in place, which no dispatched operation shows."""
         storage = tensor.untyped_storage()
         self._elastic[storage._cdata] = weakref.ref(storage)
 
     @contextmanager
     def purpose(self, name: str) -> Iterator[None]:
-        """What is made inside the block is for this purpose."""
+        """Tensors that are created inside the block have this purpose."""
         before, self._purpose = self._purpose, name
         try:
             yield
@@ -75,7 +76,7 @@ class MemoryTracker(TorchDispatchMode):
             self._purpose = before
 
     def restart_peak(self) -> None:
-        """Look for the highest from here."""
+        """Measure the peak from now on."""
         self.peak = Counter(self._total)
         self.at_peak = {device: Counter(purposes) for device, purposes in self.live.items()}
 
@@ -88,7 +89,7 @@ class MemoryTracker(TorchDispatchMode):
         return out
 
     def poll(self) -> None:
-        """Look at the sizes of what is emptied and filled in place; of what changed since the last look, what was emptied went first."""
+        """Read the sizes of storages that are resized in place. Shrunk ones are counted before grown ones, so that no false peak appears."""
         changes: list[tuple[int, int]] = []
         for address, reference in list(self._elastic.items()):
             storage, known = reference(), self._known.get(address)
@@ -104,6 +105,7 @@ class MemoryTracker(TorchDispatchMode):
     def _add(self, tensor: Tensor, purpose: str) -> None:
         storage = tensor.untyped_storage()
         address = storage._cdata
+        # A view or an in-place result: its storage is counted already.
         if address in self._known:
             return
         size = self._rounded(storage.nbytes())
@@ -127,7 +129,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors of a tree that have a storage: of one that wraps others, as 8-bit optimizer state does, those others."""
+    """The tensors of a tree that own a storage; of wrapper tensors, such as 8-bit optimizer state, the inner tensors."""
     for leaf in tree_leaves(tree):
         if not isinstance(leaf, Tensor):
             continue

@@ -1,8 +1,8 @@
-"""Where a model is cut: so that over a whole training step the fullest device, for what it can hold, is least full.
+"""Split points of a model: chosen so that the device that is fullest during a training step, for its size, is as empty as possible.
 
-`place_blocks` is what commands ask. A run and its plan divide a model by the same `Partitioner` of the same figures, so that the run does what
-the plan says. What a device holds depends on its own blocks alone, so no other split is better: every one is looked at. Every device
-gets one block at least: omit a device to leave it unused.
+Commands call `place`. A run and its plan use the same `Partitioner` with the same profiles, so that the run does what the plan says. The
+memory of a device depends only on its own blocks, so dynamic programming finds the best of all splits. Every device gets at least one
+block; omit a device to leave it unused.
 """
 
 import time
@@ -47,23 +47,22 @@ def choose_split_points(
     micro_batches: int = 1,
     pipelined: bool = False,
 ) -> tuple[int, ...]:
-    """The blocks before which the next device begins; each device has one that holds parameters at least, and as many as it streams.
+    """The blocks before which the next device begins. Each device has at least one block with parameters, and as many as it streams.
 
     Args:
-        profile: What the stages hold, or what they would on each of the devices; `weights_profile` leaves out activations.
+        profile: Costs of the stages, or one profile for each device; `weights_profile` leaves out activations.
         budgets: The devices, in order.
         swap_blocks: `train.swap_blocks`.
-        micro_batches: How many a step adds up.
+        micro_batches: Number accumulated in a step.
         pipelined: Whether they overlap.
 
     Raises:
-        UserError: If there are more devices than blocks, more blocks to be streamed than there are, or numbers of those that fit no
-            devices.
+        UserError: If there are more devices than blocks, more streamed blocks than blocks, or a wrong number of `swap_blocks`.
     """
     profiles = [profile] * len(budgets) if isinstance(profile, Profile) else list(profile)
     blocks = profiles[0].blocks
     has_weights = [block.weights + block.adapters > 0 for block in blocks]
-    # A block without parameters runs where its carry is: no device begins with it.
+    # A block without parameters runs on the device of its carry, so no device begins with it.
     starts = [i for i, has in enumerate(has_weights) if has]
     if len(budgets) > len(starts):
         raise UserError(
@@ -77,6 +76,7 @@ def choose_split_points(
             f"train.swap_blocks = {list(swap_blocks)} of {len(budgets)} devices, and the model has {len(starts)} blocks; lower it"
         )
 
+    # The cache below is keyed by the profile's index: hashing a profile itself is slow.
     kinds = [profiles.index(each) for each in profiles]
 
     @cache
@@ -87,6 +87,7 @@ def choose_split_points(
         ).peak
 
     def fullness(device: int, start: int, end: int) -> float | None:
+        # Fewer blocks with weights than the device has to stream.
         if counts[device] > sum(has_weights[start:end]):
             return None
         budget = budgets[device]
@@ -100,15 +101,15 @@ def choose_split_points(
 def least_full(
     num_blocks: int, num_devices: int, starts: Sequence[int], fullness: Callable[[int, int, int], float | None]
 ) -> tuple[int, ...] | None:
-    """Cuts after which the fullest of the devices is least full; of equal ones the earliest. None if there is no way.
+    """Split points with which the fullest device is as empty as possible; of equals the earliest. None if no split is possible.
 
-    No other split does better: every one of them is looked at, by dynamic programming.
+    Dynamic programming covers every split, so no other is better.
 
     Args:
-        num_blocks: To divide.
+        num_blocks: Number of blocks.
         num_devices: At most as many as blocks.
-        starts: Blocks that may be a device's first.
-        fullness: Of a device that holds the blocks from one to before another; None where that cannot be.
+        starts: Blocks that can be the first of a device.
+        fullness: Of (device, start, end): how full the device is with the blocks from start to before end; None if it cannot have them.
     """
     # best[k]: (fullest device, split points) when the devices so far hold the first k blocks
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
@@ -127,21 +128,21 @@ def least_full(
 
 
 def streamed_of(has_weights: Sequence[bool], start: int, end: int, count: int) -> frozenset[int]:
-    """Which blocks are streamed by a device that has those from `start` to before `end`."""
+    """The streamed blocks of a device that has the blocks from `start` to before `end`."""
     alone = Placement(embed=_ANY, blocks=(_ANY,) * (end - start), head=_ANY)
     return frozenset(start + i for i in choose_streamed(alone, [count], has_weights[start:end]))
 
 
 def budgets_of(cards: Sequence[GPU]) -> tuple[Budget, ...]:
-    """Cards as a plan takes them."""
-    names = [f"{index}: {card.name}" if len(cards) > 1 else card.name for index, card in enumerate(cards)]
+    """The budgets of GPUs."""
+    names = [f"{index}: {gpu.name}" if len(cards) > 1 else gpu.name for index, gpu in enumerate(cards)]
     return tuple(
-        Budget(name=name, total=card.total, reserve=card.reserve) for name, card in zip(names, cards, strict=True)
+        Budget(name=name, total=gpu.total, reserve=gpu.reserve) for name, gpu in zip(names, cards, strict=True)
     )
 
 
 def budgets_here(devices: Sequence[torch.device], reserve_gib: Sequence[float]) -> tuple[Budget, ...]:
-    """What the devices of this machine can hold: GPUs less what a plan leaves free and `train.reserve`; the host what is free now.
+    """The budgets of this machine's devices: GPUs without the plan's reserve and `train.reserve`; for the host its free memory.
 
     Raises:
         UserError: If a reserve leaves nothing, or the devices cannot be compared.
@@ -149,24 +150,25 @@ def budgets_here(devices: Sequence[torch.device], reserve_gib: Sequence[float]) 
     kinds = {device.type for device in devices}
     if len(kinds) > 1:
         raise UserError(
-            f"train.devices = {[str(device) for device in devices]}: what GPUs and the host hold is not compared; say with "
-            "train.split_points before which blocks the next device begins"
+            f"train.devices = {[str(device) for device in devices]}: GPUs and the host cannot be compared; set "
+            "train.split_points, the blocks before which the next device begins"
         )
     if kinds == {"cpu"}:
+        # Unknown free memory does not limit a plan.
         free = free_memory_bytes(devices[0]) or 2**62
         return (Budget(name="cpu", total=free, workspace=0),) * len(devices)
     return budgets_of(keeping_reserves(gpus_here(devices), reserve_gib))
 
 
 def host_limit(host: str, *, here: bool) -> int | None:
-    """Bytes that streamed weights may take on the host; None for any.
+    """Bytes that streamed weights may use on the host; None for no limit.
 
     Args:
-        host: `--host`; empty for what the host can give.
+        host: `--host`; empty for the host's free memory.
         here: Whether the run is planned for this machine.
 
     Raises:
-        UserError: If it is no size.
+        UserError: If `host` is not a size.
     """
     if host:
         return parse_size(host, "--host")
@@ -175,13 +177,13 @@ def host_limit(host: str, *, here: bool) -> int | None:
 
 
 def weights_profile(model: StagedModel, spec: ModelSpec, precision: Precision, *, averaged: bool = False) -> Profile:
-    """What the weights alone bring to a device, and what AdamW keeps for those that are trained.
+    """A profile of the weights alone, with AdamW's state for the trained ones.
 
     Args:
-        model: With its adapters; `meta` will do.
-        spec: Says what stays in fp32.
+        model: The model with its adapters, also on `meta`.
+        spec: Decides which parameters stay in fp32.
         precision: The dtypes.
-        averaged: Whether there is an average of the trained weights.
+        averaged: Whether the trained weights are averaged.
     """
     names = {id(module): name for name, module in model.named_modules()}
 
@@ -217,51 +219,51 @@ def weights_profile(model: StagedModel, spec: ModelSpec, precision: Precision, *
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """The devices that a step is planned for."""
+    """The devices of a planned step."""
 
     kind: str
     """`cuda` or `cpu`."""
     devices: tuple[torch.device, ...]
     budgets: tuple[Budget, ...] = ()
-    """Of these devices; split points that are given need none."""
+    """Budgets of these devices; not needed if train.split_points is set."""
     cards: tuple[GPU, ...] = ()
-    """With their rates, if they are GPUs and times are asked for."""
+    """The GPUs with their rates, if times are needed."""
     host: int | None = None
-    """Bytes that the host can give beside them; None for any."""
+    """Bytes available on the host in addition; None for no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """A step on its devices."""
+    """Placement and profile of a step."""
 
     placement: Placement
     profile: Profile
-    """What the stages hold under the policies of `placement.checkpointing`."""
+    """Costs of the stages under the policies of `placement.checkpointing`."""
     chosen: str = ""
-    """One line on what a budget for checkpointing came to."""
+    """One line on the policies that a checkpointing budget chose; empty without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partitioner:
-    """Divides a run's model over devices and gives each block its policy: the same for a run as for its plan."""
+    """Splits a run's model across devices and chooses each block's policy; the run and its plan use the same."""
 
     run: RunContext
     model: StagedModel
-    """With its adapters; `meta` will do."""
+    """The model with its adapters, also on `meta`."""
     targets: Targets
     profile_of: Callable[[Policy], Profile]
-    """The profile of a step in which all blocks have the policy; always the same one."""
+    """The profile of a step in which all blocks have the policy; cached."""
 
     def solve(self, schedule: ACSchedule) -> Solution:
-        """Which device runs what, and which block has which policy.
+        """The device and the policy of each block.
 
         Raises:
-            UserError: If `train.split_points` or `train.swap_blocks` do not divide the model, or a budget cannot be kept.
+            UserError: If `train.split_points` or `train.swap_blocks` do not fit the model, or a budget is too small.
         """
         if schedule.budget is not None:
             return self._within(schedule.budget)
         count = len(self.model.blocks())
-        # A policy may be given by device, and which blocks a device gets is not known yet: its spans are judged as if all had its policy.
+        # A policy can be set per device, whose blocks are not known yet. Each device is judged as if all blocks had its policy.
         by_device = [schedule.alone_on(device) if schedule.devices else schedule for device in self.targets.devices]
         placement = self._placed(lambda: [self._under(each.policies([None] * count)) for each in by_device])
         policies = schedule.policies(placement.blocks)
@@ -269,11 +271,12 @@ class Partitioner:
         return Solution(placement=replace(placement, checkpointing=resolved), profile=self._under(policies))
 
     def _within(self, sizes: Sequence[str]) -> Solution:
-        """A budget fills devices that are divided as full checkpointing divides them, which is what is left where bytes are short."""
+        """Choose policies for a budget. Blocks are split as for full checkpointing, the policy that remains when memory is scarce."""
         targets, config = self.targets, self.run.config.train
         limits = limited(targets.budgets, sizes)
         placement = self._placed(lambda: [self.profile_of(Full())] * len(targets.devices))
         host = targets.host
+        # Streamed weights and offloaded activations share the host's memory.
         if host is not None and placement.streamed:
             host = max(0, host - on_host(self.profile_of(Full()), placement.streamed))
         task = BudgetTask(
@@ -290,25 +293,25 @@ class Partitioner:
         return Solution(placement=placement, profile=self._under(choice.policies), chosen=choice.described())
 
     def _placed(self, profiles: Callable[[], Sequence[Profile]]) -> Placement:
-        # CPUs share one memory, so there is nothing to gain by comparing what a step holds on each.
+        # CPU devices share one memory, so a step's memory on each need not be compared.
         if self.targets.kind == "cpu":
             return _by_weights(self.run, self.model, self.targets)
-        return _cut(self.run, self.model, self.targets, profiles)
+        return _split(self.run, self.model, self.targets, profiles)
 
     def _under(self, policies: Sequence[Policy]) -> Profile:
         return mixed([self.profile_of(policy) for policy in policies])
 
 
 def _by_weights(run: RunContext, model: StagedModel, targets: Targets) -> Placement:
-    """Divided by what the weights take, with what training keeps for them."""
+    """Split by the size of the weights and their optimizer state."""
     averaged = bool(run.config.ema.decay)
-    return _cut(run, model, targets, lambda: weights_profile(model, run.spec, run.precision, averaged=averaged))
+    return _split(run, model, targets, lambda: weights_profile(model, run.spec, run.precision, averaged=averaged))
 
 
-def _cut(
+def _split(
     run: RunContext, model: StagedModel, targets: Targets, profiles: Callable[[], Profile | Sequence[Profile]]
 ) -> Placement:
-    """Cut as configured, or else by these profiles: making them takes seconds, so they are made only where they decide."""
+    """Split as configured, else by these profiles. They take seconds, so they are made only if they decide."""
     config, split_points = run.config.train, run.config.train.split_points
     if len(targets.devices) > 1 and not split_points:
         split_points = choose_split_points(
@@ -324,33 +327,34 @@ def _cut(
 
 
 def partition_of(placement: Placement) -> Partition:
-    """A placement as a plan takes it."""
+    """The partition of a placement, for the planner."""
     order = list(dict.fromkeys(placement.blocks))
     return Partition(devices=tuple(map(order.index, placement.blocks)), streamed=placement.streamed)
 
 
 def profiles_of(job: StepJob) -> Callable[[Policy], Profile]:
-    """The profile of a step by the policy of its blocks; each is made once."""
+    """A function from a policy of all blocks to the step's profile; each is made once."""
     return cache(lambda policy: profile(replace(job, policy=ACSchedule.everywhere(policy))))
 
 
 def place(run: RunContext, unloaded: MetaModel, *, training: bool = False) -> Placement:
-    """Which of the run's devices runs what: what every command asks that loads a model.
+    """The placement of a run's model; every command that loads a model calls it.
 
-    Training over several GPUs is divided by what a whole step holds on each, activations included, as the run's plan says.
+    Training on several GPUs is split by the memory of a whole step on each, activations included, as in the run's plan.
 
     Args:
         run: The run.
         unloaded: Its model, with its adapters.
-        training: Whether it is trained, under the policies that `train.checkpointing` comes to.
+        training: Whether it is trained, with the policies of `train.checkpointing`.
 
     Raises:
-        UserError: If `train.split_points` or `train.swap_blocks` do not divide the model, the devices cannot be compared, or a budget cannot be
-            kept.
+        UserError: If `train.split_points` or `train.swap_blocks` do not fit the model, the devices cannot be compared, or a budget is
+            too small.
     """
     config, kind = run.config.train, run.devices[0].type
     schedule = config.schedule
     several = len(run.devices) > 1 and not config.split_points
+    # Only GPUs have memory of their own to compare; inference is split by weights.
     compared = training and several and all(device.type == "cuda" for device in run.devices)
     planned = compared or (training and schedule.budget is not None)
     targets = Targets(
@@ -370,5 +374,5 @@ def place(run: RunContext, unloaded: MetaModel, *, training: bool = False) -> Pl
     if solution.chosen:
         say(solution.chosen)
     if compared:
-        say(f"split points chosen by what a step holds on each device, planned in {time.monotonic() - began:.0f} s")
+        say(f"split points chosen by the memory of a step on each device, planned in {time.monotonic() - began:.0f} s")
     return solution.placement

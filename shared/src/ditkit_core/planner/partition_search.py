@@ -1,7 +1,7 @@
-"""The fastest way to divide a model over GPUs that it fits on, by looking at every way.
+"""The fastest split of a model across GPUs that it fits, by exhaustive search.
 
-What a device holds and how long it takes depend on its own blocks, not on how the others are divided: each span of blocks is judged once,
-spans of like blocks share the judgement, and dynamic programming puts the spans together.
+Memory and time of a device depend only on its own blocks, so each span of blocks is evaluated once, spans of equal blocks share the result,
+and dynamic programming combines the spans.
 """
 
 import math
@@ -19,37 +19,38 @@ from ditkit_core.planner.step_time import StageTime, StepTime, Workload, crossin
 from ditkit_core.planner.step_time import step_seconds as seconds_of
 
 PRICE = {"none": 1.0, "int8": 1.5, "fp8": 1.5, "nf4": 3.0}
-"""What a step's time is multiplied with before settings are compared, by what the weights are held in."""
+"""Factor on a step's time when settings are compared, by the format of the weights."""
+# Only the peak is asked for where this is used, so the budget must not matter.
 _ENDLESS = Budget(name="", total=2**62)
 _CAPS = 12
-"""Bounds of the slowest device's time that are tried where micro-batches overlap."""
+"""Number of bounds on the slowest device's time to try, if micro-batches overlap."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitTask:
-    """What is to be fitted: a training step, and the GPUs there are."""
+    """The input of the search: a training step and the available GPUs."""
 
     cards: tuple[GPU, ...]
     profile_of: Callable[[str, str], Profile]
-    """(policy, quantize) to the profile, always the same one for the same two."""
+    """(policy, quantize) to the profile; cached."""
     micro_batches: int = 1
     fp32: bool = False
     quantizations: tuple[str, ...] = ("none", "int8", "nf4")
-    """From the exact one on; a full fine-tune has no other."""
+    """From exact to coarse; a full fine-tune has only `none`."""
     host: int | None = None
-    """Bytes that streamed weights and offloaded activations may take on the host; None for any."""
+    """Bytes that streamed weights and offloaded activations may use on the host; None for no limit."""
     streams_trained: bool = False
     """Whether blocks whose weights are trained can be streamed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is chosen."""
+    """One point of the search."""
 
     policy: str
     quantize: str
     cards: tuple[int, ...]
-    """Which of the GPUs are used, in their order."""
+    """Indices of the GPUs that are used, in order."""
     split_points: tuple[int, ...]
     swap: tuple[int, ...]
     """Streamed blocks of each GPU used."""
@@ -58,48 +59,48 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Settings with what they lead to."""
+    """Settings with their memory and time."""
 
     setting: Setting
     division: Partition
     plan: tuple[DevicePlan, ...]
-    """Of the GPUs used."""
+    """One for each GPU used."""
     time: StepTime
     weights_on_host: int
     """Bytes of the weights that stay on the host."""
     search: "Search" = field(repr=False)
-    """Where it was found."""
+    """The search that found it."""
 
     @property
     def score(self) -> float:
-        """Seconds, times the price of what the weights are held in."""
+        """Seconds, times the price of the weights' format."""
         return self.time.seconds * PRICE[self.setting.quantize]
 
     @property
     def fullness(self) -> float:
-        """Of the fullest GPU, the share that is used of what it can give."""
+        """Used share of the fullest GPU's available memory."""
         return max(plan.peak / plan.budget.available for plan in self.plan)
 
     @property
     def host(self) -> int:
-        """Bytes of the weights that stay on the host, and of activations that wait there."""
+        """Bytes on the host: streamed weights and offloaded activations."""
         return self.weights_on_host + sum(plan.host for plan in self.plan)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchedSpan:
-    """The blocks that a device holds, from `start` to before `end`, some of them streamed."""
+    """The blocks of a device, from `start` to before `end`, some of them streamed."""
 
     start: int
     end: int
     num_streamed: int
     time: StageTime
     host: int
-    """Bytes of the streamed weights, and of activations that wait on the host."""
+    """Bytes on the host: streamed weights and offloaded activations."""
 
 
 class _Way(NamedTuple):
-    """Spans of the GPUs so far."""
+    """A choice of spans for the GPUs so far."""
 
     time: float
     host: int
@@ -109,21 +110,21 @@ class _Way(NamedTuple):
 Judge = Callable[[GPU, int, int], SearchedSpan | None]
 
 
-def budget_of(card: GPU) -> Budget:
-    """The GPU as a plan takes it."""
-    return Budget(name=card.name, total=card.total, reserve=card.reserve)
+def budget_of(gpu: GPU) -> Budget:
+    """The budget of a GPU."""
+    return Budget(name=gpu.name, total=gpu.total, reserve=gpu.reserve)
 
 
 class Search:
-    """Ways to divide a task's step under one policy, with weights held in one way."""
+    """Searches the splits of a task's step for one policy and one format of the weights."""
 
     def __init__(self, task: FitTask, policy: str, quantize: str, *, pipelined: bool = False):
-        """Judge nothing yet.
+        """Prepare the search; nothing is evaluated yet.
 
         Args:
             task: The step.
-            policy: Of all blocks.
-            quantize: What the frozen weights are held in.
+            policy: Checkpointing policy of all blocks.
+            quantize: Format of the frozen weights.
             pipelined: Whether micro-batches overlap.
         """
         self._task, self._policy, self._quantize = task, policy, quantize
@@ -135,17 +136,18 @@ class Search:
         # A block without parameters runs where its carry is: no device begins with it.
         self._starts = [i for i, block in enumerate(profile.blocks) if i and block.weights + block.adapters > 0]
         kinds = {block: kind for kind, block in enumerate(dict.fromkeys(profile.blocks))}
+        # Equal blocks have equal numbers, so that spans of equal blocks share cache entries.
         self._kinds = [kinds[block] for block in profile.blocks]
         self._held: dict[Hashable, int] = {}
         self._times: dict[Hashable, tuple[StageTime, int]] = {}
         self._like = cache(self._signature)
 
     def fastest(self, chosen: tuple[int, ...], share: float = 1.0) -> Candidate | None:
-        """The fastest division over all of the chosen GPUs, in their order; None if none fits.
+        """The fastest split across all chosen GPUs, in their order; None if none fits.
 
         Args:
-            chosen: Which of the task's GPUs, at least one.
-            share: Of what each can give, the most that may be used.
+            chosen: Indices of the task's GPUs, at least one.
+            share: Largest share of each GPU's available memory to use.
         """
         cards = [self._task.cards[i] for i in chosen]
         spans = self._fastest_spans(cards, share)
@@ -165,7 +167,7 @@ class Search:
             plan=compose(
                 profile,
                 division,
-                [budget_of(card) for card in cards],
+                [budget_of(gpu) for gpu in cards],
                 micro_batches=work.micro_batches,
                 pipelined=work.pipelined,
             ),
@@ -196,10 +198,11 @@ class Search:
         found = self._divide(cards, judge, host)
         if not found or not self._work.pipelined:
             return found[0] if found else None
-        # The slowest device decides, which is no sum: bound it more and more.
+        # With overlap the slowest device decides, which is not a sum: search again with ever tighter bounds on it.
         times = [span.time.forward + span.time.backward for span in found[0]]
         slowest, least = max(times), sum(times) / len(times)
         ways = found
+        # Bounds between the slowest device so far and a perfectly even split.
         for step in range(_CAPS):
             ways = [*ways, *self._divide(cards, judge, host, least * (slowest / least) ** (step / _CAPS))]
 
@@ -216,11 +219,11 @@ class Search:
 
     def _judge(self, share: float) -> Judge:
         @cache
-        def judge(card: GPU, start: int, end: int) -> SearchedSpan | None:
-            count = self._fewest_streamed(start, end, int((card.total - card.reserve) * share))
+        def judge(gpu: GPU, start: int, end: int) -> SearchedSpan | None:
+            count = self._fewest_streamed(start, end, int((gpu.total - gpu.reserve) * share))
             if count is None:
                 return None
-            time, host = self._time(card, start, end, count)
+            time, host = self._time(gpu, start, end, count)
             return SearchedSpan(start=start, end=end, num_streamed=count, time=time, host=host)
 
         return judge
@@ -228,21 +231,21 @@ class Search:
     def _divide(
         self, cards: Sequence[GPU], judge: Judge, host: int | None, bound: float | None = None
     ) -> list[tuple[SearchedSpan, ...]]:
-        """Spans that take least in sum, none of them longer than `bound`: the fastest ones first, behind them what takes less of a
-        limited host; empty if nothing fits."""
+        """Spans with the least total time, none longer than `bound`. The fastest come first, then slower ones that use less of a limited
+        host; empty if nothing fits."""
         count = 1 if self._work.pipelined else self._work.micro_batches
         # best[k]: ways of the GPUs so far to hold the first k blocks
         best: dict[int, list[_Way]] = {0: [_Way(0, 0, ())]}
-        for place, card in enumerate(cards):
+        for place, gpu in enumerate(cards):
             following: dict[int, list[_Way]] = {}
             for start, ways in best.items():
-                sent = sum(crossing_time(self._profile, start, (cards[place - 1], card))) if place else 0
+                sent = sum(crossing_time(self._profile, start, (cards[place - 1], gpu))) if place else 0
                 for end in [self._num_blocks] if place == len(cards) - 1 else self._starts:
                     if end <= start:
                         continue
-                    span = judge(card, start, end)
+                    span = judge(gpu, start, end)
                     if span is None or (bound and span.time.forward + span.time.backward > bound):
-                        break  # with more blocks it holds more, and takes longer
+                        break  # more blocks need more memory and time
                     taken = (span.time.forward + span.time.backward + sent) * count + span.time.update
                     following.setdefault(end, []).extend(
                         _Way(way.time + taken, way.host + span.host, (*way.spans, span))
@@ -253,14 +256,14 @@ class Search:
         return [way.spans for way in best.get(self._num_blocks, [])]
 
     def _fewest_streamed(self, start: int, end: int, capacity: int) -> int | None:
-        """How many of the blocks have to be streamed so that a device holds no more than `capacity`."""
+        """The fewest streamed blocks with which a device stays within `capacity`; None if streaming all is not enough."""
         if self._bytes_held(start, end, 0) <= capacity:
             return 0
         if self._least_held(start, end) > capacity:
             return None
         low, high = 0, sum(self._has_weights[start:end])
         while high - low > 1:
-            # Blocks of one kind weigh the same: the line between the two meets the capacity next to the count that is looked for.
+            # Equal blocks have equal bytes, so linear interpolation lands next to the wanted count; bisection covers the rest.
             over, under = self._bytes_held(start, end, low), self._bytes_held(start, end, high)
             guess = low + math.ceil((high - low) * (over - capacity) / (over - under)) if over > under else low + 1
             for middle in (min(max(guess, low + 1), high - 1), (low + high) // 2):
@@ -286,13 +289,13 @@ class Search:
             ).peak
         return self._held[like]
 
-    def _time(self, card: GPU, start: int, end: int, count: int) -> tuple[StageTime, int]:
-        """Of a span, and bytes of what it streams or sends to the host."""
-        like, work = (card, self._like(start, end), count), self._work
+    def _time(self, gpu: GPU, start: int, end: int, count: int) -> tuple[StageTime, int]:
+        """Time of a span, and the bytes that it streams from or offloads to the host."""
+        like, work = (gpu, self._like(start, end), count), self._work
         if like not in self._times:
             streamed, blocks = self._streamed(start, end, count), range(start, end)
             sent = sent_to_host(self._profile, blocks, micro_batches=work.micro_batches, pipelined=work.pipelined)
-            time = span_time(self._profile, card, start, end, streamed, work)
+            time = span_time(self._profile, gpu, start, end, streamed, work)
             self._times[like] = time, on_host(self._profile, streamed) + sent
         return self._times[like]
 
@@ -300,16 +303,17 @@ class Search:
         return streamed_of(self._has_weights, start, end, count)
 
     def _signature(self, start: int, end: int) -> Hashable:
-        """What a span's bytes and time depend on."""
+        """Cache key: everything that a span's bytes and time depend on."""
         split_points = [cut for cut in (start, end) if 0 < cut < self._num_blocks]
         crossed = tuple((self._profile.crossing[cut], self._profile.crossing_back[cut]) for cut in split_points)
         return start == 0, end == self._num_blocks, tuple(self._kinds[start:end]), crossed
 
 
 def _undominated(ways: list[_Way], most: int | None) -> list[_Way]:
-    """Of ways, those of which none is both faster and lighter on the host, the fastest first."""
+    """The choices that no other beats in both time and host memory, the fastest first."""
     kept: list[_Way] = []
     for way in sorted(ways, key=lambda way: way[:2])[:most]:
+        # Sorted by time, so a later choice is only worth keeping if it needs less host memory.
         if not kept or way.host < kept[-1].host:
             kept.append(way)
     return kept

@@ -1,4 +1,4 @@
-"""`train --plan`: what a run will hold on each device, before anything is loaded or written."""
+"""`train --plan`: the memory of a run on each device, before anything is loaded or written."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -36,8 +36,8 @@ def make_report(run: RunContext, gpus: str = "", host: str = "") -> PlanReport:
 
     Args:
         run: The run.
-        gpus: The GPUs to plan for; empty for the devices that the run would take here.
-        host: What streamed weights may take on the host; empty for what is free here, or any amount with `gpus`.
+        gpus: The GPUs to plan for; empty for the run's devices on this machine.
+        host: Memory for streamed weights on the host; empty for its free memory, or no limit with `gpus`.
     """
     check_plannable(run, here=not gpus)
     return report_of(run, gpus, host)
@@ -50,13 +50,14 @@ def report_of(
     samples: Sequence[Sample] | None = None,
     class_pictures: Sequence[Sample] | None = None,
 ) -> PlanReport:
-    """The same of a run that was checked.
+    """Plan a run that was checked already.
 
     Args:
         run, gpus, host: As for `make_report`.
-        samples: What it trains on, if that is known already; None looks at the dataset.
-        class_pictures: The same of those of prior preservation.
+        samples: Its training samples, if known already; None reads the dataset.
+        class_pictures: The class images of prior preservation, likewise.
     """
+    # Notes are about the run as configured, so they come before it is replaced.
     notes = (*notes_on(run), *_notes(run))
     run = as_held(largest_expert_run(run))
     targets = _targets(run, gpus, host)
@@ -94,7 +95,7 @@ def report_of(
 
 
 def _times(run: RunContext, solution: Solution, cards: Sequence[hardware.GPU]) -> dict[str, Any]:
-    """What a report says of time; nothing without GPUs, of which rates are known."""
+    """The fields of a report about time; empty without GPUs, whose rates are known."""
     if not cards:
         return {}
     work = Workload(
@@ -103,7 +104,7 @@ def _times(run: RunContext, solution: Solution, cards: Sequence[hardware.GPU]) -
         fp32=run.precision.matmul == torch.float32,
         quantize=run.config.base.quantize,
     )
-    rates = (f"{card.name}: {card.bf16_flops / 1e12:.0f} TFLOP/s in bf16 ({card.source})" for card in cards)
+    rates = (f"{gpu.name}: {gpu.bf16_flops / 1e12:.0f} TFLOP/s in bf16 ({gpu.source})" for gpu in cards)
     division = partition_of(solution.placement)
     return {
         "seconds": step_seconds(solution.profile, division, cards, work).seconds,
@@ -113,11 +114,11 @@ def _times(run: RunContext, solution: Solution, cards: Sequence[hardware.GPU]) -
 
 
 def check_plannable(run: RunContext, *, here: bool) -> None:
-    """Refuse what the run itself would, before anything is planned.
+    """Raise the errors that the run itself would, before anything is planned.
 
     Args:
         run: The run.
-        here: Whether it is planned for the devices of this machine.
+        here: Whether the plan is for the devices of this machine.
     """
     if here:
         check_run(run)
@@ -127,23 +128,23 @@ def check_plannable(run: RunContext, *, here: bool) -> None:
 
 
 def beside_of(run: RunContext, devices: Sequence[DevicePlan], *, gpus: bool, streamed: int) -> tuple[AuxiliaryRow, ...]:
-    """What encoding and sampling need next to these steps, of a run that is configured as they are."""
+    """Memory of encoding and sampling next to these steps, for a run with their configuration."""
     return plan_auxiliary(PlannedStep.of(as_held(largest_expert_run(run))), devices, gpus=gpus, streamed=streamed)
 
 
 def job_for(run: RunContext, *, kind: str = "cuda") -> StepJob:
-    """The step of a run's largest micro-batch, as configured, on a kind of device: of several experts the one that is largest to train."""
+    """The step of a run's largest micro-batch on a kind of device; with several experts, of the one that needs most memory."""
     return PlannedStep.of(as_held(largest_expert_run(run))).job(kind)
 
 
 def _notes(run: RunContext) -> Iterator[str]:
     config = run.config
     if config.train.attention != "sdpa":
-        yield f"train.attention = {config.train.attention}: planned is what sdpa's kernels hold, which others may not"
+        yield f"train.attention = {config.train.attention}: this plan is for the memory of sdpa's kernels; others may need more or less"
     if config.train.compile:
-        yield f"train.compile = {config.train.compile}: planned is what eager blocks hold and take, of which compiled ones differ"
+        yield f"train.compile = {config.train.compile}: this plan is for eager blocks; compiled ones need other memory and time"
     if config.base.quantize == "none" and run.stored_as == "fp8":
-        yield f"{config.model.here(run.part)} is in scaled 8 bits: planned as it is held, like base.quantize = fp8"
+        yield f"{config.model.here(run.part)} is in scaled 8 bits: planned in that format, like base.quantize = fp8"
 
 
 def _targets(run: RunContext, gpus: str, host: str) -> Targets:
@@ -152,9 +153,9 @@ def _targets(run: RunContext, gpus: str, host: str) -> Targets:
         if host:
             raise UserError(
                 f"--host {host} is memory for weights that are streamed to GPUs, and this run is planned for the CPU; leave it out, "
-                "or say for which cards: --gpus 24GiB"
+                "or name the GPUs to plan for: --gpus 24GiB"
             )
-        # The device is the host itself, so that there is no other memory to limit.
+        # The device is the host itself, so there is no other memory to limit.
         return Targets(kind="cpu", devices=run.devices, budgets=budgets_here(run.devices, reserve))
     cards = hardware.parse_gpus(gpus) if gpus else hardware.gpus_here(run.devices)
     devices = _named(run, len(cards)) if gpus else run.devices
@@ -164,7 +165,7 @@ def _targets(run: RunContext, gpus: str, host: str) -> Targets:
 
 
 def _named(run: RunContext, count: int) -> tuple[torch.device, ...]:
-    """GPUs that need not be here, under the names that the configuration has for them, which policies may be given by."""
+    """Devices for GPUs that need not exist, with the names in the configuration, because policies can be set per device name."""
     names = run.config.train.devices
     if len(names) != count or not all(name.startswith("cuda:") for name in names):
         names = tuple(f"cuda:{index}" for index in range(count))
@@ -172,7 +173,7 @@ def _named(run: RunContext, count: int) -> tuple[torch.device, ...]:
 
 
 def _divisible(step: PlannedStep, targets: Targets) -> Any:
-    """The model as it is divided: CPUs compare what is trained of it too."""
+    """The model to split: on CPUs with its adapters, because the split by weights counts trained parameters."""
     run = step.run
     if targets.kind == "cuda" or len(targets.budgets) == 1:
         return build_on_meta(run.spec, step.arch, run.precision)

@@ -1,6 +1,6 @@
-"""The training step that a run is planned by: its largest micro-batch, with the adapter and the weights as they will be held.
+"""The training step that a plan is made for: the largest micro-batch, with the run's adapter and the format of its weights.
 
-It is the largest, because a step with fewer tokens holds less. Nothing is loaded: sizes are those of the data, or of the configuration.
+A step with fewer tokens needs less memory. Nothing is loaded: sizes come from the data, or from the configuration.
 """
 
 from collections.abc import Sequence
@@ -29,20 +29,20 @@ Size = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """The micro-batch that a plan is made for."""
+    """The micro-batch of a plan."""
 
     size: Size
     references: tuple[tuple[int, int], ...]
     items: list[dict[str, Tensor]]
     shapes: tuple[Shape, ...]
-    """All that the data can give."""
+    """All shapes of the data."""
     class_shapes: tuple[Shape, ...]
-    """The same of the class images of prior preservation."""
+    """All shapes of the class images of prior preservation."""
     source: str
-    """Where the size is from."""
+    """Where the size comes from, for messages."""
 
     def described(self) -> str:
-        """In a few words."""
+        """The bucket in a few words."""
         frames, height, width = self.size
         edited = f" with references {', '.join(f'{h}x{w}' for h, w in self.references)}" if self.references else ""
         what = f"{frames} frames of {height}x{width}" if frames > 1 else f"{height}x{width}"
@@ -51,13 +51,13 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """A run's step, before it is profiled."""
+    """A run's step, to be profiled."""
 
     run: RunContext
-    """Of one transformer, with `base.quantize` as its file makes it."""
+    """A run of one transformer, from `as_held`."""
     arch: Any
     adapter: AdapterConfig
-    """With what an `adapter.init` file decides."""
+    """With the settings that an `adapter.init` file decides."""
     bucket: Bucket
 
     @classmethod
@@ -67,7 +67,7 @@ class PlannedStep:
         """The step of a run whose model is not built.
 
         Args:
-            run: Of one transformer, as it is held.
+            run: A run of one transformer, from `as_held`.
             samples, class_images: As for `largest_bucket`.
         """
         arch = arch_here(run.spec, run.config.model)[1]
@@ -75,10 +75,10 @@ class PlannedStep:
         return cls(run=run, arch=arch, adapter=adapter, bucket=bucket)
 
     def job(self, kind: str) -> StepJob:
-        """What is profiled.
+        """The job for the profiler.
 
         Args:
-            kind: Of the devices: `cuda` or `cpu`.
+            kind: Kind of the devices: `cuda` or `cpu`.
         """
         run, config = self.run, self.run.config
         return StepJob(
@@ -99,10 +99,10 @@ class PlannedStep:
 
 
 def as_held(run: RunContext) -> RunContext:
-    """The run with `base.quantize` as its file makes it: matrices stored in scaled 8 bits stay so if nothing else is asked.
+    """The run with the `base.quantize` that its file implies: matrices stored in scaled 8 bits stay in them unless configured otherwise.
 
     Raises:
-        UserError: If such weights are to be trained.
+        UserError: If the run trains such weights.
     """
     config = run.config
     if config.base.quantize != "none" or run.stored_as == "none":
@@ -125,26 +125,26 @@ def _adapter(run: RunContext, arch: Any) -> AdapterConfig:
 def largest_bucket(
     run: RunContext, arch: Any, samples: Sequence[Sample] | None = None, class_images: Sequence[Sample] | None = None
 ) -> Bucket:
-    """The micro-batch with the most tokens that the data can give: of the dataset if it is here, else of the configured size.
+    """The micro-batch with the most tokens: from the dataset if it is available, else with the configured size.
 
-    Each micro-batch of the data is followed by as many class images, of which those of one shape go through the model together: the
-    largest of all counts.
+    Each micro-batch of the data is followed by as many class images, and those of one shape go through the model together. The
+    largest of all is planned.
 
     Args:
         run: The run.
         arch: Its architecture.
-        samples: The dataset's, if they are known already.
-        class_images: Those of prior preservation, if they are known already.
+        samples: The samples of the dataset, if known already.
+        class_images: The class images of prior preservation, if known already.
     """
     shapes, source = _data_shapes(run, samples)
     of_class = _class_shapes(run, class_images)
     batches = {shape: _batch(run, arch, shape) for shape in sorted(shapes)}
-    # no micro-batch of class images is larger than that of the data before it
+    # A micro-batch of class images has at most as many as the data's micro-batch before it.
     most = max(map(len, batches.values()))
     batches |= {shape: _batch(run, arch, shape)[:most] for shape in sorted(of_class - shapes)}
     largest = max(batches, key=lambda shape: sum(map(run.spec.training.num_tokens, batches[shape])))
     if largest not in shapes:
-        source = "the largest of the class pictures, which is larger than the data's"
+        source = "the largest of the class images, which is larger than the data's"
     return Bucket(
         size=largest[0],
         references=largest[1],
@@ -159,13 +159,14 @@ def _batch(run: RunContext, arch: Any, shape: Shape) -> list[dict[str, Tensor]]:
     train = run.config.train
     with torch.device("meta"):
         item = run.spec.training.empty_item(arch, *shape)
+    # The same item repeated: a plan only needs its shapes.
     return [item] * (
         max(1, train.batch_tokens // run.spec.training.num_tokens(item)) if train.batch_tokens else train.batch_size
     )
 
 
 def _data_shapes(run: RunContext, samples: Sequence[Sample] | None) -> tuple[set[Shape], str]:
-    """What the data consists of, and where that is from."""
+    """The shapes of the data, and where they come from."""
     data = run.config.data
     if samples is None and has_data(run):
         samples = run.data.dataset.samples
@@ -185,7 +186,7 @@ def _shapes(run: RunContext, samples: Sequence[Sample]) -> set[Shape]:
 
 
 def _class_shapes(run: RunContext, class_images: Sequence[Sample] | None) -> set[Shape]:
-    """Of the class images that are there, if any, and of those that are still to be generated."""
+    """Shapes of the existing class images, and of those that are still to be generated."""
     if class_images is None:
         config = run.data.prior_data if run.data.prior_folder.is_dir() else None
         class_images = [] if config is None else run.data.scanned(config, "prior.folder").samples
@@ -207,6 +208,6 @@ def missing_class_images(run: RunContext) -> Generated:
 
 
 def has_data(run: RunContext) -> bool:
-    """Whether the dataset is here."""
+    """Whether the dataset is on this machine."""
     folders = run.config.data.folders or (run.config.data.folder,)
     return all(folder and Path(folder).expanduser().is_dir() for folder in folders)

@@ -1,7 +1,7 @@
-"""What each stage of a model holds and does in a training step, measured on fake tensors at full width on a few blocks of each kind.
+"""Memory and arithmetic of each stage in a training step, measured on fake tensors at full width with a few blocks of each kind.
 
-A step's memory is affine in the number of blocks, so two or three of each kind stand for all of them: seconds and no weights, whatever
-the size of the model.
+A step's memory is affine in the number of blocks, so two or three of each kind represent all of them. It takes seconds and no weights for
+a model of any size.
 """
 
 import warnings
@@ -38,17 +38,17 @@ __all__ = ["MeasuredStep", "Meter", "Profile", "StageCost", "StageMoment", "Step
 
 
 def profile(job: StepJob, *, of_each: int | None = 3) -> Profile:
-    """Run the step of a thinned model on fake tensors, and read off what each stage holds.
+    """Run the step of a reduced model on fake tensors, and measure the memory of each stage.
 
-    Twice: all on one device, and each stage on one of its own, which says what a cut there costs and frees. Where blocks have different
-    policies, so is a step for each of these, in which all blocks have it.
+    The step runs twice: with all stages on one device, and with each on its own, which shows what a split there costs and frees. If
+    blocks have different policies, there is a step for each policy, in which all blocks have it.
 
     Args:
         job: The step; its policies name no devices.
         of_each: Blocks of a kind that are run, at least 3; None runs all of them.
 
     Raises:
-        UserError: If the configuration fits no such model, as the run itself would say.
+        UserError: If the configuration does not fit the model; the run itself would raise the same.
     """
     schedule = job.schedule
     if job.kind == "cpu":
@@ -61,13 +61,13 @@ def profile(job: StepJob, *, of_each: int | None = 3) -> Profile:
     model = reduced_model(job.spec, job.arch, job.precision, job.adapter, quantize=job.quantize, of_each=of_each)
     job = replace(job, policy=schedule)
     together = measure(job, model, [0] * len(model.stages()))
-    # What a cut costs does not depend on other micro-batches, so one is enough.
+    # The cost of a split does not depend on other micro-batches, so one is enough.
     apart = measure(replace(job, micro_batches=1), model, _places(model))
     return replace(_profile(model, together, apart), trains_all=job.adapter.method == "full")
 
 
 def _places(model: ReducedModel) -> list[int]:
-    """A device of its own for each stage; one without parameters runs where its input is."""
+    """A separate device for each stage; one without parameters runs on the device of its input."""
     places: list[int] = []
     for stage in model.stages():
         own = next(stage.parameters(), None) is not None
@@ -77,19 +77,19 @@ def _places(model: ReducedModel) -> list[int]:
 
 @dataclass
 class StageMoment:
-    """What was alive when a stage was entered, and the most that was until the next boundary; bytes by device."""
+    """Bytes by device that were alive when a stage began, and their peak until the next boundary."""
 
     activations: Counter[int]
     total: Counter[int]
     peak: Counter[int] = field(default_factory=Counter)
     flops: int = 0
     on_host: int = 0
-    """Bytes of activations on the host when it was entered."""
+    """Bytes of activations on the host when the stage began."""
 
 
 @dataclass
 class MeasuredStep:
-    """The boundaries of a step, and what is there all the time; devices are counted from 0."""
+    """The boundaries of a step, and its static memory; devices are counted from 0."""
 
     places: Sequence[int]
     """Device of each stage."""
@@ -97,24 +97,24 @@ class MeasuredStep:
     forward: list[StageMoment] = field(default_factory=list)
     """Each stage's, then the loss."""
     backward: dict[int, StageMoment] = field(default_factory=dict)
-    """By stage, in the order of the backward; those that have none are missing."""
+    """By stage, in the order of the backward; stages without a backward are missing."""
     again: dict[int, StageMoment] = field(default_factory=dict)
-    """The backward of a second micro-batch, whose gradients are added to those of the first."""
+    """The same for a second micro-batch, whose gradients are added to those of the first."""
     end: StageMoment | None = None
     """After the backward."""
     update: StageMoment | None = None
     peaks: Counter[int] = field(default_factory=Counter)
-    """The highest of the step, by device."""
+    """The peak of the step, by device."""
     attention: tuple[str, ...] = ()
     """Names of the attention calls in blocks that recompute."""
 
 
 def measure(job: StepJob, model: ReducedModel, places: Sequence[int]) -> MeasuredStep:
-    """Run the second step of a training on fake tensors, for a first micro-batch and another one, and note every boundary.
+    """Run the second step of a training on fake tensors, for a first and a later micro-batch, and record every boundary.
 
     Args:
         job: The step.
-        model: On `meta`; its parameters are given memory anew, and stay fake.
+        model: On `meta`; its parameters get new, fake memory, and keep it.
         places: Device of each stage, counted from 0.
     """
     with fake_tensors(job.kind) as meter:
@@ -123,17 +123,17 @@ def measure(job: StepJob, model: ReducedModel, places: Sequence[int]) -> Measure
 
 @contextmanager
 def fake_tensors(kind: str) -> Iterator["Meter"]:
-    """Tensors without memory, counted as on a kind of device; the process's generator stays as it was.
+    """A context of tensors without memory, counted as on a kind of device; the process's random generator is restored.
 
     Args:
         kind: `cuda` or `cpu`.
     """
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        # torch_remat and libraries compare addresses, of which fake tensors have none
+        # torch_remat and libraries compare data pointers, which fake tensors lack
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        # torchao compiles its step, which fake tensors cannot
+        # torchao compiles its step, which does not work with fake tensors
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(as_on(kind))
         stack.enter_context(FakeTensorMode())
@@ -141,18 +141,18 @@ def fake_tensors(kind: str) -> Iterator["Meter"]:
 
 
 class Meter(MemoryTracker):
-    """Counts arithmetic too, and what a GPU's attention allocates inside of one operation."""
+    """Also counts floating-point operations, and the memory that a GPU's attention allocates inside of one operation."""
 
     def __init__(self, kind: str) -> None:
-        """Count nothing yet.
+        """Start with nothing counted.
 
         Args:
-            kind: Of the device that the fake ones stand for; CUDA's allocator hands out multiples of 512 bytes.
+            kind: Kind of the device that the fake ones represent; CUDA's allocator hands out multiples of 512 bytes.
         """
         super().__init__(rounding=512 if kind == "cuda" else 1)
         self.flops = 0
         self.is_updating = False
-        """Inside of an optimizer, whose host asks for numbers, which no fake tensor has: any will do where none decides what is done."""
+        """Whether an optimizer runs. It reads scalars, which fake tensors lack; any value works, because none decides a branch."""
         self._kind = kind
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -160,7 +160,7 @@ class Meter(MemoryTracker):
             if func is torch.ops.aten._local_scalar_dense.default:
                 return args[0].dtype.is_floating_point * 1.0 or 1
             args = _on_one_device(func, args)
-        # The kernel allocates it inside of one operation, where nothing is dispatched, so it is made here and freed after the operation.
+        # The kernel allocates it without a dispatch, so it is allocated here for the length of the operation.
         workspace = None
         if func is _ATTENTION_BACKWARD and self._kind == "cuda":
             workspace = self._flash_workspace(args[1])
@@ -171,7 +171,7 @@ class Meter(MemoryTracker):
         return out
 
     def _flash_workspace(self, query: Tensor) -> Tensor | None:
-        """The sum of the query's gradient, which FlashAttention 2 keeps in fp32 for rows and features padded to its tiles."""
+        """The accumulator of the query's gradient: FlashAttention 2 keeps it in fp32, padded to its tiles."""
         if query.dtype not in (torch.bfloat16, torch.float16):
             return None
         batch, heads, rows, features = query.shape
@@ -183,7 +183,7 @@ class Meter(MemoryTracker):
 
 
 def _on_one_device(func: Any, args: Any) -> Any:
-    """The arguments, with tables that `torch.tensor` left on the host where the others are: fake devices are CPUs, and it sees no index."""
+    """The arguments on one device: `torch.tensor` puts tables on the host, because fake devices are CPUs whose index it ignores."""
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.ndim]
     for wrapper in filter(is_traceable_wrapper_subclass, tensors):
         for name in wrapper.__tensor_flatten__()[0]:
@@ -205,7 +205,7 @@ _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(frozen=True, kw_only=True)
 class _Watched(BlockEngine):
-    """The engine over the blocks that were chosen, which tells where a stage begins, forward and backward."""
+    """The engine for the chosen blocks, which reports where each stage begins, in forward and backward."""
 
     model: ReducedModel
     entered: Callable[[int], None]
@@ -234,7 +234,7 @@ class _Watched(BlockEngine):
 
 
 class _Measuring:
-    """One step on its way."""
+    """The state of one measured step."""
 
     def __init__(self, job: StepJob, model: ReducedModel, meter: Meter, places: Sequence[int]):
         self.job, self.model, self.meter = job, model, meter
@@ -262,7 +262,7 @@ class _Measuring:
             staged: Any = self.model
             trained = TrainState(staged, parameters, job.optim, job.ema)
         self.gradients = trained.optimizer.parameters.values()
-        # The step that is measured is the second: only an update makes the optimizer's state, which the first step does not have.
+        # The second step is measured, because the optimizer's state only exists after its first update.
         with meter.purpose("optimizer"):
             for parameter in self.gradients:
                 parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
@@ -283,7 +283,7 @@ class _Measuring:
     def _micro_batch(
         self, trained: TrainState, batch: list[dict[str, Tensor]], backward: dict[int, StageMoment]
     ) -> tuple[list[StageMoment], StageMoment]:
-        """A forward and a backward, whose boundaries go to `backward`: the forward's boundaries, and what is there behind both."""
+        """Run a forward and a backward. Returns the forward's boundaries and the last one; `backward` receives the backward's."""
         job, optimizer = self.job, trained.optimizer
         forward: list[StageMoment] = []
         calls = AttentionCalls()
@@ -295,7 +295,7 @@ class _Measuring:
             entered_backward=partial(self._entered_backward, backward),
         )
         forward.append(self._boundary())
-        # With updates in the backward the optimizer is at work inside of it.
+        # With fused_backward the optimizer runs inside of the backward.
         self.meter.is_updating = job.optim.fused_backward
         batches = [Batch(ids=[str(i) for i in range(len(batch))], items=batch)]
         with (

@@ -28,14 +28,14 @@ from ditkit_core.weights.quantize import check_quantize, convert
 
 @dataclass(frozen=True)
 class ReducedModel:
-    """Some of a model's blocks, as the engine takes a model."""
+    """A few blocks of a model, with the interface that the engine needs."""
 
     whole: Any
-    """The whole model, of which the blocks that were left out stay on `meta` and are never run."""
+    """The whole model; its other blocks stay on `meta` and are never run."""
     indices: tuple[int, ...]
     """The blocks that are run, by their index in the whole model."""
     stands_for: tuple[int, ...]
-    """For each block of the whole model, the place in `indices` of the one that is run for it."""
+    """For each block of the whole model, the position in `indices` of the block that represents it."""
 
     @property
     def embed(self) -> Any:
@@ -52,7 +52,7 @@ class ReducedModel:
         return engine(self, inputs)
 
     def blocks(self) -> list[nn.Module]:
-        """Those that are run."""
+        """The blocks that are run."""
         blocks = self.whole.blocks()
         return [blocks[index] for index in self.indices]
 
@@ -61,7 +61,7 @@ class ReducedModel:
         return [self.embed, *self.blocks(), self.head]
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """What is trained of these stages, by canonical name."""
+        """The trained parameters of these stages, by canonical name."""
         held = {id(parameter) for stage in self.stages() for parameter in stage.parameters()}
         return {name: p for name, p in trainable_parameters(self.whole).items() if id(p) in held}
 
@@ -81,12 +81,12 @@ def reduced_model(
         spec: The model's family.
         arch: Its architecture.
         precision: The dtypes.
-        adapter: What is trained.
-        quantize: What the blocks' frozen matrices are held in.
-        of_each: How many blocks of a kind are run, at least 3: the first, the last, and what is between; None runs all.
+        adapter: The adapter, or full fine-tune.
+        quantize: Format of the blocks' frozen matrices.
+        of_each: Number of blocks of a kind to run, at least 3: the first, the last, and some in between; None runs all.
 
     Raises:
-        UserError: If a target of the adapter fits no layer, or the base cannot be trained so.
+        UserError: If a target of the adapter matches no layer, or a quantized base would be trained.
     """
     model = build_on_meta(spec, arch, precision)
     check_quantize(quantize, adapter.method)
@@ -96,7 +96,7 @@ def reduced_model(
     kinds = _kinds(model, set(targets), whole=adapter.method == "full")
     indices, stands_for = _choose(kinds, of_each)
     chosen = ReducedModel(model, indices, stands_for)
-    if targets:  # peft takes a second for a hundred layers, of which most would not be run
+    if targets:  # peft takes a second for a hundred layers, and most are never run
         names = {id(module): name for name, module in model.named_modules()}
         prefixes = tuple(f"{names[id(stage)]}." for stage in chosen.stages())
         inject(model, replace(adapter, targets=tuple(t for t in targets if t.startswith(prefixes))), {})
@@ -106,7 +106,7 @@ def reduced_model(
 
 
 def _kinds(model: StagedModel, targets: set[str], *, whole: bool) -> list[tuple[Any, ...]]:
-    """What tells blocks apart: class, parameters, adapters, and whether anything before it is trained, so that it has a backward."""
+    """The kind of each block: class, parameters, adapters, and whether a trained parameter comes before it, so that it has a backward."""
     names = {id(module): name for name, module in model.named_modules()}
     started = whole or any(target.startswith(f"{names[id(model.embed)]}.") for target in targets)
     kinds = []
@@ -127,6 +127,7 @@ def _choose(kinds: Sequence[tuple[Any, ...]], of_each: int | None) -> tuple[tupl
     stand_in: dict[int, int] = {}
     for indices in members.values():
         few = len(indices) if of_each is None else min(of_each, len(indices))
+        # The first and the last of a kind are run because they border on others; the rest are like the second.
         run = [*indices[: few - 1], indices[-1]]
         chosen.update(run)
         stand_in |= {index: index if index in run else run[1] for index in indices}
@@ -135,14 +136,14 @@ def _choose(kinds: Sequence[tuple[Any, ...]], of_each: int | None) -> tuple[tupl
 
 
 def materialise(stage: nn.Module, name: str, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-    """Give a stage of a model memory, in the dtypes that loading gives.
+    """Allocate fake memory for a stage, with the dtypes of loading.
 
     Args:
         stage: The stage.
         name: Its name in the model; empty for the model itself.
-        spec: Says what stays in fp32.
-        dtype: Of the other parameters of the base.
-        device: Where to.
+        spec: Decides which parameters stay in fp32.
+        dtype: Dtype of the other base parameters.
+        device: Its device.
     """
 
     def loaded(owner: nn.Module, prefix: str, leaf: str, parameter: nn.Parameter) -> torch.dtype:
@@ -160,15 +161,15 @@ def give_memory(
     name: str = "",
     dtype_of: Callable[[nn.Module, str, str, nn.Parameter], torch.dtype] = lambda owner, prefix, leaf, own: own.dtype,
 ) -> None:
-    """Under `FakeTensorMode`, parameters and buffers on a device in place of those on `meta`; what shares one goes on sharing it.
+    """Under `FakeTensorMode`, replace parameters and buffers on `meta` by ones on a device; shared tensors stay shared.
 
-    `Module.to` cannot: it would swap tensors that others refer to.
+    `Module.to` cannot do this: it would swap tensors that other modules refer to.
 
     Args:
-        module: What to give memory.
-        device: Where to.
+        module: The module.
+        device: Its device.
         name: Its name in its model.
-        dtype_of: Of a parameter, from its module, that one's name, its own name and itself.
+        dtype_of: Dtype of a parameter, from its module, the module's name, its own name and itself.
     """
     given: dict[int, Tensor] = {}
     for prefix, owner in module.named_modules(prefix=name):
@@ -176,6 +177,7 @@ def give_memory(
             for leaf, tensor in tensors.items():
                 if tensor is None:
                     continue
+                # Tied parameters share one tensor, and so must their memory.
                 if id(tensor) not in given:
                     is_parameter = isinstance(tensor, nn.Parameter)
                     dtype = dtype_of(owner, prefix, leaf, tensor) if is_parameter else tensor.dtype

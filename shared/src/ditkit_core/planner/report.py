@@ -1,4 +1,4 @@
-"""A plan as a table for people, and as JSON for programs."""
+"""A plan as a table, and as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,16 +16,16 @@ _PURPOSES = ("weights", "adapters", "gradients", "optimizer", "average", "activa
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """What a plan says."""
+    """The contents of a plan."""
 
     model: str
     policy: str
-    """The schedule of checkpointing, a budget resolved."""
+    """The checkpointing schedule, with a budget resolved."""
     quantize: str
     bucket: str
-    """The micro-batch that it is for."""
+    """The planned micro-batch."""
     tokens: int
-    """Of that micro-batch."""
+    """Tokens of that micro-batch."""
     micro_batches: int
     pipelined: bool
     devices: tuple[DevicePlan, ...]
@@ -33,43 +33,43 @@ class PlanReport:
     host: int
     """Bytes of weights in page-locked host memory."""
     flops: int
-    """Of a step."""
+    """Floating-point operations of a step."""
     is_cuda: bool
     seconds: float | None = None
-    """Of a step; None where no rate is known."""
+    """Time of a step; None if no rate is known."""
     rates: tuple[str, ...] = ()
-    """What the time is estimated from, GPU by GPU."""
+    """The rates that the time is estimated from, GPU by GPU."""
     beside: tuple[AuxiliaryRow, ...] = ()
-    """What encoding and drawing hold."""
+    """Memory of encoding and sampling."""
     previews: bool = False
-    """Whether samples are drawn where the model is trained while training goes on, too."""
+    """Whether previews are generated on the training devices."""
     host_limit: int | None = None
-    """Bytes that the host can give for streamed weights; None if that is not known."""
+    """Bytes of host memory for streamed weights; None if unknown."""
     orders: Comparison | None = None
-    """How much the devices work with train.pipelined and without; None where nothing could overlap, or no rate is known."""
+    """Utilisation of the devices with and without train.pipelined; None if nothing can overlap, or no rate is known."""
     notes: tuple[str, ...] = ()
-    """What was planned otherwise than it is configured, line by line."""
+    """Differences between the plan and the configuration, line by line."""
     chosen: str = ""
-    """What a budget for checkpointing came to, in a line."""
+    """The choice of a checkpointing budget, in one line."""
 
     @property
     def fits(self) -> bool:
-        """Whether the run fits all its devices, from the first thing that it encodes to the last that it draws."""
+        """Whether the run fits all its devices, from encoding to the last sample."""
         return all(device.fits for device in self.devices) and not self.lacking and not self.host_missing
 
     @property
     def host_missing(self) -> int:
-        """Bytes of host memory that are lacking; 0 if it is enough or not known."""
+        """Missing bytes of host memory; 0 if there is enough or it is unknown."""
         return 0 if self.host_limit is None else max(0, self.host + self.host_activations - self.host_limit)
 
     @property
     def host_activations(self) -> int:
-        """Bytes of what blocks keep for their backward in page-locked host memory."""
+        """Bytes of offloaded activations in page-locked host memory."""
         return sum(device.host for device in self.devices)
 
     @property
     def lacking(self) -> list[AuxiliaryRow]:
-        """What of encoding and drawing does not fit."""
+        """The stages of encoding and sampling that do not fit."""
         return [row for row in self.beside if row.fits is False]
 
 
@@ -133,11 +133,11 @@ def _orders_json(orders: Comparison) -> dict[str, Any]:
 
 
 def print_measured_plan(report: PlanReport, peaks: Sequence[int]) -> None:
-    """Print what a run was planned to hold, and held.
+    """Print planned and measured memory of a run.
 
     Args:
         report: The plan.
-        peaks: Bytes that each device has held at most; of a CPU one figure, of the whole process.
+        peaks: Peak bytes of each device; for a CPU one figure, of the whole process.
     """
     _headline(report)
     rows = _rows(report)
@@ -192,7 +192,7 @@ def _beside(report: PlanReport) -> list[list[str]]:
 
 
 def describe_shortfall(row: AuxiliaryRow, previews: bool) -> str:
-    """One line on what does not fit, and what to do about it."""
+    """One line on a stage that does not fit, with its remedy."""
     return f"{_when(row, previews)}: {row.name} does not fit {row.device}; {row.remedy}"
 
 
@@ -201,7 +201,7 @@ def _when(row: AuxiliaryRow, previews: bool) -> str:
 
 
 def _of(row: AuxiliaryRow) -> str:
-    """What for, and how if not as a whole."""
+    """Size of the sample, and the mode unless it is `whole`."""
     frames, height, width = row.size or (0, 0, 0)
     what = f", {frames} frames of {height}x{width}" if frames > 1 else f", {height}x{width}" if frames else ""
     return what if row.mode == "whole" else f"{what}, {row.mode}"
@@ -230,7 +230,7 @@ def _lines(report: PlanReport) -> list[str]:
         lines.append(report.chosen)
     held = {"streamed weights": report.host, "offloaded activations": report.host_activations}
     if any(held.values()):
-        available = "" if report.host_limit is None else f", of {_gib(report.host_limit)} GiB that it can give"
+        available = "" if report.host_limit is None else f", of {_gib(report.host_limit)} GiB available"
         parts = ", for ".join(f"{what}: {_gib(size)} GiB" for what, size in held.items() if size)
         lines.append(f"host memory for {parts}, page-locked{available}")
     lines.append(f"arithmetic: {report.flops / 1e12:.1f} TFLOP per step")
@@ -246,7 +246,7 @@ def _lines(report: PlanReport) -> list[str]:
         )
     lines += [describe_shortfall(row, report.previews) for row in report.lacking]
     if any(row.stage == "encode" for row in report.lacking):
-        lines.append("encode: planned as if the cache had nothing; what it has is not encoded again")
+        lines.append("encode: planned for an empty cache; cached samples are not encoded again")
     missing = [f"{plan.budget.name} lacks {_gib(plan.missing)} GiB" for plan in report.devices if not plan.fits]
     missing += [f"the host lacks {_gib(report.host_missing)} GiB"] if report.host_missing else []
     missing += [f"{row.name} on {row.device} lacks {_gib(row.missing)} GiB" for row in report.lacking]

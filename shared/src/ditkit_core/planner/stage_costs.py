@@ -1,4 +1,4 @@
-"""What a profile is made of and says: a training step without its weights, and what each stage of it holds and does."""
+"""The input and the result of profiling: a training step without its weights, and memory and arithmetic of each stage."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,33 +22,33 @@ class StageCost:
     """Bytes (and arithmetic) of one stage for one micro-batch: the embedding, a block, or the head with the loss."""
 
     weights: int = 0
-    """Of the frozen base, scales of quantization included."""
+    """Frozen base, with scales of quantization."""
     adapters: int = 0
-    """Of what is trained: of a full fine-tune, all parameters."""
+    """Trained parameters; in a full fine-tune, all parameters."""
     gradients: int = 0
     optimizer: int = 0
     """The optimizer's state."""
     average: int = 0
     update_extra: int = 0
-    """The most that clipping and the optimizer's step hold above what was alive before them, if this were its whole model."""
+    """Peak of clipping and the optimizer's step above the memory before them, as if the stage were the whole model."""
     kept: int = 0
-    """What its forward leaves alive for the backward, the carry that the next stage takes included."""
+    """Bytes that its forward keeps for the backward, with the carry for the next stage."""
     released: int = 0
-    """What its backward gives back of activations, without counting the gradients that it leaves."""
+    """Bytes of activations that its backward frees, not reduced by the gradients that it creates."""
     freed_at_cut: int = 0
-    """What of `kept` its device gives back at once if the next stage is on another one: what it passes on and does not hold itself."""
+    """Bytes of `kept` that are freed at once if the next stage is on another device: its output, unless it saved it for its backward."""
     on_host: int = 0
-    """What its forward leaves in the host's memory until its backward has fetched it."""
+    """Bytes that its forward offloads to the host until its backward has fetched them."""
     forward_extra: int = 0
-    """The most that was alive while its forward ran, above what was alive at its start."""
+    """Peak of its forward, above the memory at its start."""
     backward_extra: int = 0
-    """The same of its backward, recompute included."""
+    """Peak of its backward, recompute included, above the memory at its start."""
     backward_extra_again: int = 0
-    """The same where gradients of another micro-batch are there already, and are added to."""
+    """The same if gradients of an earlier micro-batch exist, and are added to."""
     flops_forward: int = 0
     """Floating-point operations of matmuls and attention."""
     flops_backward: int = 0
-    """The same of the backward, recompute included."""
+    """The same for the backward, recompute included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,18 +60,18 @@ class Profile:
     blocks: tuple[StageCost, ...]
     """One for each of the model's blocks; the same object where blocks are of one kind."""
     head: StageCost
-    """The loss included; what is kept of it is the first gradient."""
+    """The loss included; its kept bytes are the first gradient."""
     crossing: tuple[int, ...]
-    """Bytes of the carry that enters each block, then the head: what a cut there sends, and what the next device holds anew."""
+    """Bytes of the carry that enters each block, then the head: a split there sends them, and the next device allocates them."""
     crossing_back: tuple[int, ...]
-    """Bytes of gradients that are sent back there."""
+    """Bytes of gradients that a split there sends back."""
     targets: int = 0
-    """Bytes of what the loss compares with: in the embedding's figures, and on the head's device from before the forward."""
+    """Bytes of the loss's targets: included in the embedding's figures, and on the head's device from before the forward."""
     trains_all: bool = False
-    """Whether all parameters are trained: of a streamed block the host then has what the optimizer and the average keep, too."""
+    """Whether all parameters are trained: the host then also has the optimizer state and average of streamed blocks."""
     update_adds_up: bool = False
-    """Whether the optimizer works on all parameters of a device at once, so that what it holds meanwhile adds up over stages; else
-    the most of a stage counts."""
+    """Whether the optimizer works on all parameters of a device at once, so that its temporary memory adds up over stages; else only
+    the largest stage counts."""
     attention: tuple[str, ...] = ()
     """Names of the attention calls in blocks."""
 
@@ -79,10 +79,9 @@ class Profile:
 def mixed(of_blocks: Sequence[Profile]) -> Profile:
     """The profile of a model whose blocks run under different policies.
 
-    What a stage holds hardly depends on the policies of others. Three things do, and are put right. A block that does not hold what it
-    passes on (`freed_at_cut`) has that freed by the backward of the block behind it. What a block sends to the host leaves the device
-    while the block behind it runs, and comes back during that one's backward. What all blocks are handed (a time embedding) stays while
-    any of them holds it.
+    A stage's memory hardly depends on the policies of other blocks. Three things do, and are corrected here. If a block does not save
+    its output (`freed_at_cut`), the backward of the next block frees it. Offloaded activations leave the device while the next block
+    runs, and return during its backward. A tensor that all blocks receive (a time embedding) stays alive while any of them saves it.
 
     Args:
         of_blocks: For each block the profile of the whole model under that block's policy.
@@ -90,7 +89,7 @@ def mixed(of_blocks: Sequence[Profile]) -> Profile:
     used, last = list(dict.fromkeys(of_blocks)), of_blocks[-1]
     if len(used) == 1:
         return last
-    assert all(each.crossing == last.crossing for each in used), "what blocks hand on is none of a policy's"
+    assert all(each.crossing == last.crossing for each in used), "the carry does not depend on policies"
     blocks = [of_blocks[0].blocks[0]]
     for i, (before, here) in enumerate(pairwise(of_blocks)):
         block = behind(here.blocks[i + 1], here.blocks[i].on_host - before.blocks[i].on_host)
@@ -109,8 +108,8 @@ def mixed(of_blocks: Sequence[Profile]) -> Profile:
 
 
 def behind(block: StageCost, not_sent: int) -> StageCost:
-    """A block whose predecessor sends so many bytes less to the host than in the profile: they do not leave while it runs, and need not
-    come back during its backward."""
+    """A block whose predecessor offloads `not_sent` bytes less than in the profile: they do not leave the device while the block runs,
+    and need not return during its backward."""
     return replace(
         block,
         kept=block.kept + not_sent,
@@ -121,18 +120,18 @@ def behind(block: StageCost, not_sent: int) -> StageCost:
 
 
 def _least(variants: Sequence[StageCost], own: StageCost) -> int:
-    """What a block that does not hold what it passes on gives back at a cut, less what the blocks of another policy hold of it."""
+    """Bytes that a block frees at a split, if it does not save its output, without tensors that blocks of another policy save."""
     return min((each.freed_at_cut for each in variants if each.freed_at_cut), default=0) if own.freed_at_cut else 0
 
 
 def _most(variants: Sequence[StageCost]) -> StageCost:
-    """The embedding or the head, which no policy is of; the largest figures, where shared tensors are held by some blocks alone."""
+    """The embedding or the head, which have no policy: the largest figures, because only some blocks may save tensors shared with it."""
     return StageCost(**{each.name: max(getattr(stage, each.name) for stage in variants) for each in fields(StageCost)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepJob:
-    """What is to be profiled: a training step, without its weights."""
+    """The input of profiling: a training step, without its weights."""
 
     spec: ModelSpec
     arch: Any
@@ -141,7 +140,7 @@ class StepJob:
     batch: Sequence[Mapping[str, Tensor]]
     """One micro-batch: training items on `meta`."""
     policy: ScheduleLike = "none"
-    """Of the blocks; devices are those of `measure`."""
+    """Policy of the blocks; devices are those of `measure`."""
     backend: str = "sdpa"
     optim: OptimConfig
     ema: EMAConfig
@@ -149,9 +148,9 @@ class StepJob:
     clip_norm: float = 1.0
     quantize: str = "none"
     micro_batches: int = 1
-    """How many a step adds up: with several, the backward of a later one is measured too."""
+    """Number accumulated in a step; with several, the backward of a later one is also measured."""
     kind: str = "cuda"
-    """Kind of device that the step is to run on: `cuda` or `cpu`."""
+    """Kind of device that the step runs on: `cuda` or `cpu`."""
 
     @cached_property
     def schedule(self) -> ACSchedule:

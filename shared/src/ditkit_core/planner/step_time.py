@@ -1,16 +1,16 @@
-"""How long a step would take, from published rates: a roofline with what a device waits for besides, and the order of micro-batches.
+"""Estimates the time of a step from published rates: a roofline, plus waiting for copies, plus the order of micro-batches.
 
-This is an estimate for choosing between settings, and it says what it assumes. Times are whole nanoseconds, so that equal ways of dividing
-a model take equal times.
+It is meant for choosing between settings, and it prints its assumptions. Times are whole nanoseconds, so that equal splits have equal
+times.
 
-Devices take what they are given in order, as streams do, and the host gives it faster than they work it off. A copy from one device to
-another is at its turn on both: torch has each wait for what the other was given before. So the end of every piece of work follows
-from the order in which the host gives it, and that is all there is to simulate.
+A device executes its work in the order of launches, as a stream does, and the host launches faster than devices compute. A copy between
+two devices waits on both for all work launched before. The end of every piece of work therefore follows from the order of launches, which is
+all that the simulation needs.
 
-- *Accumulated*: forward and backward of a micro-batch, then those of the next. Its forward begins on the device where the backward
-  before it ends, so that nothing overlaps.
-- *Pipelined*: the forwards of all micro-batches, then one backward. Autograd has a queue for each device and takes from it what was made
-  last: the last micro-batch goes backwards first, on every device, and the one before it follows one device behind.
+- *Accumulated*: forward and backward of a micro-batch, then those of the next. The next forward begins on the device where the last
+  backward ends, so nothing overlaps.
+- *Pipelined*: the forwards of all micro-batches, then one backward. Autograd has a queue for each device and runs the newest node
+  first: the last micro-batch goes backwards first, on every device, and the one before it follows one device behind.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,51 +23,51 @@ from ditkit_core.planner.memory import Partition
 from ditkit_core.planner.stage_costs import Profile, StageCost
 
 UTILISATION = 0.5
-"""Share of a GPU's published rate that a whole step is assumed to reach: elementwise work included, which is not counted apart."""
+"""Share of a GPU's published rate that a whole step is assumed to reach: including elementwise work, which is not counted separately."""
 LINK_SHARE = 0.8
 """Share of a link's published rate that copies from pinned memory are assumed to reach."""
 MEMORY_SHARE = 0.8
-"""The same of a GPU's own memory."""
+"""The same for a GPU's own memory."""
 BUFFERS = 2
-"""Streamed blocks that are on a device at a time, the one at work included."""
+"""Streamed blocks on a device at a time, including the one that runs."""
 CONVERSION_TRAFFIC = {"none": 0, "int8": 7, "fp8": 7, "nf4": 45}
-"""Bytes read and written for each stored byte when quantized weights are made bf16, one operation after the other: 8 bits are copied
-and scaled; a byte of two 4-bit codes is widened, looked up, scaled and copied."""
+"""Bytes read and written for each stored byte when quantized weights are converted to bf16 by separate operations: 8 bits are
+copied and scaled; a byte of two 4-bit codes is widened, looked up, scaled and copied."""
 CONVERSIONS_FORWARD, CONVERSIONS_BACKWARD = 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a step is, besides its model."""
+    """Properties of a step apart from its model."""
 
     micro_batches: int = 1
     pipelined: bool = False
     fp32: bool = False
     """Whether matrices are multiplied in fp32."""
     quantize: str = "none"
-    """What the frozen matrices are held in."""
+    """Format of the frozen matrices."""
 
 
 class StageTime(NamedTuple):
-    """What one device's part of the model takes for one micro-batch: whole nanoseconds in the search, seconds in a schedule."""
+    """Times of one device's stages for one micro-batch: whole nanoseconds in the search, seconds in a schedule."""
 
     forward: float
     """Waiting for streamed weights included."""
     backward: float
     """Recompute included."""
     send: float = 0
-    """The carry to the next device; of the last, nothing."""
+    """Sending the carry to the next device; 0 for the last."""
     send_back: float = 0
-    """The next device's gradients to this one."""
+    """Sending the next device's gradients to this one."""
     update: float = 0
-    """Of one step."""
+    """The optimizer's update, once per step."""
     waiting: float = 0
-    """What is included of waiting for weights."""
+    """Part of forward and backward that waits for streamed weights."""
 
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """A step as it runs on the devices."""
+    """The simulated run of a step on the devices."""
 
     seconds: float
     """From the first launch to the end of the last backward."""
@@ -82,16 +82,16 @@ class PipelineSchedule:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A step in both orders."""
+    """A step in both orders of micro-batches."""
 
     accumulated: PipelineSchedule
     pipelined: PipelineSchedule
     source: Literal["measured", "estimated"]
-    """Where the stages' times are from."""
+    """Where the stages' times come from."""
 
     @property
     def gain(self) -> float:
-        """How many times as fast pipelining makes the step; 1 for no gain."""
+        """Speedup from pipelining; 1 for none."""
         return self.accumulated.seconds / self.pipelined.seconds
 
     def __str__(self) -> str:
@@ -120,7 +120,7 @@ def compare_orders(
 
 
 def simulate(stages: Sequence[StageTime], num_micro_batches: int, *, pipelined: bool) -> PipelineSchedule:
-    """Give the devices all work of a step in order; each begins when it is free.
+    """Launch all work of a step in order; each piece begins when its device is free.
 
     Args:
         stages: The devices' parts, in seconds.
@@ -128,8 +128,8 @@ def simulate(stages: Sequence[StageTime], num_micro_batches: int, *, pipelined: 
         pipelined: Whether all forwards come first, then all backwards.
     """
     free, busy = [0.0] * len(stages), [0.0] * len(stages)
-    # Autograd's queues run their devices side by side, but give each the same as if one backward after the other were given: the
-    # micro-batches come down the devices in one order, and none overtakes another.
+    # Autograd's queues run the devices in parallel, but each device gets its work in the same order as from one backward after the
+    # other: micro-batches pass the devices in one order, and none overtakes another.
     order = (
         (True,) * num_micro_batches + (False,) * num_micro_batches if pipelined else (True, False) * num_micro_batches
     )
@@ -147,13 +147,13 @@ def simulate(stages: Sequence[StageTime], num_micro_batches: int, *, pipelined: 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """A step's time, and what it is made of."""
+    """A step's time, and its parts."""
 
     seconds: float
     waiting_seconds: float
-    """For weights that arrive later than they are needed, on all devices."""
+    """Waiting for weights that arrive too late, on all devices."""
     crossing_seconds: float
-    """For what is sent between devices."""
+    """Copies between devices."""
     busy: tuple[float, ...]
     """Share of the step in which each device works."""
 
@@ -162,10 +162,10 @@ def step_seconds(profile: Profile, division: Partition, cards: Sequence[GPU], wo
     """Estimate a training step.
 
     Args:
-        profile: What the stages do.
-        division: Where they are.
+        profile: Costs of the stages.
+        division: Device of each block.
         cards: The devices, as many as the division has.
-        work: How a step is made up.
+        work: Micro-batches and formats of the step.
     """
     spans, count = _spans(profile, division, cards, work), work.micro_batches
     total, schedule = step_time(spans, work)
@@ -179,7 +179,7 @@ def step_seconds(profile: Profile, division: Partition, cards: Sequence[GPU], wo
 
 
 def both_orders(profile: Profile, division: Partition, cards: Sequence[GPU], work: Workload) -> Comparison | None:
-    """How much the devices work with pipelined micro-batches and without, updates left out; None where nothing could overlap."""
+    """Utilisation with and without pipelined micro-batches, without updates; None if nothing can overlap."""
     if len(cards) == 1 or work.micro_batches == 1:
         return None
     spans = _in_seconds(_spans(profile, division, cards, work))
@@ -187,7 +187,7 @@ def both_orders(profile: Profile, division: Partition, cards: Sequence[GPU], wor
 
 
 def step_time(spans: Sequence[StageTime], work: Workload) -> tuple[int, PipelineSchedule]:
-    """Nanoseconds of a step whose devices need so long for their parts, and how the micro-batches go through them."""
+    """Nanoseconds of a step with these times per device, and its simulated schedule."""
     schedule = simulate(_in_seconds(spans), work.micro_batches, pipelined=work.pipelined)
     return round(schedule.seconds * 1e9) + round(sum(span.update for span in spans)), schedule
 
@@ -197,12 +197,12 @@ def _in_seconds(spans: Sequence[StageTime]) -> list[StageTime]:
 
 
 def _spans(profile: Profile, division: Partition, cards: Sequence[GPU], work: Workload) -> list[StageTime]:
-    """What each device needs."""
+    """The time of each device."""
     bounds = division.bounds
     assert len(bounds) == len(cards) + 1, (bounds, len(cards))
     spans = [
-        span_time(profile, card, start, end, division.streamed, work)
-        for card, (start, end) in zip(cards, pairwise(bounds), strict=True)
+        span_time(profile, gpu, start, end, division.streamed, work)
+        for gpu, (start, end) in zip(cards, pairwise(bounds), strict=True)
     ]
     return sending(profile, spans, bounds[1:-1], cards)
 
@@ -210,51 +210,49 @@ def _spans(profile: Profile, division: Partition, cards: Sequence[GPU], work: Wo
 def sending(
     profile: Profile, spans: Sequence[StageTime], split_points: Sequence[int], cards: Sequence[GPU]
 ) -> list[StageTime]:
-    """The devices' parts with what they send to each other."""
+    """The devices' times with the copies between them."""
     sent = [crossing_time(profile, cut, pair) for cut, pair in zip(split_points, pairwise(cards), strict=True)]
     pairs = zip(spans, [*sent, (0, 0)], strict=True)
     return [span._replace(send=there, send_back=back) for span, (there, back) in pairs]
 
 
-def span_time(
-    profile: Profile, card: GPU, start: int, end: int, streamed: Collection[int], work: Workload
-) -> StageTime:
-    """What `card` needs for the blocks from `start` to before `end`, with the embedding before the first and the head after the last."""
+def span_time(profile: Profile, gpu: GPU, start: int, end: int, streamed: Collection[int], work: Workload) -> StageTime:
+    """The time of a GPU for the blocks from `start` to before `end`; block 0 includes the embedding, the last block the head."""
     stages = [(profile.blocks[i], i in streamed) for i in range(start, end)]
     if start == 0:
         stages.insert(0, (profile.embed, False))
     if end == len(profile.blocks):
         stages.append((profile.head, False))
-    link = card.host_bandwidth * LINK_SHARE
+    link = gpu.host_bandwidth * LINK_SHARE
 
     def timed(stage: StageCost, copied: int, flops: int, conversions: int) -> tuple[int, int]:
-        # What a block sends to the host takes the link behind its forward, and again before its backward: of one block at a time, too.
-        return compute_time(stage, card, flops, conversions, work), int((copied + stage.on_host) / link * 1e9)
+        # A block's offloaded activations use the link after its forward, and again before its backward, also one block at a time.
+        return compute_time(stage, gpu, flops, conversions, work), int((copied + stage.on_host) / link * 1e9)
 
     forward, backward = [], []
     for stage, is_streamed in stages:
-        # Of a full fine-tune the trained weights come for the forward; for the backward, and back, the optimizer's state too.
+        # In a full fine-tune, trained weights are copied in for the forward; for the backward in and out again, with optimizer state.
         trained = (stage.adapters, 2 * (stage.adapters + stage.optimizer)) if profile.trains_all else (0, 0)
         there, back = (stage.weights + each if is_streamed else 0 for each in trained)
         forward.append(timed(stage, there, stage.flops_forward, CONVERSIONS_FORWARD))
         backward.append(timed(stage, back, stage.flops_backward, CONVERSIONS_BACKWARD))
-    # A device that waits for the one before it has its first blocks there when its turn comes, and a backward those that the forward
-    # ended with.
+    # A device that waits for the one before it has prefetched its first blocks meanwhile. A backward starts with the blocks that the
+    # forward ended with, which are still there.
     passes = streaming_time(forward, ahead=start > 0), streaming_time(backward[::-1], ahead=True)
     kept = sum(stage.adapters + stage.gradients + stage.optimizer + stage.average for stage, _ in stages)
     return StageTime(
         forward=passes[0],
         backward=passes[1],
-        update=int(2 * kept / (card.memory_bandwidth * MEMORY_SHARE) * 1e9),
+        update=int(2 * kept / (gpu.memory_bandwidth * MEMORY_SHARE) * 1e9),
         waiting=sum(passes) - sum(compute for compute, _ in (*forward, *backward)),
     )
 
 
-def compute_time(stage: StageCost, card: GPU, flops: int, conversions: int, work: Workload) -> int:
+def compute_time(stage: StageCost, gpu: GPU, flops: int, conversions: int, work: Workload) -> int:
     """Nanoseconds of a stage's arithmetic, with its quantized weights converted so many times."""
-    rate = (card.fp32_flops if work.fp32 else card.bf16_flops) * UTILISATION
+    rate = (gpu.fp32_flops if work.fp32 else gpu.bf16_flops) * UTILISATION
     converted = stage.weights * CONVERSION_TRAFFIC[work.quantize] * conversions
-    return int(flops / rate * 1e9) + int(converted / (card.memory_bandwidth * MEMORY_SHARE) * 1e9)
+    return int(flops / rate * 1e9) + int(converted / (gpu.memory_bandwidth * MEMORY_SHARE) * 1e9)
 
 
 def streaming_time(stages: Sequence[tuple[int, int]], *, ahead: bool) -> int:
@@ -264,7 +262,7 @@ def streaming_time(stages: Sequence[tuple[int, int]], *, ahead: bool) -> int:
 
     Args:
         stages: (arithmetic, copying) of each; copying is 0 for resident weights.
-        ahead: Whether as many as there are buffers have arrived before the first stage begins.
+        ahead: Whether the buffers are filled before the first stage begins.
     """
     now, copied, ends = 0, 0, list[int]()
     for compute, copying in stages:
@@ -279,10 +277,10 @@ def streaming_time(stages: Sequence[tuple[int, int]], *, ahead: bool) -> int:
 
 
 def crossing_time(profile: Profile, cut: int, cards: tuple[GPU, GPU]) -> tuple[int, int]:
-    """Nanoseconds to send the carry over before block `cut`, and its gradients back: through host memory, one copy out and one in."""
+    """Nanoseconds to send the carry to the device of block `cut`, and its gradients back: through host memory, one copy out and one in."""
 
     def through_host(num_bytes: int) -> int:
-        return sum(int(num_bytes / (card.host_bandwidth * LINK_SHARE) * 1e9) for card in cards)
+        return sum(int(num_bytes / (gpu.host_bandwidth * LINK_SHARE) * 1e9) for gpu in cards)
 
     return through_host(profile.crossing[cut]), through_host(profile.crossing_back[cut])
 
@@ -290,11 +288,11 @@ def crossing_time(profile: Profile, cut: int, cards: tuple[GPU, GPU]) -> tuple[i
 def assumptions(cards: Sequence[GPU], work: Workload) -> list[str]:
     """What an estimate for these GPUs assumes, line by line."""
     lines = []
-    for card in dict.fromkeys(cards):
-        rate = card.fp32_flops if work.fp32 else card.bf16_flops
+    for gpu in dict.fromkeys(cards):
+        rate = gpu.fp32_flops if work.fp32 else gpu.bf16_flops
         lines.append(
-            f"{card.name}: {rate * UTILISATION / 1e12:.0f} TFLOP/s, which is {UTILISATION:.0%} of {rate / 1e12:g} in "
-            f"{'fp32' if work.fp32 else 'bf16'}; memory {card.memory_bandwidth * MEMORY_SHARE / 1e9:.0f} GB/s, link to the host "
-            f"{card.host_bandwidth * LINK_SHARE / 1e9:.1f} GB/s, which is {LINK_SHARE:.0%} of the published figures ({card.source})"
+            f"{gpu.name}: {rate * UTILISATION / 1e12:.0f} TFLOP/s, which is {UTILISATION:.0%} of {rate / 1e12:g} in "
+            f"{'fp32' if work.fp32 else 'bf16'}; memory {gpu.memory_bandwidth * MEMORY_SHARE / 1e9:.0f} GB/s, link to the host "
+            f"{gpu.host_bandwidth * LINK_SHARE / 1e9:.1f} GB/s, which is {LINK_SHARE:.0%} of the published figures ({gpu.source})"
         )
     return lines

@@ -1,4 +1,4 @@
-"""Which single change would let a run fit where no choice of settings does: each is planned, none is guessed."""
+"""Single changes that would let a run fit if no choice of settings does. Each is planned, none is guessed."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,24 +10,24 @@ from ditkit_core.planner.gpus import GPU, of_size
 from ditkit_core.run.config import RunConfig
 
 CARD_SIZES = (12, 16, 24, 32, 48, 80, 96, 141)
-"""GiB of GPUs that are sold."""
+"""GiB of GPUs on the market."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuggestedChange:
-    """One thing done otherwise."""
+    """One changed setting, or other GPUs."""
 
     words: str
-    """What is to be set, and what it is now."""
+    """The new value, and the present one."""
     gives_up: float
-    """Share of what the run was to be that is lost, in [0, 1]; above that it costs money."""
+    """Share of the configured run that is lost, in [0, 1]; above 1 it costs money."""
     config: RunConfig
     cards: tuple[GPU, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A change, and what comes of it."""
+    """A change with its plan."""
 
     change: SuggestedChange
     missing: int
@@ -35,12 +35,12 @@ class Planned:
 
 
 def levers(spec: ModelSpec, config: RunConfig, cards: tuple[GPU, ...]) -> Iterator[list[SuggestedChange]]:
-    """What could be changed; each list is of one thing, from its mildest change on.
+    """Possible changes; each list is about one setting, the mildest change first.
 
     Args:
         spec: The model's family, whose sizes have steps.
-        config: With the sizes that the model decides in place.
-        cards: What there is; none leaves out what GPUs would do.
+        config: Completed with the model's own sizes.
+        cards: The present GPUs; empty leaves out changes of GPUs.
     """
     for found in (_batches(config), _frames(spec, config), _sizes(spec, config), _ranks(config)):
         changes = (
@@ -54,12 +54,12 @@ def levers(spec: ModelSpec, config: RunConfig, cards: tuple[GPU, ...]) -> Iterat
 
 
 def best_first(planned: Sequence[Planned]) -> list[Planned]:
-    """Changes that make it fit come first, of those the ones that give up least; of others those that leave least missing."""
+    """Sort changes: first those with which the run fits, by what they give up; then the others, by their missing bytes."""
     return sorted(planned, key=lambda each: (each.missing, each.change.gives_up))
 
 
 _Changed = tuple[str, float, str, dict[str, Any]]
-"""Words, what is lost, a section of the configuration, and its new values."""
+"""Words, lost share, section of the configuration, and its new values."""
 
 
 def _with(config: RunConfig, section: str, **values: Any) -> RunConfig:
@@ -102,21 +102,21 @@ def _ranks(config: RunConfig) -> Iterator[_Changed]:
 
 
 def _larger_cards(config: RunConfig, cards: tuple[GPU, ...]) -> list[SuggestedChange]:
-    """Larger GPUs in place of the smallest ones, or of all where they are alike."""
-    smallest = min(card.total for card in cards)
-    count = sum(card.total == smallest for card in cards)
+    """Larger GPUs instead of the smallest ones, or of all if they are equal."""
+    smallest = min(gpu.total for gpu in cards)
+    count = sum(gpu.total == smallest for gpu in cards)
     changes = []
     for size in CARD_SIZES:
         if size * GIB > smallest * 1.1:
-            larger = tuple(of_size(size * GIB, f"{size}GiB") if card.total == smallest else card for card in cards)
-            words = f"{'a card' if count == 1 else f'{count} cards'} of {size} GiB in place of {smallest / GIB:.3g} GiB"
+            larger = tuple(of_size(size * GIB, f"{size}GiB") if gpu.total == smallest else gpu for gpu in cards)
+            words = f"{'a GPU' if count == 1 else f'{count} GPUs'} of {size} GiB in place of {smallest / GIB:.3g} GiB"
             changes.append(SuggestedChange(words=words, gives_up=1.0 + size / 1000, config=config, cards=larger))
     return changes
 
 
 def _one_more(config: RunConfig, cards: tuple[GPU, ...]) -> SuggestedChange:
-    largest = max(cards, key=lambda card: card.total)
-    words = f"one more card of {largest.total / GIB:.3g} GiB"
+    largest = max(cards, key=lambda gpu: gpu.total)
+    words = f"one more GPU of {largest.total / GIB:.3g} GiB"
     return SuggestedChange(
         words=words, gives_up=1.0 + largest.total / GIB / 1000, config=config, cards=(*cards, largest)
     )
