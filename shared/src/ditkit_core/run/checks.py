@@ -24,6 +24,7 @@ from ditkit_core.weights.quantize import check_quantize
 
 def check_run(run: RunContext) -> None:
     """Refuse a configuration that no command can run, before anything is written or loaded."""
+    # The first two calls only check: their results are used where the devices are planned and loaded.
     per_device(run.config.train.reserve, len(run.devices), "train.reserve")
     choose_device(run.config.encode.device, "encode.device")
     check_backend(run.config.train.attention, training=False, devices=[device.type for device in run.devices])
@@ -62,6 +63,7 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
         )
     if here:
         check_preview_device(run)
+    # A plan for other GPUs cannot check anything that depends on the devices' type.
     kinds = dict.fromkeys(device.type for device in run.devices) if here else ()
     check_backend(run.config.train.attention, training=True, devices=tuple(kinds))
     optim = run.config.optim
@@ -98,11 +100,13 @@ def check_preview_device(run: RunContext) -> None:
     if not name:
         return
     device = choose_device(name, "sample.device")
+    # A CPU can train and generate previews at the same time; both only get slower.
     if device.type != "cpu" and (device.type, device.index or 0) in _training(run):
         raise UserError(
             f"sample.device = {name!r} is a device that trains; name another one or cpu, or leave it out: previews are then generated where "
             "the model is, and training waits for them"
         )
+    # Another device means another process, which has to import the model family by name.
     if not run.spec.import_path:
         raise UserError(
             f"sample.device = {name!r}: another process cannot find the model {run.spec.name} (its ModelSpec.found_at is empty); "

@@ -57,6 +57,7 @@ class RunContext:
     def stored_as(self) -> str:
         """Format of the blocks' matrices in a local file: `fp8` for scaled 8 bits, else `none`; `none` if the file is not local."""
         path = self.config.model.here(self.part)
+        # The format of files that are still to be downloaded is unknown.
         if path is None or (path.is_dir() and not any(path.glob("*.safetensors"))):
             return "none"
         try:
@@ -104,6 +105,7 @@ def create_run(spec: ModelSpec, config: RunConfig, arch: Any = None) -> RunConte
         spec = spec.for_arch(arch)
     data, train = config.data, config.train
     frames, height, width = spec.data.size
+    # The longest frame bucket is the length of the data, for plans and for generated samples.
     own_frames = max(data.frame_buckets, default=data.frames) or frames
     data = replace(data, frames=own_frames, height=data.height or height, width=data.width or width)
     if train.control_dropout < 0:

@@ -29,6 +29,7 @@ class RunData:
     def cache(self) -> Cache:
         """The cache of encoded clips and captions."""
         own = self.config.encode.cache
+        # Next to the run folder, so that runs side by side share what they encode.
         return Cache(Path(own) if own else Path(self.config.run.folder).parent / "cache")
 
     @cached_property

@@ -41,6 +41,7 @@ def encode_all(run: RunContext, class_prompt: str = "") -> Encoded:
     texts = [*_texts(run, prompts), *filter(None, [class_prompt])]
     failed: list[tuple[str, str]] = []
     encoded = encode_samples(run, [*data.samples, *run.data.prior_samples()], data.fps, texts, failed)
+    # Class images alone are nothing to train on, so the check below counts the dataset's own samples.
     own = {sample.id for sample in data.samples}
     if not any(sample.id in own for sample in encoded):
         raise NothingToTrain.after([each for each in failed if each[0] in own])

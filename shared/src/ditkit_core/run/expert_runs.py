@@ -52,12 +52,14 @@ def config_of(run: RunContext, expert: Expert) -> Any:
         run=replace(config.run, folder=str(folder / expert.name)),
         encode=replace(config.encode, cache=str(run.data.cache.folder)),
         prior=prior,
+        # sampling needs all experts, so the run of all of them generates samples
         sample=replace(config.sample, prompts=(), captions=0, every_steps=0, device=""),
     )
 
 
 def largest_expert_run(run: RunContext) -> RunContext:
     """The run of the expert that needs most memory to train, since one is in memory at a time. It generates the samples of the whole run."""
+    # Experts have equal shapes, so only the adapter's rank and the format of the base make a difference.
     largest = max(runs_of(run), key=lambda each: (each.config.adapter.rank, each.stored_as == "none"))
     if largest is run:
         return run

@@ -23,6 +23,7 @@ from ditkit_core.training.validation import HeldOutConfig, sigmas_between
 Number = TypeVar("Number", int, float)
 
 _NAMED = re.compile(r"(?<![a-z])(high|low)[-_. ]?noise(?![a-z])", re.IGNORECASE)
+# In upper case the word alone counts; in lower case it is part of too many other names without `noise`.
 _SHOUTED = re.compile(r"(?<![A-Za-z])(HIGH|LOW)(?![A-Za-z])")
 
 
@@ -138,6 +139,7 @@ def named_after(path: str) -> str:
     """
     for part in (Path(path).name, Path(path).parent.name):
         found = {match.lower() for pattern in (_NAMED, _SHOUTED) for match in pattern.findall(part)}
+        # A name with both words proves nothing.
         if found:
             return f"{found.pop()}_noise" if len(found) == 1 else ""
     return ""

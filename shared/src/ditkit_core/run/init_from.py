@@ -21,6 +21,7 @@ def check_start(run: str, folder: RunFolder) -> None:
         raise UserError(f"--init-from {run} is this run itself; set run.folder to a new folder")
     if not run or any(RunFolder(Path(run)).state.glob("step-*")):
         return
+    # A run of several experts has its saves in folders inside; the error names them.
     inside = sorted(path.parent for path in Path(run).glob("*/state") if any(path.glob("step-*")))
     if inside and RunFolder(Path(run)).config_file.exists():
         raise UserError(

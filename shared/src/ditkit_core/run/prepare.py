@@ -134,6 +134,7 @@ def build_meta_model(
     mapping = match(source, spec.architecture.names, shapes, advice=advice)
     linears = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     open_file = partial(open_adapter, names=spec.architecture.names, modules=linears)
+    # All adapter files are opened before anything is converted, so that a wrong one fails at once.
     merged = [(open_file(file), strength) for file, strength in map(parse_merge, base.merge)]
     start = None
     if adapter.init:
@@ -209,6 +210,7 @@ def check_item(spec: ModelSpec, model: StagedModel, item: Mapping[str, Tensor]) 
     """
     try:
         with torch.no_grad():
+            # Only shapes matter here, so any noise level works.
             sigma = torch.zeros(1, device="meta")
             model.embed(spec.training.make_inputs([item["latents"]], sigma, [item], 1.0))
     except RuntimeError as error:
@@ -230,6 +232,7 @@ def check_items(spec: ModelSpec, model: StagedModel, samples: Sequence[EncodedSa
     Raises:
         UserError: Naming the sample that the model cannot take.
     """
+    # Reversed, so that the error names the first sample of a shape.
     for sample in {shapes_of(sample): sample for sample in reversed(samples)}.values():
         try:
             check_item(spec, model, sample.outline())
@@ -387,6 +390,7 @@ def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -
         UserError: If nothing says it.
     """
     if components.preset:
+        # A preset decides by itself, so an empty source is enough.
         return choose_arch(spec, components.preset, SafetensorsSource(Path(), {}, {}))
     path = components.here("transformer") or (components.fetched_description("transformer") if fetch else None)
     path = path or components.here("transformer_2")  # enough to train the second expert alone
@@ -400,6 +404,7 @@ def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -
         )
     folder = path if path.is_dir() else path.parent
     described = (folder / "config.json").is_file() and spec.architecture.infer_arch is not None
+    # A config.json decides by itself, so the headers of the weights need not be read.
     source = SafetensorsSource(path, {}, {}) if described else open_weights(path)
     return choose_arch(spec, "", source)
 

@@ -88,6 +88,7 @@ class QuantizedCache:
             entries = _entries(model, dtype_of)
             self._check(source, entries)
             digests, scratch = source.read(_DIGESTS), Scratch(torch.uint8)
+            # Every tensor is verified: a damaged file would otherwise train on wrong weights without any error.
             for (name, entry), digest in zip(entries.items(), digests, strict=True):
                 stored, device = source.tensors[name], device_of(entry.ours)
                 # A tensor that goes to a GPU is read into a reused buffer; one that stays on the host needs memory of its own.
@@ -116,6 +117,7 @@ class QuantizedCache:
         digests: list[bytes] = []
 
         def tensor_of(name: str) -> Tensor:
+            # Called in the order of `about`, so all digests are known when this last entry is written.
             if name == _DIGESTS:
                 return torch.tensor([list(digest) for digest in digests], dtype=torch.uint8)
             tensor = entries[name].tensor.detach().to("cpu").contiguous()

@@ -42,6 +42,7 @@ def load_trained(prepared: LoadedModel, folder: RunFolder, step: int | Literal["
     # The settings of that run, not of this one: they decide whether averaged weights are used, and the scale of the adapter.
     stored = resolve(RunConfig, stored=folder.path)
     own, theirs = prepared.adapter, stored.adapter
+    # Weights of another scale would load without an error, and then act with another strength.
     if own.method == "lora" and not theirs.init and (own.rank, own.scaling) != (theirs.rank, theirs.scaling):
         raise UserError(
             f"{folder.path} trained an adapter of rank {theirs.rank} and scale {theirs.scaling:g}, this one has {own.rank} and "
@@ -55,7 +56,9 @@ def load_trained(prepared: LoadedModel, folder: RunFolder, step: int | Literal["
         trained.load_state_dict(state, path)
         with trained.used():
             used = {name: value.detach().clone() for name, value in parameters.items()}
+        # `used` restores the trained values when it ends, so the values to use were copied inside of it.
         copy_values(parameters, used)
+    # Blocks that are on a device already have the old values.
     if prepared.streamer is not None:
         prepared.streamer.host_changed()
     return state.step

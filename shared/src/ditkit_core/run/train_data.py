@@ -39,8 +39,10 @@ def check_data(folder: RunFolder, encoded: Sequence[EncodedSample], prepared: Lo
         UserError: Naming a sample that was added, removed or changed, or the base.
     """
     now = {sample.id: sample.keys for sample in encoded}
+    # The base is part of the record: a resumed adapter would otherwise continue on other weights.
     now["(base weights)"] = [prepared.source.fingerprint(), ""]
     now[EMPTY_CAPTION] = sorted({f"text {sample.empty_text_key}" for sample in encoded})
+    # Until the first save nothing depends on the data, so the record is replaced.
     if not (folder.data_file.exists() and any(folder.state.glob("step-*"))):
         write_text(folder.data_file, json.dumps(now, indent=0, sort_keys=True))
         return

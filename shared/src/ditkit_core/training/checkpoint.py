@@ -88,6 +88,7 @@ def save_state(folder: Path, state: State, config: SaveConfig) -> Path:
             if final.exists():  # damaged or abandoned; a folder cannot be renamed over another on Windows
                 os.rename(final, replaced)
             os.rename(temporary, final)
+            # The rename has to survive a power failure, too.
             _flush_folder(folder)
         finally:
             _remove([temporary, replaced])
@@ -192,6 +193,7 @@ def _index(path: Path) -> dict[str, Any] | None:
         index = json.loads((path / _INDEX).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    # A folder that was renamed would resume at another step than its name says.
     ours = isinstance(index, dict) and _FORMAT.items() <= index.items()
     return index if ours and path.name == f"step-{index['step']:06d}" else None
 

@@ -37,6 +37,7 @@ class EMA:
         """Start from the parameters' current values."""
         self._parameters = dict(parameters) if config.decay else {}
         self._config = config
+        # fp32 whatever the parameters' dtype: with decay 0.999 most updates are below the resolution of bf16.
         self.values: dict[str, Tensor] = {
             name: parameter.detach().clone().float() for name, parameter in self._parameters.items()
         }

@@ -58,12 +58,14 @@ class MetricsLog:
         if self._config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
+            # TensorBoard's files are append-only; purge_step hides entries after the step that the run starts from.
             self._board = SummaryWriter(str(self.path.with_name("tensorboard")), purge_step=self._start_step + 1)
         return self
 
     def _kept_lines(self) -> list[str]:
         if not self.path.exists():
             return []
+        # A crash can leave bytes at the end that are not UTF-8.
         lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
         return [line for line in lines if 0 <= _step_of(line) <= self._start_step]
 
@@ -75,6 +77,7 @@ class MetricsLog:
         """
         try:
             self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
+            # Flushed line by line, so that a killed run loses none.
             self._file.flush()
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror or error}; free some space") from error

@@ -93,6 +93,7 @@ def import_state(
         part.load_state_dict(
             {"state": state, "param_groups": groups}
         )  # torch's own, which moves each entry to its device
+        # State that stays on the host bypasses torch's loading, which would move it to the parameter's device.
         part.state.update({order[i]: found for i, found in known.items() if i not in state})
 
 

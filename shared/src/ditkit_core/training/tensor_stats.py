@@ -109,12 +109,14 @@ class StatsRecorder:
         for part, leaf in leaves:
             storage = leaf.untyped_storage()
             known = self._before.get(storage._cdata)
+            # A freed storage's address can belong to a new one, so the weak reference decides, not the address.
             if leaf.is_floating_point() and leaf.numel() and (known is None or known() is None):
                 made = BlockStats(index, part)
                 if guessed:
                     self._guessed.add(made)
                 self._found.setdefault(made, []).append(magnitudes(leaf))
         storages = [leaf.untyped_storage() for _, leaf in leaves]
+        # Weak references: the recorder must not keep activations alive.
         self._before = {storage._cdata: weakref.ref(storage) for storage in storages}
         self._last, self._device = index, device
 

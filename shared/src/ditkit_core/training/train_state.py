@@ -58,6 +58,7 @@ class TrainState:
             raise UserError(f"optim.name = {optim.name} averages weights itself; set ema.decay = 0")
         self._ema_config = ema
         self.average = EMA(self.values, ema)
+        # Trained weights that are streamed take their optimizer state along.
         if swap is not None:
             swap.attach(self.optimizer)
         self.step = 0

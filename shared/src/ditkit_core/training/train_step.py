@@ -116,6 +116,7 @@ def training_step(
         NonFiniteLoss: If a loss or gradient is not finite; nothing is updated, unless the optimizer updates in the backward.
     """
     optimizer.zero_grad()
+    # Stochastic rounding is a function of seed and step, so that a resumed run rounds alike.
     optimizer.begin(context.seed, context.step)
     watched = model if watch is None else replace(model, engine=with_hooks(model.engine, watch))
     accumulate = partial(accumulate_gradients, watched, micro_batches, context)
@@ -271,6 +272,7 @@ def accumulate_gradients(
     for micro, batch in enumerate(list(sent) if context.pipelined else sent):
         weighted = _weighted_errors(model, batch, micro, context)
         losses.sigmas.append(batch.sigma)
+        # Detached, so that the backward frees the graph of its micro-batch.
         losses.weighted.append(weighted.detach())
         parts.append(weighted.sum() / counted)
         if not context.pipelined:
@@ -284,6 +286,7 @@ def accumulate_gradients(
 
 def _weighted_errors(model: TrainModel, batch: "_Sent", micro: int, context: StepContext) -> Tensor:
     """Run the forward of a micro-batch, and return the weighted loss of each sample."""
+    # Seeded for each micro-batch, so that dropout does not depend on what ran before, for example after a resume.
     torch.manual_seed(seed_of(context.seed, "dropout", context.step, micro))  # all devices' generators
     return velocity_errors(model, batch.noised, context.flow.guidance) * batch.weights
 
@@ -377,6 +380,7 @@ def _evidence(step: int, losses: Losses, broken: Sequence[str], result: StepResu
         "grad_norm": _number(result.grad_norm),
         "samples": samples,
         "num_parameters_with_non_finite_gradients": len(broken),
+        # a full fine-tune has thousands of parameters, and ten names are enough
         "first_parameters_with_non_finite_gradients": broken[:10],
     }
 

@@ -91,6 +91,7 @@ class TrainConfig:
         if self.sentinels < 0:
             raise UserError(f"train.sentinels = {self.sentinels} must be steps between two checks, or 0 for none")
         for name, least in {"batch_size": 1, "accumulation": 1, "steps": 0, "clip_norm": 0, "threads": 0}.items():
+            # `not … >=` also refuses NaN, which compares false.
             if not getattr(self, name) >= least:
                 raise UserError(f"train.{name} = {getattr(self, name)} must be at least {least}")
         if self.batch_tokens < 0:
@@ -258,6 +259,7 @@ class Trainer:
         start = state.step
         with Interrupts() as interrupts, MetricsLog(self._folder, self._config.log, start_step=start) as metrics:
             saved_at = time.monotonic()
+            # A resumed run has the loss before training in its save.
             if start == 0 and steps:
                 self._validate(metrics)
                 self._preview(stopping=False)
@@ -265,6 +267,7 @@ class Trainer:
                 self._train_step(metrics, count_attention=step == start)
                 last = state.step == steps
                 saving = last or save.due(state.step, time.monotonic() - saved_at)
+                # Before the save, which stores the held-out loss of its step.
                 if last or (self._validator is not None and self._validator.due(state.step, saving=saving)):
                     self._validate(metrics)
                 if saving:
@@ -296,6 +299,7 @@ class Trainer:
             self._state.load_state_dict(load_state(self._last_save), self._last_save)
         limit = torch.finfo(self._model.matmul_dtype).max
         self._drift = DriftMonitor(limit, self._warn, self._state.first_activations)
+        # Loading and encoding do not count towards the peak memory of training.
         restart_peak(self._devices)
         self._model.module.train()
         for callback in self._callbacks:
@@ -305,6 +309,7 @@ class Trainer:
         """Run one optimizer step, and report it."""
         began = time.perf_counter()
         state, config = self._state, self._config.train
+        # By index, so that a resumed run gets the same micro-batches as one that was never interrupted.
         first = state.step * config.accumulation
         batches = [batch for micro in range(config.accumulation) for batch in self._data.micro_batches(first + micro)]
         lr = learning_rate(state.step, self._config.optim, config.steps)
@@ -319,6 +324,7 @@ class Trainer:
         except NonFiniteLoss as error:
             raise _failure(error, self._folder, lr, self._last_save) from error
         state.optimizer.zero_grad()  # frees their memory for validation, saving and sampling
+        # A held-out loss belongs to the step that it was measured at.
         state.step, state.held_out = state.step + 1, None
         if watch is not None and watch.reading is not None:
             metrics.write(state.step, self._drift.take(state.step, watch.reading))

@@ -69,6 +69,7 @@ def sigmas_between(sigmas: Sequence[float], low: float, high: float) -> tuple[fl
     seen = tuple(sigma for sigma in sigmas if low <= sigma < high or sigma == high == 1)
     if len(seen) >= min(3, len(sigmas)):
         return seen
+    # Six digits are what metrics print of a level, and what resolves it in their names.
     return tuple(round(low + (high - low) * sigma, 6) for sigma in sigmas)
 
 
@@ -109,6 +110,7 @@ class ValidationResult(NamedTuple):
             for sigma in shared
         }
         found = {sigma: half for sigma in shared if (half := half_width(changes[sigma], files)) is not None}
+        # Means over different levels cannot be compared; the shared levels still can.
         if before.per_clip.keys() != self.per_clip.keys():
             return None, found
         by_clip = [sum(clip) / len(clip) for clip in zip(*changes.values(), strict=True)]
@@ -164,6 +166,7 @@ class ValidationHistory:
             "held_out_before": self.before,
             "held_out_last": self.last,
             "held_out_interval": self.interval,
+            # JSON keys are text, and repr keeps every bit of a float
             "held_out_before_clips": {repr(float(sigma)): errors for sigma, errors in clips.items()},
         }
 
@@ -190,6 +193,7 @@ def validation_loss(
         for name, item in zip(ids, items, strict=True):
             moved = [to_device(item, device)]
             for sigma, values in errors.items():
+                # Noise by clip and level, so that adding clips or levels does not change the noise of the others.
                 random = generator(_SEED, "held-out", name, str(float(sigma)))
                 noise = [torch.randn(item["latents"].shape, generator=random).to(device)]
                 level = torch.full((1,), sigma, dtype=torch.float32, device=device)
