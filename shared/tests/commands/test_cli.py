@@ -72,9 +72,13 @@ def test_an_option_goes_with_and_excludes_options_that_there_are(kind: type) -> 
     ("command", "argv", "message"),
     [
         ("train", ["--report", "--check"], "--check and --report: each does its work and stops; leave one of them out"),
-        ("train", ["--host", "8GiB", "--check"], "--host says what to plan with; give --plan or --fit with it"),
-        ("export", ["--adapter", "x", "--merge", "--strength", "0", "--step", "0"], "--step is a run's, and --adapter"),
-        ("export", ["--strength", "0"], "--strength is how strongly an adapter file is merged; give --adapter FILE"),
+        ("train", ["--host", "8GiB", "--check"], "--host limits host memory in a plan; add --plan or --fit"),
+        (
+            "export",
+            ["--adapter", "x", "--merge", "--strength", "0", "--step", "0"],
+            "--step is for a run, and --adapter",
+        ),
+        ("export", ["--strength", "0"], "--strength scales an adapter file that is merged; add --adapter FILE"),
     ],
 )
 def test_options_are_given_with_those_that_they_go_with(
@@ -129,7 +133,7 @@ def test_sample_and_export_go_on_with_a_run(stages: Stages, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "nothing to work on: give a run file (toy-train run.toml), or see it work with toy-train --demo"),
+        ([], "nothing to work on: give a run file (toy-train run.toml), or try toy-train --demo"),
         (["--adapter.rnak", "3"], "unknown key --adapter.rnak on the command line; did you mean --adapter.rank?"),
         (["--adapter.rank", "x"], 'adapter.rank on the command line must be a whole number, not "x"'),
         (["no.toml"], "cannot read the run file no.toml: No such file or directory"),

@@ -131,8 +131,8 @@ def test_an_adapter_is_taken_out_of_a_difference(tmp_path: Path, capsys: pytest.
     argv = ["--extract", tmp_path / "tuned.safetensors", "--base", base, "--dtype", "fp32"]
     assert run(*argv, "--rank", 3, "--out", tmp_path / "a.safetensors") == 0
     said = capsys.readouterr()
-    assert "the adapter leaves 0.00% of the norm" in said.out and "of 2 modules" in said.out
-    assert "parameters differ that the adapter does not change" in said.err and "layers.0.qkv.bias" in said.err
+    assert "residual: 0.00% of the norm" in said.out and "of 2 modules" in said.out
+    assert "parameters that differ" in said.err and "layers.0.qkv.bias" in said.err
     found = load_file(tmp_path / "a.safetensors")
     assert len(found) == 4
     for name in changed:
@@ -141,7 +141,7 @@ def test_an_adapter_is_taken_out_of_a_difference(tmp_path: Path, capsys: pytest.
             found[f"{stem}.lora_B.weight"] @ found[f"{stem}.lora_A.weight"], added[name], rtol=1e-4, atol=1e-5
         )
     assert run(*argv, "--rank", 1, "--out", tmp_path / "b.safetensors") == 0
-    left = float(capsys.readouterr().out.split("leaves ")[1].split("%")[0]) / 100
+    left = float(capsys.readouterr().out.split("residual: ")[1].split("%")[0]) / 100
     spectra = [torch.linalg.svdvals(matrix.double()) for matrix in added.values()]
     expected = sum(float(s[1:].square().sum()) for s in spectra) / sum(float(s.square().sum()) for s in spectra)
     assert left == pytest.approx(expected**0.5, abs=2e-4)
@@ -163,21 +163,21 @@ def test_what_does_not_differ_has_nothing_to_extract(tmp_path: Path, capsys: pyt
     [
         (["--to", "kohya"], "--to on the command line must be one of official, diffusers, diffsynth, musubi, not \"kohya\"; did you mean musubi?"),
         (["--adapter", "x", "--to", "difusers"], "did you mean diffusers?"),
-        (["--adapter", "x"], "say what to make of it"),
-        (["--adapter", "x", "--inspect", "y"], "one file is worked on at a time"),
+        (["--adapter", "x"], "FILE needs an operation"),
+        (["--adapter", "x", "--inspect", "y"], "one file can be given at a time"),
         (["--inspect", "x", "--to", "official"], "--inspect writes nothing, and --to"),
         (["--adapter", "x", "--merge", "--rank", "4"], "a merged adapter has no rank"),
         (["--extract", "x", "--base", "y"], "--extract needs the rank"),
         (["--extract", "x", "--base", "y", "--rank", "4", "--merge"], "leave one of them out"),
-        (["--rank", "4"], "--rank is about a file"),
+        (["--rank", "4"], "--rank is for a file"),
         (["--rank", "0", "--adapter", "x"], "--rank must be a whole number above 0"),
         (["--rank", "auto:1.5", "--adapter", "x"], "--rank must be a whole number above 0"),
-        (["--strength", "0.5", "--adapter", "x", "--to", "official"], "give --adapter FILE --merge with it"),
+        (["--strength", "0.5", "--adapter", "x", "--to", "official"], "add --adapter FILE --merge"),
         (["--base", "x"], "--base goes with"),
-        (["--json"], "--json prints what --inspect finds"),
-        (["--part", "transformer_2"], "--part chooses in a file"),
-        (["--adapter", "x", "--to", "official", "--step", "3"], "--step is a run's"),
-        (["--adapter", "x", "--demo", "--to", "official"], "--demo is a run's"),
+        (["--json"], "--json prints the result of --inspect"),
+        (["--part", "transformer_2"], "--part chooses an expert in a file"),
+        (["--adapter", "x", "--to", "official", "--step", "3"], "--step is for a run"),
+        (["--adapter", "x", "--demo", "--to", "official"], "--demo is for a run"),
         (["--adapter", "x", "--dtype", "fp8_scaled"], "is for whole transformers"),
         (["--adapter", "x", "--too", "official"], "unknown key --too"),
     ],
@@ -284,9 +284,9 @@ def test_nothing_is_written_over_and_a_rank_only_falls(tmp_path: Path, capsys: p
     path, folder = adapter(tmp_path / "x.safetensors"), tmp_path / "folder"
     folder.mkdir()
     for flags, message in (
-        (["--to", "official", "--out", path], "is there already"),
-        (["--to", "official", "--out", folder], "is no name of a file"),
-        (["--to", "official", "--out", tmp_path / "y.bin"], "is no name of a file"),
+        (["--to", "official", "--out", path], " exists; name another file"),
+        (["--to", "official", "--out", folder], "is not a file name"),
+        (["--to", "official", "--out", tmp_path / "y.bin"], "is not a file name"),
         (["--rank", "4"], "has rank 4 at most, and a rank can only be reduced"),
         (["--rank", "64"], "has rank 4 at most"),
         (["--to", "official", "--part", "transformer_2"], "has no adapter for transformer_2"),
@@ -374,7 +374,7 @@ def test_a_run_exports_the_other_forms_and_asks_diffusers_of_those_it_reads(
     }
     assert {folder.name for folder in exports.glob("transformer_*")} == {"transformer_official"}
     said = capsys.readouterr().out
-    assert seen == files[:2] and "is not verified with diffusers: it loads nothing" in said
+    assert seen == files[:2] and "is not verified with diffusers, which loads nothing" in said
     assert world.run("export", "--run", str(world.folder / "run"), "--to", "diffsynth") == 0
     assert "step-000001_diffsynth.safetensors: loaded whole by no program that is known (diffusers loads nothing)" in (
         capsys.readouterr().out

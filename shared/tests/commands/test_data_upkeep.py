@@ -43,7 +43,7 @@ def test_a_damaged_entry_is_found_removed_and_encoded_again(world: World, capsys
     capsys.readouterr()
     assert encode(world, "--verify-cache") == 0
     said = capsys.readouterr()
-    assert f"it was damaged: {victim.parent.parent.name}/" in said.out + said.err
+    assert f"removed a damaged entry from the cache: {victim.parent.parent.name}/" in said.out + said.err
     assert f"{len(before)} entries read, 1 damaged" in said.out
     assert entries(world) == before and victim.read_bytes() != bytes(data)
 
@@ -124,7 +124,7 @@ def test_samples_can_be_looked_at(world: World) -> None:
 def test_a_dump_does_not_go_among_the_clips(world: World, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.read_bytes() for path in (world.folder / "clips").iterdir()}
     assert encode(world, "--dump", folder) == 1
-    assert "would write among the files of" in capsys.readouterr().err
+    assert "which is data; name a folder apart from the data" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in (world.folder / "clips").iterdir()} == before
 
 

@@ -106,7 +106,7 @@ def test_fit_writes_a_file_but_overwrites_none(run_file, tmp_path, capsys):
     assert printed.out == "" and f"written to {out}" in printed.err
     written = out.read_text()
     assert cli.run(TOY, "train", argv) == 1
-    assert "is there already" in capsys.readouterr().err and out.read_text() == written
+    assert " exists, and nothing is overwritten" in capsys.readouterr().err and out.read_text() == written
 
 
 def test_a_wrong_text_about_cards_is_one_line(run_file, capsys):
@@ -207,11 +207,11 @@ def test_the_host_is_a_limit_that_can_be_given(made, monkeypatch, capsys):
     monkeypatch.setattr(plan_stage, "check_training", lambda run, *, here: None)
     options = TrainOptions(fit=True, gpus="10GiB")
     assert fit_stage.fit_run(TOY, config_of(**BIG), options) == 0
-    assert "stay in host memory, page-locked; --host says how much there is" in capsys.readouterr().err
+    assert "stay in host memory, page-locked; --host sets a limit" in capsys.readouterr().err
     assert fit_stage.fit_run(TOY, config_of(**BIG), replace(options, host="9GiB")) == 0
-    assert "of 9.0 GiB that it can give" in capsys.readouterr().err
+    assert "of 9.0 GiB that are available" in capsys.readouterr().err
     assert fit_stage.fit_run(TOY, config_of(**BIG), replace(options, gpus="5GiB", host="0.1GiB")) == 3
-    assert "which can give 0.10 GiB" in capsys.readouterr().err
+    assert "and has 0.10 GiB" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_beside_the_steps_is_said_with_the_status_of_a_plan(made, monkeypatch, capsys):
@@ -224,7 +224,7 @@ def test_what_does_not_fit_beside_the_steps_is_said_with_the_status_of_a_plan(ma
     assert fit_stage.fit_run(TOY, config_of(**BIG), TrainOptions(fit=True, gpus="24GiB")) == 3
     printed = capsys.readouterr()
     assert "sample: VAE decoder does not fit 10GiB; sample.vae_tiling = true" in printed.err
-    assert "the steps fit, and what is said above does not" in printed.err and "[train]" in printed.out
+    assert "training fits, but the items above do not" in printed.err and "[train]" in printed.out
 
 
 def test_activations_go_to_the_host_where_nothing_fits_without(made, monkeypatch, capsys):
@@ -233,7 +233,7 @@ def test_activations_go_to_the_host_where_nothing_fits_without(made, monkeypatch
     assert fit_stage.fit_run(TOY, config, TrainOptions(fit=True, gpus="9GiB")) == 0
     printed = capsys.readouterr()
     assert tomllib.loads(printed.out)["train"]["checkpointing"] == "full+offload"
-    assert "GiB of activations wait in host memory for their backward" in printed.err
+    assert "GiB of activations are offloaded to host memory until the backward" in printed.err
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_a_step_without_memory_ends_with_plan_measured_peak_and_a_change_that_fi
     rows = {line.split("  ")[0]: line.split()[-1] for line in lines}
     assert {"weights", "activations", "peak", "measured peak of the process"} <= rows.keys()
     assert float(rows["measured peak of the process"]) > 0.1
-    assert lines[-1].startswith("error: out of memory: the plan has room") and failure in lines[-1]
+    assert lines[-1].startswith("error: out of memory: according to the plan this run fits") and failure in lines[-1]
     assert 'train.checkpointing = "attn_only" fits: ' in lines[-1] or 'train.checkpointing = "full" fits: ' in lines[-1]
     assert "the last save is untouched" in lines[-1] and "More about it" not in error
 
@@ -158,13 +158,17 @@ def test_gpus_are_explained_with_what_each_has_held_and_what_fits_all(monkeypatc
     (measured,) = [line for line in error.splitlines() if line.startswith("measured peak")]
     assert measured.split()[2:] == ["5.00", "4.00"]
     last = error.splitlines()[-1]
-    assert 'train.checkpointing = "attn_only"' in last and " fits: " in last and "the plan has room" not in last
+    assert (
+        'train.checkpointing = "attn_only"' in last
+        and " fits: " in last
+        and "according to the plan this run fits" not in last
+    )
 
 
 def test_where_no_setting_is_enough_a_change_is_named_and_no_card(monkeypatch, capsys):
     error = explained(monkeypatch, capsys, (5,), (5,), train__device="cuda:0", train__batch_size=4)
     last = error.splitlines()[-1]
-    assert "nothing that --fit searches is enough; train.batch_size = 1 (now 4)" in last and "does, with" in last
+    assert "no settings that --fit searches fit; train.batch_size = 1 (now 4)" in last and "fits, with" in last
     assert "card" not in last
 
 
@@ -173,7 +177,10 @@ def test_what_others_hold_of_a_card_is_no_room(monkeypatch, capsys):
     flags = {"train__device": "cuda:0"}
     alone = explained(monkeypatch, capsys, (40,), (39.5,), **flags)
     taken = explained(monkeypatch, capsys, (40,), (12,), **flags)
-    assert "the plan has room" in alone.splitlines()[-1] and "the plan has room" in taken.splitlines()[-1]
+    assert (
+        "according to the plan this run fits" in alone.splitlines()[-1]
+        and "according to the plan this run fits" in taken.splitlines()[-1]
+    )
     available = [float(error.split(" fits: ")[1].split()[2]) for error in (alone, taken)]
     assert available[1] < 12 < available[0] < 40 * 0.9
 
@@ -182,7 +189,7 @@ def test_a_host_that_cannot_hold_what_is_streamed_gets_less_to_hold(monkeypatch,
     flags = {"train__device": "cuda:0", "train__swap_blocks": (11,), "train__checkpointing": "full"}
     failure = "DefaultCPUAllocator: can't allocate memory"
     last = explained(monkeypatch, capsys, (12,), (12,), failure, **flags).splitlines()[-1]
-    assert "train.swap_blocks = [" in last and "the host's" in last
+    assert "train.swap_blocks = [" in last and "host memory ran out" in last
     assert 0 < int(last.split("train.swap_blocks = [")[1].split("]")[0]) < 10
 
 
@@ -202,4 +209,4 @@ def test_where_nothing_is_left_to_lower_that_is_said(tmp_path, monkeypatch, caps
     monkeypatch.setattr(out_of_memory, "_single", lambda run: iter(()))
     assert world.train("run", 1, "--sample.captions", "0") == 1
     error = capsys.readouterr().err
-    assert "nothing is left to lower" in error.splitlines()[-1] and "not planned" not in error
+    assert "no setting is left to lower" in error.splitlines()[-1] and "not planned" not in error

@@ -167,10 +167,10 @@ def test_the_data_that_is_here_decides_what_is_encoded(tmp_path_factory, tmp_pat
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--gpus", "24GiB"], "give --plan or --fit"),
-        (["--json"], "give --plan with it"),
-        (["--write", "x.toml"], "give --fit with it"),
-        (["--plan", "--write", "x.toml"], "give --fit with it"),
+        (["--gpus", "24GiB"], "add --plan or --fit"),
+        (["--json"], "add --plan, --audit-precision or --check"),
+        (["--write", "x.toml"], "add --fit"),
+        (["--plan", "--write", "x.toml"], "add --fit"),
         (["--plan", "--fit"], "leave one of them out"),
     ],
 )

@@ -162,7 +162,7 @@ def test_what_cannot_be_drawn_with_is_said_before_anything_is_encoded(
 ) -> None:
     save_file({"blocks.0.nothing.lora_A.weight": torch.ones(2, 2)}, world.folder / "strange.safetensors")
     cases = {
-        "no save to draw with; name a run that was trained": (),
+        "no save to sample with; name a run that was trained": (),
         "there is no adapter file": ("--adapter", str(world.folder / "nothing.safetensors")),
         "fit no adapter of this model": ("--adapter", str(world.folder / "strange.safetensors")),
     }
@@ -202,11 +202,11 @@ def test_without_a_measurement_there_is_no_best_save(world: World, capsys: pytes
 @pytest.mark.parametrize(
     ("command", "flags", "says"),
     [
-        ("export", ["--out", "."], "--out . is no name of a file"),
+        ("export", ["--out", "."], "--out . is not a file name"),
         ("export", ["--out", "mine.pt"], "ends with .safetensors"),
-        ("export", ["--out", "toy.safetensors", "--merge"], "name one"),
+        ("export", ["--out", "toy.safetensors", "--merge"], "name a folder"),
         ("export", ["--step", "7"], "(it has step-000001); choose another --step"),
-        ("sample", ["--sample.captions", "0"], "nothing to draw: give a --prompt"),
+        ("sample", ["--sample.captions", "0"], "nothing to sample: give a --prompt"),
     ],
 )
 def test_a_mistake_in_a_command_is_one_line(

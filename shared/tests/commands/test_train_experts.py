@@ -162,7 +162,7 @@ def test_a_change_that_makes_it_another_run_is_refused_in_the_expert_that_it_is_
     assert world.train("both", 1, "--experts.rank", "[2, 4]") == 1, "a run that is complete is no other"
     assert "adapter.rank 3 -> 4" in error(capsys)
     assert world.train("both", 2, "--experts.train", "low_noise") == 1
-    assert "is a run of several experts; go on with one of them by --run" in error(capsys)
+    assert "is a run of several experts; continue one of them with --run" in error(capsys)
     assert (
         world.run(
             "train",
@@ -350,7 +350,7 @@ def test_another_run_of_both_starts_from_the_weights_of_one(
         (("--model.transformer_2", ""), "the model has no transformer_2: set model.transformer_2"),
         (("--model.transformer_2", "nowhere.safetensors"), "model.transformer_2 = 'nowhere.safetensors'"),
         (("--model.transformer_2", "toy.safetensors"), "toy.safetensors"),
-        (("--adapter.init", "some.safetensors"), "is of one expert and would start both"),
+        (("--adapter.init", "some.safetensors"), "belongs to one expert and would initialize both"),
         (
             ("--base.merge", '["turbo_high_noise.safetensors"]'),
             "named after the high_noise expert, and this is the low_noise",

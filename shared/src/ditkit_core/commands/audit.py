@@ -1,4 +1,4 @@
-"""`train --audit-precision`: which operation's precision matters in this run, in numbers."""
+"""`train --audit-precision`: measure which operation's precision matters in this run."""
 
 import sys
 from contextlib import nullcontext, redirect_stdout
@@ -30,23 +30,23 @@ from ditkit_core.run.train_data import training_data
 from ditkit_core.training.checkpoint import latest
 
 SAMPLES = 2
-"""Samples of the run's first micro-batch that are audited, each at a noise level of every range."""
+"""Number of samples of the run's first micro-batch that are audited, each at a noise level in every range."""
 
 _LONG_SECONDS = 300
-"""An audit that may take longer says so first."""
+"""An audit that may take longer prints an estimate first."""
 
 
 def audit_precision(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
-    """Audit a run and write what was found into its folder.
+    """Audit a run and write the findings into its folder.
 
     Raises:
-        UserError: If the run could not start as it is configured, or memory does not suffice.
+        UserError: If the run could not start as it is configured, or memory runs out.
     """
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         run = largest_expert_run(create_run(spec, config))
         if run.expert is not None:
-            say(f"audited is the {run.expert.name} expert")
-        own = RunFolder(Path(run.config.run.folder))  # where its saves are
+            say(f"auditing the {run.expert.name} expert")
+        own = RunFolder(Path(run.config.run.folder))  # the expert's own folder, which has its saves
         findings = _find(spec, run.given.config, own, options)
         files = write_audit(findings, RunFolder(Path(config.run.folder)).audit)
         print_audit(findings)
@@ -62,8 +62,8 @@ def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainO
     check_training(run)
     if options.demo:
         spec.demo.write(folder.inputs)
-        run = create_run(spec, config)  # of an architecture that was not there before
-    assert run.data.dataset.samples  # what is wrong with the data is said before weights are fetched
+        run = create_run(spec, config)  # again: the demo's checkpoint, which has the architecture, did not exist before
+    assert run.data.dataset.samples  # reads the dataset: mistakes in it are reported before weights are downloaded
     unloaded = build_model(run)
     run = with_arch(run, unloaded.arch)
     placement = place(run, unloaded, training=True)
@@ -77,7 +77,7 @@ def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainO
     )
     by_id = {sample.id: sample for sample in encoded}
     batch = training_data(run, [by_id[id] for id in kept], []).micro_batches(0)[0]
-    # places are eager code's: a compiler keeps a chain of operations wider than it is written
+    # Eager: a compiler fuses operations and keeps values between them in a wider dtype than the code says.
     engine = replace(engine_of(run, prepared, placement.checkpointing), compile=False)
     subject = Subject(
         model=prepared.model,
@@ -95,23 +95,23 @@ def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainO
         if not is_out_of_memory(error):
             raise
         raise UserError(
-            "memory ran out in the audit, which computes in fp64 what the run does in less; for the audit alone, take smaller samples: "
-            "--data.frames, --data.height and --data.width, --train.batch_size 1, or stream more blocks with --train.swap_blocks"
+            "memory ran out in the audit, because it computes in fp64; for the audit alone, use smaller samples (--data.frames, "
+            "--data.height, --data.width, --train.batch_size 1), or stream more blocks with --train.swap_blocks"
         ) from error
 
 
 def _weights(prepared: LoadedModel, folder: RunFolder, init_from: str) -> str:
-    """Give the model the weights of the run's latest save, if there is one; says which they are."""
+    """Load the weights of the run's latest save, if there is one, else the initial ones; returns a description of them."""
     if latest(folder.state, warn) is not None:
         return f"the run's save of step {load_trained(prepared, folder)}"
     start_from(init_from, prepared, folder)
-    return "the run's first weights: nothing was saved yet"
+    return "the run's initial weights: nothing was saved yet"
 
 
 def _audit(subject: Subject, weights: str, prepared: LoadedModel, seed: int) -> AuditFindings:
     with with_adapters_at_work(prepared.model, seed) as changed:
         if changed:
-            weights += "; B of the adapters, which is zero, is drawn small so that gradients reach A"
+            weights += "; B of the adapters is zero and gets small random values, so that gradients reach A"
         tokens = sum(map(subject.spec.training.num_tokens, subject.items))
         notes = (
             f"weights: {weights}",
@@ -120,8 +120,8 @@ def _audit(subject: Subject, weights: str, prepared: LoadedModel, seed: int) -> 
         seconds = estimated_seconds(subject)
         if seconds > _LONG_SECONDS:
             say(
-                f"about {seconds / 3600:.1f} h at most: {num_passes()} forwards and backwards of {tokens} tokens, most of them in fp64, by "
-                "this device's own rate in fp64; smaller samples (--data.frames, --data.height, --data.width) take less"
+                f"estimated time: at most {seconds / 3600:.1f} h for {num_passes()} forwards and backwards of {tokens} tokens, most of them "
+                "at this device's fp64 speed; smaller samples (--data.frames, --data.height, --data.width) take less"
             )
         with progress("audit", num_passes()) as bar:
             return audit(subject, advance=bar.advance, notes=notes)

@@ -1,4 +1,4 @@
-"""`train --check`: what a run would train on and whether it can, before the first step."""
+"""`train --check`: check data and model of a run before its first step."""
 
 import sys
 import time
@@ -26,7 +26,7 @@ from ditkit_core.run.expert_runs import resolve_arch, runs_of
 
 
 def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
-    """Check a run, print what was found and write it into its folder; no state and no step of it is kept.
+    """Check a run, print the findings and write them into its folder; no training state is kept.
 
     Returns:
         The exit status: 0 if it can be trained, 1 if not.
@@ -38,14 +38,16 @@ def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int
         folder = RunFolder(Path(config.run.folder))
         run = create_run(spec, config)
         check_run(run)
-        check_preview_device(run)  # the run of each expert draws nothing by itself
+        check_preview_device(run)  # here and not per expert: only the run of all experts generates previews
         for each in runs_of(run):
             check_training(each)
         if options.demo:
             spec.demo.write(folder.inputs)
-            run = create_run(spec, config)  # of an architecture that was not there before
-        with nothing_fetched():
-            with suppress(UserError):  # said where the model is tried
+            run = create_run(
+                spec, config
+            )  # again: the demo's checkpoint, which has the architecture, did not exist before
+        with nothing_fetched():  # a check must not start a download of many gigabytes
+            with suppress(UserError):  # the trial of the model reports it as a finding
                 run = resolve_arch(run)
             checkup = examine_run(run)
         files = write_check(checkup, folder.path)
@@ -58,17 +60,17 @@ def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int
 
 
 def examine_run(run: RunContext) -> CheckReport:
-    """Everything that can be found out about a run."""
+    """Check the dataset, plan the memory and try two steps of each trained transformer."""
     began = time.monotonic()
     examined = examine_dataset(run)
     checkup = examined.checkup
     if examined.samples:
         memory, lacking = plan_memory(run, examined.samples, examined.class_pictures)
         checkup = replace(checkup, memory=memory, findings=(*checkup.findings, *lacking))
-    for each in runs_of(run) if examined.samples else ():  # of class pictures alone nothing is trained
+    for each in runs_of(run) if examined.samples else ():  # class images alone are no training data
         step, found = try_step(each, examined)
         findings = [finding for finding in found if finding not in checkup.findings]
-        release_memory()
+        release_memory()  # two experts do not fit at once: free the first before the second is loaded
         steps = () if step is None else (step,)
         checkup = replace(checkup, steps=(*checkup.steps, *steps), findings=(*checkup.findings, *findings))
     return replace(checkup, seconds=time.monotonic() - began)

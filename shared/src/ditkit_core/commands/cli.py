@@ -1,6 +1,6 @@
 """A package's commands: `train, encode, sample, export = commands(SPEC)`.
 
-Everything that can be wrong with a command line is said before a library that takes seconds to import is touched.
+Mistakes in the command line are reported before any library is imported that takes seconds to load.
 """
 
 import importlib
@@ -46,21 +46,21 @@ STAGES = {
     ("export", ""): ("export", "export"),
     ("export", "on_files"): ("convert", "convert_file"),
 }
-"""By command and option the module in this folder, and its function, that do the work."""
+"""Maps a command and its option to the module in this folder and the function that do the work."""
 
 _CONTINUED = (("train", ""), ("encode", ""))
-"""Which continue from what they kept when an interrupted command is given again."""
+"""Commands that continue from their saved state when they are run again after an interruption."""
 
 ABOUT = {
-    "train": "Train an adapter or all weights from media files: encodes what is not encoded yet, trains, samples, exports.",
+    "train": "Train an adapter or all weights on media files: encodes samples that are not cached, trains, samples, exports.",
     "encode": "Encode media and captions into the cache that training reads.",
-    "sample": "Draw samples with a trained adapter.",
+    "sample": "Generate samples with a trained adapter.",
     "export": "Write a run's adapter for other programs; or inspect, convert, reduce, merge or extract adapter files.",
 }
 
 
 def commands(spec: ModelSpec) -> tuple[Callable[[], int], ...]:
-    """What a package's console scripts call: train, encode, sample and export, in this order."""
+    """The functions that a package's console scripts call: train, encode, sample and export, in this order."""
     return tuple(partial(run, spec, command) for command in OPTIONS)
 
 
@@ -70,11 +70,11 @@ def run(spec: ModelSpec, command: str, argv: Sequence[str] | None = None) -> int
     Args:
         spec: The model family.
         command: `train`, `encode`, `sample` or `export`.
-        argv: Arguments after the program's name; None means those of this process.
+        argv: Arguments after the program's name; None takes those of this process.
 
     Returns:
-        The exit status: 0; 1 for a mistake that a stage met; 2 for one in the command line or the run file; 3 for a plan that does not
-        fit; 130 when interrupted. Other exceptions are faults of ours and propagate.
+        The exit status: 0 for success; 1 for a user's mistake found while working; 2 for one in the command line or the run file; 3 for
+        a plan that does not fit; 130 when interrupted. Other exceptions are bugs of ours and propagate.
     """
     prepare_streams()
     hush_libraries()
@@ -115,7 +115,7 @@ def _run(spec: ModelSpec, command: str, argv: Sequence[str]) -> int:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        # Only texts are kept: the error has the frames, and with them tensors, whose room the explanation needs.
+        # Keep only text: the error refers to the frames, these refer to tensors, and the explanation needs their memory.
         failure, modules = (str(error) or type(error).__name__).splitlines()[0], let_go(error)
     except Interrupted as stopped:
         warn(str(stopped))
@@ -127,7 +127,7 @@ def _run(spec: ModelSpec, command: str, argv: Sequence[str]) -> int:
         return 130
     else:
         return status or 0
-    # From here on nothing holds the error any more, nor the model whose step it ended.
+    # Outside the except block nothing refers to the error any more, nor to the model whose step failed: memory can be freed.
     release_memory()
     from ditkit_core.commands.oom import explain, measured_peaks
 
@@ -140,7 +140,7 @@ def _resolve(prog: str, spec: ModelSpec, flags: Flags) -> RunConfig:
     common, demo = flags.common, flags.options.demo
     on_files = isinstance(flags.options, ExportOptions) and flags.options.on_files
     if not (flags.values or common.config or common.run or common.print_config or demo or on_files):
-        raise UserError(f"nothing to work on: give a run file ({prog} run.toml), or see it work with {prog} --demo")
+        raise UserError(f"nothing to work on: give a run file ({prog} run.toml), or try {prog} --demo")
     return resolve(
         RunConfig,
         demo=spec.demo.config if demo else None,
@@ -156,11 +156,11 @@ def _complain(error: UserError, status: int) -> int:
 
 
 def _verb(command: str, options: Any) -> str:
-    """The option of a command that has another stage do its work; empty if there is none."""
+    """The given option that selects another function than the command's own (`--plan`, `--fit`, …); empty if there is none."""
     return next((verb for its, verb in STAGES if its == command and verb and getattr(options, verb)), "")
 
 
 def _stage(command: str, options: Any) -> Any:
-    """The function that does the work: its module is imported now, because what it imports takes seconds."""
+    """The function that does the work. Its module is imported only now, because its imports take seconds."""
     module, function = STAGES[command, _verb(command, options)]
     return getattr(importlib.import_module(f"ditkit_core.commands.{module}"), function)

@@ -1,4 +1,4 @@
-"""The export command on files: inspect, convert, reduce, merge, extract. None of it needs a run."""
+"""The export command on files: inspect, convert, reduce, merge, extract. None of these needs a run."""
 
 import json
 import math
@@ -42,10 +42,10 @@ from ditkit_core.weights.metadata import published_header
 
 
 def convert_file(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
-    """Do what the options say with a file.
+    """Do what the options ask for with a file.
 
     Raises:
-        UserError: For whatever the person can mend.
+        UserError: For mistakes that the user can fix.
     """
     if options.inspect:
         spec, base = _layers(spec, config, options)
@@ -66,7 +66,7 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     found = find_adapter(path, spec, part=options.part, layers=layers)
     if layers is not None:
         _check_fits(found, layers)
-    # Forms that are read and never written (peft, OneTrainer …) go on in the form that most programs read.
+    # Some forms are only read (peft, OneTrainer …); their files are written in the form that most programs read.
     form = options.to or (found.layout.form if found.layout.form in ADAPTER_FORMS else "official")
     check_form(form, spec.architecture.names, use_dora=found.layout.use_dora)
     rank, energy = parse_rank(options.rank) if options.rank else (None, 1.0)
@@ -80,10 +80,10 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     if layers is None and found.presets:
         layers = layers_of(spec.architecture.build, spec.architecture.presets[found.presets[0]])
     elif layers is None:
-        warn(f"{path} fits no preset of {spec.name}: names are converted, sizes are taken as they are")
+        warn(f"{path} fits no preset of {spec.name}: names are converted, sizes are not checked")
     complete = add_missing_modules(adapters, spec, form, layers or {}, path)
     if zeros := len(complete) - len(adapters):
-        say(f"{zeros} modules are written as zeros: programs that read the {form} form want all of a block")
+        say(f"{zeros} modules are written as zeros: programs that read the {form} form need all modules of a block")
     made = {"file": path.name, "form": form} | ({"rank": options.rank} if options.rank else {})
     metadata = derived_metadata(published_header(RunConfig, found.file.source.metadata), **made)
     dtype = parse_dtype(options.dtype) if options.dtype else adapter_dtype(found)
@@ -91,7 +91,7 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
 
 
 def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
-    """A low-rank adapter out of the difference of two transformers."""
+    """Compute a low-rank adapter from the difference of two transformers."""
     rank, energy = parse_rank(options.rank)
     form, tuned_path = options.to or "official", Path(options.extract).expanduser()
     check_form(form, spec.architecture.names, use_dora=False)
@@ -104,14 +104,14 @@ def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
     with progress("extract", len(parameters_of(spec.architecture.build, arch))) as bar:
         found = extract(spec, arch, tuned, base, rank=rank, energy=energy, only=only, advance=bar.advance)
     say(_kept_lines(found.kept, "of the difference's energy kept"))
-    say(f"the adapter leaves {found.residual:.2%} of the norm of what its modules differ by")
+    say(f"residual: {found.residual:.2%} of the norm of the difference in the adapter's modules")
     if found.left:
         largest = sorted(found.left, key=lambda name: -found.sizes[name])
         named = ", ".join(f"{name} ({_share(found.left[name])})" for name in largest[:10])
         more = f" and {len(largest) - 10} more" if len(largest) > 10 else ""
         warn(
-            f"{len(largest)} parameters differ that the adapter does not change, {found.share_left:.1%} of the whole difference's "
-            f"energy: {named}{more}"
+            f"the adapter does not cover {len(largest)} parameters that differ, with {found.share_left:.1%} of the energy of the whole "
+            f"difference: {named}{more}"
         )
     complete = add_missing_modules(found.adapters, spec, form, layers, out)
     residual = round(found.residual, 6)
@@ -121,12 +121,12 @@ def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
 
 
 def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
-    """A whole transformer with an adapter file in it, written tensor by tensor."""
+    """Merge an adapter file into a whole transformer, written tensor by tensor so that one tensor is in memory at a time."""
     path = Path(options.adapter).expanduser()
     strength = 1.0 if options.strength is None else options.strength
     if not abs(strength) <= MAX_STRENGTH:
         raise UserError(
-            f"--strength {strength:g} is not between -{MAX_STRENGTH} and {MAX_STRENGTH}; 1 is the adapter as it is"
+            f"--strength {strength:g} is not between -{MAX_STRENGTH} and {MAX_STRENGTH}; 1 leaves the adapter unscaled"
         )
     dtype, forms = options.dtype or config.export.dtype, (options.to,) if options.to else config.export.forms
     wanted = replace(config.export, merged=True, dtype=dtype, forms=forms)
@@ -136,7 +136,7 @@ def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     _check_expert(spec, path, source)
     found = find_adapter(path, spec, part=options.part, layers=layers)
     _check_fits(found, layers)
-    read_adapter(found)  # a value that is not finite is said now
+    read_adapter(found)  # reports a value that is not finite before gigabytes are written
     shapes = parameters_of(spec.architecture.build, arch)
     mapping, edits = match(source, spec.architecture.names, shapes), merge_into([(found.file, strength)])
 
@@ -156,43 +156,44 @@ def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     for each in folders:
         worst = _difference(open_weights(each), spec, shapes, [f"{name}.weight" for name in found.shapes], merged)
         what = f"{len(found.shapes)} modules merged at strength {strength:g}"
-        say(f"{each}: {what}; read again they differ by {worst:.1e} (rounding)")
+        say(f"{each}: {what}; the written weights differ by {worst:.1e} (rounding)")
 
 
 def _check_folder(folder: Path, forms: Collection[str]) -> None:
-    """Refuse a folder for whole transformers that would be written over."""
+    """Refuse an output folder whose files would be overwritten."""
     if folder.is_file() or folder.suffix == ".safetensors":
-        raise UserError(f"--out {folder} names a file, and a whole transformer is written into a folder; name one")
+        raise UserError(f"--out {folder} names a file, and a whole transformer is written into a folder; name a folder")
     for target in (folder / f"transformer_{form}" for form in forms):
         if any(target.glob("*")):
-            raise UserError(f"{target} is there already; name another folder with --out, or remove it")
+            raise UserError(f"{target} exists; name another folder with --out, or remove it")
 
 
 def _difference(source: SafetensorsSource, spec: ModelSpec, shapes: Shapes, names: list[str], expected: Any) -> float:
-    """Largest relative difference of some parameters of a file to what they should be."""
+    """Largest relative difference of some parameters of a file to their expected values."""
     mapping, worst = match(source, spec.architecture.names, shapes), 0.0
     for name in names:
         wanted = expected(name, shapes[name]).clone()
         read = read_in_fp32(source, mapping[name], shapes[name])
         size = float(torch.linalg.vector_norm(wanted))
         worst = max(worst, float(torch.linalg.vector_norm(read - wanted)) / (size or 1.0))
-    if not worst <= 0.1:  # 8 bits round by 3 %
+    if not worst <= 0.1:  # rounding to 8 bits costs about 3 %; `not <=` also refuses NaN
         raise UserError(
-            f"{source.path}: read again, merged weights differ by {worst:.1%}; check the disk, and write it anew"
+            f"{source.path}: the merged weights differ by {worst:.1%} when read back; check the disk, and write them again"
         )
     return worst
 
 
 def _check_expert(spec: ModelSpec, adapter: Path, base: SafetensorsSource) -> None:
-    """Refuse to put an adapter that is named after one expert into the weights of the other: their shapes are equal."""
+    """Refuse to merge an adapter that is named after one expert into the other, which has the same shapes."""
     parts = {
         expert.part: expert.name
         for arch in spec.architecture.presets.values()
         for expert in spec.architecture.experts(arch)
     }
-    if not parts:  # of another family such a name says nothing
+    if not parts:  # without experts a name like `low_noise` means nothing
         return
     folder = base.path if base.path.is_dir() else base.path.parent
+    # A folder called `transformer` is the first expert only if the second one is next to it.
     are_both_there = all((folder.parent / part).is_dir() for part in parts)
     said = named_after(str(adapter))
     there = named_after(str(base.path)) or (parts.get(folder.name, "") if are_both_there else "")
@@ -210,16 +211,16 @@ def _check_fits(found: FoundAdapter, layers: Shapes) -> None:
     wrong = [name for name, shape in found.shapes.items() if layers.get(name) != shape]
     if wrong:
         first = wrong[0]
-        there = f"is {list(layers[first])} there" if first in layers else "is not there"
+        there = f"is {list(layers[first])} there" if first in layers else "does not exist there"
         presets = f"; the adapter fits {', '.join(found.presets)}" if found.presets else ""
         raise UserError(
             f"{found.path} does not fit the base: {len(wrong)} of {len(found.shapes)} modules, {first} {list(found.shapes[first])} "
-            f"{there}{presets}; name the base that it was trained on"
+            f"{there}{presets}; give the base that it was trained on"
         )
 
 
 def _layers(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> tuple[ModelSpec, Shapes | None]:
-    """The family as the base or preset that was named has it, and its Linear layers; None if none was."""
+    """The model family with the architecture of the given base or preset, and its Linear layers; None if neither is given."""
     name = config.model.preset
     if name and name not in spec.architecture.presets:
         raise UserError(f"model.preset = {name!r} is unknown; choose one of {', '.join(spec.architecture.presets)}")
@@ -239,7 +240,7 @@ def _base(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> tuple[S
     if options.base:
         path = Path(options.base).expanduser()
         if not path.exists() and (path.is_absolute() or path.suffix == ".safetensors" or options.base.startswith(".")):
-            raise UserError(f"--base {options.base}: there is no such file or folder; mend the path")
+            raise UserError(f"--base {options.base}: there is no such file or folder; check the path")
         is_transformer = path.is_file() or (path.is_dir() and not (path / part).is_dir())
         model = ModelPaths(
             preset=model.preset,
@@ -251,24 +252,29 @@ def _base(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> tuple[S
             f"--{'extract' if options.extract else 'merge'} needs the base: give --base FILE, or set model.base"
         )
     source = open_weights(model.locate("transformer" if model.transformer else part))
-    # Presets may differ in what has no weight: for what is done here any that fits will do.
+    # Presets with equal weights may differ in other settings; here only weights matter, so the first that fits is used.
     fitting = () if model.preset else presets_of(source, spec)
     arch = spec.architecture.presets[fitting[0]] if fitting else choose_arch(spec, model.preset, source)[1]
     return source, arch, layers_of(spec.architecture.build, arch)
 
 
-def _out(given: str, beside: Path, mark: str) -> Path:
-    """Where an adapter is written: never over something.
+def _out(given: str, source: Path, mark: str) -> Path:
+    """The path of the new adapter file, which must not exist.
+
+    Args:
+        given: The `--out` flag; empty for a file next to `source`.
+        source: The file or folder that the adapter is made from.
+        mark: Suffix that is appended to its name.
 
     Raises:
-        UserError: If it is a folder, no .safetensors file, or there already.
+        UserError: If the path is a folder, no .safetensors file, or exists.
     """
-    stem = beside.name if beside.is_dir() else beside.name.removesuffix(".index.json").removesuffix(".safetensors")
-    path = Path(given).expanduser() if given else beside.with_name(f"{stem}{mark}.safetensors")
+    stem = source.name if source.is_dir() else source.name.removesuffix(".index.json").removesuffix(".safetensors")
+    path = Path(given).expanduser() if given else source.with_name(f"{stem}{mark}.safetensors")
     if path.is_dir() or path.suffix != ".safetensors":
-        raise UserError(f"--out {path} is no name of a file; give one that ends with .safetensors")
+        raise UserError(f"--out {path} is not a file name; give one that ends with .safetensors")
     if path.exists():
-        raise UserError(f"{path} is there already; name another file with --out, or remove it")
+        raise UserError(f"{path} exists; name another file with --out, or remove it")
     return path
 
 
@@ -286,13 +292,13 @@ def _write(
     dtype: torch.dtype,
     metadata: Mapping[str, str],
 ) -> None:
-    """Write an adapter file, and say how exact it is and who loads it."""
+    """Write an adapter file, and print how exact it is and which programs load it."""
     written = write_converted(adapters, spec, out, form=form, dtype=dtype, metadata=metadata)
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-    same = "to the bit" if written.exact else f"to {written.worst:.1e} (rounded to {short})"
+    same = "bitwise identical" if written.exact else f"equal up to {written.worst:.1e} (rounded to {short})"
     lowest, highest = written.ranks[0], written.ranks[-1]
     ranks = f"rank {lowest}" if lowest == highest else f"ranks {lowest} to {highest}"
-    say(f"{out}: {form}, {len(adapters)} modules, {ranks}, {short}; read again, products are the same {same}")
+    say(f"{out}: {form}, {len(adapters)} modules, {ranks}, {short}; products of the written matrices are {same}")
     use_dora = any(adapter.matrices.magnitude is not None for adapter in adapters.values())
     if read := readers_of(spec, form, list(adapters), use_dora=use_dora):
         say(loaded_by(read))

@@ -1,4 +1,4 @@
-"""The encode command: fills the cache, and if asked reads it against its digests, makes room in it, or shows what samples became."""
+"""The encode command: fills the cache, and on request verifies or prunes it, or writes the preprocessed samples as files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,14 +20,18 @@ from ditkit_core.run.expert_runs import resolve_arch
 
 
 def encode_run(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> None:
-    """Fill the cache, and nothing else."""
+    """Encode the run's data into the cache, and do what the options ask for; nothing is trained.
+
+    Raises:
+        UserError: If the run is not valid, or the folder of `--dump` is not apart from the data.
+    """
     run = create_run(spec, config)
     check_run(run)
     if options.demo:
         spec.demo.write(RunFolder(Path(config.run.folder)).inputs)
         run = create_run(spec, config)
     run = resolve_arch(run)
-    rule = parse_rule(options.prune_cache) if options.prune_cache else None
+    rule = parse_rule(options.prune_cache) if options.prune_cache else None  # parsed now: encoding may take hours
     if options.dump:
         _check_dump(config.data, Path(options.dump))
     if options.verify_cache:
@@ -36,28 +40,30 @@ def encode_run(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> No
     say(f"{len(encoded) + len(prior)} samples are encoded in {run.data.cache.folder}")
     if options.dump:
         _dump_samples(run, Path(options.dump), encoded)
-    if rule is not None:
+    if rule is not None:  # last, when it is known which entries this data needs
         _prune_cache(run, rule, [*encoded, *prior])
 
 
 def _verify_cache(run: RunContext) -> None:
-    """Read every entry of the cache, and say which ones were removed because they are not what was written."""
+    """Compare every cache entry with its digest, and report those that were removed because they are damaged."""
     with progress("verify cache", sum(1 for _ in run.data.cache.entries())) as bar:
         found = verify(run.data.cache, bar.advance)
     for name in found.damaged:
-        warn(f"removed from the cache, it was damaged: {name}")
+        warn(f"removed a damaged entry from the cache: {name}")
     older = (
-        f", {found.without_digest} of them of an earlier version by their length alone" if found.without_digest else ""
+        f", {found.without_digest} of them by length only (written by a version without digests)"
+        if found.without_digest
+        else ""
     )
     say(f"{run.data.cache.folder}: {found.checked} entries read{older}, {len(found.damaged)} damaged")
 
 
 def _prune_cache(run: RunContext, rule: Rule, encoded: Sequence[EncodedSample]) -> None:
-    """Remove entries by a rule. Those of this run's data stay, and with `unused` those of every run in the folder that its own lies in."""
+    """Remove entries by a rule. Entries of this run's data stay; with `unused`, so do those of every run in the same parent folder."""
     keep = {part.rpartition(" ")[2] for sample in encoded for part in (*sample.keys, sample.empty_text_key)}
     if rule.unused:
         runs = Path(run.config.run.folder).absolute().parent
-        # a run of several experts has a run of each in a folder of its own
+        # Two levels: a run of several experts contains a run folder for each.
         keep |= keys_in(
             sorted(
                 [
@@ -74,22 +80,24 @@ def _prune_cache(run: RunContext, rule: Rule, encoded: Sequence[EncodedSample]) 
 
 
 def _check_dump(data: DataConfig, folder: Path) -> None:
-    """Refuse to write samples among the clips, where they would be read as clips, or replace some.
+    """Refuse to write samples into the dataset's folders, where they would be read as clips or overwrite some.
 
     Raises:
-        UserError: If the folder lies in one of the dataset's, or the other way round.
+        UserError: If the folder is inside one of the dataset's folders, or contains one.
     """
     target = folder.resolve()
     for name in (*data.folders, data.folder, data.references, *(item.partition("=")[2] for item in data.controls)):
         own = Path(name.strip()).resolve()
         if name and (target.is_relative_to(own) or own.is_relative_to(target)):
-            raise UserError(f"--dump {folder} would write among the files of {name}; name a folder apart from the data")
+            raise UserError(
+                f"--dump {folder} would write into {name}, which is data; name a folder apart from the data"
+            )
 
 
 def _dump_samples(run: RunContext, folder: Path, encoded: Sequence[EncodedSample]) -> None:
-    """Write what every sample that was encoded became."""
-    there = {sample.id for sample in encoded}
-    samples = [sample for sample in run.data.dataset.samples if sample.id in there]
+    """Write every encoded sample as the pixels and captions that its encoders received."""
+    encoded_ids = {sample.id for sample in encoded}
+    samples = [sample for sample in run.data.dataset.samples if sample.id in encoded_ids]
     with progress("dump", len(samples)) as bar:
         dump(
             samples,

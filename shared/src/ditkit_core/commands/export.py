@@ -1,4 +1,4 @@
-"""What training hands over: exports beside saves and at the end, and the export command."""
+"""Exports of a run: next to each save, at the end of training, and by the export command."""
 
 import filecmp
 import shutil
@@ -30,7 +30,11 @@ from ditkit_core.training.callbacks import Callback
 
 
 def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
-    """Write a run's trained weights for other programs."""
+    """Write a run's trained weights for other programs.
+
+    Raises:
+        UserError: If the run has no save, or cannot be exported in this form, dtype or place.
+    """
     wanted = replace(
         config.export,
         forms=(options.to,) if options.to else config.export.forms,
@@ -52,10 +56,10 @@ def _export(run: RunContext, wanted: ExportConfig, options: ExportOptions, folde
 
     Args:
         run: Its run.
-        wanted: The `[export]` section with what the command was told.
-        options: The command's.
-        folder: Where the file goes, unless it was told.
-        name: What files get in their names to tell them from those of another expert.
+        wanted: The `[export]` section with the command's flags applied.
+        options: The command's options.
+        folder: The run whose exports folder gets the file, unless `--out` is given.
+        name: Part of the file names that tells the experts apart; empty for one transformer.
     """
     spec, config = run.spec, run.config
     unloaded = build_model(run)
@@ -88,28 +92,28 @@ def _export(run: RunContext, wanted: ExportConfig, options: ExportOptions, folde
 
 
 def _check_out(out: str, *, whole: bool) -> None:
-    """Refuse an --out that is not what will be written: a folder for a whole transformer, a file for an adapter."""
+    """Refuse an --out of the wrong kind: a whole transformer needs a folder, an adapter a file."""
     if whole and Path(out).is_file():
-        raise UserError(f"--out {out} is a file, and a whole transformer is written into a folder; name one")
+        raise UserError(f"--out {out} is a file, and a whole transformer is written into a folder; name a folder")
     if out and not whole and (Path(out).is_dir() or Path(out).suffix != ".safetensors"):
-        raise UserError(f"--out {out} is no name of a file; give one that ends with .safetensors")
+        raise UserError(f"--out {out} is not a file name; give one that ends with .safetensors")
 
 
 class Exporter(Callback):
-    """Writes the trained weights next to each save, and everything that a finished run hands over."""
+    """Writes the trained weights next to each save, and the final exports of a finished run."""
 
     def __init__(self, run: RunContext, folder: RunFolder, prepared: LoadedModel, encoded: Sequence[EncodedSample]):
         self._run, self._folder, self._prepared = run, folder, prepared
         self._data = key(*(part for sample in encoded for part in (sample.id, *sample.keys)))
 
     def on_save(self, step: int) -> None:
-        """Export the weights of a save, remove the exports of saves that are gone, and write the report anew."""
+        """Export the weights of a save, remove the exports of removed saves, and rewrite the report."""
         name = f"step-{step:06d}"
         if self._run.config.adapter.method == "lora":
             self._export_adapter(f"adapter-{name}", step)
         if self._writes_transformer and step < self._run.config.train.steps:  # the last one is written by `finished`
             self._export_transformer(self._folder.exports / name, step)
-        # Exports go with their saves: of a full fine-tune each is as large as the model.
+        # Exports are removed with their saves: with full fine-tuning each one is as large as the model.
         saved = {path.name for path in self._folder.state.glob("step-*")}
         for old in self._folder.exports.glob("*step-*"):
             if old.name.startswith("adapter-step-") and not any(old.stem.startswith(f"adapter-{n}") for n in saved):
@@ -119,34 +123,35 @@ class Exporter(Callback):
         write_report(self._folder.path)
 
     def finished(self, step: int) -> None:
-        """Export under the final names, and verify the adapter where it will be used."""
+        """Export under the final names, and verify the adapter with the program that will use it."""
         files = self._export_adapter("adapter", step) if self._run.config.adapter.method == "lora" else []
-        self._prepared.model.eval()  # dropout is no part of what was exported
+        self._prepared.model.eval()  # the predictions are compared without dropout
         self._verify(files)
         if self._writes_transformer:
             self._export_transformer(self._folder.exports, step)
 
     def _verify(self, files: Sequence[Path]) -> None:
-        """Have another program load the adapters, and compare what it predicts."""
+        """Load the adapters into diffusers, and compare its predictions with the model's."""
         run, config = self._run, self._run.config
         model, verify, streamer = self._prepared.model, run.spec.adapters.verify, self._prepared.streamer
-        files_of = replace(config.model, transformer=str(self._prepared.source.path))  # which may be a second expert
+        # The weights that were trained, which may be those of the second expert.
+        paths = replace(config.model, transformer=str(self._prepared.source.path))
         if verify is None:
             return
         if len(run.devices) > 1:
-            say("not verified: diffusers runs a model on one device, and this one is divided over several")
+            say("not verified: diffusers runs a model on one device, and this one is split across several")
             return
         if streamer is not None and run.devices[0].type != "cpu":
             say(
-                "not verified: diffusers runs a whole model on its device, and weights of this one are streamed through it"
+                "not verified: diffusers needs the whole model on its device, and this one streams its weights from the host"
             )
             return
         with nullcontext() if streamer is None else streamer.whole():
             for form, file in zip(config.export.forms, files, strict=False):
-                if said := read_by(run.spec, form, model).get("diffusers"):
-                    say(f"{file} was read again, and is not verified with diffusers: it {said}")
+                if limit := read_by(run.spec, form, model).get("diffusers"):
+                    say(f"{file} was read back, and is not verified with diffusers, which {limit}")
                 else:
-                    say(f"verified: {verify(file, files_of, model, engine_of(run, self._prepared))}")
+                    say(f"verified: {verify(file, paths, model, engine_of(run, self._prepared))}")
 
     @property
     def _writes_transformer(self) -> bool:
@@ -173,23 +178,23 @@ class Exporter(Callback):
 
 
 def hand_over(run: RunContext, folder: RunFolder) -> None:
-    """Put an expert's adapter among the exports of the run of all experts, under a name that tells which it is."""
+    """Copy an expert's adapter into the exports of the run of all experts, with the expert in its name."""
     for file, copy in _to_hand_over(run, folder):
         with atomic_write(copy) as temporary:
             shutil.copyfile(file, temporary)
 
 
 def is_handed_over(run: RunContext, folder: RunFolder) -> bool:
-    """Whether its adapter is there as it is now.
+    """Whether the exports of the run of all experts have the expert's current adapter.
 
-    An expert that was trained on alone since has another adapter than was sampled with and stands among the exports.
+    The copy is outdated if the expert was trained further by itself since.
     """
     found = _to_hand_over(run, folder)
     return all(copy.is_file() and filecmp.cmp(file, copy, shallow=False) for file, copy in found)
 
 
 def _to_hand_over(run: RunContext, folder: RunFolder) -> Iterator[tuple[Path, Path]]:
-    """An expert's finished adapters, and where each belongs among the exports of the whole run."""
+    """The finished adapters of an expert, each with its path in the exports of the run of all experts."""
     assert run.expert is not None
     for file in sorted(RunFolder(Path(run.config.run.folder)).exports.glob("adapter*.safetensors")):
         if not file.name.startswith("adapter-"):  # of a save

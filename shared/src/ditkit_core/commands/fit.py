@@ -1,4 +1,4 @@
-"""`--fit`: choose the settings that let a run fit, and print the configuration that has them."""
+"""`--fit`: choose the settings with which a run fits its devices, and print the configuration with them."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -32,27 +32,29 @@ from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.training.trainer import check_swap
 
 _FIRST = {"auto": "cuda:0", "cuda": "cuda:0"}
-"""What a name without a number means where there is a GPU."""
+"""Device that a name without an index means on a machine with a GPU."""
 
 
 def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
-    """Choose for the cards, print the whole configuration to stdout, and to stderr what it will hold and why.
+    """Choose settings for the GPUs, print the whole configuration to stdout, and its memory and the reasons to stderr.
 
-    Searched are train.checkpointing, devices, cuts, swap_blocks and pipelined, and base.quantize. All else stays as configured.
+    The search covers train.checkpointing, devices, split_points, swap_blocks and pipelined, and base.quantize. Everything else stays as
+    configured.
 
     Returns:
-        The exit status that a plan of what was chosen has: 0; or 3 if no settings fit, or with them encoding or drawing does not.
+        The exit status that a plan of the chosen settings has: 0; or 3 if no settings fit, or if encoding or sampling does not fit with
+        them.
 
     Raises:
-        UserError: If the cards or the model are not known, or the file to write is there already.
+        UserError: If a GPU or the model is unknown, or the file to write exists.
     """
     out = Path(options.write) if options.write else None
     if out is not None and out.exists():
-        raise UserError(f"--write {out} is there already, and nothing is overwritten; give another name, or remove it")
+        raise UserError(f"--write {out} exists, and nothing is overwritten; give another name, or remove it")
     run = create_run(spec, config)
-    check_plannable(run, here=False)  # which devices, is searched
-    cards, names = cards_of(run.config, options.gpus)
-    task = replace(task_for(run, cards), host=host_limit(options.host, here=not options.gpus))
+    check_plannable(run, here=False)  # the configured devices are not checked: the search chooses among all
+    gpus, names = cards_of(run.config, options.gpus)
+    task = replace(task_for(run, gpus), host=host_limit(options.host, here=not options.gpus))
     found = fit(task)
     if found.chosen is None:
         for line in _nothing_fits(spec, run.config, task):
@@ -61,16 +63,17 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     fitted = apply(run.config, found.chosen, names)
     for line in explained(found, task, names):
         warn(line)
-    if not options.gpus:  # a card that train.device or devices names may be the one that draws
+    if not options.gpus:  # a GPU that train.device or train.devices names may be the one that generates previews
         check_preview_device(create_run(spec, fitted))
     streamed = found.chosen.weights_on_host
-    beside = beside_of(create_run(spec, fitted), found.chosen.plan, gpus=bool(options.gpus), streamed=streamed)
-    lacking = [row for row in beside if row.fits is False]
+    # The search is about training steps; encoders and samples get the memory that it leaves, and are checked afterwards.
+    auxiliary = beside_of(create_run(spec, fitted), found.chosen.plan, gpus=bool(options.gpus), streamed=streamed)
+    lacking = [row for row in auxiliary if row.fits is False]
     for row in lacking:
         warn(describe_shortfall(row, bool(fitted.sample.every_steps and not fitted.sample.device)))
     if lacking:
-        warn("the steps fit, and what is said above does not: change it in these settings before they are used")
-    text = f"# {_chosen(found.chosen, names)}\n# for {', '.join(card.name for card in cards)}\n\n{to_toml(fitted)}"
+        warn("training fits, but the items above do not; change them in these settings before you use the settings")
+    text = f"# {_chosen(found.chosen, names)}\n# for {', '.join(gpu.name for gpu in gpus)}\n\n{to_toml(fitted)}"
     if out is None:
         say(text.rstrip("\n"))
     else:
@@ -80,23 +83,29 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
 
 
 def cards_of(config: RunConfig, gpus: str) -> tuple[tuple[GPU, ...], tuple[str, ...]]:
-    """The cards to fit to, less what train.reserve leaves to others, and what each is called in train.devices."""
+    """The GPUs to choose among, with train.reserve kept free, and the name of each in train.devices.
+
+    Args:
+        config: The run's configuration.
+        gpus: The `--gpus` flag; empty for the GPUs of this machine.
+    """
     if gpus:
-        cards = parse_gpus(gpus)
-        named = [f"cuda:{i}" for i in range(len(cards) + 1) if not _draws(config, i)]
-        names = tuple(named[: len(cards)])
+        found = parse_gpus(gpus)
+        # One name more than GPUs: the device that generates previews is skipped.
+        named = [f"cuda:{i}" for i in range(len(found) + 1) if not _samples_on(config, i)]
+        names = tuple(named[: len(found)])
     else:
         devices = _devices_here(config)
-        cards, names = gpus_here(devices), tuple(map(str, devices))
-    return keeping_reserves(cards, config.train.reserve), names
+        found, names = gpus_here(devices), tuple(map(str, devices))
+    return keeping_reserves(found, config.train.reserve), names
 
 
 def task_for(run: RunContext, cards: tuple[GPU, ...]) -> FitTask:
-    """What is to be fitted."""
+    """The search problem of a run on these GPUs."""
     job, config = job_for(run), run.config
     stored = run.stored_as
 
-    @functools.cache
+    @functools.cache  # a profile takes seconds, and the search asks for the same one for every split and swap
     def profile_of(policy: str, quantize: str) -> Profile:
         return profile(replace(job, policy=policy, quantize=stored if quantize == "none" else quantize))
 
@@ -120,12 +129,12 @@ def _streams_trained(config: RunConfig) -> bool:
 
 
 def apply(config: RunConfig, chosen: Candidate, names: Sequence[str]) -> RunConfig:
-    """The configuration with what was chosen; everything that is not searched stays as it is."""
+    """The configuration with the chosen settings; everything that is not searched stays as it is."""
     setting, train = chosen.setting, config.train
     used = [names[i] for i in setting.cards]
     if len(used) > 1:
         device, devices = "auto", tuple(used)
-    else:
+    else:  # with one GPU to choose from, a name like `cuda` stays as the user wrote it
         keeps = len(names) == 1 and not train.devices and _FIRST.get(train.device, train.device) == used[0]
         device, devices = train.device if keeps else used[0], ()
     reserve = per_device(train.reserve, len(names), "train.reserve") if len(train.reserve) > 1 else train.reserve
@@ -138,12 +147,12 @@ def apply(config: RunConfig, chosen: Candidate, names: Sequence[str]) -> RunConf
         "swap_blocks": setting.swap if any(setting.swap) else (),
         "reserve": tuple(reserve[i] for i in setting.cards) if len(reserve) > 1 else reserve,
     }
-    held: dict[str, Any] = {"quantize": setting.quantize}
-    return replace(config, train=replace(train, **changed), base=replace(config.base, **held))
+    quantize: dict[str, Any] = {"quantize": setting.quantize}
+    return replace(config, train=replace(train, **changed), base=replace(config.base, **quantize))
 
 
 def explained(found: Fit, task: FitTask, names: Sequence[str]) -> Iterator[str]:
-    """What was chosen, what each card will hold, what else would fit, and what is assumed."""
+    """The lines about the choice: the memory of each GPU, alternatives that would fit too, and the assumptions."""
     chosen = found.chosen
     assert chosen is not None
     yield f"fits: {_chosen(chosen, names)}"
@@ -153,19 +162,17 @@ def explained(found: Fit, task: FitTask, names: Sequence[str]) -> Iterator[str]:
             f"{names[index]} ({budget.name}): {plan.peak / GIB:.1f} GiB at the peak and {budget.reserve / GIB:.1f} GiB in reserve, of "
             f"{budget.total / GIB:.1f} GiB"
         )
-    limit = (
-        "; --host says how much there is" if task.host is None else f", of {task.host / GIB:.1f} GiB that it can give"
-    )
+    limit = "; --host sets a limit" if task.host is None else f", of {task.host / GIB:.1f} GiB that are available"
     if any(chosen.setting.swap):
         weights = chosen.weights_on_host
-        yield f"{weights / GIB:.1f} GiB of weights stay in host memory, page-locked{limit}; {BUFFERS} blocks lie on a card"
+        yield f"{weights / GIB:.1f} GiB of weights stay in host memory, page-locked{limit}; a GPU has buffers for {BUFFERS} blocks"
     if sent := chosen.host - chosen.weights_on_host:
-        yield f"{sent / GIB:.1f} GiB of activations wait in host memory for their backward, page-locked{limit}"
+        yield f"{sent / GIB:.1f} GiB of activations are offloaded to host memory until the backward, page-locked{limit}"
     for name, other in found.others.items():
         yield f"{name}: {_chosen(other, names)}"
     prices = ", ".join(f"{PRICE[kind]:g} for {kind}" for kind in task.quantizations if kind != "none")
     if prices:
-        yield f"quantized weights are chosen only where exact ones would take longer by more than a factor: {prices}"
+        yield f"quantized weights are chosen only if exact ones would make a step slower by more than this factor: {prices}"
     work = Workload(micro_batches=task.micro_batches, fp32=task.fp32)
     yield from (
         f"the time is an estimate: {line}" for line in assumptions([task.cards[i] for i in chosen.setting.cards], work)
@@ -176,26 +183,26 @@ def _chosen(candidate: Candidate, names: Sequence[str]) -> str:
     setting = candidate.setting
     bounds = candidate.division.bounds
     spans = [
-        f"{names[card]} blocks {bounds[i]} to {bounds[i + 1] - 1}" + (f", {swap} of them streamed" if swap else "")
-        for i, (card, swap) in enumerate(zip(setting.cards, setting.swap, strict=True))
+        f"{names[gpu]} blocks {bounds[i]} to {bounds[i + 1] - 1}" + (f", {swap} of them streamed" if swap else "")
+        for i, (gpu, swap) in enumerate(zip(setting.cards, setting.swap, strict=True))
     ]
     weights = "exact weights" if setting.quantize == "none" else f"{setting.quantize} weights"
     order = ", micro-batches overlapping" if setting.pipelined else ""
     return (
         f"checkpointing {setting.policy}, {weights}, {'; '.join(spans)}{order}: about {candidate.time.seconds:.2g} s a step, "
-        f"fullest card {candidate.fullness:.0%} of what it can give"
+        f"the fullest GPU uses {candidate.fullness:.0%} of its budget"
     )
 
 
 def _nothing_fits(spec: ModelSpec, config: RunConfig, task: FitTask) -> Iterator[str]:
-    smallest = f"with everything recomputed, activations on the host and weights held in {task.quantizations[-1]}"
+    smallest = f"with everything recomputed, activations on the host and {task.quantizations[-1]} weights"
     if task.host is not None and (needed := least_host(task)) is not None:
         yield (
-            f"nothing fits: {smallest} the cards are enough, but {needed / GIB:.2f} GiB of weights and activations are to be on the host, "
-            f"which can give {task.host / GIB:.2f} GiB"
+            f"nothing fits: {smallest} the GPUs have enough memory, but the host needs {needed / GIB:.2f} GiB for weights and activations "
+            f"and has {task.host / GIB:.2f} GiB"
         )
     else:
-        yield f"nothing fits: {smallest} and streamed the fullest card still lacks {least_missing(task) / GIB:.2f} GiB"
+        yield f"nothing fits: {smallest}, all streamed, the fullest GPU still lacks {least_missing(task) / GIB:.2f} GiB"
     planned = changes(spec, config, task)
     for each in planned:
         state = "fits" if not each.missing else f"still lacks {each.missing / GIB:.2f} GiB"
@@ -207,16 +214,16 @@ def _nothing_fits(spec: ModelSpec, config: RunConfig, task: FitTask) -> Iterator
         names = [f"cuda:{i}" for i in range(len(best.cards))]
         yield f"the single change that helps most: {best.words}; then {_chosen(found.chosen, names)}"
     elif planned:
-        yield f"no single change is enough; most is gained by {planned[0].change.words}"
+        yield f"no single change is enough; this one helps most: {planned[0].change.words}"
 
 
 def changes(spec: ModelSpec, config: RunConfig, task: FitTask) -> list[Planned]:
-    """Single changes, planned, the best first: of each kind the mildest that fits, or else the strongest."""
+    """Plans of single changes, the best first: of each kind the mildest that fits, or else the strongest."""
     planned = []
     for lever in levers(spec, config, task.cards):
         for change in lever:
             result = Planned(change=change, missing=least_missing(_after(change, spec, config, task)))
-            if not result.missing:
+            if not result.missing:  # a lever lists its changes from mild to strong: stronger ones cost more quality
                 break
         if lever:
             planned.append(result)
@@ -224,7 +231,7 @@ def changes(spec: ModelSpec, config: RunConfig, task: FitTask) -> list[Planned]:
 
 
 def _after(change: SuggestedChange, spec: ModelSpec, config: RunConfig, task: FitTask) -> FitTask:
-    """What is to be fitted after a change."""
+    """The search problem after a change."""
     if change.config is config:  # other GPUs alone: the profiles are the same
         return replace(task, cards=change.cards)
     return replace(task_for(create_run(spec, change.config), change.cards), host=task.host)
@@ -236,12 +243,13 @@ def _devices_here(config: RunConfig) -> tuple[torch.device, ...]:
     if config.train.device == "auto":
         found = choose_devices(("all",)) if torch.cuda.is_available() else (torch.device("cpu"),)
         return (
-            tuple(device for device in found if device.type == "cpu" or not _draws(config, device.index or 0)) or found
+            tuple(device for device in found if device.type == "cpu" or not _samples_on(config, device.index or 0))
+            or found
         )
     return choose_devices((config.train.device,))
 
 
-def _draws(config: RunConfig, index: int) -> bool:
-    """Whether previews are drawn on this GPU, which is then not trained on."""
+def _samples_on(config: RunConfig, index: int) -> bool:
+    """Whether previews are generated on this GPU, which then does not train."""
     name = config.sample.device
     return name.startswith("cuda") and int(name.removeprefix("cuda").removeprefix(":") or 0) == index

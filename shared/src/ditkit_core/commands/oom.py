@@ -1,4 +1,4 @@
-"""What is said when memory runs out: the plan beside what was measured, and the cheapest change that would fit."""
+"""The message when memory runs out: the plan next to the measured peaks, and the cheapest change that would fit."""
 
 import json
 import sys
@@ -28,25 +28,26 @@ from ditkit_core.run.context import RunContext, create_run, with_config
 from ditkit_core.training.optimizer import optimizers_that
 
 UNDER_THE_PLAN = 0.9
-"""Where a plan had room and there was none: the share of what it needed that a change may need."""
+"""If the plan fitted but memory ran out: the share of the planned peak that a change may need. The plan is then too optimistic by an
+unknown amount, so only a change with a clear margin is suggested."""
 _ADVICE = {
-    "ditkit_core.sampling.render": "drawing samples: try sample.vae_tiling = true, or a smaller sample.height and sample.width",
+    "ditkit_core.sampling.render": "generating samples: try sample.vae_tiling = true, or a smaller sample.height and sample.width",
     "ditkit_core.encoding.encode": 'encoding: try encode.vae_tiling = true, encode.streaming = "always", or encode.device = "cpu"',
 }
 _GENERAL = (
-    "try train.checkpointing = full, or full+offload where it is a GPU's memory that lacks, a smaller data.frames, height or width, train.batch_size = 1, a lower adapter.rank, "
-    f"optim.name = {optimizers_that(lambda kind: kind.averages_in_8_bits)[0]}"
+    "try train.checkpointing = full (full+offload if GPU memory is short), a smaller data.frames, height or width, train.batch_size = 1, "
+    f"a lower adapter.rank, optim.name = {optimizers_that(lambda kind: kind.averages_in_8_bits)[0]}"
 )
 _SEARCHED = {
     "train": ("checkpointing", "device", "devices", "split_points", "swap_blocks", "pipelined"),
     "base": ("quantize",),
 }
 _UNTOUCHED = "the last save is untouched"
-_NOTHING_LEFT = "nothing is left to lower: batch, frames, size and rank are as small as they get"
+_NOTHING_LEFT = "no setting is left to lower: batch, frames, size and rank have their smallest values"
 
 
 def measured_peaks(config: RunConfig) -> tuple[int, ...]:
-    """Bytes that each device of a run has held at most; of CPUs the process as a whole. Planning moves the process's."""
+    """Peak bytes of each GPU; on a CPU the peak of the whole process, which planning would raise: measure before planning."""
     if config.train.device == "cpu" or not torch.cuda.is_available():
         return (process_peak_bytes(),)
     devices = range(torch.cuda.device_count())
@@ -56,90 +57,91 @@ def measured_peaks(config: RunConfig) -> tuple[int, ...]:
 def explain(
     spec: ModelSpec, config: RunConfig, failure: str, *, training: bool, modules: Collection[str], peaks: Sequence[int]
 ) -> None:
-    """Print to stderr what a run needs, had and could do with; the last line says what to change.
+    """Print to stderr the memory that a run needs and had; the last line names the change that helps.
 
     Args:
         spec: The model's family.
-        config: Of the run.
-        failure: What the allocator said, in one line.
-        training: Whether it was the command that trains.
-        modules: Names of the modules that were at work.
-        peaks: `measured_peaks`, taken before anything else.
+        config: The run's configuration.
+        failure: The allocator's message, in one line.
+        training: Whether the train command failed.
+        modules: Names of the modules in the traceback.
+        peaks: The result of `measured_peaks`, taken before anything else.
     """
+    # Only training is planned; for encoding and sampling the traceback shows which of them failed.
     for module, advice in _ADVICE.items():
         if module in modules:
             warn(f"error: out of memory while {advice}; {_UNTOUCHED} ({failure})")
             return
-    said = _GENERAL
+    advice = _GENERAL
     if training:
         try:
             with redirect_stdout(sys.stderr):
-                said = "; ".join(_explained(spec, config, failure, peaks))
-        # whatever is wrong with the plan, memory is what the person has to hear of
+                advice = "; ".join(_explained(spec, config, failure, peaks))
+        # If the plan fails too, the user still has to learn that memory ran out.
         except (UserError, ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
             warn(f"(not planned: {str(error).splitlines()[0] if str(error) else type(error).__name__})")
-    warn(f"error: out of memory: {said}; {_UNTOUCHED} ({failure})")
+    warn(f"error: out of memory: {advice}; {_UNTOUCHED} ({failure})")
 
 
 def is_of_the_host(failure: str) -> bool:
-    """Whether it was no accelerator that could not give memory."""
+    """Whether host memory ran out, and not an accelerator's."""
     return is_host_allocation(failure) or failure.startswith("MemoryError")
 
 
 def _explained(spec: ModelSpec, config: RunConfig, failure: str, peaks: Sequence[int]) -> Iterator[str]:
     run = create_run(spec, config)
-    say("out of memory; planning what the run needs, and what would fit ...")
+    say("out of memory; planning the memory of this run and of changes to it ...")
     report = make_report(run)
     indices = [device.index or 0 for device in run.devices]
     measured = [peaks[i] for i in indices] if report.is_cuda else list(peaks)
     print_measured_plan(report, measured)
     on_host = report.is_cuda and is_of_the_host(failure)
     if on_host:
-        yield "it was the host's that ran out"
+        yield "host memory ran out"
     elif all(plan.fits for plan in report.devices):
         yield (
-            "the plan has room for this run, so something else has memory there, which train.reserve leaves to it, or the plan "
-            "is wrong"
+            "according to the plan this run fits, so either another program uses memory (set train.reserve to leave it room) or the plan is "
+            "wrong"
         )
     yield _on_gpus(run, report, on_host=on_host) if report.is_cuda else _on_the_host(run, report)
 
 
 def _on_gpus(run: RunContext, report: PlanReport, *, on_host: bool) -> str:
-    """The settings that `--fit` would choose for the devices of the run, as they are now."""
+    """The settings that `--fit` would choose for the devices of the run, with the memory that is free now."""
     spec, config = run.spec, run.config
-    cards = []
+    gpus = []
     own = keeping_reserves(gpus_here(run.devices), config.train.reserve)
-    for device, card, plan in zip(run.devices, own, report.devices, strict=True):
+    for device, gpu, plan in zip(run.devices, own, report.devices, strict=True):
         free, total = torch.cuda.mem_get_info(device)
-        others = max(0, total - free - RESERVE_BYTES)  # less what CUDA takes for this process
+        others = max(0, total - free - RESERVE_BYTES)  # minus the CUDA context of this process
         available = min(
-            card.total - max(card.reserve, default_reserve(total) + others),
+            gpu.total - max(gpu.reserve, default_reserve(total) + others),
             _allowed(plan.fits and not on_host, plan.peak),
         )
-        cards.append(replace(card, reserve=card.total - max(0, available)))
+        gpus.append(replace(gpu, reserve=gpu.total - max(0, available)))
     host = host_limit("", here=True)
     if host is not None and on_host:
         host = min(host, int(UNDER_THE_PLAN * (report.host + report.host_activations)))
-    task = replace(task_for(run, tuple(cards)), host=host)
+    task = replace(task_for(run, tuple(gpus)), host=host)
     names = [str(device) for device in run.devices]
     if (chosen := fit(task).chosen) is not None:
         fullest = max(chosen.plan, key=lambda plan: plan.peak / plan.budget.available)
         settings = ", ".join(_differing(config, apply(config, chosen, names)))
         if not settings:
-            return "no setting that --fit searches needs less"
+            return "no setting that --fit searches needs less memory"
         return f"{settings} fits: {_of(fullest.peak, fullest.budget.available)}"
     single = [each for each in changes(spec, config, task) if each.change.cards == task.cards]
     if not single:
-        return f"nothing that --fit searches is enough; {_NOTHING_LEFT}, so it needs more memory or a smaller model"
+        return f"no settings that --fit searches fit; {_NOTHING_LEFT}, so it needs more memory or a smaller model"
     best = single[0]
-    lacks = f"{best.missing / GIB:.1f} GiB would still be lacking"
-    helps = f"helps most: {lacks}" if best.missing else "does, with the settings that --fit chooses"
-    return f"nothing that --fit searches is enough; {best.change.words} {helps}"
+    lacks = f"{best.missing / GIB:.1f} GiB would still be missing"
+    helps = f"helps most: {lacks}" if best.missing else "fits, with the settings that --fit chooses"
+    return f"no settings that --fit searches fit; {best.change.words} {helps}"
 
 
 def _on_the_host(run: RunContext, report: PlanReport) -> str:
-    """The first of single changes that fits a CPU, the mildest first; else the one after which least is held."""
-    # A budget would take what is free; what it came to is what failed.
+    """The mildest single change that fits a CPU; if none fits, the one with the lowest peak."""
+    # The plan's policy: `budget` would choose again by the memory that is free now, and its choice has just failed.
     train = replace(run.config.train, checkpointing=report.policy)
     run = with_config(run, replace(run.config, train=train))
     (plan, *_) = report.devices
@@ -161,7 +163,7 @@ def _on_the_host(run: RunContext, report: PlanReport) -> str:
 
 
 def _single(run: RunContext) -> Iterator[SuggestedChange]:
-    """Changes of one setting, from those that cost only time; on the host nothing is gained by offloading to it."""
+    """Changes of one setting, beginning with those that only cost time; offloading to the host saves nothing on the host."""
     config = run.config
     schedule = config.train.schedule.on_the_host()
     smaller = {Policy(): ("attn_only", "full"), Full(): ()}

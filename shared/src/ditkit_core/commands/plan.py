@@ -1,4 +1,4 @@
-"""`train --plan`: print what a run will hold on each device, before anything is loaded or written."""
+"""`train --plan`: print the peak memory of a run on each device, before anything is loaded or written."""
 
 import json
 import sys
@@ -24,6 +24,7 @@ def plan(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     Raises:
         UserError: If the run could not start as it is configured.
     """
+    # JSON alone goes to stdout, so that a script can pipe it; progress and notes go to stderr.
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         report = make_report(create_run(spec, config), options.gpus, options.host)
     if options.json:

@@ -1,4 +1,4 @@
-"""`train --report`, and what a run says when it ends."""
+"""`train --report`, and the lines that a run prints when it ends."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -16,16 +16,16 @@ from ditkit_core.training.trainer import TrainConfig, TrainResult
 
 
 def report(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
-    """Write report.html of the run in `run.folder` anew, and nothing else; also while the run goes on.
+    """Rewrite report.html of the run in `run.folder`; also works while the run is training.
 
     Raises:
-        UserError: If the folder holds no run that has begun to train.
+        UserError: If the folder contains no run that has begun to train.
     """
     say(f"report:   {write_report(Path(config.run.folder))}")
 
 
 def held_out_lines(result: TrainResult, folder: RunFolder) -> Iterator[str]:
-    """What to say of the held-out loss at the end: how it changed, and which save is best."""
+    """The lines about the held-out loss at the end: how it changed, and which save is best."""
     before, after, interval = result.held_out_before, result.held_out, result.held_out_interval
     if not before or after is None:
         return
@@ -52,23 +52,24 @@ def _change(now: float, before: float) -> str:
 
 
 def _judged(interval: Sequence[float] | None, before: float) -> str:
-    """Whether an interval holds the loss before training."""
+    """Describe an interval and whether it contains the loss before training."""
     if interval is None:
         return "no confidence interval, which needs clips of two files in held_out.clips"
     low, high = interval
-    words = "holds that before, so it may be chance" if low <= before <= high else "does not hold that before"
+    inside = low <= before <= high
+    words = "contains the loss before, so the change may be chance" if inside else "does not contain the loss before"
     return f"95 % interval {low:.4f} to {high:.4f} {words}"
 
 
 def say_results(run: RunContext, experts: Sequence[RunContext], folder: RunFolder) -> None:
-    """The last lines of a run: where everything is, and what to type next.
+    """Print the last lines of a run: where its files are, and which command to run next.
 
     Args:
         run: The run.
-        experts: The runs of single experts in folders inside; none if the run's own folder has it all.
-        folder: The run's.
+        experts: The runs of single experts, in folders inside the run's; none if the run's own folder has everything.
+        folder: The run's folder.
     """
-    # Under `uv run` the commands are not on the path by themselves.
+    # Under `uv run` the commands are not on the PATH of the user's shell, so the printed command needs the prefix.
     command = f"uv run {run.spec.name}" if "UV_RUN_RECURSION_DEPTH" in os.environ else run.spec.name
     adapters = "adapter_*.safetensors" if experts else "adapter.safetensors"
     for file in sorted(folder.exports.glob(adapters)):
@@ -82,7 +83,7 @@ def say_results(run: RunContext, experts: Sequence[RunContext], folder: RunFolde
         say(f"samples:  {folder.samples}")
     if folder.report.exists():
         say(f"report:   {folder.report}")
-    say(f'next:     {command}-sample --run {folder.path} --prompt "..." draws another sample')
+    say(f'next:     {command}-sample --run {folder.path} --prompt "..." generates another sample')
     if not experts:
         steps = max(run.config.train.steps, folder.completed_step() or 0)
         further, verb = 2 * steps or TrainConfig().steps, "continues" if steps else "trains"

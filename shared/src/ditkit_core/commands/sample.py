@@ -1,4 +1,4 @@
-"""The sample command: draw with a run's trained weights, or with an adapter file."""
+"""The sample command: generate samples with a run's trained weights, or with an adapter file."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,11 @@ from ditkit_core.sampling.denoise import DenoiserStage, single_stage
 
 
 def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
-    """Draw samples with a run's trained weights, or with an adapter file."""
+    """Generate samples with a run's trained weights, or with an adapter file.
+
+    Raises:
+        UserError: If there are no trained weights, no prompts, or settings that the model cannot sample with.
+    """
     given = {"prompts": options.prompt, "references": options.reference, "controls": options.control}
     changed: dict[str, Any] = {name: value for name, value in given.items() if value}
     changed |= {name: value for name in ("images", "seed") if (value := getattr(options, name)) is not None}
@@ -39,28 +43,30 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     files = [file for file in (options.adapter, options.adapter_low) if file]
     for file in files:
         if not Path(file).expanduser().is_file():
-            raise UserError(f"there is no adapter file {file}; mend the path")
+            raise UserError(f"there is no adapter file {file}; check the path")
     if not files and not run.experts and not any(folder.state.glob("step-*")):
         raise UserError(
-            f"{folder.path} has no save to draw with; name a run that was trained (--run), or give --adapter"
+            f"{folder.path} has no save to sample with; name a run that was trained (--run), or give --adapter"
         )
     check_run(run)
-    scenes = sample_prompts(run, [] if config.sample.prompts else run.data.dataset.samples, warn)
-    if not scenes:
-        raise UserError("there is nothing to draw: give a --prompt, or set sample.prompts or sample.captions")
-    check_scenes(run, scenes)
-    drawing, unloaded = (run, None) if run.experts else _built(run, options.adapter)  # what does not fit is said now
-    encode_prompts(run, scenes)  # before the transformer is there: a card need not hold both
+    # With prompts the dataset is not opened at all: sampling works on a machine that does not have it.
+    prompts = sample_prompts(run, [] if config.sample.prompts else run.data.dataset.samples, warn)
+    if not prompts:
+        raise UserError("there is nothing to sample: give a --prompt, or set sample.prompts or sample.captions")
+    check_scenes(run, prompts)
+    # Built on `meta` before anything slow, so that an adapter that does not fit the model is reported now.
+    sampling, unloaded = (run, None) if run.experts else _built(run, options.adapter)
+    encode_prompts(run, prompts)  # before the transformer is loaded: the GPU need not have room for both
     if unloaded is None:
-        turns, what = _experts(run, options)
+        stages, what = _experts(run, options)
     else:
-        prepared = load_model(drawing, unloaded, place(drawing, unloaded))
-        turns = single_stage(prepared.model, engine_of(drawing, prepared))
+        prepared = load_model(sampling, unloaded, place(sampling, unloaded))
+        stages = single_stage(prepared.model, engine_of(sampling, prepared))
         what = Path(options.adapter).stem if options.adapter else f"step-{load_trained(prepared, folder):06d}"
     out = Path(options.out) if options.out else folder.samples
     with next_drawing(out) as number:
-        drawn = generate_samples(run, turns, scenes, out, f"{number}-{what}")
-    say("\n".join(str(file) for file in drawn))
+        files_written = generate_samples(run, stages, prompts, out, f"{number}-{what}")
+    say("\n".join(str(file) for file in files_written))
 
 
 def _built(run: RunContext, adapter: str) -> tuple[RunContext, MetaModel]:
@@ -68,7 +74,7 @@ def _built(run: RunContext, adapter: str) -> tuple[RunContext, MetaModel]:
 
 
 def _experts(run: RunContext, options: SampleOptions) -> tuple[Sequence[DenoiserStage], str]:
-    """The experts, with adapter files if one is given, and else with what the run trained; and what drew, for the samples' names."""
+    """The experts as stages, with the adapter files if any is given, else with the run's saves; and a label for the samples' names."""
     given = dict(zip((expert.name for expert in run.experts), (options.adapter, options.adapter_low), strict=True))
     files = {name: ExpertWeights(file=file) for name, file in given.items() if file}
     for expert, option in zip(run.experts, ("--adapter", "--adapter-low"), strict=True):

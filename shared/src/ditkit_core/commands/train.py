@@ -1,11 +1,11 @@
 """The train command: encode → train → export → verify → sample.
 
-A run is a list of component runs that train one transformer each. An ordinary run is a list of one, in the run's own folder. A model with several
-experts has one for each, trained one after the other: they share no trained weight, so the result is bitwise identical to training each
-alone. Each then has a folder with saves, metrics and exports inside the run's, which has what belongs to all: the configuration, the
-adapters, the samples.
+A run is a list of component runs that train one transformer each. An ordinary run is a list of one, in the run's own folder. A model with
+several experts has one component per expert. They are trained one after the other: they share no trained weight, so the result is bitwise
+identical to training each alone. Each component then has a folder for its saves, metrics and exports inside the run's folder, which
+contains what belongs to all of them: the configuration, the adapters, the samples.
 
-Each step does what is missing and no more, so that the same command starts a run, continues it, and says that it is done.
+Each step only does what is missing, so the same command starts a run, continues it, and reports that it is complete.
 """
 
 from collections.abc import Iterator, Sequence
@@ -68,31 +68,31 @@ class Component:
 
     run: RunContext
     init_from: str
-    """Another run whose trained weights it starts from; empty for none."""
+    """Another run whose trained weights initialize this one; empty for none."""
 
     @property
     def folder(self) -> RunFolder:
-        """Where it is trained."""
+        """The folder of its saves, metrics and exports."""
         return folder_of(self.run, None)
 
     @property
     def completed_step(self) -> int | None:
-        """Optimizer steps that it did, if those were all."""
+        """Number of optimizer steps if the component is complete, else None."""
         done = self.folder.completed_step()
         return done if done is not None and done >= self.run.config.train.steps else None
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """What the command was asked for."""
+    """The run that was asked for, with its components."""
 
     run: RunContext
-    """The run of all components; of one alone, that one."""
+    """The run of all components; if there is only one, the run of that one."""
     components: list[Component]
 
     @property
     def experts(self) -> list[RunContext]:
-        """The component runs whose results belong into the folder of all; none if there is one component, which is the run."""
+        """The component runs whose results are collected in the run's folder; none if the only component is the run itself."""
         return [component.run for component in self.components] if is_joint(self.run) else []
 
 
@@ -100,10 +100,11 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
     """Do everything that is missing between clips and verified exports.
 
     Raises:
-        UserError: For whatever the person can fix, before anything slow where that is possible.
+        UserError: For mistakes that the user can fix, before anything slow where possible.
         Stopped: If a signal ended it early.
     """
     run = create_run(spec, config)
+    # Only families with experts need the architecture this early; a demo's checkpoint does not exist yet.
     if not options.demo and any(map(spec.architecture.experts, spec.architecture.presets.values())):
         run = resolve_arch(run)
     whole = _divided_into_components(run, options.init_from)
@@ -118,14 +119,14 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
             if options.demo:
                 say(f"writing the demo's checkpoint and media into {folder.inputs}")
                 spec.demo.write(folder.inputs)
-                # made again, because the architecture was not there before
+                # create_run again: the architecture is read from the checkpoint, which did not exist before
                 whole = _divided_into_components(create_run(spec, config), options.init_from)
             _train_what_is_left(whole, folder, stated)
         say_results(whole.run, whole.experts, folder)
 
 
 def _divided_into_components(run: RunContext, init_from: str) -> _Whole:
-    """The component runs of a run, each with what it starts from."""
+    """The component runs of a run, each with the run that initializes it."""
     if not is_joint(run):
         alone, *_ = runs_of(run)
         return _Whole(alone, [Component(alone, init_from)])
@@ -134,34 +135,39 @@ def _divided_into_components(run: RunContext, init_from: str) -> _Whole:
 
 
 def _check(whole: _Whole) -> None:
-    """Refuse what cannot work, before anything is written."""
+    """Refuse settings that cannot work, before anything is written.
+
+    Raises:
+        UserError: If a setting of the run or of a component contradicts another, or a component's folder belongs to another configuration.
+    """
     run, config, path = whole.run, whole.run.given.config, Path(whole.run.config.run.folder)
     if run.experts and config.sample.every_steps and not config.sample.device:
         warn(
-            "sample.every_steps: no previews while an expert trains, which would need the other beside it; samples are drawn at the end "
-            "(sample.device names a device to draw previews on meanwhile)"
+            "sample.every_steps: no previews while an expert trains, because they would need the other expert in memory too; samples are "
+            "generated at the end (set sample.device to generate previews on another device)"
         )
     if whole.experts:
         check_run(run)
-        check_preview_device(run)  # the component runs draw nothing by themselves
+        check_preview_device(run)  # here and not per component: only the run of all experts generates previews
         if config.adapter.init:
             raise UserError(
-                f"adapter.init = {config.adapter.init!r} is of one expert and would start both; train each in a run of its own, with "
-                "experts.train = high_noise and low_noise"
+                f"adapter.init = {config.adapter.init!r} belongs to one expert and would initialize both; train each in a run of its own, "
+                "with experts.train = high_noise and low_noise"
             )
     elif inside := [path / each.name for each in run.experts if RunFolder(path / each.name).config_file.exists()]:
         raise UserError(
-            f"{path} is a run of several experts; go on with one of them by --run {inside[0]}, or name a new run.folder"
+            f"{path} is a run of several experts; continue one of them with --run {inside[0]}, or name a new run.folder"
         )
     for component in whole.components:
         check_run(component.run)
         check_training(component.run)
-    for each in whole.experts:  # of which the folder of all, without a save, knows nothing
+    # The run's own folder has no saves to compare the configuration with: each expert's folder checks its own.
+    for each in whole.experts:
         folder_of(each, None).check(each.given.config)
 
 
 def _train_what_is_left(whole: _Whole, folder: RunFolder, stated: Sequence[ConfigChange]) -> None:
-    """Train one transformer after the other, then do what needs all of them."""
+    """Train one transformer after the other, then generate the samples that need all of them."""
     run, left = whole.run, [each for each in whole.components if each.completed_step is None]
     if whole.experts and left:
         names = ", then ".join(each.run.expert.name for each in left if each.run.expert)
@@ -187,14 +193,17 @@ def _train_what_is_left(whole: _Whole, folder: RunFolder, stated: Sequence[Confi
         folder.mark_complete(max(steps))
         write_report(folder.path)  # once more, now that it is complete
         if previews is not None:
-            previews.wait()  # last: what a signal leaves of these the same command draws, and does nothing else again
+            # Last, after the run is marked complete: if a signal ends the wait, the same command only generates what is left.
+            previews.wait()
 
 
 def _prepare(run: RunContext, left: Sequence[Component]) -> None:
-    """Find what is wrong with any expert, then encode for all, before the first is trained."""
-    assert run.data.dataset.samples
+    """Check every expert, then encode for all of them, before the first is trained."""
+    assert run.data.dataset.samples  # reads the dataset, which reports mistakes in it before anything is built
     num_images = num_missing_class_images(run, started=any(_is_started(folder_of(each, None)) for each in runs_of(run)))
-    for component in left:
+    for (
+        component
+    ) in left:  # on `meta`: a mistake of the second expert must not appear after hours of training the first
         build_model(component.run)
     check_parts(run, run.data.dataset.samples, drawing=num_images > 0)
     encode_all(run, run.config.prior.prompt if num_images else "")
@@ -210,8 +219,12 @@ def _is_started(folder: RunFolder) -> bool:
 def _opened(
     component: Component, folder: RunFolder, stated: Sequence[ConfigChange]
 ) -> Iterator[tuple[RunFolder, Sequence[ConfigChange]]]:
-    """The folder that a component is trained in, and what changed since it was last: the run's own, or one inside."""
-    if component.folder.path == folder.path:
+    """Open the folder of a component: the run's own, or one inside it.
+
+    Yields:
+        The folder, and the settings that changed since the component was last trained.
+    """
+    if component.folder.path == folder.path:  # already open and locked by this process
         yield folder, stated
         return
     config = component.run.given.config
@@ -230,7 +243,7 @@ def _train_component(
     """
     run = component.run
     _say_beginning(run, changes)
-    assert run.data.dataset.samples  # a caption that is missing is said before a model of many gigabytes is fetched
+    assert run.data.dataset.samples  # reads the dataset: a missing caption is reported before gigabytes are downloaded
     is_started = _is_started(folder)
     if not is_started:
         check_start(component.init_from, folder)
@@ -239,14 +252,14 @@ def _train_component(
     unloaded = build_model(run)
     run = with_arch(run, unloaded.arch)
     if is_joint(run):
-        raise UserError("this model has several experts, as only its weights tell; name it with model.preset")
-    # before hours of encoding: what is wrong with it is said now
+        raise UserError("the weights show that this model has several experts; name it with model.preset")
+    # before hours of encoding: a model that does not fit its devices is reported now
     placement = place(run, unloaded, training=True)
     data = _encode(run, unloaded, num_images)
     prepared, data = _load(run, unloaded, placement, data, num_images)
     start_from(component.init_from, prepared, folder)
     if not run.config.train.steps:
-        warn("train.steps = 0: nothing is trained; what is exported and drawn is the model as it starts")
+        warn("train.steps = 0: nothing is trained; exports and samples are of the initial weights")
     samples = _split(run, folder, prepared, data)
     callbacks = _callbacks(run, folder, prepared, data, previews)
     model = TrainModel(
@@ -265,7 +278,7 @@ def _train_component(
 
 
 def _say_beginning(run: RunContext, changes: Sequence[ConfigChange]) -> None:
-    """What a component run is, before it begins."""
+    """Print what a component run trains, what changed since its last part, and its precision."""
     config = run.config
     if run.expert is not None:
         say(describe_expert(run.expert, config.flow, config.held_out))
@@ -280,18 +293,18 @@ def _say_beginning(run: RunContext, changes: Sequence[ConfigChange]) -> None:
 
 
 def _encode(run: RunContext, unloaded: MetaModel, num_images: int) -> Encoded:
-    """Everything that the run trains on and draws from, in the cache.
+    """Encode everything that the run trains on and samples from into the cache.
 
     Args:
         run: The run.
-        unloaded: Its model on `meta`, which has to be able to take the samples.
-        num_images: Class images that are still to be drawn.
+        unloaded: Its model on `meta`; the encoded samples are checked against it.
+        num_images: Number of class images that are still to be generated.
     """
     spec, config = run.spec, run.config
     if advice := spec.training.advice(unloaded.arch):
         warn(advice)
     if config.flow.guidance != 1 and spec.auxiliary.sample_defaults(unloaded.arch).guided_by != "embedding":
-        warn(f"flow.guidance = {config.flow.guidance:g} is not used: this model is told no strength of guidance")
+        warn(f"flow.guidance = {config.flow.guidance:g} is not used: this model has no guidance embedding")
     check_parts(run, run.data.dataset.samples, drawing=num_images > 0)
     if num_images:
         check_class_prompt(run)
@@ -299,7 +312,7 @@ def _encode(run: RunContext, unloaded: MetaModel, num_images: int) -> Encoded:
     check_items(spec, unloaded.model, [*data.samples, *data.prior])
     summarize_data(run, data.samples)
     if num_images:
-        class_conditions(run)  # while no transformer is in memory: from here on the cache has them
+        class_conditions(run)  # encodes them into the cache now, while no transformer is in memory
     return data
 
 
@@ -308,8 +321,8 @@ def _load(
 ) -> tuple[LoadedModel, Encoded]:
     """The model with its weights, and the data with the class images that were missing.
 
-    They are drawn by the model as it is before training. One that has experts needs all of them for that, of which one is in memory at a
-    time: so they are drawn before the expert that trains is loaded.
+    The base model generates the class images, before training. A model with experts needs all of them for that, and only one is in memory
+    at a time, so the images are generated before the expert that is trained gets loaded.
     """
     if num_images and run.expert is not None:
         data = data._replace(prior=_class_images(run, denoiser_stages(run, {}), num_images))
@@ -327,14 +340,14 @@ def _load(
     return prepared, data
 
 
-def _class_images(run: RunContext, turns: Sequence[DenoiserStage], count: int) -> list[EncodedSample]:
-    """Draw class images, and encode them."""
-    generate_class_images(run, turns, count, class_conditions(run))
+def _class_images(run: RunContext, stages: Sequence[DenoiserStage], count: int) -> list[EncodedSample]:
+    """Generate class images, and encode them."""
+    generate_class_images(run, stages, count, class_conditions(run))
     return encode_prior(run)
 
 
 class _Samples(NamedTuple):
-    """What a run trains on, and what it is measured on."""
+    """The samples that a run trains on, and the validator with the held-out ones."""
 
     trained: list[EncodedSample]
     prior: list[EncodedSample]
@@ -342,7 +355,7 @@ class _Samples(NamedTuple):
 
 
 def _split(run: RunContext, folder: RunFolder, prepared: LoadedModel, data: Encoded) -> _Samples:
-    """Set the held-out clips apart, and write down what the run is of."""
+    """Split off the held-out clips, and write the description of data and environment into the run folder."""
     config, files = run.config, files_of(run.data.dataset.samples)
     by_id = {sample.id: sample for sample in data.samples}
     kept, held_out = split_held_out(list(by_id), config.held_out.clips, files)
@@ -352,15 +365,17 @@ def _split(run: RunContext, folder: RunFolder, prepared: LoadedModel, data: Enco
     validator = None
     if held_out:
         clips = Batch(ids=held_out, items=[by_id[id].load() for id in held_out])
-        of_files = [files.get(id, id) for id in held_out]
-        validator = Validator(config.held_out, clips, files=of_files, guidance=config.flow.guidance)
+        # The bootstrap of the confidence interval resamples files: clips of one file are not independent.
+        source_files = [files.get(id, id) for id in held_out]
+        validator = Validator(config.held_out, clips, files=source_files, guidance=config.flow.guidance)
     return _Samples([by_id[id] for id in kept], data.prior, validator)
 
 
 def _callbacks(
     run: RunContext, folder: RunFolder, prepared: LoadedModel, data: Encoded, previews: Previews | None
 ) -> list[Callback]:
-    """What is done at saves, at previews and at the end."""
+    """The callbacks for saves, previews and the end of training."""
+    # A preview process takes over the previews; the samples of the finished model are generated here in both cases.
     every_steps = run.config.sample.every_steps if previews is None else 0
     callbacks: list[Callback] = [
         Exporter(run, folder, prepared, [*data.samples, *data.prior]),

@@ -236,7 +236,7 @@ def entries(folder: Path) -> dict[str, bytes]:
 def test_the_command_writes_its_folder_and_nothing_else(few, world, capsys):
     assert world.train("run", 2, "--audit-precision") == 0
     said = capsys.readouterr().out
-    assert "the run's first weights" in said and "B of the adapters, which is zero, is drawn small" in said
+    assert "the run's initial weights" in said and "B of the adapters is zero and gets small random values" in said
     assert "what matters most:" in said and "precision.png" in said
     run = world.folder / "run"
     assert entries(run) == {}
@@ -245,7 +245,7 @@ def test_the_command_writes_its_folder_and_nothing_else(few, world, capsys):
     assert world.train("run", 2, "--audit-precision", "--train.swap_blocks", "1", "--base.quantize", "int8") == 0
     assert entries(run) == before
     said = capsys.readouterr().out
-    assert "the run's save of step 2" in said and "drawn small" not in said
+    assert "the run's save of step 2" in said and "small random values" not in said
 
 
 def test_json_is_all_of_stdout(few, world, capsys):
@@ -268,8 +268,8 @@ def test_what_takes_long_is_said_first(few, world, capsys, monkeypatch):
     monkeypatch.setattr(audit_stage, "_LONG_SECONDS", 0)
     assert world.train("run", 2, "--audit-precision") == 0
     lines = capsys.readouterr().out.splitlines()
-    (line,) = [line for line in lines if "h at most" in line]
-    assert "in fp64" in line and lines.index(line) < next(i for i, x in enumerate(lines) if x.startswith("audit "))
+    (line,) = [line for line in lines if "at most" in line]
+    assert "fp64" in line and lines.index(line) < next(i for i, x in enumerate(lines) if x.startswith("audit "))
 
 
 def test_memory_that_runs_out_is_one_line(world, capsys, monkeypatch):

@@ -257,7 +257,7 @@ def test_the_page_is_written_anew_by_a_command_that_needs_no_model(
     error = capsys.readouterr().err
     assert "nowhere has no metrics.jsonl" in error and error.count("\n") == 1
     assert world.run("train", "--run", str(run), "--report", "--plan") == 2
-    assert "--report writes the page of a run and stops" in capsys.readouterr().err
+    assert "--report only writes the report of a run and stops" in capsys.readouterr().err
 
 
 def test_a_run_of_two_experts_has_a_page_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
