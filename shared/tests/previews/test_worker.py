@@ -285,7 +285,7 @@ def test_a_disk_that_is_full_costs_previews_and_no_training(
     ("flags", "says"),
     [
         (("cuda:7",), "sample.device = 'cuda:7': this machine has no CUDA devices"),
-        (("auto",), "sample.device = 'auto' must be a device that does not train, as cuda:1, or cpu"),
+        (("auto",), "sample.device = 'auto' must be a device that does not train, such as cuda:1, or cpu"),
         (("cpu", "--train.attention", "flash2"), "attention backend 'flash2'"),
     ],
 )

@@ -88,11 +88,11 @@ def test_what_the_model_cannot_draw_is_refused_with_the_nearest_that_it_can() ->
     check(takes_references=True, references=("a.png",))
     with pytest.raises(UserError, match="multiple of 4; try 5"):
         check(frames=6)
-    with pytest.raises(UserError, match=r"sample\.frames = 5: this model draws still images"):
+    with pytest.raises(UserError, match=r"sample\.frames = 5: this model generates images"):
         check(frame_step=0, frames=5)
     with pytest.raises(UserError, match=r"sample\.width = 50 must be a multiple of 16; try 48"):
         check(width=50)
-    with pytest.raises(UserError, match=r"sample\.references: this model draws from text alone"):
+    with pytest.raises(UserError, match=r"sample\.references: this model takes no reference images"):
         check(references=("a.png",))
 
 
@@ -154,7 +154,7 @@ def test_what_is_given_takes_the_place_of_what_a_clip_says_in_another_way(tmp_pa
     assert drawn(whole, "speed=2") == {"way": "Left", "speed": "2", "cat": "c"}
     assert drawn(whole, "cat=d") == {**whole, "cat": "d"}
     for other in ("way", "speed"):
-        with pytest.raises(UserError, match=f"path and {other} say the same in two ways; leave one of them out"):
+        with pytest.raises(UserError, match=f"path and {other} give the same condition; leave one of them out"):
             drawn({}, f"{other}=Up", f"poses={file}")
 
 

@@ -1,7 +1,7 @@
-"""Drawing samples step by step with the transformer whose turn it is: one, or several that share the noise levels.
+"""Generates samples step by step, with one transformer or with several stages that share the noise levels.
 
-All samples take the steps of the first transformer, then all those of the next. So each is loaded once however many samples there are, and
-never two at a time. A sample that waits keeps its latents and its scheduler's history, as a suspended generator.
+All samples take the steps of the first stage, then all of them take those of the next. So each transformer is loaded once, however many
+samples there are, and never two at a time. A sample that waits is a suspended generator, which keeps its latents and its scheduler's history.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -19,50 +19,52 @@ from ditkit_core.models.protocol import Engine, StagedModel
 
 @dataclass(frozen=True, kw_only=True)
 class DenoiserStage:
-    """A transformer that takes some of the steps."""
+    """A transformer that takes some of the denoising steps."""
 
     opened: Callable[[], AbstractContextManager[tuple[Any, Engine]]]
-    """The model and the engine that runs it, for as long as the context lasts."""
+    """Opens a context with the model and the engine that runs it."""
     guidance: float = 0.0
-    """Strength that it is guided with; 0: that of the job."""
+    """Guidance strength; 0 takes that of the request."""
     min_sigma: float = 0.0
-    """Lowest noise level that it sees; the last of several takes what is left."""
+    """Lowest noise level that it is used at, in [0, 1]; the last stage takes all remaining steps."""
 
 
 def single_stage(model: StagedModel, engine: Engine) -> tuple[DenoiserStage, ...]:
-    """A model that is loaded and takes every step."""
+    """The stage of a loaded model that takes every step."""
     return (DenoiserStage(opened=lambda: nullcontext((model, engine))),)
 
 
 def generate(
     sampler: Sampler,
     jobs: Iterable[GenerationRequest],
-    turns: Sequence[DenoiserStage],
+    stages: Sequence[DenoiserStage],
     on_step: Callable[[], None] = lambda: None,
 ) -> Generator[Tensor, None, None]:
-    """Draw samples.
+    """Generate samples.
 
     Args:
-        sampler: The family's; the caller releases it.
-        jobs: What to draw. A single transformer asks for one after the other as they are drawn.
-        turns: The transformers, the noisiest first; put into eval mode and back.
+        sampler: The family's sampler; the caller releases it.
+        jobs: The samples to generate. With a single stage the next request is taken when the sample before it is done.
+        stages: The transformers, that of the highest noise levels first; each is put into eval mode and back.
         on_step: Called after each step of each sample.
 
     Yields:
-        Pixels [3, frames, height, width] in [0, 1] on the CPU, job by job.
+        Pixels [3, frames, height, width] in [0, 1] on the CPU, in the order of the requests.
     """
-    waiting: Iterable[_Drawing] = (_Drawing(sampler, job) for job in jobs)
-    for turn in turns[:-1]:
-        waiting = _through(turn, waiting, on_step)
+    # A generator, so that one transformer has one sample in memory at a time; several stages need all of them started.
+    waiting: Iterable[_Sample] = (_Sample(sampler, job) for job in jobs)
+    for stage in stages[:-1]:
+        waiting = _through(stage, waiting, on_step)
     with ExitStack() as stack:
-        at_work: _AtWork | None = None
-        for drawing in waiting:
-            if drawing.latents is None:
-                at_work = at_work or stack.enter_context(_working(turns[-1]))
-                drawing.advance(at_work, 0.0, on_step)
-            assert drawing.latents is not None
+        loaded: _LoadedStage | None = None
+        for sample in waiting:
+            if sample.latents is None:
+                # Opened at the first sample that needs it: earlier stages may have taken every step.
+                loaded = loaded or stack.enter_context(_open(stages[-1]))
+                sample.advance(loaded, 0.0, on_step)
+            assert sample.latents is not None
             with torch.no_grad():
-                pixels = sampler.decode(drawing.latents)
+                pixels = sampler.decode(sample.latents)
             yield pixels
 
 
@@ -73,22 +75,22 @@ def generate_latents(
     engine: Engine,
     on_step: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Latents of one sample that one model draws, as it is: what `generate` decodes."""
-    drawing = _Drawing(sampler, job)
-    drawing.advance(_AtWork(model, engine, 0.0), 0.0, on_step)
-    assert drawing.latents is not None
-    return drawing.latents
+    """Latents of one sample of one model: what `generate` decodes. The model's training mode is not changed."""
+    sample = _Sample(sampler, job)
+    sample.advance(_LoadedStage(model, engine, 0.0), 0.0, on_step)
+    assert sample.latents is not None
+    return sample.latents
 
 
-class _AtWork:
-    """A transformer in its turn."""
+class _LoadedStage:
+    """A stage whose transformer is in memory."""
 
     def __init__(self, model: StagedModel, engine: Engine, guidance: float):
-        self.model, self.run, self.guidance = model, engine, guidance
+        self.model, self.engine, self.guidance = model, engine, guidance
 
 
-class _Drawing:
-    """A sample between two of its steps."""
+class _Sample:
+    """A sample between two of its denoising steps."""
 
     def __init__(self, sampler: Sampler, job: GenerationRequest):
         self._job, self._steps = job, sampler.denoise(job)
@@ -96,50 +98,52 @@ class _Drawing:
         self._sigma = 1.0
         self._resume(lambda: next(self._steps))
 
-    def advance(self, at_work: _AtWork, min_sigma: float, on_step: Callable[[], None]) -> None:
-        """Take all steps from `min_sigma` on upwards that are left."""
-        denoiser = Denoiser(at_work.model, at_work.run, at_work.guidance or self._job.guidance)
+    def advance(self, loaded: _LoadedStage, min_sigma: float, on_step: Callable[[], None]) -> None:
+        """Take all remaining steps at noise levels of `min_sigma` and above."""
+        denoiser = Denoiser(loaded.model, loaded.engine, loaded.guidance or self._job.guidance)
         while self.latents is None and self._sigma >= min_sigma:
             self._resume(lambda: self._steps.send(denoiser))
             on_step()
-        denoiser.let_go()  # the suspended sampler still has it
+        # The suspended sampler still refers to the denoiser, which must not keep the transformer in memory.
+        denoiser.let_go()
 
     def needs(self, min_sigma: float) -> bool:
-        """Whether its next step is at such a noise level or above."""
+        """Whether its next step is at a noise level of `min_sigma` or above."""
         return self.latents is None and self._sigma >= min_sigma
 
     def _resume(self, step: Callable[[], float]) -> None:
         try:
-            with torch.no_grad():  # here, and not around a generator: what a `yield` leaves set, its caller has
+            # Here and not inside the sampler's generator: a grad mode set there would leak to the caller at each `yield`.
+            with torch.no_grad():
                 self._sigma = step()
         except StopIteration as done:
             self.latents = done.value
 
 
-def _through(turn: DenoiserStage, drawings: Iterable[_Drawing], on_step: Callable[[], None]) -> list[_Drawing]:
-    """All samples after the steps of one transformer, which is then let go of."""
+def _through(stage: DenoiserStage, samples: Iterable[_Sample], on_step: Callable[[], None]) -> list[_Sample]:
+    """All samples after the steps of one stage, whose transformer is then released."""
     done = []
     with ExitStack() as stack:
-        at_work: _AtWork | None = None
-        for drawing in drawings:
-            if drawing.needs(turn.min_sigma):
-                at_work = at_work or stack.enter_context(_working(turn))
-                drawing.advance(at_work, turn.min_sigma, on_step)
-            done.append(drawing)
-    release_memory()
+        loaded: _LoadedStage | None = None
+        for sample in samples:
+            if sample.needs(stage.min_sigma):
+                loaded = loaded or stack.enter_context(_open(stage))
+                sample.advance(loaded, stage.min_sigma, on_step)
+            done.append(sample)
+    release_memory()  # the next stage loads its transformer into this memory
     return done
 
 
 @contextmanager
-def _working(turn: DenoiserStage) -> Iterator[_AtWork]:
-    """A transformer in eval mode; afterwards nothing here refers to it."""
-    with turn.opened() as (model, run):
+def _open(stage: DenoiserStage) -> Iterator[_LoadedStage]:
+    """Load a stage's transformer in eval mode; afterwards nothing here refers to it."""
+    with stage.opened() as (model, engine):
         training = model.training
         model.eval()
-        at_work = _AtWork(model, run, turn.guidance)
+        loaded = _LoadedStage(model, engine, stage.guidance)
         try:
-            yield at_work
+            yield loaded
         finally:
             model.train(training)
-            at_work.model = at_work.run = None  # type: ignore[assignment]  # callers' frames still have this object
-            del model, run
+            loaded.model = loaded.engine = None  # type: ignore[assignment]  # callers' frames still have this object
+            del model, engine

@@ -1,4 +1,4 @@
-"""Drawing samples: prompts through the trained model under the family's scheduler and VAE, to mp4 or png."""
+"""What to sample: the `[sample]` section, its prompts, and the requests for the family's sampler."""
 
 import difflib
 import re
@@ -20,35 +20,35 @@ from ditkit_core.models.encoders import GenerationRequest
 from ditkit_core.models.spec import SampleDefaults
 
 _MAX_ASPECT = 8.0
-"""Of what is drawn in the shape of a reference."""
+"""Largest ratio of the sides of a sample that takes the shape of a reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplePrompt:
-    """What one prompt asks for, at the size that it is drawn."""
+    """One prompt with its conditions, at the size of its samples."""
 
     prompt: str
     references: tuple[Path, ...]
-    """Pictures to edit, in order."""
+    """Images to edit, in order."""
     frames: int
     height: int
     width: int
     files: Mapping[str, str] = field(default_factory=dict)
-    """What the model is conditioned by: by column a path, or a text."""
+    """The model's other conditions: maps each column to a path or a text."""
     clip: Path | None = None
-    """The clip whose caption it is, from which a model may take its first frame; None for a prompt."""
+    """The clip with this caption, from which a model may take the first frame; None for a prompt of the user."""
     start_seconds: float = 0.0
-    """Where the clip begins."""
+    """Start of the clip in its file."""
     own_frames: int = 0
-    """Frames of the clip as it is trained; 0 where there is none."""
+    """Frames of the clip in training; 0 without a clip."""
 
     def fitted(self, columns: Sequence[Column], fps: float, warn: Callable[[str], None] | None) -> "SamplePrompt":
-        """The scene, as long as the clip is trained if the file or a video that goes with it has fewer frames than are to be drawn.
+        """This prompt, shortened to the clip's trained length if the clip or a condition video has too few frames for the sample.
 
         Args:
-            columns: What the model is conditioned by.
+            columns: The model's condition columns.
             fps: Frames per second of clips.
-            warn: Told so in one line.
+            warn: Called with one line if the prompt is shortened.
         """
         if self.clip is None or self.frames <= self.own_frames:
             return self
@@ -59,59 +59,64 @@ class SamplePrompt:
             if there < last:
                 if warn is not None:
                     warn(
-                        f"sample.frames = {self.frames}: {path} has {there} frames at {fps:g} fps, and {last} would be needed; drawn "
-                        f"are the {self.own_frames} that the clip is trained with"
+                        f"sample.frames = {self.frames}: {path} has {there} frames at {fps:g} fps, and {last} would be needed; the "
+                        f"sample gets the {self.own_frames} frames that the clip is trained with"
                     )
                 return replace(self, frames=self.own_frames)
         return self
 
     def controls(self, fps: float) -> ClipInputs:
-        """What conditioners are given, at so many frames per second."""
+        """The input of the conditioners, at this number of frames per second."""
         return ClipInputs(
-            clip=self.clip, start_seconds=self.start_seconds, files=self.files, frames=self.frames, height=self.height,
-            width=self.width, fps=fps if self.frames > 1 else 0.0,
-        )  # fmt: skip
+            clip=self.clip,
+            start_seconds=self.start_seconds,
+            files=self.files,
+            frames=self.frames,
+            height=self.height,
+            width=self.width,
+            fps=fps if self.frames > 1 else 0.0,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """The `[sample]` section: what is drawn when training ends, and by the sample command."""
+    """The `[sample]` section: the samples that are generated when training ends, and by the sample command."""
 
     prompts: tuple[str, ...] = setting((), resume="free")
-    """What to draw; empty draws the captions of the first `captions` samples, from their own references."""
+    """Prompts to sample. If empty, the captions of the first `captions` samples are used, with their own references."""
     captions: int = setting(2, resume="free")
-    """How many of the dataset's captions to draw when there are no prompts; 0 draws nothing."""
+    """Number of the dataset's captions to sample when there are no prompts; 0 generates no samples."""
     references: tuple[str, ...] = setting((), resume="free", holds="path")
-    """Pictures to edit: every prompt is drawn from all of them."""
+    """Images to edit; every prompt is sampled with all of them."""
     controls: tuple[str, ...] = setting((), resume="free", holds="path")
-    """What every prompt is drawn with, as column=path: `input_image=cat.png` for a model that starts from a picture. Without prompts,
-    what goes with the clips whose captions are drawn is used."""
+    """Extra conditions of every prompt, as column=path: `input_image=cat.png` for a model that starts from an image. Without prompts,
+    each caption is sampled with the conditions of its own clip."""
     images: int = setting(1, resume="free")
-    """How many to draw of each prompt, with the seeds `seed`, `seed` + 1, …; of more than one picture a grid is written too."""
+    """Number of samples per prompt, with the seeds `seed`, `seed` + 1, …; more than one image is also shown in a grid."""
     negative: str = setting("", resume="free")
     """Negative prompt of classifier-free guidance."""
     guidance: float = setting(0.0, resume="free")
-    """Strength of guidance; 1 does without (classifier-free guidance takes twice the time), 0 means the model's own."""
+    """Guidance strength; 1 turns guidance off (classifier-free guidance takes twice the time), 0 means the model's default."""
     steps: int = setting(0, resume="free")
-    """Steps of the scheduler; 0 means the model's own."""
+    """Steps of the scheduler; 0 means the model's default."""
     shift: float = setting(0.0, resume="free")
-    """Noise-level shift of the scheduler; 0 means the checkpoint's own."""
+    """Noise-level shift of the scheduler; 0 means the checkpoint's default."""
     frames: int = setting(0, resume="free")
-    """Frames to draw; 0 means as many as in training, 1 draws a png. What goes with a clip must be as long."""
+    """Frames per sample; 0 means as many as in training, 1 writes a PNG. Condition videos must have as many frames."""
     height: int = setting(0, resume="free")
-    """Height in pixels; 0 means that of training, and beside a width of 0 the shape of the first reference."""
+    """Height in pixels; 0 means that of training; if the width is 0 as well, the shape of the first reference."""
     width: int = setting(0, resume="free")
-    """Width in pixels; 0 as for the height."""
+    """Width in pixels; 0 works as for the height."""
     seed: int = setting(0, resume="free")
     """Seed of the initial noise."""
     vae_tiling: bool = setting(False, resume="free")
-    """Whether the VAE decodes overlapping tiles that are blended: takes less memory, and seams may show."""
+    """Whether the VAE decodes overlapping tiles and blends them: takes less memory, but seams may be visible."""
     every_steps: int = setting(0, resume="free")
-    """Optimizer steps between two previews: the same pictures drawn while training goes on, the first before it. 0 draws at the end
-    alone."""
+    """Optimizer steps between two previews, which sample the same prompts during training, the first before it starts. 0 samples at the
+    end only."""
     device: str = setting("", resume="free")
-    """Where previews are drawn, in a process of their own, while training goes on: `cuda:1`, a device that does not train, or `cpu`.
-    Empty draws them on the devices that train, and training waits."""
+    """Device that generates previews in a separate process while training continues: `cuda:1`, a device that does not train, or `cpu`.
+    Empty generates them on the devices that train, and training waits."""
 
     def __post_init__(self) -> None:
         least = {"images": 1} | dict.fromkeys(
@@ -123,23 +128,23 @@ class SampleConfig:
 
         if not re.fullmatch("|cpu|cuda(:[0-9]{1,3})?", self.device, re.ASCII):
             raise UserError(
-                f"sample.device = {self.device!r} must be a device that does not train, as cuda:1, or cpu; empty draws previews where the "
-                "model is trained"
+                f"sample.device = {self.device!r} must be a device that does not train, such as cuda:1, or cpu; if it is empty, previews "
+                "are generated on the devices that train"
             )
 
     def check(self, *, frame_step: int, size_step: int, takes_references: bool) -> None:
-        """Refuse what the model cannot draw.
+        """Refuse settings that the model cannot sample with.
 
         Args:
-            frame_step: The model's; 0 if it draws still images alone.
-            size_step: The model's.
-            takes_references: Whether the model edits pictures.
+            frame_step: Frames per latent frame of the model; 0 if it only generates images.
+            size_step: The model's step of height and width, in pixels.
+            takes_references: Whether the model edits images.
 
         Raises:
-            UserError: Naming the nearest size that it can draw.
+            UserError: If a size is impossible, naming the nearest possible one, or if references are not used.
         """
         if not frame_step and self.frames > 1:
-            raise UserError(f"sample.frames = {self.frames}: this model draws still images; set 1, or 0")
+            raise UserError(f"sample.frames = {self.frames}: this model generates images; set 1, or 0")
         if frame_step and self.frames and (self.frames - 1) % frame_step:
             near = max(1, round((self.frames - 1) / frame_step) * frame_step + 1)
             raise UserError(f"sample.frames = {self.frames}: frames are 1 + a multiple of {frame_step}; try {near}")
@@ -148,32 +153,32 @@ class SampleConfig:
                 near = max(size_step, round(size / size_step) * size_step)
                 raise UserError(f"sample.{key} = {size} must be a multiple of {size_step}; try {near}")
         if self.references and not takes_references:
-            raise UserError("sample.references: this model draws from text alone; leave it empty")
+            raise UserError("sample.references: this model takes no reference images; leave it empty")
 
     def resolved(self, defaults: SampleDefaults, warn: Callable[[str], None]) -> "SampleConfig":
-        """The section with the model's own values where it leaves them open.
+        """The section with the model's defaults for unset values.
 
         Args:
-            defaults: How the model's authors draw.
-            warn: Told, in one line, of a setting that this model does not use.
+            defaults: The settings of the model's authors.
+            warn: Called with one line for each setting that this model does not use.
         """
         guidance = self.guidance or defaults.guidance
         if defaults.guided_by == "nothing" and guidance != defaults.guidance:
-            warn(f"sample.guidance = {self.guidance:g} is not used: this is a distilled model, which draws without")
+            warn(f"sample.guidance = {self.guidance:g} is not used: this is a distilled model, which samples without")
             guidance = defaults.guidance
         if defaults.guided_by != "negative" and self.negative:
             warn("sample.negative is not used: this model is not guided by a negative prompt; leave it empty")
         return replace(self, steps=self.steps or defaults.steps, guidance=guidance)
 
     def uses_negative(self, defaults: SampleDefaults) -> bool:
-        """Whether guidance, resolved, calls the model with the negative prompt too."""
+        """Whether sampling also calls the model with the negative prompt; the section must be resolved."""
         return defaults.guided_by == "negative" and self.guidance > 1
 
     def files(self, columns: Sequence[Column]) -> dict[str, str]:
-        """`controls`, checked against what the model is conditioned by.
+        """`controls` as a mapping from column to path or text, checked against the model's condition columns.
 
         Raises:
-            UserError: If one is no column=path of this model, its file is not there, or another says the same.
+            UserError: If an entry is not column=path of this model, its file does not exist, or another entry gives the same condition.
         """
         known = {name: meant[0] for name, meant in named_columns(columns).items()}
         files: dict[str, str] = {}
@@ -195,7 +200,7 @@ class SampleConfig:
         for column in columns:
             if column.name in files and (twice := next((other for other in column.instead_of if other in files), "")):
                 raise UserError(
-                    f"sample.controls: {column.name} and {twice} say the same in two ways; leave one of them out"
+                    f"sample.controls: {column.name} and {twice} give the same condition; leave one of them out"
                 )
         return files
 
@@ -207,17 +212,17 @@ class SampleConfig:
         size_step: int,
         columns: Sequence[Column] = (),
     ) -> list[SamplePrompt]:
-        """What to draw: the prompts, or in their place the first samples that differ in caption or references.
+        """What to sample: the prompts, or without prompts the captions of the first samples that differ in caption or references.
 
         Args:
-            samples: The dataset's; only looked at if there are no prompts.
-            size: Frames, height and width of training, where the section leaves them open.
-            size_step: The model's.
-            columns: What the model is conditioned by; samples that differ in it are different, and each is drawn as long as it is
-                unless `frames` says otherwise.
+            samples: The dataset's samples; only read if there are no prompts.
+            size: Frames, height and width of training, used for those that the section leaves at 0.
+            size_step: The model's step of height and width, in pixels.
+            columns: The model's condition columns. With any, samples that share a caption count as different, and each keeps its own
+                number of frames unless `frames` is set.
 
         Raises:
-            UserError: If `controls` are not the model's, or a reference whose shape is wanted cannot be read.
+            UserError: If `controls` do not fit the model, or a reference whose shape is needed cannot be read.
         """
         frames, height, width = size
         references = tuple(Path(reference).expanduser() for reference in self.references)
@@ -229,32 +234,36 @@ class SampleConfig:
         files = self.files(columns)
         replaced = alternatives_of(columns, files)
 
-        def scene(
-            prompt: str, pictures: tuple[Path, ...], own_height: int, own_width: int, **of_clip: Any
+        def sample_prompt(
+            prompt: str, images: tuple[Path, ...], own_height: int, own_width: int, **clip_fields: Any
         ) -> SamplePrompt:
             return SamplePrompt(
-                **{"files": files, "frames": self.frames or frames, **of_clip},
+                **{"files": files, "frames": self.frames or frames, **clip_fields},
                 prompt=prompt,
-                references=pictures,
+                references=images,
                 height=self.height or own_height,
                 width=self.width or own_width,
             )
 
         if self.prompts:
-            return [scene(prompt, references, height, width) for prompt in self.prompts]
+            return [sample_prompt(prompt, references, height, width) for prompt in self.prompts]
         found: dict[tuple[str, tuple[Path, ...], str], SamplePrompt] = {}
         for sample in samples:
-            pictures = references or sample.references
-            size_of = (height, width) if references else (sample.height, sample.width)
-            which = (sample.captions[0], pictures, sample.id if columns else "")
-            of_clip: dict[str, Any] = {}
+            images = references or sample.references
+            own_size = (height, width) if references else (sample.height, sample.width)
+            # Windows of one file share caption and references: a preview of each would show the same.
+            which = (sample.captions[0], images, sample.id if columns else "")
+            clip_fields: dict[str, Any] = {}
             if columns:
                 own = {name: value for name, value in sample.controls.items() if name not in replaced}
-                of_clip = {
-                    "clip": sample.media, "start_seconds": sample.start_seconds, "files": {**own, **files},
-                    "frames": self.frames or sample.frames, "own_frames": sample.frames,
-                }  # fmt: skip
-            found.setdefault(which, scene(sample.captions[0], pictures, *size_of, **of_clip))
+                clip_fields = {
+                    "clip": sample.media,
+                    "start_seconds": sample.start_seconds,
+                    "files": {**own, **files},
+                    "frames": self.frames or sample.frames,
+                    "own_frames": sample.frames,
+                }
+            found.setdefault(which, sample_prompt(sample.captions[0], images, *own_size, **clip_fields))
         return list(found.values())[: self.captions]
 
 
@@ -268,12 +277,12 @@ def shape_of(
     columns: Sequence[Column],
     reference_size: ReferenceSize | None,
 ) -> Shape:
-    """The shape of a clip that is trained or drawn. What is a latent frame in front of it counts as a reference of its size.
+    """The shape of a clip that is trained or sampled. A condition that is a latent frame in front of it counts as a reference.
 
     Args:
         clip: The clip.
-        files: What goes with it.
-        columns: What the model is conditioned by.
+        files: Its condition files, by column.
+        columns: The model's condition columns.
         reference_size: As in `ModelSpec`.
     """
     sizes: list[tuple[int, int]] = []
@@ -285,20 +294,20 @@ def shape_of(
 
 
 def requests_of(
-    scene: SamplePrompt,
+    prompt: SamplePrompt,
     config: SampleConfig,
     *,
     conditions: Mapping[str, Tensor],
     negative: Mapping[str, Tensor] | None,
     references: Sequence[Tensor],
 ) -> list[GenerationRequest]:
-    """What is generated for one prompt: as many samples as the section says, each with a seed of its own.
+    """The requests for one prompt: `sample.images` of them, with consecutive seeds.
 
     Args:
-        scene: The prompt.
+        prompt: The prompt.
         config: The `[sample]` section, resolved.
-        conditions: The encoded tensors of its text, and of what else the model is conditioned on.
-        negative: The same with the negative prompt; None if guidance does without.
+        conditions: The encoded tensors of its text and of the model's other conditions.
+        negative: The same with the negative prompt; None if guidance does not use it.
         references: Latents of its reference images.
     """
     return [
@@ -306,9 +315,9 @@ def requests_of(
             conditions=conditions,
             negative=negative,
             references=references,
-            frames=scene.frames,
-            height=scene.height,
-            width=scene.width,
+            frames=prompt.frames,
+            height=prompt.height,
+            width=prompt.width,
             steps=config.steps,
             guidance=config.guidance,
             shift=config.shift,

@@ -1,4 +1,4 @@
-"""Samples written as files: an image or a video each, and all of them in one image."""
+"""Writes samples as files: an image or a video each, and all of them in one image."""
 
 import json
 import re
@@ -23,18 +23,18 @@ class PromptRequest:
     """One sample, and the prompt that its file is named after."""
 
     number: int
-    """Which of the prompts it is, from 0."""
+    """Index of the prompt, from 0."""
     prompt: str
     job: GenerationRequest
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleFiles:
-    """Where samples go."""
+    """Where samples are written, and how their files are named."""
 
     folder: Path
     stem: str
-    """First part of the files' names."""
+    """First part of the file names."""
     fps: float
     """Frames per second of clips."""
     images: int = 1
@@ -47,7 +47,7 @@ class SampleFiles:
 
 
 def render_samples(
-    turns: Sequence[DenoiserStage],
+    stages: Sequence[DenoiserStage],
     sampler: Sampler,
     requests: Sequence[PromptRequest],
     to: SampleFiles,
@@ -58,10 +58,10 @@ def render_samples(
     STEM.json next to them lists what was generated: for each file its prompt and seed, and which image shows all.
 
     Args:
-        turns: The transformers that take the steps, with the weights to sample with.
-        sampler: The family's.
+        stages: The transformers that take the steps, with the weights to sample with.
+        sampler: The family's sampler; its VAE is released afterwards.
         requests: What to generate, prompt by prompt.
-        to: Where to.
+        to: Where to write the samples.
         on_step: Called after each step of each sample.
 
     Returns:
@@ -73,17 +73,18 @@ def render_samples(
     files: list[Path] = []
     clips: list[Tensor] = []
     try:
-        with closing(generate(sampler, [request.job for request in requests], turns, on_step)) as results:
+        with closing(generate(sampler, [request.job for request in requests], stages, on_step)) as results:
             for request, pixels in zip(requests, results, strict=True):
+                # Checked here: as an image, NaN would silently become black.
                 if not pixels.isfinite().all():
                     raise UserError(
                         f"the sample of {request.prompt!r} is not finite: the weights are broken, or the adapter is"
                     )
-                clips.append(evenly_spaced(pixels).cpu())
+                clips.append(evenly_spaced(pixels).cpu())  # not all frames: memory stays small with many long clips
                 files.append(_written(pixels, request, to))
     finally:
         sampler.release()
-    drawn = [
+    listed = [
         {"file": file.name, "prompt": request.prompt, "seed": request.job.seed}
         for file, request in zip(files, requests, strict=True)
     ]
@@ -94,19 +95,19 @@ def render_samples(
         files.append(to.folder / f"{to.stem}-grid.png")
         write_image(files[-1], grid([clip[:, 0] for clip in clips], columns=to.images if to.images > 1 else 0))
     if files:
-        listed: dict[str, Any] = {"samples": drawn, "shown": files[-1].name}
-        write_text(to.folder / f"{to.stem}.json", json.dumps(listed, indent=1) + "\n")
+        about: dict[str, Any] = {"samples": listed, "shown": files[-1].name}
+        write_text(to.folder / f"{to.stem}.json", json.dumps(about, indent=1) + "\n")
     return files
 
 
 def _written(pixels: Tensor, request: PromptRequest, to: SampleFiles) -> Path:
-    """One sample as a file."""
+    """Write one sample: a PNG if it has one frame, else an MP4."""
     if pixels.shape[1] == 1:
         path = to.path(request, ".png")
         write_image(path, pixels[:, 0])
         return path
     path = to.path(request, ".mp4")
-    # A model may generate some of a clip's frames alone: they last as long as the clip.
+    # Some models only generate a part of a clip's frames: slower playback keeps the length of the clip.
     write_video(path, pixels, to.fps * pixels.shape[1] / request.job.frames)
     return path
 
