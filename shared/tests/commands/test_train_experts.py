@@ -272,12 +272,13 @@ def test_one_expert_alone_draws_with_the_other_as_it_is(
         assert loaded == ["low_noise", *NAMES]
     said = capsys.readouterr().out
     assert (
-        "drawing with the high_noise expert as it is" in said and "drawing with the low_noise expert at step 2" in said
+        "sampling with the high_noise expert with its base weights" in said
+        and "sampling with the low_noise expert at step 2" in said
     )
     assert list((world.folder / "low" / "samples").glob("step-000002-0-*.png"))
     assert world.train("alone", 1, "--experts.train", "low_noise", "--model.transformer", "") == 0
     assert (
-        "no samples: drawing takes all experts, and model.transformer (high_noise) is not there"
+        "no samples: sampling needs all experts, and model.transformer (high_noise) is missing"
         in capsys.readouterr().out
     )
     assert equal(load_file("alone/exports/adapter.safetensors"), world.adapter("alone"))
@@ -288,7 +289,7 @@ def test_narrowed_levels_of_one_expert_are_no_matter_of_drawing_with_both(
 ) -> None:
     narrow = ("--experts.train", "low_noise", "--flow.max_sigma", "0.5")
     assert world.train("low", 1, *narrow) == 0
-    assert "drawing with the high_noise expert as it is" in capsys.readouterr().out
+    assert "sampling with the high_noise expert with its base weights" in capsys.readouterr().out
     assert world.train("low", 1, *narrow) == 0
     assert "is complete" in capsys.readouterr().out
 

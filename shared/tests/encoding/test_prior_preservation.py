@@ -207,7 +207,7 @@ def test_missing_class_pictures_are_drawn_with_the_base_before_training(
     assert [job.seed for job in recorded.jobs] == [0, 1, 2] and recorded.base == [True] * 3
     assert not recorded.loaded, "memory is given back before training"
     assert {(job.frames, job.height, job.width, job.steps) for job in recorded.jobs} == {(1, 16, 16, 2)}
-    assert "drawing 3 pictures of 'a class'" in capsys.readouterr().out
+    assert "generating 3 images of 'a class'" in capsys.readouterr().out
     used = json.loads((world.folder / "run" / "data.json").read_text())
     assert {"prior: class-00000", "prior: class-00001", "prior: class-00002"} < used.keys()
     assert world.text.loads == 1, "the prompt is encoded with the captions"
@@ -280,7 +280,7 @@ def test_what_cannot_be_drawn_is_said_before_anything_is_encoded(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused(world, capsys, "--adapter.method", "full")
-    assert "3 class pictures are missing" in said and "adapter.method = full" in said
+    assert "3 class images are missing" in said and "adapter.method = full" in said
     world.add("regular/0.png", (16, 16), "pink", "x")
     (world.folder / "regular" / "metadata.jsonl").write_text('{"image": "0.png", "text": "x"}')
     said = refused(world, capsys, "--prior.folder", "regular")
@@ -307,7 +307,7 @@ def test_an_adapter_that_starts_from_a_file_draws_none(world: World, capsys: pyt
     capsys.readouterr()
     assert prior_run(world, "run", 1, *init) == 1
     error = capsys.readouterr().err
-    assert "with adapter.init none are drawn; put them there" in error and error.count("\n") == 1
+    assert "with adapter.init they are not generated; put them there" in error and error.count("\n") == 1
     assert world.text.loads == loads
     for i in range(3):
         world.add(f"regular/{i}.png", (16, 16), "pink", "a class")

@@ -87,7 +87,7 @@ def test_they_are_those_drawn_in_place_and_disturb_nothing(
     check_equal(here, there)
     assert drawn(here) == drawn(there) and len(drawn(here)) == 4 * (2 * 2 + 2)
     assert len(started) == 1 and started[0].environment["CUDA_VISIBLE_DEVICES"] == "" and pending(there) == []
-    assert "waiting for 3 previews that cpu draws" in capsys.readouterr().out
+    assert "waiting for 3 previews from cpu" in capsys.readouterr().out
     assert [drawing.title for drawing in read_sections(there)[0].drawings] == [f"Step {step}" for step in (0, 2, 4, 6)]
     assert (there / "report.html").read_text().count("<img") == 4
 
@@ -165,7 +165,8 @@ def test_what_a_stopped_run_leaves_is_drawn_when_it_goes_on(
     assert world.train("run", 6, *EVERY) == 0
     said = capsys.readouterr()
     assert "is complete at step 6" in said.out and pending(run) == ["step-000002.safetensors"]
-    assert "samples/pending: 1; set sample.device to draw them, or remove them" in said.err.replace("\\", "/")
+    assert "1 previews wait in" in said.err
+    assert "samples/pending; set sample.device to generate them, or remove the files" in said.err.replace("\\", "/")
 
 
 def test_what_waits_of_a_run_that_was_given_up_is_not_drawn_into_the_next(
@@ -189,7 +190,7 @@ def test_a_signal_while_the_last_previews_are_drawn_loses_none(
     with children(world.spec, "is interrupted") as started:
         assert world.train("run", 4, *ELSEWHERE) == 130
     run = world.folder / "run"
-    assert "stopped with 2 previews not drawn" in capsys.readouterr().err and started[0].returncode == 130
+    assert "stopped with 2 previews left" in capsys.readouterr().err and started[0].returncode == 130
     assert pending(run) == ["step-000000.safetensors", "step-000002.safetensors"]
     assert "Complete at step 4." in (run / "report.html").read_text()
     with children(world.spec, "draws"):
@@ -206,8 +207,8 @@ def test_one_that_fails_costs_a_warning_and_can_be_drawn_later(
         assert world.train("run", 4, *ELSEWHERE) == 0
     said = capsys.readouterr().err
     for name in pending(run):
-        assert f"preview {name} was not drawn (status 1): error: no room on this device; it stays in" in said
-    assert "previews not drawn: 2" in said and "the same command tries again" in said
+        assert f"preview {name} was not generated (status 1): error: no room on this device; it stays in" in said
+    assert "previews not generated: 2" in said and "the same command tries again" in said
     assert pending(run) == ["step-000000.safetensors", "step-000002.safetensors"]
     assert [len(child.command) - len(started[0].command) for child in started] == [0, 1], "one was left out"
     assert (run / "complete.json").exists() and {name[:11] for name in drawn(run)} == {"step-000004"}
@@ -235,11 +236,13 @@ def test_the_preview_that_failed_is_named_whatever_else_waits(world: World, caps
         put(folder.pending, Preview(step=3), {})
         take = previews.taker()
         take(7, {})
-        assert f"preview {names[5]} was not drawn (status 1): error: no room on this device" in capsys.readouterr().err
+        assert (
+            f"preview {names[5]} was not generated (status 1): error: no room on this device" in capsys.readouterr().err
+        )
         folder.previews_log.unlink()
         take(8, {})
         said = capsys.readouterr().err
-    assert "previews that were not drawn: 2 (status 1): its log cannot be read; they stay in" in said
+    assert "previews not generated: 2 (status 1): its log cannot be read; they stay in" in said
     left_out = [child.command[len(started[0].command) :] for child in started]
     assert left_out == [[], [names[5]], [names[3], names[5], names[7]]]
 
@@ -257,7 +260,7 @@ def test_a_preview_that_is_removed_while_it_is_drawn_is_not_missed(
         if file.name == "step-000002.safetensors":
             read_preview(file)
 
-    monkeypatch.setattr(preview_process, "_draw", drawing)
+    monkeypatch.setattr(preview_process, "_generate", drawing)
     for step in (2, 4, 6):
         put(folder.pending, Preview(step=step), {})
     preview_process.generate_waiting(world.spec, folder.path, "cpu", 0)
@@ -336,7 +339,7 @@ def test_each_of_two_experts_is_drawn_while_it_trains(experts: TwoExperts, monke
     flags = ("--ema.decay", "0.9", "--sample.steps", "2")
     assert world.train("plain", 2, *flags, "--sample.captions", "0") == 0
     loaded: list[tuple[str, str]] = []
-    turn = expert_turns._turn
+    turn = expert_turns._stage
 
     def noted(run: RunContext, expert: Expert, trained: ExpertWeights, guidance: float) -> DenoiserStage:
         loaded.append((expert.name, trained.preview.name if trained.preview else str(trained.step)))
@@ -349,7 +352,7 @@ def test_each_of_two_experts_is_drawn_while_it_trains(experts: TwoExperts, monke
         asked.append(state.parent.name)
         return latest(state, warn)
 
-    monkeypatch.setattr(expert_turns, "_turn", noted)
+    monkeypatch.setattr(expert_turns, "_stage", noted)
     monkeypatch.setattr(expert_runs, "latest", counted)
     with children(world.spec, "draws") as started:
         every = ("--sample.every_steps", "1", "--sample.device", "cpu", "--sample.captions", "1")
@@ -400,7 +403,7 @@ def test_a_run_of_one_expert_draws_with_the_other_as_it_is(
     flags = (*ELSEWHERE, "--sample.captions", "1", "--sample.steps", "2", "--experts.train", "low_noise")
     with children(world.spec, "draws"):
         assert world.train("low", 3, *flags) == 0
-    assert "drawing with the high_noise expert as it is" in capsys.readouterr().out
+    assert "sampling with the high_noise expert with its base weights" in capsys.readouterr().out
     assert {name[:11] for name in drawn(tmp_path / "low")} == {f"step-{step:06d}" for step in (0, 2, 3)}
     (tmp_path / "toy_high_noise.safetensors").unlink()
     with children(world.spec, "draws") as started:
@@ -422,7 +425,7 @@ def test_the_queue_holds_what_it_is_given(tmp_path: Path) -> None:
     found = read_weights(files[-1])
     assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
     save_file(weights, tmp_path / "step-000007.safetensors")
-    with pytest.raises(UserError, match="is no preview that waits to be drawn; remove it"):
+    with pytest.raises(UserError, match="is not a queued preview; remove it"):
         read_preview(tmp_path / "step-000007.safetensors")
     drop_after(tmp_path, {"high_noise": 999999, "low_noise": -1})
     assert [file.name for file in waiting(tmp_path)] == [

@@ -1,4 +1,4 @@
-"""Samples of a model that trains: made where it is, or by another process from a copy of its weights."""
+"""Samples of a model in training: generated on its devices, or by another process from a copy of its weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +16,14 @@ from ditkit_core.training.callbacks import Callback
 
 
 class SamplesInPlace(Callback):
-    """Samples with the model that trains, which waits for them: previews, and those of the finished model."""
+    """Generates previews, and the samples of the finished model, with the model that trains; training waits for them."""
 
     def __init__(
         self,
         run: RunContext,
         prepared: LoadedModel,
         folder: RunFolder,
-        on_drawn: Callable[[Path], object],
+        on_written: Callable[[Path], object],
         *,
         every_steps: int,
     ):
@@ -33,43 +33,44 @@ class SamplesInPlace(Callback):
             run: The run of one transformer.
             prepared: Its model.
             folder: Where samples go.
-            on_drawn: Called with the folder's path after they are written.
+            on_written: Called with the folder's path after samples are written.
             every_steps: Optimizer steps between two previews; 0 for none.
         """
         self._run, self._prepared, self._folder = run, prepared, folder
-        self._on_drawn, self._every_steps = on_drawn, every_steps
+        self._on_written, self._every_steps = on_written, every_steps
 
     def wants_preview(self, step: int, *, stopping: bool) -> bool:
         # After a signal nobody waits for samples, which take minutes.
         return bool(self._every_steps) and step % self._every_steps == 0 and not stopping
 
     def on_preview(self, step: int) -> None:
-        self._draw(step)
+        self._sample(step)
 
     def finished(self, step: int) -> None:
-        if self._run.expert is None:  # else all experts sample together, once they are trained
-            self._draw(step)
+        if self._run.expert is None:  # samples of a model with experts need all of them, after the last one is trained
+            self._sample(step)
 
-    def _draw(self, step: int) -> None:
+    def _sample(self, step: int) -> None:
         run = self._run
-        turns = single_stage(self._prepared.model, engine_of(run, self._prepared))
+        stages = single_stage(self._prepared.model, engine_of(run, self._prepared))
         generate_samples(
-            run, turns, sample_prompts(run, run.data.dataset.samples), self._folder.samples, f"step-{step:06d}"
+            run, stages, sample_prompts(run, run.data.dataset.samples), self._folder.samples, f"step-{step:06d}"
         )
-        self._on_drawn(self._folder.path)
+        self._on_written(self._folder.path)
 
 
 class QueuedPreviews(Callback):
-    """Writes the trained weights into the queue of a process that samples on another device."""
+    """Copies the trained weights into the queue of a process that samples on another device."""
 
     def __init__(self, run: RunContext, prepared: LoadedModel, previews: Previews):
         self._prepared, self._every_steps = prepared, previews.every_steps
         self._take = previews.taker(run.expert)
 
     def wants_preview(self, step: int, *, stopping: bool) -> bool:
-        # After a signal too: it is a copy of the weights, and the process that samples goes on from the queue at the next start.
+        # After a signal too: it only copies the weights, and the next start generates what is left in the queue.
         return bool(self._every_steps) and step % self._every_steps == 0
 
     def on_preview(self, step: int) -> None:
         with self._prepared.readable():
-            self._take(step, trainable_parameters(self._prepared.model))  # of streamed ones those on the host
+            # Inside `readable`: of streamed blocks these are the values in host memory.
+            self._take(step, trainable_parameters(self._prepared.model))

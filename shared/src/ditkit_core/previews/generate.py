@@ -1,4 +1,4 @@
-"""Samples of a run's [sample] section, with the transformers that are handed in."""
+"""Generates the samples of a run's [sample] section with given transformers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,34 +16,49 @@ from ditkit_core.sampling.render import PromptRequest, SampleFiles, render_sampl
 
 
 def generate_samples(
-    run: RunContext, turns: Sequence[DenoiserStage], scenes: Sequence[SamplePrompt], folder: Path, stem: str
+    run: RunContext, stages: Sequence[DenoiserStage], prompts: Sequence[SamplePrompt], folder: Path, stem: str
 ) -> list[Path]:
-    """Generate what the section asks for, with the transformers that take the steps in turn."""
-    if not scenes:
+    """Generate the samples of some prompts as the section says.
+
+    Args:
+        run: The run.
+        stages: The transformers that take the denoising steps, that of the highest noise levels first.
+        prompts: What to sample; may be empty.
+        folder: Where to write the samples.
+        stem: First part of the file names.
+
+    Returns:
+        The files, as `render_samples` returns them.
+
+    Raises:
+        UserError: If a sample is not finite, or a file cannot be written.
+    """
+    if not prompts:
         return []
     defaults = run.spec.auxiliary.sample_defaults(run.arch)
     config = run.config.sample.resolved(defaults, warn)
-    guided = replace(config, guidance=max(turn.guidance or config.guidance for turn in turns))
-    encode_prompts(run, scenes)
+    # A stage may have its own guidance: the negative prompt is needed if any stage is guided.
+    guided = replace(config, guidance=max(stage.guidance or config.guidance for stage in stages))
+    encode_prompts(run, prompts)
     negative = text_conditions(run, config.negative) if guided.uses_negative(defaults) else None
     requests = []
-    for number, scene in enumerate(scenes):
-        told = conditions_of(run, scene)
+    for number, prompt in enumerate(prompts):
+        extra_conditions = conditions_of(run, prompt)
         jobs = requests_of(
-            scene,
+            prompt,
             config,
-            conditions={**text_conditions(run, scene.prompt), **told},
-            negative=negative and {**negative, **told},
-            references=reference_latents(run, scene.references),
+            conditions={**text_conditions(run, prompt.prompt), **extra_conditions},
+            negative=negative and {**negative, **extra_conditions},  # guidance is about the text alone
+            references=reference_latents(run, prompt.references),
         )
-        requests += [PromptRequest(number=number, prompt=scene.prompt, job=job) for job in jobs]
+        requests += [PromptRequest(number=number, prompt=prompt.prompt, job=job) for job in jobs]
     to = SampleFiles(folder=folder, stem=stem, fps=run.data.fps, images=config.images)
     with progress("sample", len(requests) * config.steps) as bar:
-        return render_samples(turns, run.auxiliary.sampler, requests, to, bar.advance)
+        return render_samples(stages, run.auxiliary.sampler, requests, to, bar.advance)
 
 
 def text_conditions(run: RunContext, text: str) -> Mapping[str, Tensor]:
-    """A text's encoded tensors, which are in the cache."""
+    """The encoded tensors of a text, which must be in the cache."""
     tensors = run.data.cache.get("text", text_key(text, run.auxiliary.encoders[1]))
     assert tensors is not None, text
     return tensors

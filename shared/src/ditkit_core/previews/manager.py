@@ -1,9 +1,8 @@
-"""Previews drawn on a device that does not train, by a process of its own, while training goes on.
+"""Generates previews on a device that does not train, in a separate process, while training continues.
 
-All that training waits for is that the weights are copied into a file of the queue. One process at a time draws what waits there
-(`worker.py`); it draws the files one after the other and ends when none is left, so that the model is loaded once as long as
-there is something to do. It ends with its parent, however that ends: its standard input is a pipe from the parent, which the operating
-system closes.
+Training only waits until the weights are copied into a file of the queue. One worker process at a time (`worker.py`) generates the previews
+of the queue's files, one after the other. It ends when none is left, so the model stays loaded as long as there is work. The worker also ends
+with its parent, however the parent ends: its standard input is a pipe from the parent, which the operating system closes.
 """
 
 import os
@@ -31,75 +30,77 @@ from ditkit_core.run.context import RunContext
 from ditkit_core.run.expert_runs import runs_of, saved_step
 
 GRACE_SECONDS = 20.0
-"""What the drawing process is given to end by itself."""
+"""Time for the worker to end by itself before it is killed."""
 _LOOK_SECONDS = 0.2
 _TAIL_CHARACTERS = 4096
+"""Longest message that is taken from the last line of the worker's log."""
 
 
 @contextmanager
 def previews_of(
-    run: RunContext, folder: RunFolder, on_drawn: Callable[[Path], object], *, trains: bool = True
+    run: RunContext, folder: RunFolder, on_written: Callable[[Path], object], *, trains: bool = True
 ) -> Iterator["Previews | None"]:
-    """Draw a run's previews on `sample.device` for as long as the block lasts, beginning with those that were left from before.
+    """Generate a run's previews on `sample.device` while the context is open, beginning with those left in the queue.
 
     Args:
-        run: The run; of several experts, that of all.
-        folder: Its folder, which this process holds, with its configuration stored.
-        on_drawn: Called with each folder whose samples changed, when all are drawn.
-        trains: Whether the run goes on from its latest save, so that what waits of later steps is not of its course; else all is drawn.
+        run: The run; with several experts, the run of all of them.
+        folder: Its folder, locked by this process, with the configuration stored.
+        on_written: Called with each folder whose samples changed, after all previews are generated.
+        trains: Whether training continues from the latest save. Then previews of later steps are dropped, because these steps are
+            repeated; else all previews in the queue are generated.
 
     Yields:
-        What takes the previews; None if they are drawn where the model is trained.
+        The object that takes the previews; None if they are generated on the devices that train.
     """
     if trains:
         _drop_abandoned(run, folder.pending)
     if not run.config.sample.device:
         if left := len(waiting(folder.pending)):
-            warn(f"previews that wait in {folder.pending}: {left}; set sample.device to draw them, or remove them")
+            warn(f"{left} previews wait in {folder.pending}; set sample.device to generate them, or remove the files")
         yield None
         return
     every_steps = run.config.sample.every_steps if run.config.sample.prompts or run.config.sample.captions else 0
     if lacking := why_no_samples(run):
         warn(f"no previews: {lacking}")
         every_steps = 0
-    with Previews(run, folder, every_steps, on_drawn) as previews:
+    with Previews(run, folder, every_steps, on_written) as previews:
         yield previews
 
 
-def generate_left(run: RunContext, folder: RunFolder, on_drawn: Callable[[Path], object]) -> None:
-    """Draw the previews of a complete run that are still to be drawn; `on_drawn` as for `previews_of`."""
+def generate_left(run: RunContext, folder: RunFolder, on_written: Callable[[Path], object]) -> None:
+    """Generate the previews of a complete run that are left in its queue; `on_written` as for `previews_of`."""
     if not waiting(folder.pending):
         return
-    with previews_of(run, folder, on_drawn, trains=False) as previews:
+    with previews_of(run, folder, on_written, trains=False) as previews:
         if previews is not None:
             previews.wait()
 
 
 def _drop_abandoned(run: RunContext, pending: Path) -> None:
-    """Remove what waits of steps after the latest save, from which training goes on: it takes these steps again."""
+    """Remove previews of steps after the latest save: training continues from there and repeats these steps."""
     experts = {named(path)[0] for path in waiting(pending)}
     saved: dict[str, int] = {}
     for each in runs_of(run):
         name = "" if each.expert is None else each.expert.name
-        if name in experts:  # else no save is read for nothing
-            step = saved_step(each, lambda _: None)  # training says it
+        if name in experts:  # reading a save takes time, so only for experts that have previews in the queue
+            step = saved_step(each, lambda _: None)  # no warning about a broken save here: training gives it
             saved[name] = -1 if step is None else step
     try:
         drop_after(pending, saved)
     except OSError as error:
-        warn(f"a preview of weights that are trained anew stays in {pending}: {error.strerror or error}")
+        warn(f"could not remove an outdated preview in {pending}: {error.strerror or error}")
 
 
 class Previews:
-    """The previews of a run and the process that draws them.
+    """The previews of a run and the process that generates them.
 
     Attributes:
         every_steps: Optimizer steps between two of them; 0 for none.
     """
 
-    def __init__(self, run: RunContext, folder: RunFolder, every_steps: int, on_drawn: Callable[[Path], object]):
+    def __init__(self, run: RunContext, folder: RunFolder, every_steps: int, on_written: Callable[[Path], object]):
         self.every_steps = every_steps
-        self._run, self._folder, self._on_drawn = run, folder, on_drawn
+        self._run, self._folder, self._on_written = run, folder, on_written
         self._device = choose_device(run.config.sample.device, "sample.device")
         self._child: subprocess.Popen[bytes] | None = None
         self._failed: set[str] = set()
@@ -113,7 +114,7 @@ class Previews:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the drawing process if it is at work; what it has not drawn stays in the queue."""
+        """End the worker if it is running; unfinished previews stay in the queue."""
         child, self._child = self._child, None
         if child is None:
             return
@@ -125,15 +126,15 @@ class Previews:
             child.wait()
 
     def taker(self, expert: Expert | None = None) -> Callable[[int, Mapping[str, Tensor]], None]:
-        """What has previews drawn while one transformer trains. What hinders it costs a warning, never the run.
+        """A function that queues previews while one transformer trains. Its failures are warnings and never stop the run.
 
-        The saves of the other experts are read here, once: they do not change meanwhile.
+        The saves of the other experts are read here, once: they do not change while this expert trains.
 
         Args:
-            expert: Which one trains; None if the model has one transformer.
+            expert: The expert that trains; None if the model has one transformer.
 
         Returns:
-            A function of the optimizer step and what is trained, by canonical name, as it is to be drawn with; written before it returns.
+            A function of the optimizer step and the trained parameters by canonical name. It returns after they are written.
         """
         saved: dict[str, int] = {}
         if expert is not None and self.every_steps:
@@ -156,42 +157,43 @@ class Previews:
         return take
 
     def wait(self) -> None:
-        """Wait until everything is drawn that can be.
+        """Wait until all previews are generated, except those that failed.
 
         Raises:
-            Stopped: If a signal ended it early.
+            Interrupted: If a signal ended it early.
         """
         self._look()
         self._start()
         if self._child is not None:
-            say(f"waiting for {len(self._left())} previews that {self._device} draws ({self._folder.previews_log})")
+            say(f"waiting for {len(self._left())} previews from {self._device} ({self._folder.previews_log})")
         with Interrupts() as interrupts:
             while self._child is not None:
                 if interrupts.requested:
                     raise Interrupted(
-                        f"stopped with {len(self._left())} previews not drawn, which wait in {self._folder.pending}; the same command "
-                        "draws them"
+                        f"stopped with {len(self._left())} previews left in {self._folder.pending}; the same command generates them"
                     )
                 with suppress(subprocess.TimeoutExpired):
                     self._child.wait(_LOOK_SECONDS)
                 self._look()
                 self._start()
         for path in {self._folder.path, *(Path(each.config.run.folder) for each in runs_of(self._run))}:
-            self._on_drawn(path)
+            self._on_written(path)
         if left := len(waiting(self._folder.pending)):
-            warn(f"previews not drawn: {left}, in {self._folder.pending}; the same command tries again")
+            warn(f"previews not generated: {left}, in {self._folder.pending}; the same command tries again")
 
     def _left(self) -> list[Path]:
-        """What waits and was not tried in vain."""
+        """The files of the queue that have not failed yet."""
         return [path for path in waiting(self._folder.pending) if path.name not in self._failed]
 
     def _start(self) -> None:
-        """Start the process if there is something to draw and none is at work."""
+        """Start the worker if previews are left and none is running."""
         if self._child is not None or not self._left():
             return
         devices = self._run.devices
         streamed = 0
-        if self._device.type != "cpu":  # as many blocks as training streams: what does not fit there does not fit here
+        if (
+            self._device.type != "cpu"
+        ):  # as many blocks as training streams: the model may not fit without it here either
             streamed = sum(per_device(self._run.config.train.swap_blocks, len(devices), "train.swap_blocks"))
         command = [sys.executable, "-P", "-m", "ditkit_core.previews.worker", self._run.spec.import_path]
         command += [str(self._folder.path), self._device.type, str(streamed), *sorted(self._failed)]
@@ -200,14 +202,20 @@ class Previews:
                 self._log_start = log.tell()
                 # The pipe ends the child: the operating system closes it with this process, whatever ends that.
                 self._child = subprocess.Popen(
-                    command, env=_environment(self._device), stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
-                    start_new_session=True, creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
-                )  # fmt: skip
+                    command,
+                    env=_environment(self._device),
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    # A session (or group) of its own: Ctrl-C goes to training, which decides what happens to the previews.
+                    start_new_session=True,
+                    creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+                )
         except OSError as error:
-            warn(f"previews wait: no process to draw them could be started ({error.strerror or error})")
+            warn(f"previews wait: the process that generates them could not be started ({error.strerror or error})")
 
     def _look(self) -> None:
-        """Take note of a process that has ended."""
+        """Check whether the worker has ended, and note its failure."""
         child = self._child
         if child is None or child.poll() is None:
             return
@@ -217,23 +225,23 @@ class Previews:
             self._note_failure(child.returncode)
 
     def _note_failure(self, status: int) -> None:
-        """Leave out what a process failed at, so that the next one does not fail at it again: all that waits, if it came to no file."""
-        begun, words = self._said()
+        """Skip the file that the worker failed at, so that the next worker goes on with others; if it began none, skip all of them."""
+        begun, words = self._last_output()
         left = [path.name for path in self._left()]
         if begun in left:
             self._failed.add(begun)
-            what, stays = f"preview {begun} was not drawn", "it stays"
+            what, stays = f"preview {begun} was not generated", "it stays"
         else:
             self._failed.update(left)
-            what, stays = f"previews that were not drawn: {len(left)}", "they stay"
+            what, stays = f"previews not generated: {len(left)}", "they stay"
         warn(
-            f"{what} (status {status}): {words}; {stays} in {self._folder.pending}, and all that the process said is in "
+            f"{what} (status {status}): {words}; {stays} in {self._folder.pending}, and the output of the process is in "
             f"{self._folder.previews_log}"
         )
 
-    def _said(self) -> tuple[str, str]:
-        """Which file the process began last, empty if none, and its last words."""
-        begun, words = "", "it said nothing"
+    def _last_output(self) -> tuple[str, str]:
+        """The file that the worker began last, empty if none, and the last line of its output."""
+        begun, words = "", "it printed nothing"
         try:
             with open(self._folder.previews_log, "rb") as log:
                 log.seek(self._log_start)
@@ -248,11 +256,11 @@ class Previews:
 
 
 def visible_devices(device: torch.device, environment: Mapping[str, str]) -> str:
-    """`CUDA_VISIBLE_DEVICES` of a process that is to see one device alone, and so can touch no memory of another.
+    """`CUDA_VISIBLE_DEVICES` of a process that sees one device only, so that it cannot use memory of the devices that train.
 
     Args:
-        device: As this process counts devices.
-        environment: Of this process, which may see some of them only.
+        device: The device, with its index in this process.
+        environment: The environment of this process, in which only some devices may be visible.
     """
     if device.type == "cpu":
         return ""
@@ -261,7 +269,7 @@ def visible_devices(device: torch.device, environment: Mapping[str, str]) -> str
 
 
 def _environment(device: torch.device) -> dict[str, str]:
-    """What the process finds: the one device, and our modules wherever this process has them from."""
+    """The environment of the worker: one visible device, and this process's module search path."""
     return {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": visible_devices(device, os.environ),

@@ -1,4 +1,4 @@
-"""The transformers that draw with what a run trained: of a model with several experts each is loaded when its turn comes."""
+"""The transformers that sample with a run's trained weights; an expert is loaded when its denoising steps begin."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,39 +30,40 @@ from ditkit_core.training.validation import HeldOutConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertWeights:
-    """Where the trained weights of an expert come from; neither is its base alone."""
+    """Source of the trained weights of an expert; without any it samples with its base weights."""
 
     folder: Path | None = None
-    """A run's folder, whose save is taken."""
+    """A run's folder, whose save is loaded."""
     step: int | None = None
-    """Which save, if it is still there; None for the latest."""
+    """Step of the save, if it still exists; None, or a save that is gone, means the latest."""
     file: str = ""
     """An adapter file."""
     preview: Path | None = None
-    """The weights of a preview that waits to be drawn."""
+    """A queued preview, whose weights are loaded."""
 
 
 def denoiser_stages(run: RunContext, trained: Mapping[str, ExpertWeights]) -> list[DenoiserStage]:
-    """All experts of a run's model, each loaded when its turn to take steps comes.
+    """All experts of a run's model as stages; each is loaded when its denoising steps begin.
 
     Args:
         run: The run.
-        trained: By name of the expert what was trained of it; the others draw as they are.
+        trained: Maps the name of an expert to its trained weights; experts that are missing use their base weights.
     """
     chosen = run.config.sample.guidance
-    return [_turn(run, expert, trained.get(expert.name, ExpertWeights()), chosen) for expert in run.experts]
+    return [_stage(run, expert, trained.get(expert.name, ExpertWeights()), chosen) for expert in run.experts]
 
 
-def _turn(run: RunContext, expert: Expert, trained: ExpertWeights, guidance: float) -> DenoiserStage:
-    alone = _for_drawing(run, expert, trained)
+def _stage(run: RunContext, expert: Expert, trained: ExpertWeights, guidance: float) -> DenoiserStage:
+    alone = _for_sampling(run, expert, trained)
 
     @contextmanager
     def opened() -> Iterator[tuple[Any, BlockEngine]]:
-        drawing, unloaded = build_with_adapter(alone, trained.file) if trained.file else (alone, build_model(alone))
-        prepared = load_model(drawing, unloaded, place(drawing, unloaded))
-        what = "as it is"
+        sampling, unloaded = build_with_adapter(alone, trained.file) if trained.file else (alone, build_model(alone))
+        prepared = load_model(sampling, unloaded, place(sampling, unloaded))
+        what = "with its base weights"
         if trained.folder is not None:
             folder = RunFolder(trained.folder)
+            # A preview may be generated long after it was queued, when the other expert's save has been replaced.
             kept = trained.step is not None and folder.save(trained.step).is_dir()
             what = f"at step {load_trained(prepared, folder, trained.step if kept else None)}"
         elif trained.preview is not None:
@@ -70,49 +71,54 @@ def _turn(run: RunContext, expert: Expert, trained: ExpertWeights, guidance: flo
             what = f"with the weights of {trained.preview.name}"
         elif trained.file:
             what = f"with {trained.file}"
-        say(f"drawing with the {expert.name} expert {what}")
-        yield prepared.model, engine_of(drawing, prepared)
+        say(f"sampling with the {expert.name} expert {what}")
+        yield prepared.model, engine_of(sampling, prepared)
 
     return DenoiserStage(opened=opened, guidance=guidance or expert.guidance, min_sigma=expert.min_sigma)
 
 
 def build_with_adapter(run: RunContext, file: str) -> tuple[RunContext, MetaModel]:
-    """A run that draws with an adapter file, and its model before weights are read.
+    """A run that samples with an adapter file, and its model on `meta`.
 
-    What the run would train does not matter: rank, scale and layers are the file's. If its modules differ in rank or scale it is merged.
+    The run's own [adapter] section is ignored: rank, scale and layers come from the file. If its modules differ in rank or scale, the file is
+    merged into the base instead.
 
     Raises:
-        UserError: If the file is not there, is no adapter, or does not fit the model.
+        UserError: If the file does not exist, is not an adapter, or does not fit the model.
     """
     config = run.config
-    drawing = with_config(run, replace(config, adapter=AdapterConfig(init=file)))
+    sampling = with_config(run, replace(config, adapter=AdapterConfig(init=file)))
     try:
-        return drawing, build_model(drawing)
+        return sampling, build_model(sampling)
     except MixedAdapter:
-        merge = (*config.base.merge, f"{file}@1")  # else an @ in its name would be a strength
-        drawing = with_config(run, replace(config, adapter=AdapterConfig(), base=replace(config.base, merge=merge)))
-        return drawing, build_model(drawing)
+        merge = (*config.base.merge, f"{file}@1")  # explicit strength: an @ in the file's name would be read as one
+        sampling = with_config(run, replace(config, adapter=AdapterConfig(), base=replace(config.base, merge=merge)))
+        return sampling, build_model(sampling)
 
 
-def _for_drawing(run: RunContext, expert: Expert, trained: ExpertWeights) -> RunContext:
-    # Which levels are trained and measured is no matter of drawing, and those of one expert may leave nothing to the other.
+def _for_sampling(run: RunContext, expert: Expert, trained: ExpertWeights) -> RunContext:
+    # Defaults for the noise levels of training and validation: sampling does not use them, and those set for one expert may leave
+    # no level to the other, which its checks would refuse.
     config = replace(config_of(run, expert), flow=FlowConfig(), held_out=HeldOutConfig())
-    if trained.folder is None and trained.preview is None:  # an adapter at zero, or a file's own
+    if trained.folder is None and trained.preview is None:  # the adapter is zero, or comes from a file
         config = replace(config, adapter=replace(config.adapter, method="lora", init=""))
-    if not is_joint(run) and run.expert != expert:  # what is merged is the trained expert's
+    if not is_joint(run) and run.expert != expert:  # base.merge of such a run is for the expert that it trains
         config = replace(config, base=replace(config.base, merge=()))
     return with_config(run, config)
 
 
 def trained_weights_in(run: RunContext, *, without: Expert | None = None) -> tuple[dict[str, ExpertWeights], int]:
-    """What a run has saved of its experts, by name, and the step of the latest save.
+    """The saved weights of a run's experts.
 
     Args:
         run: The run.
-        without: An expert that is not looked at.
+        without: An expert that is skipped.
+
+    Returns:
+        The weights by name of the expert, and the step of the latest save.
 
     Raises:
-        UserError: If there are saves of an expert, and none can be used.
+        UserError: If an expert has saves and none of them can be used.
     """
     trained: dict[str, ExpertWeights] = {}
     newest = 0
@@ -125,36 +131,36 @@ def trained_weights_in(run: RunContext, *, without: Expert | None = None) -> tup
 
 
 def load_preview_weights(prepared: LoadedModel, path: Path) -> None:
-    """Put the weights of a preview that waits to be drawn into the model.
+    """Load the weights of a queued preview into the model.
 
     Raises:
-        UserError: If the file is damaged, or of another model or adapter.
+        UserError: If the file is damaged, or belongs to another model or adapter.
     """
     weights = read_weights(path)
     with prepared.readable():
         parameters = trainable_parameters(prepared.model)
         if {name: value.shape for name, value in weights.items()} != {n: p.shape for n, p in parameters.items()}:
-            raise UserError(f"{path} holds the weights of another model or adapter; remove it")
+            raise UserError(f"{path} contains the weights of another model or adapter; remove it")
         copy_values(parameters, weights)
     if prepared.streamer is not None:
-        prepared.streamer.host_changed()
+        prepared.streamer.host_changed()  # streamed blocks are copied from page-locked buffers, which must be refilled
 
 
 def generate_trained(run: RunContext, folder: RunFolder, step: int) -> None:
-    """Draw what a finished run is to draw, with all experts as they are trained, one loaded at a time."""
-    scenes = sample_prompts(run, run.data.dataset.samples)
-    if not scenes:
+    """Generate the samples of a finished run with all trained experts, one loaded at a time."""
+    prompts = sample_prompts(run, run.data.dataset.samples)
+    if not prompts:
         return
     if lacking := why_no_samples(run):
         say(f"no samples: {lacking}")
     else:
         generate_samples(
-            run, denoiser_stages(run, trained_weights_in(run)[0]), scenes, folder.samples, f"step-{step:06d}"
+            run, denoiser_stages(run, trained_weights_in(run)[0]), prompts, folder.samples, f"step-{step:06d}"
         )
 
 
 def why_no_samples(run: RunContext) -> str:
-    """Why a run of one expert cannot draw: another is not there; empty if all are, here or on the hub."""
+    """Why a run of one expert cannot sample: another expert is missing. Empty if all are here or in the hub's cache."""
     model = run.config.model
     for expert in run.experts:
         try:
@@ -162,5 +168,5 @@ def why_no_samples(run: RunContext) -> str:
         except UserError as error:
             return str(error)
         if found is None:
-            return f"drawing takes all experts, and model.{expert.part} ({expert.name}) is not there"
+            return f"sampling needs all experts, and model.{expert.part} ({expert.name}) is missing"
     return ""

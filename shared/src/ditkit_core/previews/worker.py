@@ -1,6 +1,6 @@
-"""The process that draws previews: `python -m ditkit_core.previews.worker SPEC FOLDER DEVICE STREAMED [FILE…]`, started by `manager.py`.
+"""The process that generates previews: `python -m ditkit_core.previews.worker SPEC FOLDER DEVICE STREAMED [FILE…]`, started by `manager.py`.
 
-It draws what waits in a run's queue, in order, and ends when nothing is left or when its parent does.
+It generates the previews of a run's queue, in order, and ends when none is left or when its parent ends.
 """
 
 import _thread
@@ -37,31 +37,32 @@ from ditkit_core.sampling.denoise import DenoiserStage, single_stage
 from ditkit_core.sampling.prompts import SamplePrompt
 
 _GRACE_SECONDS = 10.0
-"""Between the end of the parent and that of this process, if what it is at cannot be interrupted."""
+"""Time between the end of the parent and that of this process, if its work cannot be interrupted."""
 _NICENESS = 10
-"""Where it shares processors with training, training has them first."""
+"""Lower priority than training, with which it may share the processors."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Draw.
+    """Generate all previews of a queue.
 
     Args:
-        arguments: `ModelSpec.found_at`; the run's folder; `cpu` or `cuda`; blocks whose weights are streamed; names of files of the queue
-            that are left where they are.
+        arguments: `ModelSpec.import_path`; the run's folder; `cpu` or `cuda`; number of streamed blocks; names of queue files to skip.
 
     Returns:
-        The exit status: 0; 1 for what a person can mend, said in the last line; 130 when the parent is gone.
+        The exit status: 0 for success; 1 for a mistake that the user can fix, with the message in the last line; 130 when the parent has
+        ended.
     """
     prepare_streams()
     hush_libraries()
     compute_fp32_in_fp32()
     if lower := getattr(os, "nice", None):  # not on Windows
         lower(_NICENESS)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which may have been inherited as ignored
+    # A parent may have left SIGINT ignored, which children inherit; `_end_with_parent` needs it to interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    import_path, folder, device, streamed, *left_out = arguments
+    import_path, folder, device, streamed, *skipped = arguments
     try:
-        generate_waiting(spec_at(import_path), Path(folder), device, int(streamed), left_out)
+        generate_waiting(spec_at(import_path), Path(folder), device, int(streamed), skipped)
     except UserError as error:
         warn(f"error: {error}")
         return 1
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def spec_at(import_path: str) -> ModelSpec:
-    """The spec that says it is found here."""
+    """Import the spec with this `ModelSpec.import_path`."""
     module, _, name = import_path.partition(":")
     found = getattr(importlib.import_module(module), name)
     assert isinstance(found, ModelSpec), import_path
@@ -79,85 +80,91 @@ def spec_at(import_path: str) -> ModelSpec:
 
 
 def generate_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, left_out: Collection[str] = ()) -> None:
-    """Draw the previews that wait in a run's folder, those too that come meanwhile; each file goes when it is drawn.
+    """Generate the queued previews of a run's folder, including those that are added meanwhile; each file is removed when it is done.
 
-    One that somebody removes meanwhile is not missed.
+    A file that somebody else removes meanwhile is no error.
 
     Args:
         spec: The model family.
         path: The run's folder.
-        device: Where to draw.
-        streamed: Blocks whose weights stay in host memory.
-        left_out: Names of files that are not tried.
+        device: Device to sample on.
+        streamed: Number of blocks whose weights stay in host memory.
+        left_out: Names of queue files to skip.
 
     Raises:
-        UserError: For whatever the person can mend; what is not drawn stays.
+        UserError: For mistakes that the user can fix; previews that are left stay in the queue.
     """
     config = elsewhere(resolve(RunConfig, stored=path), device, streamed)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     run = resolve_arch(create_run(spec, config))
-    scenes = sample_prompts(run, [] if run.config.sample.prompts else run.data.dataset.samples)
+    prompts = sample_prompts(run, [] if run.config.sample.prompts else run.data.dataset.samples)
     prepared: LoadedModel | None = None
     while left := [file for file in waiting(RunFolder(path).pending) if file.name not in left_out]:
         file = left[0]
-        say(f"process {os.getpid()}{DRAWS}{file.name}")  # before anything of it can fail
+        say(f"process {os.getpid()}{DRAWS}{file.name}")  # first: the parent reads here which file failed
         try:
             written = file.stat().st_mtime_ns
-            prepared = _draw(run, prepared, file, scenes)
+            prepared = _generate(run, prepared, file, prompts)
         except (UserError, FileNotFoundError):
             if file.exists():
                 raise
             say(f"{file.name} was removed")
             continue
         with suppress(FileNotFoundError):
-            # A run that was put back to a save may have asked for this step anew.
+            # A run that was set back to an earlier save may have queued this step again: then its file stays.
             if file.stat().st_mtime_ns == written:
                 file.unlink()
 
 
-def _draw(
-    run: RunContext, prepared: LoadedModel | None, file: Path, scenes: Sequence[SamplePrompt]
+def _generate(
+    run: RunContext, prepared: LoadedModel | None, file: Path, prompts: Sequence[SamplePrompt]
 ) -> LoadedModel | None:
-    """Draw one file.
+    """Generate the preview of one file.
 
     Args:
-        run: The run as it draws here.
-        prepared: The model, if it has one transformer and that was loaded.
-        file: Of the queue.
-        scenes: What to draw.
+        run: The run, configured for this device.
+        prepared: The model, if it has one transformer and is loaded already.
+        file: The file of the queue.
+        prompts: What to sample.
 
     Returns:
-        The model for the next one; None if each expert is loaded when its turn comes.
+        The loaded model for the next file; None for a model with experts, which are loaded for each preview.
     """
     preview = read_preview(file)
     expert: Expert | None = None
-    turns: Sequence[DenoiserStage]
+    stages: Sequence[DenoiserStage]
     if run.experts:
         expert = _expert(run, file, preview)
-        turns = _turns(run, file, preview)
+        stages = _stages(run, file, preview)
     else:
         if prepared is None:
             unloaded = build_model(run)
             prepared = load_model(run, unloaded, place(run, unloaded))
         load_preview_weights(prepared, file)
-        turns = single_stage(prepared.model, engine_of(run, prepared))
-    generate_samples(run, turns, scenes, folder_of(run, expert).samples, f"step-{preview.step:06d}")
+        stages = single_stage(prepared.model, engine_of(run, prepared))
+    generate_samples(run, stages, prompts, folder_of(run, expert).samples, f"step-{preview.step:06d}")
     return prepared
 
 
 def elsewhere(config: RunConfig, device: str, streamed: int) -> RunConfig:
-    """A run's configuration for drawing on one device that need not be of those it trains on.
+    """A run's configuration for sampling on one device, which need not be one that it trains on.
 
     Args:
-        config: The run's.
-        device: Where to draw, and to encode what the cache has lost meanwhile.
-        streamed: Blocks whose weights stay in host memory.
+        config: The run's configuration.
+        device: Device to sample on, and to encode prompts on that the cache has lost meanwhile.
+        streamed: Number of blocks whose weights stay in host memory.
     """
     train = replace(
-        config.train, device=device, devices=(), split_points=(), reserve=(), pipelined=False, checkpointing="none",
+        config.train,
+        device=device,
+        devices=(),
+        split_points=(),
+        reserve=(),
+        pipelined=False,
+        checkpointing="none",
         swap_blocks=(streamed,) if streamed else (),
-    )  # fmt: skip
+    )
     return replace(
         config, train=train, encode=replace(config.encode, device=device), sample=replace(config.sample, device="")
     )
@@ -167,11 +174,11 @@ def _expert(run: RunContext, file: Path, preview: Preview) -> Expert:
     for expert in run.experts:
         if expert.name == preview.expert:
             return expert
-    raise UserError(f"{file} holds weights of no expert of this model; remove it")
+    raise UserError(f"{file} contains weights of no expert of this model; remove it")
 
 
-def _turns(run: RunContext, file: Path, preview: Preview) -> Sequence[DenoiserStage]:
-    """All experts, the one of the preview with its weights, the others as they were trained when it was asked for."""
+def _stages(run: RunContext, file: Path, preview: Preview) -> Sequence[DenoiserStage]:
+    """All experts: the one of the preview with its weights, the others with their saves at the time it was queued."""
     others = {each.name: each for each in run.experts if each.name in preview.others}
     trained = {
         name: ExpertWeights(folder=folder_of(run, each).path, step=preview.others[name])
@@ -181,7 +188,7 @@ def _turns(run: RunContext, file: Path, preview: Preview) -> Sequence[DenoiserSt
 
 
 def _end_with_parent() -> None:
-    """Interrupt the main thread when the pipe from the parent is closed, and end the process if that does not."""
+    """Interrupt the main thread when the pipe from the parent is closed, and end the process if that is not enough."""
     while os.read(0, 1):
         pass
     _thread.interrupt_main()
