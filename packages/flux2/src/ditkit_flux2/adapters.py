@@ -1,8 +1,8 @@
-"""What readers of adapter files make of FLUX.2's: which modules they would ignore or misread, form by form.
+"""How other programs read FLUX.2's adapter files: which modules each ignores or misreads, form by form.
 
-Measured by loading an adapter on each Linear layer alone, in each form, with diffusers 0.42: `Flux2LoraLoaderMixin` takes every
-one of them, those outside the blocks too, and gets one wrong. Readers of the official form that keep the official names have
-nothing to get wrong, but a file that means two things is not written.
+Measured by loading an adapter on each Linear layer alone, in each form, with diffusers 0.42: `Flux2LoraLoaderMixin` loads every
+one of them, also those outside the blocks, and misreads one. Programs that keep the official names misread none, but a file that
+two programs read differently is not written.
 """
 
 from collections.abc import Collection, Mapping
@@ -15,7 +15,7 @@ MISREAD: Mapping[str, Mapping[str, str]] = {
         "head.adaLN_modulation.1": "diffusers renames it but leaves shift and scale in the official order, which is not its own"
     }
 }
-"""By form and module of ours: what goes wrong."""
+"""What goes wrong, by form and by our name of the module."""
 
 
 def check_adapter(form: str, modules: Collection[str]) -> None:
@@ -26,12 +26,13 @@ def check_adapter(form: str, modules: Collection[str]) -> None:
         modules: The adapted modules, by our names.
 
     Raises:
-        UserError: Naming the module, and how to do without that form.
+        UserError: If a module is misread; the message names the module and another form.
     """
+    # An error, not a warning: diffusers loads such a file without a word, and its images are wrong.
     for module, reason in MISREAD.get(form, {}).items():
         if module in modules:
             raise UserError(
-                f"export.forms: the {form} form cannot hold an adapter on {module} ({reason}); "
+                f"export.forms: the {form} form cannot store an adapter on {module} ({reason}); "
                 'set export.forms = ["diffusers"], or leave the module out of adapter.targets'
             )
 
@@ -39,11 +40,11 @@ def check_adapter(form: str, modules: Collection[str]) -> None:
 _CONVERT = "write it with --to diffusers"
 _ADALN = "head.adaLN_modulation.1"
 _DROPPED = ("embed.guidance_in.", "embed.double_stream_modulation_", "embed.single_stream_modulation.", _ADALN)
-"""What diffusers leaves out of kohya's names, with a warning."""
+"""Modules that diffusers skips, with a warning, in files with kohya's names."""
 
 
 def readers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
-    """What programs make of a file: empty where one loads all of it."""
+    """What is wrong with a file, by program; empty for a program that loads all of it."""
     return {
         "diffusers": _diffusers(layout, modules),
         "ComfyUI": _comfyui(layout),
@@ -73,7 +74,7 @@ def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
 def _comfyui(layout: AdapterLayout) -> str:
     if layout.form in ("videox", "onetrainer", "peft", "prefixed"):
         return "is not known to load these names; write it with --to official"
-    return "draws other pictures with DoRA magnitudes; merge it" if layout.use_dora else ""
+    return "generates other images with DoRA magnitudes; merge it" if layout.use_dora else ""
 
 
 def _diffsynth(layout: AdapterLayout) -> str:
@@ -92,4 +93,4 @@ RULES = AdapterRules(
         r"(img|txt)_mod[._]|norm1(_context)?[._]linear|single_blocks[._]\d+[._]modulation": "FLUX.1's",
     },
 )
-"""What FLUX.2's adapter files need said of them."""
+"""Rules for FLUX.2's adapter files: which programs load them, and which names belong to other models."""

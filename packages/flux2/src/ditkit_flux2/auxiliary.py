@@ -1,4 +1,4 @@
-"""What runs beside the transformer, for a plan: the text encoder and the VAE on `meta`, as large as the files that are here, or as published."""
+"""The models next to the transformer, for the planner: text encoder and VAE on `meta`, in the sizes of the local files or the published ones."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -20,8 +20,8 @@ def auxiliary_models(arch: Flux2Arch, components: ModelPaths) -> Sequence[Auxili
     """The VAE and the text encoder, as the encoders and the sampler use them.
 
     Raises:
-        UserError: If files that are here are damaged or of another model; when the text encoder is built, if no published one is as
-            wide as the model reads.
+        UserError: If local files are damaged or belong to another model. Building the text encoder raises it too, if no published
+            encoder has the width that the model reads.
     """
     vae_config = vae.PUBLISHED
     if components.here("vae"):
@@ -31,9 +31,8 @@ def auxiliary_models(arch: Flux2Arch, components: ModelPaths) -> Sequence[Auxili
         described = text_model.describe(SafetensorsSource.open(components.locate("text_encoder")))
 
     def text_encoder() -> tuple[TextFamily, dict[str, Any]]:
-        return described or text_model.published(
-            arch.text_dim
-        )  # asked when it is needed: the VAE does without an answer
+        # Looked up on demand: a model with an unknown text encoder can still plan its VAE.
+        return described or text_model.published(arch.text_dim)
 
     def build_vae(text_dtype: torch.dtype) -> nn.Module:
         with torch.device("meta"):
@@ -59,9 +58,8 @@ def auxiliary_models(arch: Flux2Arch, components: ModelPaths) -> Sequence[Auxili
         family, config = text_encoder()
         hidden_size, dtype = config["hidden_size"], module.get_parameter("embed_tokens.weight").dtype
         count = text.captions_at_once(len(family.layers) * hidden_size, hidden_size, dtype)
-        shallow = replace(
-            family, layers=(1,)
-        )  # the layers are alike, and no caption keeps anything of one but its hidden state
+        # One layer is enough: all layers have the same size, and a caption keeps only the hidden state of each.
+        shallow = replace(family, layers=(1,))
         return _read(shallow, module, count, device, passing)
 
     return (
@@ -74,8 +72,9 @@ def auxiliary_models(arch: Flux2Arch, components: ModelPaths) -> Sequence[Auxili
 def _read(
     family: TextFamily, module: Any, count: int, device: torch.device, passing: Callable[[], LayerContext]
 ) -> list[Tensor]:
-    """Captions that are padded, and so have a mask each, through the layers."""
+    """Run padded captions, each with a mask, through the layers."""
     ids = [torch.zeros(TEXT_TOKENS, dtype=torch.long).to(device) for _ in range(count)]
     shape = (1, 1, TEXT_TOKENS, TEXT_TOKENS)
+    # Most captions are padded and have a mask, so the plan has one for each.
     masks = [torch.ones(shape, dtype=torch.bool).to(device) for _ in ids]
     return text.features(family, text_model.rotary_of(module, device), ids, masks, passing)

@@ -1,6 +1,6 @@
 """FLUX.2 architectures by name.
 
-Counted on `meta`, as many as in diffusers' model: dev has 32,223,281,152 parameters, klein-9b 9,078,581,248, klein-4b 3,875,544,576.
+Parameters, counted on `meta` and equal to those of diffusers' model: dev has 32,223,281,152 parameters, klein-9b 9,078,581,248, klein-4b 3,875,544,576.
 """
 
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ class Flux2Arch:
     double_layers: int
     """Blocks in which text and image have weights of their own."""
     single_layers: int
-    """Blocks after the join, in which they share them."""
+    """Blocks after the join, in which text and image share weights."""
     text_dim: int
-    """Width of a row of text: three layers of the text encoder side by side."""
+    """Width of a row of text: the concatenated hidden states of three layers of the text encoder."""
     guidance: bool
-    """Whether the strength of guidance is an input, embedded like the noise level."""
+    """Whether the guidance scale is an input, embedded like the noise level."""
     distilled: bool = False
-    """Whether the model was distilled to a few steps: it samples fast and is a poor start for training."""
+    """Whether the model was distilled to a few steps: it samples fast, and training should start from the base model instead."""
     in_channels: int = 128
     out_channels: int = 128
     text_tokens: int = 512
@@ -31,7 +31,7 @@ class Flux2Arch:
     freq_dim: int = 256
     mlp_ratio: float = 3.0
     axes: tuple[int, ...] = (32, 32, 32, 32)
-    """Features of a head that turn with each axis of a position (reference, row, column, text row)."""
+    """Features of a head that are rotated by each axis of a position (reference, row, column, text row)."""
     theta: float = 2000.0
     eps: float = 1e-6
 
@@ -64,10 +64,10 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Flu
 
     Args:
         config: Its content.
-        index: The pipeline's `model_index.json`, which alone says whether the model is distilled; empty if there is none.
+        index: The pipeline's `model_index.json`, the only file that says whether the model is distilled; empty if missing.
 
     Raises:
-        KeyError: If the configuration is another model's.
+        KeyError: If the configuration belongs to another model.
         ValueError: If its sizes contradict each other.
     """
     heads = config["num_attention_heads"]
@@ -77,7 +77,7 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Flu
         double_layers=config["num_layers"],
         single_layers=config["num_single_layers"],
         text_dim=config["joint_attention_dim"],
-        guidance=config.get("guidance_embeds", True),  # files older than the models without it do not say
+        guidance=config.get("guidance_embeds", True),  # files from before the models without guidance do not say
         distilled=index.get("is_distilled", False),
         in_channels=config["in_channels"],
         out_channels=config.get("out_channels") or config["in_channels"],

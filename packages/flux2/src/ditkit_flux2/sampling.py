@@ -1,4 +1,4 @@
-"""Draw pictures with our transformer: Euler steps along its velocity, then the VAE."""
+"""Generate images with our transformer: Euler steps along its velocity, then the VAE."""
 
 from collections.abc import Generator
 from itertools import pairwise
@@ -18,7 +18,7 @@ from ditkit_flux2.schedule import sample_defaults, sigmas
 
 
 class Flux2Sampler:
-    """Euler with the guidance that the architecture knows; a `Sampler` of the core."""
+    """Euler steps with the kind of guidance that the architecture has; a `Sampler` of the core."""
 
     def __init__(self, components: ModelPaths, device: torch.device, *, tiled: bool = False):
         """Find the VAE; nothing is loaded.
@@ -30,17 +30,17 @@ class Flux2Sampler:
         self._device = device
 
     def denoise(self, job: GenerationRequest) -> Generator[float, Denoiser, Tensor]:
-        """Draw one picture.
+        """Generate one image.
 
-        Noise levels are fp64, the picture is fp32 throughout, and noise is drawn on the CPU.
+        Noise levels are fp64 and latents are fp32 throughout. Noise is sampled on the CPU, so that a seed gives the same noise on any device.
 
         Args:
-            job: What to draw; a shift of 0 takes the authors' own for this size and number of steps. Guidance goes into the
-                embedding of a model that has one; another is called with the negative too, unless it is distilled, the job has no
-                negative or its guidance is 1 or less.
+            job: What to generate; a shift of 0 takes the authors' shift for this size and number of steps. Guidance goes into the
+                embedding of a model that has one. Other models are also called with the negative prompt, unless they are distilled,
+                the job has no negative prompt, or its guidance is 1 or less.
 
         Yields:
-            The noise level of each step; what is sent back takes it.
+            The noise level of each step; the caller sends back the denoiser for it.
 
         Returns:
             fp32 [channels, 1, height, width] on the sampler's device.
@@ -51,7 +51,7 @@ class Flux2Sampler:
         latents = noise.to(self._device)
         references = [reference.to(self._device) for reference in job.references]
 
-        wanted = job.conditions["text"].to(self._device)
+        positive = job.conditions["text"].to(self._device)
         negative = None if job.negative is None else job.negative["text"].to(self._device)
 
         def velocity(denoiser: Denoiser, text: Tensor, sigma: Tensor) -> Tensor:
@@ -64,10 +64,11 @@ class Flux2Sampler:
             denoiser = yield float(sigma)
             arch: Flux2Arch = denoiser.model.embed.arch
             calls_twice = sample_defaults(arch).guided_by == "negative" and denoiser.guidance > 1
-            guided = velocity(denoiser, wanted, sigma)
+            guided = velocity(denoiser, positive, sigma)
             if calls_twice and negative is not None:
                 unconditional = velocity(denoiser, negative, sigma)
                 guided = unconditional + denoiser.guidance * (guided - unconditional)
+            # The difference of two levels is taken in fp64: neighbours are close, and fp32 would lose digits.
             latents = latents + (following - sigma).float() * guided
         return latents
 

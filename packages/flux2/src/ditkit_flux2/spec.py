@@ -29,7 +29,7 @@ from ditkit_flux2.presets import PRESETS, Flux2Arch, arch_from_config
 from ditkit_flux2.schedule import sample_defaults, training_shift
 from ditkit_flux2.state_dict import NAMES
 
-# The operation group that a parameter computes in, by how its name begins, then by how it ends; the rest are the matmuls'.
+# The operation group that a parameter computes in, by the start of its name, then by the end; all others compute in the matmuls' group.
 _STARTS = {
     "embed.time_in.": "time_mlp",
     "embed.guidance_in.": "time_mlp",
@@ -39,13 +39,13 @@ _STARTS = {
 }
 _ENDS = {".query_norm.weight": "qk_norms", ".key_norm.weight": "qk_norms"}
 
-# As src/flux2/model.py of black-forest-labs/flux2 runs in bf16: all of it, the timestep too, but tables and rotation.
+# As src/flux2/model.py of black-forest-labs/flux2 runs in bf16: everything, including the timestep, except rotary tables and rotation.
 _REFERENCE = dict.fromkeys(("timestep", "qk_norms", "norms", "modulation", "residual", "time_mlp", "head"), "matmul")
 
 _STREAMS = ("img", "txt")
 _ATTENTION = tuple(f"{stream}_attn.{part}" for stream in _STREAMS for part in ("q", "k", "v", "proj"))
 _MLP = tuple(f"{stream}_mlp.{part}" for stream in _STREAMS for part in (0, 2))
-_SINGLE = ("linear1", "linear2")  # of a single block: attention and MLP side by side in either
+_SINGLE = ("linear1", "linear2")  # of a single block: each has rows of attention and of the MLP
 _MODULATION = (
     *(f"double_stream_modulation_{stream}.lin" for stream in _STREAMS),
     "single_stream_modulation.lin",
@@ -60,7 +60,7 @@ def _training_advice(arch: Flux2Arch) -> str:
         (f' (model.preset = "{name}")' for name, other in PRESETS.items() if other == replace(arch, distilled=False)),
         "",
     )
-    return f"this klein is distilled to a few steps, which makes it a poor start for training; train its base model instead{base}"
+    return f"this klein is distilled to a few steps and trains poorly; train its base model instead{base}"
 
 
 def _auxiliary_models(arch: Flux2Arch, components: ModelPaths) -> Sequence[AuxiliaryModel]:

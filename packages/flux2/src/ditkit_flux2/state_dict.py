@@ -2,9 +2,9 @@
 
 Source: `Flux2` in black-forest-labs/flux2, src/flux2/model.py, and diffusers' `Flux2Transformer2DModel`.
 
-Ours are the official names, put where the seam wants them: what runs before the blocks below `embed`, what runs after them below
-`head`, and q, k, v apart, as diffusers has them: an adapter on one of them leaves the others. The forms differ in more than names:
-official double blocks stack q, k and v in one tensor, and diffusers has scale and shift of the head in the other order.
+Ours are the official names with three changes: modules that run before the blocks are below `embed`, modules that run after them are
+below `head`, and q, k and v are separate as in diffusers, so that an adapter on one of them leaves the others alone. The forms differ in more than names:
+official double blocks stack q, k and v in one tensor, and diffusers has the head's scale before its shift.
 """
 
 import re
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 
-# ours -> diffusers, what runs before and after the blocks; official names are ours without `embed.`, unless they stand in _OFFICIAL
+# ours -> diffusers, before and after the blocks; the official names follow by rules, in `_official`
 _OUTSIDE = {
     "embed.img_in": "x_embedder",
     "embed.txt_in": "context_embedder",
@@ -71,7 +71,7 @@ def _parameters() -> dict[str, str]:
 
 
 def _official(ours: str) -> tuple[TensorSlice, ...]:
-    """Where the official form has the rows of a parameter of ours."""
+    """The official tensor, or the part of one, that a parameter of ours is."""
     if stacked := _STACKED.fullmatch(ours):
         return (TensorSlice(f"{stacked[1]}.qkv.weight", "qkv".index(stacked[2]), 3),)
     name = ours.removeprefix("embed.").replace("head.", "final_layer.", 1)
@@ -79,12 +79,12 @@ def _official(ours: str) -> tuple[TensorSlice, ...]:
 
 
 def _diffusers(ours: str, theirs: str) -> tuple[TensorSlice, ...]:
-    """Where diffusers has the rows of a parameter of ours: (shift, scale) of the head as (scale, shift)."""
+    """The parts of a diffusers tensor that a parameter of ours is: (shift, scale) of the head become (scale, shift)."""
     return (TensorSlice(theirs, 1, 2), TensorSlice(theirs, 0, 2)) if ours == _ADALN else (TensorSlice(theirs),)
 
 
 def _inverted(forms: Mapping[str, tuple[TensorSlice, ...]]) -> dict[str, tuple[TensorSlice, ...]]:
-    """The names of a form, each with the parts of our parameters that its rows are, in their order."""
+    """The names of a form, each with the parts of our parameters that make up its rows, in order."""
     found: dict[str, dict[int, TensorSlice]] = {}
     for ours, parts in forms.items():
         for index, part in enumerate(parts):
@@ -104,6 +104,7 @@ _TO_NATIVE = {
 
 
 def _look_up(name: str, table: Mapping[str, tuple[TensorSlice, ...]]) -> tuple[TensorSlice, ...] | None:
+    # Tables have `*` for the number of a block: names of any depth are found without listing every block.
     number = _NUMBER.search(name)
     if number is None:
         return None if "*" in name else table.get(name)
@@ -114,19 +115,19 @@ def _look_up(name: str, table: Mapping[str, tuple[TensorSlice, ...]]) -> tuple[T
 
 
 def to_native(name: str) -> tuple[TensorSlice, ...] | None:
-    """The parts of our parameters that the rows of an official or diffusers parameter are; None if neither form has it."""
+    """The parts of our parameters that make up an official or diffusers tensor; None if neither form has the name."""
     return _look_up(name, _TO_NATIVE)
 
 
 def to_official(name: str) -> tuple[TensorSlice, ...]:
-    """The part of an official parameter, which ComfyUI uses too, that a parameter of ours is."""
+    """The official tensor, or the part of one, that a parameter of ours is; ComfyUI uses these names too."""
     parts = _look_up(name, _TO_OFFICIAL)
     assert parts is not None, name
     return parts
 
 
 def to_diffusers(name: str) -> tuple[TensorSlice, ...]:
-    """The parts of a diffusers parameter that the rows of a parameter of ours are."""
+    """The parts of a diffusers tensor that a parameter of ours is."""
     parts = _look_up(name, _TO_DIFFUSERS)
     assert parts is not None, name
     return parts

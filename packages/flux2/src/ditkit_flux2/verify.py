@@ -17,29 +17,29 @@ from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.state_dict import NAMES
 
 _TARGET, _REFERENCE = (2, 3), (3, 2)
-"""Rows and columns of the pictures that outputs are compared on: tiny, of different shapes."""
+"""Rows and columns of latents of the two images: tiny, and of different shapes, so that swapped axes show."""
 _SIGMA, _GUIDANCE = 0.5, 1.0
-"""A thousand times of these is exact in 16 bits, in which diffusers multiplies them."""
+"""diffusers multiplies both by 1000 in 16 bits; the products of these values are exact there."""
 
 
 def verify_export(adapter_file: Path, components: ModelPaths, model: Any, engine: Engine) -> str:
     """Load an adapter file with diffusers over our own base weights, and compare outputs on fixed random inputs.
 
-    The inputs have a reference picture. The base is handed over in memory, tensor by tensor under diffusers' names, not read
-    again: that costs no memory, keeps what was merged into it, and works for bases in any layout.
+    The inputs have a reference image. diffusers' model shares the base's tensors in memory under its own names: that costs no memory,
+    keeps merged adapters, and works for bases in any layout.
 
     Args:
         adapter_file: The file, in official or diffusers form.
-        components: Where the model lies; named in messages.
-        model: Our model with the adapter that the file should hold, on any device.
-        engine: The engine that runs it.
+        components: Paths of the model's files, for messages.
+        model: Our model with the adapter that the file should contain, on any device.
+        engine: The engine that runs our model.
 
     Returns:
         One line that says what was compared and how close it was.
 
     Raises:
-        UserError: If diffusers rejects the file or leaves a part of it out, or the outputs differ; so also if only ours has
-            an effect.
+        UserError: If diffusers rejects the file or skips a part of it, or the outputs differ. They also differ if the adapter
+            has an effect in our model alone.
     """
     from diffusers import Flux2KleinPipeline, Flux2Pipeline
 
@@ -57,48 +57,57 @@ def verify_export(adapter_file: Path, components: ModelPaths, model: Any, engine
 
 
 def _inputs(model: Any) -> Flux2Inputs:
-    """A tiny picture of noise at a middle noise level, with text and a reference; on the model's device."""
+    """Inputs of noise at a middle noise level, with text and a reference image, on the model's device."""
     arch: Flux2Arch = model.embed.arch
     device = model.embed.img_in.weight.device
     random = generator("verify export")
 
-    def drawn(*size: int) -> Tensor:
+    def noise(*size: int) -> Tensor:
         return torch.randn(size, generator=random).to(device)
 
     return Flux2Inputs(
-        latents=[drawn(arch.in_channels, 1, *_TARGET)],
+        latents=[noise(arch.in_channels, 1, *_TARGET)],
         sigma=torch.tensor([_SIGMA], device=device),
         guidance=torch.tensor([_GUIDANCE], device=device),
-        text=[drawn(arch.text_tokens, arch.text_dim)],
-        references=[[drawn(arch.in_channels, 1, *_REFERENCE)]],
+        text=[noise(arch.text_tokens, arch.text_dim)],
+        references=[[noise(arch.in_channels, 1, *_REFERENCE)]],
     )
 
 
 def diffusers_transformer(model: Any) -> Any:
-    """diffusers' transformer over the very tensors of our base, without its adapter.
+    """diffusers' transformer over the tensors of our base, without its adapter.
 
-    What diffusers computes in the matmuls' dtype and we do not is cast: 2 % of the model. Blocks' matrices are shared.
+    The blocks' matrices are shared. The other 2 % are copies in the matmuls' dtype, in which diffusers computes everything.
     """
     from diffusers import Flux2Transformer2DModel
 
     arch: Flux2Arch = model.embed.arch
     with torch.device("meta"):
         transformer = Flux2Transformer2DModel(
-            in_channels=arch.in_channels, out_channels=arch.out_channels, num_layers=arch.double_layers,
-            num_single_layers=arch.single_layers, num_attention_heads=arch.heads, attention_head_dim=arch.head_dim,
-            joint_attention_dim=arch.text_dim, timestep_guidance_channels=arch.freq_dim, mlp_ratio=arch.mlp_ratio,
-            axes_dims_rope=arch.axes, rope_theta=arch.theta, eps=arch.eps, guidance_embeds=arch.guidance,
-        )  # fmt: skip
+            in_channels=arch.in_channels,
+            out_channels=arch.out_channels,
+            num_layers=arch.double_layers,
+            num_single_layers=arch.single_layers,
+            num_attention_heads=arch.heads,
+            attention_head_dim=arch.head_dim,
+            joint_attention_dim=arch.text_dim,
+            timestep_guidance_channels=arch.freq_dim,
+            mlp_ratio=arch.mlp_ratio,
+            axes_dims_rope=arch.axes,
+            rope_theta=arch.theta,
+            eps=arch.eps,
+            guidance_embeds=arch.guidance,
+        )
     dtype = model.embed.precision.matmul
     share_base(transformer, model, NAMES, "diffusers", lambda name: dtype)
     return transformer.eval()
 
 
 def run_diffusers(transformer: Any, inputs: Flux2Inputs) -> list[Tensor]:
-    """What diffusers' transformer predicts for one sample, in our layout."""
+    """The velocity that diffusers' transformer predicts for one sample, in our layout."""
     (latents,), (text,), (references,) = inputs.latents, inputs.text, inputs.references
     dtype, grid = transformer.x_embedder.weight.dtype, (latents.shape[2], latents.shape[3])
-    tokens = torch.cat([rearrange(picture, "c 1 h w -> 1 (h w) c") for picture in (latents, *references)], 1)
+    tokens = torch.cat([rearrange(image, "c 1 h w -> 1 (h w) c") for image in (latents, *references)], 1)
     grids = [(reference.shape[2], reference.shape[3]) for reference in references]
     positions = token_positions(len(text), grid, grids, latents.device)
     output = transformer(

@@ -302,7 +302,7 @@ def test_the_peak_of_host_memory_is_reported(tiny: Tiny, capsys: pytest.CaptureF
     encoder = loaded(base=str(tiny.base))
     encoder.unload()
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "text encoder: held in memory as a whole (encode.streaming = never)"
+    assert said[0] == "text encoder: loaded into memory as a whole (encode.streaming = never)"
     assert said[1].startswith("text encoder: ") and "peak" in said[1] and said[1].endswith(" GiB")
     assert all(parameter.is_meta for parameter in encoder._model.parameters())
     encoder.unload()

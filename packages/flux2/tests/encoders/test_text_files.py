@@ -116,7 +116,7 @@ def test_eight_bit_weights_in_another_form_are_refused_at_once(qwen: Path, tmp_p
 
 def test_another_model_is_refused_at_once(qwen: Path, tmp_path: Path) -> None:
     other = changed_config(qwen, tmp_path / "other", model_type="umt5")
-    refused(made, "holds a model of type umt5, not a Mistral 3 or Qwen3", base=str(qwen), text_encoder=other)
+    refused(made, "contains a model of type umt5, not a Mistral 3 or Qwen3", base=str(qwen), text_encoder=other)
     save_file({"vision_model.post_layernorm.bias": torch.zeros(2)}, tmp_path / "clip.safetensors")
     refused(
         made, "clip.safetensors is not a Mistral 3 or Qwen3 text encoder", text_encoder=str(tmp_path / "clip.safetensors"),
@@ -126,7 +126,7 @@ def test_another_model_is_refused_at_once(qwen: Path, tmp_path: Path) -> None:
 
 def test_too_few_layers_are_refused_at_once(mistral: Path, tmp_path: Path) -> None:
     write_qwen(tmp_path / "short", layers=26)
-    refused(made, "has 26 layers, and FLUX.2 reads what layer 27 says", base=str(tmp_path / "short"))
+    refused(made, "has 26 layers, and FLUX.2 reads the hidden states after layer 27", base=str(tmp_path / "short"))
     state = load_file(tmp_path / "short" / "text_encoder" / "model.safetensors")
     save_file(state, tmp_path / "short.safetensors")
     refused(

@@ -1,7 +1,7 @@
-"""What readers of adapter files make of Wan's, form by form.
+"""How other programs read Wan's adapter files, form by form.
 
-What diffusers does is tested with the installed one. ComfyUI: comfy/lora.py and lora_convert.py; DiffSynth:
-diffsynth/utils/lora/general.py; musubi-tuner: networks/lora.py; read in November 2026.
+The tests check the behaviour of the installed diffusers. The others were read in November 2026: comfy/lora.py and
+lora_convert.py of ComfyUI, diffsynth/utils/lora/general.py of DiffSynth, networks/lora.py of musubi-tuner.
 """
 
 import re
@@ -17,18 +17,18 @@ _KINDS = (
     "ffn.2",
 )
 _IMAGE_KINDS = ("cross_attn.k_img", "cross_attn.v_img")
-_BESIDE = re.compile(
+_NOT_IN_DIFFUSERS = re.compile(
     r"\.music\.|^embed\.(ref_conv|control_adapter|img_emb_refimage|patch_embedding_global)|^head\.head_global"
 )
-"""Modules of models that diffusers has not."""
-_NO_MODEL = "has no such model; draw with the programs that have"
+"""Modules of models that diffusers lacks."""
+_NO_MODEL = "has no such model; generate with a program that has it"
 _CONVERT = "convert it with --to official"
 
 
 def fillers(form: str, modules: Collection[str]) -> list[str]:
-    """The modules that diffusers wants of a musubi file beside those with an adapter: all of a block, and every block from the first on.
+    """The modules without an adapter that diffusers expects in a musubi file: every layer of each block, from the first block on.
 
-    It looks each of them up without asking. Other readers of that form take what there is.
+    diffusers looks each key up and fails where one is missing. Other programs that read that form load the keys that exist.
     """
     numbers = [int(found[1]) for name in modules if (found := _BLOCK.fullmatch(name))]
     if form != "musubi" or not numbers:
@@ -43,7 +43,7 @@ def _image_kinds(modules: Collection[str]) -> set[str]:
 
 
 def readers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
-    """What programs make of a file: empty where one loads all of it."""
+    """What is wrong with a file, by program; empty for a program that loads all of it."""
     return {
         "diffusers": _diffusers(layout, modules),
         "ComfyUI": _comfyui(layout),
@@ -53,12 +53,12 @@ def readers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
 
 
 def readers_without_diffusers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
-    """The same of an architecture that diffusers has no model of."""
+    """The same for an architecture that diffusers has no model of."""
     return readers(layout, modules) | {"diffusers": _NO_MODEL}
 
 
 def _diffusers(layout: AdapterLayout, modules: Collection[str]) -> str:
-    if any(_BESIDE.search(name) for name in modules):
+    if any(_NOT_IN_DIFFUSERS.search(name) for name in modules):
         return _NO_MODEL
     outside = [name for name in modules if not _BLOCK.fullmatch(name)]
     if layout.form == "diffusers":
@@ -91,7 +91,7 @@ def _comfyui(layout: AdapterLayout) -> str:
         return f"does not know these names; {_CONVERT}"
     if layout.form not in ("official", "musubi", "videox"):
         return f"is not known to load these names; {_CONVERT}"
-    return "draws other pictures with DoRA magnitudes; merge it" if layout.use_dora else ""
+    return "generates other videos with DoRA magnitudes; merge it" if layout.use_dora else ""
 
 
 def _diffsynth(layout: AdapterLayout) -> str:
@@ -111,7 +111,7 @@ RULES = AdapterRules(
         r"transformer_blocks": "another transformer's in diffusers",
     },
 )
-"""What Wan's adapter files need said of them."""
+"""Rules for Wan's adapter files: which programs load them, and which names belong to other models."""
 
 RULES_WITHOUT_DIFFUSERS = replace(RULES, readers=readers_without_diffusers)
-"""The same of an architecture that diffusers has no model of."""
+"""The same for an architecture that diffusers has no model of."""

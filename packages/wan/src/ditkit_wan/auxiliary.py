@@ -1,4 +1,4 @@
-"""What runs beside the transformer, for a plan: text encoder, VAE and CLIP on `meta`, as large as the files that are here, or as published."""
+"""The models next to the transformer, for the planner: text encoder, VAE and CLIP on `meta`, in the sizes of the local files or the published ones."""
 
 from collections.abc import Sequence
 
@@ -13,14 +13,14 @@ from ditkit_wan.presets import WanArch
 
 
 def auxiliary_models(arch: WanArch, components: ModelPaths) -> Sequence[AuxiliaryModel]:
-    """The VAE, the text encoder and, for models that look at pictures, CLIP, as the encoders and the sampler use them.
+    """The VAE, the text encoder and, for models that take images, CLIP, as the encoders and the sampler use them.
 
     Raises:
-        UserError: If files that are here are damaged, or of another model.
+        UserError: If local files are damaged, or belong to another model.
     """
     encoder, decoder = _vae(arch, components)
-    looking = [_clip(components)] if arch.image_dim else []
-    return [encoder, _text(components), *looking, decoder]
+    image_encoders = [_clip(components)] if arch.image_dim else []
+    return [encoder, _text(components), *image_encoders, decoder]
 
 
 def _vae(arch: WanArch, components: ModelPaths) -> tuple[AuxiliaryModel, AuxiliaryModel]:
@@ -71,8 +71,8 @@ def _clip(components: ModelPaths) -> AuxiliaryModel:
         with torch.device("meta"):
             return image_encoder.build(config).requires_grad_(False).eval()
 
-    def look(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
+    def encode(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
         _, height, width = size
         return image_encoder.read(module, torch.empty(3, 1, height, width), device, torch.float32)
 
-    return AuxiliaryModel(name="image encoder", stage="encode", build=build, run=look)
+    return AuxiliaryModel(name="image encoder", stage="encode", build=build, run=encode)

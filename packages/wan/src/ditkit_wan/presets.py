@@ -1,33 +1,33 @@
-"""Wan architectures by name. Parameters counted on the official code are in the tests."""
+"""Wan architectures by name. The tests have the parameter counts of the official code."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 PATCH = (1, 2, 2)
-"""Latent frames, rows and columns that make a token, in every Wan."""
+"""Latent frames, rows and columns of one token, in all models."""
 
 
 MUSIC_LAYERS = (0, 4, 8, 12, 16, 20, 24, 27)
-"""Blocks of WanToDance that end with music; its files have what they hear it with by their place in this list."""
+"""Blocks of WanToDance that end with a music layer; its files number these layers by their index in this list."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MusicArch:
-    """How WanToDance hears music."""
+    """Sizes of the music layers of WanToDance."""
 
     layers: tuple[int, ...] = MUSIC_LAYERS
-    """Blocks that end with music, in order: `MUSIC_LAYERS`, or as many of the first of them as there are blocks for."""
+    """Blocks that end with a music layer, in order: `MUSIC_LAYERS`, or its first ones for a model with fewer blocks."""
     features: int = 35
-    """Of music at each moment."""
+    """Features of music per row."""
     width: int = 256
-    """Of its encoder."""
+    """Width of the music encoder."""
     heads: int = 4
     ffn_dim: int = 1024
     skipped: int = 9
     """The block that the negative side of guidance leaves out."""
     fps: float = 30.0
-    """Frames per second of clips: 30 for those that are drawn between keyframes, 30 / k for keyframes."""
+    """Frames per second of clips: 30 for clips that are generated between keyframes, 30 / k for keyframes."""
 
     @property
     def keyframes(self) -> bool:
@@ -37,40 +37,40 @@ class MusicArch:
 
 @dataclass(frozen=True, kw_only=True)
 class WanArch:
-    """Sizes of one Wan transformer, and what it is conditioned on."""
+    """Sizes and conditions of one Wan transformer."""
 
     dim: int
     ffn_dim: int
     heads: int
     layers: int
     in_channels: int = 16
-    """Of the patch embedding: noised latents, and where it is more than `out_channels`, `y` behind them."""
+    """Channels of the patch embedding: noised latents, followed by `y` if this is more than `out_channels`."""
     out_channels: int = 16
-    """Of latents."""
+    """Channels of latents."""
     text_dim: int = 4096
     text_tokens: int = 512
-    """Text is zero-padded to this many rows, and attended to whole: the model was trained so."""
+    """Text is zero-padded to this many rows, and blocks attend to the padding too, as in the authors' training."""
     freq_dim: int = 256
     patch: tuple[int, int, int] = PATCH
     eps: float = 1e-6
     image_dim: int = 0
-    """Width of CLIP's image tokens, which blocks have keys and values of their own for; 0: the model takes none."""
+    """Width of CLIP's image tokens, for which blocks have separate keys and values; 0 for a model without image tokens."""
     image_positions: int = 0
-    """Image tokens that have a position: those of a first and a last picture; 0: those of one picture, without positions."""
+    """Image tokens with a position embedding, of a first and a last image; 0 for one image without positions."""
     boundary: float = 0.0
-    """Noise level from which on the high-noise expert works, of a model of two such transformers; 0: one works at all."""
+    """Noise level from which on the high-noise expert is used; 0 for a model with one transformer."""
     token_times: bool = False
-    """Whether a first frame is given clean, its tokens at t = 0, in latents of the Wan 2.2 VAE."""
+    """Whether a first frame may be given clean, with its tokens at t = 0; such a model has the Wan 2.2 VAE."""
     vace_layers: tuple[int, ...] = ()
-    """Blocks behind which a hint of a VACE block is added, in order; the first is 0."""
+    """Blocks after which a VACE block adds its hint, in order; the first is 0."""
     vace_channels: int = 96
-    """Of what VACE blocks are conditioned on."""
+    """Channels of the condition of VACE blocks."""
     ref_conv: bool = False
-    """Whether a picture of what the clip shows may stand in front of it."""
+    """Whether a reference image may be put in front of the clip as a frame."""
     camera_channels: int = 0
-    """Of a camera's rays, 6 for each of the four frames of a latent one; 0: the model knows no camera."""
+    """Channels of a camera's rays, 6 for each of the four frames of a latent frame; 0 for a model without camera control."""
     music: MusicArch | None = None
-    """What WanToDance has beside; None for all others."""
+    """The music layers of WanToDance; None for all other models."""
 
     @property
     def head_dim(self) -> int:
@@ -84,7 +84,7 @@ class WanArch:
 
     @property
     def image_tokens(self) -> int:
-        """CLIP's tokens of the pictures that the model is given, 257 of each; 0 if it takes none."""
+        """CLIP tokens of the model's images, 257 per image; 0 if it takes none."""
         return (self.image_positions or 257) if self.image_dim else 0
 
 
@@ -117,13 +117,13 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Wan
 
     Args:
         config: `transformer/config.json`.
-        index: The pipeline's `model_index.json`; empty if there is none, and then a pair of experts is not told from one transformer.
+        index: The pipeline's `model_index.json`; empty if missing, and then a pair of experts looks like one transformer.
 
     Returns:
-        The architecture; None for the authors' own config.json, which does not tell all variants apart.
+        The architecture; None for the authors' config.json, which is the same for several variants.
 
     Raises:
-        KeyError: If the configuration is another model's.
+        KeyError: If the configuration belongs to another model.
     """
     if "num_attention_heads" not in config and {"dim", "ffn_dim", "num_heads", "num_layers"} <= config.keys():
         return None
@@ -142,7 +142,7 @@ def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Wan
         eps=config["eps"],
         image_dim=config.get("image_dim") or 0,
         image_positions=config.get("pos_embed_seq_len") or 0,
-        # Converters have given 2.1 models a boundary too: it means something where there is a second transformer.
+        # Some converters wrote a boundary for 2.1 models too; it counts only with a second transformer.
         boundary=(index.get("boundary_ratio") or 0.0) if two else 0.0,
         token_times=bool(index.get("expand_timesteps", out_channels == 48)),
         vace_layers=tuple(config.get("vace_layers") or ()),

@@ -1,4 +1,4 @@
-"""Draw samples with our transformer under diffusers' scheduler and the Wan VAE."""
+"""Generate videos with our transformer under diffusers' scheduler and the Wan VAE."""
 
 import json
 from collections.abc import Generator, Mapping
@@ -18,23 +18,25 @@ from ditkit_wan.model.inputs import make_inputs
 from ditkit_wan.presets import WanArch
 
 _SCHEDULER: Mapping[str, Any] = {
-    "prediction_type": "flow_prediction", "use_flow_sigmas": True, "num_train_timesteps": 1000,
-}  # fmt: skip
-"""The official sampler's settings, for weights that come without a scheduler's configuration."""
+    "prediction_type": "flow_prediction",
+    "use_flow_sigmas": True,
+    "num_train_timesteps": 1000,
+}
+"""The official sampler's settings, for weights without a scheduler's configuration."""
 _SMALL_PIXELS = 480 * 832
 
 
 def default_shift(arch: WanArch | None, height: int, width: int) -> float:
-    """How the authors shift noise levels: by variant, and of image to video and Fun by size.
+    """The authors' shift of noise levels: by variant, and for image to video and Fun also by size.
 
     Source: generate.py of Wan-Video/Wan2.1, wan/configs of Wan-Video/Wan2.2; examples/wan2.1_fun of aigc-apps/VideoX-Fun;
     gen_video_global.py and gen_video_local.py of Wan-Video/Wan-Dancer, whose shift is 5 at any size.
     """
     if arch is None:
         return 5.0
-    from_picture = arch.in_channels > arch.out_channels
+    image_to_video = arch.in_channels > arch.out_channels
     if arch.boundary:
-        return 5.0 if from_picture else 12.0
+        return 5.0 if image_to_video else 12.0
     if arch.vace_layers or arch.image_positions:
         return 16.0
     shifted_by_size = arch.image_dim and not arch.music
@@ -51,29 +53,29 @@ class WanSampler:
 
         Args:
             components: Where the model's files are.
-            device: Where samples are drawn.
-            tiled: Whether the VAE works in tiles.
-            arch: The architecture, which says what VAE it takes and how noise levels are shifted; None means a text-to-video model's.
+            device: Device of latents and the VAE.
+            tiled: Whether the VAE works tile by tile.
+            arch: The architecture, which decides the VAE and the shift of noise levels; None means a text-to-video model.
 
         Raises:
-            UserError: If the VAE is missing or another model's, or the configuration is damaged.
+            UserError: If the VAE is missing or belongs to another model, or the configuration is damaged.
         """
         self._vae = vae_class(arch)(components, device, tiled=tiled, channels=arch.out_channels if arch else None)
         self._device, self._arch = device, arch
         self._scheduler_config = _scheduler_config(components)
 
     def denoise(self, job: GenerationRequest) -> Generator[float, Denoiser, Tensor]:
-        """Draw one sample.
+        """Generate one sample.
 
-        Timesteps are whole numbers, as in the official sampler. Noise is drawn on the CPU. A clean first frame is put back after each
-        step; frames of VACE's references are drawn with the others and cut off at the end.
+        Timesteps are integers, as in the official sampler. Noise is sampled on the CPU. A clean first frame is put back after each
+        step. Frames of VACE's references are denoised with the others and removed at the end.
 
         Args:
-            job: What to draw; a shift of 0 takes that of the scheduler's configuration, or else the authors'. Without a negative, or
-                at a guidance of 1 or less, the model is called once a step.
+            job: What to generate; a shift of 0 takes that of the scheduler's configuration, or else that of the authors. Without a
+                negative prompt, or with a guidance of 1 or less, the model is called once per step.
 
         Yields:
-            The noise level of each step; what is sent back takes it.
+            The noise level of each step; the caller sends back the denoiser for it.
 
         Returns:
             fp32 [channels, frames, height, width] on the sampler's device.
@@ -85,7 +87,7 @@ class WanSampler:
         latents = self._noise(job, in_front)
         scheduler = self._scheduler(job)
         for t in scheduler.timesteps:
-            sigma = t.double().reshape(1) / 1000  # in fp32, a thousandth of some whole numbers is not what it was
+            sigma = t.double().reshape(1) / 1000  # fp64, because 1000 * (t / 1000) is not t in fp32 for some t
             denoiser = yield float(sigma)
             guided = self._velocity(denoiser, latents, sigma, conditions)
             if denoiser.guidance > 1 and negative:
@@ -93,6 +95,7 @@ class WanSampler:
                 guided = without + denoiser.guidance * (guided - without)
             latents = scheduler.step(guided[None], t, latents[None], return_dict=False)[0][0]
             if first is not None:
+                # The scheduler moved the first frame as well; the condition is its clean latents.
                 latents[:, :1] = first
         return latents[:, in_front:]
 
@@ -113,7 +116,7 @@ class WanSampler:
         *,
         negative: bool = False,
     ) -> Float[Tensor, "channels f h w"]:
-        """What the model says of noised latents, asked as in training; `negative` also leaves out what a variant's guidance leaves out."""
+        """The model's velocity, with inputs made as in training; `negative` also skips the block that a variant's guidance skips."""
         inputs = make_inputs([latents], sigma, [{**conditions, "latents": latents}], 1.0)
         return denoiser(inputs._replace(skips=negative))[0].to(self._device, torch.float32)
 
@@ -135,12 +138,14 @@ class WanSampler:
             config = config | {"flow_shift": job.shift or default_shift(self._arch, job.height, job.width)}
         scheduler = UniPCMultistepScheduler.from_config(config)
         scheduler.set_timesteps(job.steps, device=self._device)
-        scheduler.set_begin_index(0)  # otherwise the scheduler looks each timestep up, and a repeated one twice
+        scheduler.set_begin_index(
+            0
+        )  # otherwise the scheduler looks up each timestep's index, and a repeated timestep gets a wrong one
         return scheduler
 
 
 def _scheduler_config(components: ModelPaths) -> dict[str, Any]:
-    """The checkpoint's, or the official settings; without a `flow_shift` where none is known."""
+    """The checkpoint's configuration, or the official settings, without `flow_shift` if the checkpoint has none."""
     if not components.base:
         return dict(_SCHEDULER)
     path = components.locate("scheduler") / "scheduler_config.json"

@@ -30,20 +30,32 @@ from ditkit_wan.presets import PRESETS, WanArch, arch_from_config
 from ditkit_wan.state_dict import NAMES
 from ditkit_wan.variants import data_of, experts, sample_defaults, training_of
 
-# The operation group that a parameter computes in, by how its name begins, then by how it ends; the rest are the matmuls'.
+# The operation group that a parameter computes in, by the start of its name, then by the end; all others compute in the matmuls' group.
 _STARTS = {"embed.time_embedding.": "time_mlp", "embed.time_projection.": "time_mlp", "head.": "head"}
 _ENDS = {
-    ".modulation": "modulation", ".norm3.weight": "norms", ".norm3.bias": "norms", ".norm_q.weight": "qk_norms",
-    ".norm_k.weight": "qk_norms", ".norm_k_img.weight": "qk_norms", ".img_emb.emb_pos": "norms",
+    ".modulation": "modulation",
+    ".norm3.weight": "norms",
+    ".norm3.bias": "norms",
+    ".norm_q.weight": "qk_norms",
+    ".norm_k.weight": "qk_norms",
+    ".norm_k_img.weight": "qk_norms",
+    ".img_emb.emb_pos": "norms",
     **{
         f".{module}.{leaf}": "norms"
-        for module in ("img_emb.proj.0", "img_emb.proj.4", "img_emb_refimage.proj.0", "img_emb_refimage.proj.4", "norm1", "norm2")
+        for module in (
+            "img_emb.proj.0",
+            "img_emb.proj.4",
+            "img_emb_refimage.proj.0",
+            "img_emb_refimage.proj.4",
+            "norm1",
+            "norm2",
+        )
         for leaf in ("weight", "bias")
     },
-}  # fmt: skip
+}
 
 # As wan/modules/model.py of Wan-Video/Wan2.1 runs under its bf16 autocast: rotation in complex128, q and k rounded between norm and
-# weight, the stream in bf16 until the first sum makes it fp32; what else is fp32 there is so by default.
+# weight, the stream in bf16 until the first sum makes it fp32; everything else that is fp32 there is fp32 by default.
 _REFERENCE = {"rotary_tables": "fp64", "rotary": "fp64", "qk_norms": "matmul", "entry": "matmul"}
 
 _ATTENTION = tuple(f"{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo")
@@ -79,7 +91,7 @@ def _sampler(
 
 
 def _variant(spec: ModelSpec, arch: WanArch) -> ModelSpec:
-    """What an architecture has otherwise than its family."""
+    """The family's spec with everything that differs for this architecture."""
     encoder, sampler = partial(_media_encoder, arch=arch), partial(_sampler, arch=arch)
     adapters = spec.adapters
     if arch.ref_conv or arch.camera_channels or arch.music:  # diffusers has no such model to compare with
@@ -135,9 +147,9 @@ WAN = ModelSpec(
             "q,k,v,o": _ATTENTION,
             "self": tuple(name for name in _ATTENTION if name.startswith("self")),
             "q,k,v,o,ffn.0,ffn.2,k_img,v_img": (*_ATTENTION, "ffn.0", "ffn.2", "cross_attn.k_img", "cross_attn.v_img"),
-            # WanToDance's blocks that end with music; DiffSynth's recipe has an adapter there as well.
+            # With the music layers of WanToDance, which DiffSynth's recipe adapts as well.
             "q,k,v,o,ffn.0,ffn.2,music": (*_ATTENTION, "ffn.0", "ffn.2", "music.v", "music.o"),
-            # VACE's default is all blocks of both kinds; these are the VACE blocks alone.
+            # VACE's default targets are all blocks of both kinds; these are the VACE blocks alone.
             "vace": tuple(f"vace_blocks.*.{name}" for name in (*_ATTENTION, "ffn.0", "ffn.2")),
         },
         rules=RULES,

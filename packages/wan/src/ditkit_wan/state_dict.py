@@ -1,11 +1,11 @@
 """Wan's parameter names: ours, those of the official files (which ComfyUI keeps), and diffusers'.
 
 Source: `WanModel` in Wan-Video/Wan2.1, wan/modules/model.py and vace_model.py; the diffusers names are those of its
-`WanTransformer3DModel` and `WanVACETransformer3DModel`. What the Fun models and WanToDance have beside is named as in
-modelscope/DiffSynth-Studio, diffsynth/models/wan_video_dit.py, by everybody.
+`WanTransformer3DModel` and `WanVACETransformer3DModel`. All programs name the additional modules of the Fun models and
+WanToDance as in modelscope/DiffSynth-Studio, diffsynth/models/wan_video_dit.py.
 
-Ours are the official names, put where the seam wants them: what runs before the blocks below `embed`, the blocks in
-`layers`. The forms differ only in module names, so one table says everything and is read in both directions.
+Ours are the official names with two changes: modules that run before the blocks are below `embed`, and the blocks are in `layers`.
+The forms differ only in names of modules, so one table serves both directions.
 """
 
 import re
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_wan.presets import MUSIC_LAYERS
 
-# official -> diffusers, modules and free parameters of one block
+# official -> diffusers, modules and single parameters of one block
 _IN_BLOCK = {
     "modulation": "scale_shift_table",
     **{
@@ -57,12 +57,11 @@ _EMBED = {
 # official -> diffusers, after the blocks
 _HEAD = {"head.modulation": "scale_shift_table", "head.head": "proj_out"}
 
-# ours -> official, of models that diffusers has not: there, the official names stand for its own
+# ours -> official, of models that diffusers lacks: the official names are used for its form too
 _CONTROLS = {
     **{f"embed.{module}": module for module in ("ref_conv", "patch_embedding_global", "control_adapter.conv")},
     **{
-        f"embed.{module}": module
-        for module in (f"control_adapter.residual_blocks.0.conv{number}" for number in (1, 2))
+        f"embed.{module}": module for module in (f"control_adapter.residual_blocks.0.conv{number}" for number in (1, 2))
     },
     **{f"embed.img_emb_refimage.proj.{number}": f"img_emb_refimage.proj.{number}" for number in (0, 1, 3, 4)},
     "embed.music.projection": "music_projection",
@@ -70,7 +69,13 @@ _CONTROLS = {
         f"embed.music.encoder.{number}.{inner}": f"music_encoder.{number}.{inner}"
         for number in (0, 1)
         for inner in (
-            "self_attn.in_proj_weight", "self_attn.in_proj_bias", "self_attn.out_proj", "linear1", "linear2", "norm1", "norm2",
+            "self_attn.in_proj_weight",
+            "self_attn.in_proj_bias",
+            "self_attn.out_proj",
+            "linear1",
+            "linear2",
+            "norm1",
+            "norm2",
         )
     },
     **{
@@ -79,7 +84,7 @@ _CONTROLS = {
         for inner in ("q", "k", "v", "o", "norm_q", "norm_k")
     },
     **{f"head.head_global.{inner}": f"head_global.{inner}" for inner in ("modulation", "head")},
-}  # fmt: skip
+}
 
 # Ours, official, diffusers; `*` stands for the block's number.
 _FORMS = (
@@ -88,7 +93,7 @@ _FORMS = (
         (f"vace_blocks.*.{name}", f"vace_blocks.*.{name}", f"vace_blocks.*.{theirs}")
         for name, theirs in (_IN_BLOCK | {"after_proj": "proj_out"}).items()
     ]
-    # The first VACE block takes this once, of the stream that only `embed` has.
+    # Official files have this in the first VACE block; it makes the stream, and that is part of `embed` here.
     + [("embed.vace_before_proj", "vace_blocks.0.before_proj", "vace_blocks.0.proj_in")]
     + [(f"embed.{official}", official, theirs) for official, theirs in _EMBED.items()]
     + [(official, official, theirs) for official, theirs in _HEAD.items()]
@@ -102,7 +107,7 @@ _BLOCK = re.compile(r"(layers|blocks|vace_blocks)\.(\d+)\.")
 
 
 def _translate(name: str, table: Mapping[str, str]) -> str | None:
-    """Look a name up: it is a parameter of its own, or the weight or bias of a module."""
+    """Look a name up in a table of modules and single parameters: weights and biases follow their module."""
     block = _BLOCK.match(name)
     for pattern in (name, _BLOCK.sub(r"\1.*.", name, count=1)):
         module, _, leaf = pattern.rpartition(".")

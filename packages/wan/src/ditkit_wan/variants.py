@@ -1,4 +1,4 @@
-"""What differs between the variants of Wan beside the transformer: sizes, frame rate, experts, how samples are drawn.
+"""Differences between the variants of Wan outside the transformer: sizes, frame rate, experts, sampling defaults.
 
 Sources: the configurations in Wan-Video/Wan2.1 and Wan2.2, wan/configs, and the defaults of their generate.py; Wan-Video/Wan-Dancer,
 gen_video_global.sh and gen_video_local.sh; aigc-apps/VideoX-Fun, examples/wan2.1_fun.
@@ -12,19 +12,20 @@ from ditkit_wan.conditioning.columns import is_told_first_latent
 from ditkit_wan.presets import WanArch
 
 _GUIDANCE = {"text": (4.0, 3.0), "image": (3.5, 3.5)}
-"""Strength that the high-noise and the low-noise expert are guided with, by what starts a video."""
+"""Guidance scales of the high-noise and the low-noise expert, for text to video and image to video."""
 
 
 def training_of(training: TrainingSpec, arch: WanArch) -> TrainingSpec:
-    """How this architecture is trained otherwise than its family."""
+    """The family's training spec with what differs for this architecture."""
     if arch.token_times:
-        # One model generates from text and from an image: as VideoX-Fun trains it, half of the time without the image.
+        # One model generates from text or from an image, so half of the samples are trained without the image, as in VideoX-Fun.
         return replace(training, control_dropout=0.5)
+    # The first latent frame is given, so a clip of fewer than 5 frames has nothing left to learn.
     return replace(training, fewest_frames=5) if is_told_first_latent(arch) and not arch.music else training
 
 
 def data_of(data: DataSpec, arch: WanArch) -> DataSpec:
-    """Sizes and frame rate that this architecture has otherwise than its family."""
+    """The family's data spec with the sizes and frame rate of this architecture."""
     if arch.token_times:
         return replace(data, fps=24.0, size=(121, 704, 1280), size_step=32)
     if arch.image_positions:
@@ -46,15 +47,15 @@ def experts(arch: WanArch) -> Sequence[Expert]:
 
 
 def sample_defaults(arch: WanArch) -> SampleDefaults:
-    """Steps and guidance of the authors; with experts, the guidance of the first."""
+    """The authors' steps and guidance; for a pair of experts, the guidance of the first."""
     if arch.boundary:
         return SampleDefaults(steps=40, guidance=_guidance(arch)[0])
     if arch.music:
         return SampleDefaults(steps=48 if arch.music.keyframes else 24, guidance=5.0)
     if arch.ref_conv or arch.camera_channels:
         return SampleDefaults(steps=50, guidance=6.0)
-    starts_with_picture = arch.image_dim > 0 and not arch.image_positions
-    return SampleDefaults(steps=40 if starts_with_picture else 50, guidance=5.0)
+    image_to_video = arch.image_dim > 0 and not arch.image_positions
+    return SampleDefaults(steps=40 if image_to_video else 50, guidance=5.0)
 
 
 def _guidance(arch: WanArch) -> tuple[float, float]:

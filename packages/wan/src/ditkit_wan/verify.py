@@ -18,20 +18,21 @@ from ditkit_wan.state_dict import NAMES
 def verify_export(adapter_file: Path, components: ModelPaths, model: Any, engine: Engine) -> str:
     """Load an adapter file with diffusers over our own base weights, and compare outputs on fixed random inputs.
 
-    The base is handed over in memory, tensor by tensor under diffusers' names, not read again: that costs no memory,
-    keeps what was merged into it, and works for bases in any layout.
+    diffusers' model shares the base's tensors in memory under its own names: that costs no memory, keeps merged adapters,
+    and works for bases in any layout.
 
     Args:
         adapter_file: The file, in official or diffusers form.
-        components: Where the model lies; named in messages.
-        model: Our model with the adapter that the file should hold, on any device.
-        engine: The engine that runs it.
+        components: Paths of the model's files, for messages.
+        model: Our model with the adapter that the file should contain, on any device.
+        engine: The engine that runs our model.
 
     Returns:
         One line that says what was compared and how close it was.
 
     Raises:
-        UserError: If diffusers rejects the file, or the outputs differ; so also if only ours has an effect.
+        UserError: If diffusers rejects the file, or the outputs differ. They also differ if the adapter has an effect in our
+            model alone.
     """
     from diffusers import WanPipeline
 
@@ -48,7 +49,7 @@ def verify_export(adapter_file: Path, components: ModelPaths, model: Any, engine
 
 
 def _inputs(model: Any) -> WanInputs:
-    """A tiny clip of noise at a middle noise level, with a short text and noise for every other condition; on the model's device."""
+    """Inputs of a tiny clip of noise at a middle noise level, with a short text and noise for all other conditions, on the model's device."""
     arch: WanArch = model.embed.arch
     device = model.embed.patch_embedding.weight.device
     random = generator("verify export")
@@ -56,14 +57,14 @@ def _inputs(model: Any) -> WanInputs:
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in empty_item(arch, (5, side, side)).items()}
     item = {name: torch.randn(shape, generator=random).to(device) for name, shape in shapes.items()}
-    item["text"][8:] = 0
+    item["text"][8:] = 0  # padding, which both models attend to
     return make_inputs([item["latents"]], torch.tensor([0.6], device=device), [item], 1.0)
 
 
 def _diffusers_transformer(model: Any) -> Any:
-    """diffusers' transformer over the very tensors of our base, without its adapter.
+    """diffusers' transformer over the tensors of our base, without its adapter.
 
-    What diffusers computes in the matmuls' dtype is cast; these are small. Blocks' matrices are shared.
+    The blocks' matrices are shared. Other tensors are small, and copies of them have the dtype that diffusers computes in.
     """
     from diffusers import WanTransformer3DModel, WanVACETransformer3DModel
 
@@ -80,10 +81,18 @@ def _diffusers_transformer(model: Any) -> Any:
         more["pos_embed_seq_len"] = arch.image_positions
     with torch.device("meta"):
         transformer = kind(
-            patch_size=arch.patch, num_attention_heads=arch.heads, attention_head_dim=arch.head_dim,
-            in_channels=arch.in_channels, out_channels=arch.out_channels, text_dim=arch.text_dim,
-            freq_dim=arch.freq_dim, ffn_dim=arch.ffn_dim, num_layers=arch.layers, eps=arch.eps, **more,
-        )  # fmt: skip
+            patch_size=arch.patch,
+            num_attention_heads=arch.heads,
+            attention_head_dim=arch.head_dim,
+            in_channels=arch.in_channels,
+            out_channels=arch.out_channels,
+            text_dim=arch.text_dim,
+            freq_dim=arch.freq_dim,
+            ffn_dim=arch.ffn_dim,
+            num_layers=arch.layers,
+            eps=arch.eps,
+            **more,
+        )
     fp32 = tuple(transformer._keep_in_fp32_modules)
     dtype = model.embed.precision.matmul
 
@@ -93,7 +102,9 @@ def _diffusers_transformer(model: Any) -> Any:
 
     share_base(transformer, model, NAMES, "diffusers", dtype_of)
     device = model.embed.patch_embedding.weight.device
-    transformer.rope = type(transformer.rope)(arch.head_dim, arch.patch, 1024).to(device)  # its tables are on meta
+    transformer.rope = type(transformer.rope)(arch.head_dim, arch.patch, 1024).to(
+        device
+    )  # built anew: its tables are no parameters, and are on `meta`
     return transformer.eval()
 
 
@@ -106,7 +117,7 @@ def _run_diffusers(transformer: Any, inputs: WanInputs) -> Tensor:
     if inputs.vace is not None:
         given["control_hidden_states"] = inputs.vace[0]
     batch = {name: tensor[None].to(dtype) for name, tensor in given.items()}
-    if transformer.config.pos_embed_seq_len:  # it takes the two pictures of a sample as two rows of the batch
+    if transformer.config.pos_embed_seq_len:  # it takes the two images of a sample as two rows of the batch
         batch["encoder_hidden_states_image"] = batch["encoder_hidden_states_image"][0].unflatten(0, (2, -1))
     timestep = inputs.timestep
     if inputs.late is not None:

@@ -83,7 +83,7 @@ BAD: dict[str, tuple[str, Callable[[Path], Files], str]] = {
     "speed": (
         CAMERA, lambda folder: {"camera_control_direction": "Left", "camera_control_speed": "fast"}, "is no number",
     ),
-    "poses": (CAMERA, lambda folder: {"camera_file": poses(folder / "p.txt")}, "line 2 is no camera pose"),
+    "poses": (CAMERA, lambda folder: {"camera_file": poses(folder / "p.txt")}, "line 2 is not a camera pose"),
     "no path": (CAMERA, lambda folder: {}, "has no camera_control_direction and no camera_file"),
     "music of NaN": (DANCE, lambda folder: {"wantodance_music_path": table(folder / "m.npy", value=np.nan)}, "not finite"),
     "music too narrow": (DANCE, lambda folder: {"wantodance_music_path": table(folder / "m.npy", width=34)}, "rows of 35"),
@@ -128,7 +128,7 @@ def test_a_window_is_looked_at_where_it_begins(tmp_path: Path) -> None:
         checked(CONTROL, controls(clip, files, start_seconds=0.5))
     music = {"wantodance_music_path": table(tmp_path / "m.npy", rows=10)}
     checked(DANCE, controls(clip, music, fps=30.0))
-    with pytest.raises(UserError, match=r"0\.3 s of music and 0\.8 s are danced to"):
+    with pytest.raises(UserError, match=r"0\.3 s of music and the clip needs 0\.8 s"):
         checked(DANCE, controls(clip, music, fps=30.0, start_seconds=0.5))
 
 

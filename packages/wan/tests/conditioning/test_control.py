@@ -58,7 +58,7 @@ def test_a_camera_starts_at_a_picture_and_zero_latents(checkpoint: Path, tmp_pat
     vae.load()
     assert torch.equal(y[:, :1], vae.encode([read(clip)[:, :1]])[0]["latents"]) and (y[:, 1:] == 0).all()
     assert y.shape == (16, 3, HEIGHT // 8, WIDTH // 8)
-    with pytest.raises(UserError, match="a moving camera needs a picture"):
+    with pytest.raises(UserError, match="a moving camera needs an image"):
         FirstLatent(vae).uses(controls(None))
 
 
@@ -135,7 +135,7 @@ def test_a_direction_or_a_file_says_how_the_camera_moves(tmp_path: Path) -> None
     with pytest.raises(UserError, match="has no camera_control_direction and no camera_file"):
         conditioner.uses(controls("clip.mp4"))
     with pytest.raises(
-        UserError, match="a drawing has no .*; give one of the columns in sample.controls, or with --control"
+        UserError, match="a sample has no .*; give one of the columns in sample.controls, or with --control"
     ):
         conditioner.uses(controls(None))
     file = pose_file(tmp_path / "poses.txt", camera.moving("Up", "0.1", FRAMES))
@@ -205,10 +205,10 @@ def pose_file(path: Path, poses: torch.Tensor) -> str:
     [
         ("", "has no camera pose"),
         ("only a first line\n", "has no camera pose"),
-        ("first\n1 2 3\n", "line 2 is no camera pose"),
-        ("first\n" + " ".join(["nan"] * 19) + "\n", "line 2 is no camera pose"),
-        ("first\n0 0 1 .5 .5 0 0 1 0 0 0 0 1 0 0 0 0 1 0\n", "line 2 is no camera pose"),
-        ("first\n0 1 1 .5 .5 0 0 1 0 0 0 1 0 0 0 0 0 1 0\n", "turns space flat"),
+        ("first\n1 2 3\n", "line 2 is not a camera pose"),
+        ("first\n" + " ".join(["nan"] * 19) + "\n", "line 2 is not a camera pose"),
+        ("first\n0 0 1 .5 .5 0 0 1 0 0 0 0 1 0 0 0 0 1 0\n", "line 2 is not a camera pose"),
+        ("first\n0 1 1 .5 .5 0 0 1 0 0 0 1 0 0 0 0 0 1 0\n", "has a singular matrix"),
         ("first\n\xff\xfe", "cannot be read as a file of camera poses"),
     ],
 )  # fmt: skip

@@ -92,7 +92,7 @@ def test_a_damaged_or_absent_table_is_one_line(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2, 35), "b": torch.zeros(2, 35)}, tmp_path / "two.safetensors")
     for name, message in (
         ("m.npy", "cannot be read"), ("m.safetensors", "cannot be read"), ("absent.npy", "cannot be read"),
-        ("two.safetensors", "holds 2 tensors"),
+        ("two.safetensors", "contains 2 tensors"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             music_features.read(tmp_path / name)
@@ -199,7 +199,7 @@ def test_keyframes_are_a_video_and_a_list_of_which_are_given(checkpoint: Path, t
     )
     assert torch.equal(y[4:], vae.encode([window])[0]["latents"])
     assert torch.equal(y[:4], known_frames_mask([bool(mark) for mark in marks[4:]], HEIGHT // 8, WIDTH // 8))
-    for text, message in (("[1, 0]", "has 2 numbers"), ("[2]", "no list of 0 and 1"), ("yes", "no list of 0 and 1")):
+    for text, message in (("[1, 0]", "has 2 numbers"), ("[2]", "not a list of 0 and 1"), ("yes", "not a list of 0 and 1")):
         with pytest.raises(UserError, match=message):
             encoded(Keyframes(vae), controls(None, files | {"wantodance_keyframes_mask": text}))
     with pytest.raises(UserError, match="wantodance_keyframes_mask alone"):

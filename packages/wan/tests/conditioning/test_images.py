@@ -88,7 +88,7 @@ def test_a_clip_stands_for_the_pictures_that_it_has_not(checkpoint: Path, tmp_pa
     assert begin.identity != both.identity
     with pytest.raises(
         UserError,
-        match="image to video needs a picture: name it in sample.controls, or with --control input_image=FILE",
+        match="image to video needs an image: set it in sample.controls, or with --control input_image=FILE",
     ):
         begin.uses(controls(None))
 
@@ -157,5 +157,5 @@ def test_clip_sees_what_diffusers_shows_it(tmp_path: Path, clip_folder: Path) ->
     with torch.no_grad():
         expected = theirs((square / 2 + 0.5 - mean) / std, output_hidden_states=True).hidden_states[-2][0]
     torch.testing.assert_close(tokens, expected, atol=1e-5, rtol=1e-5)
-    with pytest.raises(UserError, match="image to video needs a picture"):
+    with pytest.raises(UserError, match="image to video needs an image"):
         ClipVision(encoder, ("input_image",)).uses(controls(None))

@@ -144,7 +144,7 @@ MUSIC: dict[str, tuple[Made, str]] = {
     "a text": (of_bytes("bad.npy", b"these are no numbers"), "cannot be read as features"),
     "cut": (cut(saved(ROWS)), "cannot be read as features"),
     "more numbers than memory": (hostile_header, "cannot be read as features"),
-    "two tables": (tensors("a", "b"), "holds 2 tensors"),
+    "two tables": (tensors("a", "b"), "contains 2 tensors"),
     "tensors cut": (cut(tensors("a")), "cannot be read as features"),
     "tensors of text": (of_bytes("bad.safetensors", b"no tensors at all"), "cannot be read as features"),
     "a folder": (directory, "is a folder"),
@@ -176,9 +176,9 @@ def test_music_that_cannot_be_danced_to(tmp_path: Path, case: str, monkeypatch: 
 @pytest.mark.parametrize(
     ("mask", "says"),
     [
-        ("1, 0, 0", "no list of 0 and 1"), ("[1, 0]", "has 2 numbers"), ("[2" + ", 0" * 15 + "]", "no list of 0 and 1"),
-        ("[NaN]", "no list of 0 and 1"), ("{}", "no list of 0 and 1"), ("[" * 100_000, "no list of 0 and 1"),
-        ('["1"]', "no list of 0 and 1"),
+        ("1, 0, 0", "not a list of 0 and 1"), ("[1, 0]", "has 2 numbers"), ("[2" + ", 0" * 15 + "]", "not a list of 0 and 1"),
+        ("[NaN]", "not a list of 0 and 1"), ("{}", "not a list of 0 and 1"), ("[" * 100_000, "not a list of 0 and 1"),
+        ('["1"]', "not a list of 0 and 1"),
     ],
 )  # fmt: skip
 def test_keyframes_that_are_no_mask(tmp_path: Path, mask: str, says: str) -> None:
@@ -199,10 +199,10 @@ CAMERA: dict[str, tuple[bytes, str]] = {
     "a first line alone": (b"https://example.com\n", "no camera pose"),
     "bytes": (bytes(range(256)), "cannot be read as a file of camera poses"),
     "UTF-16": (f"x\n{POSE}".encode("utf-16"), "cannot be read as a file of camera poses"),
-    "18 numbers": (f"x\n{POSE[:-2]}".encode(), "line 2 is no camera pose"),
-    "not a number": (f"x\n{POSE.replace('0.9', 'nan')}".encode(), "line 2 is no camera pose"),
-    "words": (b"x\nleft left right", "line 2 is no camera pose"),
-    "flat": (f"x\n{' '.join(['0', '1', '1'] + ['0'] * 16)}".encode(), "turns space flat"),
+    "18 numbers": (f"x\n{POSE[:-2]}".encode(), "line 2 is not a camera pose"),
+    "not a number": (f"x\n{POSE.replace('0.9', 'nan')}".encode(), "line 2 is not a camera pose"),
+    "words": (b"x\nleft left right", "line 2 is not a camera pose"),
+    "flat": (f"x\n{' '.join(['0', '1', '1'] + ['0'] * 16)}".encode(), "has a singular matrix"),
 }
 
 

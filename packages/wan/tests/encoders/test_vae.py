@@ -184,7 +184,7 @@ def test_a_file_that_lacks_a_tensor_is_refused(narrow_vae: Path, tmp_path: Path)
 
 def test_another_models_file_is_refused(tmp_path: Path) -> None:
     save_file({"decoder.conv_in.weight": torch.zeros(4, 4)}, tmp_path / "other.safetensors")
-    with pytest.raises(UserError, match="no VAE of Wan 2.1 or 2.2"):
+    with pytest.raises(UserError, match="not a VAE of Wan 2.1 or 2.2"):
         VaeEncoder(ModelPaths(vae=str(tmp_path / "other.safetensors")), CPU)
 
 

@@ -138,7 +138,7 @@ def test_a_vae_of_neither_kind_is_refused(tmp_path: Path, single_file: Path) -> 
     state = load_file(single_file)
     state["conv2.weight"] = torch.zeros(32, 32, 1, 1, 1)
     save_file(state, tmp_path / "other.safetensors")
-    with pytest.raises(UserError, match="is no VAE of Wan 2.1 or 2.2"):
+    with pytest.raises(UserError, match="is not a VAE of Wan 2.1 or 2.2"):
         VaeEncoder(ModelPaths(vae=str(tmp_path / "other.safetensors")), CPU)
 
 

@@ -1,4 +1,4 @@
-"""The demo's pictures: simple shapes, each described exactly by its captions, and pairs that an instruction turns into each other."""
+"""The demo's images: simple shapes with exact captions, and pairs of images with the instruction that edits one into the other."""
 
 import json
 from dataclasses import dataclass, replace
@@ -14,19 +14,19 @@ from ditkit_core.io.files import write_text
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """One picture: what it shows."""
+    """The content of one image."""
 
     colour: str
     shape: str
     background: str
     place: tuple[float, float]
-    """The shape's centre, as parts of height and width."""
+    """The shape's centre, as fractions of height and width."""
     height: int
     width: int
 
     @property
     def captions(self) -> tuple[str, str]:
-        """Two sentences that describe the picture."""
+        """Two sentences that describe the image."""
         return (
             f"a {self.colour} {self.shape} on a {self.background} background",
             f"a {self.background} picture of a {self.shape} in {self.colour}",
@@ -38,22 +38,20 @@ class Example:
     """One line of the dataset."""
 
     file: str
-    """Path relative to the dataset's folder; its suffix says how the picture is stored."""
+    """Path relative to the dataset's folder; its suffix gives the image format."""
     picture: Picture
     captions: tuple[str, ...]
     references: tuple[tuple[str, Picture], ...] = ()
-    """(path, picture) of what an editing instruction starts from."""
+    """(path, image) of the images to edit."""
 
 
 def _picture(look: str, height: int, width: int, down: float = 0.5, right: float = 0.5) -> Picture:
     colour, shape, background = look.split()
-    return Picture(
-        colour=colour, shape=shape, background=background, place=(down, right), height=height, width=width
-    )  # fmt: skip
+    return Picture(colour=colour, shape=shape, background=background, place=(down, right), height=height, width=width)
 
 
 _SIZES = ((128, 128), (96, 160), (160, 96), (112, 176), (144, 144), (192, 120), (96, 96))
-"""(height, width): squares, and both ways of about 8:5."""
+"""(height, width): squares, and landscape and portrait of about 8:5."""
 
 _PLACES = ((0.5, 0.5), (0.5, 0.35), (0.35, 0.5), (0.6, 0.6), (0.4, 0.4))
 
@@ -61,7 +59,7 @@ _PICTURES = tuple(
     _picture(f"{colour} {shape} {background}", *_SIZES[index % len(_SIZES)], *_PLACES[index % len(_PLACES)])
     for index, (colour, shape, background) in enumerate(product(COLOURS, SHAPES, BACKGROUNDS))
 )
-"""Every colour, shape and background once."""
+"""Every combination of colour, shape and background once."""
 
 _EDITS = (
     (_picture("red circle dark", 128, 128, right=0.4), "colour", "blue"),
@@ -94,11 +92,11 @@ EXAMPLES = (
     *(_described(index, picture) for index, picture in enumerate(_PICTURES)),
     *(_edited(index, *edit) for index, edit in enumerate(_EDITS)),
 )
-"""Thirty lines: described pictures, some with two captions, and pairs for editing."""
+"""Thirty lines: captioned images, some with two captions, and pairs for editing."""
 
 
 def draw(picture: Picture) -> UInt8[np.ndarray, "height width 3"]:
-    """Its pixels."""
+    """The pixels of an image."""
     return paint(
         picture.height,
         picture.width,
@@ -111,7 +109,7 @@ def draw(picture: Picture) -> UInt8[np.ndarray, "height width 3"]:
 
 
 def write_dataset(folder: Path) -> None:
-    """Write every picture, and the metadata.jsonl that lists them."""
+    """Write all images, and the metadata.jsonl that lists them."""
     lines = []
     for example in EXAMPLES:
         for name, picture in ((example.file, example.picture), *example.references):

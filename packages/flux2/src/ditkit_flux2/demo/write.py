@@ -1,9 +1,8 @@
-"""The demo's inputs: a complete tiny FLUX.2 klein base checkpoint with random weights, and captioned pictures and editing pairs.
+"""The demo's inputs: a complete tiny FLUX.2 klein base checkpoint with random weights, captioned images and editing pairs.
 
-The demo trains on these by the same path as real weights: nothing else in ditkit knows about it. The checkpoint is in
-diffusers layout. Its random initialisation matters, because LoRA reaches only the linears of the blocks: the frozen
-`img_in` must keep the whole picture, the gates must let the blocks' result through, and the frozen head must be able to
-say it.
+The demo trains on these exactly as a run trains on real weights. The checkpoint is in diffusers layout. Its random initialisation
+matters, because LoRA trains only the linear layers of the blocks: the frozen `img_in` must keep all of the image, the gates must let
+the blocks' result through, and the frozen head must be able to output it.
 """
 
 import math
@@ -25,7 +24,7 @@ TEXT_DIM, TEXT_LAYERS = 16, 28  # the deepest hidden state read is 27, which in 
 LATENT_CHANNELS = 4
 VAE_DIMS = {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 4}
 PIXELS = 128
-"""Side of the squares that the VAE's statistics are measured on."""
+"""Side of the square images that the VAE's statistics are measured on."""
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -38,7 +37,7 @@ CHAT_TEMPLATE = (
 def write_demo(folder: Path) -> None:
     """Write the demo's inputs: `checkpoint/` and `pictures/`, the same bytes every time.
 
-    A folder that is complete is left alone; one that was half written is written again.
+    A complete folder is left alone; an incomplete one is written again.
 
     Args:
         folder: Where to write; created if needed.
@@ -55,7 +54,7 @@ def write_checkpoint(folder: Path, captions: list[str]) -> None:
 
     Args:
         folder: The folder to write.
-        captions: Sentences whose words become tokens; what else is said is spelled in bytes.
+        captions: Sentences whose words become tokens; other words are spelled in bytes.
     """
     import diffusers
     from diffusers import FlowMatchEulerDiscreteScheduler
@@ -67,9 +66,14 @@ def write_checkpoint(folder: Path, captions: list[str]) -> None:
     build_vae().save_pretrained(folder / "vae")
     build_transformer().save_pretrained(folder / "transformer")
     FlowMatchEulerDiscreteScheduler(
-        num_train_timesteps=1000, shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15,
-        base_image_seq_len=256, max_image_seq_len=4096,
-    ).save_pretrained(folder / "scheduler")  # fmt: skip
+        num_train_timesteps=1000,
+        shift=3.0,
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=1.15,
+        base_image_seq_len=256,
+        max_image_seq_len=4096,
+    ).save_pretrained(folder / "scheduler")
     index = {
         "_class_name": "Flux2KleinPipeline",
         "_diffusers_version": diffusers.__version__,
@@ -84,10 +88,9 @@ def write_checkpoint(folder: Path, captions: list[str]) -> None:
 
 
 def build_tokenizer(captions: list[str]) -> Any:
-    """A byte-level tokenizer of the Qwen kind, in which every word of the captions that follows a space is one token.
+    """A byte-level tokenizer like Qwen's, in which every word of the captions that follows a space is one token.
 
-    A word is put together letter by letter from its space on: no other merge applies on the way, so that the words need no
-    order.
+    The merges build a word letter by letter from its space on. No other merge applies on the way, so the order of words is free.
     """
     from tokenizers import AddedToken, pre_tokenizers
     from transformers import Qwen2Tokenizer
@@ -99,9 +102,13 @@ def build_tokenizer(captions: list[str]) -> Any:
     tokenizer = Qwen2Tokenizer(
         vocab={piece: index for index, piece in enumerate(pieces)},
         merges=[(start[:-1], start[-1]) for start in starts],
-        eos_token=END, pad_token=PAD, unk_token=PAD,
-        model_max_length=512, chat_template=CHAT_TEMPLATE, padding_side="right",
-    )  # fmt: skip
+        eos_token=END,
+        pad_token=PAD,
+        unk_token=PAD,
+        model_max_length=512,
+        chat_template=CHAT_TEMPLATE,
+        padding_side="right",
+    )
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in ("<think>", "</think>")])
     return tokenizer
@@ -112,16 +119,26 @@ def build_text_encoder(vocabulary_size: int, pad_token_id: int) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=vocabulary_size, hidden_size=TEXT_DIM, intermediate_size=2 * TEXT_DIM, num_hidden_layers=TEXT_LAYERS,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=1024, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=None, pad_token_id=pad_token_id, architectures=["Qwen3ForCausalLM"],
+        vocab_size=vocabulary_size,
+        hidden_size=TEXT_DIM,
+        intermediate_size=2 * TEXT_DIM,
+        num_hidden_layers=TEXT_LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=pad_token_id,
+        architectures=["Qwen3ForCausalLM"],
         dtype="float32",
-    )  # fmt: skip
+    )
     return drawn("text encoder", Qwen3ForCausalLM, config)
 
 
 def build_vae() -> Any:
-    """A VAE of few channels whose latents of the demo's pictures have mean 0 and variance 1 in every channel."""
+    """A VAE of few channels whose latents of the demo's images have mean 0 and variance 1 in every channel."""
     from diffusers import AutoencoderKLFlux2
 
     vae = drawn("vae", AutoencoderKLFlux2, **VAE_DIMS, latent_channels=LATENT_CHANNELS).requires_grad_(False)
@@ -138,10 +155,17 @@ def build_transformer() -> Any:
 
     channels = 4 * LATENT_CHANNELS
     model = drawn(
-        "transformer", Flux2Transformer2DModel,
-        in_channels=channels, num_layers=DOUBLE_BLOCKS, num_single_layers=SINGLE_BLOCKS, num_attention_heads=HEADS,
-        attention_head_dim=sum(AXES), joint_attention_dim=3 * TEXT_DIM, axes_dims_rope=AXES, guidance_embeds=False,
-    )  # fmt: skip
+        "transformer",
+        Flux2Transformer2DModel,
+        in_channels=channels,
+        num_layers=DOUBLE_BLOCKS,
+        num_single_layers=SINGLE_BLOCKS,
+        num_attention_heads=HEADS,
+        attention_head_dim=sum(AXES),
+        joint_attention_dim=3 * TEXT_DIM,
+        axes_dims_rope=AXES,
+        guidance_embeds=False,
+    )
     with torch.no_grad():
         columns = isometry(WIDTH, channels, "patch")
         # Without its blocks the model would predict the noised latents: near the truth where noise is strong.
@@ -154,11 +178,11 @@ def build_transformer() -> Any:
             model.single_stream_modulation,
         ):
             modulation.linear.weight.unflatten(0, (-1, 3, WIDTH))[:, 2].mul_(4)  # the gates, to about 1
-        model.context_embedder.weight.mul_(0.3)  # the text encoder's hidden states are that much larger than 1
+        model.context_embedder.weight.mul_(0.3)  # hidden states of the text encoder are about 3 times too large
     return model
 
 
 def _pixels(picture: Picture) -> Float[Tensor, "1 3 height width"]:
-    """A picture at one size, in [-1, 1]."""
+    """An image at the side `PIXELS`, in [-1, 1]."""
     pixels = torch.from_numpy(draw(picture)).permute(2, 0, 1)[None].float() / 127.5 - 1
     return functional.interpolate(pixels, size=(PIXELS, PIXELS), mode="bilinear", antialias=True)

@@ -1,7 +1,7 @@
-"""Captions to the tokens that the text encoders read: their chat templates, written out.
+"""Captions to tokens of the text encoders: their chat templates, written out.
 
-The templates that lie beside a tokenizer are programs, and no file's program is run here. The same words in another template
-are other tokens, so a template belongs to the encoder's identity.
+The templates stored next to a tokenizer are programs (Jinja), and ditkit runs no program from a file. The same words in another
+template are other tokens, so the template is part of the encoder's identity.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.weights.tokenizer import added_tokens
 
 TEXT_TOKENS = 512
-"""Tokens of a caption, its template and padding included; what is beyond is cut. The transformer sees all of them."""
+"""Tokens of a caption, with its template and padding; longer captions are cut. The transformer attends to all of them."""
 
 # As the official code has it, in `src/flux2/system_messages.py` of black-forest-labs/flux2: with a line break after "object".
 _SYSTEM_MESSAGE = (
@@ -26,25 +26,25 @@ _SYSTEM_MESSAGE = (
 
 @dataclass(frozen=True, kw_only=True)
 class TextFamily:
-    """How one family of language models is asked about a caption, and which of its layers answer."""
+    """The chat template of one family of language models, and the layers whose hidden states are the features."""
 
     name: str
     layers: tuple[int, ...]
-    """How many layers the hidden states that are taken have passed through."""
+    """The numbers of layers after which hidden states are taken."""
     before: str
-    """The template up to the caption."""
+    """The template before the caption."""
     after: str
-    """The template behind it."""
+    """The template after the caption."""
     removed: str
-    """What a caption may not contain; empty if there is nothing."""
+    """A token that is removed from captions, because it would stand for an image; empty for none."""
     special: tuple[str, ...]
-    """Tokens of the template that must not be cut into pieces."""
+    """Tokens of the template that must not be split into pieces."""
     padding: str
     pads_left: bool
-    """Whether the padding stands before the tokens."""
+    """Whether the padding is before the tokens."""
 
     def render(self, caption: str) -> str:
-        """What the language model is told."""
+        """The prompt of a caption: the caption in its template."""
         return self.before + (caption.replace(self.removed, "") if self.removed else caption) + self.after
 
 
@@ -58,7 +58,7 @@ MISTRAL = TextFamily(
     padding="<pad>",
     pads_left=True,
 )
-"""Of FLUX.2-dev; its padding has id 11."""
+"""The text encoder of FLUX.2-dev; its padding has id 11."""
 
 QWEN = TextFamily(
     name="Qwen3",
@@ -70,17 +70,17 @@ QWEN = TextFamily(
     padding="<|endoftext|>",
     pads_left=False,
 )
-"""Of FLUX.2-klein; its padding has id 151643."""
+"""The text encoder of FLUX.2-klein; its padding has id 151643."""
 
 
 class Prompter:
-    """A tokenizer that writes captions the way one family reads them."""
+    """A tokenizer of captions in the template of one family."""
 
     def __init__(self, folder: Path, family: TextFamily):
         """Check the tokenizer's own file; the tokenizer itself is built by `load`.
 
         Raises:
-            UserError: If it is not the family's.
+            UserError: If it is not the tokenizer of the family.
         """
         self.file = folder / "tokenizer.json"
         self._family = family
@@ -97,10 +97,10 @@ class Prompter:
         """Build the tokenizer.
 
         Args:
-            vocabulary_size: Tokens that the encoder has an embedding of.
+            vocabulary_size: Number of tokens that the encoder has embeddings for.
 
         Raises:
-            UserError: If the tokenizer has more.
+            UserError: If the tokenizer has more tokens.
         """
         from tokenizers import Tokenizer
 
@@ -116,7 +116,7 @@ class Prompter:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the tokenizer is there."""
+        """Whether the tokenizer is built."""
         return self._tokenizer is not None
 
     def unload(self) -> None:
@@ -124,7 +124,7 @@ class Prompter:
         self._tokenizer = None
 
     def cut_of(self, caption: str) -> tuple[int, str] | None:
-        """How many tokens are cut of a caption in its template, and what of the caption is read; None if all of it is."""
+        """Number of tokens that are cut, and the part of the caption that is read; None if all of it is read."""
         rendered = self._family.render(caption)
         found = self._tokenizer.encode(rendered, add_special_tokens=False)
         cut = len(found.ids) - TEXT_TOKENS
@@ -134,7 +134,7 @@ class Prompter:
         return cut, rendered[len(self._family.before) : end]
 
     def tokens(self, caption: str) -> tuple[Tensor, Tensor, int]:
-        """Ids [512] of a caption in its template, which of them are no padding [512], and how many tokens were cut."""
+        """Ids [512] of a caption in its template, a mask [512] that is False on padding, and the number of tokens that were cut."""
         ids = self._tokenizer.encode(self._family.render(caption), add_special_tokens=False).ids
         cut = max(0, len(ids) - TEXT_TOKENS)
         ids = ids[:TEXT_TOKENS]

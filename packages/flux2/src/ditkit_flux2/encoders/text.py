@@ -1,7 +1,7 @@
 """Captions to features: the Mistral 3 of FLUX.2-dev or the Qwen3 of FLUX.2-klein, from a folder or a single file.
 
-One loop over the layers serves two ways of holding them: all on the device, or each read from its file when it is needed, used
-for every caption of the call, and dropped. Both give the same bits, because captions pass through a layer one by one.
+One loop over the layers serves two modes: all layers on the device, or streamed, where each layer is read from its file, used for
+every caption of the call, and freed. The results are bitwise identical, because a layer takes one caption at a time in both.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ class TextEncoder:
         """Find weights and tokenizer, and read the weights' headers; nothing is loaded.
 
         Raises:
-            UserError: If either is missing, damaged, or not of a model that FLUX.2 uses, or weights are in a form that is not read.
+            UserError: If either is missing, damaged, or not of a model that FLUX.2 uses, or the weights are in an unknown form.
         """
         self._source = open_weights(components.locate("text_encoder"))
         self.family, self._config = describe(self._source)
@@ -47,7 +47,7 @@ class TextEncoder:
         self._mapping: dict[str, tuple[TensorSlice, ...]] = {}
         self._peak_before = 0
         self.truncated: list[str] = []
-        """Captions that were longer than 512 tokens, each with the number of tokens that were cut."""
+        """Captions longer than 512 tokens, each with the number of tokens that were cut."""
 
     @cached_property
     def identity(self) -> str:
@@ -68,7 +68,7 @@ class TextEncoder:
 
     @property
     def _model(self) -> Any:
-        """On `meta` but for the modules in use."""
+        """On `meta`, except for the modules in use."""
         return self._built[0]
 
     @cached_property
@@ -86,21 +86,21 @@ class TextEncoder:
 
     @property
     def streams(self) -> bool:
-        """Whether layers pass through memory one by one."""
+        """Whether layers are streamed: read one by one."""
         return self._decision[0]
 
     @cached_property
     def items_at_once(self) -> int:
-        """One caption; streamed, as many as a reading of all layers should serve and memory allows."""
+        """1; when streamed, as many captions as memory allows, up to 64, since each call reads all layers."""
         if not self.streams:
             return 1
         return captions_at_once(self.width, self._config["hidden_size"], self._dtype)
 
     def load(self) -> None:
-        """Read the weights onto the device; streamed, only find each.
+        """Read the weights onto the device; when streamed, only look up where each is.
 
         Raises:
-            UserError: If the weights are incomplete, or tokenizer and encoder do not belong together.
+            UserError: If the weights are incomplete, or tokenizer and encoder do not fit together.
         """
         if self._mapping:
             return
@@ -112,16 +112,19 @@ class TextEncoder:
             give_back_large_blocks()
             say(f"text encoder: read layer by layer for {self.items_at_once} captions at a time ({why})")
         else:
-            say(f"text encoder: held in memory as a whole ({why})")
+            say(f"text encoder: loaded into memory as a whole ({why})")
             hold_as_stored(self._model, self._source, mapping)
             load_into(
-                self._model, self._source, mapping,
-                device_of=lambda name: self._device, dtype_of=lambda name: self._dtype,
-            )  # fmt: skip
+                self._model,
+                self._source,
+                mapping,
+                device_of=lambda name: self._device,
+                dtype_of=lambda name: self._dtype,
+            )
         self._mapping = mapping
 
     def cut_of(self, caption: str) -> tuple[int, str] | None:
-        """How many tokens of a caption are cut, and what is read of it; None if all of it is. Needs no weights.
+        """Number of tokens of a caption that are cut, and the part that is read; None if all of it is read. Needs no weights.
 
         Raises:
             UserError: If tokenizer and encoder do not belong together.
@@ -131,7 +134,7 @@ class TextEncoder:
         return self._prompter.cut_of(caption)
 
     def unload(self) -> None:
-        """Free the weights, and say how much host memory it took."""
+        """Free the weights, and print the peak of host memory."""
         if not self._mapping:
             return
         peak = process_peak_bytes()
@@ -151,11 +154,11 @@ class TextEncoder:
 
         Args:
             items: At most `items_at_once` captions, which may be empty.
-            advance: Told of each layer that a caption has passed.
+            advance: Called after each layer of a caption, with the fraction of the caption's work.
 
         Returns:
-            For each, `text` [512, width] in the encoder's dtype, on the CPU: the hidden states after three of the layers side
-            by side, padding included, because the transformer attends to it.
+            For each, `text` [512, width] in the encoder's dtype, on the CPU: the concatenated hidden states after
+            three of the layers, with padding, because the transformer attends to it.
         """
         tokens = [self._tokens(item) for item in items]
         ids = [each.to(self._device) for each, _ in tokens]
@@ -164,7 +167,7 @@ class TextEncoder:
         return [{"text": text} for text in texts]
 
     def _passing(self) -> LayerContext:
-        """New memory for weights to pass through; none is needed where all of them are there."""
+        """A context that gives a layer its weights: from its file when streamed; otherwise they are already loaded."""
         model = self._model
         if not self.streams:
             return lambda name: nullcontext(model.get_submodule(name))
@@ -175,7 +178,7 @@ class TextEncoder:
         ids, real, cut = self._prompter.tokens(item)
         if cut:
             self.truncated.append(
-                f"{item[:60]!r}… is {TEXT_TOKENS + cut} tokens long with what is said around it: {cut} were cut"
+                f"{item[:60]!r}… is {TEXT_TOKENS + cut} tokens long with its template: {cut} were cut"
             )
             warn(self.truncated[-1])
         return ids, real
@@ -189,18 +192,18 @@ def features(
     passing: Callable[[], LayerContext],
     advance: Callable[[float], None] = NullProgress.advance,
 ) -> list[Float[Tensor, "tokens width"]]:
-    """Captions through the layers, one layer after the other.
+    """Run captions through the layers, one layer after the other.
 
     Args:
-        family: Which hidden states are taken.
+        family: Says after which layers hidden states are taken.
         rotary: Computes the rotary tables.
         ids: Tokens of each caption, on the device of the weights.
-        masks: What each attends to, there too.
-        passing: Makes memory for weights to pass through: each call another.
-        advance: Told of each layer that a caption has passed.
+        masks: What each caption's tokens attend to, on the same device.
+        passing: Makes a context that loads one layer at a time; each call makes another one with its own memory.
+        advance: Called after each layer of a caption, with the fraction of the caption's work.
 
     Returns:
-        The hidden states after the family's layers side by side, on the CPU.
+        The concatenated hidden states after the family's layers, on the CPU.
     """
     with passing()("embed_tokens") as embedding:
         hidden = torch.stack([embedding(each[None]) for each in ids])
@@ -208,9 +211,10 @@ def features(
     tables = rotary(hidden[0], positions)
     width = len(family.layers) * hidden.shape[-1]
     texts = [torch.empty(TEXT_TOKENS, width, dtype=hidden.dtype) for _ in ids]
-    holding = passing()  # of the layers, which are alike; that of the embedding is free again
+    # A second context: the layers share one buffer of their size, and that of the embedding is free again.
+    layer_context = passing()
     for index in range(family.layers[-1]):
-        with holding(f"layers.{index}") as layer:
+        with layer_context(f"layers.{index}") as layer:
             for state, mask in zip(hidden, masks, strict=True):
                 state.copy_(layer(state, attention_mask=mask, position_ids=positions, position_embeddings=tables))
                 advance(1 / family.layers[-1])
@@ -222,15 +226,15 @@ def features(
 
 
 def captions_at_once(width: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """As many captions as one reading of all layers should serve and memory allows, given the widths of features and hidden states."""
+    """Number of captions per reading of all layers, limited by memory; from the widths of features and hidden states."""
     bytes_each = TEXT_TOKENS * (width + hidden_size) * dtype.itemsize
     return max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // bytes_each))
 
 
 def attention_mask(real: Bool[Tensor, " tokens"]) -> Bool[Tensor, "1 1 tokens tokens"] | None:
-    """What each token may attend to: itself and those before it that are no padding; None where that is all before it.
+    """The tokens that each token attends to: itself and those before it that are no padding; None without padding.
 
-    As transformers makes it, which leaves a mask out where a causal kernel does without; the rows differ in the last bits.
+    transformers does the same: it leaves the mask out where a causal kernel needs none. With a mask, features differ in the last bits.
     """
     if bool(real.all()):
         return None

@@ -1,4 +1,4 @@
-"""The language models that read captions: which one some files hold, and its layers up to the last that is needed."""
+"""The language models that read captions: which of them some files contain, and its layers up to the last that is needed."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from ditkit_core.weights.load import Advice, match
 from ditkit_flux2.encoders.prompt import MISTRAL, QWEN, TextFamily
 
 ATTENTION = "sdpa"
-"""transformers' name of the attention: what padded rows become depends on it, and the transformer sees them."""
+"""transformers' name of the attention kernel: features of padded rows depend on it, and the transformer attends to them."""
 
 _PREFIXES = (
     "model.language_model.model.",
@@ -27,20 +27,42 @@ _PREFIXES = (
 )
 _PUBLISHED = {
     "Mistral Small 3": {
-        "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40, "head_dim": 128,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e9, "sliding_window": None,
+        "vocab_size": 131072,
+        "hidden_size": 5120,
+        "intermediate_size": 32768,
+        "num_hidden_layers": 40,
+        "head_dim": 128,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e9,
+        "sliding_window": None,
     },
     "Qwen3 8B": {
-        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "head_dim": 128,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "head_dim": 128,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
     },
     "Qwen3 4B": {
-        "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "head_dim": 128,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+        "vocab_size": 151936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "head_dim": 128,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
     },
-}  # fmt: skip
+}
 _KNOWN = re.compile(r"embed_tokens\.|layers\.(\d+)\.")
-_HEAD_DIM = 128  # of both Mistral models that single files are made of; Qwen3's is the width of a norm
+_HEAD_DIM = 128  # of the Mistral models in single files; Qwen3's is the width of a norm
 _GET = "set model.text_encoder to the text_encoder folder of FLUX.2, or a bf16 file of its Mistral or Qwen3"
 _REMEDY = "set model.text_encoder to a whole folder or file of it"
 _ADVICE = Advice(
@@ -49,10 +71,10 @@ _ADVICE = Advice(
 
 
 def describe(source: SafetensorsSource) -> tuple[TextFamily, dict[str, Any]]:
-    """Which family some files are of, and the configuration of its language model, cut after the last layer needed.
+    """The family that some files belong to, and the configuration of its language model up to the last layer that is needed.
 
     Raises:
-        UserError: If they are of no family that is read, or too shallow.
+        UserError: If they belong to neither family, or have too few layers.
     """
     if source.path.is_dir():
         family, config = _of_folder(source, read_config(source.path))
@@ -62,16 +84,18 @@ def describe(source: SafetensorsSource) -> tuple[TextFamily, dict[str, Any]]:
     if not isinstance(depth, int) or not isinstance(config.get("hidden_size"), int):
         raise UserError(f"{source.path}: config.json says no num_hidden_layers or hidden_size; fetch it again")
     if depth < needed:
-        raise UserError(f"{source.path} has {depth} layers, and FLUX.2 reads what layer {needed} says; {_GET}")
+        raise UserError(
+            f"{source.path} has {depth} layers, and FLUX.2 reads the hidden states after layer {needed}; {_GET}"
+        )
     kept = {name: value for name, value in config.items() if name != "layer_types"}  # a list as long as the depth
     return family, kept | {"num_hidden_layers": needed}
 
 
 def published(text_dim: int) -> tuple[TextFamily, dict[str, Any]]:
-    """The language model whose features are this wide, and its configuration, cut after the last layer needed.
+    """The language model whose features are this wide, and its configuration up to the last layer that is needed.
 
     Raises:
-        UserError: If no published one is: the model was made for another encoder.
+        UserError: If there is none: the model was made for another encoder.
     """
     for name, config in _PUBLISHED.items():
         family = MISTRAL if name.startswith("Mistral") else QWEN
@@ -88,12 +112,12 @@ def _of_folder(source: SafetensorsSource, config: Mapping[str, Any]) -> tuple[Te
     families = {"mistral": MISTRAL, "qwen3": QWEN}
     kind = config.get("model_type")
     if kind not in families:
-        raise UserError(f"{source.path} holds a model of type {kind}, not a Mistral 3 or Qwen3; {_GET}")
+        raise UserError(f"{source.path} contains a model of type {kind}, not a Mistral 3 or Qwen3; {_GET}")
     return families[kind], config
 
 
 def _of_file(source: SafetensorsSource) -> tuple[TextFamily, Mapping[str, Any]]:
-    """Family and configuration of a single file, read off its shapes; all models of a family share the rest."""
+    """Family and configuration of a single file, read from its shapes; other fields are the same for all models of a family."""
     shapes = {_without_prefix(name): stored.shape for name, stored in source.tensors.items()}
     layer = "layers.0.self_attn"
     try:
@@ -104,10 +128,14 @@ def _of_file(source: SafetensorsSource) -> tuple[TextFamily, Mapping[str, Any]]:
         raise UserError(f"{source.path} is not a Mistral 3 or Qwen3 text encoder; {_GET}") from error
     head_dim = shapes.get(f"{layer}.q_norm.weight", (_HEAD_DIM,))[0]
     config = {
-        "vocab_size": vocabulary, "hidden_size": width, "intermediate_size": hidden, "head_dim": head_dim,
-        "num_attention_heads": queries // head_dim, "num_key_value_heads": keys // head_dim,
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": hidden,
+        "head_dim": head_dim,
+        "num_attention_heads": queries // head_dim,
+        "num_key_value_heads": keys // head_dim,
         "num_hidden_layers": len({found[1] for name in shapes if (found := _KNOWN.match(name)) and found[1]}),
-    }  # fmt: skip
+    }
     if f"{layer}.q_norm.weight" in shapes:
         return QWEN, config | {"rms_norm_eps": 1e-6, "rope_theta": 1e6}
     return MISTRAL, config | {"rms_norm_eps": 1e-5, "rope_theta": 1e9, "sliding_window": None}
@@ -118,10 +146,10 @@ def _without_prefix(name: str) -> str:
 
 
 def build(family: TextFamily, config: Mapping[str, Any], device: torch.device) -> tuple[nn.Module, nn.Module]:
-    """The language model on `meta` without its last norm, and what computes its rotary tables, on a device.
+    """The language model on `meta` without its last norm, and the module of its rotary tables on a device.
 
     Raises:
-        UserError: If the configuration makes no model.
+        UserError: If no model can be built from the configuration.
     """
     model = build_layers(family, config)
     return model, rotary_of(model, device)
@@ -131,7 +159,7 @@ def build_layers(family: TextFamily, config: Mapping[str, Any]) -> nn.Module:
     """The language model on `meta` without its last norm.
 
     Raises:
-        UserError: If the configuration makes no model.
+        UserError: If no model can be built from the configuration.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import MistralConfig, MistralModel, Qwen3Config, Qwen3Model
@@ -147,20 +175,20 @@ def build_layers(family: TextFamily, config: Mapping[str, Any]) -> nn.Module:
         raise UserError(
             f"the text encoder's config.json does not describe a {family.name} ({reason}); {_GET}"
         ) from error
-    model.norm = nn.Identity()  # the hidden states that are taken lie before it
+    model.norm = nn.Identity()  # hidden states are taken before it
     return model.requires_grad_(False).eval()
 
 
 def rotary_of(model: Any, device: torch.device) -> nn.Module:
-    """What computes a model's rotary tables, on a device: its frequencies are computed, in no file."""
+    """The module that computes a model's rotary tables, on a device: files do not store its frequencies."""
     return type(model.rotary_emb)(config=model.config).to(device)
 
 
 def locate_weights(model: nn.Module, source: SafetensorsSource) -> dict[str, tuple[TensorSlice, ...]]:
-    """Where each weight of the model lies; what else the files hold (vision, later layers, head) is left alone.
+    """Where the files store each weight of the model; other weights (vision, later layers, head) are ignored.
 
     Raises:
-        UserError: If a weight is missing or mis-shaped, or a layer that is used has one more than the model.
+        UserError: If a weight is missing or mis-shaped, or a layer that is used has a weight that the model lacks.
     """
     wanted = {name: tuple(tensor.shape) for name, tensor in without_scales(model.state_dict(), model).items()}
     num_layers = len(model.get_submodule("layers"))

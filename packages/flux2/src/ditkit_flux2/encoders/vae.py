@@ -1,7 +1,7 @@
 """The FLUX.2 VAE: diffusers' `AutoencoderKLFlux2` from a diffusers folder or from the official single file.
 
-Latents are the posterior's mode in 2x2 patches, normalised with the statistics of a batch norm that is never run: what the
-official code trains on and samples with. All of it is fp32, because the latents are the training data.
+Latents are the posterior's mode in 2x2 patches, normalised with the statistics of a batch norm that is never run, as the official
+code trains and samples. All of it is fp32, because the latents are the training data.
 """
 
 import re
@@ -25,11 +25,11 @@ from ditkit_core.weights.frozen import FrozenModule, find_weights, fingerprint
 _STAGES = 4
 _PATCH = 2
 _NORM_GROUPS = 32
-"""What a single file does not say of itself."""
+"""Values that the shapes in a single file do not give."""
 TILES = Tiles(side=512, overlap=128)
-"""diffusers' tiles are as large as the picture that is most often trained, and would save nothing there."""
+"""diffusers' tiles are as large as the most common training image and would save no memory there."""
 PUBLISHED = {"latent_channels": 32, "block_out_channels": [128, 256, 512, 512]}
-"""The VAE of all FLUX.2 models."""
+"""Configuration of the VAE of all FLUX.2 models."""
 _GET = "get ae.safetensors of black-forest-labs/FLUX.2-dev, or name a diffusers vae folder"
 
 # Official names to diffusers', applied in order; diffusers' own names pass unchanged. Source: `AutoEncoder` in
@@ -53,9 +53,8 @@ _UP = re.compile(r"^decoder\.up\.(\d)\.(block\.|upsample\.)")
 def to_diffusers(name: str) -> str:
     """The diffusers name of a parameter of the FLUX.2 VAE, given in either form."""
 
-    def place(
-        found: re.Match[str],
-    ) -> str:  # official stages of the decoder count from the pixels, diffusers' from the latents
+    def place(found: re.Match[str]) -> str:
+        # The official code counts the decoder's stages from the pixels, diffusers from the latents.
         inside = "resnets." if found[2] == "block." else "upsamplers.0."
         return f"decoder.up_blocks.{_STAGES - 1 - int(found[1])}.{inside}"
 
@@ -78,11 +77,11 @@ class VaeEncoder:
 
         Args:
             components: Where the model's files are.
-            device: Where the VAE works.
-            tiled: Whether it works in tiles, one after the other: less memory, and other results.
+            device: Device of the VAE.
+            tiled: Whether it works tile by tile, which takes less memory and gives other results.
 
         Raises:
-            UserError: If there are none, a file is damaged, or they are those of another VAE.
+            UserError: If there are none, a file is damaged, or they belong to another VAE.
         """
         self._source, self.config = find_weights(
             components, "vae", _config_of_file, kind="AutoencoderKLFlux2", remedy=_GET
@@ -103,17 +102,17 @@ class VaeEncoder:
     def identity(self) -> str:
         """Digest of the weights and of how latents are made from them."""
         made = "posterior mode, 2x2 patches as channel, row, column, batch-norm statistics, fp32"
-        tiles = (str(TILES),) if self._tiled else ()  # untiled, as ever: caches stay valid
+        tiles = (str(TILES),) if self._tiled else ()  # none untiled: caches from before tiles stay valid
         return fingerprint(self._source.path, made, *tiles)
 
     @property
     def channels(self) -> int:
-        """Channels of a latent pixel, which is a patch of four of the VAE's own."""
+        """Channels of a latent pixel, which is a patch of 2 x 2 of the VAE's latent pixels."""
         return self.config.get("latent_channels", 32) * _PATCH**2
 
     @property
     def stride(self) -> int:
-        """Pixels on a side of what becomes one latent pixel."""
+        """Pixels on a side of the square that becomes one latent pixel."""
         return _PATCH * 2 ** (len(self.config.get("block_out_channels", range(_STAGES))) - 1)
 
     def load(self) -> None:
@@ -134,11 +133,11 @@ class VaeEncoder:
         items: Sequence[Float[Tensor, "3 1 height width"]],
         advance: Callable[[float], None] = NullProgress.advance,
     ) -> list[dict[str, Tensor]]:
-        """Latents of one picture.
+        """Latents of one image.
 
         Args:
-            items: One picture: pixels in [-1, 1]; sides are multiples of 16.
-            advance: Told when it is done.
+            items: One image: pixels in [-1, 1]; sides are multiples of 16.
+            advance: Called with 1 when the image is done.
 
         Returns:
             `latents` [128, 1, height / 16, width / 16], fp32, on the CPU; about unit variance.
@@ -154,11 +153,13 @@ class VaeEncoder:
         """Pixels in [0, 1], fp32, on the CPU."""
         return self._work(decode_picture, latents, pixels=self.stride, scale=Fraction(self.stride))
 
-    def _work(self, work: Callable[..., Tensor], picture: Tensor, *, pixels: int, scale: Fraction) -> Tensor:
-        def of_part(part: Tensor) -> Tensor:
+    def _work(self, work: Callable[..., Tensor], image: Tensor, *, pixels: int, scale: Fraction) -> Tensor:
+        def part_result(part: Tensor) -> Tensor:
             return work(self._vae.module, part, self._device)
 
-        return in_tiles(of_part, picture, TILES, pixels=pixels, scale=scale) if self._tiled else of_part(picture).cpu()
+        return (
+            in_tiles(part_result, image, TILES, pixels=pixels, scale=scale) if self._tiled else part_result(image).cpu()
+        )
 
 
 def build(config: Mapping[str, Any]) -> Any:
@@ -166,14 +167,14 @@ def build(config: Mapping[str, Any]) -> Any:
     from diffusers import AutoencoderKLFlux2
 
     vae = AutoencoderKLFlux2.from_config(dict(config))
-    vae.bn.register_buffer("num_batches_tracked", None)  # of training, and not in every file
+    vae.bn.register_buffer("num_batches_tracked", None)  # used in training alone, and not in every file
     return vae
 
 
 def encode_picture(
     vae: Any, pixels: Float[Tensor, "3 1 height width"], device: torch.device
 ) -> Float[Tensor, "channels 1 h w"]:
-    """Normalised latents of one picture, on the device of the VAE's weights."""
+    """Normalised latents of one image, on the device of the VAE's weights."""
     mean, deviation = _statistics(vae)
     mode = vae.encode(pixels.transpose(0, 1).to(device, torch.float32)).latent_dist.mode()
     return ((patchify(mode[0]) - mean) / deviation)[:, None]
@@ -197,7 +198,7 @@ def _statistics(vae: Any) -> tuple[Tensor, Tensor]:
 
 
 def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:
-    """What diffusers needs to know of a single file; the small decoder differs from the usual one in widths alone."""
+    """diffusers' configuration of a single file; the small decoder differs from the usual one in widths alone."""
     shapes = {to_diffusers(name): stored.shape for name, stored in source.tensors.items()}
     try:
         latent_channels = shapes["post_quant_conv.weight"][0]

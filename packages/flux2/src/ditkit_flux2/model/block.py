@@ -21,7 +21,7 @@ class Flux2QKNorm(nn.Module):
 
 
 class Flux2StreamAttention(nn.Module):
-    """One stream's own part of the attention that both streams share: its projections and norms."""
+    """One stream's projections and norms for the attention that both streams share."""
 
     def __init__(self, arch: Flux2Arch, precision: Precision):
         super().__init__()
@@ -37,14 +37,14 @@ class Flux2StreamAttention(nn.Module):
 
 
 class Flux2GatedUnit(nn.Module):
-    """silu(a) · b, the first half of the features being the gate."""
+    """silu(a) · b, where a, the gate, is the first half of the features. A module, so that both MLPs keep upstream's parameter names."""
 
     def forward(self, x: Float[Tensor, "*batch both"]) -> Float[Tensor, "*batch half"]:
         return gated_unit(x)
 
 
 class Flux2DoubleBlock(nn.Module):
-    """Attention over text and image together, all else in two streams with weights and modulation of their own."""
+    """Joint attention over text and image; each stream has its own weights and modulation for everything else."""
 
     def __init__(self, arch: Flux2Arch, precision: Precision):
         super().__init__()
@@ -66,14 +66,15 @@ class Flux2DoubleBlock(nn.Module):
         shift_t, scale_t, gate_t, *mlp_t = carry.text_modulation[:, None].unbind(2)
         sizes = [text.shape[1], image.shape[1]]
         rotary_t, rotary_i = zip(carry.cos.split(sizes, 1), carry.sin.split(sizes, 1), strict=True)
-        of_text = self.txt_attn(modulated_norm(text, scale_t, shift_t, self.eps, norms).to(matmul), rotary_t)
-        of_image = self.img_attn(modulated_norm(image, scale_i, shift_i, self.eps, norms).to(matmul), rotary_i)
-        q, k, v = (torch.cat(pair, 1) for pair in zip(of_text, of_image, strict=True))
+        text_qkv = self.txt_attn(modulated_norm(text, scale_t, shift_t, self.eps, norms).to(matmul), rotary_t)
+        image_qkv = self.img_attn(modulated_norm(image, scale_i, shift_i, self.eps, norms).to(matmul), rotary_i)
+        q, k, v = (torch.cat(pair, 1) for pair in zip(text_qkv, image_qkv, strict=True))
         out = attend(q, k, v, name="self", padding_mask=carry.padding_mask).flatten(2).to(matmul)
         out_t, out_i = out.split(sizes, 1)
         text = gated_sum(self.txt_attn.proj(out_t), text.to(precision.residual), gate_t)
         image = gated_sum(self.img_attn.proj(out_i), image.to(precision.residual), gate_i)
         h_t, h_i = self._hidden(self.txt_mlp, text, *mlp_t), self._hidden(self.img_mlp, image, *mlp_i)
+        # Both last matmuls at once: a recompute can stop in front of them only if nothing after the first is recomputed.
         y_t, y_i = recompute_boundaries([(self.txt_mlp[2], h_t), (self.img_mlp[2], h_i)])
         return carry._replace(text=gated_sum(y_t, text, mlp_t[2]), image=gated_sum(y_i, image, mlp_i[2]))
 
@@ -99,7 +100,7 @@ class Flux2Join(nn.Module):
 
 
 class Flux2SingleBlock(nn.Module):
-    """Attention and MLP side by side, between one matmul in and one out."""
+    """Attention and MLP in parallel, with one matmul before both and one after both."""
 
     def __init__(self, arch: Flux2Arch, precision: Precision):
         super().__init__()

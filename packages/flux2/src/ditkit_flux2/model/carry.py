@@ -1,4 +1,4 @@
-"""What one block of FLUX.2 hands to the next."""
+"""The values that one block of FLUX.2 hands to the next."""
 
 from typing import NamedTuple
 
@@ -19,10 +19,10 @@ class Flux2DoubleCarry(NamedTuple):
     single_modulation: Float[Tensor, "batch 3 dim"]
     time: Float[Tensor, "batch dim"]
     cos: Float[Tensor, "tables tokens 1 pairs"]
-    """Of text and image, in this order; `tables` is 1 when all samples share a layout."""
+    """Rotary tables of text, then image; `tables` is 1 when all samples share a layout."""
     sin: Float[Tensor, "tables tokens 1 pairs"]
     padding_mask: Bool[Tensor, "batch tokens"] | None
-    """False on the padding of samples shorter than the longest; None when all are of one size."""
+    """False on the padding of samples shorter than the longest; None when all have one size."""
     grids: tuple[Grid, ...]
     """Rows and columns of each sample's target."""
 
@@ -39,4 +39,4 @@ class Flux2SingleCarry(NamedTuple):
     padding_mask: Bool[Tensor, "batch tokens"] | None
     grids: tuple[Grid, ...]
     num_text: int
-    """How many of the tokens are text."""
+    """Number of tokens that are text."""

@@ -1,7 +1,7 @@
 """The embedding of the FLUX.2 transformer: inputs to the first carry.
 
-Modulation is computed once and shared by all blocks of a kind. It travels as one tensor per kind and is split inside the block: as a
-tuple it would pass a reentrant checkpoint unseen, whose recompute then runs backwards through the one graph of all blocks.
+Modulation is computed once and shared by all blocks of a kind. It is one tensor per kind, which each block splits: a reentrant
+checkpoint does not detach tensors inside a tuple, and its recompute would then run backward through the graph that all blocks share.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from ditkit_flux2.presets import Flux2Arch
 
 
 class Flux2MlpEmbedder(nn.Module):
-    """A number from 0 to 1 for each sample, as features of the model's width."""
+    """One number from 0 to 1 per sample, embedded to the model's width."""
 
     def __init__(self, arch: Flux2Arch):
         super().__init__()
@@ -47,7 +47,7 @@ class Flux2Modulation(nn.Module):
         self.lin = CastLinear(arch.dim, rows * arch.dim, bias=False)
 
     def forward(self, time: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch rows dim"]:
-        """In the dtype of `time`."""
+        """Modulation rows, in the dtype of `time`."""
         return self.lin(F.silu(time)).unflatten(-1, (self.rows, -1))
 
 
@@ -67,16 +67,17 @@ class Flux2Embed(nn.Module):
 
     def forward(self, inputs: Flux2Inputs) -> Flux2DoubleCarry:
         precision = self.precision
-        pictures = [(latent, *others) for latent, others in zip(inputs.latents, inputs.references, strict=True)]
-        rows = [torch.cat([rearrange(picture, "c 1 h w -> (h w) c") for picture in group]) for group in pictures]
+        images = [(latent, *others) for latent, others in zip(inputs.latents, inputs.references, strict=True)]
+        rows = [torch.cat([rearrange(one, "c 1 h w -> (h w) c") for one in group]) for group in images]
         image = self.img_in(pad_sequence(rows, batch_first=True).to(precision.matmul)).to(precision.entry)
         assert all(len(text) == self.arch.text_tokens for text in inputs.text)
         text = self.txt_in(torch.stack(list(inputs.text)).to(precision.matmul)).to(precision.entry)
-        layouts = [tuple((picture.shape[2], picture.shape[3]) for picture in group) for group in pictures]
+        layouts = [tuple((one.shape[2], one.shape[3]) for one in group) for group in images]
+        # One table serves the whole batch where all samples share a layout: it is broadcast instead of stored per sample.
         table = self._angles(layouts if len(set(layouts)) > 1 else layouts[:1], image.device)
         time = self.time_in(inputs.sigma, precision)
         if self.guidance_in is not None:
-            assert inputs.guidance is not None, "this model takes the strength of guidance"
+            assert inputs.guidance is not None, "this model takes a guidance scale"
             time = time + self.guidance_in(inputs.guidance, precision)
         modulating = time.to(precision.modulation)
         return Flux2DoubleCarry(

@@ -22,6 +22,7 @@ class Flux2Head(nn.Module):
     def forward(self, carry: Flux2SingleCarry) -> list[Tensor]:
         dtype = self.precision.head
         shift, scale = self.adaLN_modulation(carry.time.to(dtype))[:, None].chunk(2, -1)
+        # The target comes first, so references and padding behind the longest target are never normalised or projected.
         longest = max(height * width for height, width in carry.grids)
         target = carry.tokens[:, carry.num_text : carry.num_text + longest]
         rows = self.linear(modulated_norm(target, scale, shift, self.arch.eps, dtype))

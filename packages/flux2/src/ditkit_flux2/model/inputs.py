@@ -1,4 +1,4 @@
-"""What `embed` takes, and how noised latents and training items become it."""
+"""The model's inputs, and how they are made of noised latents and training items."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
@@ -12,18 +12,18 @@ from ditkit_flux2.presets import Flux2Arch
 
 
 class Flux2Inputs(NamedTuple):
-    """What `embed` takes: one entry per sample, which may differ in size."""
+    """The model's inputs: one entry per sample; samples may differ in size."""
 
     latents: Sequence[Tensor]
     """[channels, 1, height, width] each."""
     sigma: Float[Tensor, "batch"]
     """Noise level from 0 to 1, fp32 or wider."""
     guidance: Float[Tensor, "batch"] | None
-    """Strength of guidance; a model without an embedding of it leaves it."""
+    """Guidance scale; a model without an embedding of it ignores it."""
     text: Sequence[Tensor]
     """[text_tokens, text_dim] each; all rows are attended to."""
     references: Sequence[Sequence[Tensor]]
-    """Latents of the pictures that each sample is made from, in order; may be none."""
+    """Latents of each sample's reference images, in order; may be empty."""
 
 
 def _references(item: Mapping[str, Tensor]) -> Iterator[Tensor]:
@@ -37,7 +37,7 @@ def _references(item: Mapping[str, Tensor]) -> Iterator[Tensor]:
 def make_inputs(
     noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]], guidance: float
 ) -> Flux2Inputs:
-    """Noised latents and training items to the model's inputs."""
+    """Make the model's inputs of noised latents and training items."""
     device = noised[0].device
     return Flux2Inputs(
         latents=noised,
@@ -49,7 +49,7 @@ def make_inputs(
 
 
 def num_tokens(item: Mapping[str, Tensor]) -> int:
-    """Rows of text, and one token for each latent pixel of the target and of every reference."""
+    """Number of tokens: rows of text, and one token for each latent pixel of the target and of every reference."""
     return len(item["text"]) + sum(latents[0].numel() for latents in (item["latents"], *_references(item)))
 
 
@@ -60,5 +60,5 @@ def empty_item(arch: Flux2Arch, size: tuple[int, int, int], references: Sequence
         return torch.empty(arch.in_channels, 1, height // 16, width // 16)
 
     text = torch.empty(arch.text_tokens, arch.text_dim, dtype=torch.bfloat16)
-    edited = {f"reference.{index}": latents(*reference) for index, reference in enumerate(references)}
-    return {"latents": latents(*size[1:]), "text": text, **edited}
+    cached_references = {f"reference.{index}": latents(*reference) for index, reference in enumerate(references)}
+    return {"latents": latents(*size[1:]), "text": text, **cached_references}

@@ -1,4 +1,4 @@
-"""Positions over four axes (picture, row, column, text row), and their rotary angles."""
+"""Positions over four axes (image, row, column, text row), and their rotary angles."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from torch import Tensor
 from ditkit_core.nn.rope import axis_angles
 
 REFERENCE_STEP = 10
-"""The target picture is at 0 on the first axis, the references at 10, 20, …"""
+"""The target image is at 0 on the first axis, the references are at 10, 20, …"""
 
 Grid = tuple[int, int]
-"""Rows and columns of a picture's tokens."""
+"""Rows and columns of an image's tokens."""
 
 
 def token_positions(
@@ -35,6 +35,6 @@ def token_positions(
 def rotary_angles(
     positions: Int[Tensor, "tokens 4"], axes: Sequence[int], theta: float
 ) -> Float[Tensor, "tokens pairs"]:
-    """fp64 angles, one for each pair of features: the axes lie side by side in a head."""
+    """fp64 angles, one for each pair of features; the axes are concatenated along the head's features."""
     parts = [axis_angles(positions[:, axis], size // 2, theta) for axis, size in enumerate(axes)]
     return torch.cat(parts, -1)

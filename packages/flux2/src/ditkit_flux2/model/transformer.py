@@ -1,8 +1,8 @@
 """The FLUX.2 transformer as embed → double blocks → join → single blocks → head.
 
 Names follow black-forest-labs/flux2, src/flux2/model.py; `state_dict.py` has the few that differ. Single-device code: no device, no
-autocast, no checkpointing in here. Every place of `Precision` (timestep, modulation, norms, rotation, both residual streams, head, …) is cast
-to explicitly, and nothing takes its dtype from a neighbour.
+autocast, no checkpointing in here. Each operation casts to its dtype in `Precision` (timestep, modulation, norms, rotation, both residual streams,
+head, …), and none takes its dtype from the tensor before it.
 """
 
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""What the Fun models are told beside text: a control video, the picture that a clip begins with, one that it looks like, and how a camera moves.
+"""Conditions of the Fun models besides text: a control video, a first image, a reference image, and camera motion.
 
 Source: aigc-apps/VideoX-Fun, scripts/wan2.1_fun/train_control.py and videox_fun/pipeline/pipeline_wan2_2_fun_control.py.
 """
@@ -22,20 +22,20 @@ from ditkit_wan.conditioning.images import FIRST, ClipVision, VaeConditioner
 from ditkit_wan.conditioning.media import column_or_own, lacking, picture, picture_or_own, video
 
 CONTROL, REFERENCE = "control_video", "reference_image"
-_ROUNDING = 0.01  # of a frame: it is on screen from a moment that no fraction says exactly
+_ROUNDING = 0.01  # of a frame: its start time is rounded, so a time just below it is meant as this frame
 DIRECTION, SPEED, PATH = "camera_control_direction", "camera_control_speed", "camera_file"
 
 
 class Control(VaeConditioner):
-    """`y`: latents of the control video, then those of the picture that the clip begins with.
+    """`y`: latents of the control video, then those of the first image.
 
-    Only the first latent frame of the latter is there; the others, or all without a picture, are zeros as latents.
+    The latter have one latent frame; the others are zeros as latents, and so are all of them without an image.
     """
 
     kind = "control"
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
-        """The control video, and the picture if there is one.
+        """The control video, and the first image if there is one.
 
         Raises:
             UserError: If there is no control video.
@@ -53,12 +53,12 @@ class Control(VaeConditioner):
 
 
 class FirstLatent(VaeConditioner):
-    """`y`: latents of the picture that a clip begins with, and zeros as latents for the other frames."""
+    """`y`: latents of the first image, and zeros as latents for the other frames."""
 
     kind = "first-latent"
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
-        """The picture, or the clip itself."""
+        """The image, or the clip itself."""
         return (column_or_own(controls, FIRST, why="a moving camera"),)
 
     def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
@@ -68,13 +68,13 @@ class FirstLatent(VaeConditioner):
 
 
 class Reference(VaeConditioner):
-    """`reference`: latents of a picture of what the clip shows."""
+    """`reference`: latents of an image of the clip's subject."""
 
     kind = "reference"
     optional = True
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
-        """The picture, if there is one."""
+        """The image, if there is one."""
         return (REFERENCE,) if REFERENCE in controls.files else ()
 
     def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
@@ -82,36 +82,36 @@ class Reference(VaeConditioner):
 
 
 class ControlVision(ClipVision):
-    """`image`: CLIP's tokens of the reference, or else of the picture that a clip begins with; zeros where there is neither."""
+    """`image`: CLIP tokens of the reference image, or else of the first image; zeros without either."""
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
-        """The one picture of the columns that is shown; "" for none, which is a condition too."""
-        return (self._shown(controls) or "",)
+        """The column of the image that is encoded; "" for none, which is a condition too."""
+        return (self._column(controls) or "",)
 
     def encode(
         self, items: Sequence[Any], advance: Callable[[float], None] = NullProgress.advance
     ) -> list[dict[str, Tensor]]:
-        """Tokens of that picture [257, 1280]."""
+        """Tokens of that image [257, 1280]."""
         (controls,) = items
-        shown = self.pictures(controls)
-        if not shown:
+        images = self.pictures(controls)
+        if not images:
             advance(1.0)
             return [{self.name: torch.zeros(self.encoder.tokens, self.encoder.dim)}]
-        return [{self.name: self.encoder.encode(shown, advance)[0]["image"]}]
+        return [{self.name: self.encoder.encode(images, advance)[0]["image"]}]
 
     def pictures(self, controls: ClipInputs) -> list[Float[Tensor, "3 1 height width"]]:
-        """The one that is shown; none where there is none."""
-        column = self._shown(controls)
+        """The image that is encoded; empty if there is none."""
+        column = self._column(controls)
         return [] if column is None else [picture(controls, column)]
 
-    def _shown(self, controls: ClipInputs) -> str | None:
+    def _column(self, controls: ClipInputs) -> str | None:
         return next((column for column in self.columns if column in controls.files), None)
 
 
 class Camera:
-    """`camera_path` [frames, 16]: lens and pose of the camera at each frame, which `camera.rays` makes rays of.
+    """`camera_path` [frames, 16]: lens and pose of the camera at each frame, from which `camera.rays` computes rays.
 
-    The rays of a clip are hundreds of megabytes and made of 16 numbers for each frame: these are what the cache keeps.
+    The cache stores these 16 numbers per frame, because the rays of a clip take hundreds of megabytes.
     """
 
     kind = "camera"
@@ -124,10 +124,10 @@ class Camera:
         return key(self.kind, "16 numbers, a file's first and last at the video's")
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
-        """The file of poses and the clip, which says how long it takes; or the direction and the speed.
+        """The file of poses and the clip, which gives its length; or the direction and the speed.
 
         Raises:
-            UserError: If there is neither, or what is there cannot be read: before any clip is encoded.
+            UserError: If there is neither, or one cannot be read. This is raised before any clip is encoded.
         """
         files = controls.files
         if PATH in files:
@@ -168,19 +168,19 @@ class Camera:
                 raise UserError(f"{files[PATH]} has {len(poses)} poses for {frames} frames; give one for each frame")
             return poses[:frames]
         info = _probed(controls.clip, controls.clip.stat().st_mtime_ns)
-        rate = info.fps or controls.fps  # images of a folder that names no rate are frames of whatever clip is read
-        there = round(info.seconds * info.fps) or available(controls.clip, controls.fps).frames
+        rate = info.fps or controls.fps  # a folder of images without a rate has the clip's rate
+        num_frames = round(info.seconds * info.fps) or available(controls.clip, controls.fps).frames
         times = controls.start_seconds + torch.arange(frames, dtype=torch.float64) / controls.fps
-        shown = (times * rate + _ROUNDING).long()
-        return camera.at(camera.read_poses(Path(files[PATH])), shown, of=there)
+        frame_numbers = (times * rate + _ROUNDING).long()
+        return camera.at(camera.read_poses(Path(files[PATH])), frame_numbers, of=num_frames)
 
 
 @lru_cache(maxsize=16)
 def _probed(path: Path, modified: int) -> MediaInfo:
-    """What a clip's file holds, read once for all of its windows: it takes all packets of the file.
+    """The length and rate of a clip's file, probed once for all of its windows, because probing reads every packet.
 
     Args:
         path: The file.
-        modified: When it was, so that another file under the name is read.
+        modified: Its time of modification, so that a new file of the same name is read.
     """
     return probe(path)

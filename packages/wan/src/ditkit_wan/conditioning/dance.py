@@ -1,4 +1,4 @@
-"""What WanToDance is told: music, a picture of who dances, and pictures of moments on the way.
+"""Conditions of WanToDance besides text: music, an image of the dancer, and keyframes.
 
 Source: diffsynth/pipelines/wan_video.py of modelscope/DiffSynth-Studio.
 """
@@ -21,23 +21,23 @@ from ditkit_wan.conditioning import music_features
 from ditkit_wan.conditioning.images import ClipVision, VaeConditioner, known_frames_mask
 from ditkit_wan.conditioning.media import column_or_own, lacking, picture_or_own, video
 
-_ROUNDING = 2e-3  # of rows to a frame: 29.97 frames a second are meant as 30
+_ROUNDING = 2e-3  # in rows per frame: 29.97 frames per second are taken as 30
 MUSIC, DANCER = "wantodance_music_path", "wantodance_reference_image"
 KEYFRAMES, KEYFRAMES_MASK = "wantodance_keyframes", "wantodance_keyframes_mask"
 
 
 class Music:
-    """`music` [rows, 35]: features of what is heard while the clip lasts."""
+    """`music` [rows, 35]: features of the music during the clip."""
 
     kind = "music"
     optional = False
     items_at_once = 1
 
     def __init__(self, fps: float = music_features.RATE):
-        """Say how long a still is.
+        """Set the length of a single frame.
 
         Args:
-            fps: The model's frames per second: a still is one frame of them.
+            fps: The model's frames per second; a still image lasts one frame.
         """
         self.fps = fps
 
@@ -51,15 +51,15 @@ class Music:
         """The music.
 
         Raises:
-            NotEquipped: If it is sound, and what makes features of it is not installed.
-            UserError: If there is none, or a frame does not last a whole number of its rows: so the model is told the frame rate.
+            MissingDependency: If it is sound, and librosa is not installed.
+            UserError: If there is none, or a frame does not last an integer number of rows, which encodes the frame rate.
         """
         if MUSIC not in controls.files:
             raise lacking(controls, [MUSIC], "which this model dances to")
         fps = controls.fps or self.fps
         if abs(music_features.RATE / fps - _rows_to_frame(fps)) > _ROUNDING:
             raise UserError(
-                f"data.fps = {fps:g}: WanToDance dances at {music_features.RATE} frames a second or a whole fraction of it; "
+                f"data.fps = {fps:g}: WanToDance needs {music_features.RATE} frames per second divided by an integer; "
                 f"set {music_features.RATE / _rows_to_frame(fps):g}"
             )
         music_features.check_library(Path(controls.files[MUSIC]))
@@ -81,41 +81,41 @@ class Music:
         return [{"music": part}]
 
     def check(self, controls: ClipInputs) -> None:
-        """Read the music, and count whether there is enough of it; sound is decoded, and no features are made of it."""
+        """Read the music and check its length; sound is decoded, but no features are computed."""
         self.uses(controls)
-        music_features.check(Path(controls.files[MUSIC]), **self._heard(controls))
+        music_features.check(Path(controls.files[MUSIC]), **self._part_of_music(controls))
 
     def _part(self, controls: ClipInputs) -> Tensor:
-        return music_features.window(Path(controls.files[MUSIC]), **self._heard(controls))
+        return music_features.window(Path(controls.files[MUSIC]), **self._part_of_music(controls))
 
-    def _heard(self, controls: ClipInputs) -> dict[str, float]:
-        """Which part of the music goes with a clip."""
+    def _part_of_music(self, controls: ClipInputs) -> dict[str, float]:
+        """The part of the music that belongs to a clip."""
         seconds = controls.frames / (controls.fps or self.fps)
         return {"start_seconds": controls.start_seconds, "seconds": seconds}
 
 
 def _rows_to_frame(fps: float) -> int:
-    """How many rows of music a frame lasts, rounded."""
+    """Rows of music per frame, rounded."""
     return max(1, round(music_features.RATE / fps))
 
 
 class Keyframes(VaeConditioner):
-    """`y`: a mask of the moments that are given, and latents of a video that is black between them.
+    """`y`: a mask of the given frames, and latents of a video that is black between them.
 
-    Without keyframes the picture of the dancer, or the clip's own first frame, is the one moment that is given.
+    Without keyframes, the image of the dancer or the clip's first frame is the only given frame.
     """
 
     kind = "keyframes"
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
-        """The video of keyframes and which they are, or the picture that stands for the first.
+        """The video of keyframes and its mask, or the image of the first frame.
 
         Raises:
-            UserError: If there is only one of video and mask, the mask is none or too short, or there is neither they nor a picture.
+            UserError: If only one of video and mask is there, the mask is invalid or too short, or there is no image either.
         """
         given = [column for column in (KEYFRAMES, KEYFRAMES_MASK) if column in controls.files]
         if len(given) == 1:
-            whose = controls.clip or "a drawing"
+            whose = controls.clip or "a sample"
             raise UserError(f"{whose} has {given[0]} alone; give {KEYFRAMES} and {KEYFRAMES_MASK}, or neither")
         if given:
             _known(controls)
@@ -133,21 +133,21 @@ class Keyframes(VaeConditioner):
 
 
 class KeyframeVision(ClipVision):
-    """`image`: CLIP's tokens of the moment that the video of keyframes begins with, given or black; without one, of who dances."""
+    """`image`: CLIP tokens of the first frame of the video of keyframes, given or black; without a video, of the dancer."""
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
-        """The video of keyframes, or what stands for the first of them."""
+        """The video of keyframes, or the image of the first frame."""
         return (KEYFRAMES,) if KEYFRAMES in controls.files else super().uses(controls)
 
     def pictures(self, controls: ClipInputs) -> list[Float[Tensor, "3 1 height width"]]:
-        """The one picture that is shown."""
+        """The one image that is encoded."""
         if KEYFRAMES in controls.files:
             return [video(controls, KEYFRAMES, frames=1)]
         return super().pictures(controls)
 
 
 def _known(controls: ClipInputs) -> list[bool]:
-    """Which frames of the clip are keyframes, from a list of 0 and 1 for each frame from the beginning of the video."""
+    """Which frames of the clip are keyframes, from a list of 0 and 1 for each frame of the video."""
     text = controls.files[KEYFRAMES_MASK]
     try:
         numbers = json.loads(text)
@@ -155,7 +155,7 @@ def _known(controls: ClipInputs) -> list[bool]:
         numbers = None
     if not isinstance(numbers, list) or not all(number in (0, 1) for number in numbers):
         raise UserError(
-            f"{KEYFRAMES_MASK} = {text[:60]!r} is no list of 0 and 1; write [1, 0, 0, …], one for each frame"
+            f"{KEYFRAMES_MASK} = {text[:60]!r} is not a list of 0 and 1; write [1, 0, 0, …], one for each frame"
         )
     first = round(controls.start_seconds * controls.fps)
     known = [bool(number) for number in numbers[first : first + controls.frames]]

@@ -1,4 +1,4 @@
-"""Pictures that a clip begins or ends with, as the image-to-video models take them: masked latents, CLIP tokens, or a clean first frame.
+"""First and last images of a clip for image-to-video models: masked latents, CLIP tokens, or a clean first frame.
 
 Sources: Wan-Video/Wan2.1, wan/image2video.py and wan/first_last_frame2video.py; Wan-Video/Wan2.2, wan/textimage2video.py.
 """
@@ -20,11 +20,11 @@ from ditkit_wan.encoders.clip import ImageEncoder
 from ditkit_wan.encoders.vae import VaeEncoder
 
 FIRST, LAST = "input_image", "end_image"
-"""Columns of the pictures that a clip begins and ends with."""
+"""Columns of the first and the last image of a clip."""
 
 
 class Outlined:
-    """In place of an encoder, where conditions are only looked at: gives zeros in the shape of its latents."""
+    """A stand-in for an encoder when conditions are only checked: it returns zeros in the shape of the latents."""
 
     identity = "nothing"
     tokens, dim = 1, 1
@@ -33,8 +33,8 @@ class Outlined:
         """Stand in for a VAE.
 
         Args:
-            channels: Of its latents.
-            strides: Frames and pixels of one of its latents.
+            channels: Channels of its latents.
+            strides: Frames per latent frame, and pixels per latent pixel.
         """
         self.channels, self.strides = channels, strides
 
@@ -58,14 +58,14 @@ class Outlined:
 
 
 class VaeConditioner:
-    """What the conditioners have in common that encode with the VAE; each says what it uses and encodes."""
+    """Base of the conditioners that encode with the VAE; each defines its columns and its tensors."""
 
     kind: str
     optional = False
     items_at_once = 1
 
     def __init__(self, vae: VaeEncoder | Outlined):
-        """Use a VAE, which is loaded and freed with this."""
+        """Use a VAE, which is loaded and freed with this conditioner."""
         self.vae = vae
 
     @cached_property
@@ -75,7 +75,7 @@ class VaeConditioner:
 
     @property
     def settings(self) -> str:
-        """What else changes the result."""
+        """Other settings that change the result."""
         return ""
 
     def load(self) -> None:
@@ -93,7 +93,7 @@ class VaeConditioner:
     def encode(
         self, items: Sequence[Any], advance: Callable[[float], None] = NullProgress.advance
     ) -> list[dict[str, Tensor]]:
-        """The condition of one clip; reads what it is made of."""
+        """The condition of one clip; reads its files."""
         (controls,) = items
         tensors = self.condition(controls)
         advance(1.0)
@@ -104,12 +104,13 @@ class VaeConditioner:
         raise NotImplementedError
 
     def check(self, controls: ClipInputs) -> None:
-        """Read what is encoded, by the code that encodes it, with zeros for its latents.
+        """Read the files by the code that encodes them, with zeros in place of latents.
 
         Raises:
-            UserError: If a file of it cannot be read.
+            UserError: If a file cannot be read.
         """
         if self.uses(controls):
+            # The encoding code itself, so that a check cannot accept what encoding would refuse.
             outlined = copy(self)
             outlined.vae = Outlined(self.vae.channels, self.vae.strides)
             outlined.condition(controls)
@@ -118,20 +119,20 @@ class VaeConditioner:
         """The condition's tensors by name, on the CPU.
 
         Raises:
-            UserError: If a file of it cannot be read.
+            UserError: If a file cannot be read.
         """
         raise NotImplementedError
 
 
 def known_frames_mask(known: Sequence[bool], height: int, width: int) -> Float[Tensor, "4 f height width"]:
-    """Which pixel frames the model is given, as its mask channels say it.
+    """The mask channels of the pixel frames that the model is given.
 
-    The first latent frame is one pixel frame, which has all four channels; each later one is four, a channel each.
+    The first latent frame is one pixel frame, which sets all four channels. Each later one is four pixel frames with a channel each.
 
     Args:
-        known: For each pixel frame, 4k + 1 of them.
-        height: Of a latent.
-        width: Of a latent.
+        known: Whether each pixel frame is given; 4k + 1 values.
+        height: Height of the latents.
+        width: Width of the latents.
     """
     assert len(known) % 4 == 1, f"{len(known)} frames"
     frames = torch.tensor([known[0]] * 4 + list(known[1:]), dtype=torch.float32)
@@ -139,19 +140,19 @@ def known_frames_mask(known: Sequence[bool], height: int, width: int) -> Float[T
 
 
 class FirstLast(VaeConditioner):
-    """`y`: a mask of the known frames and the latents of a clip of which the model is told these frames alone.
+    """`y`: a mask of the known frames, and latents of a clip that has these frames alone.
 
-    The other frames are zeros as pixels, grey, and the VAE's latents of grey are not zeros.
+    The other frames are zeros as pixels, which is grey; the VAE's latents of grey are not zeros.
     """
 
     kind = "first-last"
 
     def __init__(self, vae: VaeEncoder | Outlined, *, both: bool):
-        """Say what is known.
+        """Set which frames are known.
 
         Args:
             vae: The VAE.
-            both: Whether the model is always told how a clip ends; else only a clip with an `end_image` says so.
+            both: Whether the model is always given the last frame; otherwise only with an `end_image`.
         """
         super().__init__(vae)
         self.both = both
@@ -161,7 +162,7 @@ class FirstLast(VaeConditioner):
         return "both ends" if self.both else "begin"
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
-        """The picture it begins with, and ends with: columns, or the clip's own frames."""
+        """The first and the last image: columns, or the clip's own frames."""
         used = [column_or_own(controls, FIRST, why="image to video")]
         if self._has_last(controls):
             used.append(column_or_own(controls, LAST, why="a last frame"))
@@ -183,13 +184,13 @@ class FirstLast(VaeConditioner):
 
 
 class FirstFrame(VaeConditioner):
-    """`first_frame`: clean latents of the picture that a clip begins with; without it the model draws from text alone."""
+    """`first_frame`: clean latents of the first image; without it, the model generates from text alone."""
 
     kind = "first-frame"
     optional = True
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
-        """The picture, or the clip itself; nothing where a sample is drawn from text."""
+        """The image, or the clip itself; nothing for a sample that is generated from text."""
         if FIRST in controls.files:
             return (FIRST,)
         return () if controls.clip is None else ("",)
@@ -199,33 +200,38 @@ class FirstFrame(VaeConditioner):
 
 
 class ClipVision:
-    """`image`: the tokens that CLIP makes of pictures, one after the other."""
+    """`image`: concatenated CLIP tokens of images."""
 
     items_at_once = 1
     optional = False
 
     def __init__(
-        self, encoder: ImageEncoder | Outlined, columns: Sequence[str], *, name: str = "image", kind: str = "clip-vision",
+        self,
+        encoder: ImageEncoder | Outlined,
+        columns: Sequence[str],
+        *,
+        name: str = "image",
+        kind: str = "clip-vision",
         own: bool = True,
-    ):  # fmt: skip
-        """Say which pictures.
+    ):
+        """Set the columns of the images.
 
         Args:
             encoder: CLIP.
-            columns: Of the pictures, in order; `end_image` is the last frame where the clip itself stands for it.
-            name: Of the tensor.
-            kind: Folder of the cache.
-            own: Whether the clip's own frames stand for columns that it has not; else a clip without has no tokens.
+            columns: Columns of the images, in order; `end_image` defaults to the clip's last frame.
+            name: Name of the tensor.
+            kind: Name of the cache's folder.
+            own: Whether missing columns default to the clip's own frames; otherwise such a clip has no tokens.
         """
         self.encoder, self.columns, self.name, self.kind, self.own = encoder, tuple(columns), name, kind, own
 
     @cached_property
     def identity(self) -> str:
-        """Digest of CLIP and of which pictures it is shown."""
+        """Digest of CLIP and of the columns of its images."""
         return key(self.encoder.identity, self.name, str(self.own), *self.columns)
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
-        """The columns, and the clip itself in their place."""
+        """The columns, or the clip itself in place of missing ones."""
         if not self.own:
             return tuple(column for column in self.columns if column in controls.files)
         return tuple(dict.fromkeys(column_or_own(controls, column, why="image to video") for column in self.columns))
@@ -241,18 +247,18 @@ class ClipVision:
     def encode(
         self, items: Sequence[Any], advance: Callable[[float], None] = NullProgress.advance
     ) -> list[dict[str, Tensor]]:
-        """Tokens of one clip's pictures [pictures · 257, 1280]."""
+        """Tokens of one clip's images [images · 257, 1280]."""
         (controls,) = items
-        tokens = [self.encoder.encode([picture])[0]["image"] for picture in self.pictures(controls)]
+        tokens = [self.encoder.encode([image])[0]["image"] for image in self.pictures(controls)]
         advance(1.0)
         return [{self.name: torch.cat(tokens)}]
 
     def check(self, controls: ClipInputs) -> None:
-        """Read the pictures."""
+        """Read the images."""
         if self.uses(controls):
             self.pictures(controls)
 
     def pictures(self, controls: ClipInputs) -> list[Float[Tensor, "3 1 height width"]]:
-        """What is shown of a clip, in order."""
-        shown = [column for column in self.columns if self.own or column in controls.files]
-        return [picture_or_own(controls, column, last=column == LAST) for column in shown]
+        """The images of a clip that are encoded, in order."""
+        used = [column for column in self.columns if self.own or column in controls.files]
+        return [picture_or_own(controls, column, last=column == LAST) for column in used]

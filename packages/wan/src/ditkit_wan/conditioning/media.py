@@ -1,4 +1,4 @@
-"""What conditions are made of, read from the files that go with a clip: pictures, the clip's own first and last frame, videos cut as it is."""
+"""Reads images and videos of a clip's columns, and the clip's own frames, at the size and the frames of the clip."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +13,11 @@ from ditkit_core.data.media.clip import media_kind, read_clip
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import ClipInputs
 
-_ANY_RATE = 1.0  # of a single frame: only where it begins matters
+_ANY_RATE = 1.0  # of a single frame: only its start time matters
 
 
 def picture(controls: ClipInputs, column: str) -> Float[Tensor, "3 1 height width"]:
-    """The picture of a column, or the first frame of a video that it names, cut to the clip's size; pixels in [-1, 1].
+    """The image of a column, or the first frame of its video, cropped to the clip's size; pixels in [-1, 1].
 
     Raises:
         UserError: If it cannot be read.
@@ -27,64 +27,69 @@ def picture(controls: ClipInputs, column: str) -> Float[Tensor, "3 1 height widt
 
 
 def own_frame(controls: ClipInputs, *, last: bool = False) -> Float[Tensor, "3 1 height width"]:
-    """The first or the last frame of the clip as it is trained.
+    """The first or the last frame of the clip's training window.
 
     Raises:
         UserError: If it cannot be read.
     """
     assert controls.clip is not None
+    # Frames are 1 / fps apart, so the last one starts a frame before the window's end.
     after = (controls.frames - 1) / controls.fps if last and controls.frames > 1 else 0.0
     return read_clip(
-        controls.clip, frames=1, fps=controls.fps or _ANY_RATE, height=controls.height, width=controls.width,
+        controls.clip,
+        frames=1,
+        fps=controls.fps or _ANY_RATE,
+        height=controls.height,
+        width=controls.width,
         start_seconds=controls.start_seconds + after,
-    )  # fmt: skip
+    )
 
 
 def picture_or_own(controls: ClipInputs, column: str, *, last: bool = False) -> Float[Tensor, "3 1 height width"]:
-    """The picture of a column if the clip has one, else its own first or last frame."""
+    """The image of a column if the clip has one, otherwise the clip's first or last frame."""
     return picture(controls, column) if column in controls.files else own_frame(controls, last=last)
 
 
 def column_or_own(controls: ClipInputs, column: str, *, why: str) -> str:
-    """What `picture_or_own` reads: the column, or "" for the clip itself.
+    """The source that `picture_or_own` reads: the column, or "" for the clip itself.
 
     Args:
         controls: The clip.
-        column: The column.
-        why: What it is needed for, for the message.
+        column: Name of the column.
+        why: Purpose of the image, for the message.
 
     Raises:
-        UserError: If there is neither.
+        UserError: If the clip has no such column and there is no clip.
     """
     if column in controls.files:
         return column
     if controls.clip is None:
-        raise UserError(f"{why} needs a picture: name it in sample.controls, or with --control {column}=FILE")
+        raise UserError(f"{why} needs an image: set it in sample.controls, or with --control {column}=FILE")
     return ""
 
 
 def lacking(controls: ClipInputs, columns: Sequence[str], why: str) -> UserError:
-    """The error for what a model must be told of a clip, or of a drawing, and is not.
+    """The error for a clip or sample that lacks a condition of the model.
 
     Args:
-        controls: The clip, or the drawing.
+        controls: The clip, or the sample to generate.
         columns: One of them is enough.
-        why: What it is needed for, for the message.
+        why: Purpose of the image, for the message.
     """
-    whose, one = controls.clip or "a drawing", "that column" if len(columns) == 1 else "one of the columns"
+    whose, one = controls.clip or "a sample", "that column" if len(columns) == 1 else "one of the columns"
     remedy = f"add {one}" if controls.clip else f"give {one} in sample.controls, or with --control {columns[0]}=…"
     return UserError(f"{whose} has no {' and no '.join(columns)}, {why}; {remedy}")
 
 
 def video(controls: ClipInputs, column: str, *, frames: int = 0) -> Float[Tensor, "3 frames height width"]:
-    """The video of a column at the clip's frame rate, from the clip's first frame on, cut to its size; pixels in [-1, 1].
+    """The video of a column at the clip's frame rate, from the clip's first frame on, cropped to its size; pixels in [-1, 1].
 
-    A picture in its place stands for all frames.
+    An image is repeated for all frames.
 
     Args:
         controls: The clip.
-        column: Of the video.
-        frames: How many; 0 means as many as the clip has.
+        column: Name of the video's column.
+        frames: Number of frames; 0 means as many as the clip has.
 
     Raises:
         UserError: If it cannot be read, or is shorter than the clip.
@@ -93,13 +98,17 @@ def video(controls: ClipInputs, column: str, *, frames: int = 0) -> Float[Tensor
     if media_kind(path) == "image":
         return picture(controls, column).expand(-1, frames, -1, -1)
     return read_clip(
-        path, frames=frames, fps=controls.fps or _ANY_RATE, height=controls.height, width=controls.width,
+        path,
+        frames=frames,
+        fps=controls.fps or _ANY_RATE,
+        height=controls.height,
+        width=controls.width,
         start_seconds=controls.start_seconds,
-    )  # fmt: skip
+    )
 
 
 def on_white(path: Path, height: int, width: int) -> Float[Tensor, "3 1 height width"]:
-    """A whole picture, scaled to fit and centred on white, as VACE is given what it refers to; pixels in [-1, 1].
+    """An image scaled to fit and centred on white, as VACE takes its references; pixels in [-1, 1].
 
     Raises:
         UserError: If it cannot be read as a still image.
@@ -107,7 +116,7 @@ def on_white(path: Path, height: int, width: int) -> Float[Tensor, "3 1 height w
     from ditkit_core.data.media import image as still
 
     if media_kind(path) != "image":
-        raise UserError(f"{path} is a video; a reference is a still image: take a frame out of it")
+        raise UserError(f"{path} is a video; a reference is an image: extract a frame of it")
     pixels = torch.from_numpy(np.ascontiguousarray(still.read_image(path))).permute(2, 0, 1).float() / 127.5 - 1
     scale = min(height / pixels.shape[1], width / pixels.shape[2])
     size = tuple(max(1, int(length * scale)) for length in pixels.shape[1:])

@@ -1,7 +1,7 @@
-"""Music as 35 numbers for each frame of dance: strength of onsets, 20 mel cepstra, 12 tones, and marks on peaks and beats.
+"""Features of music, 35 numbers per row: onset strength, 20 mel cepstra, 12 tones, and marks on peaks and beats.
 
-Features come from a file, as its owner computed them, or from sound. The latter takes librosa, which the official code uses and which is
-not among our dependencies: only its own algorithms give the numbers that the model was trained on.
+Features come from a file or are computed from sound. The latter needs librosa, an optional dependency that the official code uses: only
+its algorithms give the numbers that the model was trained on.
 Source: diffsynth/pipelines/wan_video.py of modelscope/DiffSynth-Studio.
 """
 
@@ -21,14 +21,14 @@ from ditkit_core.errors import MissingDependency, UserError
 
 FEATURES = 35
 RATE = 30
-"""Rows for a second of music, whatever the frame rate of the dance."""
+"""Rows per second of music, at any frame rate of the clip."""
 TABLES = (".npy", ".safetensors")
-"""Files of features; any other is sound."""
+"""Suffixes of files with features; any other file is sound."""
 _HOP = 512
-_SHORT_ROWS = 15  # half a second: the last row stands for what a file lacks at its end
+_SHORT_ROWS = 15  # half a second: the last row is repeated for rows that a file lacks at its end
 _MOST_BYTES = 2**28
 
-# libav also reads playlists and scripts, whatever a file is called, and these name other files and hosts.
+# libav also reads playlists and scripts, whatever a file's name is, and these refer to other files and hosts.
 _OPEN_OPTIONS = {
     "format_whitelist": "wav,w64,aiff,mp3,flac,aac,ogg,mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,flv,asf",
     "protocol_whitelist": "file",
@@ -36,15 +36,15 @@ _OPEN_OPTIONS = {
 
 
 def window(path: Path, *, start_seconds: float, seconds: float) -> Float[Tensor, "rows 35"]:
-    """The features of a part of a piece of music; as many rows for every part of one length.
+    """The features of a part of a piece of music; the number of rows depends on the part's length alone.
 
     Args:
         path: `.npy` or `.safetensors` with one table of features, or a file with sound.
-        start_seconds: Where the part begins.
-        seconds: How long it is.
+        start_seconds: Start of the part.
+        seconds: Length of the part.
 
     Raises:
-        UserError: If the file cannot be read or has other numbers, or the music ends before the part does.
+        UserError: If the file cannot be read or contains something else, or the music ends before the part does.
     """
     features = read(path, until_seconds=start_seconds + seconds)
     first, count = _part(path, len(features), start_seconds, seconds)
@@ -53,12 +53,12 @@ def window(path: Path, *, start_seconds: float, seconds: float) -> Float[Tensor,
 
 
 def check(path: Path, *, start_seconds: float, seconds: float) -> None:
-    """Read a piece of music and whether it has this part, without making features of sound.
+    """Check that a piece of music can be read and contains a part, without computing features of sound.
 
     Args:
-        path: As of `window`.
-        start_seconds: As of `window`.
-        seconds: As of `window`.
+        path: As for `window`.
+        start_seconds: As for `window`.
+        seconds: As for `window`.
 
     Raises:
         UserError: As `window`.
@@ -72,25 +72,25 @@ def check(path: Path, *, start_seconds: float, seconds: float) -> None:
 
 
 def check_library(path: Path) -> None:
-    """Refuse sound where nothing is installed that makes features of it.
+    """Refuse sound if librosa is not installed.
 
     Raises:
-        NotEquipped: With what to install.
+        MissingDependency: If the file is sound and librosa is missing.
     """
     if path.suffix.lower() not in TABLES and find_spec("librosa") is None:
         raise MissingDependency(
-            f"{path} is sound, and librosa, which makes features of it, is not installed; install librosa, or give a "
+            f"{path} is sound, and librosa, which computes its features, is not installed; install librosa, or give a "
             ".npy of the features"
         )
 
 
 def _part(path: Path, rows: int, start_seconds: float, seconds: float) -> tuple[int, int]:
-    """The first of its rows and how many they are; those that a file lacks at its end are few."""
+    """The first row of a part and the number of rows; a file may lack a few at its end."""
     first, count = round(start_seconds * RATE), max(1, round(seconds * RATE))
     if min(rows - first, count) < max(1, count - _SHORT_ROWS):
         has, wants = rows / RATE, start_seconds + seconds
         raise UserError(
-            f"{path} has {has:.1f} s of music and {wants:.1f} s are danced to; give longer music or a shorter clip"
+            f"{path} has {has:.1f} s of music and the clip needs {wants:.1f} s; give longer music or a shorter clip"
         )
     return first, count
 
@@ -99,8 +99,8 @@ def read(path: Path, *, until_seconds: float = math.inf) -> Float[Tensor, "rows 
     """All features of a piece of music, in fp32.
 
     Args:
-        path: As of `window`.
-        until_seconds: Where a piece of sound ends for us, however long it is.
+        path: As for `window`.
+        until_seconds: Sound after this time is ignored.
 
     Raises:
         UserError: As `window`.
@@ -108,21 +108,21 @@ def read(path: Path, *, until_seconds: float = math.inf) -> Float[Tensor, "rows 
     features = _table(path) if path.suffix.lower() in TABLES else _of_sound(path, until_seconds)
     if features.ndim != 2 or features.shape[1] != FEATURES or not len(features):
         raise UserError(
-            f"{path} holds {tuple(features.shape)} numbers, not rows of {FEATURES}; write features at {RATE} rows a second"
+            f"{path} contains {tuple(features.shape)} numbers, not rows of {FEATURES}; write features at {RATE} rows a second"
         )
     if not features.isfinite().all():
-        raise UserError(f"{path} holds numbers that are not finite; compute the features again")
+        raise UserError(f"{path} contains numbers that are not finite; compute the features again")
     return features
 
 
 def _table(path: Path) -> Tensor:
-    """The table of a file of numbers; nothing in it is run."""
+    """The table of a file of features; no code in it is run."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         if path.stat().st_size > _MOST_BYTES:
-            raise UserError(f"{path} is too large for features of music; name the right file")
+            raise UserError(f"{path} is too large for features of music; set the right file")
         if path.suffix.lower() == ".npy":
             return _npy(path)
         tables = load_file(path)
@@ -130,13 +130,13 @@ def _table(path: Path) -> Tensor:
         reason = " ".join(str(error).split())[:120]
         raise UserError(f"{path} cannot be read as features of music ({reason}); write them again") from error
     if len(tables) != 1:
-        raise UserError(f"{path} holds {len(tables)} tensors; write one, the features of music")
+        raise UserError(f"{path} contains {len(tables)} tensors; write one, the features of music")
     (table,) = tables.values()
     return table.float()
 
 
 def _npy(path: Path) -> Tensor:
-    """The table of a `.npy`, whose header is believed only as far as there are bytes for it."""
+    """The table of a `.npy` file; its header is checked against the number of bytes before memory is allocated."""
     with open(path, "rb") as file:
         version = np.lib.format.read_magic(file)
         if version == (1, 0):
@@ -145,11 +145,11 @@ def _npy(path: Path) -> Tensor:
             shape, _, dtype = np.lib.format.read_array_header_2_0(file)
         else:
             raise ValueError(f"its version is {version[0]}.{version[1]}, and tables of numbers have 1.0")
-        there = path.stat().st_size - file.tell()
+        num_bytes = path.stat().st_size - file.tell()
     if dtype.kind not in "fiub":
-        raise ValueError(f"it holds {dtype}, not numbers")
-    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize > there:
-        raise ValueError(f"it says that it has {shape} numbers of {dtype}, and has {there} bytes")
+        raise ValueError(f"it contains {dtype}, not numbers")
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize > num_bytes:
+        raise ValueError(f"it says that it has {shape} numbers of {dtype}, and has {num_bytes} bytes")
     return torch.from_numpy(np.load(path, allow_pickle=False).astype(np.float32))
 
 
@@ -159,40 +159,40 @@ def _of_sound(path: Path, until_seconds: float) -> Tensor:
     import librosa
 
     with warnings.catch_warnings():
-        # of a second and less: its lowest octaves have fewer samples than a window, one warning each, and what is computed is the same
+        # sound of a second or less has fewer samples than a window in the lowest octaves, which changes no result
         warnings.filterwarnings("ignore", "n_fft=", UserWarning)
         return torch.from_numpy(_features(librosa, sound, rate))
 
 
 def decode(path: Path, *, until_seconds: float = math.inf) -> tuple[Float[np.ndarray, " samples"], int]:
-    """The first track of sound of a file, its channels averaged.
+    """The first sound track of a file, averaged over its channels.
 
     Args:
         path: The file.
-        until_seconds: No more than this is decoded.
+        until_seconds: Decoding stops here.
 
     Returns:
-        Samples in about [-1, 1], fp32, and how many of them are a second.
+        Samples in about [-1, 1], fp32, and the number of samples per second.
 
     Raises:
-        UserError: If there is none, it cannot be decoded, or it is not of finite numbers.
+        UserError: If there is none, it cannot be decoded, or samples are not finite.
     """
     import av
 
     try:
         with av.open(str(path), options=dict(_OPEN_OPTIONS), metadata_errors="replace") as container:
             if not container.streams.audio:
-                raise UserError(f"{path} has no sound; name a file with music")
+                raise UserError(f"{path} has no sound; set a file with music")
             stream = container.streams.audio[0]
             rate = stream.rate
             resampler = av.AudioResampler(format="fltp", layout=stream.layout, rate=rate)
             parts: list[np.ndarray] = []
-            there = 0
-            for given in chain(container.decode(stream), [None]):  # None: what the resampler still has
-                if there >= until_seconds * rate:
+            num_samples = 0
+            for given in chain(container.decode(stream), [None]):  # None: flushes the resampler
+                if num_samples >= until_seconds * rate:
                     break
                 parts += [frame.to_ndarray().mean(axis=0) for frame in resampler.resample(given)]
-                there += 0 if given is None else given.samples
+                num_samples += 0 if given is None else given.samples
     except (av.FFmpegError, OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:120]
         raise UserError(f"{path} cannot be decoded as sound ({reason}); convert it again or remove it") from error
@@ -201,27 +201,27 @@ def decode(path: Path, *, until_seconds: float = math.inf) -> tuple[Float[np.nda
     if not len(sound):
         raise UserError(f"{path} has no sound in it; give music")
     if not np.isfinite(sound).all():
-        raise UserError(f"{path} holds samples that are not finite numbers; convert it again")
+        raise UserError(f"{path} contains samples that are not finite numbers; convert it again")
     return sound, rate
 
 
 def _features(librosa: Any, sound: Float[np.ndarray, " samples"], rate: int) -> Float[np.ndarray, "rows 35"]:
-    """As the official code has librosa compute them.
+    """The features, computed with librosa as in the official code.
 
-    It resamples so that a hop of 512 is a thirtieth of a second, and then tells librosa that the rate is 22050: tones and tempo are
-    those of that rate, and the model has learnt them so.
+    The sound is resampled so that a hop of 512 is a thirtieth of a second, but librosa is called with a rate of 22050. Tones and tempo
+    are then wrong for the sound, and the model was trained on these wrong ones.
     """
-    told = 22050
+    claimed_rate = 22050
     data = librosa.resample(sound, orig_sr=rate, target_sr=RATE * _HOP)
-    onsets = librosa.onset.onset_strength(y=data, sr=told)
-    cepstra = librosa.feature.mfcc(y=data, sr=told, n_mfcc=20).T
-    tones = librosa.feature.chroma_cens(y=data, sr=told, hop_length=_HOP, n_chroma=12).T
-    peaks = librosa.onset.onset_detect(onset_envelope=onsets, sr=told, hop_length=_HOP)
-    whole = librosa.resample(sound, orig_sr=rate, target_sr=told)
-    tempo = librosa.feature.tempo(y=whole, sr=told)[0]
+    onsets = librosa.onset.onset_strength(y=data, sr=claimed_rate)
+    cepstra = librosa.feature.mfcc(y=data, sr=claimed_rate, n_mfcc=20).T
+    tones = librosa.feature.chroma_cens(y=data, sr=claimed_rate, hop_length=_HOP, n_chroma=12).T
+    peaks = librosa.onset.onset_detect(onset_envelope=onsets, sr=claimed_rate, hop_length=_HOP)
+    whole = librosa.resample(sound, orig_sr=rate, target_sr=claimed_rate)
+    tempo = librosa.feature.tempo(y=whole, sr=claimed_rate)[0]
     _, beats = librosa.beat.beat_track(
-        onset_envelope=onsets, sr=told, hop_length=_HOP, start_bpm=tempo, tightness=100
-    )  # fmt: skip
+        onset_envelope=onsets, sr=claimed_rate, hop_length=_HOP, start_bpm=tempo, tightness=100
+    )
     marks = np.zeros((len(onsets), 2), np.float32)
     marks[peaks, 0], marks[beats, 1] = 1, 1
     return np.concatenate([onsets[:, None], cepstra, tones, marks], axis=1).astype(np.float32)

@@ -1,4 +1,4 @@
-"""What VACE is told: a video of which parts are kept and parts are made anew, a mask that says which, and pictures to refer to.
+"""Conditions of VACE besides text: a video to keep or regenerate in parts, a mask of these parts, and reference images.
 
 Source: Wan-Video/Wan2.1, wan/vace.py.
 """
@@ -17,12 +17,12 @@ from ditkit_wan.conditioning.media import on_white, video
 
 VIDEO, MASK = "vace_video", "vace_video_mask"
 REFERENCES = ("vace_reference_image", "vace_reference_image_2", "vace_reference_image_3")
-"""Columns of the pictures to refer to, in order."""
+"""Columns of the reference images, in order."""
 _STRIDE = 8
 
 
 def mask_channels(mask: Float[Tensor, "frames height width"]) -> Float[Tensor, "64 f h w"]:
-    """A mask in pixels as 8 × 8 channels of a latent's size, of every latent frame the nearest pixel frame."""
+    """A mask in pixels folded into 8 × 8 channels at the size of latents; each latent frame takes the nearest pixel frame."""
     frames, height, width = mask.shape
     folded = rearrange(mask, "t (h p) (w q) -> 1 (p q) t h w", p=_STRIDE, q=_STRIDE)
     size = ((frames + 3) // 4, height // _STRIDE, width // _STRIDE)
@@ -30,15 +30,15 @@ def mask_channels(mask: Float[Tensor, "frames height width"]) -> Float[Tensor, "
 
 
 class Vace(VaeConditioner):
-    """`vace` [96, references + f, h, w]: latents of what is kept, of what is made anew, and the mask; and `vace_reference`.
+    """`vace` [96, references + f, h, w]: latents of the kept part and of the regenerated part, and the mask; and `vace_reference`.
 
-    A clip without a video is all grey, and one without a mask is made anew everywhere. References are latent frames in front.
+    Without a video all pixels are grey, and without a mask everything is regenerated. References are latent frames in front.
     """
 
     kind = "vace"
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
-        """What there is of video, mask and references; "" where there is nothing, which is a condition too."""
+        """The columns of video, mask and references that exist; "" without any, which is a condition too."""
         return tuple(column for column in (VIDEO, MASK, *REFERENCES) if column in controls.files) or ("",)
 
     def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
@@ -47,17 +47,19 @@ class Vace(VaeConditioner):
         mask = torch.ones(size)
         if MASK in controls.files:
             mask = ((video(controls, MASK)[0] + 1) / 2).clamp(0, 1)
-        chosen = (mask > 0.5).float()  # pixels are one or the other; the mask keeps its greys, as in the official code
-        kept, anew = self.latents(pixels * (1 - chosen)), self.latents(pixels * chosen)
-        context = torch.cat([kept, anew, mask_channels(mask)])
-        pictures = [
+        chosen = (
+            mask > 0.5
+        ).float()  # a pixel is kept or regenerated; the mask itself stays grey, as in the official code
+        kept, regenerated = self.latents(pixels * (1 - chosen)), self.latents(pixels * chosen)
+        context = torch.cat([kept, regenerated, mask_channels(mask)])
+        images = [
             on_white(Path(controls.files[column]), controls.height, controls.width)
             for column in REFERENCES
             if column in controls.files
         ]
-        if not pictures:
+        if not images:
             return {"vace": context}
-        references = torch.cat([self.latents(picture) for picture in pictures], dim=1)
+        references = torch.cat([self.latents(image) for image in images], dim=1)
         in_front = context.new_zeros(len(context), *references.shape[1:])
         in_front[: len(references)] = references
         return {"vace": torch.cat([in_front, context], dim=1), "vace_reference": references}

@@ -13,7 +13,7 @@ DIRECTIONS = {"right": (0, 1), "left": (0, -1), "down": (1, 0), "up": (-1, 0)}
 
 @dataclass(frozen=True, kw_only=True)
 class Clip:
-    """One video: what it shows and how it is encoded."""
+    """Content and encoding of one video."""
 
     colour: str
     shape: str
@@ -33,9 +33,15 @@ class Clip:
 def _clip(look: str, height: int, width: int, fps: int, frames: int) -> Clip:
     colour, shape, direction, background = look.split()
     return Clip(
-        colour=colour, shape=shape, direction=direction, background=background,
-        height=height, width=width, fps=fps, frames=frames,
-    )  # fmt: skip
+        colour=colour,
+        shape=shape,
+        direction=direction,
+        background=background,
+        height=height,
+        width=width,
+        fps=fps,
+        frames=frames,
+    )
 
 
 CLIPS = (
@@ -56,7 +62,7 @@ CLIPS = (
 
 
 def draw(clip: Clip) -> np.ndarray:
-    """The frames of a clip, uint8 [frames, height, width, 3]: the shape crosses the picture once."""
+    """The frames of a clip, uint8 [frames, height, width, 3]: the shape crosses the image once."""
     step_down, step_right = DIRECTIONS[clip.direction]
     frames = np.empty((clip.frames, clip.height, clip.width, 3), dtype=np.uint8)
     for index, progress in enumerate(np.linspace(-0.6, 0.6, clip.frames)):
@@ -78,12 +84,12 @@ def write_clip(path: Path, clip: Clip) -> None:
     """Encode a clip as H.264 in mp4, with its caption in a .txt file of the same name."""
     import av
 
-    # The same bytes every time: with several threads, or with macroblock trees, libx264 was seen to write others.
+    # The same bytes every time: with several threads or macroblock trees, libx264 wrote different ones.
     options = {"crf": "16", "threads": "1", "x264-params": "mbtree=0"}
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=clip.fps, options=options)
         stream.height, stream.width, stream.pix_fmt = clip.height, clip.width, "yuv420p"
-        for picture in draw(clip):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        for frame in draw(clip):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode(None))
     write_text(path.with_suffix(".txt"), clip.caption + "\n")

@@ -1,4 +1,4 @@
-"""The tiny models that a demo's checkpoint is made of: a real one's structure, few and narrow layers, drawn weights."""
+"""The tiny models that a demo's checkpoint is made of: the structure of a real one, few and narrow layers, random weights."""
 
 import math
 from collections import Counter
@@ -28,12 +28,12 @@ _LATENT_CHANNELS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What a variant's checkpoint has otherwise than that of text to video."""
+    """Differences of a variant's checkpoint from that of text to video."""
 
     pipeline: str = "WanPipeline"
-    """The class of diffusers that draws with it."""
+    """Its pipeline class in diffusers."""
     transformer: str = "WanTransformer3DModel"
-    """The class of its transformer."""
+    """Class of its transformer in diffusers."""
     config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Fields of its transformer's configuration."""
     vae: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({"z_dim": _LATENT_CHANNELS}))
@@ -43,45 +43,47 @@ class Variant:
     looks: bool = False
     """Whether it has an image encoder."""
     experts: int = 1
-    """How many transformers it has."""
+    """Number of its transformers."""
     ours: WanArch | None = None
-    """Its architecture, where diffusers has no transformer of it: the checkpoint then has one file with official names, which a preset describes."""
+    """Its architecture if diffusers has no such transformer: the checkpoint then is one file with official names, for which a run sets a preset."""
 
 
-_WITH_PICTURE = {"in_channels": 36}
-_LOOKING = _WITH_PICTURE | {"image_dim": IMAGE_DIM, "added_kv_proj_dim": HEADS * HEAD_DIM}
-_FROM_PICTURE = "WanImageToVideoPipeline"
+_WITH_IMAGE = {"in_channels": 36}
+_WITH_CLIP = _WITH_IMAGE | {"image_dim": IMAGE_DIM, "added_kv_proj_dim": HEADS * HEAD_DIM}
+_FROM_IMAGE = "WanImageToVideoPipeline"
 _VAE_2_2 = {name: WAN_2_2[name] for name in WAN_2_2 if not name.startswith("latents")} | {"decoder_base_dim": 8}
 _OURS = WanArch(
     dim=HEADS * HEAD_DIM, ffn_dim=FFN_DIM, heads=HEADS, layers=LAYERS, text_dim=TEXT_DIM, image_dim=IMAGE_DIM
 )
 VARIANTS: Mapping[str, Variant] = {
     "t2v": Variant(),
-    "i2v": Variant(pipeline=_FROM_PICTURE, config=_LOOKING, looks=True),
-    "flf2v": Variant(
-        pipeline=_FROM_PICTURE, config=_LOOKING | {"pos_embed_seq_len": 2 * IMAGE_TOKENS}, looks=True
-    ),
+    "i2v": Variant(pipeline=_FROM_IMAGE, config=_WITH_CLIP, looks=True),
+    "flf2v": Variant(pipeline=_FROM_IMAGE, config=_WITH_CLIP | {"pos_embed_seq_len": 2 * IMAGE_TOKENS}, looks=True),
     "ti2v": Variant(
-        config={"in_channels": 48, "out_channels": 48, "num_attention_heads": 8}, vae=_VAE_2_2,
+        config={"in_channels": 48, "out_channels": 48, "num_attention_heads": 8},
+        vae=_VAE_2_2,
         index={"expand_timesteps": True},
     ),
     "t2v-a14b": Variant(index={"boundary_ratio": 0.875}, experts=2),
-    "i2v-a14b": Variant(pipeline=_FROM_PICTURE, config=_WITH_PICTURE, index={"boundary_ratio": 0.9}, experts=2),
+    "i2v-a14b": Variant(pipeline=_FROM_IMAGE, config=_WITH_IMAGE, index={"boundary_ratio": 0.9}, experts=2),
     "vace": Variant(
-        pipeline="WanVACEPipeline", transformer="WanVACETransformer3DModel",
+        pipeline="WanVACEPipeline",
+        transformer="WanVACETransformer3DModel",
         config={"vace_layers": [0, 2], "vace_in_channels": 96},
     ),
     "fun-control": Variant(ours=replace(_OURS, in_channels=48, ref_conv=True), looks=True),
     "fun-control-camera": Variant(ours=replace(_OURS, in_channels=32, camera_channels=24), looks=True),
     "wantodance": Variant(
         ours=replace(
-            _OURS, in_channels=36, ref_conv=True,
+            _OURS,
+            in_channels=36,
+            ref_conv=True,
             music=MusicArch(layers=MUSIC_LAYERS[:1], width=32, heads=2, ffn_dim=64, skipped=1),
         ),
         looks=True,
     ),
-}  # fmt: skip
-"""By name: every variant."""
+}
+"""All variants, by name."""
 
 
 def build_tokenizer(captions: list[str]) -> Any:
@@ -112,21 +114,34 @@ def build_text_encoder(vocabulary_size: int) -> Any:
     from transformers import UMT5Config, UMT5EncoderModel
 
     config = UMT5Config(
-        vocab_size=vocabulary_size, d_model=TEXT_DIM, d_kv=16, d_ff=64, num_layers=2, num_heads=2,
-        feed_forward_proj="gated-gelu", tie_word_embeddings=False, pad_token_id=0, eos_token_id=1,
+        vocab_size=vocabulary_size,
+        d_model=TEXT_DIM,
+        d_kv=16,
+        d_ff=64,
+        num_layers=2,
+        num_heads=2,
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=1,
         architectures=["UMT5EncoderModel"],
-    )  # fmt: skip
+    )
     return drawn("text encoder", UMT5EncoderModel, config)
 
 
 def build_image_encoder() -> Any:
-    """A CLIP vision encoder of three layers that makes as many tokens of a picture as the real one."""
+    """A CLIP vision encoder of three layers that makes as many tokens per image as the real one."""
     from transformers import CLIPVisionConfig, CLIPVisionModel
 
     config = CLIPVisionConfig(
-        hidden_size=IMAGE_DIM, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, image_size=224,
-        patch_size=14, hidden_act="gelu",
-    )  # fmt: skip
+        hidden_size=IMAGE_DIM,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=224,
+        patch_size=14,
+        hidden_act="gelu",
+    )
     return drawn("image encoder", CLIPVisionModel, config)
 
 
@@ -141,13 +156,19 @@ def build_vae(variant: Variant) -> Any:
 
 
 def build_transformer(variant: Variant, expert: int = 0) -> Any:
-    """A Wan transformer of three narrow blocks; each of a variant's experts has weights of its own."""
+    """A Wan transformer of three narrow blocks; each expert of a variant has its own weights."""
     import diffusers
 
     settings = {
-        "num_attention_heads": HEADS, "attention_head_dim": HEAD_DIM, "num_layers": LAYERS, "ffn_dim": FFN_DIM,
-        "in_channels": _LATENT_CHANNELS, "out_channels": _LATENT_CHANNELS, "text_dim": TEXT_DIM, "rope_max_seq_len": 1024,
-    } | dict(variant.config)  # fmt: skip
+        "num_attention_heads": HEADS,
+        "attention_head_dim": HEAD_DIM,
+        "num_layers": LAYERS,
+        "ffn_dim": FFN_DIM,
+        "in_channels": _LATENT_CHANNELS,
+        "out_channels": _LATENT_CHANNELS,
+        "text_dim": TEXT_DIM,
+        "rope_max_seq_len": 1024,
+    } | dict(variant.config)
     name = "transformer" if expert == 0 else f"transformer {expert}"
     model = drawn(name, getattr(diffusers, variant.transformer), **settings)
     dim, channels = settings["num_attention_heads"] * HEAD_DIM, settings["out_channels"]

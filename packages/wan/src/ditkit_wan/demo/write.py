@@ -1,9 +1,8 @@
 """The demo's inputs: a complete tiny Wan checkpoint with random weights, and a dozen captioned videos.
 
-The demo trains on these by the same path as real weights: nothing else in ditkit knows about it. The checkpoint is in
-diffusers layout. Its random initialisation matters, because LoRA reaches only the attention and feed-forward layers of
-the blocks: the frozen patch embedding must keep the whole picture, the gates must let the blocks' result through, and
-the frozen head must be able to say it.
+The demo trains on these exactly as a run trains on real weights. The checkpoint is in diffusers layout. Its random initialisation
+matters, because LoRA trains only the attention and feed-forward layers of the blocks: the frozen patch embedding must keep all of the
+image, the gates must let the blocks' result through, and the frozen head must be able to output it.
 """
 
 import json
@@ -19,7 +18,7 @@ from ditkit_wan.demo.models import VARIANTS
 def write_demo(folder: Path) -> None:
     """Write the demo's inputs: `checkpoint/` and `clips/`, the same bytes every time.
 
-    A folder that is complete is left alone; one that was half written is written again.
+    A complete folder is left alone; an incomplete one is written again.
 
     Args:
         folder: Where to write; created if needed.
@@ -73,7 +72,7 @@ def write_checkpoint(folder: Path, captions: list[str], variant: str = "t2v") ->
         "transformer_2": ["diffusers", kind.transformer] if kind.experts > 1 else [None, None],
         "vae": ["diffusers", "AutoencoderKLWan"],
     }
-    if kind.pipeline != "WanVACEPipeline":  # which knows no such setting
+    if kind.pipeline != "WanVACEPipeline":  # that pipeline has no such setting
         index["expand_timesteps"] = False
     if kind.looks:
         _write_image_encoder(folder)
@@ -85,7 +84,7 @@ def write_checkpoint(folder: Path, captions: list[str], variant: str = "t2v") ->
 
 
 def _write_image_encoder(folder: Path) -> None:
-    """CLIP, and how a pipeline prepares pictures for it; written here, because the library's class warns where torchvision is missing."""
+    """CLIP and its image processor's settings; they are written here, because the library's class warns if torchvision is missing."""
     from safetensors.torch import save_file
 
     from ditkit_wan.encoders.clip import MEAN, STD
@@ -95,10 +94,18 @@ def _write_image_encoder(folder: Path) -> None:
     save_file(dict(model.state_dict()), folder / "image_encoder" / "model.safetensors", metadata={"format": "pt"})
     side = model.config.image_size
     prepared = {
-        "image_processor_type": "CLIPImageProcessor", "crop_size": {"height": side, "width": side},
-        "size": {"shortest_edge": side}, "do_center_crop": True, "do_convert_rgb": True, "do_normalize": True,
-        "do_rescale": True, "do_resize": True, "image_mean": MEAN, "image_std": STD, "resample": 3,
+        "image_processor_type": "CLIPImageProcessor",
+        "crop_size": {"height": side, "width": side},
+        "size": {"shortest_edge": side},
+        "do_center_crop": True,
+        "do_convert_rgb": True,
+        "do_normalize": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": MEAN,
+        "image_std": STD,
+        "resample": 3,
         "rescale_factor": 1 / 255,
-    }  # fmt: skip
+    }
     (folder / "image_processor").mkdir()
     write_text(folder / "image_processor" / "preprocessor_config.json", json.dumps(prepared, indent=2) + "\n")

@@ -21,17 +21,22 @@ from ditkit_wan.encoders.safe_names import SAFE_NAMES
 IMAGE_NAMES = StateDictNames.renaming(prefixes=("vision_model.",), to_native=lambda name: name)
 _NOT_VISION = frozenset({"visual_projection.weight", "vision_model.embeddings.position_ids", "logit_scale"})
 PUBLISHED = {
-    "hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 16, "hidden_act": "gelu",
-    "num_hidden_layers": 32, "image_size": 224, "patch_size": 14,
-}  # fmt: skip
-"""CLIP ViT-H/14, which all models of Wan that look at pictures do it with."""
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "num_attention_heads": 16,
+    "hidden_act": "gelu",
+    "num_hidden_layers": 32,
+    "image_size": 224,
+    "patch_size": 14,
+}
+"""CLIP ViT-H/14, the image encoder of all Wan models that have one."""
 _HEAD_DIM = 80  # of ViT-H/14, the one encoder that Wan uses
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""What CLIP's pixels, in [0, 1], are made standard with."""
+"""Mean and standard deviation for CLIP's pixels in [0, 1]."""
 
 
 class ImageEncoder:
-    """A picture to the tokens of CLIP's last layer but one; an `Encoder` of the core."""
+    """An image to the tokens of CLIP's second to last layer; an `Encoder` of the core."""
 
     items_at_once = 1
 
@@ -39,7 +44,7 @@ class ImageEncoder:
         """Find the weights and read their headers; nothing is loaded.
 
         Raises:
-            UserError: If there are none, or they are damaged or of another model.
+            UserError: If there are none, or they are damaged or belong to another model.
         """
         self._source, self._config = config_of(components)
         self._device, self._dtype = device, dtype
@@ -56,18 +61,18 @@ class ImageEncoder:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one picture: its patches, and one of all."""
-        config = _whole(self._config)
+        """Number of tokens per image: one per patch, and the class token."""
+        config = _with_defaults(self._config)
         return int(config.image_size // config.patch_size) ** 2 + 1
 
     @property
     def dim(self) -> int:
         """Width of a token."""
-        return int(_whole(self._config).hidden_size)
+        return int(_with_defaults(self._config).hidden_size)
 
     @cached_property
     def identity(self) -> str:
-        """Digest of the weights, the dtype and how pictures are resized."""
+        """Digest of the weights, the dtype and the resizing."""
         return fingerprint(self._source.path, str(self._dtype), "bicubic, penultimate layer")
 
     def load(self) -> None:
@@ -78,7 +83,7 @@ class ImageEncoder:
         """
         self._model.load()
         module = self._model.module
-        for name, buffer in module.named_buffers():  # not stored: the positions, in order
+        for name, buffer in module.named_buffers():  # files do not store it: the positions in order
             assert name.endswith("position_ids"), name
             owner = module.get_submodule(name.rpartition(".")[0])
             owner.position_ids = torch.arange(buffer.shape[1], device=self._device)[None]
@@ -93,11 +98,11 @@ class ImageEncoder:
         items: Sequence[Float[Tensor, "3 1 height width"]],
         advance: Callable[[float], None] = NullProgress.advance,
     ) -> list[dict[str, Tensor]]:
-        """Tokens of one picture.
+        """Tokens of one image.
 
         Args:
-            items: One picture: pixels in [-1, 1]; squeezed to the encoder's square, as the official code does.
-            advance: Told when it is done.
+            items: One image: pixels in [-1, 1]; it is resized to the encoder's square without cropping, as in the official code.
+            advance: Called with 1 when the image is done.
 
         Returns:
             `image` [tokens, dim], the class token first, in the encoder's dtype, on the CPU.
@@ -112,11 +117,11 @@ def build(config: Mapping[str, Any]) -> Any:
     """The encoder of a configuration, on the default device."""
     from transformers import CLIPVisionModel
 
-    return CLIPVisionModel(_whole(config))
+    return CLIPVisionModel(_with_defaults(config))
 
 
-def _whole(config: Mapping[str, Any]) -> Any:
-    """A configuration with the library's values where a file, as the library writes it, leaves them out."""
+def _with_defaults(config: Mapping[str, Any]) -> Any:
+    """A configuration with the library's defaults for fields that files leave out."""
     from transformers import CLIPVisionConfig
 
     return CLIPVisionConfig.from_dict(dict(config))
@@ -125,7 +130,7 @@ def _whole(config: Mapping[str, Any]) -> Any:
 def read(
     model: Any, pixels: Float[Tensor, "3 1 height width"], device: torch.device, dtype: torch.dtype
 ) -> Float[Tensor, "tokens dim"]:
-    """Tokens of one picture, on the device of the encoder's weights."""
+    """Tokens of one image, on the device of the encoder's weights."""
     size = model.config.image_size
     square = F.interpolate(pixels.transpose(0, 1), size=(size, size), mode="bicubic", align_corners=False)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
@@ -137,13 +142,13 @@ def config_of(components: ModelPaths) -> tuple[SafetensorsSource, dict[str, Any]
     """The weights' files, their headers read, and their configuration.
 
     Raises:
-        UserError: If there are none, or they are damaged or of another model.
+        UserError: If there are none, or they are damaged or belong to another model.
     """
     return find_weights(components, "image_encoder", _config_of_file, safe_names=SAFE_NAMES)
 
 
 def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:
-    """The configuration of a single file, read off its shapes."""
+    """The configuration of a single file, read from its shapes."""
     shapes = {name.removeprefix("vision_model."): stored.shape for name, stored in source.tensors.items()}
     try:
         dim, _, patch, _ = shapes["embeddings.patch_embedding.weight"]
@@ -151,10 +156,14 @@ def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:
         ffn_dim = shapes["encoder.layers.0.mlp.fc1.weight"][0]
     except (KeyError, ValueError) as error:
         raise UserError(
-            f"{source.path} is not a CLIP vision encoder; get clip_vision_h.safetensors, or name its folder"
+            f"{source.path} is not a CLIP vision encoder; get clip_vision_h.safetensors, or set its folder"
         ) from error
     return {
-        "hidden_size": dim, "intermediate_size": ffn_dim, "num_attention_heads": dim // _HEAD_DIM, "hidden_act": "gelu",
+        "hidden_size": dim,
+        "intermediate_size": ffn_dim,
+        "num_attention_heads": dim // _HEAD_DIM,
+        "hidden_act": "gelu",
         "num_hidden_layers": sum(name.endswith(".mlp.fc1.weight") for name in shapes),
-        "image_size": round((positions - 1) ** 0.5) * patch, "patch_size": patch,
-    }  # fmt: skip
+        "image_size": round((positions - 1) ** 0.5) * patch,
+        "patch_size": patch,
+    }

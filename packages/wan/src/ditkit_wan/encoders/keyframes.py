@@ -1,4 +1,4 @@
-"""Keyframes of a whole piece of music, as WanToDance draws them first: every fourth frame of a clip, which the VAE takes as a still.
+"""Keyframes of a piece of music, which WanToDance generates first: every fourth frame of a clip, encoded as an image.
 
 Source: `framewise_decoding` in modelscope/DiffSynth-Studio, diffsynth/pipelines/wan_video.py.
 """
@@ -17,7 +17,7 @@ from ditkit_wan.presets import WanArch
 
 
 class KeyframeVae(VaeEncoder):
-    """The VAE, of which each latent frame is a picture of its own."""
+    """The VAE with each latent frame encoded and decoded as an image of its own."""
 
     @cached_property
     def identity(self) -> str:
@@ -30,11 +30,11 @@ class KeyframeVae(VaeEncoder):
         items: Sequence[Float[Tensor, "3 frames height width"]],
         advance: Callable[[float], None] = NullProgress.advance,
     ) -> list[dict[str, Tensor]]:
-        """Latents of one clip's keyframes: as many as a video of it would have.
+        """Latents of one clip's keyframes: as many latent frames as the clip has as a video.
 
         Args:
             items: One clip: pixels in [-1, 1], 1 + 4k frames.
-            advance: Told of each keyframe.
+            advance: Called with 1 when the clip is done.
         """
         (item,) = items
         frames_per_latent, _ = self.strides
@@ -50,5 +50,5 @@ class KeyframeVae(VaeEncoder):
 
 
 def vae_class(arch: WanArch | None) -> type[VaeEncoder]:
-    """How an architecture's clips go through the VAE."""
+    """The VAE class of an architecture."""
     return KeyframeVae if arch is not None and arch.music is not None and arch.music.keyframes else VaeEncoder

@@ -1,4 +1,4 @@
-"""The official files that are pickles, and where the same weights are as safetensors."""
+"""Official files that are pickles, and the files with the same weights as safetensors."""
 
 _REPACKAGED = "Comfy-Org/Wan_2.1_ComfyUI_repackaged"
 _REPACKAGED_2_2 = "Comfy-Org/Wan_2.2_ComfyUI_Repackaged"
@@ -8,4 +8,4 @@ SAFE_NAMES = {
     "models_t5_umt5-xxl-enc-bf16.pth": f"umt5_xxl_fp16.safetensors ({_REPACKAGED})",
     "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth": f"clip_vision_h.safetensors ({_REPACKAGED})",
 }
-"""By name of the pickle: the file to get instead."""
+"""The file to get instead, by name of the pickle."""

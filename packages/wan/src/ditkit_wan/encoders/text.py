@@ -1,4 +1,4 @@
-"""The UMT5 text encoder, from a diffusers folder or a single file, and the tokenizer beside it."""
+"""The UMT5 text encoder, from a diffusers folder or a single file, and its tokenizer."""
 
 import html
 import re
@@ -21,7 +21,7 @@ from ditkit_core.weights.tokenizer import find_tokenizer
 from ditkit_wan.encoders.safe_names import SAFE_NAMES
 
 TEXT_TOKENS = 512
-"""Tokens of a caption, its end included; what is beyond is cut."""
+"""Tokens of a caption, with its end token; longer captions are cut."""
 
 # Official names to those of transformers. Source: `T5Encoder` in Wan-Video/Wan2.1, wan/modules/t5.py.
 _IN_BLOCK = {
@@ -36,7 +36,7 @@ _IN_BLOCK = {
 _OUTSIDE = {"token_embedding": "shared", "norm": "encoder.final_layer_norm"}
 _BLOCK = re.compile(r"^blocks\.(\d+)\.(.+)\.weight$")
 _TIED = {"encoder.embed_tokens": "shared"}
-_NOT_WEIGHTS = frozenset({"spiece_model"})  # ComfyUI stores the tokenizer beside the weights
+_NOT_WEIGHTS = frozenset({"spiece_model"})  # ComfyUI stores the tokenizer in the same file
 
 
 def to_transformers(name: str) -> str:
@@ -49,16 +49,22 @@ def to_transformers(name: str) -> str:
 
 
 PUBLISHED = {
-    "vocab_size": 256384, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
-    "relative_attention_num_buckets": 32, "feed_forward_proj": "gated-gelu",
-}  # fmt: skip
-"""UMT5-XXL, which all models of Wan read captions with."""
+    "vocab_size": 256384,
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+    "relative_attention_num_buckets": 32,
+    "feed_forward_proj": "gated-gelu",
+}
+"""UMT5-XXL, the text encoder of all Wan models."""
 
 TEXT_NAMES = StateDictNames.renaming(to_native=to_transformers)
 
 
 def clean(caption: str) -> str:
-    """A caption as the model saw captions in training: mended encoding, no HTML entities, single spaces."""
+    """A caption cleaned as in the authors' training: fixed encoding, no HTML entities, single spaces."""
     import ftfy
 
     caption = html.unescape(html.unescape(ftfy.fix_text(caption)))
@@ -74,7 +80,7 @@ class TextEncoder:
         """Find weights and tokenizer, and read the weights' headers; nothing is loaded.
 
         Raises:
-            UserError: If either is missing or damaged, or the weights are of no kind that is read.
+            UserError: If either is missing or damaged, or the weights are in an unknown form.
         """
         self._source, self._config = config_of(components)
         self._tokenizer_path = find_tokenizer(components, or_vocabulary="spiece.model", also=("tokenizer_config.json",))
@@ -82,7 +88,7 @@ class TextEncoder:
         self._model: Any = None
         self._tokenizer: Any = None
         self.truncated: list[str] = []
-        """Captions that were longer than 512 tokens, each with the number of tokens that were cut."""
+        """Captions longer than 512 tokens, each with the number of tokens that were cut."""
 
     @cached_property
     def identity(self) -> str:
@@ -101,9 +107,15 @@ class TextEncoder:
         self._load_tokenizer()
         model = build_frozen(build, self._config, self._source)
         load_frozen(
-            model, self._source, TEXT_NAMES, device=self._device, dtype_of=self._dtype_of, key="model.text_encoder",
-            tied=_TIED, ignore=_NOT_WEIGHTS,
-        )  # fmt: skip
+            model,
+            self._source,
+            TEXT_NAMES,
+            device=self._device,
+            dtype_of=self._dtype_of,
+            key="model.text_encoder",
+            tied=_TIED,
+            ignore=_NOT_WEIGHTS,
+        )
         for name, layer in list(model.named_modules()):
             if isinstance(layer, QuantizedLinear) and name.endswith(".wo"):
                 model.set_submodule(name, _LastProjection(layer, self._dtype_of(f"{name}.weight")))
@@ -121,7 +133,7 @@ class TextEncoder:
         except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise UserError(
-                f"{self._tokenizer_path} holds no tokenizer that can be read ({reason}); set model.tokenizer"
+                f"{self._tokenizer_path} contains no tokenizer that can be read ({reason}); set model.tokenizer"
             ) from error
         if self._tokenizer.pad_token is None:
             raise UserError(
@@ -130,7 +142,7 @@ class TextEncoder:
             )
 
     def cut_of(self, caption: str) -> tuple[int, str] | None:
-        """How many tokens of a caption are cut, and what is read of it; None if all of it is. Needs no weights.
+        """Number of tokens of a caption that are cut, and the part that is read; None if all of it is read. Needs no weights.
 
         Raises:
             UserError: If the tokenizer cannot be read.
@@ -139,11 +151,11 @@ class TextEncoder:
         ids = self._tokenizer(clean(caption), verbose=False).input_ids
         if len(ids) <= TEXT_TOKENS:
             return None
-        # the last of the tokens that are read is the caption's end
+        # one less: the last token that is read is the end token
         return len(ids) - TEXT_TOKENS, self._tokenizer.decode(ids[: TEXT_TOKENS - 1])
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        # the last projection of T5 overflows fp16
+        # T5's last projection overflows in fp16
         return torch.float32 if self._dtype == torch.float16 and name.endswith(".wo.weight") else self._dtype
 
     def unload(self) -> None:
@@ -156,15 +168,15 @@ class TextEncoder:
     ) -> list[dict[str, Tensor]]:
         """Features of one caption.
 
-        Padded to 512 tokens with the padding masked, as in training: rounding depends on the shape. The result is
-        trimmed to the caption's true length; the zeros that the model expects after it are added when inputs are made.
+        The caption is padded to 512 tokens and the padding is masked, as in training, because rounding depends on the shape. The
+        result is trimmed to the caption's length, and zeros take the place of the padding when inputs are made.
 
         Args:
             items: One caption; the empty one is a single end-of-sentence token.
-            advance: Told when it is done.
+            advance: Called with 1 when the caption is done.
 
         Returns:
-            `text` [tokens, dim] in the encoder's own dtype: a wider one would only make the cache larger.
+            `text` [tokens, dim] in the encoder's dtype; a wider one would only enlarge the cache.
         """
         (item,) = items
         ids = self._tokenizer(clean(item), verbose=False).input_ids
@@ -181,9 +193,9 @@ class TextEncoder:
 
 
 class _LastProjection(nn.Module):
-    """The last projection of a block, over a weight of 8-bit codes.
+    """The last projection of a block, with a weight of 8-bit codes.
 
-    transformers converts its input to the dtype of `weight` if that is a tensor: to 8 bits, here.
+    transformers converts the layer's input to the dtype of `weight` if that is a tensor, which would be 8 bits here.
     """
 
     weight = None
@@ -206,7 +218,7 @@ def build(config: Mapping[str, Any]) -> Any:
 
 
 def tie(model: Any) -> None:
-    """Have the encoder's embedding be the shared one, as `load` does."""
+    """Tie the encoder's embedding to the shared one, as `load` does."""
     for name, other in _TIED.items():
         model.get_submodule(name).weight = model.get_submodule(other).weight
 
@@ -220,13 +232,13 @@ def config_of(components: ModelPaths) -> tuple[SafetensorsSource, dict[str, Any]
     """The weights' files, their headers read, and their configuration.
 
     Raises:
-        UserError: If there are none, or they are damaged or of no kind that is read.
+        UserError: If there are none, or they are damaged or in an unknown form.
     """
     return find_weights(components, "text_encoder", _config_of_file, safe_names=SAFE_NAMES)
 
 
 def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:
-    """The configuration of a single file, read off its shapes; all UMT5 encoders share the rest."""
+    """The configuration of a single file, read from its shapes; other fields are the same for all UMT5 encoders."""
     shapes = {to_transformers(name): stored.shape for name, stored in source.tensors.items()}
     block = "encoder.block.0.layer"
     try:
@@ -236,10 +248,16 @@ def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:
         ffn_dim = shapes[f"{block}.1.DenseReluDense.wi_0.weight"][0]
     except (KeyError, ValueError) as error:
         raise UserError(
-            f"{source.path} is not a UMT5 encoder; get umt5_xxl_fp16.safetensors, or name a text_encoder folder"
+            f"{source.path} is not a UMT5 encoder; get umt5_xxl_fp16.safetensors, or set a text_encoder folder"
         ) from error
     layers = sum(name.endswith(".SelfAttention.q.weight") for name in shapes)
     return {
-        "vocab_size": vocabulary, "d_model": dim, "d_kv": attention_dim // heads, "d_ff": ffn_dim, "num_layers": layers,
-        "num_heads": heads, "relative_attention_num_buckets": buckets, "feed_forward_proj": "gated-gelu",
-    }  # fmt: skip
+        "vocab_size": vocabulary,
+        "d_model": dim,
+        "d_kv": attention_dim // heads,
+        "d_ff": ffn_dim,
+        "num_layers": layers,
+        "num_heads": heads,
+        "relative_attention_num_buckets": buckets,
+        "feed_forward_proj": "gated-gelu",
+    }

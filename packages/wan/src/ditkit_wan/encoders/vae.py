@@ -1,7 +1,7 @@
 """The Wan VAEs: diffusers' `AutoencoderKLWan` from a diffusers folder or from the official single file, of 2.1 or of 2.2.
 
-Latents are the posterior's mean, normalised per channel, in fp32: what the official code samples with. A drawn latent
-would put the encoder's noise into the training data.
+Latents are the posterior's mean, normalised per channel, in fp32, as in the official
+code. A latent that is sampled from the posterior would add the encoder's noise to the training data.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +23,12 @@ from ditkit_wan.encoders.safe_names import SAFE_NAMES
 from ditkit_wan.encoders.vae_kinds import VAE_NAMES, config_of
 
 TILES = Tiles(side=256, overlap=64)
-"""As diffusers cuts clips for this VAE."""
+"""The tiles of diffusers for this VAE."""
 _REMEDIES = {
-    16: "get wan_2.1_vae.safetensors, or name a diffusers vae folder",
-    48: "get wan2.2_vae.safetensors, or name the vae folder of Wan2.2-TI2V-5B-Diffusers",
+    16: "get wan_2.1_vae.safetensors, or set a diffusers vae folder",
+    48: "get wan2.2_vae.safetensors, or set the vae folder of Wan2.2-TI2V-5B-Diffusers",
 }
-"""By latent channels: where a person finds the VAE."""
+"""Where to get the VAE, by latent channels."""
 
 
 class VaeEncoder:
@@ -43,12 +43,12 @@ class VaeEncoder:
 
         Args:
             components: Where the model's files are.
-            device: Where the VAE works.
-            tiled: Whether it works in tiles, one after the other: less memory, and other results.
+            device: Device of the VAE.
+            tiled: Whether it works tile by tile, which takes less memory and gives other results.
             channels: Latent channels that the model was trained on; None takes either VAE.
 
         Raises:
-            UserError: If there are none, a file is damaged, or they are those of another VAE.
+            UserError: If there are none, a file is damaged, or they belong to another VAE.
         """
         remedy = _REMEDIES.get(channels or 0, " or ".join(_REMEDIES.values()))
         self._source, self.config = find_weights(
@@ -65,7 +65,7 @@ class VaeEncoder:
     @cached_property
     def identity(self) -> str:
         """Digest of the weights and of how latents are made from them."""
-        tiles = (str(TILES),) if self._tiled else ()  # untiled, as ever: caches stay valid
+        tiles = (str(TILES),) if self._tiled else ()  # none untiled: caches from before tiles stay valid
         return fingerprint(self._source.path, "posterior mean, normalised, fp32", *tiles)
 
     @property
@@ -99,8 +99,8 @@ class VaeEncoder:
         """Latents of one clip.
 
         Args:
-            items: One clip: pixels in [-1, 1]; 1 + 4k frames, because the VAE drops what is beyond without a word.
-            advance: Told when it is done.
+            items: One clip: pixels in [-1, 1]; 1 + 4k frames, because the VAE silently drops further frames.
+            advance: Called with 1 when the clip is done.
 
         Returns:
             `latents` [channels, 1 + k, height / stride, width / stride], fp32, on the CPU; about unit variance.
@@ -118,10 +118,12 @@ class VaeEncoder:
         return self._work(decode_clip, latents, pixels=self.strides[1], scale=Fraction(self.strides[1]))
 
     def _work(self, work: Callable[..., Tensor], clip: Tensor, *, pixels: int, scale: Fraction) -> Tensor:
-        def of_part(part: Tensor) -> Tensor:
+        def part_result(part: Tensor) -> Tensor:
             return work(self._vae.module, part, self._device)
 
-        return in_tiles(of_part, clip, TILES, pixels=pixels, scale=scale) if self._tiled else of_part(clip).cpu()
+        return (
+            in_tiles(part_result, clip, TILES, pixels=pixels, scale=scale) if self._tiled else part_result(clip).cpu()
+        )
 
 
 def build(config: Mapping[str, Any]) -> Any:
@@ -159,5 +161,5 @@ def _statistics(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
 def _config_of_file(source: SafetensorsSource) -> dict[str, Any]:
     config = config_of({name: stored.shape for name, stored in source.tensors.items()})
     if config is None:
-        raise UserError(f"{source.path} is no VAE of Wan 2.1 or 2.2; {' or '.join(_REMEDIES.values())}")
+        raise UserError(f"{source.path} is not a VAE of Wan 2.1 or 2.2; {' or '.join(_REMEDIES.values())}")
     return config

@@ -1,4 +1,4 @@
-"""The two VAEs of Wan: names of their parameters in official files and in diffusers, and what a file of weights does not say of itself.
+"""The two VAEs of Wan: their parameter names in official files and in diffusers, and configurations for files without one.
 
 Sources: `WanVAE_` in Wan-Video/Wan2.1, wan/modules/vae.py; `WanVAE_` and `Wan2_2_VAE` in Wan-Video/Wan2.2, wan/modules/vae2_2.py.
 """
@@ -10,9 +10,9 @@ from typing import Any
 from ditkit_core.models.state_dict import StateDictNames
 
 WAN_2_1: Mapping[str, Any] = {"base_dim": 96, "z_dim": 16}
-"""The VAE of all models but TI2V-5B; what is not named here is diffusers' default."""
+"""The VAE of all models except TI2V-5B; other fields are diffusers' defaults."""
 
-# Of the latents of the 2.2 VAE's own training data, by channel; those of 2.1 are diffusers' default.
+# Statistics of the 2.2 VAE's latents over its training data, by channel; those of 2.1 are diffusers' defaults.
 _MEAN_2_2 = (
     -0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557, -0.1382, 0.0542, 0.2813, 0.0891,
     0.1570, -0.0098, 0.0375, -0.1825, -0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108, -0.2158, 0.2502,
@@ -78,13 +78,13 @@ VAE_NAMES = StateDictNames.renaming(to_native=to_diffusers)
 
 
 def config_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any] | None:
-    """What diffusers needs to know of a single file: everything but the widths is as it was published.
+    """diffusers' configuration of a single file: its widths are read from the shapes, other fields are as published.
 
     Args:
-        shapes: Of the file's tensors, by name in either form.
+        shapes: Shapes of the file's tensors, by name in either form.
 
     Returns:
-        The configuration; None if it is neither VAE.
+        The configuration; None if the file is neither VAE.
     """
     renamed = {to_diffusers(name): shape for name, shape in shapes.items()}
     first, code, decoder = (

@@ -19,7 +19,7 @@ def affine_norm(norm: nn.LayerNorm, x: Float[Tensor, "*batch dim"], dtype: torch
 
 
 class WanSelfAttention(nn.Module):
-    """Attention among the tokens of a sample, q and k normalised over the full width and rotated."""
+    """Attention among the tokens of a sample; q and k are normalised over the full width and rotated."""
 
     def __init__(self, arch: WanArch, precision: Precision):
         super().__init__()
@@ -36,7 +36,7 @@ class WanSelfAttention(nn.Module):
 
 
 class WanCrossAttention(nn.Module):
-    """Attention from the tokens to the text, padding rows included, as in training; and to image tokens, with keys and values of their own."""
+    """Attention from the tokens to all rows of text, with padding as in training, and to image tokens with separate keys and values."""
 
     def __init__(self, arch: WanArch, precision: Precision):
         super().__init__()
@@ -79,7 +79,7 @@ class WanBlock(nn.Module):
         return carry._replace(tokens=self.advanced(carry.tokens, carry))
 
     def advanced(self, x: Float[Tensor, "batch tokens dim"], carry: WanCarry) -> Float[Tensor, "batch tokens dim"]:
-        """A residual stream behind this block, given everything else of the carry."""
+        """A residual stream after this block, given the rest of the carry; VACE advances a second stream by it."""
         precision = self.precision
         matmul, norms = precision.matmul, precision.norms
         modulation = self.modulation.to(precision.modulation) + carry.modulation
@@ -91,5 +91,6 @@ class WanBlock(nn.Module):
         x = plain_sum(self.cross_attn(affine_norm(self.norm3, x, norms).to(matmul), carry.text, carry.image), x)
         scale_ffn, shift_ffn = per_token(scale_ffn, late), per_token(shift_ffn, late)
         h = modulated_norm(x, scale_ffn, shift_ffn, self.eps, norms).to(matmul)
+        # A recompute of the block can stop in front of this matmul: its input and gate are all that the backward needs.
         y = recompute_boundary(self.ffn[2], self.ffn[1](self.ffn[0](h)), gate_ffn)
         return gated_sum(y, x, gate_ffn, late)

@@ -1,4 +1,4 @@
-"""What one block of Wan hands to the next."""
+"""The values that one block of Wan hands to the next."""
 
 from typing import NamedTuple
 
@@ -7,48 +7,48 @@ from torch import Tensor
 
 
 class ReferenceCarry(NamedTuple):
-    """Of models with frames in front of the clip's."""
+    """State of models with reference frames in front of the clip."""
 
     fronts: tuple[int, ...]
-    """Frames of each sample's grid that stand before the clip, which the head cuts off."""
+    """Number of reference frames at the start of each sample's grid, which the head removes."""
 
 
 class VaceCarry(NamedTuple):
-    """Of VACE."""
+    """State of VACE."""
 
     stream: Float[Tensor, "batch tokens dim"]
     """VACE's own stream, which its blocks advance."""
 
 
 class MusicCarry(NamedTuple):
-    """Of WanToDance."""
+    """State of WanToDance."""
 
     rows: Float[Tensor, "batch music dim"]
-    """What the tokens hear, a row for each group of them."""
+    """Encoded music, one row for each group of tokens."""
     steps: tuple[int, ...]
-    """Rows of music that each frame of a sample lasts."""
+    """Rows of music per frame, for each sample."""
     skips: bool
-    """Whether the block is left out that guidance steers away by."""
+    """Whether the block is skipped that the negative side of guidance leaves out."""
 
 
 class WanCarry(NamedTuple):
-    """Everything one block hands to the next; None is what a variant has not. What belongs to one variant alone is a tuple of its own."""
+    """Everything one block hands to the next; each variant's own state is a tuple, and None for other variants."""
 
     tokens: Float[Tensor, "batch tokens dim"]
     modulation: Float[Tensor, "batch times 6 dim"]
-    """`times` is 1; or 2, of which `late` says which a token has; or the number of tokens, when each has a time of its own."""
+    """`times` is 1, or 2 with `late` as the choice of each token, or the number of tokens if each has its own time."""
     time: Float[Tensor, "batch times dim"]
     cos: Float[Tensor, "tables tokens 1 pairs"]
     sin: Float[Tensor, "tables tokens 1 pairs"]
     text: Float[Tensor, "batch text dim"]
     padding_mask: Bool[Tensor, "batch tokens"] | None
-    """False on the padding of samples shorter than the longest; None when all are of one size."""
+    """False on the padding of samples shorter than the longest; None when all have one size."""
     grids: tuple[tuple[int, int, int], ...]
     """Tokens of each sample along frames, height, width."""
     late: Bool[Tensor, "batch tokens"] | None = None
-    """Which tokens have the second of their sample's two times; None where there are not two."""
+    """Tokens with the second of their sample's two times; None if there is one time."""
     image: Float[Tensor, "batch image dim"] | None = None
-    """Image tokens, which cross-attention reads with keys and values of their own."""
+    """Image tokens, for which cross-attention has separate keys and values."""
     reference: ReferenceCarry | None = None
     vace: VaceCarry | None = None
     music: MusicCarry | None = None

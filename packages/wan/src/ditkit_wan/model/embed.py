@@ -27,7 +27,7 @@ from ditkit_wan.presets import WanArch
 
 
 class WanPatchEmbedding(nn.Module):
-    """The official Conv3d whose stride is its kernel, computed as the matmul that it is."""
+    """The official Conv3d, computed as a matmul, since its stride equals its kernel size."""
 
     def __init__(self, arch: WanArch, channels: int):
         super().__init__()
@@ -71,7 +71,7 @@ class WanImageEmbedding(nn.Module):
         if self.emb_pos is not None:
             if x.shape[1] != self.emb_pos.shape[1]:
                 raise UserError(
-                    f"'image' has {x.shape[1]} tokens, and this model takes {self.emb_pos.shape[1]}: those of the first picture, "
+                    f"'image' has {x.shape[1]} tokens, and this model takes {self.emb_pos.shape[1]}: those of the first image, "
                     "then those of the last"
                 )
             x = x + self.emb_pos.to(norms)
@@ -120,24 +120,26 @@ class WanEmbed(nn.Module):
         timestep = inputs.timestep if inputs.timestep.ndim == 2 else inputs.timestep[:, None]
         fronts: tuple[int, ...] = ()
         if inputs.camera is not None:
-            tokens = plain_sum(self._moved(inputs.camera, tokens, lengths), tokens)
+            tokens = plain_sum(self._camera_tokens(inputs.camera, tokens, lengths), tokens)
         if inputs.reference is not None:
-            pictures = [None if it is None else self.ref_conv(it.to(precision.matmul)) for it in inputs.reference]
-            tokens = in_front(pictures, tokens, lengths).to(precision.entry)
+            reference_tokens = [
+                None if it is None else self.ref_conv(it.to(precision.matmul)) for it in inputs.reference
+            ]
+            tokens = in_front(reference_tokens, tokens, lengths).to(precision.entry)
             if timestep.shape[1] > 1 and inputs.late is None:
-                timestep = times_in_front(timestep, [0 if it is None else len(it) for it in pictures], lengths)
-            fronts = tuple(int(it is not None) for it in pictures)
+                timestep = times_in_front(timestep, [0 if it is None else len(it) for it in reference_tokens], lengths)
+            fronts = tuple(int(it is not None) for it in reference_tokens)
             grids = tuple((f + front, h, w) for (f, h, w), front in zip(grids, fronts, strict=True))
         layouts = list(zip(grids, steps or [1] * len(grids), strict=True))
         if len(set(layouts)) == 1:
             layouts = layouts[:1]
         angles = [rotary_angles(grid, self.arch.head_dim, tokens.device, step) for grid, step in layouts]
-        table = pad_sequence(angles, batch_first=True)[:, :, None]  # angle 0 on padding: unrotated
+        table = pad_sequence(angles, batch_first=True)[:, :, None]  # padding has angle 0 and is not rotated
         features = timestep_features(timestep, self.arch.freq_dim, precision.timestep)
         time = self.time_embedding(features.to(precision.time_mlp))
         text = self.text_embedding(self._padded_text(inputs.text).to(precision.matmul))
         image = None if inputs.image is None else self.img_emb(inputs.image)
-        if inputs.refimage is not None:  # which takes the place of the first frame's tokens; these go with the text
+        if inputs.refimage is not None:  # its tokens replace those of the first frame, which are appended to the text
             text, image = torch.cat([image, text], 1), self.img_emb_refimage(inputs.refimage)
         return WanCarry(
             tokens=tokens,
@@ -156,17 +158,17 @@ class WanEmbed(nn.Module):
         )
 
     def _tokens(self, patches: Sequence[Tensor], steps: Sequence[int]) -> Float[Tensor, "batch tokens dim"]:
-        """Embedded patches; WanToDance's keyframes, of which each lasts several rows of music, have an embedding of their own."""
+        """Embedded patches; WanToDance's keyframes, each of which lasts several rows of music, have a separate embedding."""
         embeddings = [self.patch_embedding_global if step > 1 else self.patch_embedding for step in steps]
         if len(set(embeddings)) <= 1:
             return self._embedded((embeddings or [self.patch_embedding])[0], patches)
         pairs = zip(embeddings, patches, strict=True)
         return pad_sequence([embedding(rows.to(self.precision.matmul)) for embedding, rows in pairs], batch_first=True)
 
-    def _moved(
+    def _camera_tokens(
         self, cameras: Sequence[Tensor | None], tokens: Float[Tensor, "batch tokens dim"], lengths: Sequence[int]
     ) -> Float[Tensor, "batch tokens dim"]:
-        """What each sample's camera adds to its tokens; nothing where it has none."""
+        """The sum that each sample's camera adds to its tokens; zeros without a camera."""
         none = [tokens.new_zeros(length, tokens.shape[2], dtype=self.precision.matmul) for length in lengths]
         pairs = zip(cameras, none, strict=True)
         rows = [
@@ -181,7 +183,7 @@ class WanEmbed(nn.Module):
     def _vace(
         self, controls: Sequence[Tensor], tokens: Float[Tensor, "batch tokens dim"]
     ) -> Float[Tensor, "batch tokens dim"]:
-        """The stream that VACE's blocks begin with; the official code has this in the first of them."""
+        """The input of VACE's first block; the official code computes it in that block."""
         stream = self._embedded(self.vace_patch_embedding, [self._patches(control) for control in controls])
         return plain_sum(self.vace_before_proj(stream), tokens)
 
@@ -204,5 +206,5 @@ class WanEmbed(nn.Module):
 
 
 def _channels(latents: Tensor, y: Tensor) -> Float[Tensor, "channels frames height width"]:
-    """Noised latents with what stands behind them, which is not noised."""
+    """Noised latents followed by `y`, which is not noised."""
     return torch.cat([latents, y.to(latents.dtype)])

@@ -15,7 +15,7 @@ from ditkit_wan.presets import WanArch
 
 
 class WanHead(nn.Module):
-    """A modulated norm and a linear layer; two of them for WanToDance, whose keyframes have a head of their own."""
+    """A modulated norm and a linear layer; WanToDance has a second pair for keyframes."""
 
     def __init__(self, arch: WanArch, precision: Precision):
         super().__init__()
@@ -32,7 +32,7 @@ class WanHead(nn.Module):
         return [self._unpatch(row, grid, front) for row, grid, front in samples]
 
     def _rows(self, carry: WanCarry) -> list[Tensor]:
-        """[tokens, features] of each sample, by the head for its frame rate."""
+        """[tokens, features] of each sample, from the head for its frame rate."""
         steps = () if carry.music is None else carry.music.steps
         heads = [self.head_global if step > 1 else self for step in steps] or [self]
         if len(set(heads)) == 1:
@@ -46,14 +46,14 @@ class WanHead(nn.Module):
         time: Float[Tensor, "batch times dim"],
         late: Bool[Tensor, "batch tokens"] | None = None,
     ) -> Float[Tensor, "batch tokens features"]:
-        """What each token says about its patch."""
+        """The velocity of each token's patch."""
         dtype = self.precision.head
         shift, scale = (self.modulation[:, None].to(dtype) + time[:, :, None].to(dtype)).unbind(2)
         scale, shift = per_token(scale, late), per_token(shift, late)
         return self.head(modulated_norm(tokens, scale, shift, self.arch.eps, dtype))
 
     def _unpatch(self, row: Float[Tensor, "tokens features"], grid: tuple[int, int, int], front: int) -> Tensor:
-        """A sample's velocity, without `front` frames that stand before it, and padding."""
+        """A sample's velocity, without padding and the `front` reference frames before it."""
         (f, h, w), (pf, ph, pw) = grid, self.arch.patch
         pattern = "(f h w) (pf ph pw c) -> c (f pf) (h ph) (w pw)"
         return rearrange(row[front * h * w : f * h * w], pattern, f=f - front, h=h, w=w, pf=pf, ph=ph, pw=pw)

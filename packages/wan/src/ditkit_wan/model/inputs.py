@@ -1,4 +1,4 @@
-"""What `embed` takes, and how noised latents and training items become it."""
+"""The model's inputs, and how they are made of noised latents and training items."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,46 +18,46 @@ from ditkit_wan.presets import PATCH, WanArch
 
 
 class WanInputs(NamedTuple):
-    """What `embed` takes: one entry per sample, which may differ in size; None where no sample has any."""
+    """The model's inputs: one entry per sample; samples may differ in size. None if no sample has an entry."""
 
     latents: Sequence[Tensor]
     """[channels, frames, height, width] each."""
     timestep: Float[Tensor, "batch *tokens"]
-    """1000 · σ, fp32 or wider: one per sample, or one per token; or two per sample, of which `late` says which a token has."""
+    """1000 · σ, fp32 or wider: one per sample, or one per token, or two per sample with `late` as the choice of each token."""
     text: Sequence[Tensor]
     """[rows, text_dim] each, at most `text_tokens` rows."""
     late: Bool[Tensor, "batch tokens"] | None = None
-    """Which tokens have the second of their sample's two timesteps; None where there are not two."""
+    """Tokens with the second of their sample's two timesteps; None if there is one timestep."""
     y: Sequence[Tensor] | None = None
-    """[more channels, frames, height, width] each: what the patch embedding takes behind the noised latents, as it is."""
+    """[more channels, frames, height, width] each: channels that the patch embedding takes after the noised latents, without noise."""
     image: Sequence[Tensor] | None = None
-    """[rows, image_dim] each: features of pictures, equally many in all."""
+    """[rows, image_dim] each: CLIP tokens of images, equally many in all samples."""
     vace: Sequence[Tensor] | None = None
     """[vace_channels, frames, height, width] each, on the grid of the latents."""
     reference: Sequence[Tensor | None] | None = None
-    """[16, 1, height, width] each: a picture of what the clip shows, which not every sample has."""
+    """[16, 1, height, width] each: latents of an image of the clip's subject; None for samples without one."""
     camera: Sequence[Tensor | None] | None = None
-    """[camera_channels, frames, 8 · height, 8 · width] each: rays of the clip's pixels, which not every sample has."""
+    """[camera_channels, frames, 8 · height, 8 · width] each: rays of the clip's pixels; None for samples without a camera."""
     music: Sequence[Tensor] | None = None
-    """[rows, features] each, 30 rows a second: how many there are for a clip's frames says its frame rate."""
+    """[rows, features] each, 30 rows per second, so their number per frame gives the frame rate."""
     refimage: Sequence[Tensor] | None = None
-    """[rows, image_dim] each: features of the picture that WanToDance dances as."""
+    """[rows, image_dim] each: CLIP tokens of the dancer's image for WanToDance."""
     skips: bool = False
-    """Whether WanToDance leaves out a block, as for the negative side of guidance."""
+    """Whether WanToDance skips a block, as for the negative side of guidance."""
 
 
 def make_inputs(
     noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]], guidance: float
 ) -> WanInputs:
-    """Noised latents, their noise levels and what goes with them, as the model takes them.
+    """Make the model's inputs of noised latents, noise levels and training items.
 
-    A sample with `first_frame` has it, clean, in place of its first latent frame, whose tokens are told t = 0.
+    A sample's `first_frame` replaces its first latent frame without noise, and these tokens have t = 0.
 
     Args:
         noised: [channels, frames, height, width] of each sample.
-        sigma: fp32 [batch].
-        items: Training items; of conditions other than `first_frame`, `reference` and `camera_path`, all have the same.
-        guidance: Wan has no embedding of it.
+        sigma: Noise levels, fp32 [batch].
+        items: Training items. All have the same conditions, except for `first_frame`, `reference` and `camera_path`.
+        guidance: Unused: Wan has no embedding of it.
 
     Raises:
         UserError: If some samples have a condition that others lack.
@@ -95,7 +95,7 @@ def make_inputs(
 
 
 def _rays(paths: Sequence[Tensor | None] | None, latents: Sequence[Tensor]) -> list[Tensor | None] | None:
-    """Rays of every clip's pixels by the path of its camera."""
+    """Rays of every clip's pixels, computed from the path of its camera."""
     if paths is None:
         return None
     sizes = [tuple(8 * size for size in clip.shape[2:]) for clip in latents]
@@ -104,16 +104,16 @@ def _rays(paths: Sequence[Tensor | None] | None, latents: Sequence[Tensor]) -> l
 
 
 def _first_frame(item: Mapping[str, Tensor], latents: Tensor) -> Float[Tensor, "channels 1 height width"] | None:
-    """The latents of the picture that a sample starts with, if it has one; a still has nothing after it to learn, and starts with none."""
+    """Latents of a sample's first frame, if it has one. An image has none: there would be nothing left to learn."""
     return item.get("first_frame") if latents.shape[1] > 1 else None
 
 
 def _timesteps(
     t: Float[Tensor, " batch"], samples: Sequence[tuple[Sequence[int], bool]]
 ) -> tuple[Float[Tensor, "batch *two"], Bool[Tensor, "batch tokens"] | None]:
-    """One timestep per sample; or, if a sample has a clean first frame, 0 and that, and which tokens have the second.
+    """One timestep per sample; if a sample has a clean first frame, 0 and the timestep, and a mask of the tokens with the second.
 
-    Modulation then stays two rows per sample: a row for each token would be gigabytes.
+    Modulation then has two rows per sample; a row per token would take gigabytes.
     """
     if not any(starts_clean for _, starts_clean in samples):
         return t, None
@@ -125,17 +125,17 @@ def _timesteps(
 
 
 def _num_tokens(shape: Sequence[int]) -> int:
-    """Tokens of latents [channels, frames, height, width]."""
+    """Number of tokens of latents [channels, frames, height, width]."""
     return math.prod(shape[1:]) // math.prod(PATCH)
 
 
 def num_tokens(item: Mapping[str, Tensor]) -> int:
-    """Tokens that an item is in the blocks."""
+    """Number of tokens of an item in the blocks."""
     return sum(_num_tokens(item[name].shape) for name in ("latents", "reference") if name in item)
 
 
 def loss_mask(item: Mapping[str, Tensor]) -> Float[Tensor, "1 frames 1 1"] | None:
-    """1 where the velocity is learnt: everywhere but in a first frame that is given."""
+    """1 where the velocity is trained, 0 on a given first frame; None without one."""
     latents = item["latents"]
     if _first_frame(item, latents) is None:
         return None
@@ -143,7 +143,7 @@ def loss_mask(item: Mapping[str, Tensor]) -> Float[Tensor, "1 frames 1 1"] | Non
 
 
 def assemble(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A training item of what the cache holds of a sample: VACE's reference pictures are frames in front of the clip's."""
+    """A training item of a sample's cached tensors: VACE's reference images become frames in front of the clip."""
     made = dict(item)
     references = made.pop("vace_reference", None)
     if references is not None:
@@ -152,15 +152,17 @@ def assemble(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_conditions(arch: WanArch, inputs: WanInputs) -> None:
-    """Refuse samples that lack what the architecture is conditioned on, or have more.
+    """Refuse samples that lack a condition of the architecture, or have another one.
 
     Raises:
-        UserError: Naming the condition.
+        UserError: If so; the message names the condition.
     """
     needed = {
-        "y": arch.in_channels > arch.out_channels, "image": arch.image_dim > 0, "vace": bool(arch.vace_layers),
+        "y": arch.in_channels > arch.out_channels,
+        "image": arch.image_dim > 0,
+        "vace": bool(arch.vace_layers),
         "music": arch.music is not None,
-    }  # fmt: skip
+    }
     optional = {"reference": arch.ref_conv, "camera": arch.camera_channels > 0, "refimage": arch.music is not None}
     for name, takes in (needed | optional).items():
         given: Sequence[Tensor | None] | None = getattr(inputs, name)
@@ -183,9 +185,9 @@ def check_conditions(arch: WanArch, inputs: WanInputs) -> None:
 def empty_item(
     arch: WanArch, size: tuple[int, int, int], references: Sequence[tuple[int, int]] = ()
 ) -> dict[str, Tensor]:
-    """An empty training item of a clip of (frames, height, width) with everything that the architecture is conditioned on.
+    """An empty training item of a clip of (frames, height, width) with all conditions of the architecture.
 
-    References are VACE's: each is a latent frame in front of the clip's.
+    References are those of VACE: each is a latent frame in front of the clip.
     """
     frames, height, width = size
     in_front = len(references) if arch.vace_layers else 0

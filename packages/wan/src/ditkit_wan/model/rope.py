@@ -10,7 +10,7 @@ THETA = 10_000.0
 
 
 def axis_pairs(head_dim: int) -> tuple[int, int, int]:
-    """How many rotated pairs each axis (frame, height, width) gets; 22, 21, 21 for a head of 128.
+    """Number of rotated pairs of each axis (frame, height, width); 22, 21, 21 for a head of 128.
 
     Source: the frequency split in Wan-Video/Wan2.1, wan/modules/model.py: real sizes d − 4⌊d/6⌋, 2⌊d/6⌋, 2⌊d/6⌋.
     """
@@ -26,8 +26,8 @@ def rotary_angles(
     Args:
         grid: Tokens along each axis.
         head_dim: Width of an attention head.
-        device: Of the angles.
-        step: Positions that each frame lasts. The last frame is at the last of them, as WanToDance has it.
+        device: Device of the angles.
+        step: Positions per frame. The last frame is at the last position of its step, as in WanToDance.
     """
     parts = []
     for axis, (size, pairs) in enumerate(zip(grid, axis_pairs(head_dim), strict=True)):

@@ -1,8 +1,8 @@
 """The Wan 2.x transformer as embed → blocks → head.
 
 Names follow Wan-Video/Wan2.1, wan/modules/model.py; `state_dict.py` has the few that differ. Single-device code: no device, no
-autocast, no checkpointing in here. Every place of `Precision` (timestep, modulation, norms, rotation, residual stream, head, …) is cast to
-explicitly, and nothing takes its dtype from a neighbour.
+autocast, no checkpointing in here. Each operation casts to its dtype in `Precision` (timestep, modulation, norms, rotation, residual stream, head,
+…), and none takes its dtype from the tensor before it.
 """
 
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from ditkit_wan.presets import WanArch
 
 
 class WanTransformer(nn.Module):
-    """A StagedModel: velocity of each sample from its noised latents, timestep, text and what else the variant takes."""
+    """A StagedModel: velocity of each sample from its noised latents, timestep, text and the variant's other conditions."""
 
     def __init__(self, arch: WanArch, precision: Precision):
         super().__init__()
@@ -32,6 +32,7 @@ class WanTransformer(nn.Module):
         self.head = WanHead(arch, precision)
 
     def blocks(self) -> list[nn.Module]:
+        # VACE's blocks run right after the blocks that they add their hints to; `VaceBlock` says why that changes no number.
         behind = dict(zip(self.embed.arch.vace_layers, self.vace_blocks, strict=True))
         blocks: list[nn.Module] = []
         for index, layer in enumerate(self.layers):

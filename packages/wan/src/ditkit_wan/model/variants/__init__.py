@@ -1,4 +1,4 @@
-"""What variants of Wan add to the transformer.
+"""Modules that variants of Wan add to the transformer.
 
 Each file is one addition; `transformer.py` puts them in by the architecture.
 """

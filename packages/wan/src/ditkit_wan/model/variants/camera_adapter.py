@@ -1,7 +1,7 @@
-"""How the camera moves, added to the tokens of a clip. Source: aigc-apps/VideoX-Fun, videox_fun/models/wan_camera_adapter.py.
+"""Camera motion, added to the tokens of a clip. Source: aigc-apps/VideoX-Fun, videox_fun/models/wan_camera_adapter.py.
 
-The rays of 8 × 8 pixels, four frames of a latent one each, become channels, patches of them tokens, and a residual block looks at the
-neighbours within a frame. DiffSynth adds this to the first sample of a batch and goes on with that sample alone; here every sample has its own.
+The rays of 8 × 8 pixels in the four frames of a latent frame become channels, patches of them become tokens, and a residual block
+convolves these within a frame. DiffSynth supports one sample per batch only; here every sample has its own camera.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from ditkit_core.errors import UserError
 from ditkit_wan.presets import WanArch
 
 _PIXELS = 8
-"""Of rays to a row or column of latents."""
+"""Pixels of rays per row or column of latents."""
 
 
 class _Residual(nn.Module):
-    """Two convolutions over a frame's tokens, and the way around them."""
+    """Two convolutions over a frame's tokens, and a skip connection."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -30,7 +30,7 @@ class _Residual(nn.Module):
 
 
 class CameraAdapter(nn.Module):
-    """Rays to what is added to the tokens."""
+    """Rays to the tensor that is added to the tokens."""
 
     def __init__(self, arch: WanArch):
         super().__init__()
@@ -40,16 +40,16 @@ class CameraAdapter(nn.Module):
         self.residual_blocks = nn.Sequential(_Residual(arch.dim))
 
     def forward(self, rays: Float[Tensor, "channels frames rows columns"]) -> Float[Tensor, "tokens dim"]:
-        """For each token of one clip, in the dtype of the rays."""
+        """One row for each token of one clip, in the dtype of the rays."""
         pixels = F.pixel_unshuffle(rays.transpose(0, 1), _PIXELS)
         return rearrange(self.residual_blocks(self.conv(pixels)), "f c h w -> (f h w) c")
 
 
 def check_cameras(cameras: Sequence[Tensor | None], latents: Sequence[Tensor]) -> None:
-    """Refuse rays, if there are any, that are not those of their clip's pixels.
+    """Refuse rays whose shape does not fit their clip.
 
     Raises:
-        UserError: Naming both sizes.
+        UserError: If so; the message names both shapes.
     """
     for rays, clip in zip(cameras, latents, strict=False):
         frames, height, width = clip.shape[1:]

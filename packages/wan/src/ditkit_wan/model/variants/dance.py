@@ -1,4 +1,4 @@
-"""WanToDance's blocks: those that end with music, and the one that guidance leaves out.
+"""WanToDance's blocks: those that end with a music layer, and the one that guidance skips.
 
 Source: Wan-Video/Wan-Dancer, diffsynth/models/wan_video_dit.py and diffsynth/pipelines/wan_video_new.py.
 """
@@ -17,7 +17,7 @@ from ditkit_wan.presets import WanArch
 
 
 class _Unused(nn.Module):
-    """A linear layer that files have and nothing depends on; not an nn.Linear, so that no adapter goes there."""
+    """A linear layer that files contain and no result depends on; not an nn.Linear, so that adapters do not target it."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -25,11 +25,11 @@ class _Unused(nn.Module):
 
 
 class MusicInjector(nn.Module):
-    """What each row of music adds to the tokens that hear it.
+    """The term that each row of music adds to its group of tokens.
 
-    The authors have cross-attention here, from each group of tokens to its one row of music. A softmax over one key is 1 whatever the query:
-    what attention returns is the value, to the bit, and queries, keys and their norms have gradients of zero. So they are not computed.
-    They are parameters still, because the files have them.
+    The authors have cross-attention here, from each group of tokens to its single row of music. A softmax over one key is 1 for any query,
+    so the result of attention is bitwise identical to the value, and queries, keys and their norms have zero gradients. They are not
+    computed, and they are parameters only because the files contain them.
     """
 
     def __init__(self, arch: WanArch, precision: Precision):
@@ -44,7 +44,7 @@ class MusicInjector(nn.Module):
 
 
 class MusicBlock(WanBlock):
-    """A block, and behind it the music."""
+    """A block followed by a music layer."""
 
     def __init__(self, arch: WanArch, precision: Precision):
         super().__init__(arch, precision)
@@ -52,13 +52,14 @@ class MusicBlock(WanBlock):
 
     def forward(self, carry: WanCarry) -> WanCarry:
         assert carry.music is not None, "embed makes it"
+        # Before the block: the sum after it is then all that follows the block's last matmul.
         heard = self.music(carry.music.rows)
         carry = super().forward(carry)
         return carry._replace(tokens=_sum_with_music(carry.tokens, heard, carry.grids))
 
 
 class SkippedBlock(WanBlock):
-    """A block that the negative side of guidance leaves out: what is drawn without it is what is steered away from."""
+    """A block that the negative side of guidance skips: guidance steers away from the velocity without it."""
 
     def forward(self, carry: WanCarry) -> WanCarry:
         return carry if carry.music is not None and carry.music.skips else super().forward(carry)
@@ -69,7 +70,7 @@ def _sum_with_music(
     heard: Float[Tensor, "batch music dim"],
     grids: tuple[tuple[int, int, int], ...],
 ) -> Float[Tensor, "batch tokens dim"]:
-    """The stream, and to every token what its group hears; nothing to padding."""
+    """Add to every token the music of its group; padding gets zeros."""
     rows = [
         row[: GROUPS * f].repeat_interleave(h * w // GROUPS, dim=0) for row, (f, h, w) in zip(heard, grids, strict=True)
     ]

@@ -1,7 +1,7 @@
-"""What WanToDance hears: the music of each clip, encoded once and spread over its tokens.
+"""The music of WanToDance: encoded once per clip and spread over its tokens.
 
 Sources: Wan-Video/Wan-Dancer, diffsynth/models/wan_video_dit.py and diffsynth/pipelines/wan_video_new.py; modelscope/DiffSynth-Studio,
-diffsynth/models/wantodance.py. Their encoder drops a tenth of everything while it is trained; here it drops nothing.
+diffsynth/models/wantodance.py. Their encoder has a dropout of 0.1 in training; this one has none.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ from ditkit_wan.model.rope import THETA
 from ditkit_wan.presets import MusicArch, WanArch
 
 GROUPS = 8
-"""Of a latent frame's tokens, one after the other: each hears one row of the music."""
+"""Groups of consecutive tokens per latent frame: each group has one row of music."""
 _FRAMES, _WIDTH = 149, 4800
-"""What encoded music is stretched to before it is stretched to the clip; the clips of the authors have as many frames."""
+"""Size that encoded music is resized to before it is resized to the clip; the authors' clips have 149 frames."""
 
 
 class _Attention(nn.Module):
-    """torch's MultiheadAttention, of one sample; rotated before queries and keys are made of it."""
+    """torch's MultiheadAttention for one sample; its input is rotated before the projections to queries and keys."""
 
     def __init__(self, music: MusicArch, precision: Precision):
         super().__init__()
@@ -42,16 +42,16 @@ class _Attention(nn.Module):
         angles = axis_angles(torch.arange(len(x), device=x.device), width // 2, THETA)
         cos, sin = (table.to(precision.rotary_tables)[None, :, None] for table in (angles.cos(), angles.sin()))
         cos, sin = cos.to(precision.rotary), sin.to(precision.rotary)
-        turned = rotate(x.to(precision.rotary)[None, :, None], cos, sin)[0, :, 0].to(precision.matmul)
+        rotated = rotate(x.to(precision.rotary)[None, :, None], cos, sin)[0, :, 0].to(precision.matmul)
         weight, bias = self.in_proj_weight, self.in_proj_bias
-        q, k = F.linear(turned, weight[: 2 * width], bias[: 2 * width]).chunk(2, -1)
+        q, k = F.linear(rotated, weight[: 2 * width], bias[: 2 * width]).chunk(2, -1)
         v = F.linear(x.to(precision.matmul), weight[2 * width :], bias[2 * width :])
         heads = [each.unflatten(-1, (self.heads, -1))[None].to(precision.attention) for each in (q, k, v)]
         return self.out_proj(attend(*heads, name="music")[0].flatten(1).to(precision.matmul))
 
 
 class _EncoderLayer(nn.Module):
-    """Attention along the music, then a feed-forward, each behind a norm."""
+    """Attention along the music, then a feed-forward layer, each after a norm."""
 
     def __init__(self, music: MusicArch, precision: Precision):
         super().__init__()
@@ -80,8 +80,8 @@ class MusicEmbedding(nn.Module):
         """The music of every sample, in the matmuls' dtype, padded with zeros.
 
         Args:
-            music: [rows, features] each.
-            frames: Latent frames of each.
+            music: [rows, features] of each sample.
+            frames: Latent frames of each sample.
         """
         rows = [self._stretched(features, GROUPS * num) for features, num in zip(music, frames, strict=True)]
         return pad_sequence(rows, batch_first=True).to(self.precision.matmul)
@@ -93,24 +93,24 @@ class MusicEmbedding(nn.Module):
 
 
 def frame_steps(music: Sequence[Tensor], latents: Sequence[Tensor]) -> tuple[int, ...]:
-    """How many rows of music, 30 a second, each frame of every clip lasts.
+    """Rows of music, 30 per second, that each frame of every clip lasts.
 
-    Its authors tell the model a clip's rate by this whole number: 1 for a clip of 30 frames a second, which is drawn between keyframes
-    (`local`); more for keyframes of a whole piece of music (`global`), which have a patch embedding and a head of their own.
+    This integer tells the model a clip's frame rate: 1 for a clip of 30 frames per second, which is generated between keyframes (`local`);
+    more for keyframes of a piece of music (`global`), which have a separate patch embedding and head.
 
     Args:
-        music: [rows, features] each.
-        latents: [channels, frames, height, width] each.
+        music: [rows, features] of each sample.
+        latents: [channels, frames, height, width] of each sample.
     """
     clips = [1 + 4 * (clip.shape[1] - 1) for clip in latents]
     return tuple(max(1, int(len(rows) / frames + 0.5)) for rows, frames in zip(music, clips, strict=True))
 
 
 def check_music(music: Sequence[Tensor], latents: Sequence[Tensor]) -> None:
-    """Refuse music, if there is any, that has no row, and clips whose frames it cannot be spread over.
+    """Refuse music without rows, and clips whose frames cannot be split into groups.
 
     Raises:
-        UserError: Naming the size.
+        UserError: If so; the message names the size.
     """
     for rows, clip in zip(music, latents, strict=False):
         height, width = clip.shape[2:]
@@ -118,6 +118,6 @@ def check_music(music: Sequence[Tensor], latents: Sequence[Tensor]) -> None:
             raise UserError("'music' has no row: give features for at least one frame of the clip")
         if height * width // 4 % GROUPS:
             raise UserError(
-                f"WanToDance hears music in {GROUPS} parts of each frame, and {8 * width} × {8 * height} pixels are "
+                f"WanToDance splits each frame into {GROUPS} parts for music, and {8 * width} × {8 * height} pixels are "
                 f"{height * width // 4} tokens; make width and height multiples of 64, or one of them of 128"
             )

@@ -1,7 +1,7 @@
-"""The picture of what a clip shows, as one more frame in front of it. Source: aigc-apps/VideoX-Fun, videox_fun/models/wan_transformer3d.py.
+"""An image of a clip's subject as an additional frame in front of it. Source: aigc-apps/VideoX-Fun, videox_fun/models/wan_transformer3d.py.
 
-It is a frame to all blocks, with position 0 in time, the clip's own following from 1, and the head cuts it off. Its tokens are told the
-timestep of the clip, although it is not noised.
+All blocks treat it as a frame. It has position 0 in time, the clip's frames start at 1, and the head removes it. Its tokens have the
+timestep of the clip, although it has no noise.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _CHANNELS = 16
 
 
 class ReferenceConv(nn.Module):
-    """The official Conv2d whose stride is its kernel, computed as the matmul that it is."""
+    """The official Conv2d, computed as a matmul, since its stride equals its kernel size."""
 
     def __init__(self, arch: WanArch):
         super().__init__()
@@ -29,17 +29,17 @@ class ReferenceConv(nn.Module):
         nn.init.xavier_uniform_(self.weight.data.flatten(1))
 
     def forward(self, reference: Float[Tensor, "16 1 height width"]) -> Float[Tensor, "tokens dim"]:
-        """Tokens of one picture, in the dtype of its latents."""
+        """Tokens of one image, in the dtype of its latents."""
         ph, pw = self.weight.shape[2:]
         patches = rearrange(reference, "c 1 (h ph) (w pw) -> (h w) (c ph pw)", ph=ph, pw=pw)
         return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
 def check_references(references: Sequence[Tensor | None], latents: Sequence[Tensor]) -> None:
-    """Refuse references, if there are any, that are no frame of their clip.
+    """Refuse references whose shape is not that of a latent frame of their clip.
 
     Raises:
-        UserError: Naming both sizes.
+        UserError: If so; the message names both shapes.
     """
     for reference, clip in zip(references, latents, strict=False):
         wanted = (_CHANNELS, 1, *clip.shape[2:])
@@ -52,12 +52,12 @@ def check_references(references: Sequence[Tensor | None], latents: Sequence[Tens
 def in_front(
     references: Sequence[Tensor | None], tokens: Float[Tensor, "batch padded dim"], lengths: Sequence[int]
 ) -> Float[Tensor, "batch tokens dim"]:
-    """The tokens of every sample behind those of its reference, if it has one.
+    """The tokens of every sample, after those of its reference if it has one.
 
     Args:
         references: [tokens, dim] of each sample; None where it has none.
-        tokens: Of the clips.
-        lengths: How many of them are each sample's own.
+        tokens: Tokens of the clips.
+        lengths: Number of tokens of each sample, without padding.
     """
     rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
     pairs = zip(references, rows, strict=True)
@@ -67,12 +67,12 @@ def in_front(
 def times_in_front(
     timestep: Float[Tensor, "batch times"], fronts: Sequence[int], lengths: Sequence[int]
 ) -> Float[Tensor, "batch tokens"]:
-    """A timestep per token with those of references in front, which have that of their clip's last token.
+    """A timestep per token, with those of references in front; they are equal to that of their clip's last token.
 
     Args:
-        timestep: Per token of the clips.
-        fronts: How many tokens of a reference each sample has.
-        lengths: How many tokens of its clip.
+        timestep: Timestep of each token of the clips.
+        fronts: Number of reference tokens of each sample.
+        lengths: Number of clip tokens of each sample.
     """
     triples = zip(timestep, fronts, lengths, strict=True)
     rows = [torch.cat([row[length - 1 : length].expand(front), row[:length]]) for row, front, length in triples]

@@ -1,4 +1,4 @@
-"""VACE: blocks beside the main ones, whose results are hints to them. Source: Wan-Video/Wan2.1, wan/modules/vace_model.py."""
+"""VACE: additional blocks whose results are hints for the main blocks. Source: Wan-Video/Wan2.1, wan/modules/vace_model.py."""
 
 from torch import nn
 
@@ -11,12 +11,12 @@ from ditkit_wan.presets import WanArch
 
 
 class VaceBlock(WanBlock):
-    """One step of VACE's own stream, and the hint that it gives to the main stream.
+    """One step of VACE's stream, and the hint that it adds to the main stream.
 
-    The official code runs all blocks of this kind first and keeps their hints for the main blocks. Their stream takes nothing of the main
-    one but its tokens before the first block, which `embed` adds. So each may as well run right behind the main block that its hint is
-    added behind: the numbers are the same, and no hint is ever carried. The last one hands its stream on too, to nobody: under `attn_only`
-    it is kept in any case, in place of the matmul that made it.
+    The official code runs all VACE blocks first and keeps their hints for the main blocks. Their stream depends on the main stream only by
+    its tokens before the first block, which `embed` adds. So each VACE block can run right after the main block that its hint is added to:
+    the numbers are the same, and no hint is carried. The last block hands its stream on as well, although no block reads it: under
+    `attn_only` it is kept in any case, in place of the matmul that made it.
     """
 
     def __init__(self, arch: WanArch, precision: Precision):
