@@ -48,12 +48,12 @@ def test_what_clip_holds_is_what_was_planned(clip_folder: Path) -> None:
     encoder.load()
     found = companions("i2v-14b-480p", image_encoder=str(clip_folder))["image encoder"]
     planned = measure_model(found, (9, 480, 832), text_dtype=torch.float32, kind="cpu")
-    held = live(encoder._model, lambda: encoder.encode([torch.zeros(3, 1, 480, 832)]))
+    held = live(encoder._model.module, lambda: encoder.encode([torch.zeros(3, 1, 480, 832)]))
     on_the_host = (
         4 * 3 * (480 * 832 + 3 * 224 * 224)
     )  # the picture, and its square on the way to the device: the CPU here
     assert (
-        planned.weights >= 4 * num_parameters(encoder._model)
+        planned.weights >= 4 * num_parameters(encoder._model.module)
         and planned.peak < held < 1.05 * planned.peak + on_the_host
     )
 
@@ -82,9 +82,9 @@ def test_what_the_vae_holds_is_what_was_planned(checkpoint: Path, size: tuple[in
         measure_model(found[f"VAE {half}"], size, text_dtype=torch.float32, kind="cpu").peak
         for half in ("encoder", "decoder")
     )
-    assert live(encoder._vae, lambda: encoder.encode([torch.zeros(3, *size)])) == pytest.approx(encode, rel=0.05)
+    assert live(encoder._vae.module, lambda: encoder.encode([torch.zeros(3, *size)])) == pytest.approx(encode, rel=0.05)
     latents = torch.zeros(16, 1 + (size[0] - 1) // 4, size[1] // 8, size[2] // 8)
-    assert live(encoder._vae, lambda: encoder.decode(latents)) == pytest.approx(decode, rel=0.05)
+    assert live(encoder._vae.module, lambda: encoder.decode(latents)) == pytest.approx(decode, rel=0.05)
 
 
 def test_what_the_text_encoder_holds_is_what_was_planned(checkpoint: Path) -> None:
@@ -107,6 +107,6 @@ def test_tiles_give_other_latents_under_another_identity(checkpoint: Path, monke
     assert torch.equal(whole.encode([small])[0]["latents"], tiled.encode([small])[0]["latents"])
     with torch.no_grad():
         for encoder in (whole, tiled):  # random attention, over the whole picture, would hide where each tile is
-            for half in (encoder._vae.encoder, encoder._vae.decoder):
+            for half in (encoder._vae.module.encoder, encoder._vae.module.decoder):
                 half.mid_block.attentions[0].proj.weight.zero_()
     check_tiles(whole, tiled, large, module=vae, patch=monkeypatch)

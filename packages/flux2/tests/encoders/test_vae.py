@@ -115,9 +115,9 @@ def test_a_patch_becomes_channels_in_the_order_channel_row_column() -> None:
 def test_the_statistics_are_read_and_never_updated(folder: Path) -> None:
     encoder = loaded(folder)
     first = encoder.encode([picture()])[0]["latents"]
-    norm = encoder._vae.bn
-    assert norm.eps == 1e-4 and not any(module.training for module in encoder._vae.modules())
-    encoder._vae.train()  # not even then
+    norm = encoder._vae.module.bn
+    assert norm.eps == 1e-4 and not any(module.training for module in encoder._vae.module.modules())
+    encoder._vae.module.train()  # not even then
     assert torch.equal(encoder.encode([picture()])[0]["latents"], first)
     encoder.decode(first)
     stored = load_file(folder / "diffusion_pytorch_model.safetensors")
@@ -149,7 +149,7 @@ def test_progress_is_told_of_one_item(folder: Path) -> None:
 def test_unloading_frees_the_weights(folder: Path) -> None:
     encoder = loaded(folder)
     encoder.unload()
-    assert encoder._vae is None
+    assert encoder._vae.module is None
 
 
 def test_a_picture_that_is_no_multiple_of_the_stride_is_a_mistake_of_ours(folder: Path) -> None:

@@ -81,7 +81,7 @@ def test_what_is_sound_passes_without_a_file_of_the_model(preset: str, tmp_path:
 BAD: dict[str, tuple[str, Callable[[Path], Files], str]] = {
     "direction": (CAMERA, lambda folder: {"camera_control_direction": "Forward"}, "camera_control_direction = 'Forward'"),
     "speed": (
-        CAMERA, lambda folder: {"camera_control_direction": "Left", "camera_control_speed": "fast"}, "is no number",
+        CAMERA, lambda folder: {"camera_control_direction": "Left", "camera_control_speed": "fast"}, "is not a number",
     ),
     "poses": (CAMERA, lambda folder: {"camera_file": poses(folder / "p.txt")}, "line 2 is not a camera pose"),
     "no path": (CAMERA, lambda folder: {}, "has no camera_control_direction and no camera_file"),

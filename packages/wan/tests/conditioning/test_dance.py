@@ -199,7 +199,11 @@ def test_keyframes_are_a_video_and_a_list_of_which_are_given(checkpoint: Path, t
     )
     assert torch.equal(y[4:], vae.encode([window])[0]["latents"])
     assert torch.equal(y[:4], known_frames_mask([bool(mark) for mark in marks[4:]], HEIGHT // 8, WIDTH // 8))
-    for text, message in (("[1, 0]", "has 2 numbers"), ("[2]", "not a list of 0 and 1"), ("yes", "not a list of 0 and 1")):
+    for text, message in (
+        ("[1, 0]", "has 2 numbers"),
+        ("[2]", "not a list of 0 and 1"),
+        ("yes", "not a list of 0 and 1"),
+    ):
         with pytest.raises(UserError, match=message):
             encoded(Keyframes(vae), controls(None, files | {"wantodance_keyframes_mask": text}))
     with pytest.raises(UserError, match="wantodance_keyframes_mask alone"):

@@ -83,7 +83,7 @@ def test_a_picture_is_scaled_to_fit_on_white_as_diffusers_does(checkpoint: Path,
             reference_images=Image.open(path), height=HEIGHT, width=WIDTH, num_frames=1, dtype=torch.float32, device=CPU
         )[2][0][0]
         torch.testing.assert_close(on_white(Path(path), HEIGHT, WIDTH)[:, 0], theirs, atol=1e-6, rtol=0)
-    with pytest.raises(UserError, match="is a video; a reference is a still image"):
+    with pytest.raises(UserError, match="is a video; a reference is an image"):
         on_white(Path(video_file(tmp_path / "v.mp4", 1)), HEIGHT, WIDTH)
 
 

@@ -66,7 +66,7 @@ def read_poses(path: Path) -> Poses:
     """
     try:
         if path.stat().st_size > _MOST_BYTES:
-            raise UserError(f"{path} is too large for a file of camera poses; set the right file")
+            raise UserError(f"{path} is too large for a file of camera poses; give the right file")
         lines = path.read_text(encoding="utf-8").splitlines()[1:]
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise UserError(

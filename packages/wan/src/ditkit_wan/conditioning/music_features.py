@@ -122,7 +122,7 @@ def _table(path: Path) -> Tensor:
 
     try:
         if path.stat().st_size > _MOST_BYTES:
-            raise UserError(f"{path} is too large for features of music; set the right file")
+            raise UserError(f"{path} is too large for features of music; give the right file")
         if path.suffix.lower() == ".npy":
             return _npy(path)
         tables = load_file(path)
@@ -182,7 +182,7 @@ def decode(path: Path, *, until_seconds: float = math.inf) -> tuple[Float[np.nda
     try:
         with av.open(str(path), options=dict(_OPEN_OPTIONS), metadata_errors="replace") as container:
             if not container.streams.audio:
-                raise UserError(f"{path} has no sound; set a file with music")
+                raise UserError(f"{path} has no sound; give a file with music")
             stream = container.streams.audio[0]
             rate = stream.rate
             resampler = av.AudioResampler(format="fltp", layout=stream.layout, rate=rate)
