@@ -1,12 +1,12 @@
-"""Exceptions that are no fault of ours: what a person can mend, and what a person asked for."""
+"""Exceptions that are not bugs: mistakes that the user can fix, and interruptions that the user asked for."""
 
 import unicodedata
 
 
 def printable(text: str) -> str:
-    """A text as one line that any terminal and file takes: line breaks, control characters and halves of characters escaped.
+    """A text as one line that is safe to print: line breaks, control characters and lone surrogates are escaped.
 
-    Names of files and columns come from strangers: they may hold what would colour, erase or break what is printed.
+    Names of files and columns come from downloaded datasets. They may contain escape sequences that change the terminal.
     """
     if text.isprintable():
         return text
@@ -14,25 +14,26 @@ def printable(text: str) -> str:
 
 
 def _is_hostile(character: str) -> bool:
-    turns = "\u202a" <= character <= "\u202e" or "\u2066" <= character <= "\u2069"  # lets a line be read backwards
-    return turns or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
+    # These marks reverse the order in which a line is displayed, so that a message could show another file name.
+    reorders = "\u202a" <= character <= "\u202e" or "\u2066" <= character <= "\u2069"
+    return reorders or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
 
 
 class UserError(Exception):
-    """A mistake in what was given to us: a file, a key, a combination.
+    """A mistake in the user's input: a file, a configuration key, a combination of settings.
 
-    The message is one line that says what is wrong, where, and how to mend it. The command line prints it without a
-    traceback and exits non-zero; anything else that is raised is our own fault and keeps its traceback.
+    The message is one line that says what is wrong, where, and how to fix it. The command line prints it without a
+    traceback and exits non-zero. Any other exception is a bug and keeps its traceback.
     """
 
     def __init__(self, message: str):
-        """Say it, in one line whatever names are quoted."""
+        """Store the message as one printable line, whatever file names it quotes."""
         super().__init__(printable(message))
 
 
 class MissingDependency(UserError):
-    """Something that is not installed here: no sample is at fault, and none is left out for it."""
+    """A package is not installed. This is not the fault of a sample, so `data.on_bad = "skip"` does not skip it."""
 
 
 class Interrupted(Exception):
-    """A signal ended the work early, with everything saved; the message says how to go on."""
+    """A signal stopped the run early, after everything was saved; the message says how to continue."""

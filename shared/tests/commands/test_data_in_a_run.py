@@ -183,7 +183,7 @@ def test_a_model_without_references_says_so_in_one_line(world: World, capsys: py
     world.spec = altered(world.spec, reference_size=None)
     assert world.train("run", 1, "--data.references", "before") == 1
     error = capsys.readouterr().err
-    assert "does not edit pictures" in error and error.count("\n") == 1
+    assert "does not edit images" in error and error.count("\n") == 1
 
 
 def test_a_model_of_still_images_trains_on_pictures(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +191,7 @@ def test_a_model_of_still_images_trains_on_pictures(world: World, capsys: pytest
     assert world.train("run", 1) == 0
     capsys.readouterr()
     assert world.train("other", 1, "--data.frames", "5") == 1
-    assert "data.frames = 5: this model knows still images alone; set 1" in capsys.readouterr().err
+    assert "data.frames = 5: this model takes still images only; set 1" in capsys.readouterr().err
 
 
 def test_advice_on_an_architecture_is_given_once(world: World, capsys: pytest.CaptureFixture[str]) -> None:

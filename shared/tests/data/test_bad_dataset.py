@@ -215,7 +215,7 @@ def test_a_bad_entry_stops_the_scan_or_is_left_out(tmp_path: Path, spoil: Callab
     folder = tmp_path / "set"
     add(folder, "good.mp4")
     name = spoil(folder)
-    message = assert_one_line(lambda: look(folder), name, 'data.on_bad = "skip" leaves it out')
+    message = assert_one_line(lambda: look(folder), name, 'data.on_bad = "skip" skips it')
     dataset = look(folder, on_bad="skip")
     assert [sample.id for sample in dataset.samples] == ["good"]
     ((_, reason),) = dataset.excluded
@@ -241,7 +241,7 @@ def test_a_caption_column_given_twice_is_refused(tmp_path: Path) -> None:
 def test_metadata_that_is_a_folder_is_said(tmp_path: Path, settings: dict[str, str]) -> None:
     add(tmp_path, "good.mp4")
     (tmp_path / "metadata.csv").mkdir()
-    assert_one_line(lambda: look(tmp_path, on_bad="skip", **settings), "metadata.csv is a folder")
+    assert_one_line(lambda: look(tmp_path, on_bad="skip", **settings), "metadata.csv is not a regular file")
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_a_short_clip_says_what_it_has_and_what_to_set(tmp_path: Path) -> None:
     add(tmp_path, "good.mp4")
     too_short(tmp_path)
     message = assert_one_line(lambda: look(tmp_path, on_bad="skip"), "bad.mp4")
-    assert "has 7 frames at 16 fps, data.frames asks for 9; set data.frames = 5" in message
+    assert "has 7 frames at 16 fps, but data.frames asks for 9; set data.frames = 5" in message
     assert [sample.id for sample in look(tmp_path, short_clips="skip").samples] == ["good"]
     assert [sample.frames for sample in look(tmp_path, short_clips="shorten").samples] == [5, 9]
 
@@ -288,7 +288,7 @@ def test_several_problems_are_counted(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         add(tmp_path, f"{name}.mp4", None)
     message = assert_one_line(lambda: look(tmp_path), "a.mp4")
-    assert message.endswith('(and 2 more; data.on_bad = "skip" leaves them out)')
+    assert message.endswith('(and 2 more; data.on_bad = "skip" skips them)')
 
 
 def test_duplicate_names_are_both_named(tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_a_folder_with_nothing_usable_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no clips here")
     assert_one_line(lambda: look(tmp_path), str(tmp_path), "no media file; accepted: .3gp .avi")
     caption_missing(tmp_path)
-    assert_one_line(lambda: look(tmp_path, on_bad="skip"), "nothing to train on", "bad.mp4 has no caption")
+    assert_one_line(lambda: look(tmp_path, on_bad="skip"), "no usable sample", "bad.mp4 has no caption")
 
 
 def test_a_file_without_permission_is_one_line(tmp_path: Path) -> None:

@@ -104,15 +104,21 @@ BAD = {
     "twice": (row(pose="a.mp4", control_video="a.mp4"), "'pose' and 'control_video', which mean the same; remove one"),
     "gone": (row(pose="gone.mp4"), "control_video .*gone.mp4 does not exist; correct the path"),
     "outside": (row(pose="../../x.mp4"), "leaves the dataset folder"),
-    "kind": (row(pose="extra/song.wav"), "control_video .*song.wav is no video by its extension; accepted: .3gp .avi"),
-    "a video for a picture": (row(first_image="a.mp4"), "first_image .*a.mp4 is no image by its extension"),
-    "several": (row(first_image=["extra/face.png", "extra/face.png"]), "'first_image' is not the path of one file"),
-    "number": (row(music=3), "'music' is not the path of one file"),
+    "kind": (
+        row(pose="extra/song.wav"),
+        "control_video .*song.wav is not of kind video by its extension; accepted: .3gp .avi",
+    ),
+    "a video for a picture": (row(first_image="a.mp4"), "first_image .*a.mp4 is not of kind image by its extension"),
+    "several": (
+        row(first_image=["extra/face.png", "extra/face.png"]),
+        "'first_image' is not the path of a single file",
+    ),
+    "number": (row(music=3), "'music' is not the path of a single file"),
     "truth": (row(direction=True), "'direction' is not a text"),
     "object": (row(direction={"to": 1}), "'direction' is not a text"),
     "null byte": (row(pose="a\0.mp4"), "has a character that no file name can have"),
     "a folder": (row(poses="extra"), "poses .*extra is a folder, not a file"),
-    "images without numbers": (row(pose="extra"), "control_video: .*extra is no folder of numbered images"),
+    "images without numbers": (row(pose="extra"), "control_video: .*extra does not contain only numbered images"),
 }
 
 
@@ -144,7 +150,7 @@ def test_a_control_video_must_last_as_long_as_what_is_read_of_its_clip(folder: P
     numbered_video(folder / "extra" / "depth.mp4", fps=16, frames=12)
     rows(folder, row(pose="extra/depth.mp4"))
     assert len(look(folder).samples) == 1
-    with pytest.raises(UserError, match="depth.mp4 has 12 frames at 16 fps and its clip needs 24; make it as long"):
+    with pytest.raises(UserError, match="depth.mp4 has 12 frames at 16 fps, but its clip needs 24; make it as long"):
         look(folder, windows="uniform", clips_per_file=2)
     rows(folder, row(pose="extra/face.png"))
     assert len(look(folder, windows="uniform", clips_per_file=2).samples) == 2, "a still picture lasts"
@@ -156,7 +162,7 @@ def test_a_picture_of_one_moment_is_not_shared_by_other_windows(folder: Path) ->
     assert len(look(folder, columns=moment).samples) == 2
     for windows in ("all", "uniform"):
         with pytest.raises(
-            UserError, match="start .*face.png is how one clip begins, and data.windows cuts .* out of its file"
+            UserError, match="start .*face.png is how one clip begins, but data.windows takes .* from its file"
         ):
             look(folder, columns=moment, windows=windows)
         left = look(folder, columns=moment, windows=windows, on_bad="skip")
@@ -167,9 +173,7 @@ def test_a_picture_of_one_moment_is_not_shared_by_other_windows(folder: Path) ->
 def test_a_required_column_that_is_missing_is_a_bad_entry(folder: Path) -> None:
     needed = (Column(name="control_video", kind="video", required=True),)
     rows(folder, {"video": "a.mp4", "text": "x", "control_video": "extra/depth.mp4"}, {"video": "b.mp4", "text": "x"})
-    with pytest.raises(
-        UserError, match="b.mp4 has no control_video, which this model cannot be trained without; name it"
-    ):
+    with pytest.raises(UserError, match="b.mp4 has no control_video, which this model requires; add it"):
         look(folder, columns=needed)
     assert [sample.id for sample in look(folder, columns=needed, on_bad="skip").samples] == ["a"]
 
@@ -199,7 +203,7 @@ def test_a_folder_of_equally_named_files(folder: Path) -> None:
     assert (str(masks / "c.mp4"), "no sample has this name") in dataset.excluded
     picture(masks / "a.png")
     with pytest.raises(
-        UserError, match="a.mkv and a.png in .*masks are both the control_video of 'a'; remove all but one"
+        UserError, match="a.mkv and a.png in .*masks both match 'a' as its control_video; remove all but one"
     ):
         look(folder, controls=(f"pose={masks}",))
 
@@ -241,7 +245,7 @@ def test_a_named_pipe_among_the_images_of_a_control_is_said(folder: Path, name: 
         os.mkfifo(shot / name)
     except (AttributeError, OSError):
         pytest.skip("this system has no named pipes")
-    with pytest.raises(UserError, match=rf"control_video: .*{name} is no file"):
+    with pytest.raises(UserError, match=rf"control_video: .*{name} is not a regular file"):
         look(folder)
 
 
@@ -249,7 +253,7 @@ def test_metadata_and_a_folder_at_once_are_refused(folder: Path) -> None:
     numbered_video(folder.parent / "masks" / "a.mp4", fps=16)
     rows(folder, row(pose="extra/depth.mp4"))
     with pytest.raises(
-        UserError, match="has control_video in the metadata and in data.controls; remove one or the other"
+        UserError, match="has control_video in the metadata and in data.controls; remove one of the two"
     ):
         look(folder, controls=(f"pose={folder.parent / 'masks'}",))
 
@@ -257,11 +261,11 @@ def test_metadata_and_a_folder_at_once_are_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("item", "said"),
     [
-        ("pose", "'pose', which is no column=folder; write it like vace_video=masks"),
-        ("=x", "which is no column=folder"),
-        ("posse=masks", "'posse', which is no column of this model; did you mean pose\\?"),
+        ("pose", "'pose', which is not column=folder; write it like vace_video=masks"),
+        ("=x", "which is not column=folder"),
+        ("posse=masks", "'posse', which is not a column of this model; did you mean pose\\?"),
         ("qqq=masks", "choose one of control_video, pose, first_image"),
-        ("pose=nowhere", "the folder does not exist or is none"),
+        ("pose=nowhere", "the path does not exist or is not a folder"),
         ("pose={set}", "control_video is data.folder .* itself"),
         ("pose={set}/extra", "no file has the name of a sample"),
     ],
@@ -275,15 +279,15 @@ def test_a_folder_twice_or_for_a_model_without_controls(folder: Path) -> None:
     extra = folder / "extra"
     with pytest.raises(UserError, match="data.controls names control_video twice"):
         look(folder, controls=(f"pose={extra}", f"control_video={extra}"))
-    with pytest.raises(UserError, match="this model takes no controls; leave it out"):
+    with pytest.raises(UserError, match="this model takes no conditions from files; remove it"):
         look(folder, controls=(f"pose={extra}",), columns=())
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{}", "is no JSON list"),
-        ("[1]", "entry 1 is no JSON object"),
+        ("{}", "is not a JSON list"),
+        ("[1]", "entry 1 is not a JSON object"),
         ('[{"text": "x"}]', "entry 1 has no media column"),
         ("[", "line 1 is not valid JSON"),
         ("[" * 100_000, "is nested too deeply"),

@@ -66,9 +66,9 @@ def test_metadata_may_be_named_and_may_be_ambiguous(folder: Path) -> None:
         (folder / name).write_text(f"video,text\nb.mp4,{name}\n")
     (folder / "metadata.jsonl").write_text('{"video": "b.mp4", "text": "json"}')
     assert summary(look(folder, metadata="other.csv")) == [("b", "other.csv", 9)]
-    with pytest.raises(UserError, match="both metadata.jsonl and metadata.csv; name the right one in data.metadata"):
+    with pytest.raises(UserError, match="both metadata.jsonl and metadata.csv; set data.metadata to the right one"):
         look(folder)
-    for name, said in (("gone.csv", "does not exist"), ("b.txt", "no known kind; accepted are .jsonl, .csv, .json")):
+    for name, said in (("gone.csv", "does not exist"), ("b.txt", "unknown format; accepted are .jsonl, .csv, .json")):
         with pytest.raises(UserError, match=said):
             look(folder, metadata=name)
 
@@ -102,7 +102,7 @@ def test_links_count_under_their_own_name(folder: Path) -> None:
 
 def test_the_frame_rate_is_the_models_unless_set(folder: Path) -> None:
     assert look(folder, fps=8.0, frames=5).fps == 8.0
-    with pytest.raises(UserError, match="b.mp4 has 8 frames at 8 fps, data.frames asks for 9"):
+    with pytest.raises(UserError, match="b.mp4 has 8 frames at 8 fps, but data.frames asks for 9"):
         look(folder, fps=8.0)
 
 
@@ -221,10 +221,10 @@ def test_a_model_of_still_images_refuses_videos_one_by_one(folder: Path) -> None
         config = {"folder": str(folder), "frames": 1, "height": 32, "width": 48, **settings}
         return scan(DataConfig(**config), frame_step=0, size_step=16, fps=0.0)  # type: ignore[arg-type]
 
-    with pytest.raises(UserError, match=r"b.mp4 is a video, .* convert it to pictures or remove it \(and 1 more"):
+    with pytest.raises(UserError, match=r"b.mp4 is a video, .* convert it to images or remove it \(and 1 more"):
         stills()
     assert [sample.id for sample in stills(on_bad="skip").samples] == ["a"]
-    with pytest.raises(UserError, match="data.frames = 5: this model knows still images alone; set 1"):
+    with pytest.raises(UserError, match="data.frames = 5: this model takes still images only; set 1"):
         stills(frames=5)
 
 
@@ -235,7 +235,7 @@ def test_a_name_that_is_no_utf_8_is_one_line(folder: Path) -> None:
         (folder / f"{name}.txt").write_text("x")
     except (OSError, UnicodeError):
         pytest.skip("this file system has no such names")
-    with pytest.raises(UserError, match="is no name in UTF-8; rename the file"):
+    with pytest.raises(UserError, match="is not a valid UTF-8 name; rename the file"):
         look(folder)
     assert len(look(folder, on_bad="skip").samples) == 3
 
@@ -243,8 +243,8 @@ def test_a_name_that_is_no_utf_8_is_one_line(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("head", "said"),
     [
-        ("video;prompt", "fields are separated by commas and not by ';': save it again with commas"),
-        ("video\tprompt", "fields are separated by commas and not by '.t': save it again"),
+        ("video;prompt", "fields must be separated by commas, not by ';': save the file with commas"),
+        ("video\tprompt", "fields must be separated by commas, not by '.t': save the file"),
         ("video,Prompt", "has no caption column: found video, Prompt; write 'Prompt' as 'prompt'"),
     ],
 )

@@ -49,7 +49,9 @@ def test_each_folder_has_its_repeats_and_its_metadata(tmp_path: Path) -> None:
 
 def test_a_clip_is_not_read_from_a_folder_and_from_one_inside_it(tmp_path: Path) -> None:
     inner = filled(tmp_path / "all" / "cats", "a")
-    with pytest.raises(UserError, match="a.png is read from .*all and again from .*cats; name folders apart"):
+    with pytest.raises(
+        UserError, match="a.png is read from .*all and again from .*cats; name folders that do not overlap"
+    ):
         look(tmp_path / "all", inner)
     (tmp_path / "all" / "metadata.csv").write_text("image,text\nb.png,listed\n")
     shutil.copy(inner / "a.png", tmp_path / "all" / "b.png")
@@ -64,7 +66,7 @@ def test_what_is_left_out_is_named_with_its_folder(tmp_path: Path) -> None:
     ((name, reason),) = look(one, two, on_bad="skip").excluded
     assert name == "dogs/b.png" and "has no caption" in reason
     (two / "a.txt").unlink()
-    with pytest.raises(UserError, match="data.folders .*dogs has nothing to train on"):
+    with pytest.raises(UserError, match="data.folders .*dogs has no usable sample"):
         look(one, two, on_bad="skip")
 
 
@@ -74,11 +76,11 @@ def test_what_is_left_out_is_named_with_its_folder(tmp_path: Path) -> None:
         ({"folder": "x", "folders": ("y",)}, "data.folder and data.folders are both set"),
         ({"folders": ("x", "x")}, "data.folders has a folder twice"),
         ({"folders": ("x", "")}, "data.folders has an empty name"),
-        ({"folders": ("x", "y"), "repeats": (1.0,)}, "data.repeats has 1 numbers for 2 folders; write one for each"),
+        ({"folders": ("x", "y"), "repeats": (1.0,)}, "data.repeats has 1 numbers for 2 folders; set one for each"),
         ({"folder": "x", "repeats": (1.0, 2.0)}, "data.repeats has 2 numbers for 1 folders"),
-        ({"folder": "x", "repeats": (0.0,)}, "data.repeats has 0, which is not above 0 and up to 1000"),
-        ({"folders": ("x", "y"), "references": "z"}, "data.references is of one folder, and there are several"),
-        ({"folders": ("x", "y"), "controls": ("a=z",)}, "data.controls is of one folder, and there are several"),
+        ({"folder": "x", "repeats": (0.0,)}, "data.repeats has 0, which is not above 0 and at most 1000"),
+        ({"folders": ("x", "y"), "references": "z"}, "data.references works with one folder only"),
+        ({"folders": ("x", "y"), "controls": ("a=z",)}, "data.controls works with one folder only"),
     ],
 )
 def test_folders_that_contradict_themselves_are_said(settings: dict[str, Any], said: str) -> None:
@@ -87,7 +89,7 @@ def test_folders_that_contradict_themselves_are_said(settings: dict[str, Any], s
 
 
 def test_folders_have_to_be_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="data.folders .*gone does not exist or is no folder"):
+    with pytest.raises(UserError, match="data.folders .*gone does not exist or is not a folder"):
         look(filled(tmp_path / "a", "x"), tmp_path / "gone")
 
 

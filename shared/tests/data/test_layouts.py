@@ -100,12 +100,12 @@ def test_paths_in_a_list_may_be_absolute_and_inside(folder: Path) -> None:
 
 BAD_LINES = {
     "no caption": (CLIPS + "images/2.png", "a cat\n\na bird", "prompts.txt line 2 is empty"),
-    "no file": ("videos/0.mp4\n\nimages/2.png", "a cat\na dog\na bird", "videos.txt line 2 is empty, and prompts.txt"),
+    "no file": ("videos/0.mp4\n\nimages/2.png", "a cat\na dog\na bird", "videos.txt line 2 is empty, but prompts.txt"),
     "gone": ("videos/0.mp4\ngone.mp4\nimages/2.png", "a cat\na dog\na bird", "gone.mp4 does not exist"),
     "no media": (
         "videos/0.mp4\nvideos/1\nimages/2.png",
         "a cat\na dog\na bird",
-        "videos.txt line 2: videos/1 is not a",
+        "videos.txt line 2: videos/1 does not have the extension of a media file",
     ),
 }
 
@@ -114,7 +114,7 @@ BAD_LINES = {
 def test_a_bad_line_is_a_bad_entry(folder: Path, kind: str) -> None:
     *written, said = BAD_LINES[kind]
     lists(folder, *written)
-    assert_one_line(lambda: look(folder), said, 'data.on_bad = "skip" leaves it out')
+    assert_one_line(lambda: look(folder), said, 'data.on_bad = "skip" skips it')
     dataset = look(folder, on_bad="skip")
     assert summary(dataset) == [("images/2", ("a bird",)), ("videos/0", ("a cat",))]
     assert [said in reason for _, reason in dataset.excluded] == [True]
@@ -131,10 +131,10 @@ def test_a_clip_that_is_listed_twice_is_told_what_has_several_captions(folder: P
     [
         (
             "a cat\n",
-            "has 2 lines and {set}/prompts.txt 1, and line i of one belongs to line i of the other; write each",
+            "has 2 lines but {set}/prompts.txt has 1: line i of one belongs to line i of the other; write one caption",
         ),
-        ("a cat\n\na dog\n", "prompts.txt 3, .*; line 2 of prompts.txt is empty: remove it, or fill it in"),
-        ("", "prompts.txt 0"),
+        ("a cat\n\na dog\n", "prompts.txt has 3: .*; line 2 of prompts.txt is empty: remove it, or fill it in"),
+        ("", "prompts.txt has 0"),
     ],
 )
 def test_lists_of_different_lengths_are_of_no_use(folder: Path, captions: str, said: str) -> None:
@@ -146,7 +146,7 @@ def test_lists_of_different_lengths_are_of_no_use(folder: Path, captions: str, s
 def test_which_lists_are_meant_is_told_or_asked(folder: Path) -> None:
     lists(folder, CLIPS, "a cat\na dog\n")
     (folder / "images.txt").write_text("images/2.png\nimages/2.png\n")
-    assert_one_line(lambda: look(folder), "both images.txt and videos.txt; name the right one in data.metadata")
+    assert_one_line(lambda: look(folder), "both images.txt and videos.txt; set data.metadata to the right one")
     assert len(look(folder, metadata="videos.txt").samples) == 2
     (folder / "images.txt").unlink()
     (folder / "captions.txt").write_text("a cat\na dog\n")
@@ -154,7 +154,7 @@ def test_which_lists_are_meant_is_told_or_asked(folder: Path) -> None:
     for name in ("captions.txt", "prompts.txt"):
         (folder / name).unlink()
     assert_one_line(
-        lambda: look(folder, metadata="videos.txt"), "no list of their captions", "prompts.txt, line by line"
+        lambda: look(folder, metadata="videos.txt"), "there is no caption list next to it", "prompts.txt, line by line"
     )
 
 
@@ -168,7 +168,7 @@ def test_a_caption_beside_a_clip_is_no_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("there", "missing"), [("prompt.txt", "videos.txt"), ("videos.txt", "prompts.txt")])
 def test_half_of_a_pair_of_lists_is_told_of_the_other(folder: Path, there: str, missing: str) -> None:
     (folder / there).write_text("x\n")
-    assert_one_line(lambda: look(folder), "has no caption; write one to", f"or {missing} beside {there}, line by line")
+    assert_one_line(lambda: look(folder), "has no caption; write one to", f"write {missing} next to it, line by line")
 
 
 def test_captions_of_kohya_lie_beside_the_media(folder: Path) -> None:
@@ -234,9 +234,14 @@ VAGUE = {
         {"control_path": "x"},
         COLUMNS[1:3],
         False,
-        "'control_path', .* call it pictures or more_pictures, or",
+        "'control_path', .* rename it to pictures or more_pictures, or",
     ),
-    "numbered": ({"control_path_1": "x"}, COLUMNS, False, "'control_path_1', .* one file there; call it 'depth', or"),
+    "numbered": (
+        {"control_path_1": "x"},
+        COLUMNS,
+        False,
+        "'control_path_1', .* a single file; rename it to 'depth', or",
+    ),
     "twice by number": (
         {"control_path": "x", "control_path_0": "x"},
         COLUMNS,
@@ -256,9 +261,14 @@ VAGUE = {
         {"control_file_path": "x"},
         COLUMNS[1:2],
         False,
-        "'control_file_path', .* call it pictures, or",
+        "'control_file_path', .* rename it to pictures, or",
     ),
-    "of a control": ({"object_file_path": ["x"]}, (), True, "'object_file_path', .* call it references, or remove it"),
+    "of a control": (
+        {"object_file_path": ["x"]},
+        (),
+        True,
+        "'object_file_path', .* rename it to references, or remove it",
+    ),
     "two kinds": (
         {"control_path": "x", "references": "y"},
         (),
@@ -287,7 +297,7 @@ def test_a_list_fills_the_columns_that_share_its_name(folder: Path) -> None:
     jsonl(folder, clip(folder, object_file_path=files[0]))
     assert dict(look(folder, columns=COLUMNS).samples[0].controls) == {"pictures": files[0]}
     jsonl(folder, clip(folder, object_file_path=files))
-    assert_one_line(lambda: look(folder, columns=COLUMNS), "'object_file_path' names 4 files and this model takes 3")
+    assert_one_line(lambda: look(folder, columns=COLUMNS), "'object_file_path' names 4 files, but this model takes 3")
     first, second, third, fourth = files
     for own, listed, expected in (
         ({"more_pictures": second}, first, (first, second)),
@@ -299,7 +309,7 @@ def test_a_list_fills_the_columns_that_share_its_name(folder: Path) -> None:
         jsonl(folder, clip(folder, object_file_path=listed, **own))
         assert dict(look(folder, columns=COLUMNS).samples[0].controls) == dict(zip(LISTED, expected, strict=False))
     jsonl(folder, clip(folder, object_file_path=[first, third, fourth], more_pictures=second))
-    said = "'object_file_path' names 3 files and this model takes 2 beside more_pictures; remove 1"
+    said = "'object_file_path' names 3 files, but this model takes 2 besides more_pictures; remove 1"
     assert_one_line(lambda: look(folder, columns=COLUMNS), said)
 
 
@@ -316,7 +326,9 @@ def test_a_list_in_a_table_is_read_as_one(folder: Path) -> None:
         assert [Path(path).stem for path in sample.controls.values()] == list(expected)
         assert list(sample.controls) == list(LISTED[: len(expected)])
     table.write_text("video,text,object_file_path\nvideos/0.mp4,a cat,['x.png']\n")
-    assert_one_line(lambda: look(folder, columns=COLUMNS), "line 2: 'object_file_path' is no JSON list; write one path")
+    assert_one_line(
+        lambda: look(folder, columns=COLUMNS), "line 2: 'object_file_path' is not a JSON list; write one path"
+    )
 
 
 @pytest.mark.parametrize("name", ["control_path", "control_path_0", "control_path_000"])
@@ -345,7 +357,7 @@ def test_backslashes_of_windows_are_told(folder: Path) -> None:
 def test_tables_of_hugging_face_are_told(folder: Path, settings: dict[str, str]) -> None:
     (folder / "metadata.parquet").write_bytes(b"PAR1")
     assert_one_line(
-        lambda: look(folder, **settings), "metadata.parquet is a Parquet table", "write it as metadata.jsonl"
+        lambda: look(folder, **settings), "metadata.parquet is a Parquet table", "convert it to metadata.jsonl"
     )
     jsonl(folder, clip(folder))
     assert settings or len(look(folder).samples) == 1
@@ -354,4 +366,4 @@ def test_tables_of_hugging_face_are_told(folder: Path, settings: dict[str, str])
 def test_a_folder_of_tables_alone_is_told(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train-00000-of-00001.parquet").write_bytes(b"PAR1")
-    assert_one_line(lambda: look(tmp_path), "has no media file, but data", "train-00000-of-00001.parquet", "to files")
+    assert_one_line(lambda: look(tmp_path), "has no media files, only data", "train-00000-of-00001.parquet", "to files")

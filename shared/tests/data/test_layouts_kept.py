@@ -141,17 +141,17 @@ def test_lists_of_folders_of_images_are_lists(tmp_path: Path) -> None:
 
 
 MISSPELT = {
-    "control_paths": ([], "call it 'control_path' if"),
-    "Control_Path": ([], "call it 'control_path' if"),
-    "control_path_a": ([], "call it 'control_path' if"),
-    "Control_Path_2": ([], "call it 'control_path_2' if"),
-    "contorl_path_1": (["control_path_0"], "beside 'control_path_0'; put its references there, in order, or else"),
-    "control_directory": ([], "call it 'references' if"),
-    "contorl": (["references"], "beside 'references'"),
-    "reference_2": (["reference"], "beside 'reference'"),
-    "edit_images": (["edit_image"], "beside 'edit_image'"),
-    "control_path_b": (["control_path"], "beside 'control_path'"),
-    "preference": ([], "call it 'reference' if"),
+    "control_paths": ([], "rename it to 'control_path' if"),
+    "Control_Path": ([], "rename it to 'control_path' if"),
+    "control_path_a": ([], "rename it to 'control_path' if"),
+    "Control_Path_2": ([], "rename it to 'control_path_2' if"),
+    "contorl_path_1": (["control_path_0"], "besides 'control_path_0'; move its references there, in order, or"),
+    "control_directory": ([], "rename it to 'references' if"),
+    "contorl": (["references"], "besides 'references'"),
+    "reference_2": (["reference"], "besides 'reference'"),
+    "edit_images": (["edit_image"], "besides 'edit_image'"),
+    "control_path_b": (["control_path"], "besides 'control_path'"),
+    "preference": ([], "rename it to 'reference' if"),
 }
 
 
@@ -210,5 +210,5 @@ def test_other_columns_are_no_misspelt_ones(right: str) -> None:
 def test_a_model_of_text_passes_over_what_it_passed_over() -> None:
     assert reference_columns("here", ["control_paths", "control_path", "control_directory"], edits=False) == ()
     assert reference_columns("here", ["reference", "contorl"], edits=False) == ("reference",)
-    with pytest.raises(UserError, match="'controls'; call it 'control' if"):
+    with pytest.raises(UserError, match="'controls'; rename it to 'control' if"):
         reference_columns("here", ["controls"], edits=False)

@@ -138,16 +138,16 @@ def bad(folder: Path, case: str) -> dict[str, Any]:
 CASES = {
     "missing": "gone.png does not exist",
     "escape": "leaves the dataset folder",
-    "pickle": "weights.pt is not a media file",
+    "pickle": "weights.pt does not have the extension of a media file",
     "video": "clip.mp4 is a video; convert it",
     "null byte": "no file name can have",
-    "number": "'references' is empty or no text",
-    "empty": "'references' is empty or no text",
+    "number": "'references' is empty or not a text",
+    "empty": "'references' is empty or not a text",
     "two files": "a.jpg and a.png",
     "whole and numbered": "a.png and a_0.png",
     "same number": "a_0.png and a_00.png",
-    "gap": "numbered 0, 2; rename them to 0, 1",
-    "from one": "numbered 1; rename",
+    "gap": "numbered 0, 2; renumber them 0, 1",
+    "from one": "numbered 1; renumber",
     "torn": "a.png cannot be read as an image",
     "too wide": "501 pixels are too wide",
     "both": "in the metadata and in data.references",
@@ -172,7 +172,7 @@ def test_links_may_leave_when_that_is_allowed(folder: Path) -> None:
 @pytest.mark.parametrize("on_bad", ["error", "skip"])
 def test_a_model_that_takes_no_references_says_so(folder: Path, on_bad: str) -> None:
     picture(folder.parent / "before" / "a.png")
-    with pytest.raises(UserError, match="a.png has references, and this model does not edit pictures") as caught:
+    with pytest.raises(UserError, match="a.png has references, but this model does not edit images") as caught:
         look(folder, references=str(folder.parent / "before"), reference_size=None, on_bad=on_bad)
     assert "\n" not in str(caught.value)
 
@@ -184,7 +184,7 @@ def test_the_folder_of_references_has_to_be_one_of_its_own(folder: Path, name: s
 
 
 @pytest.mark.parametrize(
-    ("names", "said"), [((), "no picture in it"), (("x.png", "y.png"), "none of its 2 pictures, first x")]
+    ("names", "said"), [((), "no image in it"), (("x.png", "y.png"), "none of its 2 images .first: x")]
 )
 def test_a_folder_of_references_for_no_sample_is_refused(folder: Path, names: tuple[str, ...], said: str) -> None:
     before = folder.parent / "before"
@@ -201,7 +201,7 @@ def test_a_misspelt_column_of_references_is_not_passed_over(folder: Path, kind: 
     (folder / f"metadata.{kind}").write_text(
         line if kind == "jsonl" else "image,text,Refrences,width\na.png,x,b.png,40"
     )
-    with pytest.raises(UserError, match="line 1 has a column 'Refrences'; call it 'references'"):
+    with pytest.raises(UserError, match="line 1 has a column 'Refrences'; rename it to 'references'"):
         look(folder)
 
 

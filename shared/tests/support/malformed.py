@@ -254,7 +254,7 @@ def _metadata() -> Iterator[Malformed]:
         "media a list": (row(file_name=["a.png"]), "empty or no text"),
         "media a truth": (row(file_name=True), "empty or no text"),
         "media gone": (row(file_name="gone.png"), "does not exist"),
-        "media of no kind": (row(file_name="notes.docx"), "not a media file by its extension"),
+        "media of no kind": (row(file_name="notes.docx"), "does not have the extension of a media file"),
         "media of an address": (row(file_name="https://example.com/a.png"), "does not exist"),
         "media outside": (texts.named_outside, "leaves the dataset folder"),
         "media absolute": (texts.named_absolutely, "leaves the dataset folder"),
@@ -264,7 +264,7 @@ def _metadata() -> Iterator[Malformed]:
         "media with a line break": (row(file_name="a\nb.png"), "line breaks"),
         "media of a long name": (row(file_name="a" * 5000 + ".png"), "File name too long"),
         "media named twice": (texts.named_twice, "is listed 2 times"),
-        "references misspelt": (row(referencs="good0.png"), "call it 'references'"),
+        "references misspelt": (row(referencs="good0.png"), "rename it to 'references'"),
     }
     for name, (write, says) in bad.items():
         yield Malformed(name=name, kind="metadata", write=write, says=says)
@@ -313,8 +313,8 @@ def _controls() -> Iterator[Malformed]:
         "control a folder": (c(t.directory), "no folder of numbered images"),
         "control outside": (c(t.outside), "leaves the dataset folder"),
         "control behind a link": (c(t.link_outside), "leaves the dataset folder"),
-        "control a number": (c(lambda *_: 3), "not the path of one file"),
-        "control several": (c(lambda *_: ["a.mp4", "b.mp4"]), "not the path of one file"),
+        "control a number": (c(lambda *_: 3), "not the path of a single file"),
+        "control several": (c(lambda *_: ["a.mp4", "b.mp4"]), "not the path of a single file"),
         "control with a null byte": (c(lambda *_: "a\0.mp4"), "no file name can have"),
         "start a video": (c(t.short_video, "start_image"), "no image by its extension"),
         "start torn": (c(media.still(".png", 0.5), "start_image"), "cannot be read as an image"),

@@ -6,12 +6,12 @@ import pytest
 
 from ditkit_core.errors import UserError, printable
 
-REMEDIES = ("re-encode", "remove", "replace", "copy it again", "convert", "correct", "write", "put", "save it again")
+REMEDIES = ("re-encode", "remove", "replace", "copy it again", "convert", "correct", "write", "put", "save it")
 REMEDIES = (
     *REMEDIES,
     "rename",
     "set data.",
-    "ask for",
+    "request",
     "accepted",
     "make it",
     "move",
@@ -20,6 +20,7 @@ REMEDIES = (
     "name the right",
     "name a",
     "give ",
+    "list it once",
 )
 
 

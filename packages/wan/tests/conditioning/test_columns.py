@@ -184,7 +184,7 @@ def test_columns_as_other_trainers_call_them() -> None:
                 assert (headers, reference_columns("here", row, edits=False)) == ({}, ())
     for preset, column in (("fun-v1.1-control-1.3b", "control_video"), ("vace-1.3b", "vace_video")):
         assert values(preset, control_path_0="b") == {column: "b"}
-        with pytest.raises(UserError, match=f"'control_path_1', .* call it '{column}', or remove it"):
+        with pytest.raises(UserError, match=f"'control_path_1', .* rename it to '{column}', or remove it"):
             values(preset, control_path_0="b", control_path_1="c")
 
 
@@ -199,7 +199,7 @@ def test_references_of_vace_are_a_list_and_columns_of_their_own() -> None:
         assert values("vace-1.3b", **{name: ["1", "2"]}) == {first: "1", second: "2"}
         assert values("vace-1.3b", **{name: "1", second: "2"}) == {first: "1", second: "2"}
         assert values("vace-1.3b", **{name: ["2", "3"], first: "1"}) == dict(zip(own, "123", strict=True))
-        with pytest.raises(UserError, match=f"'{name}' names 3 files and this model takes 1 beside {first}, {third}"):
+        with pytest.raises(UserError, match=f"'{name}' names 3 files, but this model takes 1 besides {first}, {third}"):
             values("vace-1.3b", **{name: ["2", "3", "4"], first: "1", third: "2"})
     with pytest.raises(UserError, match="'src_ref_images' and 'object_file_path', which mean the same"):
         values("vace-1.3b", src_ref_images="1", object_file_path="2")

@@ -1,4 +1,4 @@
-"""Sizes of about the same area and different aspects, and which of them a picture gets."""
+"""Aspect-ratio buckets: image sizes of about the same area, and the bucket that each image is assigned to."""
 
 import math
 from collections import Counter
@@ -11,16 +11,19 @@ Size = tuple[int, int]
 
 
 def bucket_sizes(height: int, width: int, *, step: int, max_aspect: float) -> tuple[Size, ...]:
-    """The sizes that pictures are brought to: for each length of one side the other one that gives the area.
+    """The bucket sizes: for each length of one side, the other side is chosen to match the area.
 
     Args:
-        height: With `width`, the area in pixels.
-        width: As `height`.
-        step: Both sides are multiples of it.
-        max_aspect: Largest ratio of the longer side to the shorter.
+        height: Pixels; `height * width` is the target area.
+        width: Pixels.
+        step: Both sides are multiples of this number of pixels.
+        max_aspect: Largest ratio of the longer side to the shorter, at least 1.
+
+    Returns:
+        Height and width of each bucket, sorted.
 
     Raises:
-        UserError: If there is no such size.
+        UserError: If no size fits the step and the aspect ratio.
     """
     area = height * width
     sizes: set[Size] = set()
@@ -37,17 +40,17 @@ def bucket_sizes(height: int, width: int, *, step: int, max_aspect: float) -> tu
 
 
 def nearest_size(height: int, width: int, sizes: Sequence[Size]) -> Size:
-    """The size whose aspect is nearest to that of a picture, as a ratio; of equals the largest."""
-    aspect = math.log(height / width)
+    """The bucket whose aspect ratio is nearest to that of an image; of equally near ones the largest."""
+    aspect = math.log(height / width)  # logarithms make twice as wide and half as wide equally far from square
     return min(sizes, key=lambda size: (abs(math.log(size[0] / size[1]) - aspect), -size[0] * size[1], size))
 
 
 def describe_sizes(sizes: Iterable[Size]) -> str:
-    """How many samples have each size, on one line."""
+    """The number of samples of each size, on one line."""
     counts = sorted(Counter(sizes).items())
     return ", ".join(f"{height} x {width}: {count}" for (height, width), count in counts)
 
 
 def describe_lengths(lengths: Iterable[int]) -> str:
-    """How many samples have each number of frames, on one line."""
+    """The number of samples of each clip length in frames, on one line."""
     return ", ".join(f"{frames}: {count}" for frames, count in sorted(Counter(lengths).items()))

@@ -1,6 +1,6 @@
-"""What becomes of a caption before it is encoded: the trigger word, and orders of its tags.
+"""Captions before encoding: adding the trigger word and shuffling tags.
 
-Everything is decided when a dataset is read, by seed and caption: so each text is encoded once, and the cache serves every use.
+All variants are fixed when the dataset is read, from the seed and the caption. So each text is encoded once and then read from the cache.
 """
 
 import math
@@ -10,19 +10,19 @@ from ditkit_core.data.config import DataConfig
 from ditkit_core.io.rng import seed_of
 
 _FEW_TAGS = 5
-"""More tags have more orders than are ever asked for."""
-_DRAWS = 1024
-"""Orders that are drawn to find different ones: of tags that occur twice there are fewer."""
+"""More tags than this have more orders (5! = 120) than `data.tag_variants` can ask for (64)."""
+_MOST_TRIES = 1024
+"""Shuffles that are tried to find different orders; a caption that repeats a tag has fewer orders than the factorial says."""
 
 
 def captions_of(written: tuple[str, ...], config: DataConfig) -> tuple[str, ...]:
-    """The captions that a sample is trained with, no two alike; the first is the first as written.
+    """The different captions that a sample is trained with; the first one keeps its tags in the written order.
 
     Args:
-        written: As the dataset has them.
+        written: The captions in the dataset.
         config: The `[data]` section.
     """
-    found: dict[str, None] = {}
+    found: dict[str, None] = {}  # a dict and not a set: the order is part of the result
     for caption in written:
         orders = tag_orders(caption, config) if config.shuffle_tags else (caption,)
         found |= dict.fromkeys(with_trigger(order, config) for order in orders)
@@ -30,7 +30,7 @@ def captions_of(written: tuple[str, ...], config: DataConfig) -> tuple[str, ...]
 
 
 def with_trigger(caption: str, config: DataConfig) -> str:
-    """A caption with the trigger word in front, if it does not have it as a word of its own."""
+    """A caption with the trigger word in front, unless it already contains it as a separate word."""
     trigger = config.trigger.strip()
     if not trigger or re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", caption):
         return caption
@@ -39,20 +39,20 @@ def with_trigger(caption: str, config: DataConfig) -> str:
 
 
 def tag_orders(caption: str, config: DataConfig) -> tuple[str, ...]:
-    """A caption as written, and with its tags in other orders, no two alike; a caption of few tags has fewer orders."""
+    """A caption as written, then with its tags shuffled; up to `data.tag_variants` different orders, fewer if it has few tags."""
     tags = [tag.strip() for tag in caption.split(config.tag_separator) if tag.strip()]
     if not tags:
         return (caption,)
     kept, loose = tags[: config.keep_tags], tags[config.keep_tags :]
     trigger = config.trigger.strip()
-    if trigger in loose:  # it leads, wherever it was written
+    if trigger in loose:  # the trigger word comes first, wherever it was written
         loose.remove(trigger)
         kept.insert(0, trigger)
     wanted = min(config.tag_variants, math.factorial(min(len(loose), _FEW_TAGS)))
     orders: dict[str, None] = {}
-    for number in range(_DRAWS):
+    for number in range(_MOST_TRIES):
         places = list(range(len(loose)))
-        if number:
+        if number:  # Sorting by a hash and not random.shuffle: the order stays the same across Python versions.
             places.sort(key=lambda place: (seed_of(config.seed, "tags", caption, number, place), place))
         orders[f"{config.tag_separator} ".join(kept + [loose[place] for place in places])] = None
         if len(orders) == wanted:

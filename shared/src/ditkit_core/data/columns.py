@@ -1,4 +1,4 @@
-"""Which columns of metadata name the clip, its captions and the pictures that an instruction starts from, under the names in use."""
+"""Recognising metadata columns: which header names the clip, its captions and its reference images, under the names in common use."""
 
 import difflib
 import re
@@ -6,57 +6,57 @@ from collections.abc import Iterable, Sequence
 
 from ditkit_core.errors import UserError
 
-_ELSEWHERE = ("video_path", "image_path")
-MEDIA_COLUMNS = ("file_name", "video", "image", "file_path", "path", *_ELSEWHERE)
-"""The last two are the clip where none of the others is there, and otherwise nothing: they may say where it was taken from."""
+_FALLBACK = ("video_path", "image_path")
+MEDIA_COLUMNS = ("file_name", "video", "image", "file_path", "path", *_FALLBACK)
+"""The last two name the clip only if none of the others is present: next to another one they often record where the clip came from."""
 CAPTION_COLUMNS = ("text", "prompt", "caption")
 REFERENCE_COLUMNS = ("references", "reference", "control", "edit_image")
 NUMBERED_REFERENCES = "control_path"
-"""Or `control_path_0`, `control_path_1`, …: where a model edits pictures, one of them in each column."""
+"""Or `control_path_0`, `control_path_1`, …: for a model that edits images, each column names one reference."""
 
 OF_THE_MODEL = (NUMBERED_REFERENCES, "control_file_path", "object_file_path")
-"""Names that other trainers fill with whatever the model needs: they mean something only where a column of the model has them."""
+"""Names that other trainers use for any condition of a model; they have a meaning only if the model declares a column of that name."""
 
 _NO_REFERENCES = ("end_image",)
-"""Nearly spelt like a column of references, and in the metadata of image-to-video models."""
+"""Spelt almost like a reference column, but common in the metadata of image-to-video models."""
 
 _NO_MORE_REFERENCES = re.compile(
     rf"edited_image|preferences?|({'|'.join((*REFERENCE_COLUMNS, NUMBERED_REFERENCES))})_[a-z][a-z0-9]+"
 )
-"""Names, in lower case, that are words of their own where the references have a column already: `reference_id`, `edit_image_path`, …"""
+"""Lower-case names that are accepted as other columns if there is a reference column already: `reference_id`, `edit_image_path`, …"""
 
-_OF_FOLDERS = "control_directory"
+_FOLDER_SETTING = "control_directory"
 """musubi-tuner's setting for a folder of references."""
 
-_NEARLY = {**dict.fromkeys(REFERENCE_COLUMNS, 0.8), NUMBERED_REFERENCES: 0.85, _OF_FOLDERS: 0.9}
-"""How alike a name and a column of references are (as `difflib` has it) from where on it is that, misspelt."""
+_MISSPELT_FROM = {**dict.fromkeys(REFERENCE_COLUMNS, 0.8), NUMBERED_REFERENCES: 0.85, _FOLDER_SETTING: 0.9}
+"""Similarity (`difflib` ratio) from which on a header counts as a misspelt reference column, for each column."""
 
 _NUMBERED = re.compile(rf"{NUMBERED_REFERENCES}(?:_(\d{{1,9}}))?", re.ASCII)
 
 
 def number_of(name: str) -> int | None:
-    """The number i of `control_path_i`, 0 of `control_path`; None of any other column."""
+    """The number i of `control_path_i`, 0 for `control_path`; None for any other column."""
     match = _NUMBERED.fullmatch(name)
     return int(match[1] or 0) if match else None
 
 
 def media_columns(found: Iterable[str]) -> tuple[str, ...]:
-    """The names that may be the clip's among columns."""
-    first = tuple(name for name in MEDIA_COLUMNS if name not in _ELSEWHERE)
+    """The accepted names of the clip's column, given the headers that are present."""
+    first = tuple(name for name in MEDIA_COLUMNS if name not in _FALLBACK)
     return first if any(name in first for name in found) else MEDIA_COLUMNS
 
 
 def only_column(where: str, found: Iterable[str], accepted: tuple[str, ...], what: str) -> str:
-    """The accepted column that is there, which must be the only one.
+    """The one accepted column among the headers.
 
     Args:
-        where: For messages.
-        found: The columns that there are.
-        accepted: What it may be called.
-        what: It is for.
+        where: File and line, for messages.
+        found: The headers that are present.
+        accepted: The names that the column may have.
+        what: The purpose of the column, for messages.
 
     Raises:
-        UserError: If there is none, or several.
+        UserError: If none of the accepted columns is present, or several are.
     """
     names = list(found)
     there = [name for name in names if name in accepted]
@@ -66,7 +66,7 @@ def only_column(where: str, found: Iterable[str], accepted: tuple[str, ...], wha
         return there[0]
     remedy = f"accepted: {', '.join(accepted)}"
     if len(names) == 1 and (apart := next((each for each in (";", "\t", "|") if each in names[0]), "")):
-        remedy = f"fields are separated by commas and not by {apart!r}: save it again with commas"
+        remedy = f"fields must be separated by commas, not by {apart!r}: save the file with commas"
     elif near := next((name for name in names if name.strip().lower() in accepted), ""):
         remedy = f"write {near!r} as {near.strip().lower()!r}"
     raise UserError(f"{where} has no {what} column: found {', '.join(names) or 'none'}; {remedy}")
@@ -75,25 +75,25 @@ def only_column(where: str, found: Iterable[str], accepted: tuple[str, ...], wha
 def reference_columns(
     where: str, found: Iterable[str], *, edits: bool, model_columns: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """The columns that name references, in the order of the pictures; none if there are none.
+    """The columns that name references, in the order of the references; empty if there are none.
 
-    A misspelt one is refused, because without it nothing would be edited, or with less; so is one of `OF_THE_MODEL` that may mean several things to
-    a model which is told something beside text.
+    A misspelt name is refused: ignoring it would train on fewer references, without a word. A name of `OF_THE_MODEL` is refused as well if the model
+    has columns of its own, because it may mean any of them.
 
     Args:
-        where: For messages.
-        found: The columns that there are, without those of the model.
+        where: File and line, for messages.
+        found: The headers that are present, without the model's own columns.
         edits: Whether the model takes references.
         model_columns: Names of the model's own columns.
 
     Raises:
-        UserError: If a column is none of these but nearly, or if the same is there twice.
+        UserError: If a header is a misspelt reference column, is ambiguous, or occurs twice.
     """
     found = list(found)
     numbered = {name: number for name in found if (number := number_of(name)) is not None}
     there = [name for name in found if name in REFERENCE_COLUMNS]
     if edits:
-        _refuse_misspelt(where, found, beside=[*there, *numbered])
+        _refuse_misspelt(where, found, known=[*there, *numbered])
     if numbered and edits:
         if there:
             both = f"{there[0]}, {next(iter(numbered))}"
@@ -104,11 +104,11 @@ def reference_columns(
     own = [*model_columns, *(["references"] if edits else [])]
     if own and (vague := next((name for name in found if name in numbered or name in OF_THE_MODEL), "")):
         raise UserError(
-            f"{where} has a column {vague!r}, which does not say what it is to this model; call it {_either(own)}, or remove it"
+            f"{where} has a column {vague!r}, which is ambiguous for this model; rename it to {_either(own)}, or remove it"
         )
     if there:
         return (only_column(where, there, REFERENCE_COLUMNS, "reference"),)
-    for name in () if edits else found:  # of a model that edits they were looked through above
+    for name in () if edits else found:  # for a model that edits, _refuse_misspelt has checked them above
         if name in _NO_REFERENCES or name in OF_THE_MODEL or name in numbered:
             continue
         if close := difflib.get_close_matches(name.lower(), REFERENCE_COLUMNS, n=1, cutoff=0.8):
@@ -116,29 +116,29 @@ def reference_columns(
     return ()
 
 
-def _refuse_misspelt(where: str, found: Sequence[str], *, beside: Sequence[str]) -> None:
-    """Refuse what is nearly a column of references of a model that edits; `beside` are those of the columns that are one."""
+def _refuse_misspelt(where: str, found: Sequence[str], *, known: Sequence[str]) -> None:
+    """Refuse headers that look like misspelt reference columns; `known` are the headers that are spelt correctly."""
     for name in found:
-        if name in beside or name in _NO_REFERENCES or name in OF_THE_MODEL:
+        if name in known or name in _NO_REFERENCES or name in OF_THE_MODEL:
             continue
         lowered = name.lower()
         plain = re.sub(r"_[0-9]+$", "", lowered)
         number = lowered[len(plain) :]
-        scores = [(difflib.SequenceMatcher(None, known, plain).ratio(), known) for known in _NEARLY]
-        close = max((each for each in scores if each[0] >= _NEARLY[each[1]]), default=(0.0, ""))[1]
-        if not close or (beside and _NO_MORE_REFERENCES.fullmatch(plain)):
+        scores = [(difflib.SequenceMatcher(None, right, plain).ratio(), right) for right in _MISSPELT_FROM]
+        close = max((each for each in scores if each[0] >= _MISSPELT_FROM[each[1]]), default=(0.0, ""))[1]
+        if not close or (known and _NO_MORE_REFERENCES.fullmatch(plain)):
             continue
-        if beside:
+        if known:
             raise UserError(
-                f"{where} has a column {name!r} beside {beside[0]!r}; put its references there, in order, or else rename it"
+                f"{where} has a column {name!r} besides {known[0]!r}; move its references there, in order, or rename it"
             )
         if number:
             close = NUMBERED_REFERENCES + number
-        raise UserError(_rename(where, name, "references" if close == _OF_FOLDERS else close))
+        raise UserError(_rename(where, name, "references" if close == _FOLDER_SETTING else close))
 
 
 def _rename(where: str, name: str, right: str) -> str:
-    return f"{where} has a column {name!r}; call it {right!r} if it names references, or else rename it"
+    return f"{where} has a column {name!r}; rename it to {right!r} if it names references, otherwise to something else"
 
 
 def _either(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The `[data]` section of a configuration, and what in it contradicts itself."""
+"""The `[data]` section of a configuration, and the checks that its settings agree."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,74 +11,76 @@ Windows = Literal["first", "uniform", "random", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The `[data]` section: which clips and captions, and how clips are cut."""
+    """The `[data]` section: the clips and captions to train on, and how clips are extracted from files."""
 
     folder: str = setting("", resume="refused", holds="path")
     """Folder of videos, images and captions."""
     folders: tuple[str, ...] = setting((), resume="refused", holds="path")
-    """Several such folders in place of `folder`; of more than one, ids begin with the folder's name."""
+    """Several such folders instead of `folder`; with more than one, sample ids begin with the folder's name."""
     repeats: tuple[float, ...] = setting((), resume="refused")
-    """How often an epoch has each sample of a folder: one number for each folder, above 0. With 1.5 it is in every epoch once and
-    in every second one again."""
+    """How often each sample of a folder is used per epoch: one number above 0 for each folder. With 1.5 a sample is used once in every
+    epoch and a second time in every other epoch."""
     metadata: str = setting("", resume="refused", holds="path")
-    """A .jsonl, .csv or .json file that lists media and captions, relative to the folder, or videos.txt or images.txt that lists media
-    with prompts.txt beside it. Empty: metadata.jsonl, metadata.csv or metadata.json where the folder has it, otherwise a .txt or .caption
-    file with the caption beside each media file, or such lists where none has one."""
+    """A .jsonl, .csv or .json file that lists media and captions, relative to the folder; or videos.txt or images.txt that lists media,
+    with prompts.txt next to it. Empty: metadata.jsonl, metadata.csv or metadata.json if the folder has one, otherwise a .txt or .caption
+    file next to each media file, or such lists if no media file has one."""
     frames: int = setting(0, resume="refused")
-    """Frames of a clip, 1 + a multiple of the model's frame step; still images are always one frame. 0 means the model's own."""
+    """Frames per clip: 1 + a multiple of the model's frame step. Still images always have one frame. 0 means the model's default."""
     frame_buckets: tuple[int, ...] = setting((), resume="refused")
-    """Several lengths in place of `frames`: each clip gets the longest that it fills."""
+    """Several clip lengths instead of `frames`: each clip gets the longest length that it has frames for."""
     windows: Windows = setting("first", resume="refused")
-    """Which part of a file that is longer than a clip: its first, `uniform` (spread evenly from its start to its end; a single one
-    lies in the middle), `random` (drawn once, by data.seed and the file's name), or `all` (one after the other, without the rest)."""
+    """Which part of a file to use if the file is longer than a clip: the `first`, `uniform` (windows spread evenly from start to end; a
+    single one is in the middle), `random` (sampled once, from data.seed and the file's name), or `all` (one after the other, the
+    remainder is dropped)."""
     clips_per_file: int = setting(1, resume="refused")
-    """How many uniform or random windows of each file are samples."""
+    """Number of uniform or random windows per file; each is a sample."""
     fps: float = setting(0.0, resume="refused")
-    """Frames per second that clips are resampled to, by timestamp; 0 means the model's own rate."""
+    """Frames per second that clips are resampled to, by timestamp. 0 means the model's own rate."""
     height: int = setting(0, resume="refused")
-    """Height of a clip in pixels: resized to cover, cropped to the centre. 0 means the model's own."""
+    """Height of a clip in pixels; clips are resized to cover the size and cropped to the centre. 0 means the model's default."""
     width: int = setting(0, resume="refused")
-    """Width of a clip in pixels. 0 means the model's own."""
+    """Width of a clip in pixels. 0 means the model's default."""
     buckets: bool = setting(False, resume="refused")
-    """Give each picture or clip the size nearest to its own aspect ratio, of about height × width pixels, instead of cropping all
-    to one."""
+    """Use aspect-ratio buckets: each image or clip gets the size of about height × width pixels that is nearest to its own aspect
+    ratio, instead of one size for all."""
     bucket_step: int = setting(0, resume="refused")
-    """Pixels that the sides of buckets are multiples of; itself a multiple of the model's size step. 0 means four such steps."""
+    """Sides of buckets are multiples of this many pixels, which must be a multiple of the model's size step. 0 means four size steps."""
     max_aspect: float = setting(2.0, resume="refused")
-    """Largest ratio of a bucket's longer side to the shorter, at least 1; what is longer is cropped."""
+    """Largest ratio of a bucket's longer side to the shorter, at least 1; longer images are cropped."""
     image_folders: bool = setting(False, resume="refused")
-    """Take a folder of numbered images (`shot/0001.png`, …) as one clip, with its caption in `shot.txt`. A file `fps.txt` in it says
-    how many are shown in a second; without one each is a frame of the clip."""
+    """Read a folder of numbered images (`shot/0001.png`, …) as one clip, with its caption in `shot.txt`. A file `fps.txt` in it gives
+    the images per second; without it every image is one frame of the clip."""
     captions: Literal["whole", "lines"] = setting("whole", resume="refused")
-    """Whether a text is one caption, or each of its lines that is not empty. Of several one is picked at each use; a list in
-    metadata is several anyway."""
+    """Whether a text is one caption, or each of its non-empty lines is a caption. If a sample has several, each use samples one. A list in
+    metadata always means several captions."""
     trigger: str = setting("", resume="refused")
-    """Word that stands for what is learnt: put in front of each caption that does not have it."""
+    """Trigger word for the trained concept; it is put in front of each caption that does not contain it."""
     shuffle_tags: bool = setting(False, resume="refused")
-    """Train with the tags of a caption in changing order."""
+    """Train with the tags of each caption in varying order."""
     tag_separator: str = setting(",", resume="refused")
-    """What stands between tags."""
+    """Text that separates tags."""
     keep_tags: int = setting(0, resume="refused")
-    """Tags at the beginning that stay where they are."""
+    """Number of tags at the beginning that are not shuffled."""
     tag_variants: int = setting(4, resume="refused")
-    """Orders of tags drawn for each caption, the first as it is written; each is encoded once."""
+    """Number of tag orders per caption; the first is the written order. Each is encoded once."""
     references: str = setting("", resume="refused", holds="path")
-    """Folder of pictures to edit: for `cat.png` of the dataset, `cat.png` here, or `cat_0.png`, `cat_1.png`, … Metadata may name
-    them instead, in a column `references`."""
+    """Folder of reference images for editing: `cat.png` of the dataset uses `cat.png` here, or `cat_0.png`, `cat_1.png`, … Metadata may
+    name them instead, in a column `references`."""
     controls: tuple[str, ...] = setting((), resume="refused", holds="path")
-    """Folders of what goes with the clips, as `column=folder`: for `cat.mp4` of the dataset, the file called `cat` there. Metadata may
-    name them instead, in a column of that name."""
+    """Folders of further conditions, as `column=folder`: `cat.mp4` of the dataset uses the file named `cat` there. Metadata may
+    name the files instead, in a column of that name."""
     seed: int = setting(0, resume="refused")
-    """What random windows and orders of tags are drawn by."""
+    """Seed for random windows and tag orders."""
     allow_outside: bool = setting(False, resume="free")
-    """Allow paths and links that lead out of the folder."""
+    """Allow paths and links that lead outside the folder."""
     on_bad: Literal["error", "skip"] = setting("error", resume="refused")
-    """What to do with unusable files and captions: stop, or leave them out and say so."""
+    """What to do with unusable files and captions: stop with an error, or skip and report them."""
     short_clips: Literal["error", "skip", "shorten"] = setting("error", resume="refused")
-    """What to do with clips that have too few frames: stop, leave them out, or use as many frames as fit."""
+    """What to do with clips that have too few frames: stop with an error, skip them, or shorten the clip to the frames that exist."""
 
     def __post_init__(self) -> None:
         bounds = {
+            # Far beyond any model: a value outside is a slip, such as a number with too many zeros.
             "frames": (0, 65536),
             "fps": (0, 1000),
             "height": (0, 16384),
@@ -100,53 +102,56 @@ class DataConfig:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Frames that a clip may have, longest first."""
+        """Lengths that a clip may have, in frames, longest first."""
         return tuple(sorted(self.frame_buckets, reverse=True)) or (self.frames,)
 
     def _check_folders(self) -> None:
         if self.folder and self.folders:
             raise UserError("data.folder and data.folders are both set; put all folders into data.folders")
         if "" in self.folders:
-            raise UserError("data.folders has an empty name; write the folder, or remove it")
+            raise UserError("data.folders has an empty name; enter the folder, or remove the item")
         if len(set(self.folders)) < len(self.folders):
-            raise UserError("data.folders has a folder twice; name it once, and raise its number in data.repeats")
+            raise UserError("data.folders has a folder twice; name it once and raise its number in data.repeats")
         for repeats in self.repeats:
             if not 0 < repeats <= 1000:
                 raise UserError(
-                    f"data.repeats has {repeats:g}, which is not above 0 and up to 1000; set 1, or leave the folder out"
+                    f"data.repeats has {repeats:g}, which is not above 0 and at most 1000; set 1, or remove the folder"
                 )
         named = max(1, len(self.folders))
         if self.repeats and len(self.repeats) != named:
             raise UserError(
-                f"data.repeats has {len(self.repeats)} numbers for {named} folders; write one for each, in the same order"
+                f"data.repeats has {len(self.repeats)} numbers for {named} folders; set one for each, in the same order"
             )
         if len(self.folders) > 1 and (self.references or self.controls):
             name = "data.references" if self.references else "data.controls"
-            raise UserError(f"{name} is of one folder, and there are several; name the files in each folder's metadata")
+            raise UserError(
+                f"{name} works with one folder only; with data.folders, name the files in each folder's metadata"
+            )
 
     def _check_windows(self) -> None:
         if len(set(self.frame_buckets)) < len(self.frame_buckets) or any(
             not 1 <= n <= 65536 for n in self.frame_buckets
         ):
             raise UserError(
-                f"data.frame_buckets = {list(self.frame_buckets)} has a length twice or below 1; name each once, such as [1, 33, 81]"
+                f"data.frame_buckets = {list(self.frame_buckets)} must contain different lengths from 1 to 65536, such as [1, 33, 81]"
             )
         if self.frame_buckets and self.frames not in (0, max(self.frame_buckets)):
-            raise UserError("data.frames and data.frame_buckets are both set; leave data.frames out")
+            raise UserError("data.frames and data.frame_buckets are both set; remove data.frames")
         if self.clips_per_file > 1 and self.windows in ("first", "all"):
-            remedy = 'set data.windows = "uniform" or "random"' if self.windows == "first" else "leave it out"
+            remedy = 'set data.windows = "uniform" or "random"' if self.windows == "first" else "remove it"
             raise UserError(
-                f'data.clips_per_file = {self.clips_per_file} does not go with data.windows = "{self.windows}"; {remedy}'
+                f'data.clips_per_file = {self.clips_per_file} has no effect with data.windows = "{self.windows}"; {remedy}'
             )
 
     def _check_captions(self) -> None:
         for name in ("trigger", "tag_separator"):
             value = getattr(self, name)
             if value != "" and not value.strip() or (name == "tag_separator" and not value):
-                raise UserError(f"data.{name} is blank; write it out, or leave it out")
+                raise UserError(f"data.{name} is blank; enter a text, or remove the setting")
+            # Python keeps bytes of the command line that are not UTF-8 as lone surrogates, which tokenizers and files refuse.
             if any(0xD800 <= ord(character) <= 0xDFFF for character in value):
-                raise UserError(f"data.{name} has half of a character (a lone surrogate); correct it")
+                raise UserError(f"data.{name} contains a lone surrogate (half of a character); correct it")
         for name in () if self.shuffle_tags else ("keep_tags", "tag_variants", "tag_separator"):
             value = getattr(self, name)
             if value != getattr(DataConfig, name):  # its default
-                raise UserError(f"data.{name} = {value} does nothing without data.shuffle_tags = true; set it too")
+                raise UserError(f"data.{name} = {value} has no effect without data.shuffle_tags = true; set it as well")

@@ -1,4 +1,4 @@
-"""What goes with a clip beside its caption: control videos, masks, pictures, music, texts. Which column or folder names it, and whether it can be used."""
+"""Condition files of a clip besides its caption: control videos, masks, images, music, texts. Finding them by column or folder, and checking them."""
 
 import difflib
 import json
@@ -19,7 +19,7 @@ from ditkit_core.models.conditions import Column, named_columns
 
 AUDIO_SUFFIXES = frozenset({".wav", ".mp3", ".flac", ".m4a", ".aac", ".ogg", ".opus"})
 FEATURE_SUFFIXES = frozenset({".npy", ".safetensors"})
-"""Features of sound that were computed before."""
+"""Precomputed audio features."""
 
 _SUFFIXES = {
     "image": IMAGE_SUFFIXES,
@@ -37,21 +37,22 @@ def control_headers(
     media: Collection[str] = (),
     other: Collection[str] = (),
 ) -> dict[str, list[str]]:
-    """What each header of metadata means: a column, or several that it fills from a list. A misspelt one is refused: without it another
-    model would be trained.
+    """Map metadata headers to the model's columns; a header may stand for one column or for a list that fills several.
+
+    A misspelt header is refused: ignoring it would train without the condition, and nothing would show it.
 
     Args:
-        where: For messages.
-        headers: Of the metadata.
-        columns: What the model knows.
-        media: Headers that name the clip itself, unless another of them is there as well (`image` beside `video`).
-        other: Headers that mean something else if they are no columns.
+        where: File and line, for messages.
+        headers: Headers of the metadata.
+        columns: The model's columns.
+        media: Headers that name the clip itself, unless another of them is present as well (`image` next to `video`).
+        other: Headers that are allowed even though they are not columns of the model.
 
     Returns:
-        By header the names of its columns; of a list those too that have headers of their own, which go before it.
+        By header, the names of its columns. The columns of a list include those that have a header of their own, which takes precedence.
 
     Raises:
-        UserError: If a column is there under two names, or nearly.
+        UserError: If a column is present under two names, or a header is misspelt.
     """
     names = {name: [column.name for column in meant] for name, meant in named_columns(columns).items()}
     headers = [header for header in headers if isinstance(header, str)]
@@ -62,7 +63,9 @@ def control_headers(
         if meant := names.get(header) or _first_of_several(where, header, names):
             alike = [each for each, theirs in found.items() if (len(theirs) > 1) == (len(meant) > 1)]
             if twice := next((each for each in alike if set(found[each]) & set(meant)), ""):
-                raise UserError(f"{where} has {twice!r} and {header!r}, which mean the same; remove one of the columns")
+                raise UserError(
+                    f"{where} has {twice!r} and {header!r}, which mean the same; remove one of the two columns"
+                )
             found[header] = meant
         elif header not in other and (close := difflib.get_close_matches(header.lower(), names, n=1, cutoff=0.85)):
             raise UserError(f"{where} has a column {header!r}; did you mean {close[0]!r}? Rename it if not")
@@ -70,17 +73,17 @@ def control_headers(
 
 
 def _first_of_several(where: str, header: str, names: Mapping[str, list[str]]) -> list[str]:
-    """What `control_path_0` means to a model that knows `control_path`, which is one file; nothing, if it is another name.
+    """The column of `control_path_0` if the model takes a single file as `control_path`; empty for any other header.
 
     Raises:
-        UserError: If there are more of them.
+        UserError: If the number is above 0: the model takes one file.
     """
     if NUMBERED_REFERENCES not in names or (number := number_of(header)) is None:
         return []
     meant = names[NUMBERED_REFERENCES]
     if number:
         raise UserError(
-            f"{where} has a column {header!r}, and this model takes one file there; call it {meant[0]!r}, or remove it"
+            f"{where} has a column {header!r}, but this model takes a single file; rename it to {meant[0]!r}, or remove it"
         )
     return meant
 
@@ -88,18 +91,21 @@ def _first_of_several(where: str, header: str, names: Mapping[str, list[str]]) -
 def control_values(
     where: str, row: Mapping[str, object], columns: Sequence[Column], headers: Mapping[str, list[str]]
 ) -> dict[str, str]:
-    """What one row says in the columns, as written; empty fields are left out.
+    """The values of one row for the model's columns, as written; empty fields are omitted.
 
     A list fills the columns that have no value of their own, in order.
 
     Args:
-        where: For messages.
-        row: By header.
-        columns: What the model knows.
-        headers: As `control_headers` has it.
+        where: File and line, for messages.
+        row: Values by header.
+        columns: The model's columns.
+        headers: The result of `control_headers`.
+
+    Returns:
+        Path or text by column name, in the order of `columns`.
 
     Raises:
-        UserError: If a value is no path (in a column of texts: neither a text nor numbers), or there are more than columns for them.
+        UserError: If a value is not a path (in a text column: neither a text nor numbers), or a list has more values than free columns.
     """
     kinds = {column.name: column.kind for column in columns}
     found: dict[str, str] = {}
@@ -110,9 +116,9 @@ def control_values(
         values = [value] if len(meant) == 1 or not isinstance(value, list) else value
         if not all(map(_is_empty, values[len(left) :])):
             own = [name for name in meant if name not in left]
-            there = f"{len(left)} beside {', '.join(own)}" if own else f"{len(left)}"
+            there = f"{len(left)} besides {', '.join(own)}" if own else f"{len(left)}"
             raise UserError(
-                f"{where}: {header!r} names {len(values)} files and this model takes {there}; remove {len(values) - len(left)}"
+                f"{where}: {header!r} names {len(values)} files, but this model takes {there}; remove {len(values) - len(left)}"
             )
         for name, each in zip(left, values, strict=False):
             if not _is_empty(each):
@@ -125,14 +131,15 @@ def _is_empty(value: object) -> bool:
 
 
 def _written(where: str, value: object, kind: str) -> str:
-    """The path or text that a field has."""
+    """The path or text in a field."""
+    # Texts such as camera paths are numbers in JSON; they are kept as text, because a sample's controls are strings.
     if kind == "text" and (_is_number(value) or (isinstance(value, list) and all(map(_is_number, value)))):
         value = json.dumps(value)
     elif isinstance(value, list) and len(value) == 1:
         value = value[0]
     if not isinstance(value, str):
         raise UserError(
-            f"{where} is not {'a text' if kind == 'text' else 'the path of one file'}; correct it or leave it empty"
+            f"{where} is not {'a text' if kind == 'text' else 'the path of a single file'}; correct it or leave it empty"
         )
     return value.strip()
 
@@ -142,57 +149,57 @@ def _is_number(value: object) -> bool:
 
 
 def control_folders(written: Sequence[str], columns: Sequence[Column]) -> dict[str, Path]:
-    """The folders that `data.controls` names, by column.
+    """The folders in `data.controls`, by column.
 
     Raises:
-        UserError: If an item is no `column=folder`, or names no column of the model or one twice.
+        UserError: If an item is not `column=folder`, or names an unknown column, a column twice, or a folder that does not exist.
     """
     names = {name: meant[0].name for name, meant in named_columns(columns).items()}
     found: dict[str, Path] = {}
     for item in written:
         name, equals, folder = item.partition("=")
         if not (equals and name.strip() and folder.strip()):
-            raise UserError(f"data.controls has {item!r}, which is no column=folder; write it like vace_video=masks")
+            raise UserError(f"data.controls has {item!r}, which is not column=folder; write it like vace_video=masks")
         if not columns:
-            raise UserError(f"data.controls has {item!r}, and this model takes no controls; leave it out")
+            raise UserError(f"data.controls has {item!r}, but this model takes no conditions from files; remove it")
         if name.strip() not in names:
             near = difflib.get_close_matches(name.strip().lower(), names, n=1, cutoff=0.5)
             remedy = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(names)}"
-            raise UserError(f"data.controls has {name.strip()!r}, which is no column of this model; {remedy}")
+            raise UserError(f"data.controls has {name.strip()!r}, which is not a column of this model; {remedy}")
         column = names[name.strip()]
         if column in found:
             raise UserError(f"data.controls names {column} twice; remove one")
         at = status(Path(folder.strip()))
         if at is None or not stat.S_ISDIR(at.st_mode):
-            raise UserError(f"data.controls {item!r}: the folder does not exist or is none; correct the path")
+            raise UserError(f"data.controls {item!r}: the path does not exist or is not a folder; correct the path")
         found[column] = Path(folder.strip())
     return found
 
 
 class Control(NamedTuple):
-    """What `data.controls` has for one column of a clip."""
+    """The file that `data.controls` provides for one column of a clip."""
 
     folder: Path
     name: str | UserError
-    """Relative to the folder, or why it cannot be used."""
+    """Path relative to the folder, or the reason why the file cannot be used."""
 
 
 def controls_by_name(
     folders: Mapping[str, Path], columns: Sequence[Column], ids: Collection[str], dataset: Path
 ) -> tuple[Mapping[str, Mapping[str, Control]], list[str]]:
-    """The files of folders that go with samples of the same name.
+    """Match the files of the `data.controls` folders to samples of the same name.
 
     Args:
-        folders: By column; a clip in a subfolder of the dataset has its file in the same subfolder there.
-        columns: What the model knows.
-        ids: Of the clips.
-        dataset: Their folder, for messages.
+        folders: Folders by column; a clip in a subfolder of the dataset has its file in the same subfolder there.
+        columns: The model's columns.
+        ids: Ids of the clips.
+        dataset: The folder of the clips, for messages.
 
     Returns:
-        By clip and column its file, and the files of no clip.
+        The file of each clip by id and column, and the files that match no clip.
 
     Raises:
-        UserError: If nothing in a folder has the name of a clip.
+        UserError: If no file in a folder has the name of a clip.
     """
     controls: dict[str, dict[str, Control]] = defaultdict(dict)
     left_over: list[str] = []
@@ -209,7 +216,7 @@ def controls_by_name(
             found[id].append(name)
         if not found.keys() & set(ids):
             raise UserError(
-                f"data.controls {column.name}={folder}: no file has the name of a sample; name them like those of {dataset}"
+                f"data.controls {column.name}={folder}: no file has the name of a sample; name the files like those in {dataset}"
             )
         for id, names in found.items():
             if id in ids:
@@ -220,7 +227,7 @@ def controls_by_name(
 
 
 def _files(folder: Path, ids: Collection[str]) -> Iterator[str]:
-    """Relative paths of files, and of folders that are called like a clip; hidden ones are ignored, links followed once."""
+    """Relative paths of files, and of folders that have the name of a clip; hidden ones are ignored, links followed once."""
     visited = set()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
@@ -238,33 +245,36 @@ def _files(folder: Path, ids: Collection[str]) -> Iterator[str]:
 def _only(folder: Path, column: Column, id: str, names: Sequence[str]) -> str | UserError:
     if len(names) == 1:
         return names[0]
-    return UserError(f"{' and '.join(names)} in {folder} are both the {column.name} of {id!r}; remove all but one")
+    return UserError(f"{' and '.join(names)} in {folder} both match {id!r} as its {column.name}; remove all but one")
 
 
 def checked_control(
     folder: Path, name: str, column: Column, *, allow_outside: bool, fps: float, windows: Sequence[Window]
 ) -> str:
-    """The path of a control, known to be there and to be of the right kind; of a text itself.
+    """Check that a condition exists, has the right kind and is long enough.
 
     Args:
-        folder: What the path is relative to.
-        name: As written.
-        column: What it is for.
-        allow_outside: Whether it may lie outside the folder.
+        folder: Folder that the path is relative to.
+        name: Path or text as written.
+        column: Column that it is for.
+        allow_outside: Whether the file may be outside the folder.
         fps: Frames per second that clips are read at.
-        windows: Of the clip's file, which say how much of a video is needed, from its first frame on.
+        windows: Windows of the clip's file; a control video must reach to the end of the last one.
+
+    Returns:
+        The path of the file; for a text column the text itself.
 
     Raises:
-        UserError: If it cannot be used.
+        UserError: If the file cannot be used.
     """
     if column.kind == "text":
         return name
     path, what = folder / name, f"{column.name} {folder / name}"
     frames = max(window.first + window.frames for window in windows)
     try:
-        at = status(path)  # a name that no file can have is said here
+        at = status(path)  # raises for a name that no file can have
         if at is None:
-            refuse_backslashes(name)
+            refuse_backslashes(name)  # a clearer message than "does not exist" for paths written on Windows
     except UserError as error:
         raise UserError(f"{column.name}: {error}") from error
     inside(folder, name, allow_outside=allow_outside)
@@ -274,7 +284,7 @@ def checked_control(
         raise UserError(f"{what} is empty (0 bytes); copy it again")
     accepted = _SUFFIXES.get(column.kind)
     if accepted is not None and path.suffix.lower() not in accepted and not (column.kind == "video" and path.is_dir()):
-        raise UserError(f"{what} is no {column.kind} by its extension; accepted: {' '.join(sorted(accepted))}")
+        raise UserError(f"{what} is not of kind {column.kind} by its extension; accepted: {' '.join(sorted(accepted))}")
     if column.kind in ("image", "video"):
         try:
             if media_kind(path) == "video" and path.is_dir():
@@ -285,13 +295,14 @@ def checked_control(
             raise UserError(f"{column.name}: {error}") from error
         if not still and there < frames:
             raise UserError(
-                f"{what} has {there} frames at {fps:g} fps and its clip needs {frames}; make it as long as the clip"
+                f"{what} has {there} frames at {fps:g} fps, but its clip needs {frames}; make it as long as the clip"
             )
+        # The column describes one moment of the file (its start, say), so it is wrong for windows that begin later.
         if column.moment and any(window.first for window in windows):
             clips = f"{len(windows)} clips" if len(windows) > 1 else "a clip"
             raise UserError(
-                f"{what} is how one clip {column.moment}s, and data.windows cuts {clips} out of its file, not just its beginning; "
-                'set data.windows = "first", cut the file into clips, or leave the column empty for it'
+                f"{what} is how one clip {column.moment}s, but data.windows takes {clips} from its file, not only from the start; "
+                'set data.windows = "first", split the file into clips, or leave the column empty for it'
             )
     elif not stat.S_ISREG(at.st_mode):
         raise UserError(f"{what} is a folder, not a file; correct the path")
@@ -299,10 +310,10 @@ def checked_control(
 
 
 def text_of(path: Path) -> str:
-    """What the file of a text column says.
+    """Read the file of a text column.
 
     Raises:
-        UserError: If it is no text.
+        UserError: If it is empty or not a text.
     """
     text = read_text(path).strip()
     if not text:

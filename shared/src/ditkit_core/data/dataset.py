@@ -1,4 +1,4 @@
-"""A folder of clips and captions as a checked list of samples."""
+"""Scanning dataset folders into a checked list of samples: errors are found here, before hours of encoding."""
 
 import os
 import stat
@@ -28,42 +28,42 @@ class Sample:
     """One clip to train on."""
 
     id: str
-    """Path relative to the dataset folder, without extension, with forward slashes; `#0`, `#1`, … follow where a file has several
-    windows, and the folder's name goes before where there are several folders."""
+    """Path relative to the dataset folder, without extension, with forward slashes. If a file has several windows, `#0`, `#1`, … follow;
+    if there are several folders, the folder's name comes first."""
     media: Path
     captions: tuple[str, ...]
-    """At least one; where there is need of one, it is the first."""
+    """At least one; whatever needs a single caption takes the first."""
     frames: int
     """Frames to read; 1 for a still image."""
     height: int
-    """Pixels that it is resized to, as `width`."""
+    """Pixels after resizing; likewise `width`."""
     width: int
     references: tuple[Path, ...] = ()
-    """Pictures that the caption, then an instruction, turns into this one; in order."""
+    """Reference images, in order; the caption is then the instruction that edits them into this image."""
     controls: Mapping[str, str] = field(default_factory=dict)
-    """What goes with the clip: by column the path of a file, or a text."""
+    """Conditions of the clip by column: the path of a file, or a text."""
     start_seconds: float = 0.0
-    """Time of the first frame, counted from the file's first."""
+    """Time of the first frame in seconds, counted from the file's first frame."""
     repeats: float = 1.0
-    """How often it is used in an epoch, on average."""
+    """Average number of uses per epoch."""
 
 
 Why = Literal["bad", "short", "unused"]
-"""Why something is left out: it cannot be used (`data.on_bad`), it has too few frames (`data.short_clips`), or nothing names it."""
+"""Why a file is left out: it cannot be used (`data.on_bad`), it has too few frames (`data.short_clips`), or no sample uses it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """The usable samples of a folder, and what was left out."""
+    """The usable samples of a dataset, and the files that were left out."""
 
     samples: list[Sample]
-    """In order of id."""
+    """Sorted by id."""
     excluded: list[tuple[str, str]]
-    """File (or line of the metadata) and the reason, one line each."""
+    """Each file (or line of the metadata) that was left out, with the message."""
     fps: float
     """Frames per second that clips are read at."""
     kinds: list[Why] = field(default_factory=list)
-    """Of each that was left out, in the same order, why."""
+    """The kind of reason for each item of `excluded`, in the same order."""
 
     @property
     def captions(self) -> list[str]:
@@ -72,33 +72,34 @@ class Dataset:
 
 
 class ShortClip(UserError):
-    """A clip that has fewer frames than asked for."""
+    """A clip has fewer frames than the configuration asks for."""
 
 
 _MOST_REASONS = 3
+"""Failures that a message quotes; the rest is only counted."""
 
 
 class NothingToTrain(UserError):
-    """No entry of a dataset is usable."""
+    """A dataset has no usable sample."""
 
     def __init__(self, message: str, excluded: list[tuple[str, str]], kinds: list[Why]):
-        """Say so, with what was left out and why as `Dataset` has it."""
+        """Store the message and, like `Dataset`, the files that were left out and the kinds of reasons."""
         super().__init__(message)
         self.excluded, self.kinds = excluded, kinds
 
     @classmethod
     def after(cls, failed: Sequence[tuple[str, str]]) -> "NothingToTrain":
-        """Of samples that were listed, and none of which could be encoded: (name, why) of each."""
+        """The error for a dataset whose samples were all listed but could not be encoded; `failed` has (name, reason) of each."""
         first = "; ".join(f"{name}: {reason}" for name, reason in failed[:_MOST_REASONS])
         more = f"; and {len(failed) - _MOST_REASONS} more" if len(failed) > _MOST_REASONS else ""
         message = (
-            f"none of {len(failed)} samples can be encoded, so there is nothing to train on ({first}{more}); mend them"
+            f"none of {len(failed)} samples can be encoded, so there is nothing to train on ({first}{more}); fix these"
         )
         return cls(message, list(failed), ["bad"] * len(failed))
 
 
 class NoReferences(UserError):
-    """A sample with references, for a model that takes none: another dataset is needed, not one with a sample less."""
+    """A sample has references, but the model takes none. `data.on_bad` does not skip it: the whole dataset is the wrong one."""
 
 
 def scan(
@@ -113,21 +114,21 @@ def scan(
 ) -> Dataset:
     """Check the folders of a dataset and list its samples.
 
-    Every video is opened and its timestamps are read as far as the clip goes, so that what is wrong shows before
-    anything is encoded.
-
     Args:
         config: The `[data]` section.
-        frame_step: Clips have 1 + k * frame_step frames; 0: there are still images alone.
+        frame_step: Clips have 1 + k * frame_step frames; 0 if the model takes still images only.
         size_step: Height and width are multiples of this many pixels.
-        fps: The model's own frame rate, used where the configuration names none.
-        reference_size: As in `ModelSpec`; None: samples have no references.
-        columns: As in `ModelSpec`, of what goes with a clip.
+        fps: The model's own frame rate, used if the configuration sets none.
+        reference_size: `DataSpec.reference_size`; None if samples have no references.
+        columns: `DataSpec.columns` of the architecture, the conditions that come from files.
         key: The setting that names the folder, for messages.
 
+    Returns:
+        The samples and the files that were left out.
+
     Raises:
-        UserError: If a setting does not fit the model, a folder cannot be used, nothing in it is usable, or an entry
-            is bad and the configuration does not say to leave it out.
+        UserError: If a setting does not fit the model, a folder is unusable or has no usable sample, or an entry is bad
+            and the configuration does not skip it.
     """
     folders, key = (config.folders, "data.folders") if config.folders else ((config.folder,), key)
     for folder in folders:
@@ -147,13 +148,7 @@ def scan(
             prefix=prefix,
         )
         found, not_used = _scan_folder(reader, key)
-        for sample in found:
-            # The same clip under two ids could be held out under one and trained on under the other.
-            if (other := read_from.setdefault(os.path.abspath(sample.media), folder)) != folder:
-                raise UserError(
-                    f"{sample.media} is read from {other} and again from {folder}; name folders apart from each other in "
-                    "data.folders, and raise a number in data.repeats where clips are to count more"
-                )
+        _check_read_once(found, folder, read_from)
         samples += found
         left_out += not_used
     return Dataset(
@@ -164,8 +159,19 @@ def scan(
     )
 
 
+def _check_read_once(samples: Sequence[Sample], folder: str, read_from: dict[str, str]) -> None:
+    """Refuse a clip that another folder has as well; `read_from` is the folder of each file so far, and is updated."""
+    for sample in samples:
+        # The same clip under two ids could be in the validation set under one and trained on under the other.
+        if (other := read_from.setdefault(os.path.abspath(sample.media), folder)) != folder:
+            raise UserError(
+                f"{sample.media} is read from {other} and again from {folder}; name folders that do not overlap in "
+                "data.folders, and raise a number in data.repeats to use clips more often"
+            )
+
+
 class _LeftOut(NamedTuple):
-    """Something that is no sample."""
+    """A file or line that was left out."""
 
     name: str
     reason: str
@@ -173,15 +179,15 @@ class _LeftOut(NamedTuple):
 
 
 def _scan_folder(reader: "_Reader", key: str) -> tuple[list[Sample], list[_LeftOut]]:
-    """The samples of one folder, and what was left out of it."""
+    """The samples of one folder, and the files that were left out."""
     config, folder = reader.config, Path(reader.config.folder)
-    beside = control_folders(config.controls, reader.columns)
-    for name, place in beside.items():
+    control_paths = control_folders(config.controls, reader.columns)
+    for name, place in control_paths.items():
         if place.resolve() == folder.resolve():
             raise UserError(f"data.controls {name} is {key} {folder} itself; put the files into a folder of their own")
-    by_id = _entries_by_id(reader, beside)
+    by_id = _entries_by_id(reader, control_paths)
     references, unused = references_by_name(config, by_id)
-    controls, also_unused = controls_by_name(beside, reader.columns, by_id, folder)
+    controls, also_unused = controls_by_name(control_paths, reader.columns, by_id, folder)
     samples: list[Sample] = []
     problems: list[tuple[str, UserError]] = []
     for id, entries in sorted(by_id.items()):
@@ -189,12 +195,12 @@ def _scan_folder(reader: "_Reader", key: str) -> tuple[list[Sample], list[_LeftO
             samples += reader.samples(id, entries, references.get(id, ()), controls.get(id, {}))
         except UserError as error:
             problems.append((entries[0].media, error))
-    # a.mp4 with two windows makes a#0 and a#1, and somebody may have a file called a#0.mp4.
+    # a.mp4 with two windows makes a#0 and a#1, which could also be the id of a file named a#0.mp4.
     media = {sample.id: sample.media for sample in samples}
     for sample in samples:
         if media[sample.id] != sample.media:
             raise UserError(
-                f"{sample.media} and {media[sample.id]} both make a sample {sample.id!r}, as windows are named; rename one of the files"
+                f"{sample.media} and {media[sample.id]} both get the sample id {sample.id!r} (#0, #1, … number windows); rename one of the files"
             )
     _stop_at(config, [error for _, error in problems])
     left_out = [
@@ -202,22 +208,24 @@ def _scan_folder(reader: "_Reader", key: str) -> tuple[list[Sample], list[_LeftO
         for name, error in problems
     ]
     left_out += [_LeftOut(printable(name), "no sample has this name", "unused") for name in unused + also_unused]
+    # With nothing left a run would fail later and less clearly, so even data.on_bad = "skip" does not go on here.
     if not samples:
         accepted = " ".join(sorted(VIDEO_SUFFIXES | IMAGE_SUFFIXES))
         reason = f"first of {len(problems)}: {problems[0][1]}" if problems else f"no media file; accepted: {accepted}"
-        message = f"{key} {folder} has nothing to train on ({reason})"
+        message = f"{key} {folder} has no usable sample ({reason})"
         raise NothingToTrain(message, [each[:2] for each in left_out], [each.kind for each in left_out])
     return samples, left_out
 
 
-def _entries_by_id(reader: "_Reader", beside: Mapping[str, Path]) -> dict[str, list[Record]]:
-    """What a folder names, by the sample that it is; more than one entry of an id is an error later."""
+def _entries_by_id(reader: "_Reader", control_paths: Mapping[str, Path]) -> dict[str, list[Record]]:
+    """The records of a folder by sample id; two records with one id are reported later, as an error of that sample."""
     config, folder = reader.config, Path(reader.config.folder)
     lines = Reader(
         folder=folder,
         allow_outside=config.allow_outside,
         captions=config.captions,
-        skip=[*([Path(config.references)] if config.references else []), *beside.values()],
+        # These folders may be inside the dataset folder, and their files are not samples.
+        skip=[*([Path(config.references)] if config.references else []), *control_paths.values()],
         columns=reader.columns,
         edits=reader.reference_size is not None,
         image_folders=config.image_folders,
@@ -233,7 +241,7 @@ def _check_folder(folder: str, key: str, config: DataConfig) -> None:
         raise UserError(f"{key} is not set; name the folder of your clips and captions")
     found = status(Path(folder))
     if found is None or not stat.S_ISDIR(found.st_mode):
-        raise UserError(f"{key} {folder} does not exist or is no folder; correct the path")
+        raise UserError(f"{key} {folder} does not exist or is not a folder; correct the path")
     references = Path(config.references)
     if config.references and status(references) and references.resolve() == Path(folder).resolve():
         raise UserError(f"data.references is {key} {folder} itself; put the references into a folder of their own")
@@ -244,7 +252,7 @@ def _check_settings(config: DataConfig, *, frame_step: int, size_step: int) -> N
         several = f"data.frame_buckets = {list(config.frame_buckets)}: {frames}"
         what = several if config.frame_buckets else f"data.frames = {frames}"
         if frame_step == 0 and frames != 1:
-            raise UserError(f"data.frames = {frames}: this model knows still images alone; set 1")
+            raise UserError(f"data.frames = {frames}: this model takes still images only; set 1")
         if frame_step and (frames - 1) % frame_step:
             below = 1 + (frames - 1) // frame_step * frame_step
             raise UserError(f"{what} is not 1 + k * {frame_step}; set {below} or {below + frame_step}")
@@ -257,7 +265,7 @@ def _check_settings(config: DataConfig, *, frame_step: int, size_step: int) -> N
 
 
 def _sizes(config: DataConfig, size_step: int) -> tuple[Size, ...]:
-    """The sizes that there are."""
+    """The sizes that samples may have: one, or those of the buckets."""
     if not config.buckets:
         return ((config.height, config.width),)
     step = config.bucket_step or 4 * size_step
@@ -265,32 +273,32 @@ def _sizes(config: DataConfig, size_step: int) -> tuple[Size, ...]:
 
 
 def _identifier(folder: Path, entry: Record) -> str:
-    """The sample id of an entry; a broken line of metadata keeps its place as id."""
+    """The sample id of a record; for a broken line of metadata, its file and line number."""
     if entry.problem is not None:
         return entry.media
     path = Path(os.path.normpath(folder / entry.media))
-    # Metadata may name a file by its absolute path, through the folder as given or as its links resolve.
+    # Metadata may name a file by its absolute path, with the folder as configured or with its links resolved.
     for root in (os.path.normpath(folder), folder.resolve()):
         if path.is_relative_to(root):
             path = path.relative_to(root)
-    if not path.name:  # the folder itself has no name
+    if not path.name:  # the record names the dataset folder itself
         return entry.media
     return (path.with_suffix("") if path.suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES else path).as_posix()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Reader:
-    """Checks entries, one by one."""
+    """Checks the records of one folder, one by one."""
 
     config: DataConfig
-    """Of one folder."""
+    """The `[data]` section, reduced to this folder."""
     frame_step: int
     fps: float
     reference_size: ReferenceSize | None
     columns: Sequence[Column]
     sizes: tuple[Size, ...]
     prefix: str
-    """What ids begin with."""
+    """Start of every sample id: the folder's name if there are several folders."""
 
     def samples(
         self,
@@ -299,19 +307,22 @@ class _Reader:
         references: tuple[str, ...] | UserError,
         controls: Mapping[str, Control],
     ) -> list[Sample]:
-        """Check one entry, which is a sample for each of its windows; more than one entry means that they share a name.
+        """Check one record, and make a sample for each of its windows.
 
         Args:
-            id: Without the folder's name.
-            entries: What has this id.
-            references: Its images in `data.references`, or why they cannot be used.
+            id: Sample id without the folder's name.
+            entries: The records with this id; more than one is an error.
+            references: Its images in `data.references`, or the reason why they cannot be used.
             controls: Its files in `data.controls` by column.
+
+        Raises:
+            UserError: If the record cannot be used.
         """
         entry, folder = entries[0], Path(self.config.folder)
         if len(entries) > 1:
             if len({os.path.normpath(each.media) for each in entries}) == 1:
                 raise UserError(
-                    f"{entry.media} is listed {len(entries)} times in {folder}; give it one line, with a list of its captions in .jsonl or .json"
+                    f"{entry.media} is listed {len(entries)} times in {folder}; list it once, with a list of its captions in .jsonl or .json"
                 )
             names = " and ".join(each.media for each in entries)
             raise UserError(f"{names} in {folder} have the same name {id!r}; rename or remove all but one")
@@ -319,19 +330,19 @@ class _Reader:
             raise entry.problem
         _check_name(id)
         inside(folder, entry.media, allow_outside=self.config.allow_outside)
-        # The link, not what it leads to: caches of downloaded datasets link to files without extensions.
+        # Keep the link, not its target: caches of downloaded datasets link to files without extensions.
         media = folder / entry.media
         kind = media_kind(media)
         if kind == "video" and self.frame_step == 0:
             raise UserError(
-                f"{media} is a video, and this model knows still images alone; convert it to pictures or remove it"
+                f"{media} is a video, but this model takes still images only; convert it to images or remove it"
             )
         if media.is_dir() and media.suffix.lower() not in VIDEO_SUFFIXES | IMAGE_SUFFIXES:
             self._check_image_folder(media)
-        # Timestamps of the first window are enough where no other is taken: reading all of a long file takes seconds.
+        # If only the first window is used, its timestamps are enough: reading a long file to the end takes seconds.
         whole = self.config.windows != "first"
-        # The first of three openings of a file (its content's hash and its decoding follow, in `encoding`): what is
-        # wrong shows before anything slow begins.
+        # The file is opened three times: here, to hash its content and to decode it (both in `encoding`). Opening it here
+        # reports errors before anything slow begins.
         there = available(media, self.fps, at_most=None if whole else max(self.config.lengths))
         height, width = nearest_size(there.height, there.width, self.sizes)
         windows = [Window(0, 0, 1)] if kind == "image" else self._windows(media, id, there.frames)
@@ -355,7 +366,7 @@ class _Reader:
 
     def _check_image_folder(self, media: Path) -> None:
         if not self.config.image_folders:
-            raise UserError(f"{media} is a folder; set data.image_folders = true to take its images as one clip")
+            raise UserError(f"{media} is a folder; set data.image_folders = true to read its images as one clip")
         check_inside(media, Path(self.config.folder), allow_outside=self.config.allow_outside)
 
     def _windows(self, media: Path, id: str, there: int) -> list[Window]:
@@ -365,17 +376,17 @@ class _Reader:
         frames = 1 + (there - 1) // self.frame_step * self.frame_step
         if self.config.short_clips != "shorten":
             name = "data.frame_buckets" if self.config.frame_buckets else "data.frames"
-            given = f"{frames} in it" if self.config.frame_buckets else str(frames)
+            remedy = f"add {frames} to {name}" if self.config.frame_buckets else f"set {name} = {frames}"
             raise ShortClip(
-                f"{media} has {there} frames at {self.fps:g} fps, {name} asks for {asked}; "
-                f'set {name} = {given}, or data.short_clips = "shorten" or "skip"'
+                f"{media} has {there} frames at {self.fps:g} fps, but {name} asks for {asked}; "
+                f'{remedy}, or set data.short_clips = "shorten" or "skip"'
             )
         return [Window(0, 0, frames)]
 
     def _controls(
         self, media: Path, entry: Record, named: Mapping[str, Control], windows: Sequence[Window]
     ) -> dict[str, str]:
-        """What goes with a clip, by column."""
+        """The conditions of a clip by column: the path of a file, or a text."""
         found = {}
         for column in self.columns:
             own, other = entry.controls.get(column.name), named.get(column.name)
@@ -384,12 +395,12 @@ class _Reader:
                 raise name
             if own is not None and other is not None:
                 raise UserError(
-                    f"{media} has {column.name} in the metadata and in data.controls; remove one or the other"
+                    f"{media} has {column.name} in the metadata and in data.controls; remove one of the two"
                 )
             if own is None and other is None:
                 if column.required:
                     raise UserError(
-                        f"{media} has no {column.name}, which this model cannot be trained without; name it in the metadata, or in data.controls"
+                        f"{media} has no {column.name}, which this model requires; add it to the metadata, or to data.controls"
                     )
                 continue
             if other is not None and column.kind == "text":
@@ -406,9 +417,9 @@ class _Reader:
         if not (entry.references or named):
             return ()
         if self.reference_size is None:
-            raise NoReferences(f"{media} has references, and this model does not edit pictures; remove them")
+            raise NoReferences(f"{media} has references, but this model does not edit images; remove them")
         if entry.references and named:
-            raise UserError(f"{media} has references in the metadata and in data.references; remove one or the other")
+            raise UserError(f"{media} has references in the metadata and in data.references; remove one of the two")
         folder = Path(self.config.folder if entry.references else self.config.references)
         return checked_references(
             folder, entry.references or named, self.reference_size, allow_outside=self.config.allow_outside
@@ -417,15 +428,15 @@ class _Reader:
 
 def _check_name(id: str) -> None:
     try:
-        id.encode()
+        id.encode()  # ids become file names and keys in JSON
     except UnicodeEncodeError as error:
-        raise UserError(f"{id!r} is no name in UTF-8; rename the file") from error
+        raise UserError(f"{id!r} is not a valid UTF-8 name; rename the file") from error
     if printable(id) != id:
         raise UserError(f"{id!r} has line breaks or control characters in its name; rename the file")
 
 
 def _stop_at(config: DataConfig, problems: list[UserError]) -> None:
-    """Raise the first problem that the configuration does not say to leave out."""
+    """Raise the first problem that the configuration does not skip."""
     for error in problems:
         if isinstance(error, NoReferences):
             raise error
@@ -433,7 +444,7 @@ def _stop_at(config: DataConfig, problems: list[UserError]) -> None:
     short = [error for error in problems if isinstance(error, ShortClip)]
     if bad and config.on_bad == "error":
         others = f"and {len(bad) - 1} more; " if len(bad) > 1 else ""
-        raise UserError(f'{bad[0]} ({others}data.on_bad = "skip" leaves {"them" if others else "it"} out)') from bad[0]
+        raise UserError(f'{bad[0]} ({others}data.on_bad = "skip" skips {"them" if others else "it"})') from bad[0]
     if short and config.short_clips == "error":
         others = f" (and {len(short) - 1} more)" if len(short) > 1 else ""
         raise UserError(f"{short[0]}{others}") from short[0]

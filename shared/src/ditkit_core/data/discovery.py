@@ -1,4 +1,4 @@
-"""Which media files a dataset folder names, and the captions of each: a metadata file, two lists of lines, or a text beside each clip."""
+"""Finding the media files of a dataset folder and their captions: in a metadata file, in two parallel lists, or in a text next to each clip."""
 
 import functools
 import json
@@ -19,18 +19,21 @@ METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.json")
 _PARQUET = "metadata.parquet"
 MEDIA_LISTS = ("videos.txt", "video.txt", "images.txt", "image.txt")
 CAPTION_LISTS = ("prompts.txt", "prompt.txt", "captions.txt", "caption.txt")
-"""Line i of a list of media belongs to line i of a list of captions."""
+"""Line i of a caption list is the caption of line i of a media list."""
 CAPTION_SUFFIXES = (".txt", ".caption")
-"""Of the file with the caption beside a clip: the first that is there is read, the others are not."""
+"""Extensions of the caption file next to a clip; the first one that exists is read."""
 
 
 def list_records(reader: Reader, metadata: str) -> list[Record]:
-    """Everything that a dataset folder names, in a fixed order; problems of single entries are part of the list.
+    """The records of a dataset folder, in a fixed order; errors in single entries are part of the list.
 
     Args:
         reader: How the folder is read.
-        metadata: A .jsonl, .csv or .json file or a list of media with a list of captions beside it, relative to the folder; empty: the
-            one of them that is there, otherwise every media file with a caption of the same name beside it.
+        metadata: A .jsonl, .csv or .json file, or a media list with a caption list next to it, relative to the folder. If empty, the
+            one that the folder has is used, otherwise every media file with a caption file of the same name next to it.
+
+    Returns:
+        The records in the order of the file, or of the sorted paths.
 
     Raises:
         UserError: If the metadata as a whole cannot be used.
@@ -39,45 +42,48 @@ def list_records(reader: Reader, metadata: str) -> list[Record]:
     found = [metadata] if metadata else lists_of(folder, skip=reader.skip, image_folders=reader.image_folders)
     if len(found) > 1:
         raise UserError(
-            f"{folder} has {'both ' * (len(found) == 2)}{' and '.join(found)}; name the right one in data.metadata"
+            f"{folder} has {'both ' * (len(found) == 2)}{' and '.join(found)}; set data.metadata to the right one"
         )
     if not found:
-        return list(_beside(reader))
+        return list(_caption_files(reader))
     path = folder / found[0]
     at_path = status(path)
     if at_path is None:
         raise UserError(f"data.metadata {path} does not exist; correct the path or leave data.metadata empty")
     if not stat.S_ISREG(at_path.st_mode):
-        raise UserError(f"metadata {path} is a folder or no plain file; rename it or remove it")
+        raise UserError(f"metadata {path} is not a regular file; rename it or remove it")
     readers = {".jsonl": json_lines, ".csv": csv_rows, ".json": json_list}
     if path.name in MEDIA_LISTS:
         readers[".txt"] = _line_lists
     if path.suffix.lower() == ".parquet":
         raise UserError(
-            f'{path} is a Parquet table, which is not read here; write it as metadata.jsonl, with pandas: to_json(…, orient="records", lines=True)'
+            f'{path} is a Parquet table, which is not supported; convert it to metadata.jsonl, with pandas: to_json(…, orient="records", lines=True)'
         )
     if path.suffix.lower() not in readers:
-        lists = f"{', '.join(MEDIA_LISTS)} with {CAPTION_LISTS[0]} beside it"
-        raise UserError(f"data.metadata {path} is of no known kind; accepted are {', '.join(readers)}, and {lists}")
+        lists = f"{', '.join(MEDIA_LISTS)} with {CAPTION_LISTS[0]} next to it"
+        raise UserError(f"data.metadata {path} has an unknown format; accepted are {', '.join(readers)}, and {lists}")
     entries = list(readers[path.suffix.lower()](reader, path, read_text(path)))
     if not entries:
-        raise UserError(f"{path} lists nothing; write a line for each clip, or remove it")
+        raise UserError(f"{path} lists no clips; write a line for each clip, or remove the file")
     return entries
 
 
 def lists_of(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool = False) -> list[str]:
-    """Names of the files in a dataset folder that list its clips and captions; one, if any, unless it is to be said which.
+    """Names of the files in a dataset folder that list its clips and captions.
 
-    Metadata goes before texts beside the clips, and these before two lists of lines and a Parquet table: what a folder has beside what
-    is read of it changes nothing.
+    Metadata takes precedence over caption files next to the clips, and those over parallel lists and a Parquet table. So a notes file
+    that happens to be in the folder does not change what is read.
 
     Args:
         folder: The dataset folder.
-        skip: Folders whose media are no samples.
-        image_folders: Whether a folder of numbered images is a clip.
+        skip: Folders whose media are not samples.
+        image_folders: Whether a folder of numbered images counts as one clip.
+
+    Returns:
+        Usually one name or none; several if `data.metadata` has to choose.
 
     Raises:
-        UserError: If it cannot be told.
+        UserError: If the folder cannot be read.
     """
     if found := [name for name in METADATA_NAMES if status(folder / name) is not None]:
         return found
@@ -90,14 +96,14 @@ def lists_of(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool = F
 
 
 def _both_lists(folder: Path, image_folders: bool) -> list[str]:
-    """The lists of media of a folder that has lists of captions as well."""
-    # Either list alone may be notes of somebody: only both together say that the folder is described by lists.
+    """The media lists of a folder that has caption lists as well."""
+    # A single list may be somebody's notes. Only both together mean that lists describe the folder.
     captions = _lists_in(folder, CAPTION_LISTS, image_folders)
     return _lists_in(folder, MEDIA_LISTS, image_folders) if captions else []
 
 
 def _lists_in(folder: Path, accepted: Collection[str], image_folders: bool) -> list[str]:
-    """Names of the lists that a folder has: a text next to a clip or image of the same name is the caption of that."""
+    """Names of the lists in a folder; a text next to a clip or image of the same name is its caption and not a list."""
     names = _names(folder)
     media = {Path(name).stem for name in names if Path(name).suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES}
     lists = [name for name in names if name in accepted and Path(name).stem not in media]
@@ -105,7 +111,7 @@ def _lists_in(folder: Path, accepted: Collection[str], image_folders: bool) -> l
 
 
 def _names(folder: Path) -> list[str]:
-    """What a folder contains, in order; nothing where it cannot be read."""
+    """The sorted names in a folder; empty if it cannot be read."""
     try:
         return sorted(os.listdir(folder))
     except OSError:
@@ -113,7 +119,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _texts_of(folder: Path, media: str) -> list[str]:
-    """The files with a caption that lie beside a media file or folder of images."""
+    """The caption files next to a media file or folder of images."""
     stem = _stem(media)
     return [f"{stem}{suffix}" for suffix in CAPTION_SUFFIXES if _is_file(folder / f"{stem}{suffix}")]
 
@@ -122,7 +128,8 @@ def _stem(media: str) -> str:
     return str(Path(media).with_suffix("")) if _called_like_media(Path(media).name) else media
 
 
-def _beside(reader: Reader) -> Iterator[Record]:
+def _caption_files(reader: Reader) -> Iterator[Record]:
+    """The records of a folder without metadata: every media file, with the caption in a text file next to it."""
     folder = reader.folder
     lists, shots = _hint_at_lists(reader), functools.partial(_hint_at_shots, reader)
     nothing = True
@@ -151,28 +158,28 @@ def _is_file(path: Path) -> bool:
 
 
 def _hint_at_tables(folder: Path) -> None:
-    """Where there is no media file, but a table that may hold them.
+    """Explain a folder without media files that has a Parquet table, which may contain them.
 
     Raises:
-        UserError: Naming the table.
+        UserError: If there is such a table; the message names it.
     """
     table = next((each for pattern in ("*.parquet", "*/*.parquet") for each in sorted(folder.glob(pattern))), None)
     if table is not None:
         raise UserError(
-            f"{folder} has no media file, but {table.relative_to(folder)}, a Parquet table, which is not read here; write its pictures or "
+            f"{folder} has no media files, only {table.relative_to(folder)}: Parquet tables are not supported; write the images or "
             "clips to files, and their names and captions to metadata.jsonl"
         )
 
 
 def _hint_at_lists(reader: Reader) -> str:
-    """Where a caption is missing, and a file may list them: which setting names it, or what belongs beside it."""
+    """End of the message on a missing caption: the setting for a file that may list captions, or the list that is missing."""
     folder = reader.folder
     if both := _both_lists(folder, reader.image_folders):
-        return f', or set data.metadata = "{both[0]}" if clips and captions are listed, and not beside each other'
+        return f', or set data.metadata = "{both[0]}" if that lists the clips'
     names = _names(folder)
     if half := _lists_in(folder, (*MEDIA_LISTS, *CAPTION_LISTS), reader.image_folders)[:1]:
         other, what = (CAPTION_LISTS[0], "clips") if half[0] in MEDIA_LISTS else (MEDIA_LISTS[0], "captions")
-        return f", or {other} beside {half[0]}, line by line, if that lists {what}"
+        return f", or, if {half[0]} lists {what}, write {other} next to it, line by line"
     kinds = {Path(name).suffix for name in METADATA_NAMES}
     found = [name for name in names if Path(name).suffix.lower() in kinds]
     if not found or any(name.lower().endswith(".txt") for name in names):
@@ -181,17 +188,17 @@ def _hint_at_lists(reader: Reader) -> str:
 
 
 def _hint_at_shots(reader: Reader, media: str) -> str:
-    """Where the folder of an image has a caption: that it may be a clip, or why it is none."""
+    """End of the message on an image without a caption whose folder has one: the folder may be meant as one clip."""
     shot = Path(media).parent.as_posix()
     if Path(media).suffix.lower() not in IMAGE_SUFFIXES or not (reader.folder / f"{shot}.txt").is_file():
         return ""
     if not reader.image_folders:
         return f", or set data.image_folders = true if {shot} is one clip"
-    return f", or leave nothing but images that are numbered alike in {shot}, which is no clip as it is"
+    return f", or, if {shot} is one clip, leave only consistently numbered images in it"
 
 
 def names_of(folders: Sequence[str]) -> list[str]:
-    """What the ids of each folder begin with: its name, with as much of its path as tells it from the others; "" for one alone."""
+    """The start of sample ids for each folder: its name, with as much of its path as makes it unique; "" if there is only one folder."""
     if len(folders) == 1:
         return [""]
     parts = [Path(os.path.abspath(folder)).parts for folder in folders]
@@ -205,17 +212,20 @@ def names_of(folders: Sequence[str]) -> list[str]:
 
 
 def media_files(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool = False) -> Iterator[str]:
-    """Relative paths of media files, and of folders called like one; hidden ones are ignored, links followed once.
+    """Relative paths of media files, and of folders with the name of one; hidden ones are ignored, links followed once.
 
     Args:
-        folder: Where to look, subfolders included.
-        skip: Folders that are not looked into.
-        image_folders: Whether a subfolder of numbered images alone is named in place of its images.
+        folder: Folder to search, with its subfolders.
+        skip: Folders that are not searched.
+        image_folders: Whether a subfolder that contains only numbered images is listed instead of its images.
+
+    Raises:
+        UserError: If a folder cannot be read.
     """
     visited = {os.path.realpath(each) for each in skip}
     for place, folders, names in os.walk(folder, onerror=_cannot_list, followlinks=True):
         real = os.path.realpath(place)
-        # A link may lead back to a folder above it, or two links to one folder, whose clips would be there twice.
+        # A link may lead back to a folder above it, which would never end. Two links to one folder would list its clips twice.
         if real in visited:
             folders.clear()
             continue
@@ -226,7 +236,7 @@ def media_files(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool 
         for name in sorted(folders + names):
             if _called_like_media(name):
                 yield Path(place, name).relative_to(folder).as_posix()
-        # In place, because os.walk goes on with this very list; sorted, because the order of a file system is nobody's.
+        # In place, because os.walk continues with this list; sorted, because the order of a file system is arbitrary.
         folders[:] = sorted(name for name in folders if not name.startswith(".") and not _called_like_media(name))
 
 
@@ -241,10 +251,10 @@ def _cannot_list(error: OSError) -> None:
 
 
 def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Record]:
-    """The entries of a list of media and the list of captions next to it.
+    """The records of a media list and the caption list next to it.
 
     Raises:
-        UserError: If there is no list of captions, or several, or one of another length: which lines belong together cannot be told.
+        UserError: If there is no caption list, or several, or one of another length: then it is unclear which lines belong together.
     """
     captions = _caption_list(reader, path)
     clips, texts = _lines(text), _lines(read_text(captions))
@@ -252,13 +262,14 @@ def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Record]:
         empty = next(
             ((file, each.index("") + 1) for file, each in ((captions, texts), (path, clips)) if "" in each), None
         )
-        remedy = "write each caption in one line, and one for each file"
+        remedy = "write one caption per file, each on one line"
         if empty is not None:
             remedy = f"line {empty[1]} of {empty[0].name} is empty: remove it, or fill it in"
         raise UserError(
-            f"{path} has {len(clips)} lines and {captions} {len(texts)}, and line i of one belongs to line i of the other; {remedy}"
+            f"{path} has {len(clips)} lines but {captions} has {len(texts)}: line i of one belongs to line i of the other; {remedy}"
         )
-    whole = replace(reader, captions="whole")  # a caption may hold what Python calls the end of a line
+    # Each line is one caption: with data.captions = "lines" U+2028 and the like would split it again.
+    whole = replace(reader, captions="whole")
     for line, (media, caption) in enumerate(zip(clips, texts, strict=True), start=1):
         if not (media or caption):
             continue
@@ -266,7 +277,7 @@ def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Record]:
         try:
             if not media:
                 raise UserError(
-                    f"{where} is empty, and {captions.name} has a caption there; name its file, or remove both"
+                    f"{where} is empty, but {captions.name} has a caption there; name its file, or remove both lines"
                 )
             split = whole.split(f"{captions} line {line}", [caption])
             reader.check_media(where, [media])
@@ -276,11 +287,11 @@ def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Record]:
 
 
 def _caption_list(reader: Reader, media: Path) -> Path:
-    """The one list of captions next to a list of media."""
+    """The caption list next to a media list."""
     found = _lists_in(media.parent, CAPTION_LISTS, reader.image_folders)
     if not found:
         raise UserError(
-            f"{media} lists clips, and no list of their captions is beside it; write one to "
+            f"{media} lists clips, but there is no caption list next to it; write one to "
             f"{media.parent / CAPTION_LISTS[0]}, line by line"
         )
     if len(found) > 1:
@@ -292,7 +303,7 @@ def _caption_list(reader: Reader, media: Path) -> Path:
 
 
 def _lines(text: str) -> list[str]:
-    """The lines without spaces around them, and without empty ones at the end."""
+    """The stripped lines, without empty ones at the end."""
     lines = [line.strip() for line in re.split(r"\r\n|\r|\n", text)]
     while lines and not lines[-1]:
         lines.pop()

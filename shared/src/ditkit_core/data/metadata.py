@@ -1,4 +1,4 @@
-"""What each line of a dataset says: its clip, captions, references and conditions, read from JSON lines, a JSON list or CSV."""
+"""Reading metadata files (JSON lines, a JSON list or CSV) into records: clip, captions, references and conditions of each line."""
 
 import csv
 import functools
@@ -27,51 +27,51 @@ from ditkit_core.io.files import refuse_backslashes
 from ditkit_core.models.conditions import Column
 
 MOST_CHARACTERS = 50_000
-"""Of a caption. Text encoders read a few hundred words; what is longer is another file."""
+"""Limit on a caption. Text encoders read a few hundred words; a longer text is probably the wrong file."""
 
 _LIST = re.compile(r"\s*\[\s*[\]\"']")
-"""How a list of paths begins, of JSON or (to be told) of Python."""
+"""Start of a list of paths in JSON. Single quotes match too, so that a list in Python's syntax gets a message and is not taken for a file name."""
 
 _OTHER = (*MEDIA_COLUMNS, *CAPTION_COLUMNS, *REFERENCE_COLUMNS, *OF_THE_MODEL)
 
 CaptionMode = Literal["whole", "lines"]
-"""Whether a text is one caption, or each of its lines is one."""
+"""Whether a text is one caption, or each of its lines is a caption."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One line of a dataset: a media file and its captions, or what is wrong with the line."""
+    """One line of a dataset: a media file and its captions, or the error in the line."""
 
     media: str
-    """Path as written, relative to the dataset folder or absolute; the line's place when it names no file."""
+    """Path as written, relative to the dataset folder or absolute; file and line number if the line names no file."""
     captions: tuple[str, ...] = ()
     references: tuple[str, ...] = ()
-    """Paths of the pictures that an instruction starts from, as written, in order."""
+    """Paths of the reference images, as written, in order."""
     controls: Mapping[str, str] = field(default_factory=dict)
-    """By column what goes with the clip: a path as written, or a text."""
+    """Conditions of the clip by column: a path as written, or a text."""
     problem: UserError | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """What is the same for every line of a dataset."""
+    """How the lines of a dataset are read; the same for every line."""
 
     folder: Path
     allow_outside: bool
     captions: CaptionMode
     skip: Sequence[Path]
-    """Folders inside the dataset's whose media are no samples."""
+    """Folders inside the dataset folder whose media are not samples."""
     columns: Sequence[Column]
     edits: bool
     """Whether the model takes references."""
     image_folders: bool
-    """Whether a folder of numbered images is a clip."""
+    """Whether a folder of numbered images counts as one clip."""
 
     def check_media(self, where: str, paths: Sequence[str]) -> None:
-        """Refuse what is no media file by its name, so that the line is told which says so.
+        """Refuse a path that is not a media file by its name. The check is made here so that the message names the line.
 
         Raises:
-            UserError: Naming the path.
+            UserError: If a path has another extension; the message names the line and the path.
         """
         try:
             for path in paths:
@@ -84,10 +84,10 @@ class Reader:
             raise UserError(f"{where}: {error}") from error
 
     def split(self, where: str, texts: Sequence[str]) -> tuple[str, ...]:
-        """The captions of texts, as the configuration reads them.
+        """The captions in some texts: one for each text, or one for each line, as `data.captions` says.
 
         Raises:
-            UserError: If nothing is left of one, or it is no text that can be written.
+            UserError: If a text is empty, too long, or not valid UTF-8.
         """
         found = []
         for text in texts:
@@ -97,20 +97,21 @@ class Reader:
                 raise UserError(f"{where} is empty; fill it in or remove the clip")
             if len(text) > MOST_CHARACTERS:
                 raise UserError(
-                    f"{where} has {len(text)} characters, no caption is so long; shorten it, or name the right file"
+                    f"{where} has {len(text)} characters, too many for a caption; shorten it, or name the right file"
                 )
             if "\0" in text:
-                raise UserError(f"{where} has null bytes, as UTF-16 and binary files do; save it again as UTF-8")
+                raise UserError(f"{where} has null bytes, like a UTF-16 or binary file; save it as UTF-8")
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                raise UserError(f"{where} has half of a character (a lone surrogate); correct the text") from error
+                raise UserError(f"{where} contains a lone surrogate (half of a character); correct the text") from error
             found += kept
         return tuple(found)
 
 
 def json_lines(reader: Reader, path: Path, text: str) -> Iterator[Record]:
-    """The entries of a file with a JSON object in each line."""
+    """The records of a file with one JSON object per line."""
+    # Not splitlines(): it also splits at U+2028 and others, which JSON allows inside a string.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -118,7 +119,7 @@ def json_lines(reader: Reader, path: Path, text: str) -> Iterator[Record]:
         try:
             row = json.loads(line, object_pairs_hook=functools.partial(_object, where))
             if not isinstance(row, dict):
-                raise UserError(f'{where} is no JSON object; write {{"file_name": "clip.mp4", "text": "caption"}}')
+                raise UserError(f'{where} is not a JSON object; write {{"file_name": "clip.mp4", "text": "caption"}}')
             yield _row(reader, where, row, _json_paths)
         except json.JSONDecodeError as error:
             reason = f"{error.msg}, column {error.colno}"
@@ -126,30 +127,32 @@ def json_lines(reader: Reader, path: Path, text: str) -> Iterator[Record]:
         except RecursionError:
             yield Record(media=where, problem=UserError(f"{where} is nested too deeply; correct the line"))
         except ValueError:  # Python's limit on the digits of an integer
-            yield Record(media=where, problem=UserError(f"{where} has a number of too many digits; correct the line"))
+            yield Record(media=where, problem=UserError(f"{where} has a number with too many digits; correct the line"))
         except UserError as error:
             yield Record(media=where, problem=error)
 
 
 def json_list(reader: Reader, path: Path, text: str) -> Iterator[Record]:
-    """The entries of a JSON list of objects.
+    """The records of a JSON list of objects.
 
     Raises:
-        UserError: If it is none.
+        UserError: If the text is not a JSON list; errors in single entries are part of the records.
     """
     try:
         rows = json.loads(text, object_pairs_hook=functools.partial(_object, str(path)))
     except json.JSONDecodeError as error:
         raise UserError(f"{path} line {error.lineno} is not valid JSON ({error.msg}); correct the file") from error
     except (RecursionError, ValueError) as error:  # ValueError: Python's limit on the digits of an integer
-        raise UserError(f"{path} is nested too deeply, or has a number of too many digits; correct the file") from error
+        raise UserError(
+            f"{path} is nested too deeply or has a number with too many digits; correct the file"
+        ) from error
     if not isinstance(rows, list):
-        raise UserError(f'{path} is no JSON list; write [{{"file_path": "clip.mp4", "text": "caption"}}, …]')
+        raise UserError(f'{path} is not a JSON list; write [{{"file_path": "clip.mp4", "text": "caption"}}, …]')
     for number, row in enumerate(rows, start=1):
         where = f"{path} entry {number}"
         try:
             if not isinstance(row, dict):
-                raise UserError(f'{where} is no JSON object; write {{"file_path": "clip.mp4", "text": "caption"}}')
+                raise UserError(f'{where} is not a JSON object; write {{"file_path": "clip.mp4", "text": "caption"}}')
             yield _row(reader, where, row, _json_paths)
         except UserError as error:
             yield Record(media=where, problem=error)
@@ -157,6 +160,7 @@ def json_list(reader: Reader, path: Path, text: str) -> Iterator[Record]:
 
 def _object(where: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
+    # json.loads keeps the last of two equal keys: one caption would silently replace the other.
     if len(found) < len(pairs):
         twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
         raise UserError(f"{where} has {twice!r} twice; remove one")
@@ -164,10 +168,10 @@ def _object(where: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def csv_rows(reader: Reader, path: Path, text: str) -> Iterator[Record]:
-    """The entries of a table with its columns' names in the first line.
+    """The records of a CSV table whose first line names the columns.
 
     Raises:
-        UserError: If it is none, or its columns cannot be used.
+        UserError: If the text is not valid CSV, or its columns cannot be used; errors in single lines are part of the records.
     """
     rows = csv.DictReader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True)
     try:
@@ -182,9 +186,9 @@ def csv_rows(reader: Reader, path: Path, text: str) -> Iterator[Record]:
         for row in rows:
             where = f"{path} line {rows.line_num}"
             try:
-                if None in row:
+                if None in row:  # DictReader collects surplus fields under the key None
                     raise UserError(
-                        f"{where} has more fields than the header; put captions with commas in double quotes"
+                        f"{where} has more fields than the header; put captions that contain commas in double quotes"
                     )
                 given = {name: _csv_list(f"{where}: {name!r}", row[name]) for name in lists}
                 yield _row(reader, where, {**row, **given}, _csv_paths)
@@ -197,7 +201,7 @@ def csv_rows(reader: Reader, path: Path, text: str) -> Iterator[Record]:
 def _row(
     reader: Reader, where: str, row: Mapping[str, object], paths: Callable[[str, object], tuple[str, ...]]
 ) -> Record:
-    """The entry of one row of metadata; `paths` reads its reference column."""
+    """The record of one row of metadata; `paths` reads its reference columns."""
     headers = control_headers(where, row, reader.columns, media=media_columns(row), other=_OTHER)
     plain = {name: value for name, value in row.items() if name not in headers}
     column = only_column(where, plain, media_columns(plain), "media")
@@ -219,14 +223,14 @@ def _reference_columns(reader: Reader, where: str, headers: Collection[str]) -> 
 
 
 def _json_paths(where: str, given: object) -> tuple[str, ...]:
-    """One path, a list of them, or null for none."""
+    """The paths in a JSON value: one path, a list of paths, or null for none."""
     if given is None or given == []:
         return ()
     return _texts(where, given if isinstance(given, list) else [given])
 
 
 def _csv_paths(where: str, given: object) -> tuple[str, ...]:
-    """One path, several as a JSON list, or nothing."""
+    """The paths in a CSV field: one path, a JSON list of paths, or nothing."""
     if not isinstance(given, str) or not given.strip():
         return ()
     if not given.lstrip().startswith("["):
@@ -234,17 +238,17 @@ def _csv_paths(where: str, given: object) -> tuple[str, ...]:
     try:
         return _json_paths(where, json.loads(given))
     except ValueError as error:
-        raise UserError(f'{where} is no JSON list; write one path, or ["first.png", "second.png"]') from error
+        raise UserError(f'{where} is not a JSON list; write one path, or ["first.png", "second.png"]') from error
 
 
 def _csv_list(where: str, given: object) -> object:
-    """A field that may be a list, as that or as written: the name of a file may begin with a bracket."""
+    """The list in a CSV field, or the field as written: the name of a single file may also begin with a bracket."""
     return list(_csv_paths(where, given)) if isinstance(given, str) and _LIST.match(given) else given
 
 
 def _texts(where: str, values: Sequence[object]) -> tuple[str, ...]:
-    """Values that are texts with something in them, at least one."""
+    """The values as stripped texts; there must be at least one, and none may be empty."""
     texts = tuple(value.strip() for value in values if isinstance(value, str) and value.strip())
     if not texts or len(texts) < len(values):
-        raise UserError(f"{where} is empty or no text; fill it in or remove the line")
+        raise UserError(f"{where} is empty or not a text; fill it in or remove the line")
     return texts

@@ -1,4 +1,4 @@
-"""Which parts of a video file are clips to train on: a function of its length, its name and the configuration."""
+"""Windows: the parts of a video file that are used as clips. They depend only on its length, its name and the configuration."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,26 +8,31 @@ from ditkit_core.io.rng import seed_of
 
 
 class Window(NamedTuple):
-    """A part of a file, in frames of the rate that clips are read at."""
+    """A part of a file, counted in frames at the rate that clips are read at."""
 
     number: int
-    """Which of the file's; the same however many there are of random ones."""
+    """Index among the file's windows; the same index gives the same random window however many are asked for."""
     first: int
+    """First frame."""
     frames: int
+    """Number of frames."""
 
 
 def longest_that_fits(there: int, lengths: Sequence[int]) -> int:
-    """The longest of the lengths (longest first) that a file of so many frames fills; 0: it fills none."""
+    """The longest of the lengths (sorted, longest first) that fits into a file of `there` frames; 0 if none fits."""
     return next((length for length in lengths if length <= there), 0)
 
 
 def windows_of(there: int, config: DataConfig, name: str) -> list[Window]:
-    """The windows of a file, no two alike.
+    """The different windows of a file.
 
     Args:
-        there: Frames that it has at the rate of the clips; enough for one window.
+        there: Number of frames of the file at the clips' frame rate; enough for one window.
         config: The `[data]` section.
-        name: The file's id, by which random windows are drawn.
+        name: Id of the file, which seeds random windows.
+
+    Returns:
+        The windows in order of number.
     """
     frames = longest_that_fits(there, config.lengths)
     assert frames, "shorter than every length"
@@ -40,12 +45,12 @@ def windows_of(there: int, config: DataConfig, name: str) -> list[Window]:
         firsts = [seed_of(config.seed, "window", name, i) % (room + 1) for i in range(count)]
     else:
         firsts = [0]
-    # A window keeps its number where an equal one was left out, so that its name, and with it the cache, stays.
+    # Duplicates are dropped without renumbering the rest: the number is part of the sample's name, and so of its cache key.
     return [Window(i, first, frames) for i, first in enumerate(firsts) if first not in firsts[:i]]
 
 
 def _one_after_the_other(there: int, lengths: Sequence[int]) -> list[Window]:
-    """Windows without a gap, each the longest that what is left fills; what fills none is left over."""
+    """Windows without gaps, each the longest that fits into the remaining frames; a remainder that is too short is dropped."""
     found: list[Window] = []
     at = 0
     while frames := longest_that_fits(there - at, lengths):

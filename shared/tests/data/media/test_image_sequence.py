@@ -59,7 +59,7 @@ def test_every_frame_that_there_is_can_be_read(tmp_path: Path, fps: float, own: 
     count = available(folder, fps).frames
     clip = read_clip(folder, frames=count, fps=fps, height=16, width=16)
     assert levels(clip)[0] == 0 and max(levels(clip)) <= 4
-    with pytest.raises(UserError, match="has 5 images, a frame at"):
+    with pytest.raises(UserError, match="has 5 images, but a frame at"):
         read_clip(folder, frames=count + 2, fps=fps, height=16, width=16)
 
 
@@ -86,9 +86,7 @@ def test_a_folder_that_is_no_clip_is_told_why(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="or set data.image_folders = true if shot is one clip"):
         look(tmp_path / "set", image_folders=False)
     (tmp_path / "set" / "shot" / "Thumbs.db").write_text("x")
-    with pytest.raises(
-        UserError, match="or leave nothing but images that are numbered alike in shot, which is no clip"
-    ):
+    with pytest.raises(UserError, match="or, if shot is one clip, leave only consistently numbered images in it"):
         look(tmp_path / "set")
 
 
@@ -96,7 +94,7 @@ def test_metadata_may_name_a_folder_where_that_is_allowed(tmp_path: Path) -> Non
     shot(tmp_path / "a")
     (tmp_path / "metadata.csv").write_text("video,text\na,one\n")
     assert [sample.frames for sample in look(tmp_path).samples] == [5]
-    with pytest.raises(UserError, match="a is not a media file by its extension"):
+    with pytest.raises(UserError, match="a does not have the extension of a media file"):
         look(tmp_path, image_folders=False)
 
 
@@ -137,11 +135,11 @@ def rate(text: str) -> Any:
     ("spoil", "said"),
     [
         (missing, "has no image 3, before frame_0004.png; add it"),
-        (another_size, "frame_0004.png and frame_0001.png are of different sizes|frame_0001.png and frame_0004.png"),
+        (another_size, "frame_0004.png and frame_0001.png have different sizes|frame_0001.png and frame_0004.png"),
         (damaged, "frame_0004.png cannot be read as an image"),
-        (rate("fast"), "fps.txt does not say how many images"),
-        (rate("0"), "fps.txt does not say how many images"),
-        (rate("nan"), "fps.txt does not say how many images"),
+        (rate("fast"), "fps.txt does not contain a number of images"),
+        (rate("0"), "fps.txt does not contain a number of images"),
+        (rate("nan"), "fps.txt does not contain a number of images"),
     ],
 )
 def test_a_bad_folder_is_one_line(tmp_path: Path, spoil: Any, said: str) -> None:
@@ -178,5 +176,5 @@ def test_a_named_pipe_among_images_is_said_and_not_waited_for(tmp_path: Path, na
     except (AttributeError, OSError):
         pytest.skip("this system has no named pipes")
     for read in (probe, lambda path: look(path.parent)):
-        with pytest.raises(UserError, match=rf"{name} is no file; remove it"):
+        with pytest.raises(UserError, match=rf"{name} is not a regular file; remove it"):
             read(folder)

@@ -1,7 +1,7 @@
-"""Media files as clips: probing, reading what was on screen when, writing samples.
+"""Media files as clips: probing them, reading their frames by time, writing samples.
 
-Videos go through PyAV, still images through Pillow (libav ignores the orientation in a photograph), folders of numbered images
-image by image. Each comes back as one tensor, an image being a clip of one frame.
+PyAV decodes videos, Pillow decodes still images (libav ignores the orientation of a photograph), and folders of numbered images are read
+image by image. Each file becomes one tensor; an image is a clip of one frame.
 """
 
 import math
@@ -31,12 +31,12 @@ VIDEO_SUFFIXES = frozenset(_COMMON | {".mpg", ".mpeg", ".ts", ".mts", ".m2ts", "
 IMAGE_SUFFIXES = still.SUFFIXES
 
 TRANSFORM_VERSION = 2
-"""Raised when the same file would give other pixels than before; part of the cache key."""
+"""Part of the cache key. Increase it when a change makes the same file give other pixels than before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaInfo:
-    """What a media file holds, as a player would show it."""
+    """Size and duration of a media file, as a player would show it."""
 
     kind: Kind
     width: int
@@ -44,18 +44,18 @@ class MediaInfo:
     height: int
     """Pixels, after rotation."""
     seconds: float
-    """Time from the first frame shown to the end of the last; 0 for an image, and for images of a folder that does not say."""
+    """Seconds from the start of the first frame to the end of the last; 0 for an image, and for a folder of images without `fps.txt`."""
     fps: float
-    """Frames per second on average; 0 as for `seconds`."""
+    """Average frames per second; 0 in the same cases as `seconds`."""
     rotation: int
-    """Anticlockwise degrees (0, 90, 180, 270) that the file asks a player to turn a video; 0 for an image."""
+    """Anticlockwise rotation in degrees (0, 90, 180, 270) that the file asks a player for; 0 for an image."""
 
 
 def media_kind(path: Path) -> Kind:
-    """Video or image, by the file's extension; a folder that is not called like a file is a video of numbered images.
+    """Video or image, by the file's extension; a folder without such an extension is a video of numbered images.
 
     Raises:
-        UserError: If the extension is neither.
+        UserError: If the extension is unknown.
     """
     if not _called_like_media(path):
         found = status(path)
@@ -65,14 +65,14 @@ def media_kind(path: Path) -> Kind:
 
 
 def kind_by_name(path: Path) -> Kind:
-    """The same by the name alone, which need not be there.
+    """Video or image, by the name alone; the file need not exist.
 
     Raises:
-        UserError: If the extension is neither.
+        UserError: If the extension is unknown.
     """
     if not _called_like_media(path):
         accepted = " ".join(sorted(VIDEO_SUFFIXES | IMAGE_SUFFIXES))
-        raise UserError(f"{path} is not a media file by its extension; convert it to one of {accepted}")
+        raise UserError(f"{path} does not have the extension of a media file; convert it to one of {accepted}")
     return "video" if Path(path).suffix.lower() in VIDEO_SUFFIXES else "image"
 
 
@@ -81,10 +81,10 @@ def _called_like_media(path: Path) -> bool:
 
 
 def status(path: Path) -> os.stat_result | None:
-    """What lies at a path, links followed; None if nothing does.
+    """The status of the file at a path, links followed; None if there is no file.
 
     Raises:
-        UserError: If it cannot be told: no permission, links in a circle, a name that no file can have.
+        UserError: If the path cannot be read: no permission, circular links, a name that no file can have.
     """
     try:
         return os.stat(path)
@@ -97,10 +97,10 @@ def status(path: Path) -> os.stat_result | None:
 
 
 def probe(path: Path) -> MediaInfo:
-    """Size and duration of a media file, a video's measured over all of its packets.
+    """Size and duration of a media file; a video is measured over all of its packets.
 
     Raises:
-        UserError: If the file is missing, empty, damaged, without a picture, or not what its extension says.
+        UserError: If the file is missing, empty, damaged, without a video stream, or of another type than its extension.
     """
     if _checked(path) == "image":
         height, width = still.image_size(path)
@@ -122,23 +122,23 @@ def probe(path: Path) -> MediaInfo:
 
 
 class Available(NamedTuple):
-    """What a file has to give at a frame rate."""
+    """The frames that a file contains at some frame rate."""
 
     frames: int
-    """1 for an image."""
+    """Number of frames; 1 for an image."""
     height: int
-    """Pixels, as a player would show them."""
+    """Pixels, after rotation."""
     width: int
-    """Pixels, as a player would show them."""
+    """Pixels, after rotation."""
 
 
 def available(path: Path, fps: float, *, at_most: int | None = None) -> Available:
-    """How many frames a file gives at a frame rate, and how large they are.
+    """Number and size of the frames that a file has at a frame rate.
 
     Args:
         path: A media file.
-        fps: Frames per second to be read at.
-        at_most: Do not look further than for this many frames.
+        fps: Frames per second that the file is read at.
+        at_most: Stop reading when this many frames are found; None reads the whole file.
 
     Raises:
         UserError: As `probe`.
@@ -150,6 +150,7 @@ def available(path: Path, fps: float, *, at_most: int | None = None) -> Availabl
         there = images.frames(fps)
         return Available(there if at_most is None else min(there, at_most), *images.size())
     found = video.survey(path, until_seconds=math.inf if at_most is None else at_most / fps)
+    # Without the slack a duration that is rounded up to a millisecond would count one frame too many.
     frames = max(1, math.ceil((found.timeline.seconds - SLACK_SECONDS) * fps))
     return Available(frames if at_most is None else min(frames, at_most), found.height, found.width)
 
@@ -157,7 +158,7 @@ def available(path: Path, fps: float, *, at_most: int | None = None) -> Availabl
 def read_clip(
     path: Path, *, frames: int, fps: float, height: int, width: int, start_seconds: float = 0.0
 ) -> Float[Tensor, "3 frames height width"]:
-    """Read a clip: frame i is what was on screen at `start_seconds + i / fps`, resized to cover and centre cropped.
+    """Read a clip: frame i is the image shown at `start_seconds + i / fps`, resized to cover the size and centre cropped.
 
     Args:
         path: A media file.
@@ -165,28 +166,28 @@ def read_clip(
         fps: Frames per second of the clip.
         height: Pixels.
         width: Pixels.
-        start_seconds: Time of the first frame, counted from the file's first.
+        start_seconds: Time of the first frame, counted from the file's first frame.
 
     Returns:
         float32 pixels in [-1, 1].
 
     Raises:
-        UserError: If the file cannot be read, or does not hold every one of the frames.
+        UserError: If the file cannot be read, or ends before the last frame.
     """
     clip = torch.empty(3, frames, height, width)
-    for i, picture in enumerate(pictures(path, frames=frames, fps=fps, start_seconds=start_seconds)):
-        clip[:, i] = _fit(picture, height, width)
+    for i, image in enumerate(pictures(path, frames=frames, fps=fps, start_seconds=start_seconds)):
+        clip[:, i] = _fit(image, height, width)
     return clip
 
 
 def pictures(path: Path, *, frames: int, fps: float, start_seconds: float = 0.0) -> Iterator[video.Picture]:
-    """The pictures that a clip is made of, as they are stored; where one stays on screen it is given again, the same object.
+    """The images of a clip at their stored size; if an image stays on screen, the same object is yielded again.
 
-    Args and errors as of `read_clip`.
+    Args, and the errors raised, are those of `read_clip`.
     """
     if _checked(path) == "image":
         if frames != 1:
-            raise UserError(f"{path} is a still image, {frames} frames were asked for; ask for 1")
+            raise UserError(f"{path} is a still image, but {frames} frames were requested; request 1")
         yield still.read_image(path)
         return
     times = [start_seconds + i / fps for i in range(frames)]
@@ -201,15 +202,15 @@ def _checked(path: Path) -> Kind:
             return kind
         raise UserError(f"{path} is a folder, not a media file; rename it or remove it")
     if found is None or not stat.S_ISREG(found.st_mode):
-        raise UserError(f"{path} does not exist or is no file; correct the path")
+        raise UserError(f"{path} does not exist or is not a file; correct the path")
     if found.st_size == 0:
         raise UserError(f"{path} is empty (0 bytes); copy it again or remove it")
     return kind
 
 
-def _fit(picture: video.Picture, height: int, width: int) -> Float[Tensor, "3 height width"]:
+def _fit(image: video.Picture, height: int, width: int) -> Float[Tensor, "3 height width"]:
     """Scale to cover the size (antialiased), crop to the centre, map 0…255 to [-1, 1]."""
-    pixels = torch.from_numpy(np.ascontiguousarray(picture)).permute(2, 0, 1).float()
+    pixels = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1).float()
     scale = max(height / pixels.shape[1], width / pixels.shape[2])
     covering = (max(height, round(pixels.shape[1] * scale)), max(width, round(pixels.shape[2] * scale)))
     if covering != tuple(pixels.shape[1:]):
@@ -220,19 +221,19 @@ def _fit(picture: video.Picture, height: int, width: int) -> Float[Tensor, "3 he
 
 
 def write_video(path: Path, pixels: Float[Tensor, "3 frames height width"], fps: float) -> None:
-    """Write an mp4 (H.264, yuv420p) atomically; an odd last row or column is repeated, since yuv420p has even sizes.
+    """Write an mp4 (H.264, yuv420p) atomically; for an odd size the last row or column is repeated, because yuv420p needs even sizes.
 
     Args:
-        path: The file.
-        pixels: Values in [0, 1]; what lies outside is clamped.
+        path: File to write.
+        pixels: Values in [0, 1]; values outside are clamped.
         fps: Frames per second.
 
     Raises:
         UserError: If the file cannot be written.
     """
     height, width = pixels.shape[2:]
-    pictures: list[video.Picture] = list(_bytes(pixels).permute(1, 2, 3, 0).numpy())
-    even = [np.pad(picture, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge") for picture in pictures]
+    images: list[video.Picture] = list(_bytes(pixels).permute(1, 2, 3, 0).numpy())
+    even = [np.pad(image, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge") for image in images]
     video.write_h264(path, even, fps=fps)
 
 
@@ -240,8 +241,8 @@ def write_image(path: Path, pixels: Float[Tensor, "3 height width"]) -> None:
     """Write a png atomically.
 
     Args:
-        path: The file.
-        pixels: Values in [0, 1]; what lies outside is clamped.
+        path: File to write.
+        pixels: Values in [0, 1]; values outside are clamped.
 
     Raises:
         UserError: If the file cannot be written.

@@ -1,7 +1,7 @@
-"""What decodes the packets of a video stream: libav's choice, but for WebM with transparency, whose second picture that one leaves out.
+"""Choosing the decoder of a video stream: libav's default, except for WebM with transparency, which needs libvpx.
 
-VP8 and VP9 have no transparency of their own: WebM keeps a second, grey stream of it in an addition to each packet (the tag `alpha_mode`).
-libav's own decoders read the colours alone, which mean nothing where nothing is to be seen; libvpx's read both.
+VP8 and VP9 have no alpha channel. WebM stores transparency as a second, grey stream, in side data of each packet (the tag `alpha_mode`).
+libav's own decoders read the colours only, which are arbitrary where the video is transparent; libvpx reads both.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,19 +19,19 @@ _WITH_ALPHA = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 
 
 def has_second_stream(stream: "VideoStream") -> bool:
-    """Whether the transparency of a video is in the additions of its packets."""
+    """Whether a video stores its transparency in the side data of its packets."""
     return {name.lower(): value for name, value in stream.metadata.items()}.get("alpha_mode") == "1"
 
 
 def decoder(path: Path, stream: "VideoStream") -> Callable[["VideoPacket"], Sequence["VideoFrame"]]:
-    """What makes frames of the packets of one stream, in order; the empty packet at its end flushes it.
+    """A function that decodes the packets of one stream, in order; the empty packet at the end flushes it.
 
     Args:
         path: The file, for messages.
-        stream: Of an open container, with the options of its decoder set.
+        stream: Stream of an open container, with the options of its decoder set.
 
     Raises:
-        UserError: If the stream has a transparency that no decoder here reads.
+        UserError: If the installed decoders cannot read the stream's transparency.
     """
     import av
 
@@ -41,7 +41,7 @@ def decoder(path: Path, stream: "VideoStream") -> Callable[["VideoPacket"], Sequ
         context = av.VideoCodecContext.create(_WITH_ALPHA[stream.codec_context.name], "r")
     except (KeyError, av.codec.codec.UnknownCodecError) as error:
         raise UserError(
-            f"{path} has transparency (alpha_mode) of a codec that cannot be read here; convert it (ffmpeg -c:v libvpx-vp9 -i IN -c:v qtrle OUT.mov)"
+            f"{path} has transparency (alpha_mode) in a codec that is not supported; convert it (ffmpeg -c:v libvpx-vp9 -i IN -c:v qtrle OUT.mov)"
         ) from error
     assert isinstance(context, av.VideoCodecContext)
     context.options = stream.codec_context.options

@@ -1,4 +1,4 @@
-"""Still images through Pillow: upright, in 8-bit RGB."""
+"""Reading and writing still images with Pillow: upright, in 8-bit RGB."""
 
 import warnings
 from collections.abc import Iterator
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Picture = NDArray[np.uint8]
-"""One upright picture: height × width × RGB."""
+"""One upright image: height × width × RGB."""
 
 MOST_PIXELS = 2**27
-"""Of a picture or a frame, 11585 in the square. A file of a few bytes can say that it has any number, and would take gigabytes to open."""
+"""Largest image or frame (11585 x 11585). The header of a tiny file can claim any size, and opening it would take gigabytes."""
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"})
-"""What files of still images are called."""
+"""Extensions of still images."""
 
-# Pillow goes by content, and for some formats starts other programs (EPS): only these are opened.
+# Pillow detects the format from the content and starts other programs for some (EPS), so only these are opened.
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
 
-# EXIF orientations that turn the picture by a quarter.
-_LYING = (5, 6, 7, 8)
+# EXIF orientations that rotate the image by 90 degrees, so that height and width swap.
+_ROTATED = (5, 6, 7, 8)
 _ORIENTATION_TAG = 0x0112
 
 
@@ -39,11 +39,11 @@ def _opened(path: Path) -> Iterator["Image"]:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit is ours, below
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # check_pixels below has our own limit
             opened = Image.open(path, formats=_FORMATS)
         with opened as image:
             check_pixels(path, *image.size)
-            # Only formats that can hold several pictures have the attribute; a phone's MPO holds a gain map besides.
+            # Only formats with several images have the attribute. The second image in a phone's MPO is a gain map.
             if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
                 raise UserError(
                     f"{path} is animated or has several pages; convert it to a video (mp4) or one still image"
@@ -59,14 +59,14 @@ def _opened(path: Path) -> Iterator["Image"]:
 
 
 def check_pixels(path: Path, width: int, height: int, *, most: int = MOST_PIXELS) -> None:
-    """Refuse more pixels than any picture that models are trained on has.
+    """Refuse an image with more pixels than any training image has.
 
     Raises:
-        UserError: Naming the file.
+        UserError: If there are more than `most` pixels; the message names the file.
     """
     if width * height > most:
         raise UserError(
-            f"{path} says that it has {width} x {height} pixels, more than {most} in all; make it smaller or remove it"
+            f"{path} claims to have {width} x {height} pixels, more than {most} in total; make it smaller or remove it"
         )
 
 
@@ -74,12 +74,12 @@ def image_size(path: Path) -> tuple[int, int]:
     """Height and width of an upright image in pixels, from its header alone."""
     with _opened(path) as image:
         width, height = image.size
-        lying = image.getexif().get(_ORIENTATION_TAG) in _LYING
-    return (width, height) if lying else (height, width)
+        rotated = image.getexif().get(_ORIENTATION_TAG) in _ROTATED
+    return (width, height) if rotated else (height, width)
 
 
 def read_image(path: Path) -> Picture:
-    """An upright image, height × width × RGB; a transparent one lies on white.
+    """An upright image, height × width × RGB; transparency is composited on white.
 
     Raises:
         UserError: If the file cannot be read.

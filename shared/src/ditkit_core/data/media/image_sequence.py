@@ -1,4 +1,4 @@
-"""A folder of numbered images as a clip: which file is shown when."""
+"""A folder of numbered images as one clip."""
 
 import math
 import os
@@ -13,9 +13,9 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.files import inside
 
 FPS_FILE = "fps.txt"
-"""Says how many images of a folder are shown in a second."""
+"""File in the folder with the number of images per second."""
 _ROUNDING = 0.01
-"""Part of a frame by which a time may miss it: 3 / 24 * 24 need not be 3."""
+"""Tolerance in frames when a time is converted to an index: in floats, 3 / 24 * 24 need not be 3."""
 _NUMBERED = re.compile(r"(.*?)(\d{1,9})", re.ASCII | re.DOTALL)
 
 
@@ -24,26 +24,26 @@ class ImageFolder:
     """The images of a clip."""
 
     files: Sequence[Path]
-    """In order, at least two."""
+    """The image files in order, at least two."""
     fps: float
-    """Images in a second; 0: each is a frame of whatever clip is read."""
+    """Images per second; 0 means that every image is one frame at whatever rate the clip is read."""
 
     def size(self) -> tuple[int, int]:
         """Height and width of every image in pixels, from their headers.
 
         Raises:
-            UserError: If one cannot be read, or they are of different sizes.
+            UserError: If an image cannot be read, or the sizes differ.
         """
         sizes = {still.image_size(file): file.name for file in reversed(self.files)}
         if len(sizes) > 1:
             one, other = list(sizes.values())[:2]
             raise UserError(
-                f"{self.files[0].parent}: {one} and {other} are of different sizes; make all images of a clip one size"
+                f"{self.files[0].parent}: {one} and {other} have different sizes; make all images of a clip the same size"
             )
         return next(iter(sizes))
 
     def frames(self, fps: float) -> int:
-        """Frames that there are at a rate."""
+        """Number of frames at a frame rate."""
         return max(1, math.ceil(len(self.files) * fps / (self.fps or fps) - _ROUNDING))
 
     def at(self, times: Sequence[float], fps: float) -> Iterator[still.Picture]:
@@ -51,28 +51,30 @@ class ImageFolder:
 
         Args:
             times: Seconds since the first image.
-            fps: The clip's frames per second, which the folder's own rate goes before.
+            fps: The clip's frames per second; the folder's own rate takes precedence.
 
         Raises:
-            UserError: If one cannot be read, or the folder ends before the last time.
+            UserError: If an image cannot be read, or the last time is after the last image.
         """
         for time in times:
             place = time * (self.fps or fps)
             if place >= len(self.files):
                 raise UserError(
-                    f"{self.files[0].parent} has {len(self.files)} images, a frame at {time:.2f} s was asked for; lower data.frames"
+                    f"{self.files[0].parent} has {len(self.files)} images, but a frame at {time:.2f} s was requested; lower data.frames"
                 )
             yield still.read_image(self.files[min(math.floor(place + _ROUNDING), len(self.files) - 1)])
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """The images among names in the order of their numbers, if all images are numbered alike and nothing else is there but `fps.txt`.
+    """The images among the names of a folder, in order of their numbers, if the folder is one clip.
+
+    A folder is a clip if all its images have the same prefix and a number, and there is no other file but `fps.txt`.
 
     Args:
-        names: Of the files of a folder; hidden ones do not count.
+        names: Names of the files in the folder; hidden files are ignored.
 
     Returns:
-        At least two names; none if these are no clip.
+        At least two names; empty if the folder is not a clip.
     """
     images: dict[tuple[str, int], str] = {}
     for name in names:
@@ -82,7 +84,7 @@ def numbered(names: Sequence[str]) -> list[str]:
         match = _NUMBERED.fullmatch(path.stem)
         if match is None or path.suffix.lower() not in still.SUFFIXES:
             return []
-        if images.setdefault((match[1], int(match[2])), name) != name:
+        if images.setdefault((match[1], int(match[2])), name) != name:  # 1.png and 01.png: the order would be a guess
             return []
     if len(images) < 2 or len({prefix for prefix, _ in images}) > 1:
         return []
@@ -90,10 +92,10 @@ def numbered(names: Sequence[str]) -> list[str]:
 
 
 def open_folder(folder: Path) -> ImageFolder:
-    """The images of a folder; no number may be missing.
+    """Open a folder of numbered images; no number may be missing.
 
     Raises:
-        UserError: If it is no folder of numbered images, or `fps.txt` says no rate.
+        UserError: If the folder does not contain numbered images only, a number is missing, or `fps.txt` is not a rate.
     """
     try:
         names = numbered(sorted(os.listdir(folder)))
@@ -101,12 +103,15 @@ def open_folder(folder: Path) -> ImageFolder:
         raise UserError(f"{folder} cannot be read ({error.strerror}); correct its permissions or remove it") from error
     if not names:
         raise UserError(
-            f"{folder} is no folder of numbered images (0001.png, 0002.png, …) and of nothing else; rename them"
+            f"{folder} does not contain only numbered images (0001.png, 0002.png, …); rename the images or move other files away"
         )
     numbers = [int(Path(name).stem[len(_prefix(name)) :]) for name in names]
     for number, there, name in zip(range(numbers[0], numbers[-1] + 1), numbers, names, strict=False):
         if number != there:
-            raise UserError(f"{folder} has no image {number}, before {name}; add it, or number them without a gap")
+            # A missing image is an error and not skipped: motion would jump there, and nothing would show it.
+            raise UserError(
+                f"{folder} has no image {number}, before {name}; add it, or number the images without a gap"
+            )
     files = [folder / name for name in names]
     for file in [*files, *_rate_files(folder)]:
         _check_regular(file)
@@ -114,15 +119,15 @@ def open_folder(folder: Path) -> ImageFolder:
 
 
 def check_inside(images: Path, folder: Path, *, allow_outside: bool) -> None:
-    """Refuse images, and what says their rate, that are links out of a folder.
+    """Refuse images (and `fps.txt`) that are links to files outside a folder.
 
     Args:
         images: The folder of images.
-        folder: What they must stay in.
-        allow_outside: Whether they need not.
+        folder: The folder that the files must be in.
+        allow_outside: Whether files outside are allowed.
 
     Raises:
-        UserError: Naming the file; or as `open_folder`.
+        UserError: If a file is outside; the message names it. Also the errors of `open_folder`.
     """
     for file in [*open_folder(images).files, *_rate_files(images)]:
         inside(folder, os.path.abspath(file), allow_outside=allow_outside)
@@ -134,17 +139,17 @@ def _rate_files(folder: Path) -> list[Path]:
 
 
 def _check_regular(path: Path) -> None:
-    """Refuse what is no file: opening a named pipe waits until somebody writes to it.
+    """Refuse anything but a regular file: opening a named pipe would wait until somebody writes to it.
 
     Raises:
-        UserError: Naming it.
+        UserError: If it is not a regular file; the message names it.
     """
     try:
         if stat.S_ISREG(os.stat(path).st_mode):
             return
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); correct its permissions or remove it") from error
-    raise UserError(f"{path} is no file; remove it from the images")
+    raise UserError(f"{path} is not a regular file; remove it from the images")
 
 
 def _prefix(name: str) -> str:
@@ -154,7 +159,7 @@ def _prefix(name: str) -> str:
 
 
 def _fps(folder: Path) -> float:
-    """What `fps.txt` says; 0 without one."""
+    """The rate in `fps.txt`; 0 if there is no such file."""
     path = folder / FPS_FILE
     if not path.exists():
         return 0.0
@@ -163,5 +168,5 @@ def _fps(folder: Path) -> float:
     except (OSError, ValueError):
         fps = 0.0
     if not 0 < fps <= 1000:
-        raise UserError(f"{path} does not say how many images are shown in a second; write one number, such as 24")
+        raise UserError(f"{path} does not contain a number of images per second; write one number, such as 24")
     return fps

@@ -1,7 +1,7 @@
-"""Where the decoding of a video may begin so that every frame from there on is the same as if decoded from the start.
+"""Seeking to a keyframe from which decoding gives bitwise the same frames as decoding from the start.
 
-Not every seek is such a place: MPEG streams and AVI are searched by bytes or by decoding times, and what H.264 calls a keyframe may be a
-picture from which a decoder recovers only later. Those are passed over, at the price of decoding more.
+Not every seek does: MPEG streams and AVI are searched by bytes or decoding times, and a keyframe of H.264 may be an image from which the
+decoder recovers only after some frames. Such keyframes are skipped, at the price of decoding more.
 """
 
 import math
@@ -17,37 +17,37 @@ if TYPE_CHECKING:
     VideoPacket = Packet[VideoStream]
 
 _INDEXED = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"}
-"""Containers whose every packet has its own time of display and whose seeks go by a table of keyframes."""
+"""Containers that store a display time for every packet and that seek by a table of keyframes."""
 _TRIES = 16
-"""Keyframes to go back before the file is decoded from its start."""
+"""Number of keyframes to go back before giving up; the file is then decoded from its start."""
 _H264_IDR = 5
 
 
 class SeekPoint(NamedTuple):
-    """A keyframe that a container was moved to."""
+    """The keyframe that a container was moved to."""
 
     time: float
-    """When it is shown, in the file's own seconds; what is shown before may not be decodable."""
+    """Display time of the keyframe, in the file's own seconds; earlier frames may not be decodable."""
     origin: float
-    """When the file's first frame is shown, in the same."""
+    """Display time of the file's first frame, in the file's own seconds."""
 
 
 def find_entry(container: "InputContainer", stream: "VideoStream", seconds: float) -> SeekPoint | None:
-    """Move an open container to the last keyframe at or before a time, from which decoding gives the file's own frames.
+    """Move an open container to the last keyframe at or before a time from which decoding gives the right frames.
 
     Args:
-        container: Open, nothing read yet.
-        stream: Its video.
-        seconds: Since the first frame shown.
+        container: An open container, from which nothing was read yet.
+        stream: Its video stream.
+        seconds: Time since the first frame shown.
 
     Returns:
-        Where it is now; None if it has to be decoded from its start, for which it must be opened again.
+        The keyframe; None if the file must be decoded from its start, for which it must be opened again.
     """
     import av
 
     if container.format.name not in _INDEXED or stream.time_base is None:
         return None
-    if has_second_stream(stream):  # whose keyframes may be others
+    if has_second_stream(stream):  # the transparency may have its keyframes elsewhere
         return None
     first = next((frame for packet in container.demux(stream) for frame in packet.decode()), None)
     if first is None or first.time is None:
@@ -64,6 +64,7 @@ def find_entry(container: "InputContainer", stream: "VideoStream", seconds: floa
             if time <= wanted + SLACK_SECONDS and _begins_afresh(packet, stream):
                 container.seek(ticks, stream=stream, backward=True)
                 return SeekPoint(time, first.time)
+            # Not usable: seek to just before this keyframe. Seeks go by decoding time, which may be the earlier one.
             before = min(packet.pts, packet.pts if packet.dts is None else packet.dts) - 1
             if before >= ticks or time <= first.time:
                 return None
@@ -74,7 +75,7 @@ def find_entry(container: "InputContainer", stream: "VideoStream", seconds: floa
 
 
 def _begins_afresh(packet: "VideoPacket", stream: "VideoStream") -> bool:
-    """Whether nothing shown after this packet needs anything that lies before it."""
+    """Whether the frames shown after this packet can be decoded without any earlier packet."""
     if not packet.is_keyframe:
         return False
     context = stream.codec_context
@@ -84,11 +85,13 @@ def _begins_afresh(packet: "VideoPacket", stream: "VideoStream") -> bool:
 
 
 def h264_units(data: bytes, extradata: bytes) -> set[int]:
-    """The types of the NAL units of one H.264 packet, by the lengths that an avcC header announces (ISO 14496-15, 5.3.3.1).
+    """The types of the NAL units in one H.264 packet.
 
     Args:
         data: The packet.
-        extradata: The stream's header; one that is no avcC gives no units.
+        extradata: The stream's header, which gives the size of the length fields; a header that is not avcC gives no units.
+
+    Source: ISO 14496-15, 5.3.3.1.
     """
     if len(extradata) < 5 or extradata[0] != 1:
         return set()

@@ -1,6 +1,6 @@
-"""What the inputs of every family's demo are made with: pictures of simple shapes, weights drawn by name, a folder that is whole.
+"""Building blocks for the demo inputs of every family: images of simple shapes, random weights seeded by name, complete folders.
 
-A demo trains on generated inputs by the path of real ones, so nothing else knows about it.
+A demo trains on generated files through the same code as real ones, so no other module knows about demos.
 """
 
 import json
@@ -28,14 +28,14 @@ SHAPES = ("circle", "square", "triangle")
 def write_inputs(folder: Path, parts: Mapping[str, Callable[[Path], None]]) -> None:
     """Write a demo's inputs: each part into the folder of its name.
 
-    A folder that is complete is left alone; one that was half written is written again.
+    A complete folder is left alone; a partly written one is written again.
 
     Args:
-        folder: Where to write; created if needed.
-        parts: By name, what writes the part into the empty folder that it is given.
+        folder: Folder to write to; created if needed.
+        parts: By name, the function that writes the part into an empty folder.
 
     Raises:
-        UserError: If it cannot be written.
+        UserError: If a file cannot be written.
     """
     from av import FFmpegError
     from safetensors import SafetensorError
@@ -59,14 +59,15 @@ def write_inputs(folder: Path, parts: Mapping[str, Callable[[Path], None]]) -> N
 
 
 def drawn(name: str, kind: Callable[..., Any], *given: Any, **settings: Any) -> Any:
-    """A module of a library, in eval mode, with weights drawn by `name`; what its own initialisation draws leaves no trace.
+    """A module of a library, in eval mode, with random weights seeded by `name`.
 
     Args:
-        name: What the weights depend on, beside their own names.
+        name: Seed of the weights, besides their own names.
         kind: The module's class.
-        given: What it is made with.
-        settings: By name.
+        given: Positional arguments of the class.
+        settings: Keyword arguments of the class.
     """
+    # The library's own initialisation also uses the global generator; forking keeps the caller's random state as it was.
     with torch.random.fork_rng(devices=[]):
         model = kind(*given, **settings)
     randomise(model, name)
@@ -74,14 +75,14 @@ def drawn(name: str, kind: Callable[..., Any], *given: Any, **settings: Any) -> 
 
 
 def write_text_encoder(folder: Path, model: Any, *, tied: str) -> None:
-    """Write configuration and weights of a text encoder of transformers.
+    """Write the configuration and weights of a text encoder of transformers.
 
-    Written here, because the library's own writing shows a progress bar.
+    The library's own `save_pretrained` shows a progress bar, so the weights are written here.
 
     Args:
-        folder: The checkpoint's.
+        folder: Folder of the checkpoint.
         model: The encoder.
-        tied: The weight that is another one's, and in no file.
+        tied: Name of the weight that is tied to another one, and so not stored.
     """
     model.config.save_pretrained(folder / "text_encoder")
     state = {name: tensor for name, tensor in model.state_dict().items() if name != tied}
@@ -94,7 +95,7 @@ def write_index(folder: Path, index: Mapping[str, Any]) -> None:
 
 
 def randomise(model: nn.Module, name: str) -> None:
-    """Draw every weight anew, each from a generator of its own name: independent of the libraries' initialisation."""
+    """Sample every weight anew, each from a generator seeded by its name, independent of the libraries' initialisation."""
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.ndim < 2 or key.endswith(".gamma"):
@@ -105,7 +106,7 @@ def randomise(model: nn.Module, name: str) -> None:
 
 
 def isometry(rows: int, columns: int, name: str) -> Float[Tensor, "{rows} {columns}"]:
-    """A matrix that keeps every length, and so everything it is applied to; no more columns than rows."""
+    """A random matrix with orthonormal columns (an isometry); no more columns than rows."""
     return torch.linalg.qr(torch.randn(rows, columns, generator=generator("demo", name)))[0]
 
 
@@ -119,7 +120,7 @@ def paint(
     centre: tuple[float, float],
     radius: float,
 ) -> UInt8[np.ndarray, "{height} {width} 3"]:
-    """A picture of one shape.
+    """An image of one shape.
 
     Args:
         height: Pixels.
@@ -127,7 +128,7 @@ def paint(
         shape: One of `SHAPES`; a triangle points up.
         colour: Of the shape, one of `COLOURS`.
         background: One of `BACKGROUNDS`.
-        centre: Row and column of the shape, in pixels; it may lie outside.
+        centre: Row and column of the shape's centre, in pixels; may be outside the image.
         radius: Pixels.
     """
     rows, columns = np.mgrid[:height, :width].astype(np.float64)

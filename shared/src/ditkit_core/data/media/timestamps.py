@@ -1,4 +1,4 @@
-"""When the frames of a video are shown, read off its packets without decoding them."""
+"""Display times of a video's frames, read from its packets without decoding them."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ SLACK_SECONDS = 0.001
 
 
 class Timeline:
-    """First and last times of the packets noted so far, in the file's own seconds."""
+    """First and last display times of the packets added so far, in the file's own seconds."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -19,7 +19,7 @@ class Timeline:
         self._end = float("-inf")
 
     def add(self, packet: "Packet[VideoStream]") -> None:
-        """Take note of one packet; those that an edit list hides do not count."""
+        """Add one packet; packets that an edit list hides do not count."""
         ticks = packet.dts if packet.pts is None else packet.pts
         if packet.is_discard or ticks is None or packet.time_base is None:
             return
@@ -30,12 +30,13 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """When the last frame goes; where the file does not say, it stays as long as the others did on average."""
+        """End time of the last frame; if the file gives no duration, the frame is shown for the average duration of the others."""
         if self._end > self.last:
             return self._end
+        # A single frame has no average; anything above the slack counts as shown.
         return self.last + ((self.last - self.first) / (self.count - 1) if self.count > 1 else 2 * SLACK_SECONDS)
 
     @property
     def seconds(self) -> float:
-        """How long the frames noted so far are on screen together."""
+        """Total time in seconds that the frames added so far are shown."""
         return self.end - self.first if self.count else 0.0

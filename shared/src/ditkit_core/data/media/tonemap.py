@@ -1,8 +1,8 @@
-"""HDR pictures as the SDR ones that a model knows: what PQ and HLG mean in light, and what a screen of SDR shows of it.
+"""Tone mapping of HDR video (PQ and HLG) to SDR, which models are trained on.
 
-Read as they are stored, HDR pictures look grey and flat, and a model would learn to draw them so. Refusing them would shut out what most phones
-record. So light up to three quarters of diffuse white (203 cd/m²) is kept as it is, and what is brighter is compressed into the quarter that
-is left: diffuse white becomes 241 of 255.
+Read without conversion, HDR images look grey and flat, and a model would learn to generate such images. Refusing them would exclude the default
+recordings of most phones. So light up to three quarters of diffuse white (203 cd/m²) stays as it is, and brighter light is compressed into the
+remaining quarter: diffuse white becomes 241 of 255.
 Sources: ITU-R BT.2100 (transfer functions), BT.2408 (203 cd/m²), BT.2087 (BT.2020 to BT.709), BT.1886 (2.4).
 """
 
@@ -16,41 +16,42 @@ PQ, HLG = 16, 18
 
 _UNSPECIFIED = 2
 _DOLBY = ("dvh1", "dvhe", "dva1", "dvav", "dav1")
-"""Names of MP4's sample entries for streams that only Dolby Vision decoders are to show (HEVC, AVC, AV1); compatible ones go by other names."""
+"""MP4 sample entries of streams that only Dolby Vision decoders can show (HEVC, AVC, AV1); backward-compatible streams use other names."""
 
 _WHITE = 203.0
-"""cd/m²."""
+"""Luminance of diffuse white in cd/m²."""
 _KNEE = 0.75
+"""Fraction of diffuse white up to which light stays as it is."""
 _HLG_PEAK = 1000.0
-"""cd/m² of the screen that HLG is shown on; its system gamma is then 1.2."""
+"""Peak luminance in cd/m² of the screen that HLG is mapped to; its system gamma is then 1.2."""
 _TO_BT709 = np.array(
     [[1.660491, -0.587641, -0.072850], [-0.124550, 1.132900, -0.008349], [-0.018151, -0.100579, 1.118730]], np.float32
 )
 _LUMINANCE = np.array([0.2627, 0.6780, 0.0593], np.float32)
-"""Of BT.2020."""
+"""Luminance coefficients of red, green and blue in BT.2020."""
 
 Light = NDArray[np.float32]
 
 
 def is_dolby_alone(entry: str, transfer: int) -> bool:
-    """Whether a stream's colours are those of Dolby Vision's profile 5, which nothing in the stream itself describes.
+    """Whether a stream has the colours of Dolby Vision profile 5, which other decoders cannot show.
 
     Args:
-        entry: The name of the stream's sample entry; "" outside MP4 and MOV, where it is not recognised.
-        transfer: Its transfer characteristics; with HDR10 below (profile 7) they are named.
+        entry: Name of the stream's sample entry; "" outside MP4 and MOV, where profile 5 is not recognised.
+        transfer: Transfer characteristics of the stream; they are specified if it has an HDR10 base layer (profile 7).
     """
     return entry in _DOLBY and transfer == _UNSPECIFIED
 
 
 def to_sdr(picture: NDArray[np.uint16], transfer: int) -> NDArray[np.uint8]:
-    """An HDR picture as SDR.
+    """Convert an HDR image to SDR.
 
     Args:
-        picture: [height, width, RGB] of BT.2020, 16 bits.
+        picture: HDR image, [height, width, RGB] in BT.2020 with 16 bits.
         transfer: `PQ` or `HLG`.
 
     Returns:
-        [height, width, RGB] of BT.709, 8 bits.
+        SDR image, [height, width, RGB] in BT.709 with 8 bits.
     """
     light: Light = _light(transfer)[picture]
     if transfer == HLG:
@@ -58,20 +59,21 @@ def to_sdr(picture: NDArray[np.uint16], transfer: int) -> NDArray[np.uint8]:
             light * np.maximum(light @ _LUMINANCE, 1e-6)[..., None] ** np.float32(0.2) * np.float32(_HLG_PEAK / _WHITE)
         )
     light = np.maximum(light @ _TO_BT709.T, 0)
+    # One factor for all three channels keeps the hue; compressing each channel alone would shift bright colours to white.
     brightest = np.maximum(light.max(-1, keepdims=True), np.float32(1e-6))
     light = light * (_compressed(brightest) / brightest)
     return np.asarray((light ** np.float32(1 / 2.4) * 255 + 0.5).clip(0, 255), np.uint8)
 
 
 def _compressed(light: Light) -> Light:
-    """Linear up to the knee, then towards 1 without a corner."""
+    """Linear up to the knee, then approaching 1 with a continuous slope."""
     above = np.maximum(light - _KNEE, 0) / (1 - _KNEE)
     return np.asarray(np.where(light <= _KNEE, light, _KNEE + (1 - _KNEE) * above / (1 + above)), np.float32)
 
 
 @functools.cache
 def _light(transfer: int) -> Light:
-    """By 16-bit code: of PQ the light in units of white, of HLG that of the scene."""
+    """Light by 16-bit code value: for PQ in units of diffuse white, for HLG the linear light of the scene."""
     code = np.arange(65536, dtype=np.float64) / 65535
     if transfer == PQ:
         m1, m2, c1, c2, c3 = 2610 / 16384, 2523 / 32, 3424 / 4096, 2413 / 128, 2392 / 128

@@ -1,7 +1,7 @@
-"""Video files through PyAV: what was on screen when, upright and in RGB, and writing H.264.
+"""Reading video files with PyAV (frames by time, upright, in RGB), and writing H.264.
 
-Time is what the file says, never a frame count: phones and screen recorders write a variable frame rate, and a header's
-rate or duration is an estimate. Seconds are counted from the first frame shown.
+Times come from the file's timestamps, never from a frame count: phones and screen recorders write a variable frame rate, and the
+rate or duration in a header is an estimate. Seconds are counted from the first frame shown.
 """
 
 from collections import deque
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     VideoPacket = Packet[VideoStream]
 
 _MOST_PIXELS = 2**26
-"""Of a frame: twice 8K. It is opened several times over, in more than a byte a colour where it is transparent or HDR."""
+"""Largest frame: twice 8K. Lower than for still images, because decoding keeps several copies of a frame, with 16 bits per channel for HDR."""
 _LONGEST_SHOWN = 600.0
-"""Seconds that frames may be on screen on average: a damaged clock makes days of a clip, and millions of windows of a file."""
+"""Longest average display time of a frame in seconds: with damaged timestamps a file could seem days long and give millions of windows."""
 
 Picture = NDArray[np.uint8]
-"""One upright picture with square pixels: height × width × RGB."""
+"""One upright image with square pixels: height × width × RGB."""
 
-# libav also reads playlists and scripts, whatever a file is called: a text file named clip.mp4 could name any other
-# file or host. Only real containers are opened, and nothing but the file itself.
+# libav also reads playlists and scripts, whatever the file's extension: a text file named clip.mp4 could refer to any other
+# file or host. So only real containers are opened, and only the file itself.
 _OPEN_OPTIONS = {
     "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpeg,mpegts,flv,asf,ogg",
     "protocol_whitelist": "file",
@@ -50,21 +50,21 @@ def _opened(path: Path) -> Iterator[tuple["InputContainer", "VideoStream"]]:
     import av
 
     try:
-        # Tags may be in any encoding; nothing here reads them.
+        # Tags may be in any encoding; they are not used.
         with av.open(str(path), options=dict(_OPEN_OPTIONS), metadata_errors="replace") as container:
             if not container.streams.video:
-                raise UserError(f"{path} has no video stream (only sound, or cut off); replace it or remove it")
+                raise UserError(f"{path} has no video stream (audio only, or truncated); replace it or remove it")
             stream = container.streams.video[0]
             if stream.codec_context is None:
-                raise UserError(f"{path} has a codec that cannot be decoded here; re-encode it (ffmpeg -i IN OUT.mp4)")
+                raise UserError(f"{path} has a codec that is not supported; re-encode it (ffmpeg -i IN OUT.mp4)")
             if hdr.is_dolby_alone(_sample_entry(container, stream), stream.codec_context.color_trc):
                 raise UserError(
-                    f"{path} is Dolby Vision without a picture that other decoders show right (profile 5): it would look green and purple; "
+                    f"{path} is Dolby Vision profile 5, which only Dolby Vision decoders show correctly: it would look green and purple; "
                     "convert it (ffmpeg -i IN -vf libplacebo=colorspace=bt709:color_trc=bt709:format=yuv420p OUT.mp4)"
                 )
             still.check_pixels(path, stream.codec_context.width, stream.codec_context.height, most=_MOST_PIXELS)
-            # A decoder otherwise paints over what it cannot decode, or (HEVC) leaves out frames without a word; and a frame may be
-            # larger than the container says.
+            # By default a decoder conceals what it cannot decode, or (HEVC) silently drops frames. The pixel limit is set again because
+            # a frame may be larger than the container's header says.
             stream.codec_context.options = {"err_detect": "explode", "max_pixels": str(_MOST_PIXELS)}
             yield container, stream
     except (av.FFmpegError, OSError) as error:
@@ -73,9 +73,9 @@ def _opened(path: Path) -> Iterator[tuple["InputContainer", "VideoStream"]]:
 
 
 def _sample_entry(container: "InputContainer", stream: "VideoStream") -> str:
-    """The name of MP4's and MOV's sample entry; elsewhere, or where it is no text, nothing.
+    """The name of the sample entry of MP4 and MOV; "" for other containers, and if it is not text.
 
-    Other containers have numbers in its place (MPEG-TS the type of the stream), which PyAV cannot show as text.
+    Other containers store a number there (MPEG-TS the type of the stream), which PyAV cannot decode as text.
     """
     if "mp4" not in container.format.name:
         return ""
@@ -88,7 +88,7 @@ def _sample_entry(container: "InputContainer", stream: "VideoStream") -> str:
 def _packets(
     path: Path, container: "InputContainer", stream: "VideoStream", timeline: Timeline
 ) -> Iterator["VideoPacket"]:
-    """The stream's packets in file order, noted on the timeline; the last one is empty and flushes the decoder."""
+    """The stream's packets in file order, which are added to the timeline; the last one is empty and flushes the decoder."""
     for packet in container.demux(stream):
         if packet.is_corrupt:
             raise UserError(
@@ -99,7 +99,7 @@ def _packets(
 
 
 class Survey(NamedTuple):
-    """What a video shows: when, and how large."""
+    """Times and size of a video's frames."""
 
     timeline: Timeline
     height: int
@@ -111,14 +111,14 @@ class Survey(NamedTuple):
 
 
 def survey(path: Path, *, until_seconds: float = float("inf")) -> Survey:
-    """Read off when the frames of a video are shown, and decode the first one.
+    """Read the display times of a video's frames, and decode the first frame for its size.
 
     Args:
         path: A video file.
-        until_seconds: Stop reading once this much is known to be there; by default the whole file is read.
+        until_seconds: Stop reading when this many seconds are found; by default the whole file is read.
 
     Raises:
-        UserError: If the file cannot be read or its first frame not be decoded.
+        UserError: If the file cannot be read, or its first frame cannot be decoded.
     """
     timeline = Timeline()
     first: VideoFrame | None = None
@@ -134,14 +134,14 @@ def survey(path: Path, *, until_seconds: float = float("inf")) -> Survey:
         height, width, _ = _upright(first, stream).shape
     if timeline.seconds > _LONGEST_SHOWN * timeline.count:
         raise UserError(
-            f"{path} has timestamps that cannot be right ({timeline.count} frames in {timeline.seconds:.0f} s); "
+            f"{path} has implausible timestamps ({timeline.count} frames in {timeline.seconds:.0f} s); "
             "re-encode it (ffmpeg -i IN OUT.mp4) or remove it"
         )
     return Survey(timeline, height, width, _quarter_turns(first))
 
 
 def is_hdr(path: Path) -> bool:
-    """Whether a video says that it is HDR; its pictures are then brought to SDR (`hdr.to_sdr`).
+    """Whether a video is marked as HDR; its frames are then converted to SDR (`hdr.to_sdr`).
 
     Raises:
         UserError: If the file cannot be read.
@@ -151,14 +151,14 @@ def is_hdr(path: Path) -> bool:
 
 
 def frames_at(path: Path, times: Sequence[float]) -> Iterator[Picture]:
-    """The picture on screen at each time, the same to the bit wherever the times begin.
+    """The image on screen at each time; bitwise identical wherever the times begin.
 
-    Of MP4 and Matroska only what lies between the keyframe before the first time and the last time is decoded; elsewhere a
-    seek lands where the container likes, and the file is decoded from its start.
+    MP4 and Matroska are decoded only from the keyframe before the first time to the last time. In other containers a seek does
+    not land on a known frame, so they are decoded from the start.
 
     Args:
         path: A video file.
-        times: Seconds since the first frame, ascending, not negative.
+        times: Seconds since the first frame; ascending, not negative.
 
     Raises:
         UserError: If a frame up to the last time cannot be decoded, or the video ends before it.
@@ -179,28 +179,30 @@ def _on_screen(
     pending = deque(times)
     stop = 0.0
     for frame, stop in _shown(path, container, stream, entry):
-        picture: Picture | None = None
+        image: Picture | None = None
         while pending and pending[0] + SLACK_SECONDS < stop:
-            if picture is None:
-                picture = _upright(frame, stream)
+            if image is None:  # converted only if some time falls into this frame
+                image = _upright(frame, stream)
             pending.popleft()
-            yield picture
+            yield image
         if not pending:
             return
-    raise UserError(f"{path} ends after {stop:.2f} s, a frame at {pending[0]:.2f} s was asked for; lower data.frames")
+    raise UserError(
+        f"{path} ends after {stop:.2f} s, but a frame at {pending[0]:.2f} s was requested; lower data.frames"
+    )
 
 
 def _shown(
     path: Path, container: "InputContainer", stream: "VideoStream", entry: SeekPoint | None
 ) -> Iterator[tuple["VideoFrame", float]]:
-    """Every frame in the order of display from an entry on, with the time at which the next one replaces it."""
+    """Every frame in display order from a seek point on, with the time at which the next frame replaces it."""
     remedy = "re-encode it (ffmpeg -i IN OUT.mp4) or remove it"
     timeline, decode = Timeline(), decoder(path, stream)
     origin, shown = (entry.origin if entry else None), None
     for packet in _packets(path, container, stream, timeline):
         for frame in decode(packet):
             if entry is not None and frame.time is not None and frame.time < entry.time - SLACK_SECONDS / 2:
-                continue  # a leading picture: it is shown before the keyframe, and needs what lies before that
+                continue  # a leading picture: it is shown before the keyframe, but needs earlier packets to be decoded
             if frame.is_corrupt:
                 raise UserError(f"{path} is damaged: a frame cannot be decoded; {remedy}")
             if frame.time is None or (shown is not None and frame.time < shown.time):
@@ -221,13 +223,13 @@ def _upright(frame: "VideoFrame", stream: "VideoStream") -> Picture:
     if any(part.is_alpha for part in frame.format.components):
         rgba = frame.reformat(width=width, height=frame.height, format="rgba").to_ndarray().astype(np.uint16)
         opacity = rgba[..., 3:]
-        picture = ((rgba[..., :3] * opacity + 255 * (255 - opacity) + 127) // 255).astype(np.uint8)
+        image = ((rgba[..., :3] * opacity + 255 * (255 - opacity) + 127) // 255).astype(np.uint8)
     elif frame.color_trc in (hdr.PQ, hdr.HLG):
         wide = np.asarray(frame.reformat(width=width, height=frame.height, format="rgb48le").to_ndarray(), np.uint16)
-        picture = hdr.to_sdr(wide, int(frame.color_trc))
+        image = hdr.to_sdr(wide, int(frame.color_trc))
     else:
-        picture = np.asarray(frame.reformat(width=width, height=frame.height, format="rgb24").to_ndarray(), np.uint8)
-    return np.rot90(picture, _quarter_turns(frame))
+        image = np.asarray(frame.reformat(width=width, height=frame.height, format="rgb24").to_ndarray(), np.uint8)
+    return np.rot90(image, _quarter_turns(frame))
 
 
 def _quarter_turns(frame: "VideoFrame") -> int:
@@ -235,7 +237,7 @@ def _quarter_turns(frame: "VideoFrame") -> int:
 
 
 def write_h264(path: Path, pictures: Sequence[Picture], *, fps: float) -> None:
-    """Write pictures of one even height and width as an H.264 mp4, atomically; its index is in front, so that browsers play it while it loads.
+    """Write images of one even height and width as an H.264 mp4, atomically. The index comes first, so that browsers play it while it loads.
 
     Raises:
         UserError: If the file cannot be written.
@@ -244,16 +246,16 @@ def write_h264(path: Path, pictures: Sequence[Picture], *, fps: float) -> None:
 
     options = {"movflags": "faststart"}
     with atomic_write(path) as temporary, av.open(str(temporary), "w", format="mp4", options=options) as container:
-        # x264's rate control by macroblock trees encodes the same pictures of a small video differently from one call to the next.
+        # With macroblock-tree rate control x264 encodes the same small video differently from one call to the next.
         encoder = {"crf": "16", "x264-params": "mbtree=0"}
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options=encoder)
         stream.height, stream.width = pictures[0].shape[:2]
         stream.pix_fmt = "yuv420p"
-        # Written and tagged as BT.709, so that no player has to guess which matrix was used.
+        # Converted to BT.709 and tagged so: without the tag players guess the colour matrix.
         context = stream.codec_context
         context.colorspace = context.color_primaries = context.color_trc = context.color_range = 1
-        for picture in pictures:
-            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+        for image in pictures:
+            frame = av.VideoFrame.from_ndarray(image, format="rgb24")
             yuv = frame.reformat(format="yuv420p", dst_colorspace="ITU709", dst_color_range="MPEG")
             container.mux(stream.encode(yuv))
         container.mux(stream.encode(None))
