@@ -112,7 +112,7 @@ def test_rules_as_they_are_written(text: str, rule: Rule) -> None:
 
 @pytest.mark.parametrize("text", ["", "all", "30", "d", "-3d", "0d", "1e9GB", "GB", "3 weeks", "٣d"])
 def test_what_is_no_rule_is_said(text: str) -> None:
-    with pytest.raises(UserError, match="is no rule; write unused, or days such as 30d, or a size such as 50GB"):
+    with pytest.raises(UserError, match="is not a rule; write unused, or days such as 30d, or a size such as 50GB"):
         parse_rule(text)
 
 

@@ -168,7 +168,7 @@ def test_a_torn_entry_is_encoded_again(world: World) -> None:
 def test_an_entry_lost_while_training_is_one_line(world: World) -> None:
     encoded = world.start()
     shutil.rmtree(world.cache.folder / "media")
-    with pytest.raises(UserError, match="has lost media of 'a'; start again"):
+    with pytest.raises(UserError, match="no longer contains media of 'a'; start again"):
         encoded[0].load()
 
 
@@ -184,7 +184,7 @@ def test_latents_that_are_not_finite_name_the_clip_and_are_not_kept(world: World
     def spoil(media: CountingEncoder, text: CountingEncoder) -> None:
         media.result = value
 
-    with pytest.raises(UserError, match=r"latents of .*a\.mp4 are not finite numbers; fetch the VAE's weights again"):
+    with pytest.raises(UserError, match=r"latents of .*a\.mp4 are not finite; download the VAE's weights again"):
         world.start(prepare=spoil)
     assert not list(world.cache.folder.rglob("*.safetensors"))
     assert world.log[-1] == "unload media"
@@ -192,7 +192,7 @@ def test_latents_that_are_not_finite_name_the_clip_and_are_not_kept(world: World
 
 @pytest.mark.parametrize(
     ("kind", "remedy"),
-    [("text", "encode.text_dtype"), ("media", "fetch the VAE's"), ("music", "correct what its music is made from")],
+    [("text", "encode.text_dtype"), ("media", "download the VAE's"), ("music", "correct the file of its music")],
 )
 def test_what_is_not_finite_is_worded_by_its_kind(kind: str, remedy: str) -> None:
     with pytest.raises(UserError, match=remedy):
@@ -249,13 +249,13 @@ def test_a_cache_that_grows_large_is_told_of_and_one_that_cannot_fit_is_warned_o
 ) -> None:
     world.start()
     assert "the cache" not in capsys.readouterr().out, "a small one is not"
-    monkeypatch.setattr("ditkit_core.encoding.missing._WORTH_TELLING_BYTES", 0)
+    monkeypatch.setattr("ditkit_core.encoding.missing._WORTH_REPORTING_BYTES", 0)
     shutil.rmtree(world.cache.folder)
     world.start()
     told = capsys.readouterr()
     assert [line for line in told.out.splitlines() if "the cache" in line] == [
-        f"the cache {world.cache.folder} takes about 0.0 GB more for 2 more of media",
-        f"the cache {world.cache.folder} takes about 0.0 GB more for 3 more of text",
+        f"the cache {world.cache.folder} will grow by about 0.0 GB for 2 more entries of kind media",
+        f"the cache {world.cache.folder} will grow by about 0.0 GB for 3 more entries of kind text",
     ]
     assert told.err == ""
     monkeypatch.setattr(
@@ -264,7 +264,7 @@ def test_a_cache_that_grows_large_is_told_of_and_one_that_cannot_fit_is_warned_o
     shutil.rmtree(world.cache.folder)
     world.start()
     warned = capsys.readouterr().err.splitlines()
-    assert len(warned) == 2 and all("0.0 GB are free there; make room, or set encode.cache" in line for line in warned)
+    assert len(warned) == 2 and all("only 0.0 GB are free; make room, or set encode.cache" in line for line in warned)
 
 
 def test_windows_of_a_file_are_encoded_each_and_the_first_is_that_of_a_whole_file(world: World) -> None:

@@ -133,7 +133,9 @@ def test_windows_of_a_file_are_held_out_together() -> None:
         assert files == set(split_held_out(alone, len(files))[1]), (
             "by the name of the file, however many windows it has"
         )
-    with pytest.raises(UserError, match="holding out 2 of 3 clips of 1 files, whose windows go together, leaves none"):
+    with pytest.raises(
+        UserError, match="holding out 2 of 3 clips of 1 files, whose windows stay together, leaves none"
+    ):
         split_held_out(windows[:3], 2, file_of)
 
 

@@ -1,4 +1,8 @@
-"""Which samples make up which micro-batch, as places in a list: a function of the seed and the micro-batch's index alone."""
+"""Batch samplers: the samples of each micro-batch, as indices into a list.
+
+The result depends only on the seed and the index of the micro-batch, never on earlier micro-batches. So a resumed run continues with the
+same samples, and nothing about the order has to be saved.
+"""
 
 import bisect
 import functools
@@ -13,23 +17,23 @@ from numpy.typing import NDArray
 from ditkit_core.io.rng import seed_of
 
 _EPOCHS_FOR_MEAN = 64
-"""By how many epochs the mean size of a micro-batch is known, where epochs differ."""
+"""Number of epochs that the mean size of a micro-batch is estimated from if epochs differ (fractional repeats)."""
 
 
 class BatchIndices(NamedTuple):
     """One micro-batch."""
 
     first: int
-    """Samples in all micro-batches before it, since the start of the run."""
+    """Number of samples in all earlier micro-batches of the run."""
     samples: list[int]
-    """Which, as indices."""
+    """Indices of the samples."""
 
 
 def epoch_order(seed: int, epoch: int, ids: Sequence[str]) -> list[int]:
     """The order of one epoch, as indices into `ids`.
 
-    Sorting by a hash rather than drawing a permutation: the order depends on nothing but the ids, whatever order they
-    are given in, and another sample among them leaves the order of the rest as it was.
+    Samples are sorted by a hash, not by a random permutation. So the order depends only on the ids and not on the order in which
+    they are given, and adding a sample does not change the order of the others.
 
     Args:
         seed: The run's seed.
@@ -40,75 +44,75 @@ def epoch_order(seed: int, epoch: int, ids: Sequence[str]) -> list[int]:
 
 
 class Epochs:
-    """How often each sample is in each epoch, and in which order.
+    """The number of uses of each sample in each epoch, and their order.
 
-    A sample of 1.5 repeats is in every epoch once and in every second one again; in which of two is drawn by its id, so that epochs are
-    of about one size. Over epochs 0 … e - 1 it is used floor(1.5 e + u) times, u in [0, 1): a function of seed, epoch and sample.
+    A sample with 1.5 repeats is used once in every epoch and a second time in every other epoch. A hash of its id decides in which, so
+    that epochs have about the same size. In epochs 0 … e - 1 it is used floor(1.5 e + u) times, with u in [0, 1) from seed and id.
     """
 
     def __init__(self, ids: Sequence[str], seed: int, repeats: Sequence[float] = ()) -> None:
-        """Describe them.
+        """Prepare the epochs.
 
         Args:
             ids: Sample ids, all different.
             seed: The run's seed.
-            repeats: Of each sample, above 0; empty: 1 each.
+            repeats: Average uses of each sample per epoch, above 0; empty means 1 each.
         """
         assert ids and all(each > 0 for each in repeats) and len(repeats) in (0, len(ids))
         self._ids, self._seed = ids, seed
         self._repeats = np.array(repeats or [1.0] * len(ids))
         whole = self._repeats == np.floor(self._repeats)
-        phases = [0 if alike else seed_of(seed, "repeat", id) for alike, id in zip(whole, ids, strict=True)]
-        self._phase = np.array(phases) / 2**63
+        phases = [0 if is_whole else seed_of(seed, "repeat", id) for is_whole, id in zip(whole, ids, strict=True)]
+        self._phase = np.array(phases) / 2**63  # seeds are integers below 2**63, so phases are in [0, 1)
         self.whole = bool(whole.all())
-        """Whether all epochs are alike."""
+        """Whether all epochs have the same samples, because all repeats are integers."""
         self.mean_count = float(self._repeats.sum())
-        """Samples in an epoch, on average."""
+        """Average number of samples in an epoch."""
 
     def _used(self, epoch: int) -> NDArray[np.float64]:
         return np.floor(epoch * self._repeats + self._phase)
 
     def before(self, epoch: int) -> int:
-        """Samples in all epochs before one."""
+        """Number of samples in all epochs before this one."""
         return int(self._used(epoch).sum())
 
     def counts(self, epoch: int) -> NDArray[np.int64]:
-        """How often an epoch has each sample."""
+        """Number of uses of each sample in an epoch."""
         return (self._used(epoch + 1) - self._used(epoch)).astype(np.int64)
 
     def containing(self, place: int) -> int:
         """The epoch of a place in the sequence of all epochs."""
         if self.whole:
             return place // self.before(1)
-        # In that many epochs more samples are used for certain.
+        # An upper bound for the search: this many epochs certainly have more samples than `place`.
         most = int((place + len(self._ids)) / self.mean_count) + 2
         return bisect.bisect_right(range(most), place, key=self.before) - 1
 
     def order(self, epoch: int, members: Sequence[int] | None = None) -> list[int]:
-        """The samples of an epoch, or those of some, in its order."""
+        """The samples of an epoch in order, as indices; if `members` are given, only those."""
         counts, ids = self.counts(epoch), self._ids
         members = range(len(ids)) if members is None else members
         if (counts == 1).all():
             return [members[i] for i in epoch_order(self._seed, epoch, [ids[i] for i in members])]
         uses = [(i, copy) for i in members for copy in range(counts[i])]
-        # the first use has the seed that it has where a sample is used once
+        # The first use has the same seed as in `epoch_order`, so that repeating one sample does not move the others.
         seeds = [seed_of(self._seed, "order", epoch, ids[i], *([copy] if copy else [])) for i, copy in uses]
         return [i for *_, i in sorted((seed, ids[i], copy, i) for seed, (i, copy) in zip(seeds, uses, strict=True))]
 
 
 class BatchSampler:
-    """Samples that may all go together: epochs follow each other without a gap.
+    """Micro-batches of samples that all have the same shapes.
 
-    A micro-batch may hold the end of one and the start of the next, so every sample is used as often as it should be and every
-    micro-batch has the same size.
+    A micro-batch may contain the end of one epoch and the start of the next. So every micro-batch has the same size, and no sample is
+    dropped at the end of an epoch.
     """
 
     def __init__(self, ids: Sequence[str], seed: int, size: int, repeats: Sequence[float] = ()) -> None:
-        """Describe the order; arguments as of `Epochs`, and the samples of a micro-batch."""
+        """Prepare the order; `size` is the number of samples per micro-batch, other arguments are those of `Epochs`."""
         assert size > 0
         self.mean_size = float(size)
         self._epochs, self._size = Epochs(ids, seed, repeats), size
-        # A micro-batch may touch two epochs; the orders are kept from one call to the next.
+        # Two orders, because a micro-batch may span two epochs.
         self._order = functools.lru_cache(maxsize=2)(self._epochs.order)
 
     def places(self, index: int) -> BatchIndices:
@@ -123,10 +127,10 @@ class BatchSampler:
 
 
 class BucketBatchSampler:
-    """Samples of several groups, which no micro-batch mixes.
+    """Micro-batches of samples in several groups (buckets), which are never mixed in one micro-batch.
 
-    In an epoch each group, in an order of its own, is cut into micro-batches, of which the last may be smaller, and these
-    come in an order drawn over all groups: every sample as often per epoch as it should be.
+    In each epoch every group is shuffled and split into micro-batches, of which the last may be smaller. Then the micro-batches of all
+    groups are shuffled.
     """
 
     def __init__(
@@ -137,23 +141,23 @@ class BucketBatchSampler:
         sizes: Mapping[Any, int],
         repeats: Sequence[float] = (),
     ) -> None:
-        """Describe the order.
+        """Prepare the order.
 
         Args:
             ids: Sample ids, all different.
             seed: The run's seed.
-            groups: Of each sample, what it has to have in common with others.
-            sizes: By group, samples in a micro-batch.
-            repeats: As of `Epochs`.
+            groups: The group of each sample.
+            sizes: Samples per micro-batch, by group.
+            repeats: As for `Epochs`.
         """
         self._ids, self._seed, self._epochs = ids, seed, Epochs(ids, seed, repeats)
         members: dict[Hashable, list[int]] = defaultdict(list)
         for i, group in enumerate(groups):
             members[group].append(i)
-        self._groups = [(of_group, sizes[group]) for group, of_group in members.items()]
-        self._starts = [0]
-        looked_at = 1 if self._epochs.whole else _EPOCHS_FOR_MEAN
-        num_batches = sum(map(self._num_batches, range(looked_at))) / looked_at
+        self._groups = [(indices, sizes[group]) for group, indices in members.items()]
+        self._starts = [0]  # first micro-batch of each epoch, extended as far as needed
+        num_epochs = 1 if self._epochs.whole else _EPOCHS_FOR_MEAN
+        num_batches = sum(map(self._num_batches, range(num_epochs))) / num_epochs
         self.mean_size = self._epochs.mean_count / num_batches
         self._epoch = functools.lru_cache(maxsize=2)(self._batches)
 
@@ -178,7 +182,7 @@ class BucketBatchSampler:
             pieces += [order[first : first + size] for first in range(0, len(order), size)]
         seeds = [seed_of(self._seed, "batch order", epoch, self._ids[piece[0]]) for piece in pieces]
         first, made = self._epochs.before(epoch), []
-        # pieces that begin with the same sample, used twice, keep their order
+        # The number breaks ties: two pieces that begin with the same (repeated) sample have the same seed.
         for _, _, batch in sorted(zip(seeds, range(len(pieces)), pieces, strict=True)):
             made.append(BatchIndices(first, batch))
             first += len(batch)

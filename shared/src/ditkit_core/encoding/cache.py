@@ -1,7 +1,7 @@
-"""A content-addressed store of tensors, and the memory of which file has which content.
+"""A content-addressed store of tensors, and remembered content hashes of media files.
 
-An entry's name is a digest of everything that it depends on, so nothing is ever stale: what changes gets another name,
-and what is there is right. Files are safetensors, written atomically.
+The name of an entry is a digest of everything that it depends on. So an entry is never stale: a changed input gets another name. Files are
+safetensors, written atomically.
 """
 
 import hashlib
@@ -22,10 +22,12 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.files import atomic_write, file_hash, write_text
 
 _SETTLED_NANOSECONDS = 2_000_000_000
+"""Files that changed more recently may change again without another modification time (FAT stores even seconds)."""
 _SAVE_EVERY = 100
+"""Number of new hashes after which they are saved."""
 
 DIGEST = "ditkit_digest"
-"""Under which a file's header says what `digest` made of its tensors."""
+"""Key in a file's header under which the `digest` of its tensors is stored."""
 
 Taken = TypeVar("Taken")
 Read = Callable[[str, str], dict[str, Taken] | None]
@@ -33,6 +35,7 @@ Read = Callable[[str, str], dict[str, Taken] | None]
 
 def key(*parts: str) -> str:
     """Hex digest (blake2b, 128 bits) of an ordered list of texts."""
+    # As JSON, not joined: ("ab", "c") and ("a", "bc") must not get the same key.
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -50,45 +53,45 @@ class Cache:
     """Named tensors on disk, by kind (`media`, `text`) and key."""
 
     def __init__(self, folder: Path) -> None:
-        """Use a folder, which is created with the first entry."""
+        """Use a folder, which is created when the first entry is written."""
         self.folder = Path(folder)
 
     def has(self, kind: str, key: str) -> bool:
-        """Whether an entry is there and whole; a torn or foreign file is removed and counts as absent.
+        """Whether an entry exists and is complete; a truncated or foreign file is removed and counts as absent.
 
-        One that is there is marked as needed now, which pruning by age goes by.
+        The modification time of an existing entry is set to now, because pruning by age looks at the last use.
         """
         there = self._read(kind, key, lambda file: {}) is not None
         if there:
-            with suppress(OSError):  # a cache that may only be read
+            with suppress(OSError):  # the cache may be read-only
                 os.utime(self._path(kind, key))
         return there
 
     def shapes(self, kind: str, key: str) -> dict[str, tuple[int, ...]] | None:
-        """The shapes of an entry's tensors, from its header alone; None as for `get`."""
+        """The shapes of an entry's tensors, read from its header; None if it is absent."""
         return self._read(
             kind, key, lambda file: {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
         )
 
     def get(self, kind: str, key: str) -> dict[str, Tensor] | None:
-        """The tensors of an entry on the CPU, or None if it is absent; a torn or foreign file is removed."""
+        """The tensors of an entry on the CPU, or None if it is absent; a truncated or foreign file is removed."""
 
         def tensors(file: Any) -> dict[str, Tensor]:
             names = file.keys()
-            # Copies: the tensors lie in the mapped file, which would be read only when they are used.
+            # Copied, because the tensors are views of the mapped file: it would be read only when they are used.
             return {name: file.get_tensor(name).clone() for name in names}
 
         return self._read(kind, key, tensors)
 
     def found(self, read: Read[Taken], kind: str, key: str, name: str) -> dict[str, Taken]:
-        """What `get` or `shapes` reads of an entry that was encoded before.
+        """Read an entry that was encoded before, with `get` or `shapes`.
 
         Raises:
-            UserError: If it has gone since, which names what it was.
+            UserError: If the entry was removed since; the message contains `name`.
         """
         taken = read(kind, key)
         if taken is None:
-            raise UserError(f"the cache {self.folder} has lost {name}; start again to encode it")
+            raise UserError(f"the cache {self.folder} no longer contains {name}; start again to encode it")
         return taken
 
     def put(self, kind: str, key: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -96,9 +99,9 @@ class Cache:
 
         Args:
             kind: `media` or `text`.
-            key: What `key` made of everything the entry depends on.
-            tensors: By name; moved to the CPU.
-            metadata: Texts for a person who looks into the file; not read back.
+            key: The result of `key` for everything that the entry depends on.
+            tensors: Tensors by name; copied to the CPU.
+            metadata: Information for people who inspect the file; not read back.
 
         Raises:
             UserError: If the entry cannot be written.
@@ -111,7 +114,7 @@ class Cache:
                 raise OSError(str(error)) from error
 
     def entries(self) -> Iterator[Path]:
-        """The files of all entries, in order of kind and key."""
+        """The files of all entries, sorted by kind and key."""
         for path in sorted(self.folder.glob("*/??/*.safetensors")):
             if path.stem.startswith(path.parent.name):
                 yield path
@@ -130,19 +133,19 @@ class Cache:
                     return take(file)
         except SafetensorError:
             pass
-        # Removed, not repaired: whoever needs the entry encodes it again, which is always right.
+        # Removed and not repaired: if the entry is needed, encoding it again is always correct.
         path.unlink(missing_ok=True)
         return None
 
 
 class MediaHashes:
-    """Content hashes of files, remembered by path, size and modification time so that a second start reads nothing.
+    """Content hashes of files, remembered by path, size and modification time, so that a second run does not read the files again.
 
-    A context manager: what was learned is saved at its end, and now and then before.
+    A context manager: new hashes are saved when it ends, and occasionally before.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Remember in `hashes.json` of this folder; an unreadable memory is an empty one."""
+        """Load the hashes in `hashes.json` of this folder; an unreadable file counts as empty."""
         self._file = Path(folder) / "hashes.json"
         self._unsaved = 0
         self._known: dict[str, list[int | str]] = {}
@@ -170,7 +173,7 @@ class MediaHashes:
             digest = file_hash(path)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}; correct the path or its permissions") from error
-        # Within the clock's grain a file can change again and keep its time: such a hash is used, not remembered.
+        # A file can change twice within the resolution of modification times. So a very recent file is hashed, but not remembered.
         if time.time_ns() - stat.st_mtime_ns > _SETTLED_NANOSECONDS:
             self._known[name] = [*state, digest]
             self._unsaved += 1
@@ -179,7 +182,7 @@ class MediaHashes:
         return digest
 
     def bytes_to_read(self, path: Path) -> int:
-        """How much `of` would have to read of a file: nothing if it is remembered, or is not there."""
+        """Number of bytes that `of` would read: 0 if the hash is remembered or the file does not exist."""
         if path.is_dir():
             return sum(map(self.bytes_to_read, _files_in(path)))
         try:
@@ -192,7 +195,7 @@ class MediaHashes:
         return stat.st_size
 
     def save(self) -> None:
-        """Write the memory, atomically, if there is anything new in it; in a cache that may only be read it is not kept."""
+        """Write the hashes atomically if there are new ones; in a read-only cache they are not saved."""
         if self._unsaved:
             with suppress(UserError):
                 write_text(self._file, json.dumps(self._known, indent=0))

@@ -1,4 +1,4 @@
-"""Looking after a cache: whether its entries still are what was written, and removing those that nobody needs."""
+"""Cache maintenance: verifying entries against their digests, and pruning entries that are no longer needed."""
 
 import re
 import time
@@ -16,26 +16,27 @@ from ditkit_core.io.files import read_json_object
 _DAY_SECONDS = 86400
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SETTLED_SECONDS = 3600
-"""Entries younger than this are never pruned: another run may just have made them."""
+"""Entries that were used more recently than this are never pruned: another run may need them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """What reading a whole cache found."""
+    """The result of verifying a cache."""
 
     checked: int
+    """Number of entries."""
     damaged: tuple[str, ...]
-    """Entries that were not what was written, by their place in the cache, which were removed."""
+    """Damaged entries, which were removed; paths relative to the cache."""
     without_digest: int
-    """Entries that a version before digests wrote; of these only the length is known to be right."""
+    """Number of entries from versions that did not store digests; only their length could be checked."""
 
 
 def verify(cache: Cache, advance: Callable[[float], None] = NullProgress.advance) -> Verified:
-    """Read every entry and compare it with the digest that it was stored with; what differs is removed, and encoded again when needed.
+    """Compare every entry with its stored digest; damaged entries are removed, and encoded again when they are needed.
 
     Args:
-        cache: What to read.
-        advance: Told 1.0 after each entry.
+        cache: The cache.
+        advance: Called with 1.0 after each entry.
 
     Raises:
         UserError: If a file cannot be read or removed.
@@ -65,7 +66,7 @@ def verify(cache: Cache, advance: Callable[[float], None] = NullProgress.advance
 
 @dataclass(frozen=True, kw_only=True)
 class Pruned:
-    """What was removed from a cache, and what is left."""
+    """Number and size of the entries that were removed from a cache, and of those that are left."""
 
     removed: int
     removed_bytes: int
@@ -75,21 +76,21 @@ class Pruned:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Which entries of a cache go. Exactly one is set."""
+    """Which entries of a cache to remove. Exactly one field is set."""
 
     unused: bool = False
-    """What no run needs."""
+    """Entries that no run needs."""
     days: float = 0.0
-    """What was last needed longer ago."""
+    """Entries that were last used more than this many days ago."""
     bytes: int = 0
-    """As much as it takes to come down to this size, what was needed longest ago first."""
+    """The least recently used entries, until the cache has at most this size."""
 
 
 def parse_rule(text: str) -> Rule:
-    """A rule as a person writes it: `unused`, `30d`, `50GB`.
+    """Parse a rule: `unused`, `30d`, `50GB`.
 
     Raises:
-        UserError: If it is none of these.
+        UserError: If the text is not a rule.
     """
     written = text.strip().upper()
     if written == "UNUSED":
@@ -98,17 +99,20 @@ def parse_rule(text: str) -> Rule:
     if match and float(match[1]) > 0 and match[2] in {"D", *_UNITS}:
         number, unit = float(match[1]), match[2]
         return Rule(days=number) if unit == "D" else Rule(bytes=round(number * _UNITS[unit]))
-    raise UserError(f"--prune-cache {text!r} is no rule; write unused, or days such as 30d, or a size such as 50GB")
+    raise UserError(f"--prune-cache {text!r} is not a rule; write unused, or days such as 30d, or a size such as 50GB")
 
 
 def prune(cache: Cache, rule: Rule, keep: Collection[str] = (), *, now: float | None = None) -> Pruned:
-    """Remove entries. What is made or asked for within the hour stays, whatever the rule: another run may be at work.
+    """Remove entries by a rule. Entries used within the last hour always stay, because another run may be in progress.
 
     Args:
-        cache: What to remove from.
-        rule: Which go.
-        keep: Keys that stay.
-        now: Seconds since the epoch; None: the clock's.
+        cache: The cache.
+        rule: Which entries to remove.
+        keep: Keys of entries that stay.
+        now: Current time in seconds since the epoch; None reads the clock.
+
+    Returns:
+        What was removed and what is left.
 
     Raises:
         UserError: If a file cannot be removed.
@@ -118,10 +122,10 @@ def prune(cache: Cache, rule: Rule, keep: Collection[str] = (), *, now: float | 
     left = sum(size for _, size, _ in found)
     removed = removed_bytes = 0
     for used, size, path in sorted(found):
-        goes = rule.unused or now - used > rule.days * _DAY_SECONDS
+        selected = rule.unused or now - used > rule.days * _DAY_SECONDS
         if rule.bytes:
-            goes = left - removed_bytes > rule.bytes
-        if goes and path.stem not in keep and now - used > _SETTLED_SECONDS:
+            selected = left - removed_bytes > rule.bytes
+        if selected and path.stem not in keep and now - used > _SETTLED_SECONDS:
             _remove(path)
             removed, removed_bytes = removed + 1, removed_bytes + size
     return Pruned(
@@ -130,10 +134,10 @@ def prune(cache: Cache, rule: Rule, keep: Collection[str] = (), *, now: float | 
 
 
 def keys_in(records: Iterable[Path]) -> set[str]:
-    """The keys that runs need, by the files in which each of them lists what it is trained on.
+    """The cache keys that runs need, read from the files in which they list their samples.
 
     Raises:
-        UserError: If one cannot be read, because then what its run needs is not known.
+        UserError: If a file cannot be read: then it is unknown what its run needs.
     """
     found: set[str] = set()
     for record in records:

@@ -1,7 +1,7 @@
-"""The encode stage: every clip and caption once through its encoder, into the cache.
+"""The encode stage: encode every clip and caption once, and store the results in the cache.
 
-The only stage that loads a VAE or a text encoder, one at a time, and neither when nothing is missing. Each result is
-stored as soon as it is there, so a stage that was killed continues where it stopped.
+This is the only stage that loads a VAE or a text encoder. It loads one at a time, and none if nothing is missing. Each result is
+stored at once, so a run that was killed continues where it stopped.
 """
 
 import json
@@ -26,50 +26,50 @@ from ditkit_core.models.encoders import Encoder
 from ditkit_core.models.spec import identity
 
 _LONG_HASH_BYTES = 2**28
-"""So many take seconds to read; less is over before a progress bar says anything."""
+"""Reading this many bytes takes seconds; for fewer a progress bar would only flicker."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeConfig:
-    """The `[encode]` section: where encoded clips and captions are kept, and what computes them.
+    """The `[encode]` section: where encoded clips and captions are stored, and how they are computed.
 
-    The VAE runs in fp32: its latents are the training data, and narrower ones would carry the rounding into every step.
+    The VAE runs in fp32: its latents are the training data, so rounding them would affect every step.
     """
 
     cache: str = setting("", resume="free", holds="path")
-    """Folder of encoded clips and captions, which runs may share; empty means `cache` beside the run folder."""
+    """Folder of encoded clips and captions, which runs may share. Empty means `cache` next to the run folder."""
     device: str = setting("auto", resume="free")
     """Device of the encoders: `auto` (a GPU if there is one), `cpu`, `cuda`, `cuda:1`, …"""
     text_dtype: Literal["bf16", "fp32"] = setting("bf16", resume="refused")
     """Dtype of the text encoder."""
     vae_tiling: bool = setting(False, resume="refused")
-    """Whether the VAE encodes overlapping tiles that are blended, not whole pictures: takes less memory, and gives other latents."""
+    """Encode overlapping tiles, which are blended, instead of whole images. This takes less memory and gives different latents."""
     streaming: Literal["auto", "always", "never"] = setting("auto", resume="free")
-    """Whether a large text encoder passes through memory layer by layer from its files, for many captions at once: `auto` does
-    where it would not fit as a whole."""
+    """Whether a large text encoder is streamed from its files layer by layer, for many captions at once. `auto` streams if the whole
+    encoder does not fit into memory."""
 
 
 def text_key(caption: str, encoder: Encoder) -> str:
-    """Where the cache keeps a caption as encoded by an encoder (kind `text`)."""
+    """The cache key (of kind `text`) of a caption that an encoder encodes."""
     return key("text", caption, encoder.identity)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleEncoders:
-    """What makes training items of samples."""
+    """The encoders that turn samples into training items."""
 
     media: Encoder
-    """Pixels to `latents`; loaded only if a clip is missing."""
+    """From pixels to `latents`; loaded only if a clip is missing in the cache."""
     text: Encoder
-    """Caption to tensors; loaded only if a caption is missing."""
+    """From a caption to tensors; loaded only if a caption is missing in the cache."""
     fps: float
     """Frames per second of the clips."""
     reference_size: ReferenceSize | None = None
-    """As in `DataSpec`; needed where samples have references."""
+    """`DataSpec.reference_size`; required if samples have references."""
     conditioning: "Conditioning | None" = None
-    """What encodes conditions besides clip and caption."""
+    """The encoders of conditions besides the caption."""
     assemble: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = identity
-    """As in `TrainingSpec`."""
+    """`TrainingSpec.assemble`."""
 
 
 def encode(
@@ -81,36 +81,36 @@ def encode(
     progress: Progress = NullProgress,
     on_bad: Callable[[Sample, UserError], None] | None = None,
 ) -> list[EncodedSample]:
-    """Encode what the cache lacks: all clips and the images they are made from, then all captions and the empty one.
+    """Encode everything that the cache lacks: clips and references, then conditions, then captions and the empty caption.
 
     Args:
-        samples: What to encode.
-        encoders: What encodes them.
-        cache: Where results are kept.
-        extra_captions: Captions needed besides (of samples to be generated); found again by `text_key`.
-        progress: Watches stages `hash`, `media`, the kinds of conditions and `text`, each only if there is something to do; `hash` if it takes seconds.
-        on_bad: Called with each clip that cannot be decoded, which is then left out; by default the first one is an error.
+        samples: The samples to encode.
+        encoders: The encoders.
+        cache: Where results are stored.
+        extra_captions: Further captions, such as prompts of previews; find them in the cache by `text_key`.
+        progress: Shows the stages `hash` (if it takes seconds), `media`, each kind of condition, and `text`.
+        on_bad: Called with each sample that cannot be encoded, which is then left out; None makes the first one an error.
 
     Returns:
         The samples in the same order, without those left out.
 
     Raises:
-        UserError: If a clip cannot be read, or an encoder gives numbers that are not finite.
+        UserError: If a clip cannot be read, or the output of an encoder is not finite.
     """
     keep_going, conditioning = on_bad is not None, encoders.conditioning or Conditioning(conditioners=())
     given = {sample.id: clip_inputs_of(sample, encoders.fps) for sample in samples}
-    # what has no condition is said before hours go into clips
+    # Before the clips: encoding those may take hours, and a missing condition should be reported first.
     used = conditioning.used(given, keep_going=keep_going)
-    cuts = {sample.id: _cuts_of(sample, encoders.fps, encoders.reference_size) for sample in samples}
-    keys = _media_keys([cut for each in cuts.values() for cut in each], cache, encoders.media, progress)
+    clips = {sample.id: _clips_of(sample, encoders.fps, encoders.reference_size) for sample in samples}
+    keys = _media_keys([clip for each in clips.values() for clip in each], cache, encoders.media, progress)
     failures = _fill_media(cache, keys, encoders.media, progress, keep_going=keep_going)
-    left = {name: controls for name, controls in given.items() if keys[cuts[name][0]] not in failures}
+    left = {name: controls for name, controls in given.items() if keys[clips[name][0]] not in failures}
     conditions = conditioning.fill(left, used, cache, failures, progress, keep_going=keep_going)
     encoded = []
     for sample in samples:
-        media_keys = [keys[cut] for cut in cuts[sample.id]]
-        of_sample = conditions.get(sample.id, ())
-        failed = [failures[key] for key in (*media_keys, *(each.key for each in of_sample)) if key in failures]
+        media_keys = [keys[clip] for clip in clips[sample.id]]
+        its_conditions = conditions.get(sample.id, ())
+        failed = [failures[key] for key in (*media_keys, *(each.key for each in its_conditions)) if key in failures]
         if on_bad is not None and failed:
             on_bad(sample, failed[0])
             continue
@@ -122,14 +122,14 @@ def encode(
                 text_keys=tuple(text_key(caption, encoders.text) for caption in sample.captions),
                 empty_text_key=text_key("", encoders.text),
                 reference_keys=tuple(media_keys[1:]),
-                conditions=of_sample,
+                conditions=its_conditions,
                 assemble=encoders.assemble,
                 repeats=sample.repeats,
             )
         )
     good = {sample.id for sample in encoded}
     captions = ["", *(caption for sample in samples if sample.id in good for caption in sample.captions)]
-    # By key: captions that many samples share are encoded once. The empty one is always there, for caption dropout.
+    # By key: captions that samples share are encoded once. The empty one is always encoded, for caption dropout.
     texts = {text_key(caption, encoders.text): caption for caption in (*captions, *extra_captions)}
     encode_missing(cache, EncodeTask(kind="text", wanted=texts, encoder=encoders.text, read=str, name=repr), progress)
     return encoded
@@ -143,34 +143,38 @@ def encode_references(
     reference_size: ReferenceSize,
     progress: Progress = NullProgress,
 ) -> list[Tensor]:
-    """The latents of pictures to edit, which belong to one sample, as training has them; encoded if the cache lacks them.
+    """The latents of the references of one sample, computed as for training; encoded if the cache lacks them.
 
     Args:
-        paths: The pictures, in order.
-        cache: Where results are kept.
-        media_encoder: Pixels to `latents`; loaded only if a picture is missing.
-        reference_size: As in `ModelSpec`.
+        paths: The images, in order.
+        cache: Where results are stored.
+        media_encoder: From pixels to `latents`; loaded only if an image is missing in the cache.
+        reference_size: `DataSpec.reference_size`.
         progress: As for `encode`.
 
+    Returns:
+        The latents of each image, in order.
+
     Raises:
-        UserError: If a file is no picture, cannot be read, or is of no size that can be used.
+        UserError: If a file is not an image, cannot be read, or has a size that the model does not take.
     """
-    cuts = _reference_cuts(paths, reference_size)
-    keys = _media_keys(cuts, cache, media_encoder, progress)
+    clips = _reference_clips(paths, reference_size)
+    keys = _media_keys(clips, cache, media_encoder, progress)
     _fill_media(cache, keys, media_encoder, progress, keep_going=False)
-    return [cache.found(cache.get, "media", keys[cut], str(cut.path))["latents"] for cut in cuts]
+    return [cache.found(cache.get, "media", keys[clip], str(clip.path))["latents"] for clip in clips]
 
 
 Used = tuple[str, ...] | UserError
-"""What a conditioner reads of a clip, or why it cannot."""
+"""The columns that a conditioner reads for a clip, or the reason why it cannot."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditioning:
-    """The conditioners of a model, and which of its columns are texts and no files."""
+    """The conditioners of a model."""
 
     conditioners: Sequence[Conditioner]
     texts: Collection[str] = ()
+    """Columns whose values are texts and not files."""
 
     def fill(
         self,
@@ -182,26 +186,27 @@ class Conditioning:
         *,
         keep_going: bool = False,
     ) -> dict[str, tuple[Condition, ...]]:
-        """Encode what the cache lacks.
+        """Encode the conditions that the cache lacks.
 
         Args:
-            given: What to encode, by any name.
-            all_used: What `used` said of these, or of more.
-            cache: Where results are kept.
-            failures: Takes, by key, why something could not be encoded; stays empty unless `keep_going`.
-            progress: Watches the kinds of conditions.
-            keep_going: Whether the first failure is no error.
+            given: The clips, by any name.
+            all_used: The result of `used` for these clips; it may contain more.
+            cache: Where results are stored.
+            failures: Receives, by cache key, the reason why a condition could not be encoded; stays empty unless `keep_going`.
+            progress: Shows the kinds of conditions.
+            keep_going: Whether to continue after a failure.
 
         Returns:
-            By name, where the cache keeps its conditions, those that failed included.
+            By name, the conditions' places in the cache, including those that failed.
         """
         found: dict[str, list[Condition]] = {name: [] for name in given}
         with MediaHashes(cache.folder) as hashes:
-            for conditioner, of_kind in zip(self.conditioners, all_used, strict=True):
+            for conditioner, columns_by_name in zip(self.conditioners, all_used, strict=True):
                 wanted = {}
                 for name, controls in given.items():
-                    used = of_kind[name]
+                    used = columns_by_name[name]
                     if isinstance(used, UserError):
+                        # A key of its own, under which nothing is stored, so that the failure is found like any other.
                         address = key("no condition", conditioner.kind, name)
                         failures[address] = used
                         found[name].append(Condition(conditioner.kind, address, conditioner.optional))
@@ -216,28 +221,28 @@ class Conditioning:
         return {name: tuple(conditions) for name, conditions in found.items()}
 
     def used(self, given: Mapping[str, ClipInputs], *, keep_going: bool = False) -> list[dict[str, Used]]:
-        """What each conditioner reads of each, by name; with `keep_going` why it cannot in its place.
+        """The columns that each conditioner reads for each clip, by name; with `keep_going` possibly the reason why it cannot.
 
         Raises:
-            UserError: The first failure; with `keep_going` only what no other sample would mend.
+            UserError: The first failure; with `keep_going` only a failure that affects every sample (a missing package).
         """
         found: list[dict[str, Used]] = []
         for conditioner in self.conditioners:
-            of_kind: dict[str, Used] = {}
+            columns_by_name: dict[str, Used] = {}
             for name, controls in given.items():
                 try:
-                    of_kind[name] = conditioner.uses(controls)
+                    columns_by_name[name] = conditioner.uses(controls)
                 except UserError as error:
                     if not should_continue(error, keep_going=keep_going):
                         if controls.clip is None or isinstance(error, MissingDependency):
                             raise
                         raise with_owner(_named(controls), error) from error
-                    of_kind[name] = error
-            found.append(of_kind)
+                    columns_by_name[name] = error
+            found.append(columns_by_name)
         return found
 
     def check(self, controls: ClipInputs) -> None:
-        """Read everything that would be encoded of a clip or a drawing, without weights.
+        """Read everything that would be encoded for a clip or a prompt, without loading weights.
 
         Raises:
             UserError: If it cannot be encoded.
@@ -246,7 +251,7 @@ class Conditioning:
             conditioner.check(controls)
 
     def reads(self, controls: ClipInputs) -> bool:
-        """Whether all of it can be encoded."""
+        """Whether all conditions of a clip can be encoded."""
         try:
             self.check(controls)
         except UserError as error:
@@ -256,7 +261,7 @@ class Conditioning:
         return True
 
     def tensors(self, controls: ClipInputs, cache: Cache, progress: Progress = NullProgress) -> dict[str, Tensor]:
-        """The conditions of one clip or drawing, encoded if the cache lacks them."""
+        """The tensors of the conditions of one clip or prompt, encoded if the cache lacks them."""
         item: dict[str, Tensor] = {}
         given = {"": controls}
         for kind, address, _ in self.fill(given, self.used(given), cache, {}, progress)[""]:
@@ -264,7 +269,7 @@ class Conditioning:
         return item
 
     def _key(self, conditioner: Conditioner, controls: ClipInputs, used: Sequence[str], hashes: MediaHashes) -> str:
-        cut = {
+        transform = {
             "version": TRANSFORM_VERSION,
             "frames": controls.frames,
             "fps": controls.fps,
@@ -277,9 +282,9 @@ class Conditioning:
             if column in self.texts:
                 contents.append(f"{column}: {controls.files[column]}")
             else:
-                path = Path(controls.files[column]) if column else controls.clip
+                path = Path(controls.files[column]) if column else controls.clip  # "" stands for the clip itself
                 contents.append(f"{column}= {hashes.of(path) if path else 'nothing'}")
-        return key(conditioner.kind, conditioner.identity, json.dumps(cut, sort_keys=True), *contents)
+        return key(conditioner.kind, conditioner.identity, json.dumps(transform, sort_keys=True), *contents)
 
 
 def _named(controls: ClipInputs) -> str:
@@ -287,7 +292,7 @@ def _named(controls: ClipInputs) -> str:
 
 
 def clip_inputs_of(sample: Sample, fps: float) -> ClipInputs:
-    """What a conditioner is given of a sample."""
+    """The inputs of a sample's conditioners."""
     return ClipInputs(
         clip=sample.media,
         start_seconds=sample.start_seconds,
@@ -299,8 +304,8 @@ def clip_inputs_of(sample: Sample, fps: float) -> ClipInputs:
     )
 
 
-class _Cut(NamedTuple):
-    """A media file as the encoder is given it."""
+class _Clip(NamedTuple):
+    """The part of a media file that is encoded, and its size."""
 
     path: Path
     frames: int
@@ -318,47 +323,47 @@ class _Cut(NamedTuple):
             "version": TRANSFORM_VERSION,
             "kind": media_kind(self.path),
             "frames": self.frames,
-            "fps": self.fps or 0,  # as a whole number: the key of earlier versions
+            "fps": self.fps or 0,  # 0 and not 0.0: keeps the key of earlier versions, and so their caches
             "height": self.height,
             "width": self.width,
         }
-        if self.start_seconds:  # not at 0: the key of earlier versions
+        if self.start_seconds:  # left out at 0, again for the key of earlier versions
             transform["start"] = self.start_seconds
         return key("media", content, json.dumps(transform, sort_keys=True), encoder.identity)
 
 
-def _cuts_of(sample: Sample, fps: float, reference_size: ReferenceSize | None) -> list[_Cut]:
+def _clips_of(sample: Sample, fps: float, reference_size: ReferenceSize | None) -> list[_Clip]:
     """The sample's own clip, then its references."""
     rate = fps if media_kind(sample.media) == "video" else 0.0
-    own = _Cut(sample.media, sample.frames, rate, sample.height, sample.width, sample.start_seconds)
+    own = _Clip(sample.media, sample.frames, rate, sample.height, sample.width, sample.start_seconds)
     if not sample.references:
         return [own]
     assert reference_size is not None
-    return [own, *_reference_cuts(sample.references, reference_size)]
+    return [own, *_reference_clips(sample.references, reference_size)]
 
 
-def _reference_cuts(paths: Sequence[Path], reference_size: ReferenceSize) -> list[_Cut]:
+def _reference_clips(paths: Sequence[Path], reference_size: ReferenceSize) -> list[_Clip]:
     sizes = encoded_sizes(paths, reference_size)
-    return [_Cut(path, 1, 0.0, height, width) for path, (height, width) in zip(paths, sizes, strict=True)]
+    return [_Clip(path, 1, 0.0, height, width) for path, (height, width) in zip(paths, sizes, strict=True)]
 
 
-def _media_keys(cuts: Sequence[_Cut], cache: Cache, encoder: Encoder, progress: Progress) -> dict[_Cut, str]:
-    """Where the cache keeps each."""
+def _media_keys(clips: Sequence[_Clip], cache: Cache, encoder: Encoder, progress: Progress) -> dict[_Clip, str]:
+    """The cache key of each clip."""
     keys = {}
     with MediaHashes(cache.folder) as hashes:
-        takes_long = sum(hashes.bytes_to_read(cut.path) for cut in cuts) >= _LONG_HASH_BYTES
-        with (progress if takes_long else NullProgress)("hash", len(cuts)) as advance:
-            for cut in cuts:
-                # The content's hash, not the path: a file that was renamed or copied is found again, one that was
-                # changed is not.
-                keys[cut] = cut.key(hashes.of(cut.path), encoder)
+        takes_long = sum(hashes.bytes_to_read(clip.path) for clip in clips) >= _LONG_HASH_BYTES
+        with (progress if takes_long else NullProgress)("hash", len(clips)) as advance:
+            for clip in clips:
+                # The hash of the content, not of the path: a file that was renamed or copied is found again, and a file
+                # that was changed is encoded again.
+                keys[clip] = clip.key(hashes.of(clip.path), encoder)
                 advance(1.0)
     return keys
 
 
 def _fill_media(
-    cache: Cache, keys: Mapping[_Cut, str], encoder: Encoder, progress: Progress, *, keep_going: bool
+    cache: Cache, keys: Mapping[_Clip, str], encoder: Encoder, progress: Progress, *, keep_going: bool
 ) -> dict[str, UserError]:
-    wanted = {key: cut for cut, key in keys.items()}
-    jobs = EncodeTask(kind="media", wanted=wanted, encoder=encoder, read=_Cut.read, name=lambda cut: str(cut.path))
+    wanted = {key: clip for clip, key in keys.items()}
+    jobs = EncodeTask(kind="media", wanted=wanted, encoder=encoder, read=_Clip.read, name=lambda clip: str(clip.path))
     return encode_missing(cache, jobs, progress, keep_going=keep_going)

@@ -1,4 +1,4 @@
-"""What the cache holds of one sample, as training items."""
+"""A sample in the cache, and how it becomes a training item."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,51 +14,51 @@ Found = TypeVar("Found")
 
 
 class Condition(NamedTuple):
-    """Where the cache keeps one condition of a sample."""
+    """The place of a sample's condition in the cache."""
 
     kind: str
     key: str
     optional: bool
-    """Whether the sample can be given without it."""
+    """Whether the sample can be used without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedSample:
-    """One sample by its cache keys; its tensors are read when they are needed."""
+    """A sample as a set of cache keys; its tensors are read only when they are needed."""
 
     id: str
     cache: Cache
     media_key: str
     text_keys: tuple[str, ...]
-    """Of its captions, at least one."""
+    """Keys of the captions, at least one."""
     empty_text_key: str
-    """The empty caption, for caption dropout."""
+    """Key of the empty caption, for caption dropout."""
     reference_keys: tuple[str, ...] = ()
-    """Of the pictures that it is made from, in order."""
+    """Keys of the references, in order."""
     conditions: tuple[Condition, ...] = ()
-    """What the model is told of it beside the caption."""
+    """Conditions besides the caption."""
     assemble: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = identity
-    """As `ModelSpec.assemble`."""
+    """`TrainingSpec.assemble`."""
     repeats: float = 1.0
-    """How often an epoch has it."""
+    """Average number of uses per epoch."""
 
     @property
     def keys(self) -> list[str]:
-        """Everything that it is, in one list: another list is another sample."""
+        """All keys in one list, which identifies the sample's content; runs record it to notice changed data."""
         references = [f"reference {key}" for key in self.reference_keys]
         conditions = [f"{kind} {key}" for kind, key, _ in self.conditions]
         return [self.media_key, *self.text_keys, *references, *conditions]
 
     def load(self, *, caption: int = 0, drop_caption: bool = False, drop_controls: bool = False) -> dict[str, Tensor]:
-        """The sample as a training item: `latents`, `reference.0`, … and the model's own tensors, on the CPU.
+        """Read the sample as a training item: `latents`, `reference.0`, … and the model's own tensors, on the CPU.
 
         Args:
-            caption: Which of its captions.
-            drop_caption: Give the empty caption in place of the sample's own.
-            drop_controls: Leave out the conditions that are optional.
+            caption: Index of the caption.
+            drop_caption: Use the empty caption instead of the sample's own.
+            drop_controls: Leave out optional conditions.
 
         Raises:
-            UserError: If an entry has gone from the cache since it was encoded.
+            UserError: If an entry was removed from the cache after it was encoded.
         """
         item = self._found("media", self.media_key, self.cache.get)
         for number, key in enumerate(self.reference_keys):
@@ -70,7 +70,7 @@ class EncodedSample:
         return self.assemble(item | self._found("text", text_key, self.cache.get))
 
     def media_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all that is no text: what samples of one micro-batch have in common. Reads no tensor."""
+        """The shapes of all tensors except those of the text, which samples of one micro-batch share. Reads headers only."""
         found = self._found("media", self.media_key, self.cache.shapes)
         for number, key in enumerate(self.reference_keys):
             found[f"reference.{number}"] = self._found("media", key, self.cache.shapes)["latents"]
@@ -79,7 +79,7 @@ class EncodedSample:
         return found
 
     def outline(self) -> dict[str, Tensor]:
-        """The sample's item, with the first caption, on `meta`: shapes alone, for what counts tokens."""
+        """The training item with the first caption on the `meta` device: only shapes, for counting tokens."""
         shapes = self.media_shapes() | self._found("text", self.text_keys[0], self.cache.shapes)
         return self.assemble({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
 

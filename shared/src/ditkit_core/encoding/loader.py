@@ -1,4 +1,7 @@
-"""The micro-batches of a run: which samples and captions, a function of the seed and the micro-batch's index, never of history."""
+"""The micro-batches of a run. Samples and captions depend only on the seed and the index of the micro-batch, never on history.
+
+So a resumed run continues with exactly the samples and captions that the uninterrupted run would have had.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +18,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator, seed_of
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-"""Name and shape of each tensor that is no text."""
+"""Name and shape of each tensor except those of the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +27,15 @@ class Batch:
 
     ids: list[str]
     items: list[dict[str, Tensor]]
-    """Per sample `latents` and the model's own tensors, on the CPU."""
+    """For each sample, `latents` and the model's own tensors, on the CPU."""
     weights: Sequence[float] = ()
-    """Factor of each sample's loss; empty: 1 each."""
+    """Factor of each sample's loss; empty means 1 each."""
     counted: float | None = None
-    """How many samples it counts for in the step's mean; None: as many as it has."""
+    """Number of samples that it counts as in the step's mean; None means its own number of samples."""
 
 
 def files_of(samples: Iterable[Sample]) -> dict[str, str]:
-    """By id the name that the windows of one file have in common, of samples that are such windows."""
+    """For samples that are windows of one file: the common name of the file's windows, by sample id."""
     samples = list(samples)
     count = Counter(sample.media for sample in samples)
     windows = [sample for sample in samples if count[sample.media] > 1 and "#" in sample.id]
@@ -42,20 +45,21 @@ def files_of(samples: Iterable[Sample]) -> dict[str, str]:
 def split_held_out(
     ids: Sequence[str], count: int, files: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[str], list[str]]:
-    """Set samples aside that are never trained on, chosen by a hash of their files' names: adding clips moves at most as many.
+    """Split off validation samples, which are never trained on.
 
-    All windows of a file go together, because one that was trained on says much about the next; so there may be more than were asked for.
+    A hash of the files' names chooses them, so that adding n clips changes at most n of them. All windows of a file stay together,
+    because windows of one file look alike; so there may be more held-out samples than requested.
 
     Args:
         ids: Sample ids.
-        count: How many to set aside at least.
-        files: As `files_of`; a sample that is not there is a file of its own.
+        count: Minimum number of held-out samples.
+        files: The result of `files_of`; a sample that is not in it counts as a file of its own.
 
     Returns:
-        Ids to train on and ids held out, each in the order given.
+        Ids to train on and held-out ids, each in the given order.
 
     Raises:
-        UserError: If nothing would be left to train on.
+        UserError: If no sample would be left to train on.
     """
     held_out: set[str] = set()
     windows: dict[str, list[str]] = defaultdict(list)
@@ -65,7 +69,7 @@ def split_held_out(
         if len(held_out) < count:
             held_out.update(windows[file])
     if len(held_out) >= len(ids):
-        together = f" of {len(windows)} files, whose windows go together," if len(windows) < len(ids) else ""
+        together = f" of {len(windows)} files, whose windows stay together," if len(windows) < len(ids) else ""
         raise UserError(
             f"holding out {count} of {len(ids)} clips{together} leaves none to train on; lower held_out.clips or add clips"
         )
@@ -74,56 +78,56 @@ def split_held_out(
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSize:
-    """How many samples of one shape go through the model together."""
+    """Number of samples in a micro-batch."""
 
     samples: int = 1
-    """Where there is no budget of tokens."""
+    """Samples per micro-batch, if there is no token budget."""
     tokens: int = 0
-    """A budget: as many samples as fit, one at least; 0: none."""
+    """Token budget: a micro-batch has as many samples as fit, at least one. 0 means no budget."""
     num_tokens: Callable[[Mapping[str, Tensor]], int] = lambda item: 1
-    """As `ModelSpec.num_tokens`."""
+    """`TrainingSpec.num_tokens`."""
 
     def of(self, sample: EncodedSample) -> int:
-        """Samples like this one in a micro-batch."""
+        """Number of samples in a micro-batch of samples with the shapes of this one."""
         return max(1, self.tokens // self.num_tokens(sample.outline())) if self.tokens else self.samples
 
 
 class CaptionSampler:
-    """Which caption a sample is given at each of its uses, and whether with its conditions."""
+    """Samples the caption for each use of a sample, and whether its conditions are dropped."""
 
     def __init__(self, seed: int, dropout: float, control_dropout: float = 0.0) -> None:
-        """Describe the choice.
+        """Set the probabilities.
 
         Args:
             seed: The run's seed.
             dropout: Probability in [0, 1] of the empty caption.
-            control_dropout: Probability in [0, 1] that conditions which are optional are left out.
+            control_dropout: Probability in [0, 1] that optional conditions are dropped.
         """
         assert 0 <= dropout <= 1 and 0 <= control_dropout <= 1
         self._seed, self._dropout, self._control_dropout = seed, dropout, control_dropout
 
     def item(self, sample: EncodedSample, index: int, copy: int = 0) -> dict[str, Tensor]:
-        """Read a sample for the micro-batch of this index, which may have it several times.
+        """Read a sample for the micro-batch of this index, which may contain it several times.
 
         Args:
             sample: The sample.
-            index: The micro-batch's.
-            copy: How many of it go before in the micro-batch.
+            index: Index of the micro-batch.
+            copy: Number of earlier uses of the sample in the micro-batch.
         """
-        # The first copy has the seed of a sample that is there once, so that repeats of others change nothing for it.
+        # The first copy has the seed of a sample that occurs once, so that repeats do not change its caption.
         names = (sample.id, copy) if copy else (sample.id,)
-        drawn = torch.rand((), generator=generator(self._seed, "caption", index, *names))
+        uniform = torch.rand((), generator=generator(self._seed, "caption", index, *names))
         chosen = seed_of(self._seed, "which caption", index, *names) % len(sample.text_keys)
         without = torch.rand((), generator=generator(self._seed, "control", index, *names)) < self._control_dropout
-        return sample.load(caption=chosen, drop_caption=bool(drawn < self._dropout), drop_controls=bool(without))
+        return sample.load(caption=chosen, drop_caption=bool(uniform < self._dropout), drop_controls=bool(without))
 
 
 class TrainDataLoader:
     """The endless sequence of micro-batches of a run.
 
-    Samples of one micro-batch have the same shapes, texts aside. Where all of a dataset have, epochs follow each other
-    without a gap and micro-batches are of one size. Otherwise each shape is cut into micro-batches in every epoch, of which
-    some are smaller; each then counts for the mean size, so that every sample has the same weight in what is learned.
+    Samples of one micro-batch have the same shapes, except for texts. If the whole dataset has one shape, all micro-batches have the
+    same size and may span two epochs. Otherwise the samples of each shape are split into micro-batches in every epoch, and some are
+    smaller. Each then counts as the mean size, so that every sample has the same weight in training.
     """
 
     def __init__(
@@ -135,14 +139,14 @@ class TrainDataLoader:
         caption_dropout: float = 0.0,
         control_dropout: float = 0.0,
     ) -> None:
-        """Describe the data; of the cache only headers are read yet.
+        """Prepare the order of the samples; this reads only headers from the cache.
 
         Args:
-            samples: What to train on, at least one.
+            samples: The samples to train on, at least one.
             seed: The run's seed.
             batch_size: Samples per micro-batch.
-            caption_dropout: Probability in [0, 1] that a sample is given with the empty caption.
-            control_dropout: Probability in [0, 1] that it is given without the conditions that are optional.
+            caption_dropout: Probability in [0, 1] that a sample gets the empty caption.
+            control_dropout: Probability in [0, 1] that a sample is used without its optional conditions.
         """
         assert samples
         self._samples = samples
@@ -150,7 +154,7 @@ class TrainDataLoader:
         ids = [sample.id for sample in samples]
         groups, sizes = grouped_by_shape(samples, batch_size)
         self.num_shapes = len(sizes)
-        """How many shapes the samples have."""
+        """Number of different shapes among the samples."""
         self._grouped = self.num_shapes > 1
         repeats = [sample.repeats for sample in samples]
         self._order: BatchSampler | BucketBatchSampler = (
@@ -161,7 +165,7 @@ class TrainDataLoader:
 
     @property
     def mean_size(self) -> float:
-        """Samples in a micro-batch, on average over an epoch."""
+        """Average number of samples in a micro-batch over an epoch."""
         return self._order.mean_size
 
     def micro_batch(self, index: int) -> Batch:
@@ -170,7 +174,7 @@ class TrainDataLoader:
         return Batch(
             ids=[sample.id for sample in samples],
             items=[
-                # A micro-batch of a small dataset can have a sample several times: each gets a caption of its own.
+                # A micro-batch of a small dataset can contain a sample several times: each use gets its own caption.
                 self._captions.item(sample, index, sum(other is sample for other in samples[:place]))
                 for place, sample in enumerate(samples)
             ],
@@ -178,21 +182,21 @@ class TrainDataLoader:
         )
 
     def micro_batches(self, index: int) -> list[Batch]:
-        """The same, alone."""
+        """The micro-batch of this index as a list of one; `PriorDataLoader` adds class images here."""
         return [self.micro_batch(index)]
 
     def places(self, index: int) -> range:
-        """The places of a micro-batch's samples among all that are used, counted since the start of the run."""
+        """The positions of a micro-batch's samples among all samples used since the start of the run."""
         first, samples = self._order.places(index)
         return range(first, first + len(samples))
 
 
 def shapes_of(sample: EncodedSample) -> Shapes:
-    """What samples of one micro-batch have in common; texts may differ, which models pad."""
+    """The shapes that samples of one micro-batch share; texts may have different lengths, because models pad them."""
     return tuple(sorted(sample.media_shapes().items()))
 
 
 def grouped_by_shape(samples: Sequence[EncodedSample], size: BatchSize) -> tuple[list[Shapes], dict[Shapes, int]]:
-    """The shapes of each sample, and by shapes how many samples of them make a micro-batch."""
+    """The shapes of each sample, and the number of samples per micro-batch for each of these shapes."""
     groups = [shapes_of(sample) for sample in samples]
     return groups, {group: size.of(samples[groups.index(group)]) for group in dict.fromkeys(groups)}

@@ -1,4 +1,4 @@
-"""Filling the cache: one encoder's work, each result stored as soon as it is there, so that what was killed goes on where it stopped."""
+"""Filling the cache with the results of one encoder. Each result is stored at once, so that a killed run continues where it stopped."""
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -16,21 +16,21 @@ from ditkit_core.io.memory import release_memory
 from ditkit_core.models.conditions import Conditioner
 from ditkit_core.models.encoders import Encoder
 
-_JUDGED_BY = 2
-"""Entries of a kind by which the size of the rest is judged; the first caption is the empty one, which some models keep short."""
-_WORTH_TELLING_BYTES = 10**9
+_ESTIMATED_FROM = 2
+"""Number of entries that the size of the rest is estimated from; not 1, because the first caption is the empty one, which may be short."""
+_WORTH_REPORTING_BYTES = 10**9
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[float], None]]]
-"""(what is done, how many) to a context in which the yielded function is told how much of that is done since."""
+"""(stage, number of items) to a context whose function is called with the number of items finished since its last call."""
 
 
 def should_continue(error: UserError, *, keep_going: bool) -> bool:
-    """Whether the sample of an error is left out."""
+    """Whether to leave out the sample of this error and continue; a missing package would fail for every sample."""
     return keep_going and not isinstance(error, MissingDependency)
 
 
 def with_owner(name: str, error: UserError) -> UserError:
-    """An error with the name of what it is about: that a text is wrong does not say whose it is."""
+    """The error with the name of the clip it concerns: a message about a text alone does not say whose text it is."""
     return error if name in str(error) else UserError(f"{name}: {error}")
 
 
@@ -39,25 +39,35 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeTask(Generic[Item]):
-    """Everything that one encoder has to have encoded."""
+    """All items for one encoder."""
 
     kind: str
+    """Kind of the cache entries."""
     wanted: Mapping[str, Item]
-    """By cache key."""
+    """Items by cache key."""
     encoder: Encoder | Conditioner
     read: Callable[[Item], Any]
-    """An item to what the encoder takes."""
+    """From an item to the encoder's input."""
     name: Callable[[Item], str]
-    """What a person calls the item."""
+    """From an item to its name in messages."""
 
 
 def encode_missing(
     cache: Cache, jobs: EncodeTask[Item], progress: Progress, *, keep_going: bool = False
 ) -> dict[str, UserError]:
-    """Encode what the cache lacks, loading the encoder for the first item that can be read.
+    """Encode the items that the cache lacks; the encoder is loaded for the first item that can be read.
+
+    Args:
+        cache: Where results are stored.
+        jobs: The items and their encoder.
+        progress: Shows how many are done.
+        keep_going: Whether to continue after an item that cannot be read.
 
     Returns:
-        By key, why items could not be read; empty unless `keep_going`.
+        By cache key, the reason why an item could not be read; empty unless `keep_going`.
+
+    Raises:
+        UserError: If an item cannot be read (unless `keep_going`), or a result is not finite or cannot be stored.
     """
     missing = {key: item for key, item in jobs.wanted.items() if not cache.has(jobs.kind, key)}
     failures: dict[str, UserError] = {}
@@ -72,15 +82,15 @@ def encode_missing(
             given: dict[str, Any] = {}
             for key in keys[first : first + jobs.encoder.items_at_once]:
                 try:
-                    # Decoded here, not where the file was checked: only what the cache lacks, and pixels are many
-                    # times their latents.
+                    # Decoded here and not when the file was checked: only missing items need it, and pixels take many
+                    # times the memory of latents.
                     given[key] = jobs.read(missing[key])
                 except UserError as error:
                     if not should_continue(error, keep_going=keep_going):
                         raise
                     failures[key] = error
                     advance(1.0)
-            # Late: where nothing can be read, a text encoder of 10 GB need not be.
+            # Loaded late: if no item can be read, there is no need to load a text encoder of 10 GB.
             if given and not loaded:
                 jobs.encoder.load()
                 stack.callback(release_memory)
@@ -89,7 +99,7 @@ def encode_missing(
             with torch.no_grad():
                 try:
                     encoded = jobs.encoder.encode(list(given.values()), advance) if given else []
-                except UserError as error:  # conditioners read what they encode themselves
+                except UserError as error:  # conditioners read their files themselves, so they fail here
                     if not should_continue(error, keep_going=keep_going) or len(given) > 1:
                         if isinstance(error, MissingDependency) or len(given) > 1:
                             raise
@@ -102,25 +112,28 @@ def encode_missing(
                 _check_finite(tensors, name, jobs.kind)
                 cache.put(jobs.kind, key, tensors, {"source": name, "encoder": jobs.encoder.identity})
                 sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
-                # Hours may follow: that the disk will not do is said while there is time to do something.
-                if len(sizes) == _JUDGED_BY:
-                    _tell_room(cache, jobs.kind, sizes, len(missing) - len(failures) - len(sizes))
+                # Encoding may take hours: warn about a full disk while there is time to make room.
+                if len(sizes) == _ESTIMATED_FROM:
+                    _report_room(cache, jobs.kind, sizes, len(missing) - len(failures) - len(sizes))
     return failures
 
 
-def _tell_room(cache: Cache, kind: str, sizes: Sequence[int], count: int) -> None:
-    """Say how large the cache grows, and warn hours before the disk is full, given the bytes of the first entries and how many follow."""
+def _report_room(cache: Cache, kind: str, sizes: Sequence[int], count: int) -> None:
+    """Report how much the cache will grow, or warn that the disk is too small, from the sizes of the first entries and the number left."""
     needed, free = count * sum(sizes) // len(sizes), shutil.disk_usage(cache.folder).free
-    line = f"the cache {cache.folder} takes about {needed / 1e9:.1f} GB more for {count} more of {kind}"
+    line = f"the cache {cache.folder} will grow by about {needed / 1e9:.1f} GB for {count} more entries of kind {kind}"
     if needed > free:
-        warn(f"{line}, and {free / 1e9:.1f} GB are free there; make room, or set encode.cache to a folder elsewhere")
-    elif needed > _WORTH_TELLING_BYTES:
+        warn(
+            f"{line}, but only {free / 1e9:.1f} GB are free; make room, or set encode.cache to a folder on another disk"
+        )
+    elif needed > _WORTH_REPORTING_BYTES:
         say(line)
 
 
 def _check_finite(tensors: Mapping[str, Tensor], name: str, kind: str) -> None:
-    remedies = {"text": "set encode.text_dtype to fp32", "media": "fetch the VAE's weights again"}
-    remedy = remedies.get(kind, f"correct what its {kind} is made from, or fetch the weights of that encoder again")
+    # A NaN in the cache would end training hours later, in a step that says nothing about the file.
+    remedies = {"text": "set encode.text_dtype to fp32", "media": "download the VAE's weights again"}
+    remedy = remedies.get(kind, f"correct the file of its {kind}, or download the weights of that encoder again")
     for part, tensor in tensors.items():
         if not tensor.isfinite().all():
-            raise UserError(f"{part} of {name} are not finite numbers; {remedy}, or remove it")
+            raise UserError(f"{part} of {name} are not finite; {remedy}, or remove it")

@@ -1,4 +1,4 @@
-"""What samples became, as files to look at: the pixels that the encoder is given, with the captions beside them."""
+"""Writing samples as files to look at: the pixels that the encoder gets, with their captions."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
@@ -20,21 +20,21 @@ def dump(
     reference_size: ReferenceSize | None = None,
     advance: Callable[[float], None] = NullProgress.advance,
 ) -> list[Path]:
-    """Write each sample as it is encoded: a clip as .mp4, a still image as .png, its captions as .txt with an empty line between two.
+    """Write each sample as it is encoded: a clip as .mp4, a still image as .png, captions as .txt with empty lines between them.
 
-    Control videos are cut like their clip and lie beside it as `NAME.COLUMN.mp4`, pictures to edit as `NAME.reference_0.png`. A png
-    holds the very pixels in 8 bits, an mp4 what H.264 makes of them.
+    Control videos are cropped and trimmed like their clip and written next to it as `NAME.COLUMN.mp4`, references as
+    `NAME.reference_0.png`. A png has exactly the encoded pixels, rounded to 8 bits; an mp4 is compressed with H.264.
 
     Args:
-        samples: As `scan` lists them.
-        folder: Where to write.
+        samples: The result of `scan`.
+        folder: Folder to write to.
         fps: Frames per second that clips are read at.
-        columns: Of what goes with clips.
-        reference_size: As in `ModelSpec`; needed where samples have references.
-        advance: Told 1.0 after each sample.
+        columns: `DataSpec.columns` of the architecture.
+        reference_size: `DataSpec.reference_size`; required if samples have references.
+        advance: Called with 1.0 after each sample.
 
     Returns:
-        The files of the clips and images themselves.
+        The files of the clips and images, without captions, controls and references.
 
     Raises:
         UserError: If a file cannot be read or written.
@@ -49,14 +49,14 @@ def dump(
             _write(folder, f"{name}.{column}", Path(sample.controls[column]), sample, fps)
         sizes = encoded_sizes(sample.references, reference_size) if reference_size and sample.references else []
         for number, (path, (height, width)) in enumerate(zip(sample.references, sizes, strict=True)):
-            picture = read_clip(path, frames=1, fps=0.0, height=height, width=width)
-            write_image(folder / f"{name}.reference_{number}.png", (picture[:, 0] + 1) / 2)
+            image = read_clip(path, frames=1, fps=0.0, height=height, width=width)
+            write_image(folder / f"{name}.reference_{number}.png", (image[:, 0] + 1) / 2)
         advance(1.0)
     return written
 
 
 def _write(folder: Path, name: str, path: Path, sample: Sample, fps: float) -> Path:
-    """The window of a sample, of its own clip or of what goes with it."""
+    """Write the sample's window of a file: of its own clip, or of a control video."""
     size = {"height": sample.height, "width": sample.width}
     if media_kind(path) == "image":
         pixels = read_clip(path, frames=1, fps=0.0, **size)
@@ -68,6 +68,6 @@ def _write(folder: Path, name: str, path: Path, sample: Sample, fps: float) -> P
 
 
 def _file_name(id: str) -> str:
-    """An id as a path inside a folder, whatever it says: clips from elsewhere have the whole path as id."""
+    """An id as a path that stays inside a folder; the id of a clip outside the dataset folder is its absolute path."""
     parts = [part.replace(":", "_") for part in PurePosixPath(id).parts if part not in ("/", "..")]
     return "/".join(parts)

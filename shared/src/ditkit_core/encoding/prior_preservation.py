@@ -1,7 +1,7 @@
-"""Prior preservation: pictures of the class beside those of the instance, so that training leaves the class as it was.
+"""Prior preservation: training on class images alongside the instance's, so that the model does not forget the class.
 
-Source: DreamBooth (https://arxiv.org/abs/2208.12242), section 4.2; as diffusers' training scripts have it, the loss is the
-mean over the instance's samples plus a weight times the mean over as many samples of the class.
+Source: DreamBooth (https://arxiv.org/abs/2208.12242), section 4.2. As in diffusers' training scripts, the loss is the mean over the
+instance's samples plus a weight times the mean over the same number of class images.
 """
 
 from collections import defaultdict
@@ -19,57 +19,60 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.rng import seed_of
 
 PRIOR_MARK = "prior: "
-"""Before the id of a class picture, which the data may have too."""
+"""Prefix of a class image's id, because a sample of the dataset may have the same id."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PriorConfig:
-    """The `[prior]` section: pictures of the class that the trained subject belongs to. Without folder and prompt there is none."""
+    """The `[prior]` section: images of the class that the trained subject belongs to. Without folder and prompt there are none."""
 
     folder: str = setting("", resume="refused", holds="path")
-    """Folder of class pictures (or clips) and captions, in the format of data.folder. Empty: `prior` in the run folder, if there
-    is a prompt."""
+    """Folder of class images (or clips) and captions, in the format of data.folder. Empty means `prior` in the run folder if a prompt
+    is set."""
     prompt: str = setting("", resume="refused")
-    """What the class is called (`a photo of a dog`): pictures that the folder lacks are drawn with the untrained model."""
+    """Prompt for the class (`a photo of a dog`): the untrained model generates the images that the folder lacks."""
     images: int = setting(100, resume="refused")
-    """How many class pictures there are to be; with a prompt alone."""
+    """Number of class images; only used with a prompt."""
     weight: float = setting(1.0, resume="stated")
     """Weight of the class in the loss, above 0."""
 
     def __post_init__(self) -> None:
         if self.prompt and not self.prompt.strip():
-            raise UserError("prior.prompt is blank; say what the class is called, such as 'a photo of a dog'")
-        if "\0" in self.prompt:  # it becomes the caption of each picture, and no caption has one
+            raise UserError("prior.prompt is blank; describe the class, such as 'a photo of a dog'")
+        if "\0" in self.prompt:  # it becomes the caption of each image, and captions must not contain one
             raise UserError("prior.prompt has a null byte; correct it")
         if not 1 <= self.images <= 100_000:
             raise UserError(f"prior.images = {self.images} is not between 1 and 100000; set 100")
         if not 0 < self.weight <= 1000:
-            raise UserError(f"prior.weight = {self.weight} is not above 0 and up to 1000; set 1, or leave [prior] out")
+            raise UserError(f"prior.weight = {self.weight} is not above 0 and at most 1000; set 1, or remove [prior]")
         if self.weight != 1 and not self.wanted:
             raise UserError(
-                f"prior.weight = {self.weight} weighs nothing without prior.folder or prior.prompt; set one"
+                f"prior.weight = {self.weight} has no effect without prior.folder or prior.prompt; set one of them"
             )
         if self.images != 100 and not self.prompt:
-            raise UserError(f"prior.images = {self.images} needs prior.prompt, from which they are drawn; leave it out")
+            raise UserError(
+                f"prior.images = {self.images} needs prior.prompt to generate them from; set it, or remove it"
+            )
 
     @property
     def wanted(self) -> bool:
-        """Whether there is a prior."""
+        """Whether class images are used."""
         return bool(self.folder or self.prompt)
 
 
 def prior_data_config(data: DataConfig, folder: str) -> DataConfig:
-    """The `[data]` section of the class pictures: read like the instance's, from another folder and without its trigger word."""
+    """The `[data]` section for the class images: like the instance's, but with another folder and without the trigger word."""
+    # The trigger word names the instance. In captions of the class it would teach the model that they are the same.
     return replace(data, folder=folder, folders=(), repeats=(), metadata="", references="", controls=(), trigger="")
 
 
 def count_media(folder: Path) -> int:
-    """How many pictures and clips lie in a folder, which need not exist."""
+    """Number of images and clips in a folder; 0 if it does not exist."""
     return sum(1 for _ in media_files(folder)) if folder.is_dir() else 0
 
 
 class PriorDataLoader:
-    """Training data in which each micro-batch of n samples is followed by n samples of the prior."""
+    """Training data in which each micro-batch of n samples is followed by n class images."""
 
     def __init__(
         self,
@@ -82,25 +85,27 @@ class PriorDataLoader:
         caption_dropout: float = 0.0,
         control_dropout: float = 0.0,
     ) -> None:
-        """Describe the data.
+        """Combine the instance's data with class images.
 
         Args:
-            data: The instance's.
-            samples: The prior's, at least one.
-            seed: The run's seed; the prior's order and captions are drawn apart from the instance's.
-            batch_size: A limit on the prior's samples of one shape that go through the model together.
-            weight: Of the prior in the loss.
-            caption_dropout: Probability in [0, 1] that a sample is given with the empty caption.
-            control_dropout: Probability in [0, 1] that it is given without the conditions that are optional.
+            data: The instance's data.
+            samples: The class images, at least one.
+            seed: The run's seed.
+            batch_size: Limit on the class images of one shape in a micro-batch.
+            weight: Weight of the class in the loss.
+            caption_dropout: Probability in [0, 1] that a class image gets the empty caption.
+            control_dropout: Probability in [0, 1] that a class image is used without its optional conditions.
         """
-        own_seed = seed_of(seed, "prior")
+        own_seed = seed_of(
+            seed, "prior"
+        )  # a separate seed: the instance's order stays the same with and without class images
         self._data, self._samples, self._weight = data, samples, weight
         self._order = BatchSampler([sample.id for sample in samples], own_seed, 1)
         self._captions = CaptionSampler(own_seed, caption_dropout, control_dropout)
         self._groups, self._sizes = grouped_by_shape(samples, batch_size)
 
     def micro_batches(self, index: int) -> list[Batch]:
-        """The instance's micro-batch of this index, then the prior's samples, by shape."""
+        """The instance's micro-batch of this index, then the class images, by shape."""
         chosen: dict[Shapes, list[int]] = defaultdict(list)
         for place in self._data.places(index):
             sample = self._order.sample(place)
@@ -117,5 +122,5 @@ class PriorDataLoader:
             ids=[sample.id for sample in samples],
             items=[self._captions.item(sample, index) for sample in samples],
             weights=[self._weight] * len(samples),
-            counted=0.0,
+            counted=0.0,  # the step's mean divides by the instance's samples only, as in DreamBooth's sum of two means
         )
