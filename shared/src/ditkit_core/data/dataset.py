@@ -332,17 +332,13 @@ class _Reader:
         inside(folder, entry.media, allow_outside=self.config.allow_outside)
         # Keep the link, not its target: caches of downloaded datasets link to files without extensions.
         media = folder / entry.media
-        kind = media_kind(media)
-        if kind == "video" and self.frame_step == 0:
-            raise UserError(
-                f"{media} is a video, but this model takes still images only; convert it to images or remove it"
-            )
+        if (kind := media_kind(media)) == "video" and self.frame_step == 0:
+            raise UserError(f"{media} is a video, but this model takes still images; convert it to images or remove it")
         if media.is_dir() and media.suffix.lower() not in VIDEO_SUFFIXES | IMAGE_SUFFIXES:
             self._check_image_folder(media)
-        # If only the first window is used, its timestamps are enough: reading a long file to the end takes seconds.
+        # Opened here, before `encoding` hashes and decodes the file, so that errors show before anything slow begins. If only
+        # the first window is used, its timestamps are enough.
         whole = self.config.windows != "first"
-        # The file is opened three times: here, to hash its content and to decode it (both in `encoding`). Opening it here
-        # reports errors before anything slow begins.
         there = available(media, self.fps, at_most=None if whole else max(self.config.lengths))
         height, width = nearest_size(there.height, there.width, self.sizes)
         windows = [Window(0, 0, 1)] if kind == "image" else self._windows(media, id, there.frames)

@@ -106,7 +106,7 @@ def encode(
     failures = _fill_media(cache, keys, encoders.media, progress, keep_going=keep_going)
     left = {name: controls for name, controls in given.items() if keys[clips[name][0]] not in failures}
     conditions = conditioning.fill(left, used, cache, failures, progress, keep_going=keep_going)
-    encoded = []
+    encoded, captions = [], [""]
     for sample in samples:
         media_keys = [keys[clip] for clip in clips[sample.id]]
         its_conditions = conditions.get(sample.id, ())
@@ -127,8 +127,7 @@ def encode(
                 repeats=sample.repeats,
             )
         )
-    good = {sample.id for sample in encoded}
-    captions = ["", *(caption for sample in samples if sample.id in good for caption in sample.captions)]
+        captions += sample.captions
     # By key: captions that samples share are encoded once. The empty one is always encoded, for caption dropout.
     texts = {text_key(caption, encoders.text): caption for caption in (*captions, *extra_captions)}
     encode_missing(cache, EncodeTask(kind="text", wanted=texts, encoder=encoders.text, read=str, name=repr), progress)

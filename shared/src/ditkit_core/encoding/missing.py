@@ -58,16 +58,13 @@ def encode_missing(
     """Encode the items that the cache lacks; the encoder is loaded for the first item that can be read.
 
     Args:
-        cache: Where results are stored.
-        jobs: The items and their encoder.
-        progress: Shows how many are done.
         keep_going: Whether to continue after an item that cannot be read.
 
     Returns:
         By cache key, the reason why an item could not be read; empty unless `keep_going`.
 
     Raises:
-        UserError: If an item cannot be read (unless `keep_going`), or a result is not finite or cannot be stored.
+        UserError: If an item cannot be read, or a result is not finite or cannot be stored.
     """
     missing = {key: item for key, item in jobs.wanted.items() if not cache.has(jobs.kind, key)}
     failures: dict[str, UserError] = {}
