@@ -189,7 +189,7 @@ def response(status: int) -> SimpleNamespace:
         ),
         (
             errors.RepositoryNotFoundError("x\ny", response=response(404)),
-            f"no such model on the hub or no right to read it; mend the path, or open {PAGE} and log in with `hf auth login`",
+            f"no such model on the hub or no right to read it; check the path, or open {PAGE} and log in with `hf auth login`",
         ),
         (errors.LocalEntryNotFoundError("x\ny"), "the hub cannot be reached; go online once"),
         (errors.OfflineModeIsEnabled("x\ny"), "the hub cannot be reached; go online once"),

@@ -88,7 +88,7 @@ def test_fp16_is_refused_where_it_overflows_or_underflows(place: str) -> None:
 
 def test_a_preset_that_would_put_the_stream_into_fp16_is_refused() -> None:
     with pytest.raises(
-        UserError, match=r"preset = fast with model.dtype = fp16: values pass 65504.* in norms; set precision.norms"
+        UserError, match=r"preset = fast with model.dtype = fp16: values exceed 65504.* in norms; set precision.norms"
     ):
         chosen(torch.float16, preset="fast")
     assert chosen(torch.float16, preset="fast", norms="bf16", modulation="fp32", residual="bf16").residual == BF16
@@ -118,10 +118,10 @@ def run_with(*, optim: OptimConfig | None = None, **fields: Any) -> RunContext:
 @pytest.mark.parametrize(
     ("fields", "optim", "message"),
     [
-        ({"optimizer": "bf16"}, OptimConfig(), "averages and updates are fp32.*adamw8bit"),
-        ({"optimizer": "fp32"}, OptimConfig(name="adamw8bit"), "fp32: .*adamw8bit holds averages in 8 bits"),
-        ({"reduction": "bf16"}, OptimConfig(), "over ranks, and this run has one"),
-        ({"accumulation": "bf16"}, OptimConfig(fused_backward=True), "applies each as it comes"),
+        ({"optimizer": "bf16"}, OptimConfig(), "moments and updates are fp32.*adamw8bit"),
+        ({"optimizer": "fp32"}, OptimConfig(name="adamw8bit"), "fp32: .*adamw8bit stores its moments in 8 bits"),
+        ({"reduction": "bf16"}, OptimConfig(), "over ranks, but this run has one"),
+        ({"accumulation": "bf16"}, OptimConfig(fused_backward=True), "applies each gradient at once"),
     ],
 )
 def test_a_place_that_the_run_would_not_honour_is_refused(

@@ -1,4 +1,4 @@
-"""Forms of adapter files: how each names a module's matrices, and what a family says of their readers.
+"""Forms of adapter files: how each form names a module's matrices, and what a family knows about programs that read them.
 
 | form | key | scale |
 |---|---|---|
@@ -15,59 +15,68 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterLayout:
-    """How a file that was found says an adapter."""
+    """The layout of an adapter file that was read."""
 
     form: str
-    """One of `ADAPTER_FORMS`, or `videox`, `onetrainer`, `peft`; `bare` without prefix or `.default`, `prefixed` with a model's own."""
+    """One of `ADAPTER_FORMS`, or `videox`, `onetrainer`, `peft`; `bare` has no prefix and no `.default`, `prefixed` has a model's own prefix."""
     naming: str = "official"
-    """Whose names the modules have, by `StateDictNames.from_native`; empty: ours."""
+    """Form of the module names, a key of `StateDictNames.from_native`; empty for our names."""
     alpha: bool = False
-    """Whether there are keys `.alpha`."""
+    """Whether the file has keys `.alpha`."""
     up_down: bool = False
-    """Whether the matrices are called `lora_up` and `lora_down`, not `lora_B` and `lora_A`."""
+    """Whether the matrices are named `lora_up` and `lora_down` instead of `lora_B` and `lora_A`."""
     use_dora: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterForm:
-    """How a form that we write spells a key."""
+    """The keys of a form that ditkit writes."""
 
     prefix: str
     down: str
-    """What follows the module's name in the key of A."""
+    """End of the key of A, after the module's name."""
     up: str
+    """End of the key of B, after the module's name."""
     naming: str = ""
-    """Whose names the modules have, by `StateDictNames.from_native`; empty: those that the family's files without a prefix have."""
+    """Form of the module names, a key of `StateDictNames.from_native`; empty for the names in the family's files without a prefix."""
     underscores: bool = False
-    """Whether the dots of a module's name are underscores."""
+    """Whether underscores replace the dots of a module's name."""
     alpha: bool = False
-    """Whether the scale is said by a key `.alpha`; otherwise it is multiplied into B, and alpha = rank."""
+    """Whether a key `.alpha` stores the scale; otherwise the scale is multiplied into B, and alpha = rank."""
 
     def keys(self, module: str) -> dict[str, str]:
-        """The keys of a module, by its name in this form: `down`, `up`, `alpha`, `magnitude`."""
+        """The keys of a module, whose name is given in this form: `down`, `up`, `alpha`, `magnitude`."""
         stem = self.prefix + (module.replace(".", "_") if self.underscores else module)
         parts = {"down": self.down, "up": self.up, "alpha": ".alpha", "magnitude": ".lora_magnitude_vector"}
         return {part: stem + ending for part, ending in parts.items()}
 
     def layout(self, form: str, bare: str, *, use_dora: bool) -> AdapterLayout:
-        """The layout of a file in this form, whose name is `form`, of a family whose files without a prefix have names `bare`."""
+        """The layout of a file in this form.
+
+        Args:
+            form: Name of this form.
+            bare: Form of the module names in the family's files without a prefix.
+            use_dora: Whether the adapter is a DoRA.
+        """
         return AdapterLayout(
             form=form, naming=self.naming or bare, alpha=self.alpha, up_down="lora_down" in self.down, use_dora=use_dora
         )
 
 
 ADAPTER_FORMS: Mapping[str, AdapterForm] = {
-    "official": AdapterForm(
-        prefix="diffusion_model.", naming="official", down=".lora_A.weight", up=".lora_B.weight"
-    ),
+    "official": AdapterForm(prefix="diffusion_model.", naming="official", down=".lora_A.weight", up=".lora_B.weight"),
     "diffusers": AdapterForm(prefix="transformer.", naming="diffusers", down=".lora_A.weight", up=".lora_B.weight"),
     "diffsynth": AdapterForm(prefix="", down=".lora_A.default.weight", up=".lora_B.default.weight"),
     "musubi": AdapterForm(
-        prefix="lora_unet_", naming="official", down=".lora_down.weight", up=".lora_up.weight", underscores=True,
+        prefix="lora_unet_",
+        naming="official",
+        down=".lora_down.weight",
+        up=".lora_up.weight",
+        underscores=True,
         alpha=True,
     ),
-}  # fmt: skip
-"""The forms that adapters are written in."""
+}
+"""The forms that ditkit writes adapters in."""
 
 FORM_OF_PREFIX: Mapping[str, str] = {
     "diffusion_model.": "official",
@@ -77,16 +86,24 @@ FORM_OF_PREFIX: Mapping[str, str] = {
     "lora_transformer_": "onetrainer",
     "base_model.model.": "peft",
 }
-"""The forms that are read, by the prefix of their keys; longer ones first."""
+"""The forms that ditkit reads, by the prefix of their keys; longer prefixes first, because `lora_unet_` also matches `lora_unet__`."""
 
 _ALSO_CALLED = {
-    "comfyui": "official", "comfy": "official", "original": "official", "ai-toolkit": "official", "peft": "diffusers",
-    "kohya": "musubi", "musubi-tuner": "musubi", "sd-scripts": "musubi", "diffsynth-studio": "diffsynth",
-}  # fmt: skip
+    "comfyui": "official",
+    "comfy": "official",
+    "original": "official",
+    "ai-toolkit": "official",
+    "peft": "diffusers",
+    "kohya": "musubi",
+    "musubi-tuner": "musubi",
+    "sd-scripts": "musubi",
+    "diffsynth-studio": "diffsynth",
+}
+"""Names that people use for a form: mostly the program that reads it."""
 
 
 def nearest_form(name: str) -> str:
-    """The form that a name which is none most likely means; empty if it is like none."""
+    """The form that an unknown name most likely means; empty if no form is close."""
     known = {**_ALSO_CALLED, **{form: form for form in ADAPTER_FORMS}}
     close = difflib.get_close_matches(name.lower(), known, n=1)
     return known[close[0]] if close else ""
@@ -98,11 +115,11 @@ def _no_readers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, st
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterRules:
-    """What a family knows of adapter files that names do not say."""
+    """What a family knows about its adapter files besides the names of tensors."""
 
     readers: Callable[[AdapterLayout, Collection[str]], Mapping[str, str]] = _no_readers
-    """(layout of a file, adapted modules by our names) to programs that read such files: what each makes of it, empty where it loads all."""
+    """(layout of a file, adapted modules by our names) to, by program, what that program ignores or misreads; empty text if it loads all."""
     fillers: Callable[[str, Collection[str]], Collection[str]] = lambda form, modules: ()
-    """(form to write, adapted modules by our names) to the modules which readers of the form want beside them: they are written as zeros."""
+    """(form to write, adapted modules by our names) to further modules that readers of the form require; they are written as zeros."""
     strangers: Mapping[str, str] = field(default_factory=dict)
-    """Patterns of names in other models' files to what such a file is of."""
+    """Patterns of names in other models' files, to the model that such a file is for."""

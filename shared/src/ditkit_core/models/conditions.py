@@ -1,4 +1,4 @@
-"""What a model is told beside text: pictures, control clips, music. Which columns of a dataset they come from, and how they are encoded."""
+"""Conditions of a model besides text: images, control videos, music. The columns of a dataset they come from, and how they are encoded."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,29 +10,29 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column of metadata whose value goes with each clip: a file, or a text."""
+    """A metadata column with a condition of each clip: a file, or a text."""
 
     name: str
-    """What `ClipInputs.files` has it under."""
+    """Name of the column, and key in `ClipInputs.files`."""
     kind: Literal["image", "video", "audio", "table", "text"]
-    """What it names; `table` is a file of numbers, `text` no file at all."""
+    """Kind of the value; `table` is a file of numbers, `text` is the value itself and not a file."""
     aliases: tuple[str, ...] = ()
-    """What other trainers call it. Columns of a model that share one are filled from a list, in order."""
+    """Names of the column in other trainers. If several columns of a model share an alias, a list in that column fills them in order."""
     required: bool = False
-    """Whether no clip can be trained without it."""
+    """Whether every clip needs it."""
     moment: Literal["", "begin", "end"] = ""
-    """Which frame of the clip a picture shows, if it shows one: no other window of the file has it."""
+    """Frame of the clip that an image shows, if any; then the image fits only one window of a file."""
     in_front: bool = False
-    """Whether it is one latent frame more in front of the clip's: `TrainingSpec.empty_item` is given it as a reference of the clip's size."""
+    """Whether it adds a latent frame in front of the clip's; `TrainingSpec.empty_item` gets it as a reference of the clip's size."""
     instead_of: tuple[str, ...] = ()
-    """Columns that say the same in another way: where a clip has both, this one holds, and one that is given for a drawing takes the place
-    of the clip's own of the other way."""
+    """Columns that give the same condition in another form. If a clip has both, this column is used. A column given for a generated
+    sample replaces the clip's own columns of the other form."""
     doc: str = ""
-    """One line that says what it is for."""
+    """One line that describes the column."""
 
 
 def named_columns(columns: Sequence[Column]) -> dict[str, list[Column]]:
-    """By name and alias the columns that are meant: more than one where an alias stands for a list."""
+    """The columns by name and by alias; an alias with several columns stands for a list."""
     found: dict[str, list[Column]] = {}
     for column in columns:
         for name in (column.name, *column.aliases):
@@ -41,10 +41,10 @@ def named_columns(columns: Sequence[Column]) -> dict[str, list[Column]]:
 
 
 def alternatives_of(columns: Sequence[Column], given: Collection[str]) -> set[str]:
-    """The columns that say in another way what given ones say: those they are instead of, and those that are instead of them.
+    """The columns that give the same conditions as some given columns, in another form (`Column.instead_of`, in both directions).
 
     Args:
-        columns: What the model is conditioned by.
+        columns: The model's columns.
         given: Names of some of them.
     """
     pairs = [(column.name, other) for column in columns for other in column.instead_of]
@@ -53,17 +53,17 @@ def alternatives_of(columns: Sequence[Column], given: Collection[str]) -> set[st
 
 @dataclass(frozen=True, kw_only=True)
 class ClipInputs:
-    """One clip, cut as it is trained or drawn, with the files that go with it."""
+    """One clip for training or for a generated sample, with the files of its conditions."""
 
     clip: Path | None
-    """The clip itself; None where a sample is drawn from a prompt."""
+    """The clip itself; None if a sample is generated from a prompt."""
     start_seconds: float = 0.0
-    """Where the clip's window begins; control videos begin there too."""
+    """Start of the clip's window in the file; control videos start at the same time."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """By column: a path, or a text."""
+    """Paths or texts by column."""
     frames: int
     height: int
-    """Pixels, as `width`."""
+    """Pixels; likewise `width`."""
     width: int
     fps: float
     """Frames per second; 0 for a still image."""
@@ -74,26 +74,26 @@ class Conditioner(Protocol):
     """Encodes one condition of a clip; loaded only between `load` and `unload`."""
 
     kind: str
-    """Folder of the cache; different for each conditioner of a model."""
+    """Subfolder of the cache; different for each conditioner of a model."""
     identity: str
-    """Digest of weights and settings, known without loading: part of the cache key."""
+    """Digest of weights and settings, known without loading them: part of the cache key."""
     optional: bool
-    """Whether a model can be trained without it as well, so that `train.control_dropout` may leave it out."""
+    """Whether a model can be trained without it as well, so that `train.control_dropout` may drop it."""
     items_at_once: int
-    """How many items one call takes."""
+    """Number of items that one call takes."""
 
     def uses(self, controls: ClipInputs) -> tuple[str, ...]:
-        """The columns that are read of this clip, and "" for the clip itself; () where there is nothing to add.
+        """The columns that this conditioner reads for a clip, and "" for the clip itself; () if it adds nothing.
 
-        "" where there is no clip says that there is a condition which nothing is read for.
+        If there is no clip, "" means that there is a condition for which no file is read.
 
         Raises:
-            UserError: If what is there does not make a condition.
+            UserError: If the given columns do not make a condition.
         """
         ...
 
     def check(self, controls: ClipInputs) -> None:
-        """Read of a clip or a drawing what `encode` reads, as it does, without weights: whatever can be wrong with it shows here.
+        """Read the files that `encode` would read for a clip or a prompt, without weights, so that every error shows early.
 
         Raises:
             UserError: Whenever `uses` or `encode` would.

@@ -1,4 +1,4 @@
-"""What encodes, samples and decodes next to the transformer: frozen encoders, samplers, and what a plan has to know of them."""
+"""The models next to the transformer: frozen encoders, samplers, and the description of both that a memory plan needs."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,8 +13,8 @@ from ditkit_core.models.protocol import Engine, StagedModel
 from ditkit_core.models.tiling import Tiles
 
 Streaming = Literal["auto", "always", "never"]
-"""Whether an encoder's weights pass through memory layer by layer, for many items at once, instead of lying there whole: `auto` does
-where they would not fit."""
+"""Whether an encoder's weights are streamed through memory layer by layer, for many items at once, instead of being loaded whole. `auto`
+streams if the whole encoder does not fit."""
 
 
 @runtime_checkable
@@ -22,10 +22,10 @@ class Encoder(Protocol):
     """A frozen encoder of the encode stage (VAE, text encoder), loaded only between `load` and `unload`."""
 
     identity: str
-    """Digest of weights and settings, known without loading: part of the cache key."""
+    """Digest of weights and settings, known without loading them: part of the cache key."""
 
     items_at_once: int
-    """How many items one call takes: 1, or more where all weights pass through memory once per call."""
+    """Number of items that one call takes: 1, or more if every call streams all weights through memory."""
 
     def load(self) -> None:
         """Read the weights onto the device."""
@@ -36,9 +36,10 @@ class Encoder(Protocol):
 
         Args:
             items: At most `items_at_once`.
-            advance: Told of the work as it is done, in items; the parts add up to as many as were given.
+            advance: Called with the finished share of the work, in items; the shares add up to the number of items.
 
-        Returns CPU tensors by name, item by item; media encoders return `latents`, without a batch dimension.
+        Returns:
+            CPU tensors by name for each item; media encoders return `latents`, without a batch dimension.
         """
         ...
 
@@ -49,63 +50,70 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """One sample to draw: conditions as the text encoder returned them, size in pixels."""
+    """A sample to generate."""
 
     conditions: Mapping[str, Tensor]
+    """The prompt, as the text encoder returned it, and further conditions."""
     negative: Mapping[str, Tensor] | None
+    """The same for the negative prompt; None if there is none."""
     references: Sequence[Tensor] = ()
-    """Latents of the pictures to edit, as the media encoder returned them, in order."""
+    """Latents of the references, as the media encoder returned them, in order."""
     frames: int
     height: int
+    """Pixels; likewise `width`."""
     width: int
     steps: int
     guidance: float
-    """Strength, for a transformer that has none of its own."""
+    """Guidance strength for a transformer that has none of its own."""
     shift: float
     seed: int
 
 
 class Denoiser:
-    """A transformer at work on one sample, until another takes over: then it is let go of, whoever still has this object."""
+    """The transformer that denoises one sample, until another expert takes over.
+
+    Two experts may not fit into memory together. So the reference to the model is dropped on the change, even if the sampler still has
+    this object.
+    """
 
     def __init__(self, model: StagedModel, engine: Engine, guidance: float):
-        """Take a model to work.
+        """Use a model.
 
         Args:
             model: The transformer, in eval mode.
             engine: The engine that runs it.
-            guidance: Strength that it is guided with.
+            guidance: Its guidance strength.
         """
-        self._at_work: tuple[StagedModel, Engine] | None = (model, engine)
+        self._current: tuple[StagedModel, Engine] | None = (model, engine)
         self.guidance = guidance
 
     @property
     def model(self) -> StagedModel:
-        """The transformer; to be asked for in each step, and not to be kept over a `yield`."""
-        assert self._at_work is not None, "another transformer took over"
-        return self._at_work[0]
+        """The transformer; read this in each step, and do not keep the result over a `yield`."""
+        assert self._current is not None, "another transformer took over"
+        return self._current[0]
 
     def __call__(self, inputs: Any) -> Any:
-        """Its prediction."""
-        assert self._at_work is not None, "another transformer took over"
-        model, run = self._at_work
+        """The transformer's prediction."""
+        assert self._current is not None, "another transformer took over"
+        model, run = self._current
         return run(model, inputs)
 
     def let_go(self) -> None:
-        """Forget the model."""
-        self._at_work = None
+        """Drop the reference to the model."""
+        self._current = None
 
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Draws samples with our transformers under the family's scheduler and VAE."""
+    """Generates samples with our transformers and the family's scheduler and VAE."""
 
     def denoise(self, job: GenerationRequest) -> Generator[float, Denoiser, Tensor]:
-        """Draw one sample step by step; who asks for the steps turns gradients off.
+        """Generate one sample step by step; the caller disables gradients.
 
         Yields:
-            The noise level of each step, in [0, 1], before the step; what is sent back takes it. The scheduler's state lives on
-            where another transformer takes over.
+            The noise level of each step, in [0, 1], before the step. The caller sends back the `Denoiser` for this step. The
+            scheduler's state is kept when another transformer takes over.
 
         Returns:
             Latents, without a batch dimension.
@@ -117,28 +125,28 @@ class Sampler(Protocol):
         ...
 
     def release(self) -> None:
-        """Free what decoding loaded; it is loaded again when needed."""
+        """Free the models that decoding loaded; they are loaded again when needed."""
         ...
 
 
 LayerContext = Callable[[str], AbstractContextManager[nn.Module]]
-"""A submodule's name to the submodule, with its weights for as long as the context lasts."""
+"""From a submodule's name to the submodule, which has its weights as long as the context lasts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuxiliaryModel:
-    """A module that works beside the transformer in encoding or drawing: what a plan has to know of it, without its weights."""
+    """A module that runs next to the transformer while encoding or sampling, as a memory plan sees it: without weights."""
 
     name: str
     """`text encoder`, `VAE encoder`, `VAE decoder`, …"""
     stage: Literal["encode", "sample"]
     build: Callable[[torch.dtype], nn.Module]
-    """The dtype of text encoders to the module on `meta`, in the dtype that it runs in: that one for a text encoder, its own for a VAE."""
+    """From the dtype of text encoders to the module on `meta`, in the dtype that it runs in (a VAE ignores the argument)."""
     run: Callable[[nn.Module, tuple[int, int, int], torch.device], Any]
-    """Its forward on one item of (frames, height, width), without gradients, on the device of its parameters: what the encoder or
-    the sampler calls. The result is held until the caller drops it."""
+    """The forward that the encoder or sampler calls, on one item of (frames, height, width), without gradients, on the device of its
+    parameters. The result stays in memory until the caller drops it."""
     run_streamed: Callable[[nn.Module, torch.device, Callable[[], LayerContext]], Any] | None = None
-    """The same for as many items as are encoded at once while weights pass through memory layer by layer; None if they cannot. Each
-    call of the last argument is new memory for weights to pass through."""
+    """The same for as many items as are encoded at once while weights are streamed layer by layer; None if streaming is not possible.
+    Each call of the last argument allocates another buffer for streamed weights."""
     tiles: Tiles | None = None
-    """The tiles that it can work in, one at a time; None if it takes every clip whole."""
+    """The tiles that it can process one at a time; None if it takes only whole clips."""

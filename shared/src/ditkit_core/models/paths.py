@@ -1,4 +1,4 @@
-"""Where a model's parts lie: one base folder or hub id, and a path of its own for each part that needs one."""
+"""Paths of a model's components: one base folder or hub id, and a separate path for each component that needs one."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import refuse_pickles
 
-# Weights, configurations and tokenizers; nothing that runs, and no other format of the same weights.
+# Weights, configurations and tokenizers. No code, and no second format of the same weights, which would double the download.
 _WANTED_FROM_HUB = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 
 _PIPELINE_INDEX = "model_index.json"
@@ -25,8 +25,8 @@ _HUB_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(/(?P<inner>\w[\w.-]*(
 
 
 def is_hub_id(value: str) -> bool:
-    """Whether a path is the id of a hub: it looks like one, and nothing of that name lies here."""
-    # os.path says of a name that no file system takes that nothing has it, where Path raises
+    """Whether a path is a hub id: it looks like one, and no local file has that name."""
+    # os.path.exists returns False for a name that no file system accepts; Path.exists raises.
     return _HUB_ID.fullmatch(value) is not None and not os.path.exists(value)
 
 
@@ -35,7 +35,7 @@ _MAY_FETCH = ContextVar("may fetch", default=True)
 
 @contextmanager
 def nothing_fetched() -> Iterator[None]:
-    """Parts named by the id of a hub are found in the local cache alone."""
+    """Inside the block, components with a hub id are only looked up in the local cache, and nothing is downloaded."""
     token = _MAY_FETCH.set(False)
     try:
         yield
@@ -45,16 +45,16 @@ def nothing_fetched() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPaths:
-    """The `[model]` section: which model, and where its files are."""
+    """The `[model]` section: which model to train, and where its files are."""
 
     preset: str = setting("", resume="refused")
-    """Architecture by name; empty means: read it from the base folder's transformer/config.json."""
+    """Architecture by name. Empty means that it is read from the base folder's transformer/config.json."""
     base: str = setting("", resume="refused", holds="part")
-    """A folder in diffusers layout, or a hub id, that holds every part not named below."""
+    """Folder in diffusers layout, or hub id, with every component that is not set below."""
     transformer: str = setting("", resume="refused", holds="part")
     """Folder, single .safetensors file, sharded index, or hub id of the transformer."""
     transformer_2: str = setting("", resume="refused", holds="part")
-    """The same of the second expert (low noise), where a model has two."""
+    """The same for the second expert (low noise), if the model has two."""
     vae: str = setting("", resume="free", holds="part")
     """Folder or single .safetensors file of the VAE."""
     text_encoder: str = setting("", resume="free", holds="part")
@@ -64,10 +64,10 @@ class ModelPaths:
     image_encoder: str = setting("", resume="free", holds="part")
     """Folder or single .safetensors file of the image encoder."""
     dtype: Literal["bf16", "fp16", "fp32"] = setting("bf16", resume="refused")
-    """Dtype of the frozen base and the matmuls: bf16, fp16 or fp32. All else has a dtype of its own: see [precision]."""
+    """Dtype of the frozen base and of matmuls: bf16, fp16 or fp32. For all other dtypes see [precision]."""
 
     def here(self, part: str) -> Path | None:
-        """The local file or folder of a part; None if it has no path or would have to be fetched."""
+        """The local file or folder of a component; None if it has no path or would have to be downloaded."""
         own = self._own.get(part, "")
         if not (own or self.base):
             return None
@@ -75,11 +75,11 @@ class ModelPaths:
         return path if path.exists() else None
 
     def is_elsewhere(self, part: str) -> bool:
-        """Whether a part has the id of a hub for a path, so that it may have to be fetched."""
+        """Whether the path of a component is a hub id, so that it may have to be downloaded."""
         return is_hub_id(self._own.get(part, "") or self.base)
 
     def is_to_be_fetched(self, part: str) -> bool:
-        """Whether a part is neither here nor, whole, in the local cache of the hub."""
+        """Whether a component has to be downloaded: it is neither local nor complete in the hub's local cache."""
         if not self.is_elsewhere(part):
             return False
         try:
@@ -87,6 +87,7 @@ class ModelPaths:
                 path = self.locate(part)
         except UserError:
             return True
+        # The cache may contain the index of a download that was interrupted, without all of its files.
         return not all(
             (index.parent / name).exists()
             for index in path.glob("*.safetensors.index.json")
@@ -95,7 +96,7 @@ class ModelPaths:
 
     @property
     def _own(self) -> dict[str, str]:
-        """The paths of parts that may have one of their own."""
+        """The paths of the components that may have a separate path."""
         return {
             "transformer": self.transformer,
             "transformer_2": self.transformer_2,
@@ -106,15 +107,14 @@ class ModelPaths:
         }
 
     def fetched_description(self, part: str) -> Path | None:
-        """The folder with the `config.json` of a part whose path is a hub id, fetched without its weights; None if it has none there.
+        """The folder with the `config.json` of a component whose path is a hub id, downloaded without weights; None if there is none.
 
         Raises:
-            UserError: If the hub does not give it.
+            UserError: If the download fails.
         """
         own = self._own.get(part, "")
-        match = (
-            _HUB_ID.fullmatch(own or self.base) if self.is_elsewhere(part) else None
-        )  # a folder of that name is no hub's
+        # is_elsewhere first: a local folder whose name looks like a hub id is not on the hub.
+        match = _HUB_ID.fullmatch(own or self.base) if self.is_elsewhere(part) else None
         if match is None or (match["inner"] or "").endswith(".safetensors"):
             return None
         inner = (match["inner"] or "") if own else f"{match['inner'] or ''}/{part}".lstrip("/")
@@ -123,7 +123,7 @@ class ModelPaths:
         return folder if (folder / "config.json").is_file() else None
 
     def fetch_commands(self, parts: Sequence[str]) -> str:
-        """The commands that bring parts named by the id of a hub into its local cache, which a run looks into first."""
+        """The commands that download components with a hub id into the local cache, which a run looks into first."""
         wanted: dict[str, list[str]] = {}
         for part in parts:
             own = self._own.get(part, "")
@@ -134,7 +134,7 @@ class ModelPaths:
                 patterns += [f"{inner}/{name}".lstrip("/") for name in (_PIPELINE_INDEX, f"{part}/*")]
             elif inner:
                 patterns.append(inner if inner.endswith(".safetensors") else f"{inner}/*")
-            else:  # which of its folders, or none, is seen when it is there
+            else:  # whether the component is in a subfolder or at the root is only known after the download
                 patterns.append("*")
         return " && ".join(
             " ".join(["hf download", repository, *(f'--include "{name}"' for name in dict.fromkeys(patterns))])
@@ -142,14 +142,14 @@ class ModelPaths:
         )
 
     def locate(self, part: str, *, safe_names: Mapping[str, str] = MappingProxyType({})) -> Path:
-        """The local file or folder of a part, fetched from the hub if its path is a hub id.
+        """The local file or folder of a component, downloaded from the hub if its path is a hub id.
 
         Args:
             part: `transformer`, `vae`, `text_encoder`, `tokenizer`, `scheduler`, …
-            safe_names: By name of a pickle that people have for this model: the file to get instead.
+            safe_names: For known pickles of this model, by file name: the file to get instead.
 
         Raises:
-            UserError: If the part has no path, nothing lies there, the hub does not give it, or it is a pickle.
+            UserError: If the component has no path, the path does not exist, the download fails, or the file is a pickle.
         """
         own = self._own
         key = f"model.{part}" if own.get(part) else "model.base"
@@ -179,19 +179,19 @@ def _fetch(repository: str, inner: str, part: str, key: str, *, from_base: bool)
     A base holds the part in a folder of its name, below `inner` if given. A part's own hub id may name a file or folder
     inside the repository; if it names neither, the part's folder is taken, and the repository's root if there is none.
     """
-    beside: list[str] = []
+    index: list[str] = []
     if from_base:
-        beside = [f"{inner}/{_PIPELINE_INDEX}".lstrip("/")]  # says of the base what no part of it says of itself
+        index = [f"{inner}/{_PIPELINE_INDEX}".lstrip("/")]  # describes the whole pipeline, such as its pair of experts
         inner = f"{inner}/{part}".lstrip("/")
     if inner.endswith(".safetensors"):
         return _snapshot(repository, [inner], [], key) / inner
     if inner:
         wanted = [f"{inner}/{wanted}" for wanted in _WANTED_FROM_HUB]
-        return _snapshot(repository, [*wanted, *beside], [], key) / inner
+        return _snapshot(repository, [*wanted, *index], [], key) / inner
     folder = _snapshot(repository, [f"{part}/{wanted}" for wanted in _WANTED_FROM_HUB], [], key) / part
     if folder.exists():
         return folder
-    return _snapshot(repository, list(_WANTED_FROM_HUB), ["*/*"], key)  # the root's files alone
+    return _snapshot(repository, list(_WANTED_FROM_HUB), ["*/*"], key)  # only the files at the root
 
 
 def _snapshot(repository: str, allow: list[str], ignore: list[str], key: str) -> Path:
@@ -213,16 +213,16 @@ def _snapshot(repository: str, allow: list[str], ignore: list[str], key: str) ->
         raise UserError(f"{where} is gated: accept its licence on {page}, then log in with `hf auth login`") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UserError(
-            f"{where}: no such folder here, and no such model on the hub or no right to read it; mend the path, "
+            f"{where}: no such local folder, and no such model on the hub or no right to read it; check the path, "
             f"or open {page} and log in with `hf auth login`"
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise UserError(
-            f"{where} is not in the local cache and the hub cannot be reached; go online once, or name a local folder"
+            f"{where} is not in the local cache and the hub cannot be reached; go online once, or set a local folder"
         ) from error
     except HfHubHTTPError as error:
         status = error.response.status_code
-        remedy = "try again later, or name a local folder"
+        remedy = "try again later, or set a local folder"
         if status in (401, 403):
             remedy = f"accept its licence on {page} if it has one, then log in with `hf auth login`"
         raise UserError(f"{where}: the hub answered {status}; {remedy}") from error

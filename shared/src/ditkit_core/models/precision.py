@@ -1,6 +1,6 @@
-"""Which dtype an operation runs in, written down once and cast explicitly everywhere.
+"""The dtype of every operation, defined in one place; casts are explicit.
 
-There is no autocast inside ditkit: the engine disables an outer one at the seam, and models cast where they mean to.
+ditkit does not use autocast: the engine disables an outer autocast around the model, and models cast where they need to.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ def parse_dtype(name: str) -> torch.dtype:
     """The torch dtype of a short name (`bf16`, `fp16`, `fp32`, `fp64`).
 
     Raises:
-        UserError: If the name is none of these.
+        UserError: If the name is unknown.
     """
     if name not in DTYPES:
         raise UserError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")
@@ -35,60 +35,60 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 _DEFAULT: Any = None
-"""In place of a place's dtype: what the class says of it."""
+"""Stands for the default dtype of a place, which depends on `matmul`; `__post_init__` replaces it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The dtype of every place of a step, by name.
+    """The dtype of every place in a training step, by name.
 
-    A model takes its dtypes from here, never from a tensor that happens to be at hand: the residual stream is wider than the
-    matmuls, and a quantized weight has a dtype of its own. What is not given is fp32, or wider if matmuls are; `timestep` is
-    fp64, and `attention` goes with the matmuls. Inside a kernel, sums and statistics are fp32 or wider whatever the place.
+    A model takes its dtypes from here and never from some tensor at hand: the residual stream is wider than the matmuls, and a
+    quantized weight has its own dtype. The default is fp32, or wider if matmuls are wider; `timestep` is fp64, and `attention` has the
+    dtype of matmuls. Inside a kernel, sums and statistics are always fp32 or wider.
     """
 
     matmul: torch.dtype = torch.bfloat16
-    """Linear layers of the blocks, and those by which latents and text come in."""
+    """Linear layers of the blocks, and those that project latents and text at the input."""
     timestep: torch.dtype = _DEFAULT
-    """The number t. Its sinusoid is computed in this dtype too, or in fp32 if that is wider."""
+    """The timestep t. Its sinusoidal features are computed in this dtype too, or in fp32 if that is wider."""
     rotary_tables: torch.dtype = _DEFAULT
-    """Cosines and sines of positions; their angles are fp64 always."""
+    """Cosines and sines of positions; their angles are always fp64."""
     rotary: torch.dtype = _DEFAULT
-    """The rotation of q and k by them."""
+    """Rotation of q and k (RoPE)."""
     qk_norms: torch.dtype = _DEFAULT
-    """RMS norms of q and k. A narrow one is rounded before it is multiplied by its weight, as the official models do it."""
+    """RMS norms of q and k. In a narrow dtype the result is rounded before it is multiplied by the weight, as in the official models."""
     norms: torch.dtype = _DEFAULT
     """Layer norms of the residual stream in the blocks."""
     modulation: torch.dtype = _DEFAULT
-    """Scale, shift and gate: how they are made of time, travel, and are applied to a norm's result."""
+    """Scale, shift and gate: computing them from the timestep, storing them, and applying them to the result of a norm."""
     residual: torch.dtype = _DEFAULT
-    """The residual stream between sub-layers; a sum is rounded to it once."""
+    """The residual stream between sub-layers; each sum is rounded to it once."""
     entry: torch.dtype = _DEFAULT
-    """The residual stream as it enters the first block, and its first norm there if this is narrower: the official models leave what comes
-    in as the matmul gave it. By default as `residual`."""
+    """The residual stream at the input of the first block, and the first norm there if this is narrower: the official models keep the
+    dtype of the input matmul there. By default the same as `residual`."""
     time_mlp: torch.dtype = _DEFAULT
-    """What the features of t (and of guidance) go through."""
+    """The MLP for the features of t (and of guidance)."""
     head: torch.dtype = _DEFAULT
-    """The head: its norm, modulation and matmul, and with them the prediction."""
+    """The head: its norm, modulation and matmul, and so the prediction."""
     attention: torch.dtype = _DEFAULT
-    """q, k and v as the attention kernel gets them."""
+    """q, k and v at the input of the attention kernel."""
     accumulation: torch.dtype = _DEFAULT
     """Gradients of trained parameters, summed over micro-batches."""
     optimizer: torch.dtype = _DEFAULT
-    """The optimizer's averages."""
+    """The optimizer's moments."""
     reduction: torch.dtype = _DEFAULT
     """Gradients while they are summed over ranks."""
 
     def __post_init__(self) -> None:
-        island = torch.promote_types(self.matmul, torch.float32)
-        entry = island if self.residual is None else self.residual
+        wide = torch.promote_types(self.matmul, torch.float32)
+        entry = wide if self.residual is None else self.residual
         others = {"timestep": torch.float64, "attention": self.matmul, "entry": entry}
         for place in PLACES:
             if getattr(self, place) is None:
-                object.__setattr__(self, place, others.get(place, island))
+                object.__setattr__(self, place, others.get(place, wide))  # the dataclass is frozen
 
     def norms_of(self, stream: torch.dtype) -> torch.dtype:
-        """The dtype of a layer norm of the residual stream, which is still in its `entry` dtype before the first sum."""
+        """The dtype of a layer norm of the residual stream; before the first sum the stream still has its `entry` dtype."""
         entering = stream != self.residual and stream.itemsize < self.norms.itemsize
         return stream if entering else self.norms
 
@@ -110,22 +110,22 @@ PLACES = tuple(field.name for field in fields(Precision))
 """Names of all places; the first is `matmul`."""
 
 FAST: Mapping[str, str] = MappingProxyType({"norms": "matmul", "modulation": "matmul", "residual": "matmul"})
-"""The preset `fast`: what is as large as the stream goes with the matmuls. Sums stay fp32 inside the kernels. The timestep, its MLP and the
-head are numbers for each sample, or of the last layer alone: narrower, they would cost accuracy and save nothing; q and k are normalised
-and rotated in one pass that narrower dtypes would take apart."""
+"""The preset `fast`: tensors as large as the residual stream get the dtype of matmuls. Sums inside kernels stay fp32. The timestep, its MLP and
+the head are small (one value per sample, or one layer): a narrower dtype would lose accuracy and save nothing. q and k are normalised and
+rotated in one kernel, which narrower dtypes would split."""
 
 Dtype = Literal["bf16", "fp16", "fp32", "fp64"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """The `[precision]` section: which dtype each place of a step runs in; that of the matmuls is model.dtype."""
+    """The `[precision]` section: the dtype of each place in a step; model.dtype sets that of matmuls."""
 
     preset: Literal["default", "reference", "fast"] = setting("default", resume="stated")
-    """Dtypes of the places that are not set: `default` (all but matmuls and attention in fp32 or wider), `reference` (as the official
-    code of the model runs), `fast` (norms, modulation and residual stream in model.dtype: less memory, less accurate)."""
+    """Dtypes of the places that are not set: `default` (all in fp32 or wider except matmuls and attention), `reference` (like the model's
+    official code), `fast` (norms, modulation and residual stream in model.dtype: less memory, less accurate)."""
     timestep: Dtype | None = setting(None, resume="stated")
-    """The number t and its sinusoid; bf16 is the largest single error there is."""
+    """The timestep t and its sinusoidal features; bf16 here causes the largest single error."""
     rotary_tables: Dtype | None = setting(None, resume="stated")
     """Cosines and sines of positions."""
     rotary: Dtype | None = setting(None, resume="stated")
@@ -137,19 +137,19 @@ class PrecisionConfig:
     modulation: Dtype | None = setting(None, resume="stated")
     """Scale, shift and gate."""
     residual: Dtype | None = setting(None, resume="stated")
-    """The residual stream: what train.checkpointing = full keeps of a block is as large as this makes it."""
+    """The residual stream; this decides how much memory train.checkpointing = full keeps for each block."""
     entry: Dtype | None = setting(None, resume="stated")
-    """The residual stream as it enters the first block; unset: as residual."""
+    """The residual stream at the input of the first block; unset means the same as residual."""
     time_mlp: Dtype | None = setting(None, resume="stated")
-    """What the features of t and guidance go through."""
+    """The MLP for the features of t and guidance."""
     head: Dtype | None = setting(None, resume="stated")
     """The head's norm, modulation and matmul."""
     attention: Dtype | None = setting(None, resume="stated")
-    """q, k and v as attention gets them; unset: model.dtype."""
+    """q, k and v at the input of attention; unset means model.dtype."""
     accumulation: Dtype | None = setting(None, resume="stated")
     """Gradients, summed over the micro-batches of a step."""
     optimizer: Dtype | None = setting(None, resume="refused")
-    """The optimizer's averages, which a save holds."""
+    """The optimizer's moments, which are part of a saved state."""
     reduction: Dtype | None = setting(None, resume="stated")
     """Gradients while they are summed over ranks."""
 
@@ -157,9 +157,9 @@ class PrecisionConfig:
         """The dtypes of a run.
 
         Args:
-            matmul: Of `model.dtype`.
-            reference: The preset of that name, as the model's family has it: place to the name of a dtype, or to `matmul` for what
-                goes with the matmuls. Where the matmuls are wider than a named dtype, that goes with them too.
+            matmul: Dtype of matmuls (`model.dtype`).
+            reference: The family's preset `reference`: from a place to the name of a dtype, or to `matmul` for the dtype of matmuls.
+                If matmuls are wider than a named dtype, the place gets their dtype.
 
         Raises:
             UserError: If a place cannot run in fp16.
@@ -191,30 +191,30 @@ class PrecisionConfig:
             fused_backward: `optim.fused_backward`.
 
         Raises:
-            UserError: Naming the place and what to do.
+            UserError: If a setting would have no effect; the message names the place and the remedy.
         """
         if self.optimizer is not None and optimizer in in_8_bits:
             raise UserError(
-                f"precision.optimizer = {self.optimizer}: optim.name = {optimizer} holds averages in 8 bits; leave it out, or for "
-                "averages in fp32 set optim.name = adamw"
+                f"precision.optimizer = {self.optimizer}: optim.name = {optimizer} stores its moments in 8 bits; remove this "
+                "setting, or set optim.name = adamw for moments in fp32"
             )
         if self.optimizer not in (None, "fp32"):
             raise UserError(
-                f"precision.optimizer = {self.optimizer}: averages and updates are fp32; leave it out, or for less memory set "
-                f"optim.name = {' or '.join(in_8_bits)}, which holds averages in 8 bits"
+                f"precision.optimizer = {self.optimizer}: moments and updates are fp32; remove this setting, or for less memory set "
+                f"optim.name = {' or '.join(in_8_bits)}, which stores its moments in 8 bits"
             )
         if self.reduction not in (None, "fp32"):
             raise UserError(
-                f"precision.reduction = {self.reduction} is of gradients that are summed over ranks, and this run has one; leave it out"
+                f"precision.reduction = {self.reduction} is for gradients summed over ranks, but this run has one rank; remove it"
             )
         if self.accumulation is not None and fused_backward:
             raise UserError(
-                f"precision.accumulation = {self.accumulation} is of gradients that are summed over micro-batches, and "
-                "optim.fused_backward applies each as it comes; leave one of them out"
+                f"precision.accumulation = {self.accumulation} is for gradients summed over micro-batches, but "
+                "optim.fused_backward applies each gradient at once; remove one of the two"
             )
 
 
-_OVERFLOWS = "values pass 65504, the largest of fp16"
+_OVERFLOWS = "values exceed 65504, the largest number in fp16"
 _UNDERFLOWS = "gradients underflow in fp16 without a loss scaler"
 _NO_FP16: Mapping[str, str] = {
     **dict.fromkeys(("norms", "modulation", "residual", "entry", "head"), _OVERFLOWS),
@@ -222,28 +222,28 @@ _NO_FP16: Mapping[str, str] = {
         ("rotary", "qk_norms", "time_mlp", "attention", "accumulation", "optimizer", "reduction"), _UNDERFLOWS
     ),
 }
-"""Why a place cannot run in fp16. The timestep and rotary tables can: they are bounded and have no gradient."""
+"""Why a place cannot run in fp16. The timestep and rotary tables can, because they are bounded and have no gradient."""
 
 
 def precision_of(stage: nn.Module) -> Precision:
-    """The dtypes that a model, or a stage of it, computes in."""
+    """The dtypes of a model, or of a stage of it."""
     found = (vars(module).get("precision") for module in stage.modules())
     return next((each for each in found if isinstance(each, Precision)), Precision())
 
 
 def set_precision(model: nn.Module, precision: Precision) -> None:
-    """Have a model that is built compute in other dtypes; its parameters stay as they are."""
+    """Change the compute dtypes of a built model; its parameters keep theirs."""
     for module in model.modules():
         if isinstance(vars(module).get("precision"), Precision):
             module.precision = precision  # type: ignore[assignment]
 
 
 def compute_fp32_in_fp32() -> None:
-    """Keep TF32, which leaves ten bits of a fraction, out of fp32 matmuls and convolutions on NVIDIA cards.
+    """Disable TF32, which keeps only ten bits of the mantissa, for fp32 matmuls and convolutions on NVIDIA GPUs.
 
-    torch has it on for convolutions unless told otherwise, which would round every latent, and any library may switch it
-    on for matmuls. Set once for a process, because autograd's threads share it. The flags are the older of torch's two
-    interfaces: once the newer one has been written, torch's own reads of the older one raise.
+    torch enables it for convolutions by default, which would round every latent, and any library may enable it for matmuls. This is
+    set once per process, because autograd's threads share it. It uses the older of torch's two interfaces: after the newer one is
+    written, torch's own reads of the older one raise.
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
@@ -251,6 +251,6 @@ def compute_fp32_in_fp32() -> None:
 
 @contextmanager
 def autocast_disabled(device_type: str) -> Iterator[None]:
-    """Run without an outer autocast, which nn.Linear, adapters and the backward of every matmul would obey."""
+    """Disable an outer autocast, which would otherwise affect nn.Linear, adapters and the backward of every matmul."""
     with torch.autocast(device_type, enabled=False), torch.autocast("cpu", enabled=False):
         yield

@@ -1,8 +1,8 @@
-"""The seam: what the core asks of a model, and the plain forward that everything else is compared with.
+"""The interface between the core and a model, and the plain forward that every other forward is compared with.
 
-A model is an embedding, blocks in execution order, and a head. What passes between them is a *carry*: a NamedTuple of
-everything one block hands to the next. What is not in the carry does not cross a device boundary, so a block reads
-nothing else. The model says where it may be cut; the core decides how each block is run.
+A model is an embedding, blocks in execution order, and a head. A *carry* passes between them: a NamedTuple of everything that one block
+hands to the next. Only the carry crosses a device boundary, so a block reads nothing else. The model says where it may be split; the core
+decides how each block is run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,16 +15,16 @@ from torch import nn
 class StagedModel(Protocol):
     """An nn.Module that an engine can run block by block without knowing its architecture.
 
-    `embed` maps inputs to the carry, `head` maps the last carry to the prediction. Every parameter belongs to exactly
-    one of `embed`, a block, or `head`. `forward(inputs, run=run_plain)` returns `run(self, inputs)`: the engine is a plain
-    callable passed in, so no lever wraps a module or renames a parameter, and the model itself is the root.
+    `embed` maps inputs to the carry, `head` maps the last carry to the prediction. Every parameter belongs to exactly one of `embed`, a
+    block, or `head`. `forward(inputs, run=run_plain)` returns `run(self, inputs)`. The engine is a plain callable that is passed in, so
+    no technique wraps a module or renames a parameter, and the model itself stays the root module.
     """
 
     embed: nn.Module
     head: nn.Module
 
     def blocks(self) -> Sequence[nn.Module]:
-        """Blocks in execution order, each a map from carry to carry."""
+        """The blocks in execution order; each maps a carry to a carry."""
         ...
 
     def __call__(self, inputs: Any, engine: "Engine" = ...) -> Any: ...
@@ -43,12 +43,12 @@ class Engine(Protocol):
     """Runs a whole forward."""
 
     def __call__(self, model: Any, inputs: Any, /) -> Any:
-        """Inputs to the prediction of the model, which is a `StagedModel` or, for the planner, some of one's blocks."""
+        """Compute the prediction for some inputs; the model is a `StagedModel` or, for the planner, some blocks of one."""
         ...
 
 
 def run_plain(model: StagedModel, inputs: Any) -> Any:
-    """The forward without any lever: embed, every block, head."""
+    """The plain forward, without checkpointing, offloading or splitting: embed, every block, head."""
     carry = model.embed(inputs)
     for block in model.blocks():
         carry = block(carry)

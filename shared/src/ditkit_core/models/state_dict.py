@@ -1,4 +1,4 @@
-"""Names of a model's parameters in every form of its files, as parts of tensors against parts of parameters."""
+"""Mapping between the parameters of a model and the tensors in its files, for every form of file."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Some rows of a tensor: number `index` of `of` equal parts along its first dimension; by default all of it."""
+    """Some rows of a tensor: number `index` of `of` equal parts along its first dimension; by default all rows."""
 
     name: str
     index: int = 0
@@ -16,24 +16,24 @@ class TensorSlice:
 
 @dataclass(frozen=True, kw_only=True)
 class StateDictNames:
-    """Parameters of a model's files, in every form, against ours.
+    """Names of the tensors in a model's files, in every form, and of our parameters.
 
-    Forms differ in names, and in how rows are stacked: one file has q, k and v in a tensor, another has the two halves of a
-    modulation in the other order. Both directions therefore say, for a tensor cut into equal pieces of rows, where each lies.
+    Forms differ in names and in how rows are stacked: one file has q, k and v in one tensor, another has the two halves of a modulation in
+    the other order. So both directions map a tensor to a sequence of slices: it is split into equal parts of rows, and each has its place.
     """
 
     prefixes: tuple[str, ...]
-    """Prefixes that files may put before every name (`model.diffusion_model.`), longest first."""
+    """Prefixes that files may have before every name (`model.diffusion_model.`), longest first."""
 
     to_native: Callable[[str], tuple[TensorSlice, ...] | None]
-    """A file's name without prefix, in any known form, to the parts of our parameters that its rows are, from the first on;
-    None if no form knows it."""
+    """From a tensor's name in a file (in any known form, without prefix) to the slices of our parameters that its rows are, in order; None
+    if the name is unknown."""
 
     from_native: Mapping[str, Callable[[str], tuple[TensorSlice, ...]]]
-    """By form (`official`, `diffusers`): our parameter name to the parts of that form's tensors that its rows are."""
+    """By form (`official`, `diffusers`): from our parameter's name to the slices of that form's tensors that its rows are, in order."""
 
     bare: str = "official"
-    """The form whose names an adapter file without prefixes has, as DiffSynth writes it for this family."""
+    """Form of the names in an adapter file without prefixes, as DiffSynth writes it for this family."""
 
     @classmethod
     def renaming(
@@ -43,7 +43,7 @@ class StateDictNames:
         to_native: Callable[[str], str | None],
         from_native: Mapping[str, Callable[[str], str]] = MappingProxyType({}),
     ) -> "StateDictNames":
-        """Names where every tensor of a file is one parameter."""
+        """The mapping for files in which every tensor is exactly one parameter."""
 
         def native(name: str) -> tuple[TensorSlice, ...] | None:
             renamed = to_native(name)

@@ -1,7 +1,7 @@
-"""Large pictures through a VAE piece by piece: overlapping tiles, one after the other, whose results are blended on the host.
+"""Running a VAE on large images in overlapping tiles, one after the other; the results are blended on the host.
 
-Only one tile is on the device at a time, so that what it takes there does not depend on the picture, and a plan measures one tile.
-Results differ from those of the whole picture: a VAE looks farther than the overlap, and some of its norms and attention at all of it.
+Only one tile is on the device at a time, so its memory does not depend on the size of the image, and a plan measures a single tile.
+Results differ from those for the whole image: a VAE's receptive field is larger than the overlap, and some norms and attention are global.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,12 @@ from torch import Tensor
 
 
 class Tiles(NamedTuple):
-    """How a picture is cut, in pixels; multiples of the size step of every latent."""
+    """How an image is split into tiles, in pixels; both values are multiples of the VAE's stride."""
 
     side: int
+    """Height and width of a tile."""
     overlap: int
-    """With the next tile, at least: the last one of a row ends where the picture ends."""
+    """Minimum overlap with the next tile; the last tile of a row overlaps more, because it ends at the image's edge."""
 
     def __str__(self) -> str:
         return f"tiles of {self.side}, overlapping by {self.overlap}"
@@ -37,17 +38,17 @@ def in_tiles(
     pixels: int,
     scale: Fraction,
 ) -> Float[Tensor, "channels length height width"]:
-    """What `work` makes of a clip, tile by tile.
+    """Apply `work` to a clip tile by tile.
 
     Args:
-        work: Makes of a part of the clip what belongs there, `scale` times as high and wide.
+        work: From a part of the clip to its result, which is `scale` times as high and wide.
         whole: The clip, in pixels or in latents.
-        tiles: How it is cut.
-        pixels: Pixels on a side of one of its elements: 1, or the stride of latents.
-        scale: Height of the result for a height of 1.
+        tiles: Size and overlap of the tiles.
+        pixels: Side of one element of `whole` in pixels: 1 for pixels, the VAE's stride for latents.
+        scale: Height of the result divided by the height of the input.
 
     Returns:
-        The result on the CPU; to the bit what `work` makes of the whole if that is one tile.
+        The result on the CPU; bitwise identical to `work(whole)` if one tile covers the clip.
     """
     side, overlap = tiles.side // pixels, tiles.overlap // pixels
     rows, columns = (_starts(length, side, overlap) for length in whole.shape[-2:])
@@ -62,21 +63,22 @@ def in_tiles(
                 total = made.new_zeros(*made.shape[:-2], height, width)
                 weight = made.new_zeros(height, width)
             ramp = int(overlap * scale)
-            own = _rise(made.shape[-2], ramp)[:, None] * _rise(made.shape[-1], ramp)
+            tile_weight = _rise(made.shape[-2], ramp)[:, None] * _rise(made.shape[-1], ramp)
             down, right = int(top * scale), int(left * scale)
             place = (..., slice(down, down + made.shape[-2]), slice(right, right + made.shape[-1]))
-            total[place] += made * own
-            weight[place] += own
+            total[place] += made * tile_weight
+            weight[place] += tile_weight
+    # Dividing by the summed weights works for any number of tiles at a pixel: corners have four, and the last tile overlaps more.
     return total.div_(weight)
 
 
 def _starts(length: int, side: int, overlap: int) -> list[int]:
-    """Where tiles begin; all are of one size, and the last ends with the picture."""
+    """Start positions of the tiles; all tiles have the same size, and the last one ends at the image's edge."""
     last = max(0, length - side)
     return [*range(0, last, side - overlap), last]
 
 
 def _rise(length: int, ramp: int) -> Float[Tensor, " length"]:
-    """The weight of a tile's result from edge to edge: rising over the overlap, and falling again."""
+    """The weight of a tile's result along one side: rising linearly over the overlap, and falling at the other end."""
     steps = torch.arange(1, length + 1, dtype=torch.float32)
     return torch.minimum(steps, steps.flip(0)).clamp(max=ramp + 1)
