@@ -158,7 +158,7 @@ def test_a_change_that_makes_it_another_run_is_refused_in_the_expert_that_it_is_
     capsys.readouterr()
     assert world.train("both", 2, "--experts.rank", "[2, 4]") == 1
     said = error(capsys)
-    assert "low_noise holds another run" in said and "adapter.rank 3 -> 4" in said
+    assert "low_noise contains another run" in said and "adapter.rank 3 -> 4" in said
     assert world.train("both", 1, "--experts.rank", "[2, 4]") == 1, "a run that is complete is no other"
     assert "adapter.rank 3 -> 4" in error(capsys)
     assert world.train("both", 2, "--experts.train", "low_noise") == 1

@@ -287,9 +287,9 @@ def test_a_renamed_key_is_read_from_a_stored_run_and_refused_elsewhere(
     assert resolve(Later, stored=tmp_path).shape.size == 6, "today's version wrote it"
     file = write(f"[shape]\n{former} = 5\n")
     message = refusal(lambda: resolve(Later, file=file))
-    assert message == f"shape.{former} in {file} is called shape.size now; rename it"
+    assert message == f"shape.{former} in {file} is now named shape.size; rename it"
     message = refusal(lambda: read_flags([f"--shape.{former}=5"], Later, TrainOptions))
-    assert message == f"--shape.{former} on the command line is called --shape.size now; rename it"
+    assert message == f"--shape.{former} on the command line is now named --shape.size; rename it"
     assert f"\n{former} =" not in to_toml(Later()) and f"--shape.{former} " not in format_help(
         "x", "X.", Later, TrainOptions
     )
@@ -303,7 +303,7 @@ def test_a_run_that_stored_cuts_goes_on_with_them_as_split_points(tmp_path: Path
     (tmp_path / "state" / "step-00000001").mkdir(parents=True)
     assert RunFolder(tmp_path).check(config) == [], "no change to be logged"
     message = refusal(lambda: resolve(RunConfig, file=tmp_path / "config.toml"))
-    assert message.startswith("train.cuts in ") and message.endswith("is called train.split_points now; rename it")
+    assert message.startswith("train.cuts in ") and message.endswith("is now named train.split_points; rename it")
 
 
 def test_no_former_name_is_a_key_of_today() -> None:

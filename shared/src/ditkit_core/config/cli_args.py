@@ -1,4 +1,4 @@
-"""The flags of a command: read from argv, and described in its help."""
+"""The flags of a command: reading them from argv, and the help text."""
 
 from argparse import SUPPRESS
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ WHERE = "on the command line"
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
-    """What every command understands; acted on before a stage starts."""
+    """Options of every command; they are handled before a stage starts."""
 
     config: str = ""
-    """The run file, as if given first."""
+    """The run file; the same as the first argument."""
     run: str = ""
-    """Run folder to go on with: its stored config is read, and other settings win over it."""
+    """Run folder to continue: its stored configuration is read, and other settings take precedence over it."""
     print_config: bool = False
     """Print the resolved configuration as TOML and stop."""
     version: bool = False
@@ -32,7 +32,7 @@ class CommonOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """A command line, checked."""
+    """A parsed and checked command line."""
 
     values: Mapping[str, Any]
     """Configuration values by dotted key."""
@@ -48,6 +48,9 @@ def read_flags(argv: Sequence[str], tree: type, options_type: type) -> Flags:
         argv: Arguments after the program's name: `[run.toml] [--section.key value ...] [--option [value] ...]`.
         tree: The configuration's dataclass.
         options_type: Dataclass of the command's own options.
+
+    Returns:
+        The values and options that were given.
 
     Raises:
         UserError: If a flag is unknown, lacks its value, or has a value of the wrong type.
@@ -72,7 +75,7 @@ def read_flags(argv: Sequence[str], tree: type, options_type: type) -> Flags:
 
 
 def _split(argv: Sequence[str], hints: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, list[str]]:
-    """What each flag was given, in order; the argument without a flag is the run file."""
+    """The texts that each flag was given, in order; the argument without a flag is the run file."""
     texts: dict[str, list[str]] = {}
     rest = iter(argv)
     for argument in rest:
@@ -85,7 +88,7 @@ def _split(argv: Sequence[str], hints: Mapping[str, Any], renamed: Mapping[str, 
                 raise UserError(f"unknown flag {argument} {WHERE}; flags start with --")
         if name not in hints:
             raise unknown_key(name, hints, WHERE, renamed=renamed, flag=True)
-        if hints[name] is bool and "." not in name:  # a switch; settings of the configuration take true or false
+        if hints[name] is bool and "." not in name:  # an option is a switch; a configuration key takes true or false
             text = text if equals else "true"
         elif not equals:
             text = next(rest, "--")
@@ -118,7 +121,7 @@ def format_help(prog: str, about: str, tree: type, options_type: type) -> str:
     for kind in (options_type, CommonOptions):
         for name, hint in _option_hints(kind).items():
             form: dict[str, Any] = {"action": "store_true"} if hint is bool else {"metavar": name.upper()}
-            # The names differ from those of the sections: jsonargparse takes --adapter for the whole of [adapter].
+            # A prefix keeps option names apart from section names: jsonargparse would read --adapter as the whole section [adapter].
             form |= {"dest": f"option_{name}", "help": field_docs(kind).get(name.replace("-", "_"), "")}
             parser.add_argument(f"--{name}", default=SUPPRESS, **form)
     groups = {

@@ -1,7 +1,7 @@
-"""How a configuration field says what may happen to it when a run is resumed.
+"""Declaring a configuration field with its resume rule: whether it may change when a run is resumed.
 
-Configuration is frozen dataclasses, each owned by the module that consumes it; `run/config.py` only composes them. Every
-field is declared with `setting`, because a field without a resume rule would silently fork a run.
+The configuration consists of frozen dataclasses, each owned by the module that uses it; `run/config.py` only composes them. Every field is
+declared with `setting`, because changing a field without a resume rule would silently turn the run into another one.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from typing import Any, Literal
 Resume = Literal["free", "stated", "refused"]
 
 Holds = Literal["value", "path", "part"]
-"""What the text of a field is: a value that says all by itself; a path, or `column=path`; a path or the id of a hub."""
+"""Kind of text in a field: a plain `value`; a `path`, or `column=path`; a `part`, which is a path or a hub id."""
 
 
 def setting(default: Any, *, resume: Resume, holds: Holds = "value", formerly: tuple[str, ...] = ()) -> Any:
@@ -18,9 +18,10 @@ def setting(default: Any, *, resume: Resume, holds: Holds = "value", formerly: t
 
     Args:
         default: The default value; immutable.
-        resume: `free` may change between two parts of one run without a word (steps, saving, logging, placement);
-            `stated` may change and is logged (learning rate); `refused` would make it another run (data, adapter shape).
-        holds: What its text is: of a path only the last part goes into files that are published.
-        formerly: Names that it had in this section: stored runs are read under them, and whoever writes one gets the present name.
+        resume: `free` may change on resume silently (steps, saving, logging, placement); `stated` may change and is logged (learning
+            rate); `refused` may not change, because it would make another run (data, adapter shape).
+        holds: Kind of text; only the last part of a path is written to files that are published.
+        formerly: Former names of the field in this section. Stored runs may use them; in a run file they cause a message with the
+            present name.
     """
     return dataclasses.field(default=default, metadata={"resume": resume, "holds": holds, "formerly": formerly})

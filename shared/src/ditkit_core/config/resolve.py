@@ -1,4 +1,4 @@
-"""One configuration from several places: defaults, the demo, a stored run, a run file, flags; the later wins."""
+"""Resolving one configuration from several layers: defaults, the demo, a stored run, a run file, flags; later layers win."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -14,10 +14,10 @@ Tree = TypeVar("Tree")
 
 
 class Layer(NamedTuple):
-    """What one place gives."""
+    """The values from one place."""
 
     where: str
-    """For messages: `in run.toml`."""
+    """The place, for messages: `in run.toml`."""
     values: Mapping[str, Any]
     """Checked values by dotted key."""
 
@@ -33,14 +33,17 @@ def resolve(
     """Resolve a configuration.
 
     Args:
-        tree: The configuration's dataclass; its `run.folder` is where the run lies.
-        demo: The demo's run file, in whose strings `{run}` stands for the resolved `run.folder`.
-        stored: A run's folder to go on with: its stored configuration is read, and `run.folder` is this folder.
+        tree: The configuration's dataclass; its `run.folder` is the folder of the run.
+        demo: The demo's run file; `{run}` in its strings stands for the resolved `run.folder`.
+        stored: Folder of a run to continue: its stored configuration is read, and `run.folder` is this folder.
         file: The run file.
-        flags: Values given on the command line, checked.
+        flags: Checked values from the command line.
+
+    Returns:
+        The configuration.
 
     Raises:
-        UserError: If a file cannot be read, a key is unknown, a value has the wrong type or is refused by its section.
+        UserError: If a file cannot be read, a key is unknown, or a value has the wrong type or is refused by its section.
     """
     layers = [] if stored is None else [_stored_layer(tree, stored)]
     if file is not None:
@@ -50,7 +53,7 @@ def resolve(
         layers.append(Layer("by --run", {"run.folder": str(stored)}))
     if demo is not None:
         values = read_config_file(tree, demo)
-        # The demo writes its inputs into the run's folder, which a later layer may have moved.
+        # The demo writes its inputs into the run's folder, and a later layer may set another folder.
         default = config_fields(tree)["run.folder"].default
         folder = (values | _merged(layers)).get("run.folder", default)
         placed = {key: _placed(value, folder) for key, value in values.items()}
@@ -59,10 +62,10 @@ def resolve(
 
 
 def build_config(tree: type[Tree], layers: list[Layer]) -> Tree:
-    """Make the configuration from layers, of which the later win; what a section refuses is told with its place.
+    """Build the configuration from layers; later layers win.
 
     Raises:
-        UserError: If a section refuses its values.
+        UserError: If a section refuses its values; the message also says where the values were set.
     """
     values, made = _merged(layers), {}
     places = {key: layer.where for layer in layers for key in layer.values}
@@ -84,17 +87,17 @@ def _merged(layers: list[Layer]) -> dict[str, Any]:
 
 
 def _stored_layer(tree: type, folder: Path) -> Layer:
-    """A run's stored configuration; keys that another version wrote and this one does not know are passed over."""
+    """A run's stored configuration; unknown keys, which another version wrote, are ignored."""
     file = folder / "config.toml"
     if not file.is_file():
         raise UserError(
-            f"{folder} is not a run's folder: it holds no config.toml; give the folder that run.folder named"
+            f"{folder} is not the folder of a run: it has no config.toml; give the folder that was set as run.folder"
         )
     return Layer(f"in {file}", read_config_file(tree, file, stored=True))
 
 
 def _placed(value: Any, folder: str) -> Any:
-    """A value of the demo with the run's folder in it."""
+    """A value of the demo, with `{run}` replaced by the run's folder."""
     if isinstance(value, str):
         return value.replace("{run}", folder)
     return tuple(_placed(item, folder) for item in value) if isinstance(value, tuple) else value

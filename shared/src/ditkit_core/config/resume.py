@@ -1,7 +1,7 @@
-"""What may change between two parts of one run.
+"""Comparing a stored configuration with a new one when a run is resumed.
 
-Each key says by its `resume` rule whether it may change silently, may change and is logged, or would make it another
-run. Continuing with whatever file is passed is how runs fork without anybody noticing.
+The `resume` rule of each key says whether it may change silently, may change and is logged, or may not change. Without these rules a run
+would continue with whatever file is passed, and nobody would notice that it became another run.
 """
 
 import json
@@ -14,7 +14,7 @@ from ditkit_core.errors import UserError
 
 
 class ConfigChange(NamedTuple):
-    """One key whose value differs from the stored one."""
+    """A key whose value differs from the stored one."""
 
     key: str
     old: Any
@@ -25,21 +25,24 @@ class ConfigChange(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What differs between a stored configuration and a new one; free changes are left out."""
+    """The differences between a stored configuration and a new one, without free changes."""
 
     stated: list[ConfigChange]
-    """Applied and logged; also keys that this version no longer knows (their new value is None)."""
+    """Changes that are applied and logged, and keys that this version no longer knows (their new value is None)."""
     refused: list[ConfigChange]
-    """Would make it another run."""
+    """Changes that are not allowed, because they would make another run."""
 
 
 def compare(stored: Mapping[str, Any], config: Any) -> Changes:
     """Compare a stored configuration with a new one by the resume rule of each key.
 
     Args:
-        stored: Values of the stored file by dotted key. A key that it lacks (an older version wrote it) counts as the
-            default, which is what that run was trained with.
+        stored: Values of the stored file by dotted key. If a key is missing (an older version wrote the file), the default counts,
+            because that run was trained with it.
         config: The new configuration, a tree of dataclasses.
+
+    Returns:
+        The changes by rule.
     """
     fields, values = config_fields(type(config)), config_values(config)
     changes = Changes(stated=[], refused=[])
@@ -55,9 +58,9 @@ def compare(stored: Mapping[str, Any], config: Any) -> Changes:
 
 
 def refuse(refused: Iterable[ConfigChange], folder: Path) -> UserError:
-    """The error for changes that would make it another run."""
+    """The error for changes that would make another run."""
     return UserError(
-        f"{folder} holds another run, refused to continue it with {'; '.join(map(str, refused))}: put these back, or start "
+        f"{folder} contains another run, refused to continue it with {'; '.join(map(str, refused))}: undo these changes, or start "
         f"a new run from its weights with --run.folder NEW --init-from {folder}"
     )
 

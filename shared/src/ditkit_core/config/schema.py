@@ -1,8 +1,7 @@
-"""What a tree of configuration dataclasses contains: every key with its type, default, resume rule and meaning.
+"""The schema of a configuration: every key with its type, default, resume rule and description, read from the dataclasses.
 
-A tree is a frozen dataclass whose fields are sections; a section is a frozen dataclass whose fields are values declared
-with `setting` and followed by a docstring. Reading, checking, printing and comparing are written over this description
-alone, so a new key is one line in the module that consumes it.
+A tree is a frozen dataclass whose fields are sections. A section is a frozen dataclass whose fields are declared with `setting` and
+followed by a docstring. Reading, checking, printing and comparing use only this schema, so a new key is one line in the module that uses it.
 """
 
 import ast
@@ -29,13 +28,13 @@ class ConfigField:
     resume: Resume
     holds: Holds
     formerly: tuple[str, ...]
-    """Dotted names that it had."""
+    """Former dotted names."""
     doc: str
     """The docstring under the field, on one line; empty when there is none."""
 
 
 def config_fields(tree: type) -> Mapping[str, ConfigField]:
-    """Every key of a tree, in order of declaration."""
+    """The keys of a tree, in order of declaration."""
     described = {}
     for section, section_type in config_sections(tree).items():
         hints, docs = get_type_hints(section_type), field_docs(section_type)
@@ -57,19 +56,20 @@ def config_fields(tree: type) -> Mapping[str, ConfigField]:
 
 
 def renamed_keys(tree: type) -> Mapping[str, str]:
-    """By the former name of each key that was renamed its present one."""
+    """The present name of each renamed key, by its former name."""
     return {former: key for key, field in config_fields(tree).items() for former in field.formerly}
 
 
 def config_sections(tree: type) -> Mapping[str, type]:
-    """Section names of a tree and their dataclasses, in order of declaration."""
+    """The sections of a tree by name, in order of declaration."""
     hints = get_type_hints(tree)
     return {field.name: hints[field.name] for field in fields(tree)}
 
 
 @functools.cache
 def field_docs(cls: type) -> Mapping[str, str]:
-    """The docstring under each field of a class, each on one line; empty where the source is not available."""
+    """The docstring under each field of a class, on one line each; empty if the source is not available."""
+    # Python discards a string below a field, so the source is parsed: the text then has one place for --help, TOML and readers.
     try:
         source = textwrap.dedent(inspect.getsource(cls))
     except OSError:
@@ -84,12 +84,12 @@ def field_docs(cls: type) -> Mapping[str, str]:
 
 
 def plain(value: Any) -> Any:
-    """A value as TOML would give it back: tuples become lists."""
+    """A value as TOML would return it: tuples become lists."""
     return [plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def config_values(config: Any) -> dict[str, Any]:
-    """The values of a configuration by dotted key, as TOML would give them back; None is kept."""
+    """The values of a configuration by dotted key, as TOML would return them; None is kept."""
     sections = ((field.name, getattr(config, field.name)) for field in fields(config))
     return {
         f"{section}.{field.name}": plain(getattr(values, field.name))

@@ -1,4 +1,4 @@
-"""Configuration as TOML: read strictly, printed so that it reads back."""
+"""Configuration as TOML: reading it strictly, and writing it so that it can be read back."""
 
 import difflib
 import textwrap
@@ -15,13 +15,13 @@ from ditkit_core.errors import UserError
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file as it is.
+    """Read a TOML file without checking its keys.
 
     Raises:
-        UserError: If it cannot be read or is not TOML in UTF-8, naming file and line.
+        UserError: If the file cannot be read or is not TOML in UTF-8; the message names file and line.
     """
     try:
-        # utf-8-sig: some editors on Windows put a byte order mark before the text
+        # utf-8-sig: some editors on Windows write a byte order mark before the text.
         return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"cannot read the run file {path}: {error.strerror or error}") from error
@@ -31,12 +31,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not TOML: {' '.join(str(error).split())}") from error
     except (RecursionError, ValueError) as error:  # ValueError: Python's limit on the digits of an integer
         raise UserError(
-            f"{path} is nested too deeply, or has a number of too many digits; correct the run file"
+            f"{path} is nested too deeply or has a number with too many digits; correct the run file"
         ) from error
 
 
 def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted key, whatever they are; nothing is checked."""
+    """The values by dotted key, unchecked."""
     flat = {}
     for section, table in tables.items():
         if isinstance(table, dict):
@@ -47,12 +47,12 @@ def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_config_file(tree: type, path: Path, *, stored: bool = False) -> dict[str, Any]:
-    """Read the values that a run file gives, checked, by dotted key.
+    """Read and check the values of a run file, by dotted key.
 
     Args:
         tree: The configuration's dataclass.
         path: The file.
-        stored: Whether a run has stored it, perhaps by another version: keys that do not exist are passed over, former names are known.
+        stored: Whether a run stored the file, perhaps with another version: unknown keys are ignored, and former names are accepted.
 
     Raises:
         UserError: If the file cannot be read, a key or section is unknown, or a value has the wrong type.
@@ -67,18 +67,18 @@ def read_config_file(tree: type, path: Path, *, stored: bool = False) -> dict[st
 
 
 def read_stored_file(tree: type, path: Path) -> dict[str, Any]:
-    """What a run has stored, unchecked, by dotted key; keys that were renamed since are under their present names.
+    """Read the values that a run stored, unchecked, by dotted key; renamed keys get their present names.
 
     Raises:
         UserError: If the file cannot be read or is not TOML in UTF-8.
     """
     values, renamed = flatten(read_toml(path)), renamed_keys(tree)
-    # a file that has both names was written by today's version, and what it says under the present one holds
+    # A file with both names was written by the present version, so the present name takes precedence.
     return {renamed.get(key, key): value for key, value in values.items() if renamed.get(key) not in values}
 
 
 def _check_keys(tables: Mapping[str, Any], tree: type, where: str) -> None:
-    """Raise UserError for the first section or key that does not exist."""
+    """Raise UserError for the first unknown section or key."""
     sections, known = config_sections(tree), config_fields(tree)
     for section, table in tables.items():
         if section in sections and not isinstance(table, dict):
@@ -91,7 +91,7 @@ def _check_keys(tables: Mapping[str, Any], tree: type, where: str) -> None:
 
 
 def _unknown_section(section: str, table: Mapping[str, Any], tree: type, where: str) -> UserError:
-    """The error for a section that does not exist: the one it is close to, or else the key that its first key is like."""
+    """The error for an unknown section: it suggests the closest section, or else the key closest to the section's first key."""
     close = difflib.get_close_matches(section, config_sections(tree), n=1)
     if close or not table:
         suggestion = close[0] if close else nearest_key(section, config_sections(tree))
@@ -102,26 +102,26 @@ def _unknown_section(section: str, table: Mapping[str, Any], tree: type, where: 
 def to_toml(
     config: Any, *, shown: Callable[[type, Mapping[str, Any]], Mapping[str, Any]] = lambda _, values: values
 ) -> str:
-    """A resolved configuration as TOML, each key under its meaning; reads back to the same configuration.
+    """A resolved configuration as TOML, with the description of each key as a comment; it reads back to the same configuration.
 
     Args:
         config: The configuration.
-        shown: Its class and its values by dotted key, to what is written of them.
+        shown: From its class and its values by dotted key to the values that are written.
     """
     tree = type(config)
     values = shown(tree, config_values(config))
-    # Written by hand, not by tomli_w, for the comments: the file is also where a person reads what each key is for.
+    # tomli_w cannot write comments, and people read in this file what each key means.
     lines = {section: [f"[{section}]"] for section in config_sections(tree)}
     for key, field in config_fields(tree).items():
         section, name = key.split(".")
         lines[section] += textwrap.wrap(field.doc, 110, initial_indent="# ", subsequent_indent="# ")
-        # TOML has no null: an optional value that is not set is left out
+        # TOML has no null: an optional value that is not set becomes a comment.
         lines[section].append(f"# {name} =" if values[key] is None else f"{name} = {_toml_value(values[key])}")
     return "\n\n".join("\n".join(section) for section in lines.values()) + "\n"
 
 
 def _toml_value(value: Any) -> str:
-    """One value on one line (tomli_w would give each item of an array a line of its own)."""
+    """A value on one line (tomli_w would write each item of an array on its own line)."""
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
     return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")

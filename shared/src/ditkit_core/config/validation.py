@@ -1,7 +1,6 @@
-"""Checking what a person wrote against the configuration's keys and types, and saying in one line what is wrong.
+"""Checking values from files and flags against the configuration's keys and types, with one-line messages.
 
-jsonargparse decides what a type accepts. Its messages span several lines and name Python types, so ours are put in
-their place.
+jsonargparse decides what a type accepts. Its messages span several lines and name Python types, so they are replaced by ours.
 """
 
 import argparse
@@ -21,14 +20,14 @@ from ditkit_core.config.schema import ConfigField, plain
 from ditkit_core.errors import UserError
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4000
-"""Bytes that file systems allow for a file's name, and systems for a path with something to come behind it."""
+"""Longest file name and longest path in bytes that systems accept; the path leaves room for the names of files below it."""
 
 
 def nearest_key(key: str, keys: Iterable[str]) -> str:
-    """The valid key that a mistaken one most likely means.
+    """The valid key that an unknown key most likely means.
 
-    The last part of the name counts twice as much as the section, so `optim.rank` finds `adapter.rank`; initials count
-    as the name, so `learning_rate` finds `lr`.
+    The last part of the name counts twice as much as the section, so `optim.rank` finds `adapter.rank`. Initials count as the name, so
+    `learning_rate` finds `lr`.
     """
     section, _, name = key.rpartition(".")
     initials = "".join(word[:1] for word in name.split("_"))
@@ -46,17 +45,21 @@ def _likeness(one: str, other: str) -> float:
 
 
 def value_from_file(field: ConfigField, raw: Any, where: str) -> Any:
-    """Check a value that TOML gave, which has a type already: a quoted number is not a number.
+    """Check a value from TOML, which already has a type: a quoted number is not a number.
 
     Args:
-        field: The key it is for.
-        raw: What TOML gave.
-        where: For the message: `in run.toml`.
+        field: The key.
+        raw: The value from TOML.
+        where: The place, for messages: `in run.toml`.
+
+    Returns:
+        The value in the type of the key.
 
     Raises:
-        UserError: If the type does not accept it, naming key, place, what is expected and what was given.
+        UserError: If the type does not accept it; the message names the key, the place, the expected type and the value.
     """
     try:
+        # jsonargparse also accepts values that only resemble the type: "3" for a number, true for 1. Those must be refused.
         value = _convert(field.type, raw)
         if plain(value) != raw or isinstance(value, bool) != isinstance(raw, bool):
             raise argparse.ArgumentError(None, "of another type")
@@ -67,10 +70,10 @@ def value_from_file(field: ConfigField, raw: Any, where: str) -> Any:
 
 
 def value_from_text(key: str, hint: Any, texts: list[str], where: str, *, is_path: bool = False) -> Any:
-    """Check what a flag was given, once or (for lists) several times.
+    """Check the text of a flag, which was given once or (for lists) several times.
 
-    A list is given as a TOML array, or item by item with the flag repeated; commas do not separate, since captions and
-    paths hold commas. Of a repeated flag that is not a list the last wins.
+    A list is a TOML array, or the flag is repeated for each item. Commas do not separate items, because captions and paths contain commas.
+    If a flag that is not a list is repeated, the last text counts.
 
     Raises:
         UserError: As `value_from_file`.
@@ -91,26 +94,28 @@ def value_from_text(key: str, hint: Any, texts: list[str], where: str, *, is_pat
 
 
 def _check_texts(key: str, value: Any, where: str, *, is_path: bool) -> None:
-    """Check that a run file can contain the characters of a value, and that a file can have it as its path.
+    """Check that a run file can contain the characters of a value, and that a path is one that a file can have.
 
-    Sections look up paths in many places, and each would have to say that there can be no such file.
+    Checked here once, because sections look up paths in many places, and each would need a message of its own.
 
     Raises:
-        UserError: If not, naming key and place.
+        UserError: If a value fails a check; the message names the key and the place.
     """
     for text in value if isinstance(value, list | tuple) else [value]:
         if not isinstance(text, str):
             continue
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise UserError(f"{key} {where} has half of a character (a lone surrogate); correct it")
+            raise UserError(f"{key} {where} contains a lone surrogate (half of a character); correct it")
         if not is_path:
             continue
         if "\0" in text:
-            raise UserError(f"{key} {where} has a null byte, which no path can have; correct it")
+            raise UserError(f"{key} {where} has a null byte, which no path can contain; correct it")
         if max(len(part.encode()) for part in text.split("/")) > _LONGEST_NAME or len(text.encode()) > _LONGEST_PATH:
             raise UserError(f"{key} {where} is too long for a path ({len(text)} characters); correct it")
         if text.startswith("~") and os.path.expanduser(text).startswith("~"):
-            raise UserError(f"{key} {where} = {text!r} begins with the home folder of nobody here; write the path out")
+            raise UserError(
+                f"{key} {where} = {text!r} begins with the home folder of an unknown user; write the full path"
+            )
 
 
 def is_list(hint: Any) -> bool:
@@ -119,7 +124,7 @@ def is_list(hint: Any) -> bool:
 
 
 def expected(hint: Any) -> str:
-    """A type in a person's words: `a whole number`."""
+    """The name of a type for messages: `a whole number`."""
     arguments = get_args(hint)
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, arguments))
@@ -142,18 +147,18 @@ def _parser(hint: Any) -> ArgumentParser:
 
 
 def _convert(hint: Any, raw: Any) -> Any:
-    """The value as the type has it; raises argparse.ArgumentError if the type does not accept it.
+    """The value converted to the type; raises argparse.ArgumentError if the type does not accept it.
 
-    A run reads its stored configuration several times, and jsonargparse takes milliseconds for each of a hundred keys: what it accepted is
-    remembered. Not by the value, for `1`, `1.0` and `true` are equal in Python, but by how it is written.
+    A run reads its stored configuration several times, and jsonargparse takes milliseconds for each of a hundred keys, so results are
+    cached. The cache key is the repr of the value, because `1`, `1.0` and `True` are equal in Python.
     """
     written = hint, repr(raw)
     if written in _accepted:
         return _accepted[written]
     value = _parser(hint).parse_object({"value": raw}, defaults=False).value
-    if isinstance(value, float) and not math.isfinite(value):  # NaN passes every `if value < 0` of a section
+    if isinstance(value, float) and not math.isfinite(value):  # NaN would pass checks such as `if value < 0`
         raise argparse.ArgumentError(None, "not finite")
-    if not isinstance(value, list | dict):  # which somebody could change
+    if not isinstance(value, list | dict):  # a caller could change a cached list
         _accepted[written] = value
     return value
 
@@ -165,8 +170,8 @@ def _shown(raw: Any) -> str:
 def unknown_key(
     key: str, keys: Iterable[str], where: str, *, renamed: Mapping[str, str] = MappingProxyType({}), flag: bool = False
 ) -> UserError:
-    """The error for a key that does not exist, with its present name or else the nearest key that does."""
+    """The error for an unknown key; it suggests the present name of a renamed key, or else the nearest key."""
     dashes = "--" if flag else ""
     if key in renamed:
-        return UserError(f"{dashes}{key} {where} is called {dashes}{renamed[key]} now; rename it")
+        return UserError(f"{dashes}{key} {where} is now named {dashes}{renamed[key]}; rename it")
     return UserError(f"unknown key {dashes}{key} {where}; did you mean {dashes}{nearest_key(key, keys)}?")
