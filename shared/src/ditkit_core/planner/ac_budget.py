@@ -116,6 +116,7 @@ def _menus(task: BudgetTask) -> Iterator[tuple[Policy, ...]]:
 
     In a list, the policy that keeps least comes first, so that of equal choices the one wins whose later blocks keep more.
     """
+    # Keeping everything first: if that fits, no other policy has to be profiled.
     yield (Policy(),)
     names = task.profile_of(Full()).attention
     named = (AttentionOnly(names=(SELF,)),) if SELF in names and len(names) > 1 else ()
@@ -143,6 +144,7 @@ def _within(task: BudgetTask, menu: tuple[Policy, ...]) -> Iterator[Choice]:
             if plan.missing:  # two neighbouring policies can need more than the sum of both
                 allowed[device] -= plan.missing
                 del policies[device]
+        # All devices have agreed with the plan; only the host's limit is left to check.
         if len(policies) == len(task.division.blocks):
             if task.host is None or sum(plan.host for plan in plans) <= task.host:
                 yield Choice(policies=chosen, plans=plans)

@@ -56,6 +56,7 @@ def fit(task: FitTask) -> Fit:
                 break
             found += fitting
     if not found:
+        # Now everything is tried, whatever its price.
         passed_over.clear()
         # Sorted from exact to coarse, so the first quantization that fits is the most exact.
         found = next(filter(None, ([*candidates(task, SMALLEST, quantize)] for quantize in task.quantizations)), [])
@@ -64,6 +65,7 @@ def fit(task: FitTask) -> Fit:
     fastest = min(found, key=_rank)
     limit = fastest.score * (1 + HARDLY_LONGER)
     about_as_fast = [each for each in found if each.score <= limit]
+    # A plan may be off by a few percent, so settings with room to spare win over equally fast full ones.
     roomy = [each for each in map(_with_room, about_as_fast) if each is not None and each.score <= limit]
     chosen = _evened_out(_least_effort(roomy or about_as_fast), limit)
     exact = [each for each in found if each.setting.quantize == "none"]

@@ -180,6 +180,7 @@ class DeviceSpan:
         # Pipelined, the first backward runs while the activations of all other micro-batches are alive.
         waiting = micro_batches - 1 if pipelined else 0
         moments = self.moments(again=False, waiting=waiting)
+        # From the second micro-batch on, gradients of the first are there, so its peaks are others.
         if micro_batches > 1:
             moments += self.moments(again=True, waiting=max(0, waiting - 1))
         all_gradients = sum(cost.gradients for cost in self.stages)
@@ -206,6 +207,7 @@ class DeviceSpan:
         trains_all = self.profile.trains_all
         on_device = self.resident if trains_all else self.stages
         static = {
+            # of streamed blocks two are on the device at a time: one runs, the next arrives
             "weights": sum(cost.weights for cost in self.resident) + _pair([cost.weights for cost in self.passing]),
             "adapters": sum(cost.adapters for cost in on_device),
             "average": sum(cost.average for cost in on_device),

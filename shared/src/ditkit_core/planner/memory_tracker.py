@@ -81,6 +81,7 @@ class MemoryTracker(TorchDispatchMode):
         self.at_peak = {device: Counter(purposes) for device, purposes in self.live.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Before the operation, whose outputs would otherwise raise a peak with storages that are empty by now.
         if self._elastic:
             self.poll()
         out = func(*args, **(kwargs or {}))

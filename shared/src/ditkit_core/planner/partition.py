@@ -113,6 +113,7 @@ def least_full(
     """
     # best[k]: (fullest device, split points) when the devices so far hold the first k blocks
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
+    # Only the last device has to reach the end; all others may stop before any block that can begin a device.
     for device in range(num_devices):
         following: dict[int, tuple[float, tuple[int, ...]]] = {}
         for end in [num_blocks] if device == num_devices - 1 else starts:
@@ -366,6 +367,7 @@ def place(run: RunContext, unloaded: MetaModel, *, training: bool = False) -> Pl
     if not planned:
         placement = _by_weights(run, unloaded.model, targets)
         return replace(placement, checkpointing=schedule if training else None)
+    # The weights are planned in the format of their file, as they will be loaded.
     began, held = time.monotonic(), as_held(run)
     bucket = largest_bucket(held, unloaded.arch)
     step = PlannedStep(run=held, arch=unloaded.arch, adapter=unloaded.adapter, bucket=bucket)

@@ -233,6 +233,7 @@ class Search:
     ) -> list[tuple[SearchedSpan, ...]]:
         """Spans with the least total time, none longer than `bound`. The fastest come first, then slower ones that use less of a limited
         host; empty if nothing fits."""
+        # Without overlap the devices' times add up over micro-batches; with it, sums only rank the candidates.
         count = 1 if self._work.pipelined else self._work.micro_batches
         # best[k]: ways of the GPUs so far to hold the first k blocks
         best: dict[int, list[_Way]] = {0: [_Way(0, 0, ())]}

@@ -105,6 +105,7 @@ def as_held(run: RunContext) -> RunContext:
         UserError: If the run trains such weights.
     """
     config = run.config
+    # A configured format wins over the file's: the weights are converted when they are loaded.
     if config.base.quantize != "none" or run.stored_as == "none":
         return run
     check_scaled(str(config.model.here(run.part)), config.adapter.method)

@@ -315,9 +315,8 @@ class _Measuring:
         backward[stage] = self._boundary()
 
     def _update(self, trained: TrainState) -> None:
-        if (
-            self.job.kind == "cuda"
-        ):  # where an optimizer of torch works on all parameters at once unless it is told otherwise
+        # On GPUs torch's optimizers default to foreach, which works on all parameters at once; fake devices are CPUs.
+        if self.job.kind == "cuda":
             for group in (group for part in trained.optimizer.parts for group in part.param_groups):
                 if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                     group["foreach"] = True
@@ -327,7 +326,7 @@ class _Measuring:
         self.meter.is_updating = False
 
     def _boundary(self) -> StageMoment:
-        """Close what is open, and open the next."""
+        """End the open moment, and begin the next."""
         meter = self.meter
         for parameter in self.gradients:
             if parameter.grad is not None:
@@ -346,7 +345,7 @@ class _Measuring:
         return self.open
 
     def _static(self, stage: nn.Module, trained: TrainState) -> StageCost:
-        """What a stage holds all the time."""
+        """The static memory of a stage."""
         size = self.meter.bytes_of
         frozen = [p for p in stage.parameters() if not p.requires_grad] + list(stage.buffers())
         own = {id(parameter) for parameter in stage.parameters()}
@@ -363,9 +362,9 @@ class _Measuring:
 
 
 def _profile(model: ReducedModel, together: MeasuredStep, apart: MeasuredStep) -> Profile:
-    """Stages of the whole model from those that were run."""
+    """The profile of the whole model from the stages that were run."""
     costs = _stage_costs(together)
-    sent, freed, sent_back = _cuts(costs, apart)
+    sent, freed, sent_back = _splits(costs, apart)
     update = _extra(apart.update)
     costs = [
         replace(cost, freed_at_cut=freed[stage], update_extra=update[place] * (cost.adapters > 0))
@@ -387,7 +386,7 @@ def _profile(model: ReducedModel, together: MeasuredStep, apart: MeasuredStep) -
 
 
 def _following(costs: Sequence[StageCost], stage: int, before: int) -> StageCost:
-    """A block's costs behind another one than that which ran before it: that may send more to the host, or less."""
+    """A block's costs after another block than the one that ran before it, which may offload more or less."""
     more = costs[before].on_host - costs[stage - 1].on_host
     return behind(costs[stage], -more) if more else costs[stage]
 
@@ -398,12 +397,13 @@ def _extra(moment: StageMoment | None) -> dict[int, int]:
 
 
 def _stage_costs(measured: MeasuredStep) -> list[StageCost]:
-    """What each stage that was run on one device holds."""
+    """The costs of each stage in the step on one device."""
     assert measured.end is not None
     forward, backward, again = measured.forward, measured.backward, measured.again
     head = len(forward) - 2
     order = list(backward)
     costs = []
+    # Each figure is the difference between two boundaries, so that it does not include the other stages.
     for stage, static in enumerate(measured.static):
         entered, following = forward[stage], forward[stage + 1] if stage < head else backward[head]
         highest = max(moment.peak[0] for moment in forward[stage : stage + (2 if stage == head else 1)])
@@ -429,8 +429,8 @@ def _stage_costs(measured: MeasuredStep) -> list[StageCost]:
     return costs
 
 
-def _cuts(costs: Sequence[StageCost], apart: MeasuredStep) -> tuple[list[int], list[int], list[int]]:
-    """By stage: what is sent to it, what its device gives back when the next stage is elsewhere, what gradients it sends back."""
+def _splits(costs: Sequence[StageCost], apart: MeasuredStep) -> tuple[list[int], list[int], list[int]]:
+    """Bytes by stage: sent to it, freed by its device if the next stage is on another one, and gradients sent back from it."""
     places, after = apart.places, apart.forward[-1]
     sent, freed, sent_back = ([0] * len(costs) for _ in range(3))
     for stage in range(1, len(costs)):
@@ -439,7 +439,7 @@ def _cuts(costs: Sequence[StageCost], apart: MeasuredStep) -> tuple[list[int], l
             continue
         sent[stage] = apart.forward[stage].activations[here]
         first = places.index(before)
-        # alone on its device nothing is let go of for the block before it
+        # The first block of a device does not offload for its predecessor, which is on another device.
         alone = costs[first - 1].on_host if first else 0
         kept = sent[first] + alone + sum(cost.kept for cost in costs[first:stage])
         freed[stage - 1] = kept - after.activations[before]

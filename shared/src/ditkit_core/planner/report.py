@@ -118,6 +118,7 @@ def plan_json(report: PlanReport) -> dict[str, Any]:
 
 
 def _row_json(row: AuxiliaryRow) -> dict[str, Any]:
+    # `remedy` is null in JSON where the row fits, not an empty text.
     values = asdict(row)
     remedy = values.pop("remedy")
     return {**values, "fits": row.fits, "remedy": remedy or None}

@@ -127,6 +127,7 @@ def simulate(stages: Sequence[StageTime], num_micro_batches: int, *, pipelined: 
         num_micro_batches: In the step.
         pipelined: Whether all forwards come first, then all backwards.
     """
+    # Per device, when it is free again and how long it computed.
     free, busy = [0.0] * len(stages), [0.0] * len(stages)
     # Autograd's queues run the devices in parallel, but each device gets its work in the same order as from one backward after the
     # other: micro-batches pass the devices in one order, and none overtakes another.

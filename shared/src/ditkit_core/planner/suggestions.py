@@ -70,6 +70,7 @@ def _with(config: RunConfig, section: str, **values: Any) -> RunConfig:
 def _batches(config: RunConfig) -> Iterator[_Changed]:
     now = config.train.batch_size
     if now > 1:
+        # Accumulation keeps the number of samples in a step, so training stays the same and only slows down.
         fewer = {"batch_size": 1, "accumulation": config.train.accumulation * now}
         words = f"train.batch_size = 1 (now {now}) with train.accumulation = {fewer['accumulation']}: as many samples in a step"
         yield words, 0.0, "train", fewer
@@ -108,6 +109,7 @@ def _larger_cards(config: RunConfig, cards: tuple[GPU, ...]) -> list[SuggestedCh
     changes = []
     for size in CARD_SIZES:
         if size * GIB > smallest * 1.1:
+            # Published sizes instead of the next byte: the suggestion has to be a GPU that can be bought.
             larger = tuple(of_size(size * GIB, f"{size}GiB") if gpu.total == smallest else gpu for gpu in cards)
             words = f"{'a GPU' if count == 1 else f'{count} GPUs'} of {size} GiB in place of {smallest / GIB:.3g} GiB"
             changes.append(SuggestedChange(words=words, gives_up=1.0 + size / 1000, config=config, cards=larger))
