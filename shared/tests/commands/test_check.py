@@ -106,7 +106,7 @@ def test_class_pictures_are_examined_like_the_data_and_told_from_it(
     assert {(each[0], each[2]) for each in rows[1:]} == {("prior", None)}
     assert [each["dataset"] for each in found["files"]] == ["data"] * 4 + ["prior"] * 5
     assert all(name.startswith("prior: ") for name in found["steps"][0]["samples"]), "theirs is the largest micro-batch"
-    assert "4 samples and 5 class pictures of 9 files" in capsys.readouterr().out
+    assert "4 samples and 5 class images of 9 files" in capsys.readouterr().out
     torn.rename(world.folder / "torn.jpg")
     shutil.rmtree(torn.parent)
     assert codes(check(world, *flags)[1], "error") == ["D01"]
@@ -378,7 +378,7 @@ def test_before_training_the_same_is_said_in_brief(world: World, capsys: pytest.
     (world.folder / "clips" / "empty.png").write_bytes(b"")
     assert world.train("run", 1, "--data.on_bad", "skip") == 0
     said = capsys.readouterr()
-    assert "data: 6 samples (6 of 1 x 16 x 16), 1 left out; toy-train --check looks closer" in said.out
+    assert "data: 6 samples (6 of 1 x 16 x 16), 1 left out; toy-train --check examines them" in said.out
     found = [line for line in said.err.splitlines() if line.startswith("D")]
     assert [line[:3] for line in found] == ["D04", "D14"]
     assert "again, wordy: these files have the same content" in found[0] and "1 captions" in found[1]

@@ -1,7 +1,7 @@
-"""HTML pages of one file, with SVG and tables, and JSON.
+"""Self-contained HTML pages with SVG and tables, and JSON.
 
-Whatever is not markup made here is escaped, so that no caption or file name can become markup. A page forbids itself to load anything: its
-policy names its style sheet and its script by their digests, so that nothing else in it could run either.
+All text that is not markup made here is escaped, so that no caption or file name can become markup. The content security policy of a page
+forbids it to load anything, and names its style sheet and script by their digests, so that nothing else in it can run.
 """
 
 import base64
@@ -21,19 +21,19 @@ class Html(str):
 
 
 def element(tag: str, *children: str, **attributes: object) -> Html:
-    """An element.
+    """Build an element.
 
     Args:
         tag: Its name.
-        children: `Html` goes in as it is, any other text escaped.
-        attributes: By name, `data_key` for `data-key` and `class_` for `class`, as `str` shows it; None leaves one out.
+        children: `Html` is inserted unchanged, any other text is escaped.
+        attributes: Values by name, converted with `str`; `data_key` stands for `data-key` and `class_` for `class`; None omits one.
     """
     given = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{escape_html(str(value))}"'
         for name, value in attributes.items()
         if value is not None
     )
-    if not children and tag in _VOID:
+    if not children and tag in _VOID:  # HTML forbids an end tag for these
         return Html(f"<{tag}{given}>")
     return Html(f"<{tag}{given}>{join_html(*children)}</{tag}>")
 
@@ -42,24 +42,23 @@ _VOID = frozenset({"img", "meta"})
 
 
 def join_html(*parts: str) -> Html:
-    """Parts one after the other; `Html` as it is, any other text escaped."""
+    """Concatenate parts; `Html` is inserted unchanged, any other text is escaped."""
     return Html("".join(part if isinstance(part, Html) else escape_html(part) for part in parts))
 
 
 def escape_html(text: str) -> str:
-    """A text that HTML and SVG show as it is; what no file can hold or no one can see (control characters, halves of characters) shows
-    as the replacement character."""
+    """Escape a text for HTML and SVG; control characters and lone surrogates become the replacement character."""
     shown = "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t" else c for c in text)
     return html.escape(shown, quote=True)
 
 
 def html_table(table: Table, *, row_titles: bool = False, classes: Sequence[str] = ()) -> Html:
-    """A table, in a box of its own: on a telephone the table scrolls sideways and not the page.
+    """Render a table in a box of its own, so that on a phone the table scrolls sideways and not the page.
 
     Args:
-        table: Cells that are `Html` go in as they are.
+        table: The table; cells that are `Html` are inserted unchanged.
         row_titles: Whether the first cell of each row is its title.
-        classes: Of each row; empty if none has one.
+        classes: CSS class of each row; empty if no row has one.
     """
     if not table.rows:
         return element("p", "none")
@@ -76,13 +75,14 @@ def html_table(table: Table, *, row_titles: bool = False, classes: Sequence[str]
 
 
 def html_page(title: str, *body: str, script: str = "") -> str:
-    """A page that needs nothing but itself: no network, no other file, and no script to be complete.
+    """Build a page that needs no network and no other file, and is complete without its script.
 
     Args:
-        title: Of the window.
-        body: What is on it.
-        script: Runs when the page is there.
+        title: Title of the window.
+        body: Elements of the body.
+        script: JavaScript that runs after the body is loaded.
     """
+    # Style and script are inline: a report is one file that can be sent by mail and opened offline.
     style = files("ditkit_core.diagnostics").joinpath("page.css").read_text(encoding="utf-8")
     policy = (
         f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; "
@@ -105,13 +105,14 @@ def _digest(text: str) -> str:
 
 
 def json_text(values: Mapping[str, Any]) -> str:
-    """Plain values as JSON that a person can read too."""
+    """Plain values as indented JSON."""
     return json.dumps(values, indent=1)
 
 
 def json_script(values: Mapping[str, Any], id: str) -> Html:
-    """Plain values for a page's script, in an element that nothing in them can end."""
+    """Plain values as JSON for a page's script, in a script element."""
     text = json.dumps(values, allow_nan=False)
+    # Escaped, because a caption with `</script>` would end the element.
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Html(f'<script type="application/json" id="{id}">{text}</script>')

@@ -157,9 +157,7 @@ def test_a_page_of_nothing_is_a_page() -> None:
 def test_what_is_printed_lists_tables_and_findings(capsys: pytest.CaptureFixture[str]) -> None:
     print_check(a_checkup())
     said = capsys.readouterr().out
-    assert (
-        "toy: 3 samples of 1 files, 1 micro-batches in an epoch; 9 frames are kept, 23 of these files are not" in said
-    )
+    assert "toy: 3 samples of 1 files, 1 micro-batches in an epoch; 9 frames are used, 23 are not" in said
     row = next(line for line in said.splitlines() if line.startswith("data  "))
     assert row.split() == ["data", "9", "64", "64", "0", "3", "1", "48", "2", "1"]
     assert f"warning: D06 {HOSTILE}: a cut; cut it" in said and "not tried" in said
@@ -217,7 +215,7 @@ def test_what_is_left_out_keeps_its_remedy_and_its_name_once() -> None:
     ])  # fmt: skip
     assert str(warned) == f"D02 {reason}" and warned.severity == "warning"
     assert str(stopped) == f'D02 {reason}, or leave it out: data.on_bad = "skip"' and stopped.severity == "error"
-    assert str(other) == "D02 b.png: no sample has this name; mend it or remove it"
+    assert str(other) == "D02 b.png: no sample has this name; fix it or remove it"
 
 
 def test_captions_and_duplicates() -> None:

@@ -71,7 +71,7 @@ class Hub:
         self.cached = cached
 
     def __call__(self, repository: str, *, local_files_only: bool = False, **given: Any) -> str:
-        assert local_files_only, "a check fetches nothing"
+        assert local_files_only, "a check downloads nothing"
         if repository not in self.cached:
             raise LocalEntryNotFoundError("not in the local cache")
         return str(self.cached[repository])

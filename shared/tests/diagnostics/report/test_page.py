@@ -178,10 +178,14 @@ def test_a_damaged_picture_is_a_line_on_the_page(tmp_path: Path) -> None:
     (run / "samples" / "step-000000-sheet.png").write_bytes(b"no picture")
     page = read(run)
     assert len(page.all("img")) == 1 and "cannot be read as an image" in page.shown
-    assert "Drawn by hand" not in page.shown
+    assert "Samples of the sample command" not in page.shown
     write_drawing(run / "samples", 40, ("my prompt",), name="drawn-001-step-000040")
     page = read(run)
-    assert page.shown.index("Step 40") < page.shown.index("Drawn by hand") < page.shown.index("drawn-001-step-000040")
+    assert (
+        page.shown.index("Step 40")
+        < page.shown.index("Samples of the sample command")
+        < page.shown.index("drawn-001-step-000040")
+    )
     assert page.all("img")[-1]["alt"] == "drawn-001-step-000040: my prompt"
 
 
@@ -197,11 +201,11 @@ def test_the_verdict_says_what_the_interval_says(tmp_path: Path) -> None:
             }
         return " ".join(validation_verdict(Section(name="", series=series)))
 
-    assert "25.0% lower" in said(1.5, 1.2, 1.8) and "does not hold 0" in said(1.5, 1.2, 1.8)
-    assert "holds 0: it may be chance" in said(1.5, 0.9, 2.1)
+    assert "25.0% lower" in said(1.5, 1.2, 1.8) and "does not contain 0" in said(1.5, 1.2, 1.8)
+    assert "contains 0: it may be chance" in said(1.5, 0.9, 2.1)
     assert "50.0% higher" in said(3.0, 2.5, 3.5) and "lowest at step 0" in said(3.0, 2.5, 3.5)
     assert "no confidence interval" in said(1.5, None, None)
-    assert "does not tell" in " ".join(validation_verdict(Section(name="", series={})))
+    assert "does not show" in " ".join(validation_verdict(Section(name="", series={})))
 
 
 # In a run

@@ -1,7 +1,7 @@
-"""Which operation's precision matters: one batch against fp64, with one place lowered at a time, and with all but one.
+"""Measures which operation's precision matters: one batch is compared with fp64, with one place lowered at a time, and with all but one.
 
-The truth is the run's own weights (of quantized matrices what they stand for) and data, computed in fp64 throughout. Weights are cast where
-they are used, blocks are checkpointed, and the run's passages are in force: a model that is divided or streamed is audited as it lies.
+The reference is the run's own weights (quantized matrices dequantized) and data, computed in fp64 throughout. Weights are cast where they are
+used, blocks are checkpointed, and the run's block hooks stay active: a model that is split or streamed is audited without moving its weights.
 """
 
 import time
@@ -34,13 +34,13 @@ NOT_IN_A_BATCH: Mapping[str, str] = {
     "reduction": "acts where gradients of several ranks are added",
 }
 ACTING = tuple(place for place in PLACES if place not in NOT_IN_A_BATCH)
-"""Places that one forward and backward go through."""
+"""Places of `Precision` that matter in one forward and backward."""
 
 EDGES = (0.05, 0.25, 0.5, 0.75, 0.95)
-"""Bounds of the ranges of noise levels; a level of each sample is drawn in each."""
+"""Bounds of the ranges of noise levels; each sample gets a random level in each range."""
 
 ROUNDS = 5
-"""How often each choice of dtypes is timed."""
+"""Number of timed passes for each choice of dtypes; their median is reported."""
 
 _TRUTH = torch.float64
 _HOST = torch.device("cpu")
@@ -48,15 +48,15 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is audited."""
+    """The model, data and settings to audit."""
 
     model: Any
     """The staged model with its weights, on its devices."""
     spec: ModelSpec
     precision: Precision
-    """The dtypes that it is set to."""
+    """The dtypes that the model is set to."""
     run: BlockEngine
-    """As the run has it."""
+    """The engine of the run."""
     ids: Sequence[str]
     items: Sequence[Mapping[str, Tensor]]
     """Training items, on the host."""
@@ -65,38 +65,42 @@ class Subject:
 
     @property
     def lowered(self) -> torch.dtype:
-        """The dtype that places are lowered to: the run's matmuls', or bf16 if that is no narrow one."""
+        """The dtype that places are lowered to: that of the run's matmuls, or bf16 if that is 32 bits or wider."""
         matmul = self.precision.matmul
         return matmul if matmul.itemsize < 4 else torch.bfloat16
 
 
 def num_passes() -> int:
-    """Forwards and backwards of an audit, for a progress bar."""
+    """Number of forward and backward passes of an audit, for a progress bar."""
     return (len(EDGES) - 1) * (3 + 2 * len(ACTING)) + (1 + ROUNDS) * (1 + len(_priced()))
 
 
 def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str] = ()) -> AuditFindings:
-    """Measure what each place's precision does, and what it costs.
+    """Measure the errors and the cost of each place's precision.
 
-    Model, parameters, their `.grad`, and torch's generators are as before when it ends.
+    Afterwards the model, its parameters, their `.grad` and torch's generators are unchanged.
 
     Args:
-        subject: What is audited.
+        subject: The model, data and settings to audit.
         advance: Called after each forward and backward.
-        notes: Passed on.
+        notes: Copied into the findings.
+
+    Returns:
+        The findings, with the place first that has the largest error.
 
     Raises:
-        UserError: If the model's own numbers are not finite, in fp64.
+        UserError: If the loss or a gradient is not finite in fp64.
     """
     low, acting = subject.lowered, [place for place in PLACES if place not in NOT_IN_A_BATCH]
+    # Alone shows the error that a place adds; all but one shows what raising only this place would gain.
     everywhere, lowered = dict.fromkeys(acting, _TRUTH), dict.fromkeys(acting, low)
     cases: dict[str, Mapping[str, torch.dtype] | None] = {"own": None, "all lowered": lowered}
     cases |= {f"alone {place}": {**everywhere, place: low} for place in ACTING}
     cases |= {f"all but {place}": {**lowered, place: _TRUTH} for place in ACTING}
     found: dict[str, list[_Squares]] = {name: [] for name in cases}
-    with _as_it_is(subject.model, subject.precision):
+    with _eval_mode(subject.model, subject.precision):
         for index in range(len(EDGES) - 1):
-            batch = _Batch.drawn(subject, index)
+            batch = _Batch.sampled(subject, index)
             truth = _measure(subject, batch, everywhere, None)
             advance()
             for name, dtypes in cases.items():
@@ -129,8 +133,8 @@ def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str]
 
 
 @contextmanager
-def _as_it_is(model: Any, precision: Precision) -> Iterator[None]:
-    """Without dropout inside the block, which is no part of precision; afterwards the model is as before."""
+def _eval_mode(model: Any, precision: Precision) -> Iterator[None]:
+    """Switch dropout off inside the context, which would add differences of its own; restore mode and precision afterwards."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -144,10 +148,12 @@ def _as_it_is(model: Any, precision: Precision) -> Iterator[None]:
 
 @contextmanager
 def with_adapters_at_work(model: nn.Module, seed: int) -> Iterator[bool]:
-    """Inside the block no adapter matrix is zero: while B is, nothing of a gradient reaches A.
+    """Give adapter matrices that are zero small random values inside the context: while B is zero, no gradient reaches A.
+
+    The values are normal with standard deviation 0.01, a function of seed and name; afterwards the matrices are zero again.
 
     Yields:
-        Whether any had to be changed: normal numbers of standard deviation 0.01, a function of seed and name.
+        Whether any matrix was changed.
     """
     before: dict[str, Tensor] = {}
     trained = trainable_parameters(model)
@@ -155,8 +161,8 @@ def with_adapters_at_work(model: nn.Module, seed: int) -> Iterator[bool]:
         for name, parameter in trained.items():
             if is_adapter_name(name) and not parameter.any():
                 before[name] = parameter.detach().clone()
-                drawn = torch.randn(parameter.shape, generator=generator(seed, "audit", name))
-                parameter.copy_(0.01 * drawn)
+                noise = torch.randn(parameter.shape, generator=generator(seed, "audit", name))
+                parameter.copy_(0.01 * noise)
     try:
         yield bool(before)
     finally:
@@ -167,21 +173,22 @@ def with_adapters_at_work(model: nn.Module, seed: int) -> Iterator[bool]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """The samples at one noise level each, where they are needed."""
+    """The samples at one noise level each, on the devices of the first and last stage."""
 
     inputs: Any
     targets: list[Tensor]
     masks: list[Tensor | None]
-    """What of each is learnt."""
+    """Loss mask of each sample; None if all of it is learnt."""
 
     @classmethod
-    def drawn(cls, subject: Subject, index: int) -> "_Batch":
-        """A level of each sample in one range, spread over it; its noise is the same in all ranges."""
+    def sampled(cls, subject: Subject, index: int) -> "_Batch":
+        """Sample a level for each sample in one range, evenly spread over it. A sample's noise is the same in all ranges."""
         first, last = (next(stage.parameters()).device for stage in (subject.model.embed, subject.model.head))
         low, high, count = EDGES[index], EDGES[index + 1], len(subject.items)
         random = [generator(subject.seed, "audit", index, name) for name in subject.ids]
         shares = [(i + float(torch.rand((), generator=each))) / count for i, each in enumerate(random)]
         sigma = torch.full((count,), low).add_((high - low) * torch.tensor(shares, device=_HOST))
+        # Seeded by sample name without the range: levels are then compared on the same noise.
         noise = [
             torch.randn(item["latents"].shape, generator=generator(subject.seed, "audit noise", name))
             for name, item in zip(subject.ids, subject.items, strict=True)
@@ -191,30 +198,30 @@ class _Batch:
             for level, item, eps in zip(sigma, subject.items, noise, strict=True)
         ]
         items = [to_device(item, first) for item in subject.items]
-        there = [tensor.to(first) for tensor in noised]
+        noised = [tensor.to(first) for tensor in noised]
         targets = [velocity_target(item, eps) for item, eps in zip(subject.items, noise, strict=True)]
-        inputs = subject.spec.training.make_inputs(there, sigma.to(first), items, subject.guidance)
+        inputs = subject.spec.training.make_inputs(noised, sigma.to(first), items, subject.guidance)
         masks = [subject.spec.training.loss_mask(item) for item in subject.items]
         return cls(inputs=inputs, targets=[target.to(last) for target in targets], masks=masks)
 
 
 _Squares = Mapping[str, tuple[float, float]]
-"""By field of `Errors`: sums of squares, of differences and of what they are relative to."""
+"""For each field of `Errors` two sums of squares: of the differences, and of the reference values."""
 
 
 @dataclass(kw_only=True)
 class _Measured:
-    """One forward and backward; what it is compared with is kept on the host, in fp64."""
+    """The results of one forward and backward, on the host in fp64."""
 
     truth: "_Measured | None"
     velocities: list[Tensor] = field(default_factory=list)
     loss: float = 0.0
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Of the truth alone: the others keep the squares of their differences."""
+    """Gradients of the reference only; other passes keep the squares of their differences, which need no memory."""
     differences: dict[str, float] = field(default_factory=dict)
 
     def take(self, name: str, gradient: Tensor) -> None:
-        """A parameter's gradient."""
+        """Record a parameter's gradient; called during the backward."""
         if self.truth is None:
             self.gradients[name] = gradient.detach().to(_HOST, _TRUTH, copy=True)
         else:
@@ -222,11 +229,11 @@ class _Measured:
 
     @property
     def squares(self) -> _Squares:
-        """Against the truth."""
+        """The squared differences from the reference."""
         assert self.truth is not None
         pairs = list(zip(self.velocities, self.truth.velocities, strict=True))
         sizes = {name: _square(gradient) for name, gradient in self.truth.gradients.items()}
-        # what no gradient reached differs by all of it
+        # A parameter that got no gradient differs by the whole reference gradient.
         differences = [self.differences.get(name, size) for name, size in sizes.items()]
         return {
             "velocity": (sum(_square(a - b) for a, b in pairs), sum(_square(b) for _, b in pairs)),
@@ -242,18 +249,19 @@ def _square(x: Tensor) -> float:
 def _measure(
     subject: Subject, batch: _Batch, dtypes: Mapping[str, torch.dtype] | None, truth: _Measured | None
 ) -> _Measured:
-    """Run forward and backward in these dtypes; None: in the run's own, its weights as they are."""
+    """Run forward and backward in these dtypes; None takes the run's own dtypes and leaves the weights uncast."""
     measured = _Measured(truth=truth)
     precision = subject.precision if dtypes is None else replace(subject.precision, **dtypes)
     dtype_of = as_stored if dtypes is None else by_op_group(precision, subject.spec.precision.op_group_of)
-    run = replace(subject.run, policy="full", backend=_backend(subject, precision))
-    velocities, loss = _forward(subject, batch, precision, dtype_of, run, measured.take)
+    # Full checkpointing: only one block's fp64 casts are in memory at a time.
+    engine = replace(subject.run, policy="full", backend=_backend(subject, precision))
+    velocities, loss = _forward(subject, batch, precision, dtype_of, engine, measured.take)
     loss.backward()
     measured.velocities = [velocity.detach().to(_HOST, _TRUTH) for velocity in velocities]
     measured.loss = float(loss.detach())
     if truth is None and not all(map(_is_finite, [loss.detach(), *measured.gradients.values()])):
         raise UserError(
-            "the loss or a gradient is not finite in fp64, so that there is nothing to compare with; look at the weights and at samples "
+            "the loss or a gradient is not finite in fp64, so there is no reference to compare with; check the weights and the samples "
             f"{', '.join(subject.ids)}"
         )
     return measured
@@ -271,7 +279,7 @@ def _forward(
     engine: BlockEngine,
     take: Callable[[str, Tensor], None],
 ) -> tuple[list[Tensor], Tensor]:
-    """Velocities, and the mean of the samples' squared errors in fp64."""
+    """The velocities, and the mean squared error over the samples in fp64."""
     set_precision(subject.model, precision)
     velocities = DtypeView(subject.model, dtype_of, take)(batch.inputs, engine=engine)
     triples = zip(velocities, batch.targets, batch.masks, strict=True)
@@ -279,7 +287,7 @@ def _forward(
 
 
 def _backend(subject: Subject, precision: Precision) -> str:
-    """The run's attention where it takes the dtype; else one that takes any, without holding all scores."""
+    """The run's attention backend if it supports the dtype; else one that supports any and does not keep all scores in memory."""
     on_gpu = any(parameter.device.type != "cpu" for parameter in subject.model.parameters())
     if precision.attention == _TRUTH:
         return "exact" if on_gpu else "sdpa"
@@ -299,13 +307,13 @@ def _case(bins: Sequence[_Squares]) -> Case:
 
 
 def _costs(subject: Subject, advance: Callable[[], None]) -> tuple[dict[str, Cost], float, int]:
-    """Time and memory with each place in another dtype: lowered, or, where the run has it low, raised to fp32.
+    """Time and memory with each place in another dtype: lowered, or raised to fp32 if the run has it low already.
 
     Returns:
-        The costs, and seconds and highest memory of the run as it is.
+        The costs; and of the run's own dtypes the seconds and the peak bytes of the fullest device.
     """
     low, own = subject.lowered, subject.precision
-    batch = _Batch.drawn(subject, (len(EDGES) - 1) // 2)
+    batch = _Batch.sampled(subject, (len(EDGES) - 1) // 2)
     tried = {place: low if getattr(own, place).itemsize > low.itemsize else torch.float32 for place in _priced()}
     choices = {"own": own, **{place: replace(own, **{place: dtype}) for place, dtype in tried.items()}}
     peaks: dict[str, Mapping[torch.device, int]] = {}
@@ -313,9 +321,9 @@ def _costs(subject: Subject, advance: Callable[[], None]) -> tuple[dict[str, Cos
         peaks[name] = _peaks(subject, batch, precision)
         advance()
     seconds: dict[str, list[float]] = {name: [] for name in choices}
-    for turn in range(ROUNDS):
-        # There and back, so that a device that warms up is no advantage to whoever comes first.
-        for name in list(choices)[:: 1 if turn % 2 else -1]:
+    for round_index in range(ROUNDS):
+        # The order alternates, so that a device that warms up or throttles favours no choice.
+        for name in list(choices)[:: 1 if round_index % 2 else -1]:
             seconds[name].append(_seconds(subject, batch, choices[name]))
             advance()
     fullest = max(peaks["own"], key=lambda device: peaks["own"][device])
@@ -331,31 +339,32 @@ def _costs(subject: Subject, advance: Callable[[], None]) -> tuple[dict[str, Cos
 
 
 def _priced() -> list[str]:
-    # Matrices are stored in the dtype of matmul, which a cast where they are used would not show.
+    # Not matmul: it also decides the stored dtype of matrices, and casting them where they are used would not show that cost.
     return [place for place in ACTING if place != "matmul"]
 
 
 def _step(subject: Subject, batch: _Batch, precision: Precision) -> None:
-    """Forward and backward as the run does them."""
+    """One forward and backward with the run's engine."""
     # The velocities stay alive in the backward, as a run's do: the peak counts them.
     _velocities, loss = _own_forward(subject, batch, precision)
     loss.backward()
 
 
 def _own_forward(subject: Subject, batch: _Batch, precision: Precision) -> tuple[list[Tensor], Tensor]:
-    run = replace(subject.run, backend=_backend(subject, precision))
-    return _forward(subject, batch, precision, as_stored, run, lambda name, gradient: None)
+    engine = replace(subject.run, backend=_backend(subject, precision))
+    return _forward(subject, batch, precision, as_stored, engine, lambda name, gradient: None)
 
 
 def _peaks(subject: Subject, batch: _Batch, precision: Precision) -> Mapping[torch.device, int]:
-    """Bytes of tensors that are alive at once at most, by device."""
-    with MemoryTracker() as ledger:
-        ledger.track(subject.model, "weights")
-        for streamer in subject.run.hooks:
-            for buffer in streamer.buffers if isinstance(streamer, BlockSwap) else ():
-                ledger.watch(buffer)
+    """Peak bytes of live tensors, by device."""
+    # Tracked and not read from the allocator, so that the CPU has a number too and rounding of blocks does not show.
+    with MemoryTracker() as tracker:
+        tracker.track(subject.model, "weights")
+        for hook in subject.run.hooks:
+            for buffer in hook.buffers if isinstance(hook, BlockSwap) else ():
+                tracker.watch(buffer)
         _step(subject, batch, precision)
-    return ledger.peak
+    return tracker.peak
 
 
 def _seconds(subject: Subject, batch: _Batch, precision: Precision) -> float:
@@ -366,23 +375,23 @@ def _seconds(subject: Subject, batch: _Batch, precision: Precision) -> float:
     return time.perf_counter() - began
 
 
-def _wait() -> None:
+def _wait() -> None:  # kernels run asynchronously: without it only their launch would be timed
     for index in range(torch.cuda.device_count()):
         torch.cuda.synchronize(index)
 
 
 @torch.no_grad()
 def estimated_seconds(subject: Subject) -> float:
-    """How long an audit will take at most, by a forward's arithmetic and the fp64 rate of the slowest device."""
-    with _as_it_is(subject.model, subject.precision), FlopCounterMode(display=False) as count:
-        _own_forward(subject, _Batch.drawn(subject, 0), subject.precision)
+    """An upper estimate of an audit's duration, from the FLOPs of a forward and the fp64 rate of the slowest device."""
+    with _eval_mode(subject.model, subject.precision), FlopCounterMode(display=False) as count:
+        _own_forward(subject, _Batch.sampled(subject, 0), subject.precision)
     rate = min(_fp64_rate(kind) for kind in {parameter.device.type for parameter in subject.model.parameters()})
-    # a forward, one again, and a backward of twice the forward's
+    # Forward, recomputation, and a backward of twice the forward's FLOPs.
     return num_passes() * 4 * count.get_total_flops() / rate
 
 
 def _fp64_rate(kind: str) -> float:
-    """FLOP/s of a product in fp64, measured."""
+    """Measured FLOP/s of an fp64 matrix product."""
     size = 512 if kind == "cpu" else 4096
     a = torch.ones(size, size, dtype=_TRUTH, device=kind)
     a @ a  # the first product loads the library

@@ -1,8 +1,8 @@
-"""A staged model seen in other dtypes than its weights are stored in: each weight is cast where it is used, and stays as it is.
+"""A view of a staged model in other dtypes than its weights are stored in: each weight is cast where it is used, and is not changed.
 
-The casts are made inside the stage, hence inside the checkpoint around a block and after what streams weights has fetched them: those of
-one block exist at a time. Gradients of trained weights go to whoever asked for them, in the dtype that they were computed in; no `.grad`
-is touched.
+The casts happen inside the stage, hence inside the checkpoint around a block and after a streamer has fetched its weights: only the casts of
+one block exist at a time. Gradients of trained weights are passed to a callback, in the dtype that they were computed in; `.grad` is not
+touched.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,22 +17,22 @@ from ditkit_core.models.protocol import Engine, run_plain
 from ditkit_core.nn.quantized_linear import QuantizedLinear
 
 DtypeOf = Callable[[str, torch.dtype], torch.dtype]
-"""A parameter's name, as `named_parameters` has it, and the dtype that it is stored in, to the dtype that it is used in."""
+"""Maps a parameter's name, as in `named_parameters`, and its stored dtype to the dtype that it is used in."""
 
 
 def as_stored(name: str, stored: torch.dtype) -> torch.dtype:
-    """Every weight as it is: what a run computes with."""
+    """Use every weight in its stored dtype, as the run does."""
     return stored
 
 
 def by_op_group(precision: Precision, place_of: Callable[[str], str]) -> DtypeOf:
-    """What each weight is used in if its place runs in the dtype that `precision` has for it.
+    """Use each weight in the dtype that `precision` has for its place.
 
-    Adapters go with the matmuls, in fp32 or wider. Other weights are never narrowed here: a model casts those where it uses them.
+    Adapters follow the matmuls, in fp32 or wider. Other weights are never narrowed here: the model itself casts those where it uses them.
 
     Args:
         precision: The dtypes.
-        place_of: `ModelSpec.place_of`.
+        place_of: `ModelSpec.precision.op_group_of`, a function from a canonical name to a place.
     """
 
     def dtype_of(name: str, stored: torch.dtype) -> torch.dtype:
@@ -46,28 +46,28 @@ def by_op_group(precision: Precision, place_of: Callable[[str], str]) -> DtypeOf
 
 
 class DtypeView(nn.Module):
-    """A StagedModel that runs another one, with its weights cast where they are used."""
+    """A StagedModel that runs another one with its weights cast where they are used."""
 
     def __init__(self, model: Any, dtype_of: DtypeOf, take: Callable[[str, Tensor], None]):
-        """See a model in other dtypes.
+        """Wrap a model.
 
         Args:
-            model: On whatever devices; nothing of it is changed.
-            dtype_of: What each weight is used in. Codes and scales of quantized matrices are not asked for.
-            take: Given the canonical name and the gradient of each trained weight, in the backward, once for each stage that uses it;
-                on several devices from several threads.
+            model: The model, on any devices; it is not changed.
+            dtype_of: Dtype to use for each weight; not called for codes and scales of quantized matrices.
+            take: Called in the backward with the canonical name and the gradient of each trained weight, once for each stage that uses
+                it; with several devices from several threads.
         """
         super().__init__()
         names = {id(module): name for name, module in model.named_modules()}
 
-        def seen(stage: nn.Module) -> _Stage:
+        def view(stage: nn.Module) -> _Stage:
             return _Stage(stage, names[id(stage)], dtype_of, take)
 
-        self.embed, self.head = seen(model.embed), seen(model.head)
-        self.layers = nn.ModuleList(seen(block) for block in model.blocks())
+        self.embed, self.head = view(model.embed), view(model.head)
+        self.layers = nn.ModuleList(view(block) for block in model.blocks())
 
     def blocks(self) -> Sequence[nn.Module]:
-        """The blocks, seen so."""
+        """The views of the blocks."""
         return list(self.layers)
 
     def forward(self, inputs: Any, engine: Engine = run_plain) -> Any:
@@ -75,13 +75,13 @@ class DtypeView(nn.Module):
 
 
 class _Stage(nn.Module):
-    """One stage; the model's own is inside and keeps its parameters."""
+    """The view of one stage, which wraps the model's own; that one keeps its parameters."""
 
     def __init__(self, inner: nn.Module, name: str, dtype_of: DtypeOf, take: Callable[[str, Tensor], None]):
         super().__init__()
         self.inner = inner
         self._dtype_of, self._take = dtype_of, take
-        # by where they are entered, not by themselves: what is streamed or placed anew is another object there
+        # Remembered by module and name and not as objects: streaming and placement put other Parameter objects there.
         self._entries = [
             (f"{name}.{place}.{leaf}".replace("..", "."), module._parameters, leaf)
             for place, module in inner.named_modules()
@@ -95,12 +95,12 @@ class _Stage(nn.Module):
         try:
             for (name, entries, leaf), parameter in zip(self._entries, before, strict=True):
                 assert parameter is not None
-                if id(parameter) not in cast:  # one that is entered twice has one gradient
+                if id(parameter) not in cast:  # a shared parameter is cast once, so that it has one gradient
                     cast[id(parameter)] = self._cast(name, parameter)
                 entries[leaf] = cast[id(parameter)]
             return self.inner(given)
         finally:
-            # Also after an error: the model is the run's own.
+            # Also after an error: the model belongs to the run.
             for (_, entries, leaf), parameter in zip(self._entries, before, strict=True):
                 entries[leaf] = parameter
 
@@ -113,7 +113,7 @@ class _Stage(nn.Module):
 
 
 class _Read(torch.autograd.Function):
-    """A parameter's values in a dtype; hands the gradient to someone else than the parameter."""
+    """Casts a parameter; the backward passes the gradient to a callback and not to the parameter."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""What a precision audit found, as plain values that go to JSON and back."""
+"""The findings of a precision audit, as plain values that can be written to JSON and read back."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -7,14 +7,14 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """How far a computation is from the same one in fp64, relative to that."""
+    """Relative errors of a computation against the same one in fp64."""
 
     velocity: float
-    """Root mean square of the prediction's difference, by that of the prediction."""
+    """Root mean square of the prediction's difference, divided by that of the prediction."""
     loss: float
-    """Of the mean squared error."""
+    """Relative difference of the mean squared error."""
     gradient: float
-    """Norm of the difference of all trained parameters' gradients, by the norm of the gradients."""
+    """Norm of the difference of all trained parameters' gradients, divided by the norm of the gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,21 +22,21 @@ class Case:
     """The errors of one choice of dtypes."""
 
     overall: Errors
-    """Over all noise levels: squares are added up before the ratio is made."""
+    """Errors over all noise levels; squares are summed before the division."""
     bins: tuple[Errors, ...]
-    """For each range of noise levels."""
+    """Errors in each range of noise levels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a place in another dtype costs, everything else as the run has it."""
+    """The cost of one place in another dtype, with all other places as in the run."""
 
     dtype: str
-    """What it was tried in."""
+    """The dtype that was tried."""
     time_ratio: float
-    """Seconds of forward and backward, by those of the run as it is; below 1 is faster."""
+    """Seconds of forward and backward, divided by those of the run's own dtypes; below 1 is faster."""
     num_bytes: int
-    """Highest memory of the fullest device, less that of the run as it is."""
+    """Peak memory of the fullest device, minus that with the run's own dtypes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +45,18 @@ class PlaceFindings:
 
     place: str
     dtype: str
-    """What the run has it in."""
+    """The run's dtype of this place."""
     alone: Case
-    """Lowered, with all others in fp64."""
+    """Errors with this place lowered and all others in fp64."""
     all_but: Case
-    """In fp64, with all others lowered."""
+    """Errors with this place in fp64 and all others lowered."""
     cost: Cost | None
-    """None where one batch does not show it."""
+    """None if one batch does not show the cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditFindings:
-    """Everything that an audit found."""
+    """All findings of an audit."""
 
     lowered: str
     """The dtype that places were lowered to."""
@@ -64,22 +64,22 @@ class AuditFindings:
     """Bounds of the ranges of noise levels."""
     samples: tuple[str, ...]
     own: Case
-    """The run as it is configured."""
+    """Errors with the run's own dtypes."""
     all_lowered: Case
     places: tuple[PlaceFindings, ...]
-    """By the error of the gradient when lowered alone, the largest first."""
+    """Sorted by the gradient's error when lowered alone, the largest first."""
     seconds: float
-    """Median of the run's own forward and backward."""
+    """Median time of forward and backward with the run's own dtypes."""
     peak_bytes: int
-    """Highest memory of the fullest device in it, weights included."""
+    """Peak memory of the fullest device with the run's own dtypes, weights included."""
     not_measured: Mapping[str, str]
-    """Places that do nothing in one batch, and why."""
+    """Places without an effect in one batch, with the reason."""
     notes: tuple[str, ...] = ()
-    """What was measured on, line by line."""
+    """Lines about the weights and samples that were used."""
 
     @property
     def bin_names(self) -> list[str]:
-        """`0.05-0.25`, …"""
+        """Names of the ranges of noise levels: `0.05-0.25`, …"""
         return [f"{low:g}-{high:g}" for low, high in zip(self.edges, self.edges[1:], strict=False)]
 
 
@@ -89,7 +89,7 @@ def audit_json(findings: AuditFindings) -> dict[str, Any]:
 
 
 def audit_from_json(values: Mapping[str, Any]) -> AuditFindings:
-    """AuditFindings that were written as JSON."""
+    """Read the findings back from the values of `audit_json`."""
 
     def case(errors: Mapping[str, Any]) -> Case:
         return Case(overall=Errors(**errors["overall"]), bins=tuple(Errors(**each) for each in errors["bins"]))

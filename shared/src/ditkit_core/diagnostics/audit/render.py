@@ -1,4 +1,4 @@
-"""A precision audit as a table for people, as Markdown with a chart, and as JSON for programs."""
+"""A precision audit as a table in the terminal, as Markdown with a chart, and as JSON."""
 
 import math
 from pathlib import Path
@@ -11,13 +11,14 @@ from ditkit_core.io.console import say
 from ditkit_core.io.files import atomic_write, write_text
 from ditkit_core.io.tables import Table
 
+# Pixels and colours of the chart. PIL draws it, because matplotlib would be a dependency for this one image.
 _WIDTH, _ROW, _BAR, _LEFT, _RIGHT, _TOP, _BOTTOM = 1100, 44, 14, 170, 40, 104, 56
 _INK, _GREY, _LINE = (30, 30, 30), (110, 110, 110), (215, 215, 215)
 _ALONE, _BUT, _DOT = (31, 119, 180), (255, 165, 60), (20, 60, 110)
 
 
 def print_audit(findings: AuditFindings) -> None:
-    """Print the tables and what they mean."""
+    """Print the table and its explanation."""
     for line in findings.notes:
         say(line)
     say("")
@@ -28,21 +29,21 @@ def print_audit(findings: AuditFindings) -> None:
 
 
 def write_audit(findings: AuditFindings, folder: Path) -> list[Path]:
-    """Write the findings into a folder, each file whole or not at all.
+    """Write the findings into a folder, each file atomically.
 
     Returns:
-        The files: JSON, Markdown, a picture.
+        The files: JSON, Markdown and an image of the chart.
     """
     files = [folder / f"precision.{ending}" for ending in ("json", "md", "png")]
     write_text(files[0], json_text(audit_json(findings)) + "\n")
     write_text(files[1], audit_markdown(findings))
     with atomic_write(files[2]) as temporary:
-        _draw(findings).save(temporary, format="png")
+        _chart(findings).save(temporary, format="png")
     return files
 
 
 def audit_markdown(findings: AuditFindings) -> str:
-    """The same as a page."""
+    """The findings as a Markdown page."""
     lines = ["# Precision audit", "", *(f"- {line}" for line in findings.notes), "", *_table(findings).markdown()]
     lines += ["", *(f"- {line}" for line in _meaning(findings)), "", "![errors by place](precision.png)"]
     return "\n".join(lines) + "\n"
@@ -73,7 +74,7 @@ def _errors(case: Case) -> list[str]:
 
 
 def format_error(value: float) -> str:
-    """A relative error in two digits; `0` is exactly none."""
+    """A relative error with two digits; `0` means exactly zero."""
     return f"{value:.1e}" if value else "0"
 
 
@@ -83,11 +84,11 @@ def _meaning(findings: AuditFindings) -> list[str]:
     columns = {
         "velocity, loss, gradient": f"relative error against fp64 with this place alone in {low}; σ: of the gradient, by noise level",
         "others low": f"of the gradient with this place alone in fp64 and all others in {low}; with none in fp64 it is {none}",
-        "time, MiB": "forward and backward, and highest memory, of this run with the place in the dtype it was tried in, against this run's own",
+        "time, MiB": "time of forward and backward, and peak memory, with the place in the dtype of `tried in`, compared with this run",
     }
     lines = [f"{column}: {what}" for column, what in columns.items()]
     lines.append(
-        "of matmul, which model.dtype decides together with what weights are stored in, ask --plan --model.dtype what it costs"
+        "the cost of matmul is not measured, because model.dtype also sets the stored dtype of the weights; --plan --model.dtype shows it"
     )
     largest = findings.places[0]
     if largest.alone.overall.gradient:
@@ -96,8 +97,8 @@ def _meaning(findings: AuditFindings) -> list[str]:
     return lines
 
 
-def _draw(findings: AuditFindings) -> Image.Image:
-    """Errors of the gradient by place: lowered alone, with a dot for each range of noise levels, and all but it."""
+def _chart(findings: AuditFindings) -> Image.Image:
+    """A bar chart of the gradient's error by place: lowered alone, with a dot for each range of noise levels, and all but this place."""
     height = _TOP + _ROW * len(findings.places) + _BOTTOM
     image = Image.new("RGB", (_WIDTH, height), "white")
     pen = ImageDraw.Draw(image)
@@ -133,7 +134,7 @@ def _draw(findings: AuditFindings) -> Image.Image:
 
 
 def _decades(findings: AuditFindings) -> tuple[int, int]:
-    """The powers of ten between which all that is drawn lies."""
+    """The lowest and highest power of ten of the chart's axis."""
     cases = [findings.own, findings.all_lowered]
     cases += [case for each in findings.places for case in (each.alone, each.all_but)]
     errors = [error.gradient for case in cases for error in (case.overall, *case.bins)]

@@ -1,6 +1,6 @@
-"""The doctor's look at the data: every file probed, every window decoded once at low size, every caption counted.
+"""The doctor's check of the data: every file is probed, every window decoded once at low size, every caption counted.
 
-What is listed here as trained on is what training reads, decoded by the same code; what cannot be decoded is excluded as encoding would.
+The windows are those that training reads, decoded by the same code; a sample that cannot be decoded is excluded, as encoding would do.
 """
 
 from collections import Counter, defaultdict
@@ -65,62 +65,62 @@ _MOST_IN_BRIEF = 5
 
 @dataclass(frozen=True, kw_only=True)
 class ExaminedDataset:
-    """What was found, and the samples that can be trained on."""
+    """The report, and the samples that can be trained on."""
 
     checkup: CheckReport
     samples: list[Sample]
-    """In order of id."""
+    """Usable samples, in the order of their ids."""
     class_pictures: list[Sample] = field(default_factory=list)
-    """The same of prior preservation."""
+    """Usable class images for prior preservation."""
     largest: list[Sample] = field(default_factory=list)
-    """One micro-batch of the most tokens, of either."""
+    """The samples of the micro-batch with the most tokens, of data or class images."""
 
 
 def examine_dataset(run: RunContext) -> ExaminedDataset:
-    """WindowLook at everything that a run would train on; neither a model nor an encoder is loaded.
+    """Examine everything that a run would train on, without loading a model or an encoder.
 
     Args:
-        run: The run. Whether its data section has bad files stop training decides if they are errors; they are all listed anyway.
+        run: The run. All bad files are listed; `data.on_bad` decides whether they are errors.
     """
-    own, prior = _looked_at(run, run.config.data, "data"), _looked_at(run, run.data.prior_data, "prior")
+    own, prior = _examine(run, run.config.data, "data"), _examine(run, run.data.prior_data, "prior")
     if own.error is not None:
         return _unusable(run, own.error, own.excluded)
-    samples, class_pictures, both = own.good, prior.good, (own, prior)
-    everything = [*samples, *class_pictures]
+    samples, class_images, both = own.good, prior.good, (own, prior)
+    everything = [*samples, *class_images]
     captions = count_captions(everything, _cut_captions(run, everything))
-    of_data = _buckets(run, samples)
-    of_class = _buckets(
-        run, class_pictures, "prior", at_most=max((row.batch_size or 1 for row in of_data.rows), default=1)
+    data_batches = _buckets(run, samples)
+    prior_batches = _buckets(
+        run, class_images, "prior", at_most=max((row.batch_size or 1 for row in data_batches.rows), default=1)
     )
-    largest = max(of_data, of_class, key=lambda each: each.cost).largest
+    largest = max(data_batches, prior_batches, key=lambda each: each.cost).largest
     same = same_content(_hashes(run, everything))
-    known = {id for group in same for id in group[1:]}  # said already as the same content
+    known = {id for group in same for id in group[1:]}  # exact copies are not reported as near-duplicates again
     prints = {**own.prints, **prior.prints}
     alike = near_duplicates({id: print for id, print in prints.items() if id not in known})
     files = [file for looks in both for file in looks.files()]
     excluded = [each for looks in both for each in looks.excluded]
     undecoded = [each for looks in both for each in looks.undecoded]
-    # Codes are printed in this order: what is missing, then what is odd in files, then what is odd between them.
+    # The order of the printed findings: missing data first, then single files, then comparisons between files.
     findings = [
         *check_excluded(excluded),
         *check_excluded(undecoded, "D03"),
         *_too_few(run, samples),
-        *_no_class_pictures(run, prior),
+        *_no_class_images(run, prior),
         *check_fewest_frames(everything, run.spec.training.fewest_frames),
-        *check_buckets(of_data.rows),
+        *check_buckets(data_batches.rows),
         *(finding for row, hdr in files for finding in check_file(row, is_hdr=hdr)),
         *check_coverage([row for row, _ in files]),
         *(finding for looks in both for finding in looks.findings),
-        *map(refusal, dict.fromkeys([*own.lacking, *prior.lacking, *_wrong_with_scenes(run, samples)])),
+        *map(refusal, dict.fromkeys([*own.lacking, *prior.lacking, *_prompt_errors(run, samples)])),
         *check_duplicates(same, alike),
-        *check_captions(samples, captions, class_pictures),
+        *check_captions(samples, captions, class_images),
     ]
     checkup = CheckReport(
         model=run.spec.name,
         samples=len(samples),
-        class_pictures=len(class_pictures),
+        class_pictures=len(class_images),
         fps=own.fps,
-        buckets=(*of_data.rows, *of_class.rows),
+        buckets=(*data_batches.rows, *prior_batches.rows),
         files=tuple(row for row, _ in files),
         excluded=(*excluded, *undecoded),
         captions=captions,
@@ -128,11 +128,16 @@ def examine_dataset(run: RunContext) -> ExaminedDataset:
         alike=tuple(alike),
         findings=tuple(findings),
     )
-    return ExaminedDataset(checkup=checkup, samples=samples, class_pictures=class_pictures, largest=largest)
+    return ExaminedDataset(checkup=checkup, samples=samples, class_pictures=class_images, largest=largest)
 
 
 def summarize_data(run: RunContext, encoded: Sequence[EncodedSample]) -> None:
-    """What is known without another look once everything is encoded: said before training, likely mistakes as warnings."""
+    """Print a summary of the data before training, and warnings about likely mistakes that encoding has revealed.
+
+    Args:
+        run: The run.
+        encoded: The samples that were encoded. No file is read again.
+    """
     ids = {each.id for each in encoded}
     samples = [sample for sample in run.data.dataset.samples if sample.id in ids]
     shapes = Counter((sample.frames, sample.height, sample.width) for sample in samples)
@@ -140,7 +145,7 @@ def summarize_data(run: RunContext, encoded: Sequence[EncodedSample]) -> None:
         f"{count} of {frames} x {height} x {width}" for (frames, height, width), count in sorted(shapes.items())
     )
     missing = len(run.data.dataset.excluded) + len(run.data.dataset.samples) - len(samples)
-    say(f"data: {len(samples)} samples ({listed}), {missing} left out; {run.spec.name}-train --check looks closer")
+    say(f"data: {len(samples)} samples ({listed}), {missing} left out; {run.spec.name}-train --check examines them")
     keys: dict[str, list[str]] = defaultdict(list)
     for each in encoded:
         keys[each.media_key].append(each.id)
@@ -149,7 +154,7 @@ def summarize_data(run: RunContext, encoded: Sequence[EncodedSample]) -> None:
     findings += check_fewest_frames(samples, run.spec.training.fewest_frames)
     encoder = run.auxiliary.encoders[1]
     if isinstance(encoder, CutsCaptions) and (cut := len(encoder.truncated)):
-        what = "they are too long for the text encoder, and were cut"
+        what = "they are too long for the text encoder and were truncated"
         findings.append(Finding.warning("D14", f"{cut} captions", what, "shorten them"))
     shown = [finding for finding in findings if finding.severity == "warning"]
     for finding in shown[:_MOST_IN_BRIEF]:
@@ -159,7 +164,7 @@ def summarize_data(run: RunContext, encoded: Sequence[EncodedSample]) -> None:
 
 
 def _unusable(run: RunContext, why: UserError, excluded: Sequence[Excluded]) -> ExaminedDataset:
-    """What is said of a dataset of which nothing can be trained."""
+    """The report about a dataset without any usable sample."""
     findings = (*check_excluded(excluded), Finding.error("D01", "", str(why)))
     fps = run.config.data.fps or run.spec.data.fps
     checkup = CheckReport(model=run.spec.name, samples=0, fps=fps, excluded=tuple(excluded), findings=findings)
@@ -168,28 +173,28 @@ def _unusable(run: RunContext, why: UserError, excluded: Sequence[Excluded]) -> 
 
 @dataclass(kw_only=True)
 class _Looks:
-    """What is seen of a dataset, sample by sample."""
+    """The state of examining a dataset, sample by sample."""
 
     run: RunContext
     dataset: DatasetName
     fps: float
     stops: bool
-    """Whether what cannot be decoded stops training."""
+    """Whether a sample that cannot be decoded stops training."""
     good: list[Sample] = field(default_factory=list)
     excluded: list[Excluded] = field(default_factory=list)
-    """What was no sample."""
+    """Files that did not become a sample."""
     undecoded: list[Excluded] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     prints: dict[str, tuple[Path, Fingerprint]] = field(default_factory=dict)
     lacking: dict[str, None] = field(default_factory=dict)
-    """What is not installed and no sample is to blame for, in order."""
+    """Messages about missing libraries, in order: the run's fault and not a sample's. A dict without values is an ordered set."""
     error: UserError | None = None
-    """Why nothing of it can be trained on."""
+    """The reason if the dataset cannot be used at all."""
 
     def take(self, sample: Sample) -> None:
-        """Read what training would read of a sample: the clip decoded at low size, what it is conditioned by as it is encoded."""
+        """Read what training would read of a sample: the clip, decoded at low size, and its conditions as they are encoded."""
         seen: WindowLook | None = None
-        beside: list[Finding] = []
+        of_conditions: list[Finding] = []
         fps = self.fps if media_kind(sample.media) == "video" else 0.0
         try:
             seen = look_at_window(sample.media, frames=sample.frames, fps=fps, start_seconds=sample.start_seconds)
@@ -198,28 +203,29 @@ class _Looks:
                     pass  # decoding is the check
             if self.run.auxiliary.readers is not None:
                 self.run.auxiliary.readers.check(clip_inputs_of(sample, self.fps))
-            beside = list(check_boundary_images(sample, self.run.auxiliary.columns, fps))
-            if all(sample.media != other.media for other in self.good[-1:]):  # windows of a file follow each other
-                beside += check_control_videos(sample, self.run.auxiliary.columns)
+            of_conditions = list(check_boundary_images(sample, self.run.auxiliary.columns, fps))
+            # Once per file: its windows follow each other, so only the last sample needs comparing.
+            if all(sample.media != other.media for other in self.good[-1:]):
+                of_conditions += check_control_videos(sample, self.run.auxiliary.columns)
         except MissingDependency as error:
             self.lacking[str(error)] = None
         except UserError as error:
             self.undecoded.append(Excluded(name=sample.id, reason=str(error), stops=self.stops))
             return
         self.good.append(sample)
-        self.findings += [*(check_frames(sample.id, seen, fps) if seen else ()), *beside]
+        self.findings += [*(check_frames(sample.id, seen, fps) if seen else ()), *of_conditions]
         if seen and seen.fingerprint is not None:
             self.prints[sample.id] = (sample.media, seen.fingerprint)
 
     def files(self) -> Iterator[tuple[FileRow, bool]]:
-        """Each file with what is trained of it, and whether it is HDR; what is damaged behind that becomes a finding."""
+        """Each file with its trained part, and whether it is HDR; damage after that part becomes a finding."""
         windows: dict[Path, list[Sample]] = defaultdict(list)
         for sample in self.good:
             windows[sample.media].append(sample)
         for path, samples in windows.items():
             try:
                 info = probe(path)
-            except UserError as error:  # behind what is trained of it, which was read
+            except UserError as error:  # damaged after its windows, which were decoded without an error
                 info = self._read_of(path, samples)
                 self.findings += check_damaged_rest(str(path), info, error)
             if info.kind == "video" and not info.seconds:  # images of a folder that gives no rate
@@ -228,19 +234,19 @@ class _Looks:
             yield file_row(str(path), info, samples, self.fps, self.dataset), hdr
 
     def _read_of(self, path: Path, samples: Sequence[Sample]) -> MediaInfo:
-        """What is known of a video that is damaged behind its windows."""
+        """The known properties of a video that is damaged after its windows."""
         end = max(sample.start_seconds + sample.frames / self.fps for sample in samples)
         there = available(path, self.fps, at_most=1)
         return MediaInfo(kind="video", width=there.width, height=there.height, seconds=end, fps=self.fps, rotation=0)
 
 
-def _looked_at(run: RunContext, data: DataConfig | None, dataset: DatasetName) -> _Looks:
-    """Scan a dataset and look at each of its samples; nothing is seen of one that there is not."""
+def _examine(run: RunContext, data: DataConfig | None, dataset: DatasetName) -> _Looks:
+    """Scan a dataset and examine each of its samples; without a dataset (`data` is None) the result is empty."""
     looks = _Looks(run=run, dataset=dataset, fps=run.data.fps, stops=run.config.data.on_bad == "error")
     if data is None:
         return looks
     stopping = {"bad": looks.stops, "short": data.short_clips == "error", "unused": False}
-    # Scanned leniently, so that all problems are listed and not the first alone.
+    # Scanned leniently, so that all problems are listed and not only the first one.
     lenient = replace(data, on_bad="skip", short_clips="skip" if stopping["short"] else data.short_clips)
     try:
         found: Dataset | NothingToTrain = run.data.scanned(lenient, f"{dataset}.folder")
@@ -256,21 +262,22 @@ def _looked_at(run: RunContext, data: DataConfig | None, dataset: DatasetName) -
     if isinstance(found, NothingToTrain):
         return looks
     looks.fps = found.fps
-    with progress("look at clips" if dataset == "data" else "look at class pictures", len(found.samples)) as bar:
+    with progress("check clips" if dataset == "data" else "check class images", len(found.samples)) as bar:
         for sample in found.samples:
+            # Marked as encoding does: a class image may have the same id as a clip.
             looks.take(sample if dataset == "data" else replace(sample, id=PRIOR_MARK + sample.id))
             bar.advance()
     return looks
 
 
 def _hashes(run: RunContext, samples: Sequence[Sample]) -> dict[str, tuple[str, Path]]:
-    """Content hash and file of each sample that is one file; what encoding needs anyway, and remembers."""
+    """Content hash and path of each sample that is one file. Encoding needs the same hashes, and they are remembered for it."""
     with MediaHashes(run.data.cache.folder) as hashes:
         return {each.id: (hashes.of(each.media), each.media) for each in samples if each.media.is_file()}
 
 
 def _cut_captions(run: RunContext, samples: Sequence[Sample]) -> list[CutCaption] | None:
-    """Captions that the text encoder does not read to their end; None if it cannot say so without its weights."""
+    """Captions that the text encoder would truncate; None if it cannot tell without its weights."""
     if any(map(run.config.model.is_to_be_fetched, ("text_encoder", "tokenizer", "vae"))):
         return None
     try:
@@ -278,43 +285,43 @@ def _cut_captions(run: RunContext, samples: Sequence[Sample]) -> list[CutCaption
         if not isinstance(encoder, CutsCaptions):
             return None
         cuts = {caption: encoder.cut_of(caption) for caption in {c for each in samples for c in each.captions}}
-    except UserError:  # said where the model is tried
+    except UserError:  # the trial of the model reports it
         return None
     found = ((sample.id, cuts[caption]) for sample in samples for caption in sample.captions)
     return [CutCaption(sample=id, tokens=cut[0], kept=cut[1]) for id, cut in found if cut is not None]
 
 
 def shape_for(run: RunContext, sample: Sample) -> Shape:
-    """What samples of one micro-batch have in common."""
+    """The shape of a sample; all samples of a micro-batch have the same."""
     size, references = shape_of(sample, sample.controls, run.auxiliary.columns, run.spec.data.reference_size)
     return *size, references
 
 
 class _Batches(NamedTuple):
-    """What a dataset comes to in training."""
+    """The shapes of a dataset and its largest micro-batch."""
 
     rows: list[BucketRow]
     largest: list[Sample]
-    """One micro-batch."""
+    """The samples of the largest micro-batch."""
     cost: int
-    """Of that one, to be compared."""
+    """Size of that micro-batch in tokens, or in pixels if tokens are unknown; only for comparisons."""
 
 
 def _buckets(
     run: RunContext, samples: Sequence[Sample], dataset: DatasetName = "data", *, at_most: int | None = None
 ) -> _Batches:
-    """The shapes that there are, and the samples of a largest micro-batch.
+    """Group samples by shape and find the largest micro-batch.
 
     Args:
         run: The run.
-        samples: Of one dataset.
-        dataset: Which.
-        at_most: Samples in a micro-batch: as many class pictures follow one of the data as it has.
+        samples: The samples of one dataset.
+        dataset: The dataset.
+        at_most: Largest number of samples in a micro-batch: each of the data is followed by as many class images as it has samples.
     """
     train = run.config.train
     ids = [sample.id for sample in samples]
     held_out: set[str] = set()
-    with suppress(UserError):  # a finding says that nothing would be left
+    with suppress(UserError):  # `_too_few` reports it if no sample would be left to train
         count = run.config.held_out.clips if dataset == "data" else 0
         held_out = set(split_held_out(ids, count, files_of(samples))[1])
     groups: dict[Shape, list[Sample]] = defaultdict(list)
@@ -343,22 +350,22 @@ def _buckets(
             micro_batches=-int(-weight // size) if size and dataset == "data" else None,
         )
         rows.append(row)
-        whole = trained[: size or 1]
-        # pixels where tokens are not known: they order shapes of one model alike
-        cost = len(whole) * (tokens or shape[0] * shape[1] * shape[2])
+        batch = trained[: size or 1]
+        # Pixels if tokens are unknown: they put the shapes of one model in the same order.
+        cost = len(batch) * (tokens or shape[0] * shape[1] * shape[2])
         if cost > most:
-            largest, most = whole, cost
+            largest, most = batch, cost
     return _Batches(rows, largest, most)
 
 
 def empty_item_of(run: RunContext, shape: Shape) -> dict[str, Tensor]:
-    """A training item of this shape on `meta`; the architecture is known."""
+    """A training item of this shape on `meta`; the run's architecture must be known."""
     with torch.device("meta"):
         return run.spec.training.empty_item(run.arch, shape[:3], shape[3])
 
 
-def _wrong_with_scenes(run: RunContext, samples: Sequence[Sample]) -> Iterator[str]:
-    """Why what is to be drawn cannot be."""
+def _prompt_errors(run: RunContext, samples: Sequence[Sample]) -> Iterator[str]:
+    """The reason why the samples of the [sample] section cannot be generated, if there is one."""
     try:
         check_scenes(run, sample_prompts(run, samples))
     except UserError as error:
@@ -366,17 +373,17 @@ def _wrong_with_scenes(run: RunContext, samples: Sequence[Sample]) -> Iterator[s
 
 
 def refusal(why: UserError | str) -> Finding:
-    """What training itself would stop with."""
+    """The finding for an error that training itself would stop with."""
     return Finding.error("D21", "", str(why))
 
 
-def _no_class_pictures(run: RunContext, prior: _Looks) -> Iterator[Finding]:
-    """Why nothing of the class pictures can be trained on, if they are there."""
+def _no_class_images(run: RunContext, prior: _Looks) -> Iterator[Finding]:
+    """The finding that no class image can be used, if the run has a folder of them."""
     if prior.error is not None:
         yield Finding.error("D01", "", str(prior.error))
     elif run.data.prior_data is not None and not prior.good:
-        what = "no class picture can be read: training would do without prior preservation"
-        yield Finding.warning("D01", "prior.folder", what, "mend them, or leave [prior] out")
+        what = "no class image can be read: training would run without prior preservation"
+        yield Finding.warning("D01", "prior.folder", what, "fix the files, or remove [prior]")
 
 
 def _too_few(run: RunContext, samples: Sequence[Sample]) -> Iterator[Finding]:
@@ -386,8 +393,8 @@ def _too_few(run: RunContext, samples: Sequence[Sample]) -> Iterator[Finding]:
     except UserError:
         if not samples:
             what = "nothing is left to train on: every sample is left out"
-            yield Finding.error("D01", "", what, "mend them as the table of what is left out says")
+            yield Finding.error("D01", "", what, "fix the files in the table of excluded files")
             return
         there = f"{len(samples)} samples can be trained on, and {count} are held out, windows of a file together"
-        remedy = "add clips, mend those that are left out, or lower held_out.clips"
+        remedy = "add clips, fix those that are left out, or lower held_out.clips"
         yield Finding.error("D01", "held_out.clips", f"{there}: none is left", remedy)

@@ -1,6 +1,6 @@
-"""What the dataset doctor finds, as plain values: what will be trained, what is left out, and what is likely to be a mistake.
+"""The dataset doctor's report as plain values: what will be trained, what is left out, and what is likely to be a mistake.
 
-Every finding has a code that stays the same, so that programs can go by it; docs/doctor.md lists them.
+Every finding has a code that never changes its meaning, so that programs can rely on it; docs/doctor.md lists them.
 """
 
 from collections.abc import Mapping
@@ -8,50 +8,50 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 SCHEMA = 1
-"""Version of the JSON: raised when a key goes or changes its meaning."""
+"""Version of the JSON; raised when a key is removed or changes its meaning."""
 
 DatasetName = Literal["data", "prior"]
-"""The section of the configuration that names it: `prior` is of class pictures."""
+"""The section of the configuration with the dataset; `prior` has the class images."""
 
 Severity = Literal["error", "warning", "note"]
-"""An error keeps the run from being trained."""
+"""A run with an error cannot be trained."""
 
 CODES: Mapping[str, str] = {
     "D01": "the dataset as a whole cannot be used",
     "D02": "a file, a caption or a line of metadata is bad",
-    "D03": "a clip, or what goes with it, cannot be read where it is trained on",
+    "D03": "a clip, or one of its conditions, cannot be decoded",
     "D04": "files with the same content",
     "D05": "clips that look nearly alike",
     "D06": "a hard cut inside a clip",
-    "D07": "blank pictures",
+    "D07": "blank frames",
     "D08": "a clip that does not move",
-    "D09": "a picture that stays for a second or more",
+    "D09": "a frame that is frozen for a second or more",
     "D10": "an HDR video",
-    "D11": "pictures that are enlarged",
-    "D12": "a video with fewer frames per second than are trained",
+    "D11": "images that are upscaled",
+    "D12": "a video with a lower frame rate than is trained",
     "D13": "most of a video is not trained on",
     "D14": "a caption that is too long for the text encoder",
     "D15": "many files with one caption",
     "D16": "an empty caption",
     "D17": "fewer samples of a shape than a micro-batch has",
-    "D18": "a picture that is not how its clip begins or ends",
-    "D19": "a video that does not lie over the clip that it goes with",
+    "D18": "an image that does not match the beginning or end of its clip",
+    "D19": "a condition video that does not match its clip in time or shape",
     "D20": "the model was not tried",
-    "D21": "the model, its files or its settings cannot be trained, or what is to be drawn cannot be",
+    "D21": "the model, its files or its settings cannot be trained, or the samples cannot be generated",
     "D22": "a loss or gradient is not finite",
     "D23": "parameters that get no gradient",
-    "D24": "a save that does not come back as it was",
-    "D25": "memory does not suffice for the largest micro-batch",
-    "D26": "more memory is planned for than there is",
-    "D27": "a video that is damaged behind what is trained of it",
-    "D28": "clips of so few frames that the model is told all of them",
+    "D24": "a save that differs when it is read back",
+    "D25": "the largest micro-batch runs out of memory",
+    "D26": "the plan needs more memory than is available",
+    "D27": "a video that is damaged after the part that is trained",
+    "D28": "clips so short that the model is conditioned on all their frames",
 }
-"""What each finding is about."""
+"""The subject of each code."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing to know or to mend."""
+    """One thing to know or to fix."""
 
     code: str
     severity: Severity
@@ -59,24 +59,24 @@ class Finding:
     """A file, a sample, a setting."""
     what: str
     remedy: str
-    """How to mend it."""
+    """How to fix it."""
 
     def __post_init__(self) -> None:
         assert self.code in CODES, self.code
 
     @classmethod
     def error(cls, code: str, where: str, what: str, remedy: str = "") -> "Finding":
-        """What keeps the run from being trained."""
+        """A finding with which the run cannot be trained."""
         return cls(code=code, severity="error", where=where, what=what, remedy=remedy)
 
     @classmethod
     def warning(cls, code: str, where: str, what: str, remedy: str) -> "Finding":
-        """What is likely to be a mistake."""
+        """A finding that is likely to be a mistake."""
         return cls(code=code, severity="warning", where=where, what=what, remedy=remedy)
 
     @classmethod
     def note(cls, code: str, where: str, what: str, remedy: str) -> "Finding":
-        """What is worth knowing."""
+        """A finding that is worth knowing."""
         return cls(code=code, severity="note", where=where, what=what, remedy=remedy)
 
     def __str__(self) -> str:
@@ -94,49 +94,49 @@ class BucketRow:
     """Pixels, as `width`."""
     width: int
     references: int
-    """Pictures that each is made from."""
+    """Reference images of each sample."""
     samples: int
     held_out: int
-    """How many of them are measured on and never trained."""
+    """Number of these samples that are held out for validation and never trained."""
     tokens: int | None
-    """Of one sample in the blocks; None if the architecture is not known."""
+    """Tokens of one sample in the blocks; None if the architecture is not known."""
     batch_size: int | None
     """Samples of a full micro-batch."""
     micro_batches: int | None
-    """In an epoch; None for class pictures too, which go with the micro-batches of the data."""
+    """Micro-batches per epoch; None if unknown, and for class images, which go with the micro-batches of the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileRow:
-    """One file and what is trained of it."""
+    """One file and the part of it that is trained."""
 
     dataset: DatasetName = "data"
     file: str
     samples: int
-    """Windows of it."""
+    """Number of its windows."""
     seconds: float
-    """0 for an image, as `fps`."""
+    """Duration; 0 for an image, as `fps`."""
     fps: float
     trained_fps: float
     frames: int
-    """At the trained rate."""
+    """Frames of the file at the trained rate."""
     kept: int
     dropped: int
     height: int
     """Pixels, as `width`."""
     width: int
     enlarged: float
-    """By how much its pictures are made larger at most, side by side; 1 where they are not."""
+    """Largest factor by which a side of its images is upscaled; 1 if none is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Excluded:
-    """What is not trained on."""
+    """A file or sample that is not trained on."""
 
     name: str
     reason: str
     stops: bool
-    """Whether training would stop for it rather than leave it out."""
+    """Whether it stops training; else it is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +145,9 @@ class CutCaption:
 
     sample: str
     tokens: int
-    """Tokens that are cut."""
+    """Number of tokens that are cut off."""
     kept: str
-    """What is read."""
+    """The part that is read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,13 +163,13 @@ class CaptionRow:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRow:
-    """What an accelerator is planned to hold in a step; bytes."""
+    """The planned memory of an accelerator in a step, in bytes."""
 
     device: str
     peak: int
-    """At most."""
+    """Peak of the run."""
     reserve: int
-    """Left to others and to the driver."""
+    """Left to other programs and to the driver."""
     total: int
     fits: bool
 
@@ -179,46 +179,46 @@ class MemoryPlan:
     """Whether a run fits its accelerators."""
 
     batch: str = ""
-    """The micro-batch that is planned for; empty if none is."""
+    """The micro-batch of the plan; empty if nothing was planned."""
     devices: tuple[DeviceRow, ...] = ()
     fits: bool | None = None
-    """All of it, with encoding and drawing; None if it was not planned."""
+    """Whether training, encoding and sampling fit; None if nothing was planned."""
     why_not: str = ""
-    """Why it was not planned."""
+    """The reason if nothing was planned."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRow:
-    """Two steps on the largest micro-batch, and a save of what they trained."""
+    """The trial of two steps on the largest micro-batch, and of a save."""
 
     expert: str
-    """Which of several transformers; empty where there is one."""
+    """The expert that was tried; empty if the model has one transformer."""
     frames: int
     height: int
     width: int
     samples: tuple[str, ...]
     tokens: int
     losses: tuple[float, ...]
-    """Of the two steps that were taken."""
+    """Loss of each of the two steps."""
     grad_norms: tuple[float, ...]
     parameters: int
-    """How many tensors are trained."""
+    """Number of trained tensors."""
     without_gradient: tuple[str, ...]
-    """Those that no step brought a gradient to."""
+    """Trained tensors that got no gradient in either step."""
     reloaded: bool | None
-    """Whether a save came back to the bit; None if none was made."""
+    """Whether a save was bitwise identical when read back; None if none was made."""
     peak_bytes: float
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """Everything that the doctor says of a run."""
+    """The doctor's report about a run."""
 
     model: str
     samples: int
     class_pictures: int = 0
-    """How many samples of prior preservation there are beside those."""
+    """Number of class images for prior preservation, not counted in `samples`."""
     fps: float
     buckets: tuple[BucketRow, ...] = ()
     files: tuple[FileRow, ...] = ()
@@ -231,7 +231,7 @@ class CheckReport:
     memory: MemoryPlan | None = None
     """None if there is nothing to plan for."""
     steps: tuple[StepRow, ...] = ()
-    """One for each transformer that is trained."""
+    """The trial of each transformer that is trained."""
     findings: tuple[Finding, ...] = ()
     seconds: float = 0.0
 
@@ -242,17 +242,17 @@ class CheckReport:
 
     @property
     def kept(self) -> int:
-        """Frames that are trained on, of all files."""
+        """Number of frames of all files that are trained on."""
         return sum(row.kept for row in self.files)
 
     @property
     def dropped(self) -> int:
-        """Frames of these files that are not."""
+        """Number of frames of all files that are not trained on."""
         return sum(row.dropped for row in self.files)
 
 
 def check_json(checkup: CheckReport) -> dict[str, Any]:
-    """The checkup as plain values; docs/doctor.md says what each is."""
+    """The report as plain values; docs/doctor.md describes each key."""
     found = asdict(checkup)
     totals = {"kept": checkup.kept, "dropped": checkup.dropped}
     return {"schema": SCHEMA, "trainable": checkup.trainable, **found, "frames": totals}
@@ -260,13 +260,13 @@ def check_json(checkup: CheckReport) -> dict[str, Any]:
 
 @runtime_checkable
 class CutsCaptions(Protocol):
-    """A text encoder that can say, without its weights, what it reads of a caption."""
+    """A text encoder that can tell, without its weights, how much of a caption it reads."""
 
     truncated: list[str]
-    """Captions that were cut when they were encoded, a line for each."""
+    """A line for each caption that was truncated during encoding."""
 
     def cut_of(self, caption: str) -> tuple[int, str] | None:
-        """How many tokens are cut, and the text that is read; None if all of it is.
+        """The number of tokens that are cut off, and the text that is read; None if the whole caption is read.
 
         Raises:
             UserError: If the tokenizer cannot be read.

@@ -1,7 +1,7 @@
-"""What the windows of clips show, each seen once at low size: cuts, blank and frozen pictures, near-duplicates.
+"""Analysis of windows of clips, each decoded once at low size: cuts, blank and frozen frames, near-duplicates.
 
-Differences are mean absolute ones between thumbnails, in levels of 0…255. The limits were chosen on made clips (pans, fades,
-flashes, cuts, re-encoded copies), so that whatever they report is a warning, never an exclusion.
+Differences are mean absolute differences between thumbnails, in levels of 0…255. The limits were chosen on generated clips (pans, fades,
+flashes, cuts, re-encoded copies); so their findings are warnings and never exclude a sample.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
@@ -16,28 +16,28 @@ from ditkit_core.data.media import video
 from ditkit_core.data.media.clip import pictures
 
 SIDE = 32
-"""Pixels of a thumbnail's sides."""
+"""Side of a thumbnail, in pixels."""
 
 CUT_LEVELS = 12.0
-"""Least difference of two frames with a cut between them."""
+"""Smallest difference of two frames with a cut between them."""
 CUT_RATIO = 4.0
-"""How many times the usual difference around it a cut is."""
+"""Smallest ratio of the difference at a cut to the usual difference around it."""
 STILL_LEVELS = 1.0
-"""A clip whose frames all differ from the first by less does not move."""
+"""A clip does not move if all its frames differ from the first by less."""
 FROZEN_LEVELS = 0.05
-"""Frames that differ by less are the same picture."""
+"""Frames that differ by less count as the same image."""
 BLANK_LEVELS = 1.5
-"""Standard deviation of a picture below which it is of one colour."""
+"""Standard deviation below which a frame counts as one colour."""
 
 NEAR_BITS = 15
-"""Largest distance of two fingerprints of 189 bits that may be the same clip; unlike ones are about 95 apart."""
+"""Largest distance of two fingerprints of 189 bits that may show the same clip; those of different clips are about 95 apart."""
 NEAR_LEVELS = 12.0
-"""Largest difference of their colours."""
+"""Largest difference of the colours of near-duplicates."""
 
 _AROUND = 4
 _HASH_SIDE = 8
 _BANDS = NEAR_BITS + 1  # of two prints within NEAR_BITS at least one band is equal
-_MOST_COMPARED = 16
+_MOST_COMPARED = 16  # bounds the time per clip: a dataset of look-alikes would need all pairs
 _ONES = np.array([byte.bit_count() for byte in range(256)])
 
 Floats = NDArray[np.float32]
@@ -45,7 +45,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """What near-duplicates have nearly in common: first, middle and last frame of a window."""
+    """A perceptual hash of the first, middle and last frame of a window; near-duplicates have nearly the same."""
 
     bits: NDArray[np.bool_] = field(repr=False)
     """Signs of the lowest frequencies of each frame's brightness against their median, 63 a frame."""
@@ -53,7 +53,7 @@ class Fingerprint:
     """[3, 8, 8, 3] levels."""
 
     def near(self, other: "Fingerprint") -> bool:
-        """Whether both may show the same."""
+        """Whether both may show the same clip."""
         if np.count_nonzero(self.bits != other.bits) > NEAR_BITS:
             return False
         return float(np.abs(self.colours - other.colours).mean()) <= NEAR_LEVELS
@@ -61,25 +61,25 @@ class Fingerprint:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowLook:
-    """What a window shows."""
+    """Measurements on the thumbnails of a window."""
 
     frames: int
     cuts: tuple[float, ...]
-    """Seconds since the file's first frame at which another shot begins, in steps of a frame."""
+    """Times at which another shot begins, in seconds since the file's first frame, to the precision of a frame."""
     blank: int
-    """Frames of one colour."""
+    """Number of frames of one colour."""
     is_black: bool
-    """Whether all that is blank is black."""
+    """Whether there are blank frames and all of them are black."""
     is_still: bool
     """Whether a clip of several frames does not move at all."""
     frozen_seconds: float
-    """The longest time that one picture stays, in a clip that moves otherwise."""
+    """Longest time that one frame is frozen, in a clip that otherwise moves."""
     fingerprint: Fingerprint | None
-    """None where there is nothing to tell pictures apart by."""
+    """None if all frames are blank: blank frames would all look alike."""
 
 
 def look_at_window(path: Path, *, frames: int, fps: float, start_seconds: float = 0.0) -> WindowLook:
-    """Decode what training reads of a file.
+    """Decode a window at low size and measure it.
 
     Args:
         path: A media file.
@@ -88,14 +88,14 @@ def look_at_window(path: Path, *, frames: int, fps: float, start_seconds: float 
         start_seconds: Time of its first frame, counted from the file's first.
 
     Raises:
-        UserError: If a frame of the window cannot be decoded: encoding would meet the same.
+        UserError: If a frame of the window cannot be decoded; encoding would fail in the same way.
     """
     shown = pictures(path, frames=frames, fps=fps, start_seconds=start_seconds)
     return judge_thumbnails(np.stack(list(_thumbnails(shown))), fps=fps, start_seconds=start_seconds)
 
 
 def thumbnail(picture: video.Picture) -> Floats:
-    """A picture squeezed to [32, 32, 3], in levels."""
+    """An image resized to [32, 32, 3], in levels; the aspect ratio is not kept."""
     from PIL import Image
 
     small = Image.fromarray(np.ascontiguousarray(picture)).resize((SIDE, SIDE), Image.Resampling.BOX, reducing_gap=2.0)
@@ -105,13 +105,13 @@ def thumbnail(picture: video.Picture) -> Floats:
 def _thumbnails(shown: Iterable[video.Picture]) -> Iterator[Floats]:
     last, small = None, None
     for picture in shown:
-        if picture is not last or small is None:  # what stays on screen is given as often as it is due
+        if picture is not last or small is None:  # the decoder yields the same object again for a repeated frame
             last, small = picture, thumbnail(picture)
         yield small
 
 
 def judge_thumbnails(thumbnails: Floats, *, fps: float, start_seconds: float = 0.0) -> WindowLook:
-    """What the thumbnails [frames, 32, 32, 3] of a window say about it.
+    """Measure a window on its thumbnails [frames, 32, 32, 3].
 
     Args:
         thumbnails: In levels of 0…255.
@@ -142,12 +142,14 @@ def _differences(a: Floats, b: Floats) -> Floats:
 
 
 def _cuts(thumbnails: Floats, steps: Floats) -> Iterator[int]:
-    """Places of steps from one shot to another: large, much larger than those around, and no flash that is over at once."""
+    """Indices of steps from one shot to another: large, much larger than the steps around, and not a flash of one frame."""
     for place, step in enumerate(steps):
         around = np.concatenate([steps[max(0, place - _AROUND) : place], steps[place + 1 : place + 1 + _AROUND]])
-        around = around[around >= FROZEN_LEVELS]  # between frames that are shown twice nothing happens
+        around = around[
+            around >= FROZEN_LEVELS
+        ]  # repeated frames (24 fps shown at 30) would lower the usual difference
         usual = float(np.median(around)) if len(around) else 0.0
-        # Fast pans differ as much as cuts do, but all along: a cut is alone among small differences.
+        # In a fast pan all steps are as large as a cut; a cut is one large step among small ones.
         if step < CUT_LEVELS or step < CUT_RATIO * usual:
             continue
         flashed = [
@@ -161,7 +163,7 @@ def _cuts(thumbnails: Floats, steps: Floats) -> Iterator[int]:
 
 @cache
 def _cosines() -> Floats:
-    """The lowest rows of the discrete cosine transform."""
+    """The rows of the discrete cosine transform with the lowest frequencies."""
     positions = np.arange(SIDE) + 0.5
     rows = np.cos(np.pi / SIDE * np.arange(_HASH_SIDE)[:, None] * positions)
     return rows.astype(np.float32)
@@ -174,7 +176,8 @@ def window_fingerprint(thumbnails: Floats) -> Fingerprint:
     """
     chosen = thumbnails[[0, len(thumbnails) // 2, -1]]
     cosines = _cosines()
-    frequencies = (cosines @ chosen.mean(axis=3) @ cosines.T).reshape(3, -1)[:, 1:]  # without the mean brightness
+    # Without the mean brightness: it is above the median in nearly every frame, so its bit would tell nothing.
+    frequencies = (cosines @ chosen.mean(axis=3) @ cosines.T).reshape(3, -1)[:, 1:]
     bits = frequencies > np.median(frequencies, axis=1, keepdims=True)
     side = SIDE // _HASH_SIDE
     colours = chosen.reshape(3, _HASH_SIDE, side, _HASH_SIDE, side, 3).mean(axis=(2, 4))
@@ -182,13 +185,14 @@ def window_fingerprint(thumbnails: Floats) -> Fingerprint:
 
 
 def near_duplicates(prints: Mapping[str, tuple[Hashable, Fingerprint]]) -> list[tuple[str, ...]]:
-    """Groups of windows that look nearly alike, in the order given.
+    """Groups of windows that look nearly alike, in the given order.
 
-    Linear in their number: prints are looked up by bands of their bits, one of which is equal if they are near, and each is compared
-    with no more than 16 others in a band. Of a group only the first is compared with what comes later.
+    The time is linear in their number. The bits of a fingerprint are split into bands, of which at least one is equal for near-duplicates; so
+    candidates are found by band, and each window is compared with at most 16 others per band. Later windows are compared with the first of a
+    group only.
 
     Args:
-        prints: By name, what its windows have in common (a file, whose windows are no duplicates of each other) and how it looks.
+        prints: Maps each name to its source (a file, whose own windows are not duplicates of each other) and its fingerprint.
     """
     if not prints:
         return []
@@ -197,7 +201,7 @@ def near_duplicates(prints: Mapping[str, tuple[Hashable, Fingerprint]]) -> list[
     packed = np.packbits(bits, axis=1)
     pieces = np.array_split(bits, _BANDS, axis=1)
     values = np.stack([piece @ (1 << np.arange(piece.shape[1])) for piece in pieces], axis=1)
-    # by band and value of its bits the latest prints with it: as many places for each, so that each print takes the same time
+    # For each band and value of its bits, a ring of the latest windows with it: a fixed size, so that each window takes the same time.
     latest = np.full((_BANDS, int(values.max()) + 1, _MOST_COMPARED), -1)
     count = np.zeros(latest.shape[:2], int)
     every = np.arange(_BANDS)

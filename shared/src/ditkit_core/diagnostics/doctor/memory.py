@@ -1,4 +1,4 @@
-"""The doctor's word on memory: what the planner says that a run holds on its accelerators, against what they have."""
+"""The doctor's check of memory: the planned memory of a run against that of its accelerators."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,23 +10,26 @@ from ditkit_core.planner.plan import report_of
 from ditkit_core.planner.report import PlanReport
 from ditkit_core.run.context import RunContext
 
-_REMEDY = "--fit says which settings would fit, and --plan what is held where"
+_REMEDY = "--fit finds settings that fit, and --plan prints the memory of each device"
 
 
 def plan_memory(
     run: RunContext, samples: Sequence[Sample], class_pictures: Sequence[Sample]
 ) -> tuple[MemoryPlan, list[Finding]]:
-    """Plan a run on the accelerators of this machine, as `--plan` does. Nothing is fetched, and nothing is put on a device.
+    """Plan a run on the accelerators of this machine, as `--plan` does. Nothing is downloaded, and nothing is placed on a device.
 
-    A plan that does not fit is a warning: it is an estimate, and the trial of the largest micro-batch has the last word.
+    A plan that does not fit is only a warning: it is an estimate, and the trial of the largest micro-batch decides.
 
     Args:
         run: The run, checked.
-        samples: All that it trains on, at least one.
-        class_pictures: The same of prior preservation; there may be none.
+        samples: All samples that it trains on, at least one.
+        class_pictures: Its class images for prior preservation; may be empty.
+
+    Returns:
+        The plan, and a finding for each device, encoder or sample that does not fit.
     """
     if run.devices[0].type == "cpu":
-        return MemoryPlan(why_not="a run on the CPU shares its memory with all else; --plan says what it takes"), []
+        return MemoryPlan(why_not="a run on the CPU shares memory with other programs; --plan prints its peak"), []
     try:
         report = report_of(run, samples=samples, class_pictures=class_pictures)
     except UserError as error:
@@ -50,13 +53,15 @@ def _findings(report: PlanReport) -> Iterator[Finding]:
             room = plan.budget.total - plan.budget.reserve
             yield _lacking(
                 plan.budget.name,
-                f"{report.bucket} is planned to hold {_gib(plan.peak)} of the {_gib(room)} that it can give",
+                f"{report.bucket} needs {_gib(plan.peak)} according to the plan, and {_gib(room)} are available",
             )
     for row in report.lacking:
-        what = f"{row.stage}: {row.name} is planned to hold {_gib(row.peak)} of {_gib(row.available or 0)}"
+        what = f"{row.stage}: {row.name} needs {_gib(row.peak)} according to the plan, of {_gib(row.available or 0)}"
         yield _lacking(row.device, what, row.remedy)
     if report.host_missing:
-        yield _lacking("the host", f"{_gib(report.host_missing)} are lacking for what is streamed and offloaded to it")
+        yield _lacking(
+            "the host", f"{_gib(report.host_missing)} are missing for streamed weights and offloaded activations"
+        )
 
 
 def _lacking(where: str, what: str, remedy: str = "") -> Finding:

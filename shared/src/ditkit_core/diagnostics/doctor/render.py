@@ -1,4 +1,4 @@
-"""A checkup as text for a terminal and as one HTML page that needs nothing else."""
+"""The doctor's report as text for a terminal and as one self-contained HTML page."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -21,19 +21,19 @@ from ditkit_core.io.run_dir import CHECKS
 from ditkit_core.io.tables import Table
 
 _MOST_LINES = 20
-"""Lines of a table that are printed; the files have all of them."""
+"""Largest number of table lines to print; the files have all of them."""
 _MOST_OF_CODE = 8
-"""Findings of one code and severity that are printed."""
+"""Largest number of findings of one code and severity to print."""
 _ORDER = ("error", "warning", "note")
 _IN_TABLE = ("D02", "D03")
-"""Codes of what is left out, which has a table of its own."""
+"""Codes of excluded files, which have a table of their own."""
 
 Titled = tuple[str, Table | None]
-"""A line, and the table below it, if there is one."""
+"""A title line, and the table below it, if there is one."""
 
 
 def print_check(checkup: CheckReport) -> None:
-    """Print the checkup."""
+    """Print the report."""
     for title, table in _tables(checkup):
         say(title)
         if table is not None and table.rows:
@@ -41,7 +41,8 @@ def print_check(checkup: CheckReport) -> None:
         say("")
     for severity in _ORDER:
         found = [each for each in checkup.findings if each.severity == severity and each.code not in _IN_TABLE]
-        for code in dict.fromkeys(each.code for each in found):  # what is said of every file hides nothing else
+        # Limited per code: a finding about every file must not hide the others.
+        for code in dict.fromkeys(each.code for each in found):
             its = [each for each in found if each.code == code]
             for finding in its[:_MOST_OF_CODE]:
                 say(f"{severity}: {finding}")
@@ -51,7 +52,7 @@ def print_check(checkup: CheckReport) -> None:
 
 
 def check_verdict(checkup: CheckReport) -> str:
-    """The last line."""
+    """The last line: whether the run can be trained, and the number of findings."""
     counts = {severity: sum(each.severity == severity for each in checkup.findings) for severity in _ORDER}
     counted = ", ".join(f"{count} {severity}{'s' * (count != 1)}" for severity, count in counts.items() if count)
     found = f" ({counted})" if counted else ""
@@ -59,7 +60,7 @@ def check_verdict(checkup: CheckReport) -> str:
 
 
 def write_check(checkup: CheckReport, folder: Path) -> list[Path]:
-    """Write `check.json` and `check.html` into a folder, each whole or not at all.
+    """Write `check.json` and `check.html` into a folder, each atomically.
 
     Returns:
         The files.
@@ -67,6 +68,7 @@ def write_check(checkup: CheckReport, folder: Path) -> list[Path]:
     Raises:
         UserError: If they cannot be written.
     """
+    # Fixed names: a second check replaces the first, so that the files always describe the folder as it is.
     files = [folder / name for name in CHECKS]
     write_text(files[0], json_text(check_json(checkup)) + "\n")
     write_text(files[1], check_page(checkup))
@@ -74,10 +76,10 @@ def write_check(checkup: CheckReport, folder: Path) -> list[Path]:
 
 
 def check_page(checkup: CheckReport) -> str:
-    """The checkup as HTML."""
+    """The report as an HTML page."""
     found = sorted(checkup.findings, key=lambda each: (_ORDER.index(each.severity), each.code))
     rows = [[each.code, each.severity, each.where, each.what, each.remedy] for each in found]
-    findings = Table(head=["code", "", "where", "what", "how to mend it"], rows=rows)
+    findings = Table(head=["code", "", "where", "what", "how to fix it"], rows=rows)
     parts = [element("h1", f"{checkup.model}: {check_verdict(checkup)}")]
     parts.append(html_table(findings, classes=[each.severity for each in found]))
     for title, table in _tables(checkup, files=True):
@@ -91,7 +93,7 @@ def check_page(checkup: CheckReport) -> str:
 
 
 def _tables(checkup: CheckReport, *, files: bool = False) -> list[Titled]:
-    """All that is a table; `files`: one of the files too, which may be long."""
+    """All tables with their titles; `files` adds the table of files, which may be long, and the full length of the others."""
     tables = [_buckets(checkup)]
     if files and checkup.files:
         tables.append(("files", _of_rows(checkup.files)))
@@ -100,14 +102,12 @@ def _tables(checkup: CheckReport, *, files: bool = False) -> list[Titled]:
         table = Table(head=["file", "reason", ""], rows=rows if files else rows[:_MOST_LINES])
         tables.append((f"not trained on: {len(rows)}", table))
     if (captions := checkup.captions) is not None:
-        cut = (
-            "not looked at for length" if captions.cut is None else f"{len(captions.cut)} too long for the text encoder"
-        )
+        cut = "length not checked" if captions.cut is None else f"{len(captions.cut)} too long for the text encoder"
         counted = f"captions: {captions.count}, {captions.distinct} different, {captions.empty} empty, {cut}"
         tables.append((counted, None))
         if files and captions.cut:
             rows = [[each.sample, str(each.tokens), each.kept] for each in captions.cut]
-            tables.append(("captions that are cut", Table(head=["sample", "tokens cut", "what is read"], rows=rows)))
+            tables.append(("truncated captions", Table(head=["sample", "tokens cut", "text that is read"], rows=rows)))
     for title, groups in (("same content", checkup.same), ("nearly alike", checkup.alike)) if files else ():
         if groups:
             tables.append((title, Table(head=["samples"], rows=[[", ".join(group)] for group in groups])))
@@ -120,14 +120,14 @@ def _buckets(checkup: CheckReport) -> Titled:
     total = sum(row.micro_batches or 0 for row in checkup.buckets)
     epoch = f", {total} micro-batches in an epoch" if total else ""
     kept, dropped = checkup.kept, checkup.dropped
-    frames = f"; {kept} frames are kept, {dropped} of these files are not" if kept + dropped else ""
-    classes = f" and {checkup.class_pictures} class pictures" if checkup.class_pictures else ""
+    frames = f"; {kept} frames are used, {dropped} are not" if kept + dropped else ""
+    classes = f" and {checkup.class_pictures} class images" if checkup.class_pictures else ""
     title = f"{checkup.model}: {checkup.samples} samples{classes} of {len(checkup.files)} files{epoch}{frames}"
     return title, _of_rows(checkup.buckets)
 
 
 def _of_rows(rows: Sequence[BucketRow | FileRow]) -> Table:
-    """A column for each field."""
+    """A table with a column for each field."""
     names = [field.name for field in fields(rows[0])] if rows else []
     cells = [[_cell(row, name) for name in names] for row in rows]
     return Table(head=[_TITLES.get(name, name) for name in names], rows=cells)
@@ -170,7 +170,9 @@ def _step(row: StepRow) -> Titled:
         "loss": ", ".join(f"{loss:.4f}" for loss in row.losses),
         "gradient norm": ", ".join(f"{norm:.3g}" for norm in row.grad_norms),
         "parameters with a gradient": f"{row.parameters - len(row.without_gradient)} of {row.parameters}",
-        "a save": {True: "comes back to the bit", False: "comes back otherwise", None: "not made"}[row.reloaded],
+        "a save": {True: "bitwise identical when read back", False: "differs when read back", None: "not made"}[
+            row.reloaded
+        ],
         "highest memory": f"{row.peak_bytes / GIB:.2f} GiB",
     }
     return title, Table(rows=[[name, text] for name, text in measured.items()])

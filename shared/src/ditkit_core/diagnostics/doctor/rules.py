@@ -1,7 +1,7 @@
-"""From facts about a dataset to what the doctor says of them.
+"""The rules that turn facts about a dataset into findings.
 
-Only `check_boundary_images` and `check_control_videos` read files: whether what goes with a clip looks like going with it cannot be told without. All that they
-find can be trained on; a model would learn from pairs that do not belong together.
+Only `check_boundary_images` and `check_control_videos` read files, to compare conditions with their clips. Data with such findings can be
+trained on, but the model would learn from conditions and clips that do not belong together.
 """
 
 import math
@@ -26,22 +26,23 @@ from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import Column
 
 UPSCALED = 1.25
-"""How much larger an image may be made before it is said."""
+"""Factor of upscaling above which a finding is made."""
 SAME_RATE = 0.95
-"""Share of the trained frame rate that a video may lack."""
+"""Share of the trained frame rate below which a video's frame rate is too low."""
 FROZEN_SECONDS = 1.0
+"""Shortest time of a frozen frame that is a finding."""
 MOSTLY_UNUSED = 0.5
-"""Share of a video's frames that, left out, is worth a note."""
+"""Share of unused frames of a video above which a note is made."""
 SAME_CAPTION_SHARE = 0.5
-"""Share of the samples that may have one caption."""
+"""Share of the files that may share one caption."""
 BLANK_SHARE = 0.1
-"""Share of a clip's frames that may be blank: films begin and end with some."""
+"""Share of a clip's frames that may be blank: films begin and end with blank frames."""
 UNLIKE_LEVELS = 16.0
-"""Mean difference, in levels of 0…255, from which an image is not the frame that it stands for; other sizes and codecs make 5 at most."""
+"""Mean difference, in levels of 0…255, from which an image does not match a frame; resizing and codecs cause at most 5."""
 SAME_SECONDS = 0.05
-"""Share of a clip's length, and in seconds four times that, by which what goes with it may be longer."""
+"""A condition video may be longer than its clip by this share of the clip's length plus four times this many seconds."""
 SAME_SHAPE = 0.03
-"""Share by which ratios of width to height may differ."""
+"""Relative difference that the aspect ratios of a clip and its condition video may have."""
 
 _SIDE = 48  # pixels of the longer side at which images are compared
 
@@ -49,17 +50,18 @@ _SIDE = 48  # pixels of the longer side at which images are compared
 def file_row(
     file: str, info: MediaInfo, samples: Sequence[Sample], fps: float, dataset: DatasetName = "data"
 ) -> FileRow:
-    """What is trained of a file.
+    """Compute which part of a file is trained.
 
     Args:
-        file: Its name.
-        info: What it contains.
+        file: The file's name.
+        info: Its properties.
         samples: Its windows, which may overlap.
         fps: Frames per second that videos are read at.
-        dataset: Which it is of.
+        dataset: The dataset that it belongs to.
     """
     is_video = info.kind == "video"
     there = max(1, math.ceil((info.seconds - SLACK_SECONDS) * fps)) if is_video else 1
+    # A set: windows may overlap, and each frame counts once.
     used = {round(sample.start_seconds * fps) + i for sample in samples for i in range(sample.frames)}
     kept = min(there, len(used)) if is_video else 1
     return FileRow(
@@ -79,43 +81,43 @@ def file_row(
 
 
 def check_excluded(excluded: Sequence[Excluded], code: str = "D02") -> Iterator[Finding]:
-    """What is left out, or stops the run."""
+    """Findings about files and samples that are left out, or stop the run."""
     for each in excluded:
         what, _, remedy = each.reason.rpartition("; ")
         if not what:
-            what, remedy = each.reason, "mend it or remove it"
+            what, remedy = each.reason, "fix it or remove it"
         if each.stops:
             remedy += ', or leave it out: data.on_bad = "skip"' * ("data.on_bad" not in remedy)
-        # a reason begins with the file that it is about
+        # Most reasons begin with the file's name, which is then not printed twice.
         where = "" if each.name in what else each.name
         yield (Finding.error if each.stops else Finding.warning)(code, where, what, remedy)
 
 
 def check_file(row: FileRow, *, is_hdr: bool = False) -> Iterator[Finding]:
-    """What a file's size, rate and length say."""
+    """Findings about a file's size, frame rate and colour range."""
     if is_hdr:
-        what = "it is an HDR video, and is trained on as the SDR pictures that it is converted to"
+        what = "it is an HDR video; training converts it to SDR"
         yield Finding.warning("D10", row.file, what, "convert it to SDR (BT.709) with tone mapping")
     if row.enlarged > UPSCALED:
-        what = f"{row.width} x {row.height} pixels are enlarged {row.enlarged:.1f} times: the model learns the blur"
+        what = f"{row.width} x {row.height} pixels are upscaled {row.enlarged:.1f} times: the model learns the blur"
         yield Finding.warning("D11", row.file, what, "use a larger original, or lower data.height and data.width")
     if row.trained_fps and row.fps < SAME_RATE * row.trained_fps:
         what = (
             f"{row.fps:.3g} frames per second are trained as {row.trained_fps:g}: frames are repeated, and motion jerks"
         )
-        lower = f"set data.fps to {max(1, math.floor(row.fps))} or less, as far as the model takes it"
+        lower = f"set data.fps to {max(1, math.floor(row.fps))} or less, if the model allows it"
         yield Finding.warning("D12", row.file, what, f"use another original, or {lower}")
 
 
 def check_damaged_rest(file: str, info: MediaInfo, damage: Exception) -> Iterator[Finding]:
-    """A video that is damaged behind what is trained of it, of which no more is known."""
+    """The finding about a video that is damaged after the part that is trained."""
     what, _, remedy = str(damage).rpartition("; ")
-    readable = f"{what}; what is trained of it, up to {info.seconds:.2f} s, can be read"
+    readable = f"{what}; the part that is trained, up to {info.seconds:.2f} s, can be read"
     yield Finding.warning("D27", "" if file in what else file, readable, remedy)
 
 
 def check_coverage(rows: Sequence[FileRow]) -> Iterator[Finding]:
-    """Videos that are trained on in small part, in one note: their table has the numbers of each."""
+    """One note about all videos of which only a small part is trained; the table of files has the numbers of each."""
     mostly = [row for row in rows if row.dropped > MOSTLY_UNUSED * row.frames]
     if mostly:
         kept, frames = sum(row.kept for row in mostly), sum(row.frames for row in mostly)
@@ -125,11 +127,11 @@ def check_coverage(rows: Sequence[FileRow]) -> Iterator[Finding]:
 
 
 def check_frames(where: str, look: WindowLook, fps: float) -> Iterator[Finding]:
-    """What a window shows.
+    """Findings about the frames of a window.
 
     Args:
         where: The sample.
-        look: What was seen.
+        look: What was measured on its thumbnails.
         fps: Frames per second of the window; 0 for an image.
     """
     if look.cuts:
@@ -138,29 +140,29 @@ def check_frames(where: str, look: WindowLook, fps: float) -> Iterator[Finding]:
         yield Finding.warning("D06", where, what, "cut the file there")
     if look.blank > BLANK_SHARE * look.frames:
         kind = "black" if look.is_black else "of one colour"
-        what = f"{look.blank} of {look.frames} frames are {kind}" if look.frames > 1 else f"the picture is {kind}"
+        what = f"{look.blank} of {look.frames} frames are {kind}" if look.frames > 1 else f"the image is {kind}"
         yield Finding.warning("D07", where, what, "remove it, or cut them off")
     elif look.is_still:
         what = f"nothing moves in its {look.frames} frames"
-        yield Finding.warning("D08", where, what, "train it as a picture, or remove it")
+        yield Finding.warning("D08", where, what, "train it as an image, or remove it")
     if look.frozen_seconds >= FROZEN_SECONDS:
-        what = f"one picture stays for {look.frozen_seconds:.1f} s of {look.frames / fps:.1f} s"
+        what = f"one frame is frozen for {look.frozen_seconds:.1f} s of {look.frames / fps:.1f} s"
         yield Finding.warning("D09", where, what, "cut it off, or use another original")
 
 
 def check_duplicates(same: Sequence[Sequence[str]], alike: Sequence[Sequence[str]]) -> Iterator[Finding]:
-    """Groups of samples that are the same, or nearly."""
+    """Findings about groups of samples with the same content, or nearly."""
     for group in same:
-        remedy = "keep one, and give it several captions or repeats if it is to weigh more"
+        remedy = "keep one, and give it several captions or repeats if it should count more"
         yield Finding.warning("D04", _listed(group), "these files have the same content", remedy)
     for group in alike:
         yield Finding.warning(
-            "D05", _listed(group), "these look nearly alike", "keep the best of them, unless it is meant"
+            "D05", _listed(group), "these look nearly alike", "keep the best of them, unless this is intended"
         )
 
 
 def count_captions(samples: Sequence[Sample], cut: Sequence[CutCaption] | None) -> CaptionRow:
-    """All captions together, with those that are cut."""
+    """Count all captions, those that are empty, and those that are cut."""
     captions = [caption for sample in samples for caption in sample.captions]
     empty = sum(not caption.strip() for caption in captions)
     cut = None if cut is None else tuple(cut)
@@ -170,17 +172,17 @@ def count_captions(samples: Sequence[Sample], cut: Sequence[CutCaption] | None) 
 def check_captions(
     samples: Sequence[Sample], row: CaptionRow, class_pictures: Sequence[Sample] = ()
 ) -> Iterator[Finding]:
-    """What is likely to be wrong with captions; class images may share one, which says what they are."""
+    """Findings about captions. Class images may share one: it names their class."""
     for cut in row.cut or ():
         read = _short(cut.kept, 40, keep_end=True)
-        what = f"the text encoder does not read the last {cut.tokens} tokens of its caption, behind {read}"
+        what = f"the text encoder does not read the last {cut.tokens} tokens of its caption, after {read}"
         yield Finding.warning("D14", cut.sample, what, "shorten the caption")
     if empty := [each.id for each in (*samples, *class_pictures) for text in each.captions if not text.strip()]:
         what = "its caption is empty" if len(empty) == 1 else "their captions are empty"
         yield Finding.warning(
             "D16", _listed(empty), what, "write one; for training without captions set train.caption_dropout"
         )
-    using: dict[str, set[Path]] = defaultdict(set)  # files: windows of one cannot but share
+    using: dict[str, set[Path]] = defaultdict(set)  # files, because the windows of one file always share its caption
     for sample in samples:
         for caption in filter(None, map(str.strip, sample.captions)):
             using[caption].add(sample.media)
@@ -192,22 +194,22 @@ def check_captions(
 
 
 def check_fewest_frames(samples: Sequence[Sample], fewest: int) -> Iterator[Finding]:
-    """Clips that a model is conditioned on as a whole.
+    """The finding about clips whose frames are all part of the condition.
 
     Args:
-        samples: All that is trained on.
-        fewest: `ModelSpec.fewest_frames`.
+        samples: All samples that are trained on.
+        fewest: `ModelSpec.training.fewest_frames`.
     """
     count = sum(sample.frames < fewest for sample in samples)
     if count:
-        told = f"they have fewer than {fewest} frames, all of which this model is given as a condition"
+        what = f"they have fewer than {fewest} frames, all of which this model is given as a condition"
         remedy = f"train it on clips of {fewest} frames or more, or train a text-to-video model"
         where = f"{count} of {len(samples)} samples"
-        yield Finding.warning("D28", where, f"{told}: next to nothing is left to learn", remedy)
+        yield Finding.warning("D28", where, f"{what}: next to nothing is left to learn", remedy)
 
 
 def check_buckets(rows: Sequence[BucketRow]) -> Iterator[Finding]:
-    """Shapes that are too few for a micro-batch."""
+    """Notes about shapes with fewer samples than a micro-batch has."""
     for row in rows:
         trained = row.samples - row.held_out if row.dataset == "data" else 0
         if row.batch_size and 0 < trained < row.batch_size and len(rows) > 1:
@@ -217,19 +219,20 @@ def check_buckets(rows: Sequence[BucketRow]) -> Iterator[Finding]:
 
 
 def check_boundary_images(sample: Sample, columns: Sequence[Column], fps: float) -> Iterator[Finding]:
-    """Images of the clip's beginning or end that show something else.
+    """Findings about first and last images that differ from the clip's first or last frame.
 
     Args:
-        sample: The clip; what goes with it has been read without an error.
-        columns: Of the model.
+        sample: The clip; its conditions have been read without an error.
+        columns: The model's condition columns.
         fps: Frames per second of the clip; 0 for a still image.
 
     Raises:
-        UserError: If one cannot be read.
+        UserError: If an image cannot be read.
     """
     scale = _SIDE / max(sample.height, sample.width)
     height, width = max(1, round(sample.height * scale)), max(1, round(sample.width * scale))
     for column in columns:
+        # A clip of one frame has no end that could differ from its beginning.
         is_used = column.moment == "begin" or (column.moment == "end" and sample.frames > 1)
         if not is_used or column.name not in sample.controls:
             continue
@@ -242,16 +245,16 @@ def check_boundary_images(sample: Sample, columns: Sequence[Column], fps: float)
         if levels >= UNLIKE_LEVELS:
             frame = f"the last of its {sample.frames} frames" if column.moment == "end" else "its first frame"
             what = f"{column.name} {path} does not look like {frame} ({levels:.0f} levels apart)"
-            remedy = "name the right picture, cut the file so that it fits, or leave the column empty"
+            remedy = "name the right image, cut the file so that it fits, or leave the column empty"
             yield Finding.warning("D18", sample.id, what, remedy)
 
 
 def check_control_videos(sample: Sample, columns: Sequence[Column]) -> Iterator[Finding]:
-    """Videos that a clip follows, and masks, which do not fit it in time or in space.
+    """Findings about control videos and masks that do not match their clip in time or shape.
 
     Args:
         sample: The clip.
-        columns: Of the model.
+        columns: The model's condition columns.
     """
     for column in columns:
         path = Path(sample.controls[column.name]) if column.name in sample.controls else None
@@ -259,21 +262,23 @@ def check_control_videos(sample: Sample, columns: Sequence[Column]) -> Iterator[
             continue
         try:
             own, given = probe(sample.media), probe(path)
-        except UserError:  # damaged behind what is used of it: that is said of the clip, not of what goes with it
+        except UserError:  # damaged after the part that is used; `check_damaged_rest` reports it for the clip
             continue
         where, given_is = sample.media.name, f"{column.name} {path}"
         if media_kind(path) == "video" and (late := _out_of_step(own, given)):
-            remedy = "give it the frame rate of the clip (ffmpeg -r RATE -i IN -r RATE OUT.mp4), or cut it as the clip"
+            remedy = (
+                "give it the frame rate of the clip (ffmpeg -r RATE -i IN -r RATE OUT.mp4), or cut it like the clip"
+            )
             yield Finding.warning("D19", where, f"{given_is} {late}", remedy)
         ratio = (given.width * own.height) / (given.height * own.width)
         if abs(ratio - 1) > SAME_SHAPE:
             sizes = f"{given.width} x {given.height} and its clip {own.width} x {own.height}"
-            each = "each is cut to the centre by itself, and they do not lie over each other"
-            yield Finding.warning("D19", where, f"{given_is} is {sizes}: {each}", "give both the same shape")
+            each = "each is centre-cropped separately, so that they do not align"
+            yield Finding.warning("D19", where, f"{given_is} is {sizes}: {each}", "give both the same aspect ratio")
 
 
 def _out_of_step(own: MediaInfo, given: MediaInfo) -> str:
-    """How a video runs otherwise than its clip; empty if it does not, or is a shorter one of which enough is there."""
+    """How a video's timing differs from its clip's; empty if it does not, or if the video is shorter: the loader checks its length."""
     if not (own.seconds and given.seconds):  # images of a folder that names no rate
         return ""
     # As many frames at another rate: it was written without the clip's rate, and fits frame by frame but not by time.
@@ -286,26 +291,26 @@ def _out_of_step(own: MediaInfo, given: MediaInfo) -> str:
 
 
 def same_content(hashes: Mapping[str, tuple[str, Path]]) -> list[tuple[str, ...]]:
-    """Groups of samples of different files with one content.
+    """Groups of samples whose files differ but have the same content.
 
     Args:
-        hashes: By sample, the content hash and the file.
+        hashes: Maps each sample to the content hash and the path of its file.
     """
     groups: dict[str, dict[Path, str]] = defaultdict(dict)
     for id, (content, file) in hashes.items():
-        # Windows of one file have its hash too, and are no copies of each other.
+        # Windows of one file share its hash, but are no copies of each other.
         groups[content].setdefault(file, id)
     return [tuple(files.values()) for files in groups.values() if len(files) > 1]
 
 
 def _listed(names: Sequence[str], most: int = 5) -> str:
-    """Names on one line."""
+    """The first names, and the number of the others, on one line."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def _short(text: str, most: int, *, keep_end: bool = False) -> str:
-    """A quotation of a text's beginning, or of its end."""
+    """The quoted beginning of a text, or its end."""
     text = " ".join(text.split())
     shortened = "…" + text[-most:] if keep_end else text[:most] + "…"
     return repr(text if len(text) <= most else shortened)

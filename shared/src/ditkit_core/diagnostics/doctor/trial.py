@@ -1,7 +1,7 @@
 """The doctor's trial: two real steps on the largest micro-batch, and a save that is read back.
 
-Two, because the second matrix of a fresh adapter is zero, and nothing of a gradient passes it to the first: that one is heard of in the
-second step, after an update of the second matrix. Nothing of it is kept: the model goes with the process, the save with its folder.
+Two steps, because the second matrix of a new adapter is zero, so that no gradient reaches the first one: it only gets a gradient in the second
+step, after the second matrix was updated. Nothing is kept: the model ends with the process, the save with its temporary folder.
 """
 
 import tempfile
@@ -37,30 +37,30 @@ from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training
 
 STEPS = 2
 LARGEST_SAVE_BYTES = 4 * 2**30
-"""A trial saves no more than this: what a full fine-tune saves takes minutes, and room that may not be there."""
+"""A larger save is skipped: that of a full fine-tune takes minutes, and disk space that may not be free."""
 
 
 def try_step(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow | None, list[Finding]]:
-    """Train two steps on a micro-batch, which is encoded if it is not yet. Nothing is fetched.
+    """Train two steps on the largest micro-batch, which is encoded if necessary. Nothing is downloaded.
 
     Args:
         run: The run of one transformer.
-        examined: What it trains on: of each shape one sample is tried on the model without weights, then a largest micro-batch.
+        examined: Its data: one sample of each shape is tried on the model without weights, then the largest micro-batch is trained.
 
     Returns:
-        What was measured, None if it did not come to that, and what is wrong.
+        The measurements, None if the trial could not run to its end, and the findings.
     """
     model = run.config.model
     parts = [run.part, "vae", "text_encoder", "tokenizer"]
     parts += () if run.arch is None else run.spec.auxiliary.components(run.arch)
     if elsewhere := [part for part in parts if model.is_to_be_fetched(part)]:
-        return None, [
-            Finding(
-                code="D20", severity="note", where=f"model ({', '.join(elsewhere)})",
-                what="not tried: its files are named by the id of a hub and not all in the local cache, and a check fetches nothing",
-                remedy=f"fetch them with {model.fetch_commands(elsewhere)} and check again, or set model.base to the folder of a download",
-            )
-        ]  # fmt: skip
+        finding = Finding.note(
+            "D20",
+            f"model ({', '.join(elsewhere)})",
+            "not tried: not all files of this hub id are in the local cache, and a check downloads nothing",
+            f"fetch them with {model.fetch_commands(elsewhere)} and check again, or set model.base to the folder of a download",
+        )
+        return None, [finding]
     try:
         with nothing_fetched():
             return _try(run, examined)
@@ -68,17 +68,14 @@ def try_step(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow | None
         return None, [refusal(error)]
     except NonFiniteLoss as error:
         remedy = "look at these samples, lower optim.lr, or set model.dtype to bf16 or fp32"
-        return None, [Finding(code="D22", severity="error", where="", what=str(error), remedy=remedy)]
+        return None, [Finding.error("D22", "", str(error), remedy)]
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         largest = examined.largest
         tried = f"{len(largest)} x {largest[0].frames} frames of {largest[0].height} x {largest[0].width}"
-        finding = Finding(
-            code="D25", severity="error", where=tried, what="memory ran out in the largest micro-batch",
-            remedy="--plan says what is held where, and --fit what would fit",
-        )  # fmt: skip
-        return None, [finding]
+        remedy = "--plan prints the memory of each device, and --fit finds settings that fit"
+        return None, [Finding.error("D25", tried, "memory ran out in the largest micro-batch", remedy)]
 
 
 def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Finding]]:
@@ -86,7 +83,7 @@ def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Find
     unloaded = build_model(run)
     run = with_arch(run, unloaded.arch)
     if is_joint(run):
-        raise UserError("this model has several experts, as only its weights tell; name it with model.preset")
+        raise UserError("the weights show that this model has several experts; name it with model.preset")
     placement = place(run, unloaded, training=True)
     _check_shapes(run, unloaded, [*examined.samples, *examined.class_pictures])
     check_parts(run, examined.samples)
@@ -98,19 +95,22 @@ def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Find
     check_items(run.spec, unloaded.model, encoded)
     prepared = load_model(run, unloaded, placement)
     data = TrainDataLoader(
-        encoded, seed=config.seed, batch_size=BatchSize(samples=len(encoded)), caption_dropout=config.caption_dropout,
-        control_dropout=0.0,  # what works on conditions is to be heard of
-    )  # fmt: skip
-    # pipelined, all micro-batches of a step are held at once
+        encoded,
+        seed=config.seed,
+        batch_size=BatchSize(samples=len(encoded)),
+        caption_dropout=config.caption_dropout,
+        control_dropout=0.0,  # without a condition, the parameters that process it would get no gradient
+    )
+    # A pipelined step keeps all its micro-batches in memory at once; else one at a time shows the same peak.
     batches = [data.micro_batch(micro) for micro in range(config.accumulation if config.pipelined else 1)]
     trained = TrainState(prepared.model, prepared.trainable, run.config.optim, run.config.ema, prepared.streamer)
     devices = {parameter.device for parameter in prepared.model.parameters()}
     restart_peak(devices)
     prepared.model.train()
-    # a compiler takes minutes, and compiled blocks are checked against eager ones elsewhere
+    # Compiling takes minutes, and the tests compare compiled blocks with eager ones.
     engine = replace(engine_of(run, prepared, placement.checkpointing), compile=False)
     losses, norms = [], []
-    heard = _Heard()
+    gradients = _GradientRecord()
     for step in range(STEPS):
         with counted_calls(AttentionCalls() if step == 0 else None):
             result = training_step(
@@ -120,27 +120,35 @@ def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Find
                 StepContext(step=step, seed=config.seed, flow=run.config.flow, pipelined=config.pipelined),
                 lr=run.config.optim.lr,
                 clip_norm=config.clip_norm,
-                watch=heard.watch(),
+                watch=gradients.watch(),
             )
         trained.optimizer.zero_grad()
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    silent = tuple(name for name in trained.parameters if name not in heard.names())
-    peak = float(peak_memory_bytes(devices))
+    without_gradient = tuple(name for name in trained.parameters if name not in gradients.names())
+    peak = float(peak_memory_bytes(devices))  # before the save, which is no part of a step
     reloaded = _reloads(trained)
     first = largest[0]
     row = StepRow(
         expert=run.expert.name if run.expert else "",
-        frames=first.frames, height=first.height, width=first.width, samples=tuple(batches[0].ids),
-        tokens=sum(map(run.spec.training.num_tokens, batches[0].items)), losses=tuple(losses), grad_norms=tuple(norms),
-        parameters=len(trained.parameters), without_gradient=silent, reloaded=reloaded, peak_bytes=peak,
+        frames=first.frames,
+        height=first.height,
+        width=first.width,
+        samples=tuple(batches[0].ids),
+        tokens=sum(map(run.spec.training.num_tokens, batches[0].items)),
+        losses=tuple(losses),
+        grad_norms=tuple(norms),
+        parameters=len(trained.parameters),
+        without_gradient=without_gradient,
+        reloaded=reloaded,
+        peak_bytes=peak,
         seconds=time.monotonic() - began,
-    )  # fmt: skip
+    )
     return row, _findings(row, prepared.adapter.method)
 
 
 def _check_shapes(run: RunContext, unloaded: MetaModel, samples: Sequence[Sample]) -> None:
-    """Have the model without weights take one sample of each shape."""
+    """Try one sample of each shape on the model without weights: a shape that it refuses is found before anything is encoded."""
     for shape, sample in {shape_for(run, sample): sample for sample in reversed(samples)}.items():
         try:
             check_item(run.spec, unloaded.model, empty_item_of(run, shape))
@@ -148,34 +156,34 @@ def _check_shapes(run: RunContext, unloaded: MetaModel, samples: Sequence[Sample
             raise UserError(f"{sample.id}: {error}") from error
 
 
-class _Heard:
-    """Which parameters had a gradient that is not zero throughout."""
+class _GradientRecord:
+    """Records which parameters got a gradient with a value other than zero."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[Tensor]] = {}
 
     def watch(self) -> StatsRecorder:
-        """What is told of the gradients of one step."""
-        return _Listening(self._found)
+        """A recorder for the gradients of one step."""
+        return _GradientRecorder(self._found)
 
     def names(self) -> set[str]:
-        """Their names."""
+        """The names of the parameters with a gradient."""
         return {name for name, found in self._found.items() if any(map(bool, found))}
 
 
-class _Listening(StatsRecorder):
+class _GradientRecorder(StatsRecorder):
     def __init__(self, found: dict[str, list[Tensor]]):
         super().__init__()
         self._found_gradients = found
 
     def gradient(self, name: str, gradient: Tensor) -> None:
-        """Look at a parameter's gradient, before it is clipped."""
+        """Record a parameter's gradient before clipping, as a flag on its device: reading it here would wait for the GPU."""
         super().gradient(name, gradient)
         self._found_gradients.setdefault(name, []).append(gradient.detach().any())
 
 
 def _reloads(trained: TrainState) -> bool | None:
-    """Whether a save comes back to the bit, both as it is read and in the parameters; None if it would be too large for a trial."""
+    """Whether a save is bitwise identical when read back, in the file and in the parameters; None if it is too large for a trial."""
     state = trained.state_dict()
     if sum(tensor.nbytes for group in state.tensors.values() for tensor in group.values()) > LARGEST_SAVE_BYTES:
         return None
@@ -187,7 +195,7 @@ def _reloads(trained: TrainState) -> bool | None:
         if not _equal(read.tensors, state.tensors):
             return False
         kept = {name: value.detach().cpu().clone() for name, value in trained.values.items()}
-        with torch.no_grad():
+        with torch.no_grad():  # zeroed, so that a value that loading misses cannot look as if it had been loaded
             for value in trained.values.values():
                 value.zero_()
         trained.load_state_dict(read, written)
@@ -195,7 +203,7 @@ def _reloads(trained: TrainState) -> bool | None:
 
 
 def _equal(a: Mapping[str, Mapping[str, Tensor]], b: Mapping[str, Mapping[str, Tensor]]) -> bool:
-    """Whether groups of tensors are the same, an empty group being none."""
+    """Whether groups of tensors are bitwise identical; an empty group counts as missing."""
     a, b = ({name: group for name, group in groups.items() if group} for groups in (a, b))
     if a.keys() != b.keys() or any(a[name].keys() != b[name].keys() for name in a):
         return False
@@ -205,23 +213,18 @@ def _equal(a: Mapping[str, Mapping[str, Tensor]], b: Mapping[str, Mapping[str, T
 
 
 def _findings(row: StepRow, method: str) -> list[Finding]:
-    """What is wrong with a trial."""
+    """The findings of a trial."""
     found = []
     if row.without_gradient:
-        silent = row.without_gradient
-        first = ", ".join(silent[:3]) + (f" and {len(silent) - 3} more" if len(silent) > 3 else "")
-        found.append(
-            Finding(
-                code="D23", severity="error" if method == "lora" or len(silent) == row.parameters else "warning", where=first,
-                what=f"no gradient reaches {len(silent)} of {row.parameters} trained parameters: they would stay as they are",
-                remedy="leave them out of adapter.targets, or give the data that they work on",
-            )
-        )  # fmt: skip
+        names = row.without_gradient
+        first = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        # Full fine-tuning may include parameters for inputs that this data does not have; an adapter names its targets.
+        make = Finding.error if method == "lora" or len(names) == row.parameters else Finding.warning
+        what = (
+            f"no gradient reaches {len(names)} of {row.parameters} trained parameters: training would not change them"
+        )
+        found.append(make("D23", first, what, "remove them from adapter.targets, or add the data that they process"))
     if row.reloaded is False:
-        found.append(
-            Finding(
-                code="D24", severity="error", where="a save of this run", what="what was read back differs from what was saved",
-                remedy="look after the disk and the memory of this machine",
-            )
-        )  # fmt: skip
+        what, remedy = "the save differs when it is read back", "check the disk and the memory of this machine"
+        found.append(Finding.error("D24", "a save of this run", what, remedy))
     return found

@@ -1,4 +1,4 @@
-"""Curves as SVG: numbers in, markup out. Colours are the style sheet's, so that they follow light and dark."""
+"""Draws curves as SVG. Colours come from the style sheet, so that they follow light and dark mode."""
 
 import math
 import re
@@ -10,13 +10,13 @@ from ditkit_core.diagnostics.rendering import Html, element, join_html
 from ditkit_core.diagnostics.report.data import Series
 
 WIDTH, HEIGHT = 420, 230
-"""Of a chart, in its own units: a telephone shows it at about this size."""
+"""Size of a chart in SVG units: about that of a phone's screen."""
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 26
 _DRAWN_POINTS = 600
 _DIGIT = 8.0
-"""Width of a digit at the axes, at most."""
+"""Largest width of a digit at the axes."""
 _DOTS = 60
-"""A curve of at most so many points has a dot at each."""
+"""Largest number of points with which a curve has a dot at each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,29 +29,29 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """What is drawn in one frame; one line at least, of one point at least."""
+    """The curves of one chart; at least one line with at least one point."""
 
     name: str
-    """The series that is read off: its name in the metrics file."""
+    """Name in the metrics file of the series whose values the pointer shows."""
     title: str
     lines: Sequence[Line]
     band: tuple[Series, Series] | None = None
     """Lower and upper ends of an interval, at the same steps."""
     level: float | None = None
-    """A value to compare with, drawn across."""
+    """A value to compare with, shown as a horizontal line."""
     note: str = ""
-    """What the reader should know."""
+    """A note to the reader, shown in the caption."""
     logarithmic: bool = False
     unit: float = 1.0
-    """What values are shown in: bytes in 2**30 are shown in GiB."""
+    """Divisor of the shown values: 2**30 shows bytes in GiB."""
 
 
 def chart_figure(chart: Chart, *, section: int) -> Html:
-    """A chart with its caption, and a place where the script writes the numbers under the pointer.
+    """Build a chart with its caption, and an element in which the script shows the numbers under the pointer.
 
     Args:
-        chart: What to draw.
-        section: Which of the page's runs it is of.
+        chart: The chart.
+        section: Index of its run on the page.
     """
     scale = _Scale.of(chart)
     about = _described(chart)
@@ -65,7 +65,7 @@ def chart_figure(chart: Chart, *, section: int) -> Html:
         *(_curve(scale, line) for line in chart.lines),
         element("line", class_="cursor", x1=0, x2=0, y1=TOP, y2=HEIGHT - BOTTOM, visibility="hidden"),
     ]
-    # What the script needs to turn a place under the pointer into a step.
+    # The script converts the position of the pointer into a step with these numbers.
     read_off = {"section": section, "name": chart.name, "first": scale.first, "last": scale.last}
     read_off |= {"left": LEFT, "right": WIDTH - RIGHT, "unit": chart.unit}
     shown = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "role": "img", "tabindex": 0}
@@ -76,12 +76,12 @@ def chart_figure(chart: Chart, *, section: int) -> Html:
 
 
 def format_number(value: float) -> str:
-    """A number as the page shows it: six digits."""
+    """A number with six digits, as the page shows it."""
     return f"{value:.6g}"
 
 
 def _described(chart: Chart) -> str:
-    """What the main curve does, in a sentence."""
+    """A sentence about the main curve: first, last and lowest value. Screen readers read it in place of the chart."""
     series = chart.lines[-1].series
 
     def at(place: int) -> str:
@@ -94,7 +94,7 @@ def _described(chart: Chart) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Scale:
-    """Where steps and values lie in the frame."""
+    """Converts steps and values into positions in the chart."""
 
     first: int
     last: int
@@ -105,16 +105,18 @@ class _Scale:
 
     @classmethod
     def of(cls, chart: Chart) -> "_Scale":
-        drawn = [line.series for line in chart.lines] + list(chart.band or ())
-        values = [value for series in drawn for value in series.values]
+        shown = [line.series for line in chart.lines] + list(chart.band or ())
+        values = [value for series in shown for value in series.values]
         values += [chart.level] if chart.level is not None else []
-        steps = [step for series in drawn for step in (series.steps[0], series.steps[-1])]
+        steps = [step for series in shown for step in (series.steps[0], series.steps[-1])]
         logarithmic = chart.logarithmic and min(values) > 0
         places = [math.log10(value) for value in values] if logarithmic else values
         low, high = min(places), max(places)
-        # A flat curve has no range of its own: it gets a tenth of its height, or 1.
+        # A flat curve has no range: its margin is a tenth of its value, or 1.
         room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-        floor = 0.0 if low >= 0 and not logarithmic else -math.inf  # no negative numbers where there are none
+        floor = (
+            0.0 if low >= 0 and not logarithmic else -math.inf
+        )  # no negative axis for values that are never negative
         return cls(
             first=min(steps),
             last=max(*steps, min(steps) + 1),
@@ -132,7 +134,7 @@ class _Scale:
         return round(HEIGHT - BOTTOM - (place - self.low) / (self.high - self.low) * (HEIGHT - TOP - BOTTOM), 1)
 
     def ticks(self) -> list[float]:
-        """Values with a line across."""
+        """Values with a grid line."""
         if self.logarithmic and self.high - self.low >= 1:
             return [10.0**power for power in range(math.ceil(self.low), math.floor(self.high) + 1)]
         if self.logarithmic:
@@ -141,7 +143,7 @@ class _Scale:
 
 
 def _round_ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round numbers in a range, about so many."""
+    """About this many round numbers in a range."""
     raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw)
@@ -160,14 +162,14 @@ def _axes(scale: _Scale) -> list[Html]:
     for tick in _round_ticks(float(scale.first), float(scale.last)):
         if tick == round(tick):
             text = f"{round(tick)}"
-            inside = min(scale.x(tick), WIDTH - len(text) * _DIGIT / 2)  # what is over the edge would be cut off
+            inside = min(scale.x(tick), WIDTH - len(text) * _DIGIT / 2)  # the text would be cut off at the edge
             parts.append(element("text", text, x=inside, y=HEIGHT - 8, text_anchor="middle"))
     parts.append(element("text", "step", x=LEFT - 18, y=HEIGHT - 8, text_anchor="end"))
     return parts
 
 
 def _short(value: float) -> str:
-    """A tick's value in at most eight characters, for which there is room."""
+    """A tick's value in at most eight characters, which fit the margin."""
     if 1e-3 <= abs(value) < 1e7 or not value:
         return f"{value:.6g}" if abs(value) < 1e6 else f"{value:.0f}"
     return f"{value:.2e}".replace(".00e", "e")
@@ -178,8 +180,7 @@ def _points(scale: _Scale, series: Series) -> list[str]:
 
 
 def _curve(scale: _Scale, line: Line) -> Html:
-    thin = line.series.thinned(_DRAWN_POINTS)
-    points = _points(scale, thin)
+    points = _points(scale, line.series.thinned(_DRAWN_POINTS))
     path = element("path", class_=line.look, d="M" + "L".join(points))
     if len(points) > _DOTS or line.look != "main":
         return path
@@ -188,8 +189,8 @@ def _curve(scale: _Scale, line: Line) -> Html:
 
 
 def _area(scale: _Scale, low: Series, high: Series) -> Html:
-    there, back = _points(scale, low), _points(scale, high)[::-1]
-    return element("path", class_="band", d="M" + "L".join([*there, *back]) + "Z")
+    lower, upper = _points(scale, low), _points(scale, high)[::-1]  # one closed outline: there and back
+    return element("path", class_="band", d="M" + "L".join([*lower, *upper]) + "Z")
 
 
 def _across(scale: _Scale, level: float) -> Html:

@@ -1,4 +1,4 @@
-"""What a report is made of: the files of a run folder, or of several, as plain values."""
+"""The data of a report: the files of one or more run folders as plain values."""
 
 import json
 import math
@@ -12,9 +12,9 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import DRAWN, RunFolder
 
 MOST_POINTS = 2000
-"""Points of a curve that a page holds."""
+"""Largest number of points of a curve in a page."""
 MOST_DRAWINGS = 12
-"""Steps whose samples a page shows, and as many drawings by hand."""
+"""Largest number of steps whose samples a page shows, and of calls of the sample command."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Series:
     """A number over the steps of a run."""
 
     steps: Sequence[int]
-    """Ascending."""
+    """Optimizer steps, ascending."""
     values: Sequence[float]
 
     @property
@@ -31,21 +31,21 @@ class Series:
         return self.values[-1]
 
     def thinned(self, at_most: int = MOST_POINTS) -> "Series":
-        """At most so many of its points, as they are: of each stretch the lowest and the highest, so that no spike is lost; and both ends."""
+        """At most this many of its points: the lowest and highest of each interval, so that no spike is lost, and both ends."""
         count = len(self.steps)
         if count <= at_most:
             return self
-        stretches = max((at_most - 2) // 2, 1)
+        intervals = max((at_most - 2) // 2, 1)
         kept = {0, count - 1}
-        for i in range(stretches):
-            # Lowest and highest, not an average: a spike is what a reader looks for.
-            places = range(i * count // stretches, (i + 1) * count // stretches)
+        for i in range(intervals):
+            # Lowest and highest, not an average: readers look for spikes.
+            places = range(i * count // intervals, (i + 1) * count // intervals)
             kept |= {min(places, key=self.values.__getitem__), max(places, key=self.values.__getitem__)}
         chosen = sorted(kept)
         return Series(steps=[self.steps[i] for i in chosen], values=[self.values[i] for i in chosen])
 
     def smoothed(self, points: int) -> "Series":
-        """The exponential average with a memory of about so many points; the first values weigh no more than others."""
+        """The exponential average over about this many points, corrected for the start as Adam corrects its averages."""
         keep = 1 - 1 / max(points, 1)
         total, weight, averaged = 0.0, 0.0, list[float]()
         for value in self.values:
@@ -56,40 +56,40 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratedSheet:
-    """The samples of one step, or of one drawing by hand."""
+    """The samples of one step, or of one call of the sample command."""
 
     title: str
-    """Which step, or the beginning of the files' names."""
+    """The step, or the first part of the file names."""
     picture: Path
-    """Shows all of them."""
+    """Image that shows all samples."""
     samples: Sequence[Mapping[str, Any]]
-    """Of each `file`, `prompt` and `seed`."""
+    """`file`, `prompt` and `seed` of each sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One run; of a run with several experts, one of them."""
+    """One run, or one expert of a run with several."""
 
     name: str
-    """Its folder, or empty for the run itself."""
+    """Name of its folder; empty for the run itself."""
     series: Mapping[str, Series]
-    """By the name that the metrics file gives it."""
+    """Numbers by their name in the metrics file."""
     texts: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    """What is no number, with the step at which it was last said."""
+    """Texts of the metrics file by name, each with the step of its last value."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """By dotted key."""
+    """Values by dotted key."""
     about: Mapping[str, Any] = field(default_factory=dict)
-    """As `environment.py` writes it."""
+    """Environment and data, as `environment.py` writes them."""
     drawings: Sequence[GeneratedSheet] = ()
-    """By step."""
+    """Samples of training, by step."""
     by_hand: Sequence[GeneratedSheet] = ()
-    """In the order in which they were drawn."""
+    """Samples of the sample command, in the order of its calls."""
     completed: int | None = None
-    """The step at which the run was completed; None while it is not."""
+    """Step at which the run was completed; None if it is not complete."""
 
     @property
     def step(self) -> int:
-        """The last step of which something is known."""
+        """The last step with a logged number; 0 if there is none."""
         return max((series.steps[-1] for series in self.series.values()), default=0)
 
     @property
@@ -99,23 +99,25 @@ class Section:
         return sorted(float(name) for name in names if not name.endswith(("_low", "_high")))
 
     def to_json(self) -> dict[str, Any]:
-        """The numbers that the page holds."""
-        thinned = {name: series.thinned() for name, series in self.series.items()}
+        """The numbers for the page's script."""
+        series = {name: each.thinned() for name, each in self.series.items()}
         return {
             "name": self.name,
-            "series": {name: {"steps": list(s.steps), "values": list(s.values)} for name, s in thinned.items()},
+            "series": {name: {"steps": list(s.steps), "values": list(s.values)} for name, s in series.items()},
         }
 
 
 PER_SIGMA = "held_out/sigma_"
-"""Before a noise level: the name of its held-out loss."""
+"""Prefix of the name of the held-out loss at one noise level."""
 
 
 def read_sections(folder: Path) -> list[Section]:
-    """The run in a folder, and the runs in the folders directly below it. What was only drawn with all of these comes last.
+    """The run in a folder, and the runs in the folders directly below it (of experts).
+
+    Without metrics of its own, a folder with such runs comes last: it contains the samples of all experts.
 
     Raises:
-        UserError: If there is none.
+        UserError: If there is no run.
     """
     folder = Path(folder)
     below = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
@@ -134,22 +136,29 @@ def _read_section(path: Path, name: str) -> Section:
         texts=texts,
         config=flatten(read_toml(run.config_file)) if run.config_file.is_file() else {},
         about=_json(run.about) or {},
-        drawings=_drawings(run.samples),
+        drawings=_training_samples(run.samples),
         by_hand=_by_hand(run.samples),
         completed=run.completed_step(),
     )
 
 
 def read_metrics(path: Path) -> tuple[dict[str, Series], dict[str, tuple[int, str]]]:
-    """The numbers of a metrics file by name, and the newest of what is text. What no run writes is passed over: a line that was torn by a
-    crash, and what is neither a finite number nor text."""
+    """The numbers of a metrics file by name, and the last value of each text.
+
+    Lines that are incomplete after a crash, and values that are neither finite numbers nor text, are skipped.
+    """
     points: dict[str, tuple[list[int], list[float]]] = {}
     texts: dict[str, tuple[int, str]] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
             step = int(row.pop("step"))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ):  # the last line may be incomplete while the run writes
             continue
         for name, value in row.items():
             if isinstance(value, str):
@@ -161,28 +170,29 @@ def read_metrics(path: Path) -> tuple[dict[str, Series], dict[str, tuple[int, st
     return {name: Series(steps=steps, values=values) for name, (steps, values) in points.items()}, texts
 
 
-def _drawings(folder: Path) -> list[GeneratedSheet]:
-    """What was drawn while training went on and at its end: evenly spaced steps, the first and the last with them."""
+def _training_samples(folder: Path) -> list[GeneratedSheet]:
+    """The samples of training: evenly spaced steps, including the first and the last."""
     names = ((path.stem.removeprefix("step-"), path) for path in folder.glob("step-*.json"))
     steps = sorted((int(step), path) for step, path in names if step.isdecimal())
-    found = [drawing for step, path in steps if (drawing := _drawing(path, f"Step {step}"))]
+    found = [sheet for step, path in steps if (sheet := _sheet(path, f"Step {step}"))]
     if len(found) <= MOST_DRAWINGS:
         return found
     return [found[round(i * (len(found) - 1) / (MOST_DRAWINGS - 1))] for i in range(MOST_DRAWINGS)]
 
 
 def _by_hand(folder: Path) -> list[GeneratedSheet]:
-    """What the sample command drew: the newest."""
+    """The newest samples of the sample command."""
     listed = sorted(folder.glob(f"{DRAWN}*.json"), key=lambda path: (len(path.name.split("-")[1]), path.name))
-    return [drawing for path in listed if (drawing := _drawing(path, path.stem))][-MOST_DRAWINGS:]
+    return [sheet for path in listed if (sheet := _sheet(path, path.stem))][-MOST_DRAWINGS:]
 
 
-def _drawing(path: Path, title: str) -> GeneratedSheet | None:
-    """What a list of samples names; None if it is torn, or its picture is gone."""
+def _sheet(path: Path, title: str) -> GeneratedSheet | None:
+    """The samples in a JSON list; None if the list is incomplete or its image is missing."""
     listed = _json(path)
-    if listed is None or not (picture := path.parent / Path(str(listed.get("shown", ""))).name).is_file():
+    # `.name` only: a list that was edited must not embed files from elsewhere.
+    if listed is None or not (image := path.parent / Path(str(listed.get("shown", ""))).name).is_file():
         return None
-    return GeneratedSheet(title=title, picture=picture, samples=listed.get("samples", []))
+    return GeneratedSheet(title=title, picture=image, samples=listed.get("samples", []))
 
 
 def _json(path: Path) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What a run knows of itself only while it runs, kept for its report: the machine, and a summary of the data."""
+"""Facts that are only known while a run is running, stored for its report: the machine, and a summary of the data."""
 
 import json
 import os
@@ -15,14 +15,14 @@ from ditkit_core.data.dataset import Dataset
 from ditkit_core.io.files import write_text
 from ditkit_core.io.run_dir import RunFolder
 
-_MOST_EXCLUDED = 1000
+_MOST_EXCLUDED = 1000  # bounds the file, and the report that shows the list
 
 
 def describe_environment(devices: Sequence[torch.device]) -> dict[str, str]:
-    """Versions and devices; nothing that names a machine or a person.
+    """Versions and devices, without names of machines or users: reports are shared.
 
     Args:
-        devices: What the model is trained on, in order.
+        devices: The devices that train, in order.
     """
     named = [_device(device) for device in devices]
     return {
@@ -44,12 +44,12 @@ def _device(device: torch.device) -> str:
 
 
 def data_summary(dataset: Dataset, encoded: Collection[str], held_out: Sequence[str]) -> dict[str, Any]:
-    """What is trained on and what was left out.
+    """Summarize the samples that are trained on, and those that were left out.
 
     Args:
-        dataset: The samples of the folder.
-        encoded: Ids of those that could be encoded.
-        held_out: Ids of those that are measured and not trained on.
+        dataset: The dataset.
+        encoded: Ids of the samples that were encoded.
+        held_out: Ids of the samples that are held out for validation.
     """
     used = [sample for sample in dataset.samples if sample.id in encoded]
     shapes = Counter((sample.frames, sample.height, sample.width) for sample in used)
@@ -70,12 +70,12 @@ def data_summary(dataset: Dataset, encoded: Collection[str], held_out: Sequence[
 
 
 def write_about(folder: RunFolder, *, environment: Mapping[str, str], data: Mapping[str, Any]) -> None:
-    """Keep both in the run's folder. An environment that differs from the last one is added to it: a run may go on elsewhere."""
+    """Store environment and data in the run's folder. An environment that differs from the last one is appended: a run may move."""
     try:
         parts = list(json.loads(folder.about.read_text(encoding="utf-8"))["environments"])
     except (OSError, ValueError, KeyError, TypeError):
         parts = []
-    # Compared without its time: a run that goes on where it was adds nothing.
+    # Compared without its time: a run that continues on the same machine adds nothing.
     before = {name: value for name, value in parts[-1].items() if name != "since"} if parts else {}
     if before != dict(environment):
         since = datetime.now(UTC).isoformat(" ", "seconds")

@@ -19,19 +19,19 @@ from ditkit_core.io.files import write_text
 from ditkit_core.io.run_dir import RunFolder
 
 _PICTURE_SIZE = (1280, 1280)
-"""What an embedded picture is made to fit in, in pixels."""
+"""Largest width and height of an embedded image, in pixels."""
 _PICTURE_BYTES = 400_000
-"""What one takes at most."""
+"""Largest size of an embedded image: a page with many images must still be small enough to send."""
 
 
 def write_report(folder: Path) -> Path:
-    """Write the report of a run's folder anew, whole or not at all.
+    """Write the report of a run's folder atomically, replacing an older one.
 
     Returns:
-        The page.
+        The path of the page.
 
     Raises:
-        UserError: If the folder holds no run, or the page cannot be written.
+        UserError: If the folder contains no run, or the page cannot be written.
     """
     path = RunFolder(Path(folder)).report
     write_text(path, report_page(Path(folder).resolve().name, read_sections(folder)))
@@ -39,11 +39,11 @@ def write_report(folder: Path) -> Path:
 
 
 def report_page(name: str, sections: Sequence[Section]) -> str:
-    """The page.
+    """Build the page.
 
     Args:
-        name: The run's.
-        sections: Its parts, at least one.
+        name: Name of the run.
+        sections: Its sections, at least one.
     """
     written = datetime.now(UTC).isoformat(" ", "seconds").replace("+00:00", " UTC")
     return html_page(
@@ -60,12 +60,12 @@ def _section(section: Section, number: int) -> Html:
     parts: list[Html] = [element("h2", section.name)] if section.name else []
     if section.series:
         parts += [element("p", _state(section)), key_numbers(section)]
-    for title, drawn in charts(section):
-        frames = [chart_figure(chart, section=number) for chart in drawn]
-        parts += [element("h3", title), element("div", *frames, class_="charts")]
-    for title, drawings in (("Samples", section.drawings), ("Drawn by hand", section.by_hand)):
-        if drawings:
-            parts += [element("h3", title), *map(_drawing, drawings)]
+    for title, group in charts(section):
+        figures = [chart_figure(chart, section=number) for chart in group]
+        parts += [element("h3", title), element("div", *figures, class_="charts")]
+    for title, sheets in (("Samples", section.drawings), ("Samples of the sample command", section.by_hand)):
+        if sheets:
+            parts += [element("h3", title), *map(_sheet, sheets)]
     return element("section", *parts, *tables(section), data_name=section.name)
 
 
@@ -76,35 +76,35 @@ def _state(section: Section) -> str:
     return f"At step {section.step}" + (f" of {steps}." if isinstance(steps, int) else ".")
 
 
-def _drawing(drawing: GeneratedSheet) -> Html:
-    """Samples: what shows all of them, and what was asked for."""
-    asked = [
+def _sheet(sheet: GeneratedSheet) -> Html:
+    """The image that shows all samples, and their prompts."""
+    prompts = [
         element(
             "li",
             element("span", str(each.get("prompt", "")), dir="auto"),
             f" (seed {each.get('seed')}, {each.get('file')})",
         )
-        for each in drawing.samples
+        for each in sheet.samples
     ]
-    parts = [element("figcaption", element("strong", drawing.title))]
+    parts = [element("figcaption", element("strong", sheet.title))]
     try:
-        alternative = f"{drawing.title}: " + "; ".join(str(each.get("prompt", "")) for each in drawing.samples)
-        parts.append(element("img", src=embedded_image(drawing.picture), alt=alternative, loading="lazy"))
-    except UserError as error:
+        alternative = f"{sheet.title}: " + "; ".join(str(each.get("prompt", "")) for each in sheet.samples)
+        parts.append(element("img", src=embedded_image(sheet.picture), alt=alternative, loading="lazy"))
+    except UserError as error:  # one damaged image must not prevent the report
         parts.append(element("p", str(error)))
-    prompts = element("details", element("summary", "Prompts, row by row"), element("ol", *asked))
-    return element("figure", *parts, prompts)
+    details = element("details", element("summary", "Prompts, row by row"), element("ol", *prompts))
+    return element("figure", *parts, details)
 
 
 def embedded_image(path: Path) -> str:
-    """A picture as a data address, made smaller until it takes little.
+    """An image as a data URL, with lower quality until it is small enough.
 
     Raises:
-        UserError: If it cannot be read.
+        UserError: If the image cannot be read.
     """
     image = Image.fromarray(still.read_image(path))
     image.thumbnail(_PICTURE_SIZE)
-    # So that a page of many images can still be sent to somebody.
+    # Quality before size: a sample should stay large enough to judge it.
     for quality in (80, 60, 40, 20, 10):
         buffer = io.BytesIO()
         image.save(buffer, format="JPEG", quality=quality)

@@ -1,4 +1,4 @@
-"""Which numbers a report shows of a run, in which order, and in which words."""
+"""The charts, numbers and tables of a run in its report."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from ditkit_core.diagnostics.report.charts import Chart, Line, format_number
 from ditkit_core.diagnostics.report.data import PER_SIGMA, Section, Series
 from ditkit_core.io.tables import Table
 
-_ANEW = "noise levels are drawn anew in each step"
+_NEW_LEVELS = "each step samples new noise levels"
 _GROUPS: Mapping[str, Mapping[str, str]] = {
     "Optimization": {"lr": "learning rate", "grad_norm": "gradient norm"},
     "Speed and memory": {
@@ -29,7 +29,7 @@ _LOGARITHMIC = frozenset({"grad_norm", "activation_max", "activation_drift"})
 
 
 def charts(section: Section) -> list[tuple[str, list[Chart]]]:
-    """What is drawn, group by group; a group without numbers is left out."""
+    """The charts by group; a group without numbers is left out."""
     series = section.series
     groups = [("Loss", [*_loss(series), *_held_out(series, "held_out", "held-out loss")])]
     by_level = [
@@ -58,12 +58,12 @@ def _loss(series: Mapping[str, Series]) -> list[Chart]:
     if "loss" not in series:
         return []
     raw = series["loss"]
-    # One noise level a sample makes the loss of a step nearly as wide as its range: only an average shows a trend.
+    # With one noise level per sample, the loss of single steps varies over nearly its whole range: only an average shows a trend.
     points = max(len(raw.steps) // 50, 1)
     smooth = Line(series=raw.smoothed(points))
     if points == 1:
-        return [Chart(name="loss", title="training loss", lines=[Line(series=raw)], note=_ANEW)]
-    note = f"the line is an average over about {points} steps that were logged; {_ANEW}"
+        return [Chart(name="loss", title="training loss", lines=[Line(series=raw)], note=_NEW_LEVELS)]
+    note = f"the line is an average over about {points} logged steps; {_NEW_LEVELS}"
     return [Chart(name="loss", title="training loss", lines=[Line(series=raw, look="faint"), smooth], note=note)]
 
 
@@ -72,6 +72,7 @@ def _held_out(series: Mapping[str, Series], name: str, title: str) -> list[Chart
         return []
     measured = series[name]
     ends = (series[f"{name}_low"], series[f"{name}_high"]) if {f"{name}_low", f"{name}_high"} <= series.keys() else None
+    # Only a measurement at step 0 shows the model before training.
     level = measured.values[0] if measured.steps[0] == 0 else None
     notes = ["dashed: before training"] if level is not None else []
     if ends is not None:
@@ -81,7 +82,7 @@ def _held_out(series: Mapping[str, Series], name: str, title: str) -> list[Chart
 
 
 def key_numbers(section: Section) -> Html:
-    """The newest of each number, and what the held-out loss says."""
+    """The newest value of each number, and the verdict of the held-out loss."""
     named = {name: words for names in _GROUPS.values() for name, words in names.items()}
     named = {"loss": "training loss", "held_out": "held-out loss"} | named
     rows = [
@@ -90,16 +91,16 @@ def key_numbers(section: Section) -> Html:
         if (series := section.series.get(name)) is not None
     ]
     rows += [[name, text, str(step)] for name, (step, text) in section.texts.items()]
-    said = element("ul", *(element("li", line) for line in validation_verdict(section)))
-    return element("div", said, html_table(Table(head=["newest", "value", "step"], rows=rows), row_titles=True))
+    verdict = element("ul", *(element("li", line) for line in validation_verdict(section)))
+    return element("div", verdict, html_table(Table(head=["newest", "value", "step"], rows=rows), row_titles=True))
 
 
 def validation_verdict(section: Section) -> list[str]:
-    """What the held-out loss says, in sentences."""
+    """Sentences about the held-out loss: its lowest value, its change, and whether the change may be chance."""
     measured = section.series.get("held_out")
     if measured is None:
         return [
-            "No clips are held out (held_out.clips = 0): the training loss alone does not tell whether a run gets better."
+            "No clips are held out (held_out.clips = 0): the training loss alone does not show whether a run gets better."
         ]
     if len(measured.steps) == 1:
         return [f"Held-out loss {format_number(measured.last)} at step {measured.steps[0]}; not measured again yet."]
@@ -114,17 +115,17 @@ def validation_verdict(section: Section) -> list[str]:
         high, low = section.series.get("held_out_high"), section.series.get("held_out_low")
         if high is None or low is None:
             lines.append(
-                "Clips of one file are held out, or the grid was changed: there is no confidence interval; hold out several."
+                "There is no confidence interval: clips of only one file are held out, or the grid was changed; hold out several files."
             )
         elif high.last < measured.values[0] or low.last > measured.values[0]:
-            lines.append("The 95 % interval of that change does not hold 0.")
+            lines.append("The 95 % interval of that change does not contain 0.")
         else:
-            lines.append("The 95 % interval of that change holds 0: it may be chance.")
+            lines.append("The 95 % interval of that change contains 0: it may be chance.")
     return lines
 
 
 def tables(section: Section) -> list[Html]:
-    """What can be opened: held-out numbers, data, environment, configuration."""
+    """The tables that a reader can unfold: held-out numbers, data, environment, configuration."""
     config = {key: json.dumps(value, ensure_ascii=False, default=str) for key, value in section.config.items()}
     environments = section.about.get("environments")
     known = [_pairs(each) for each in environments if isinstance(each, dict)] if isinstance(environments, list) else []
@@ -138,15 +139,15 @@ def tables(section: Section) -> list[Html]:
 
 
 def _measurements(section: Section) -> list[Html]:
-    """Every measurement, as text."""
+    """A table of the held-out measurements."""
     names = ["held_out", *(f"{PER_SIGMA}{s:g}" for s in section.sigmas)]
     columns = [f"{name}{end}" for name in names for end in ("", "_low", "_high") if f"{name}{end}" in section.series]
     if not columns:
         return []
     by_step: dict[int, dict[str, float]] = {}
     for name in columns:
-        thin = section.series[name].thinned(200)
-        for step, value in zip(thin.steps, thin.values, strict=True):
+        series = section.series[name].thinned(200)
+        for step, value in zip(series.steps, series.values, strict=True):
             by_step.setdefault(step, {})[name] = value
     rows = [
         [str(step), *(_cell(name, step, values[name]) if name in values else "" for name in columns)]
@@ -156,7 +157,7 @@ def _measurements(section: Section) -> list[Html]:
 
 
 def _cell(name: str, step: int, value: float) -> Html:
-    """A number to read, which carries the one in the metrics file and where it stands there."""
+    """A rounded number, with the exact value, name and step of the metrics file as attributes for programs."""
     return element("data", format_number(value / _unit(name)), value=repr(value), data_key=name, data_step=step)
 
 
