@@ -41,6 +41,7 @@ def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int
         check_preview_device(run)  # here and not per expert: only the run of all experts generates previews
         for each in runs_of(run):
             check_training(each)
+        # The configuration is not stored in the folder: a check must not count as the start of a run.
         if options.demo:
             spec.demo.write(folder.inputs)
             run = create_run(

@@ -164,7 +164,7 @@ def _check_folder(folder: Path, forms: Collection[str]) -> None:
     if folder.is_file() or folder.suffix == ".safetensors":
         raise UserError(f"--out {folder} names a file, and a whole transformer is written into a folder; name a folder")
     for target in (folder / f"transformer_{form}" for form in forms):
-        if any(target.glob("*")):
+        if any(target.glob("*")):  # an empty folder may exist
             raise UserError(f"{target} exists; name another folder with --out, or remove it")
 
 

@@ -26,7 +26,7 @@ def encode_run(spec: ModelSpec, config: RunConfig, options: EncodeOptions) -> No
         UserError: If the run is not valid, or the folder of `--dump` is not apart from the data.
     """
     run = create_run(spec, config)
-    check_run(run)
+    check_run(run)  # the same checks as before training: what a run would refuse is not worth encoding
     if options.demo:
         spec.demo.write(RunFolder(Path(config.run.folder)).inputs)
         run = create_run(spec, config)

@@ -35,6 +35,7 @@ def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     Raises:
         UserError: If the run has no save, or cannot be exported in this form, dtype or place.
     """
+    # A flag replaces the run's list of forms: somebody who names one wants that file alone.
     wanted = replace(
         config.export,
         forms=(options.to,) if options.to else config.export.forms,
@@ -48,7 +49,7 @@ def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     for each in runs_of(run):
         name = f"_{each.expert.name}" if each.expert is not None and is_joint(run) else ""
         _export(each, wanted, options, RunFolder(Path(config.run.folder)), name)
-        release_memory()
+        release_memory()  # before the next expert: both need not fit at once
 
 
 def _export(run: RunContext, wanted: ExportConfig, options: ExportOptions, folder: RunFolder, name: str) -> None:
@@ -157,6 +158,7 @@ class Exporter(Callback):
     def _writes_transformer(self) -> bool:
         return self._run.config.export.merged or self._run.config.adapter.method == "full"
 
+    # The parameters at this point are those to be used: the trainer has put the average in place, if there is one.
     def _export_adapter(self, stem: str, step: int) -> list[Path]:
         run, metadata = self._run, export_metadata(self._run, self._prepared, step, data=self._data)
         model, folder = self._prepared.model, self._folder.exports

@@ -109,6 +109,7 @@ def task_for(run: RunContext, cards: tuple[GPU, ...]) -> FitTask:
     def profile_of(policy: str, quantize: str) -> Profile:
         return profile(replace(job, policy=policy, quantize=stored if quantize == "none" else quantize))
 
+    # One 8-bit format is enough: both have the same size, so the configured one is tried, else int8.
     eight_bits = () if stored != "none" else ("fp8",) if config.base.quantize == "fp8" else ("int8",)
     return FitTask(
         cards=cards,

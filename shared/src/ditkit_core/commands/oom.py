@@ -51,6 +51,7 @@ def measured_peaks(config: RunConfig) -> tuple[int, ...]:
     if config.train.device == "cpu" or not torch.cuda.is_available():
         return (process_peak_bytes(),)
     devices = range(torch.cuda.device_count())
+    # Allocated and not reserved bytes: the plan counts tensors, and this number is printed next to it.
     return tuple(torch.cuda.max_memory_allocated(device) for device in devices)
 
 
@@ -174,6 +175,7 @@ def _single(run: RunContext) -> Iterator[SuggestedChange]:
         yield from lever
 
 
+# A plan that does not fit was right: then nothing has to be subtracted from the memory of the device.
 def _allowed(fits: bool, peak: int) -> int:
     return int(UNDER_THE_PLAN * peak) if fits else 2**62
 

@@ -33,6 +33,7 @@ def held_out_lines(result: TrainResult, folder: RunFolder) -> Iterator[str]:
     if result.step:
         said += f"; {_judged(interval, before)}"
     yield said
+    # The best save by held-out loss, which is often not the last one: adapters overfit.
     found = best(folder.state)
     if found is None:
         return

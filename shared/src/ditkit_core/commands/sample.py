@@ -64,7 +64,7 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
         stages = single_stage(prepared.model, engine_of(sampling, prepared))
         what = Path(options.adapter).stem if options.adapter else f"step-{load_trained(prepared, folder):06d}"
     out = Path(options.out) if options.out else folder.samples
-    with next_drawing(out) as number:
+    with next_drawing(out) as number:  # numbers are reserved: two commands in one folder never overwrite each other
         files_written = generate_samples(run, stages, prompts, out, f"{number}-{what}")
     say("\n".join(str(file) for file in files_written))
 

@@ -71,6 +71,7 @@ class QueuedPreviews(Callback):
         return bool(self._every_steps) and step % self._every_steps == 0
 
     def on_preview(self, step: int) -> None:
+        # Training waits here for the copy alone, not for the samples.
         with self._prepared.readable():
             # Inside `readable`: of streamed blocks these are the values in host memory.
             self._take(step, trainable_parameters(self._prepared.model))

@@ -118,7 +118,7 @@ class Previews:
         child, self._child = self._child, None
         if child is None:
             return
-        _close(child)
+        _close(child)  # the worker ends when its standard input is closed
         try:
             child.wait(GRACE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -264,6 +264,7 @@ def visible_devices(device: torch.device, environment: Mapping[str, str]) -> str
     """
     if device.type == "cpu":
         return ""
+    # Entries may be UUIDs or a permutation: the index of this process selects an entry and is not a device number.
     index, seen = device.index or 0, environment.get("CUDA_VISIBLE_DEVICES")
     return str(index) if seen is None else seen.split(",")[index].strip()
 

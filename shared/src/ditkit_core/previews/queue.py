@@ -61,7 +61,9 @@ def drop_after(folder: Path, saved: Mapping[str, int]) -> None:
     """
     for path in waiting(folder):
         expert, step = named(path)
-        if step > saved.get(expert, step):
+        if step > saved.get(
+            expert, step
+        ):  # an expert that is not in `saved` keeps its previews: no step is after itself
             path.unlink(missing_ok=True)
 
 

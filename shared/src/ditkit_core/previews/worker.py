@@ -94,6 +94,7 @@ def generate_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, le
     Raises:
         UserError: For mistakes that the user can fix; previews that are left stay in the queue.
     """
+    # The stored configuration: the parent has written what it resolved, flags included.
     config = elsewhere(resolve(RunConfig, stored=path), device, streamed)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
@@ -189,7 +190,7 @@ def _stages(run: RunContext, file: Path, preview: Preview) -> Sequence[DenoiserS
 
 def _end_with_parent() -> None:
     """Interrupt the main thread when the pipe from the parent is closed, and end the process if that is not enough."""
-    while os.read(0, 1):
+    while os.read(0, 1):  # nothing is ever written: the read returns when the pipe is closed
         pass
     _thread.interrupt_main()
     time.sleep(_GRACE_SECONDS)

@@ -28,6 +28,7 @@ def grid(images: Sequence[Float[Tensor, "3 _ _"]], *, columns: int = 0) -> Float
     """
     columns = columns or math.ceil(math.sqrt(len(images)))
     rows = math.ceil(len(images) / columns)
+    # Cells of one size: prompts may have different aspect ratios, and columns should still line up.
     height, width = max(p.shape[1] for p in images), max(p.shape[2] for p in images)
     canvas = torch.ones(3, rows * (height + GAP) - GAP, columns * (width + GAP) - GAP)
     for number, image in enumerate(images):

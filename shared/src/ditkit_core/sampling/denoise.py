@@ -96,7 +96,7 @@ class _Sample:
         self._job, self._steps = job, sampler.denoise(job)
         self.latents: Tensor | None = None
         self._sigma = 1.0
-        self._resume(lambda: next(self._steps))
+        self._resume(lambda: next(self._steps))  # up to the first `yield`, which gives the first noise level
 
     def advance(self, loaded: _LoadedStage, min_sigma: float, on_step: Callable[[], None]) -> None:
         """Take all remaining steps at noise levels of `min_sigma` and above."""

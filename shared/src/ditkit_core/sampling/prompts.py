@@ -148,6 +148,7 @@ class SampleConfig:
         if frame_step and self.frames and (self.frames - 1) % frame_step:
             near = max(1, round((self.frames - 1) / frame_step) * frame_step + 1)
             raise UserError(f"sample.frames = {self.frames}: frames are 1 + a multiple of {frame_step}; try {near}")
+        # Refused and not rounded: a sample of another size than asked for would go unnoticed.
         for key, size in (("height", self.height), ("width", self.width)):
             if size % size_step:
                 near = max(size_step, round(size / size_step) * size_step)
@@ -190,6 +191,7 @@ class SampleConfig:
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {close[0]!r}" if close else f"it has {', '.join(known) or 'none'}"
                 raise UserError(f"sample.controls: {name!r} is no column of this model; {hint}")
+            # Compared by the column's own name: two aliases of one column are a repetition too.
             if known[name].name in files:
                 raise UserError(f"sample.controls: {name!r} is given twice; leave one of them out")
             if known[name].kind != "text":
@@ -226,6 +228,7 @@ class SampleConfig:
         """
         frames, height, width = size
         references = tuple(Path(reference).expanduser() for reference in self.references)
+        # An edit should have the shape of the image that it edits, with about as many pixels as in training.
         if references and not self.height and not self.width:
             info = probe(references[0])
             sizes = bucket_sizes(height, width, step=size_step, max_aspect=_MAX_ASPECT)

@@ -88,6 +88,7 @@ def render_samples(
         {"file": file.name, "prompt": request.prompt, "seed": request.job.seed}
         for file, request in zip(files, requests, strict=True)
     ]
+    # One overview image of every run of prompts: the report embeds it, and a reader compares steps by it.
     if any(clip.shape[1] > 1 for clip in clips):
         files.append(to.folder / f"{to.stem}-sheet.png")
         write_image(files[-1], contact_sheet(clips))
@@ -114,4 +115,5 @@ def _written(pixels: Tensor, request: PromptRequest, to: SampleFiles) -> Path:
 
 def _slug(prompt: str) -> str:
     """A prompt as part of a file name, on any file system."""
+    # ASCII only and at most 40 characters: Windows limits paths, and case-insensitive file systems merge names.
     return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:40].rstrip("-") or "sample"
