@@ -1,1 +1,1 @@
-"""What proves a model: the conformance checks that any package runs, and a toy model that passes them."""
+"""Proof of a model: the conformance checks that any package runs, and a toy model that passes them."""

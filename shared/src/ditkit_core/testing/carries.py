@@ -1,4 +1,4 @@
-"""What every carry has to be: of the types that its fields are annotated with, those of a NamedTuple in it included."""
+"""The check of a carry: every field has its annotated type, also in a NamedTuple inside of it."""
 
 import typing
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 
 def check_carry(carry: Any) -> None:
-    """Hold a carry against its own annotations; dimensions of one name must agree over all fields.
+    """Check a carry against its own annotations; dimensions of one name must agree over all fields.
 
     Type-check import hooks look at function arguments and do not see the fields of a NamedTuple.
 
     Raises:
-        AssertionError: Naming the field.
+        AssertionError: If a field differs; the message names it.
     """
     assert isinstance(carry, tuple), "a carry is a NamedTuple"
     fields = list(_fields(carry))
@@ -25,13 +25,14 @@ def check_carry(carry: Any) -> None:
         for name, value, options in fields:
             shown = tuple(value.shape) if isinstance(value, Tensor) else value
             assert isinstance(value, options), f"carry.{name} is {shown}, annotated {options}"
+            # Only tensors in fields of their own are found by the engine, which moves, detaches and stores them.
             is_seen = isinstance(value, Tensor) or _is_named(value)
             hidden = not is_seen and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
             assert not hidden, f"carry.{name} has tensors inside a {type(value).__name__}: give each a field of its own"
 
 
 def _fields(carry: Any, inside: str = "") -> Iterator[tuple[str, Any, tuple[type, ...]]]:
-    """Name, value and types that its annotation allows, of every field; those of a NamedTuple in it follow it."""
+    """Name, value and allowed types of every field; the fields of a NamedTuple follow it."""
     for name, hint in typing.get_type_hints(type(carry), include_extras=True).items():
         value = getattr(carry, name)
         yield f"{inside}{name}", value, tuple(_options(hint))

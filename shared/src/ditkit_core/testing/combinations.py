@@ -1,4 +1,4 @@
-"""Which combinations of values a check runs every day; the others are marked `exhaustive`, and run every night."""
+"""The combinations of values that a check runs daily; the others are marked `exhaustive` and run nightly."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +11,13 @@ NIGHTLY_FOR_VARIANTS = (
     "test_errors_come_in_the_right_order",
     "test_no_cut_changes_a_number_over_a_quantized_base",
 )
-"""Checks that take longest, of what a family's blocks have in common: `Conformance.nightly`."""
+"""The slowest checks, of features that all variants of a family share: `Conformance.nightly`."""
 
 
 def pairwise(
     levers: Mapping[str, Sequence[Any]], allowed: Callable[[tuple[Any, ...]], bool] = lambda case: True
 ) -> list[tuple[Any, ...]]:
-    """Cases in which every pair of values of two levers occurs that an allowed case has: each is the one with the most pairs still missing."""
+    """Cases that cover every allowed pair of values of two levers, chosen greedily: the next case is the one with the most missing pairs."""
     every = [case for case in itertools.product(*levers.values()) if allowed(case)]
     missing = {pair for case in every for pair in _pairs(case)}
     cases: list[tuple[Any, ...]] = []
@@ -32,16 +32,16 @@ def _pairs(case: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 
 
 def every_value(*levers: Sequence[Any]) -> list[Any]:
-    """The product of some levers; daily are as many cases as the longest lever has values, so that each value of each is in one.
+    """The product of some levers; the daily cases contain each value of each lever once or more.
 
-    For checks of one subject under two levers: that no pair of levers is at odds is what `LeverChecks` and `PolicyChecks` check daily.
+    For checks of one subject under two levers: `LeverChecks` and `PolicyChecks` check pairs of levers daily.
     """
     longest = max(map(len, levers))
     return _marked(levers, [tuple(lever[i % len(lever)] for lever in levers) for i in range(longest)])
 
 
 def every_pair(*levers: Sequence[Any]) -> list[Any]:
-    """The product of some levers; daily are cases in which every pair of values of two levers occurs."""
+    """The product of some levers; the daily cases contain every pair of values of two levers."""
     return _marked(levers, pairwise({str(index): lever for index, lever in enumerate(levers)}))
 
 

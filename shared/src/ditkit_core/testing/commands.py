@@ -1,4 +1,4 @@
-"""What every package's commands do alike: they answer what needs no model before anything slow is imported."""
+"""The checks of every package's commands: they answer requests that need no model before slow imports."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from ditkit_core.previews.worker import spec_at
 SLOW = ("accelerate", "av", "diffusers", "huggingface_hub", "peft", "tensorboard", "torchao", "transformers")
 """Libraries that take seconds to import."""
 
-# One process for all: what one call imports is still there at the next, so that the order of the calls hides nothing.
+# One process for all calls: an import by one call is still visible in the next, so the order hides nothing.
 _PROGRAM = """
 import json, sys
 from importlib.metadata import entry_points
@@ -32,11 +32,11 @@ print(json.dumps([statuses, sorted(found)]))
 
 
 def check_commands(name: str, package: str, folder: Path) -> None:
-    """Assert that a package installs its commands and no other, and that they answer at once.
+    """Assert that a package installs its commands and no others, and that they answer without slow imports.
 
     Args:
-        name: The family's, `ModelSpec.name`.
-        package: What is imported: `ditkit_wan`.
+        name: The family's `ModelSpec.name`.
+        package: The package's import name, such as `ditkit_wan`.
         folder: An empty folder.
     """
     commands = [f"{name}-{command}" for command in OPTIONS]
@@ -53,7 +53,7 @@ def check_commands(name: str, package: str, folder: Path) -> None:
     *said, last = done.stdout.splitlines()
     statuses, found = json.loads(last)
     assert statuses == {command: [0, 0, 2, 2, 2, 2, 2] for command in commands}
-    assert found == [], "imported before a mistake is said"
+    assert found == [], "imported before an error is reported"
     for command in commands:
         assert any(line.startswith(f"usage: {command}") for line in said)
         assert any(line.startswith(f"{command} {ditkit_core.__version__} (torch") for line in said)

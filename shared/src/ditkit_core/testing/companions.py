@@ -1,4 +1,4 @@
-"""What encoders hold, and what tiles change in what a VAE gives: for any package's VAE and text encoder."""
+"""Checks of any package's VAE and text encoder: their memory, and the effect of tiles on a VAE's results."""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -14,31 +14,31 @@ from ditkit_core.planner.memory_tracker import MemoryTracker
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Numbers in a module; a parameter that is shared counts once."""
+    """Number of parameters of a module; a shared one is counted once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def live(model: nn.Module, work: Callable[[], Any]) -> int:
-    """Bytes of tensors on the CPU at their highest while `work` is done, the model's weights among them."""
-    with MemoryTracker() as ledger:
-        ledger.track(model, "weights")
+    """Peak of bytes of CPU tensors during `work`, including the model's weights."""
+    with MemoryTracker() as tracker:
+        tracker.track(model, "weights")
         work()
-    return ledger.peak[torch.device("cpu")]
+    return tracker.peak[torch.device("cpu")]
 
 
 def check_tiles(
     whole: Any, tiled: Any, clip: Float[Tensor, "channels frames height width"], *, module: ModuleType, patch: Any
 ) -> None:
-    """Hold what tiles change, encoding and decoding, against what tiles do that lie one latent off their place.
+    """Compare the effect of tiles on encoding and decoding with that of tiles that are misplaced by one latent.
 
-    A VAE looks farther than the overlap, so that tiles change every number a little. One latent is the least that they can be
-    misplaced by.
+    A VAE's receptive field is larger than the overlap, so tiles change every number a little. One latent is the smallest possible
+    misplacement.
 
     Args:
-        whole: The family's media encoder, loaded, which works on whole clips.
-        tiled: The same, which works in tiles.
-        clip: Pixels, of more than one tile.
-        module: Of the encoder: where it finds `in_tiles`.
+        whole: The family's media encoder, loaded, without tiles.
+        tiled: The same encoder with tiles.
+        clip: Pixels of a clip larger than one tile.
+        module: The encoder's module, which has `in_tiles`.
         patch: pytest's `monkeypatch`.
     """
     latents = whole.encode([clip])[0]["latents"]

@@ -2,8 +2,8 @@
 
     python -m ditkit_core.testing.compiled_conformance variants test_conformance,test_conformance_controls TestWan,TestWanToDance
 
-Run in a process of its own, where no hook checks types: those checks cannot be traced. A variant joins by being a class of checks, in a module
-that is named. All variants share the compiler's graphs, as the two experts of a run do.
+It runs in a separate process without type-check hooks, because these cannot be traced. Every class of checks in a named module is a
+variant. All variants share the compiler's graphs, as the two experts of a run do.
 """
 
 import json
@@ -37,11 +37,11 @@ COMPILED_LEVERS = {
     "layout": ("one", "two"),  # graphs are of one device: more of them would compile the same again
     "autocast": (False, True),
 }
-"""Values by lever, as `conformance_levers` combines them; `_FEW` are one of each."""
+"""Values by lever, as `conformance_levers` combines them; `_FEW` has one value of each."""
 
 
 def variants(kind: Any) -> dict[str, Any]:
-    """Steps under `attn_only`: how far from eager, and the graphs that each took, with the kinds of block that there are."""
+    """Steps under `attn_only`: the difference from eager, the number of graphs of each step, and the number of kinds of blocks."""
     model: Any = make_model(kind.spec, kind.arch, adapter=ADAPTERS["lora"])
     items = kind().items(2, ragged=True)
     expected, graphs = numbers(kind.spec, model, items, BlockEngine()), []
@@ -55,13 +55,13 @@ def variants(kind: Any) -> dict[str, Any]:
 
 
 def policies(kind: Any) -> dict[str, Any]:
-    """What `compare` finds of adapters that drop, in bf16, and of samples of one size."""
+    """The result of `compare` for adapters with dropout in bf16, with samples of one size."""
     model = make_model(kind.spec, kind.arch, dtype=torch.bfloat16, adapter=ADAPTERS["lora with dropout"])
     return _compared(kind, model, kind().items(2))
 
 
 def full(kind: Any) -> dict[str, Any]:
-    """The same of a full fine-tune in fp32, and of one sample."""
+    """The same for a full fine-tune in fp32, with one sample."""
     return _compared(kind, make_model(kind.spec, kind.arch), kind().items(1))
 
 
@@ -74,7 +74,7 @@ def _compared(kind: Any, model: Any, items: Items) -> dict[str, Any]:
 
 
 def sizes(kind: Any) -> list[int]:
-    """New graphs of one to seven samples of one size, and of two to seven of several."""
+    """Number of new graphs for one to seven samples of one size, then for two to seven samples of several sizes."""
     model = make_model(kind.spec, kind.arch, adapter=ADAPTERS["lora"])
     found = []
     for count, ragged in [*((n, False) for n in range(1, 8)), *((n, True) for n in range(2, 8))]:
@@ -100,7 +100,7 @@ def levers(kind: Any) -> dict[str, Any]:
 def _together(
     kind: Any, policy: str, quantize: str, adapter: str, layout: str, one_of: int, pipelined: bool, offloads: bool, autocast: bool,
 ) -> Iterator[str]:  # fmt: skip
-    """What differs from the same step compiled without levers; and levers that were not in force."""
+    """Differences from the same compiled step without levers, and levers that had no effect."""
     dtype, trained = torch.bfloat16, ADAPTERS[adapter]
 
     def made() -> Any:
@@ -137,7 +137,7 @@ def _together(
 
 
 class _host_as_device:
-    """Inside the block the host is a device to move from."""
+    """Inside the block, activations are offloaded from the CPU too."""
 
     def __enter__(self) -> None:
         self._was = offload.can_offload
@@ -148,7 +148,7 @@ class _host_as_device:
 
 
 def _fused(kind: Any, policy: str) -> Iterator[str]:
-    """What differs between full fine-tunes: stepping behind the backward, all resident; and in it, all streamed. Both with an average."""
+    """Differences between two full fine-tunes with EMA: a step after the backward with resident blocks, and steps in it with streamed blocks."""
     items, ema = kind().items(2, ragged=True), EMAConfig(decay=0.9)
     model: Any = make_model(kind.spec, kind.arch)
     expected, values = train_streamed(kind.spec, model, items, policy, ema=ema, compile=BACKEND)
@@ -162,7 +162,7 @@ def _fused(kind: Any, policy: str) -> Iterator[str]:
 
 
 def kinds(modules: str, names: str) -> dict[str, Any]:
-    """Classes of checks by name, out of several modules."""
+    """Classes of checks by name, from several modules."""
     found = {name: kind for module in modules.split(",") for name, kind in vars(import_module(module)).items()}
     return {name: found[name] for name in names.split(",")}
 

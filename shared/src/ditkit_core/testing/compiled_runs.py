@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 SUPPORT = "support"
-"""The folder beside the tests whose modules they import by name."""
+"""The folder next to the tests from which they import modules by name."""
 
 TOLERANCES = {"float32": 2e-5, "bfloat16": 0.1}
-"""Of compiled against eager steps, relative to the largest value of a tensor. fp32: the plain compositions that run under a compiler, and the
-loops that it fuses, sum in another order. bf16: eager blocks round between operations that a fused loop keeps in fp32, so that values
-differ by a few of bf16's steps of 2^-8."""
+"""Tolerances of compiled against eager steps, relative to the largest value of a tensor. fp32: compiled code sums in another order. bf16:
+eager blocks round between operations where a fused loop stays in fp32, so that values differ by a few of bf16's steps of 2^-8."""
 
 
 def printed(script: Path | str, *arguments: str, folder: Path | None = None, timeout: int = 280) -> Any:
-    """What a script, or a module by its name, prints last, as JSON; run in a folder, whose modules it finds, for at most so many seconds."""
+    """Run a script, or a module by name, and parse the last line that it prints as JSON; `folder` is its working folder and import path."""
     named = ["-m", script] if isinstance(script, str) else [str(script)]
     env = os.environ if folder is None else os.environ | {"PYTHONPATH": str(folder / SUPPORT)}
     command = [sys.executable, *named, *arguments]
@@ -29,9 +28,9 @@ def printed(script: Path | str, *arguments: str, folder: Path | None = None, tim
 
 
 def variants_of(folder: Path) -> dict[str, str]:
-    """Variants of a model that conformance checks in a folder know, and the module that has each: one joins by being written there.
+    """The variants of a model with conformance checks in a folder, each with its module.
 
-    Those that other checks need not know are in modules whose names begin with `compiled_` in place of `test_conformance`.
+    Variants for compiled checks alone are in modules whose names begin with `compiled_` instead of `test_conformance`.
     """
     return {
         name: file.stem
@@ -43,7 +42,7 @@ def variants_of(folder: Path) -> dict[str, str]:
 
 
 def by_variant(work: str, folder: Path, names: Collection[str], **options: Any) -> dict[str, Any]:
-    """What a work of `compiled_conformance` found, for each of some variants."""
+    """The results of one of `compiled_conformance`'s works, by variant."""
     modules = variants_of(folder)
     wanted = dict.fromkeys(modules[name] for name in names)
     found = printed(
@@ -54,7 +53,7 @@ def by_variant(work: str, folder: Path, names: Collection[str], **options: Any) 
 
 
 def check_variants(folder: Path, names: Collection[str]) -> None:
-    """Hold compiled steps of some variants against what all variants keep: eager numbers, one graph for each kind of block, none for a second step."""
+    """Check compiled steps of some variants: numbers close to eager, at most one graph per kind of block, none for a second step."""
     for name, found in by_variant("variants", folder, names).items():
         assert found["from_eager"] <= TOLERANCES["float32"], (name, found)
         first, second = found["graphs"]
@@ -62,7 +61,7 @@ def check_variants(folder: Path, names: Collection[str]) -> None:
 
 
 def check_equal_policies(work: str, folder: Path, names: Collection[str]) -> None:
-    """Hold what `policies` or `full` found of some variants: equal policies that run attention as often as eager ones."""
+    """Check the results of `policies` or `full`: policies are bitwise identical, and attention runs as often as in eager mode."""
     tolerance = TOLERANCES["float32" if work == "full" else "bfloat16"]
     for name, found in by_variant(work, folder, names, timeout=3000).items():
         assert {policy: under["forwards"] for policy, under in found.items()} == {
@@ -73,19 +72,19 @@ def check_equal_policies(work: str, folder: Path, names: Collection[str]) -> Non
 
 
 def check_levers(work: str, folder: Path, names: Collection[str]) -> None:
-    """Hold that levers changed nothing in any of their combinations, and were in force."""
+    """Check that no combination of levers changed a number, and that every lever had an effect."""
     for name, found in by_variant(work, folder, names, timeout=3000).items():
         assert found and not any(found.values()), (name, {case: wrong for case, wrong in found.items() if wrong})
 
 
 def check_policies(found: Mapping[str, Mapping[str, Any]], *, num_attention: int, dtype: str, backend: str) -> None:
-    """Hold what `compiled_steps.compare` found of `none`, `full` and `attn_only` against what they promise.
+    """Check the result of `compiled_steps.compare` for `none`, `full` and `attn_only`.
 
     Args:
-        found: By policy.
-        num_attention: Attention calls of a forward.
-        dtype: Of the matmuls, as torch names it.
-        backend: The compiler's; `aot_eager` changes no bit between policies.
+        found: Results by policy.
+        num_attention: Number of attention calls in a forward.
+        dtype: Dtype of the matmuls, by torch's name.
+        backend: The compiler's backend; under `aot_eager`, policies are bitwise identical.
     """
     assert {policy: under["forwards"] for policy, under in found.items()} == {
         "none": num_attention, "full": 2 * num_attention, "attn_only": num_attention,

@@ -1,4 +1,4 @@
-"""Steps of compiled blocks for tests, which run them in processes of their own: the type checks of tests cannot be traced."""
+"""Steps of compiled blocks for tests, which run them in separate processes, because type checks cannot be traced."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ _FORWARDS = ("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_safe_s
 
 
 class Emptying:
-    """The passage that empties a block's frozen weights between their uses, as `swap_blocks` does it: the storage stays and its memory goes."""
+    """Hooks that free a block's frozen weights between their uses, as `swap_blocks` does: the storage stays and its memory is freed."""
 
     def __init__(self) -> None:
         self._there: list[tuple[Tensor, Tensor]] = []
@@ -28,7 +28,7 @@ class Emptying:
         self.refilled = 0
 
     def pre_forward(self, index: int, block: nn.Module) -> None:
-        """The weights are there, and those of the block before are not."""
+        """Fill this block's weights, and free those of the block before."""
         self._empty()
         frozen = (parameter for parameter in block.parameters() if not parameter.requires_grad)
         self._there = self._gone.pop(index, []) or [(parameter, parameter.detach().clone()) for parameter in frozen]
@@ -36,14 +36,14 @@ class Emptying:
         self._index = index
 
     def post_forward(self, index: int, block: nn.Module, carry: Any) -> None:
-        """Nothing: the next block empties it."""
+        """Nothing: the next block's hook frees it."""
 
     def pre_backward(self, index: int, block: nn.Module) -> None:
-        """As `enter`."""
+        """As `pre_forward`."""
         self.pre_forward(index, block)
 
     def restore(self) -> None:
-        """All weights are there."""
+        """Fill all weights."""
         self._empty()
         for held in list(self._gone):
             self._fill(self._gone.pop(held))
@@ -66,16 +66,16 @@ class Emptying:
 
 @contextmanager
 def divided(model: Any, devices: Sequence[torch.device]) -> Iterator[Counter[torch.device]]:
-    """Inside the block the engine takes the stages of a model to lie on these devices, which are all the host.
+    """Inside the block, the engine treats the stages of a model as if they were on these devices; all tensors are on the CPU.
 
-    The compiler cannot trace a `PretendTensor`. So the tensors are the host's own, and what moves is copied.
+    The compiler cannot trace a `PretendTensor`. So tensors are plain CPU tensors, and each move is a copy.
 
     Args:
         model: The model.
-        devices: Of the embedding, each block and the head.
+        devices: Devices of the embedding, each block and the head.
 
     Yields:
-        How often a carry was moved to each.
+        Number of moves of a carry to each device.
     """
     of, moves = activation_checkpoint.device_of, Counter[torch.device]()
     where = {id(x): y for x, y in zip([model.embed, *model.blocks(), model.head], devices, strict=True)}
@@ -108,7 +108,7 @@ def numbers(spec: ModelSpec, model: Any, items: Items, engine: BlockEngine) -> l
 
 
 def attention_forwards(work: Callable[[], object]) -> int:
-    """How often attention ran forwards in some work; by the profiler, because no dispatch mode sees into compiled code."""
+    """Number of attention forwards in `work`; counted by the profiler, because no dispatch mode sees into compiled code."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         work()
     ran = Counter(event.name for event in profile.events())
@@ -116,7 +116,7 @@ def attention_forwards(work: Callable[[], object]) -> int:
 
 
 def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest, relative to the largest value of its tensor."""
+    """The largest difference, relative to the largest value of its tensor."""
     return max(
         float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp_min(1e-12))
         for a, b in zip(found, expected, strict=True)
@@ -126,10 +126,10 @@ def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 def compare(
     spec: ModelSpec, model: Any, items: Items, policies: Sequence[str], *, backend: str, attention: str = "sdpa"
 ) -> dict[str, dict[str, Any]]:
-    """What compiled steps come to under each policy, the first of which the others are compared with.
+    """Results of compiled steps under each policy, compared with those under the first policy.
 
     Returns:
-        By policy: `equal` to the first, to the bit; the largest difference `from_eager`, relative; `forwards` of attention; `graphs`.
+        By policy: `equal` if bitwise identical to the first; the largest difference `from_eager`, relative; `forwards` of attention; `graphs`.
     """
     eager, first, found = numbers(spec, model, items, BlockEngine(backend=attention)), None, {}
     for policy in policies:

@@ -7,7 +7,7 @@
         def items(self, count, ragged=False):
             return [{"latents": …, "text": …} for _ in range(count)]
 
-What must not change numbers is compared to the bit, on the CPU in one thread.
+Features that must not change numbers are compared bitwise, on the CPU in one thread.
 """
 
 import itertools
@@ -53,32 +53,32 @@ from ditkit_core.testing.pretend_devices import PretendDevices, move_to
 from ditkit_core.testing.world import ADAPTERS, Items, counted, make_model, outcome, train_shortly
 from ditkit_core.weights.fused_tensors import FusedTensors
 
-# Beside the blocks, what is computed once and handed to all of them is trained: modulation, time and text embedding.
+# Also adapts layers outside the blocks, which compute tensors for all of them: modulation, time and text embedding.
 EVERYWHERE = {"lora everywhere": AdapterConfig(rank=4, targets=("*",))}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# What `ops(...)` keeps, by what stands in parentheses.
+# The operations that `ops(...)` keeps, by its arguments.
 KEPT_OPERATIONS = {names: frozenset().union(*(SETS[name] for name in names.split(", "))) for names in ("matmul, attention", "attention")}  # fmt: skip
 # Recomputing runs attention twice, unless it is kept.
 ATTENTION_FORWARDS = {"none": 1, "full": 2, "attn_only": 1}
 
 
 class CoreChecks:
-    """The checks of the seam itself: stages, carry, checkpointing policies, precision, adapters, ragged batches."""
+    """The checks of the interface between model and engine: stages, carry, checkpointing policies, precision, adapters, ragged batches."""
 
     spec: ClassVar[ModelSpec]
     arch: ClassVar[Any]
     one_in: ClassVar[int] = 1
-    """For variants of a model that passes: of a check's combinations one in so many is run, and one at least; others for each variant, and the
-    rest are marked `exhaustive`. It should have no factor in common with the sizes of what is combined, so that all of each are met."""
+    """For variants of a model that passes: each variant runs one in `one_in` of a check's combinations daily, at least one, and different
+    ones for each variant; the rest are marked `exhaustive`. It should be coprime to the numbers of values, so that each value occurs."""
     nightly: ClassVar[tuple[str, ...]] = NIGHTLY_FOR_VARIANTS
-    """Of a variant none of these is run daily: they take longest, and are about what the family's blocks have in common."""
+    """Checks that variants run only nightly: the slowest ones, of features that all variants of a family share."""
     idle: ClassVar[tuple[str, ...]] = ()
-    """How names of parameters begin that not every item uses."""
+    """Prefixes of the names of parameters that some items do not use."""
 
     def items(self, count: int, ragged: bool = False) -> Items:
         """Training items, deterministic; of different sizes if `ragged`.
 
-        Of three ragged ones the second has more tokens than the first, and the third as many in another grid.
+        Of three ragged items, the second has more tokens than the first, and the third has as many as the first in another grid.
         """
         raise NotImplementedError
 
@@ -116,7 +116,7 @@ class CoreChecks:
                 check_carry(carry)
 
     def test_an_item_that_does_not_fit_is_found_on_meta(self) -> None:
-        """What tells a user that the encoders are another model's before the weights are read."""
+        """This check tells a user before weights are read that the encoders belong to another model."""
         model: Any = make_model(self.spec, self.arch).to("meta")
         item = {name: tensor.to("meta") for name, tensor in self.items(1)[0].items()}
         check_item(self.spec, model, item)
@@ -129,7 +129,7 @@ class CoreChecks:
         names: list[str] = []
 
         class Names:
-            """Stands in for torch_remat's region where attention marks what is kept."""
+            """Replaces torch_remat's region, with which attention marks tensors to keep."""
 
             @staticmethod
             def region(function: Any, name: str, *, recompute: bool) -> Any:
@@ -193,10 +193,10 @@ class CoreChecks:
 
     @pytest.mark.parametrize("adapter", [*ADAPTERS, *EVERYWHERE])
     def test_reentrant_checkpoints_change_no_gradient(self, adapter: str) -> None:
-        """A recompute that runs backwards by itself frees what a block reaches outside of its arguments: the carry has to be all.
+        """A recompute with its own backward frees graphs outside of a block's arguments, so the carry must contain everything.
 
-        No engine of ours works so; offloading by layers does. fp64, and a tolerance of 1e-12: what a block uses twice is summed in the
-        block first, and over the blocks then.
+        No engine of ours works this way, but offloading by layers does. fp64 with a tolerance of 1e-12, because gradients of tensors that
+        a block uses twice are summed in the block first.
         """
         model: Any = make_model(self.spec, self.arch, dtype=torch.float64, adapter=(ADAPTERS | EVERYWHERE)[adapter])
         plain = self._outcome(model, None, ragged=True)
@@ -216,20 +216,20 @@ class CoreChecks:
 
     @pytest.mark.parametrize(("adapter", "dtype"), every_value(list(ADAPTERS), list(DTYPES)))
     def test_a_policy_holds_what_it_says(self, adapter: str, dtype: str) -> None:
-        """Bytes alive after a forward of all blocks: what `attn_only` adds to `full` is what attention made, no more or less."""
+        """Bytes alive after a forward of all blocks: `attn_only` adds to `full` exactly the tensors that attention made."""
         model: Any = make_model(self.spec, self.arch, dtype=DTYPES[dtype], adapter=ADAPTERS[adapter])
         items = self.items(2, ragged=True)
         none, by_attention, joined = self._held(model, items, "none")
         full, attn_only = (self._held(model, items, policy)[0] for policy in ("full", "attn_only"))
-        # Columns beside [tokens, dim]: the A product of an adapter on the last layer, and the mask as attention takes it.
+        # Columns besides [tokens, dim]: the A product of an adapter on the last layer, and the mask as attention takes it.
         num_columns = len(model.blocks()) * (4 + 2)
         narrow = 4 * num_columns * len(items) * max(self.spec.training.num_tokens(item) for item in items)
         assert none > attn_only > full
-        # The result of a last step is kept, which costs nothing where the next block holds it too: one without parameters does not.
+        # The result of a block's last operation is kept; that costs nothing if the next block keeps it too, which one without parameters does not.
         assert -narrow <= attn_only - full - by_attention <= narrow + joined
 
     def _held(self, model: Any, items: Items, policy: str) -> tuple[int, int, int]:
-        """Bytes alive after the forward of all blocks under a policy, the part that was added by calls of attention, and what blocks
+        """Bytes alive after the forward of all blocks under a policy, the part that attention calls added, and the part that blocks
         without parameters took and did not pass on."""
         carry = model.embed(
             self.spec.training.make_inputs([i["latents"] for i in items], torch.tensor([0.3, 0.8]), items, 1.0)

@@ -72,7 +72,7 @@ class AuditChecks:
 
     @pytest.mark.usefixtures("few_places")
     def test_what_is_not_lowered_has_no_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Everything lowered to fp64 is the truth, to the bit."""
+        """With every place in fp64, results are bitwise identical to the exact ones."""
         monkeypatch.setattr(Subject, "lowered", torch.float64)
         findings = found(subject_of(self.spec, make_model(self.spec, self.arch, adapter=_LORA), self.items(2)))
         assert 0 < findings.own.overall.gradient < 1e-4
@@ -120,7 +120,7 @@ class AuditChecks:
     @pytest.mark.usefixtures("few_places")
     @pytest.mark.parametrize("adapter", ["lora", "full"])
     def test_the_model_is_as_before(self, adapter: str) -> None:
-        """A step after an audit is the step before it, to the bit; the audit again finds the same."""
+        """A step after an audit is bitwise identical to the step before it, and a second audit finds the same."""
         items = self.items(2)
         model = make_model(self.spec, self.arch, adapter=_LORA if adapter == "lora" else None)
         before = outcome(self.spec, model, items, BlockEngine())
@@ -143,7 +143,7 @@ def _frozen(model: Any) -> Any:
 
 
 def check_demo(demo: Demo, folder: Path) -> None:
-    """Audit a demo by its command, and read what it wrote.
+    """Audit a demo by its command, and read the findings that it wrote.
 
     Args:
         demo: Its inputs, written.

@@ -31,7 +31,7 @@ class CompileConformance:
     folder: ClassVar[Path]
     """The package's tests: conformance checks there know its variants, every one of which is compiled."""
     script: ClassVar[Path]
-    """Prints what `compiled_steps.compare` finds of the adapter, the dtype and the backend that it is given."""
+    """Script that prints the result of `compiled_steps.compare` for an adapter, a dtype and a backend."""
     num_attention: ClassVar[int] = 4
     """Attention calls in a forward of the script's model."""
     daily: ClassVar[tuple[str, ...]] = ()

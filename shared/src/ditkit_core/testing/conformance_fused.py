@@ -44,7 +44,7 @@ class FusedChecks:
         assert [name for name, value in plain[1].items() if not torch.equal(fused[1][name], value)] == []
 
     def _two_steps(self, adapter: str, policy: str, *, fused: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        """What two steps report, and the weights and the optimizer's state after them."""
+        """Losses and norms of two steps, and the weights and the optimizer's state after them."""
         model: Any = make_model(self.spec, self.arch, adapter=ADAPTERS[adapter])
         trained = trainable_parameters(model)
         optimizer = NamedOptimizer(trained, OptimConfig(lr=1e-2, fused_backward=fused))

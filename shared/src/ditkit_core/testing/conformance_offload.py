@@ -1,4 +1,4 @@
-"""Checks for every model that what blocks keep can wait on the host: no number changes, and what is sent is what it should be."""
+"""Checks of activation offloading for every model: no number changes, and exactly the expected tensors are sent to the host."""
 
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from ditkit_core.testing.conformance_split import ONE, layouts
 from ditkit_core.testing.pretend_devices import HOST, CountCrossings, PretendDevices, divide
 from ditkit_core.testing.world import ADAPTERS, Items, Outcome, make_model, outcome
 
-# Every policy and every adapter, on one device and on several: what offloading composes with is for `LeverChecks`.
+# Every policy and every adapter, on one device and on several; `LeverChecks` combines offloading with other features.
 _CASES = [
     ("lora with dropout", "full", "one"),
     ("full", "attn_only", "one"),
@@ -38,7 +38,7 @@ class OffloadChecks:
 
     @pytest.mark.parametrize(("adapter", "policy", "layout"), _CASES)
     def test_offloading_changes_no_bit(self, adapter: str, policy: str, layout: str) -> None:
-        """Nor what is recomputed, nor any generator; a second step needs no more of the host."""
+        """The recomputation and the generators stay the same too, and a second step needs no more host memory."""
         expected = outcome(self.spec, self._made(adapter), self.items(2, ragged=True), BlockEngine(policy=policy))
         model = self._made(adapter)
         num = len(model.blocks())
@@ -54,7 +54,7 @@ class OffloadChecks:
         assert sent == held[0] == held[1] > 0
 
     def test_what_is_sent_is_what_a_policy_keeps(self) -> None:
-        """Under `full` what the blocks take and do not pass on: no table, text or mask; attention's share besides under `attn_only`."""
+        """Under `full`, the tensors that blocks take and do not pass on: no table, text or mask; under `attn_only`, attention's tensors as well."""
         model = self._made("lora")
         items = self.items(2, ragged=True)
         taken, latents = 0, [item["latents"] for item in items]

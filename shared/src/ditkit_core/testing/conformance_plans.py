@@ -1,4 +1,4 @@
-"""Checks of a model's plans: what blocks are planned to keep is what real tensors take, and a plan of few blocks is that of all."""
+"""Checks of a model's plans: the planned bytes of blocks equal those of real tensors, and a plan from few blocks equals that of all."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,18 +16,18 @@ _SLOW = (("attn_only", "full"), ("every_n(2)", "lora"))
 
 
 class KeptBytesConformance:
-    """What a tiny model keeps under each policy of checkpointing: planned on fake tensors, and counted on real ones.
+    """Bytes that a tiny model keeps under each checkpointing policy: planned on fake tensors, and counted on real ones.
 
     Inherit, and set what has no value here.
     """
 
     spec: ClassVar[ModelSpec]
     arch: ClassVar[Any]
-    """Of several blocks of each kind."""
+    """An architecture with several blocks of each kind."""
     size: ClassVar[tuple[int, int, int]]
     """Frames, height and width of an item."""
     wider: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """Fields of the architecture for checks of what is sent: its storages are to be above `offload.SMALLEST`."""
+    """Fields of the architecture for checks of offloading: its storages must be larger than `offload.SMALLEST`."""
     larger: ClassVar[tuple[int, int, int]]
     """Size of an item for these checks."""
     daily: ClassVar[tuple[str, ...]]
@@ -36,7 +36,7 @@ class KeptBytesConformance:
     """The other policies."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Policies that a subclass says."""
+        """The policies of a subclass."""
         if metafunc.function.__name__ == "test_blocks_keep_what_is_planned":
             nightly = [pytest.param(policy, marks=pytest.mark.exhaustive) for policy in self.nightly]
             metafunc.parametrize("policy", [*self.daily, *nightly])

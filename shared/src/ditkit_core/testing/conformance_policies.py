@@ -1,7 +1,7 @@
-"""The proof of every checkpointing policy, for every model: nothing changes to the bit, and exactly what is to run again runs again. Part of `Conformance`.
+"""The proof of every checkpointing policy, for every model: results are bitwise identical, and exactly the expected operations are recomputed. Part of `Conformance`.
 
-What has to run again is worked out from each block by itself, without a checkpoint around it: its floating point operations as a whole,
-up to the last tensor that it saves, in its attention calls, and in the layers that the model says end a block.
+The expectation comes from each block alone, without a checkpoint: its floating point operations in total, up to the last tensor that it
+saves, in its attention calls, and in the layers that the model declares as a block's last.
 """
 
 import itertools
@@ -32,7 +32,7 @@ from ditkit_core.testing.world import ADAPTERS, Items, Outcome, make_model, offl
 
 MATMUL_AND_ATTENTION = SETS["matmul"] | SETS["attention"]
 
-# What each block has, by its place: said here once more, and not asked of what reads schedules.
+# The policy of each block, by index; written out, so that the check does not depend on the parser of schedules.
 _BY_BLOCK = {
     "every_n(2)": lambda i: ("full", "none")[i % 2],
     "attn_only, 0=none": lambda i: "attn_only" if i else "none",
@@ -49,7 +49,7 @@ LEVERS: Mapping[str, Sequence[Any]] = {
     "dtype": (torch.float32, torch.bfloat16),
     "autocast": (False, True),
 }  # fmt: skip
-"""Values by lever; `autocast`: whether somebody has one around the step."""
+"""Values by lever; `autocast`: whether an outer autocast is active."""
 
 
 def _cases() -> list[Any]:
@@ -126,12 +126,12 @@ class Work:
 
 @dataclass
 class Step:
-    """What a step did beside its outcome."""
+    """Counts of a step, with its outcome."""
 
     outcome: Outcome
     backward_flops: int
     sent: int
-    """Bytes that went to the host before the backward."""
+    """Bytes that were sent to the host before the backward."""
 
 
 class PolicyChecks:
@@ -256,7 +256,7 @@ def _work_of(block: nn.Module, carry: Any, backend: str, last_layers: Collection
         return tensor
 
     class Regions:
-        """Stands in for torch_remat where attention marks what is kept."""
+        """Replaces torch_remat, with which attention marks tensors to keep."""
 
         @staticmethod
         def region(function: Any, name: str, *, recompute: bool) -> Any:

@@ -1,4 +1,4 @@
-"""Checks of precision that every model passes: each place runs in the dtype that it is given, whatever the others have."""
+"""Checks of precision that every model passes: each place runs in its own dtype, for any dtypes of the others."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from ditkit_core.testing.combinations import every_pair, every_value
 from ditkit_core.testing.world import ADAPTERS, Items, make_model, outcome
 
 MODEL_PLACES = tuple(place for place in PLACES if place not in ("accumulation", "optimizer", "reduction"))
-"""What a model's forward has; the others are the training step's."""
+"""The places in a model's forward; the others are in the training step."""
 
 _MATMULS = ("mm", "addmm", "bmm")
 # Operations of which one at least gives its result in the dtype of a place when that place alone has it. Where neighbours are wider,
@@ -55,7 +55,7 @@ class _Dtypes(TorchDispatchMode):
         return out
 
     def names(self, dtype: torch.dtype) -> set[str]:
-        """Of what was computed in a dtype."""
+        """Names of the operations that computed in a dtype."""
         return {name for name, found in self.seen if found == dtype}
 
 
@@ -208,7 +208,7 @@ class PrecisionChecks:
 
 
 def relative_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Norm of the difference by the norm of what is exact."""
+    """Norm of the difference, relative to the norm of the exact values."""
     pairs = [(one.double().flatten(), other.double().flatten()) for one, other in zip(found, exact, strict=True)]
     mine, theirs = (torch.cat(each) for each in zip(*pairs, strict=True))
     return float((mine - theirs).norm() / theirs.norm())

@@ -13,7 +13,7 @@ class RanksConformance:
     """Inherit, and set `script`."""
 
     script: ClassVar[Path]
-    """What each of two ranks runs: `as_rank(lambda: steps(spec, arch, items))`."""
+    """The work of each of two ranks: `as_rank(lambda: steps(spec, arch, items))`."""
 
     @pytest.mark.slow
     @pytest.mark.parametrize("case", cases())

@@ -68,7 +68,7 @@ class SplitChecks:
 
     @pytest.mark.parametrize(("adapter", "policy"), every_value(list(ADAPTERS), POLICIES))
     def test_no_cut_changes_a_bit(self, adapter: str, policy: str) -> None:
-        """Outputs, loss, gradients and what is recomputed, for every cut between two blocks."""
+        """Outputs, loss, gradients and recomputed operations, for every split point between two blocks."""
         items = self.items(2, ragged=True)
         whole: Any = self._divided(adapter)
         expected = outcome(self.spec, whole, items, BlockEngine(policy=policy))
@@ -189,7 +189,7 @@ class SplitChecks:
 
 
 def layouts(num_blocks: int) -> dict[str, list[torch.device]]:
-    """Devices of embedding, blocks and head: what a cut between two blocks does not show."""
+    """Devices of embedding, blocks and head: cases that a split between two blocks does not cover."""
     uneven = sorted(random.Random(num_blocks).choices(range(1, num_blocks + 2), k=2))
     bounds = [0, *uneven, num_blocks + 2]
     return {
@@ -234,7 +234,7 @@ def _between_devices(ways: Ways) -> Ways:
 
 
 class _Tracer:
-    """Runs a model on one device, and counts what would cross if its stages were on several: tensors of the carry, and gradients."""
+    """Runs a model on one device, and counts the transfers if its stages were on several: tensors of the carry, and gradients."""
 
     def __init__(self, devices: Sequence[torch.device], there: Ways, back: Ways) -> None:
         self._devices, self._there, self._back = devices, there, back

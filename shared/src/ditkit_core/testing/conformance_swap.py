@@ -1,4 +1,4 @@
-"""Checks for every model that streaming weights through a device changes no number, and holds no more than it says."""
+"""Checks for every model that streaming weights through a device changes no number, and keeps no more blocks on the device than it says."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -152,7 +152,7 @@ class SwapChecks:
         every_value([*((name, "all") for name in _ADAPTERS), ("lora with dropout", "every other")], POLICIES),
     )
     def test_streaming_changes_no_bit(self, streamed: tuple[str, str], policy: str) -> None:
-        """Nor holds more than two blocks, nor copies more often than it has to, nor back."""
+        """At most two blocks are resident, no copy is unnecessary, and none goes back to the host."""
         adapter, one_of = streamed
         items = self.items(2, ragged=True)
         model: Any = make_model(self.spec, self.arch, dtype=torch.bfloat16, adapter=_ADAPTERS[adapter])

@@ -1,4 +1,4 @@
-"""What the tests of every family's demo do alike: run it shortened, over inputs and a cache that are made once."""
+"""Checks of every family's demo: short runs, with inputs and a cache that are made once."""
 
 import json
 import shutil
@@ -55,7 +55,7 @@ class Demo:
         Args:
             run: The run's folder.
             said: What was printed since the last call.
-            samples: Pattern of the files that are drawn.
+            samples: Pattern of the files of samples.
 
         Returns:
             The tensors of the adapter's file.
@@ -78,7 +78,7 @@ class Demo:
 
 
 def check_loss(spec: ModelSpec, run: Path) -> None:
-    """Assert that the whole demo lowers the loss on what is held out by a fifth."""
+    """Assert that the whole demo lowers the loss on the held-out samples by a fifth."""
     assert cli.run(spec, "train", ["--demo", "--run.folder", str(run)]) == 0
     held_out = [record["held_out"] for record in _metrics(run) if "held_out" in record]
     assert held_out[-1] <= 0.8 * held_out[0]

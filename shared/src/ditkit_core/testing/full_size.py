@@ -18,7 +18,7 @@ _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.mm.out, torch.ops.aten.add
 
 
 class Arithmetic(TorchDispatchMode):
-    """Counts FLOPs of matmuls by dtype and device, and what makes the host wait for the device."""
+    """Counts FLOPs of matmuls by dtype and device, and operations that make the host wait for the device."""
 
     def __init__(self) -> None:
         """Count nothing yet."""
@@ -46,7 +46,7 @@ def materialise(model: nn.Module, spec: ModelSpec) -> None:
 
 
 def as_on_a_gpu(patch: Any) -> None:
-    """Have what depends on the kind of device do as on a GPU: the fake device calls itself a CPU.
+    """Let code that depends on the kind of device behave as on a GPU, although the fake device is of type CPU.
 
     Args:
         patch: pytest's `monkeypatch`.

@@ -1,4 +1,4 @@
-"""A model divided over devices at full size, without memory: what crosses, what lies where, what each device holds at most."""
+"""A model split over devices at full size, without memory: transfers, placement, and each device's peak."""
 
 import itertools
 from collections import Counter
@@ -76,7 +76,7 @@ class Divided:
     """At each boundary, of the carry: `tensors`, `gradients` (those that take part in the backward), `bytes`."""
 
     def check(self) -> None:
-        """Hold what lies where against the placement, and what crossed against the carries."""
+        """Check the devices of tensors against the placement, and the transfers against the carries."""
         placement, live = self.placement, self.ledger.live
         device_of = placement.device_of(self.model)
         devices = list(dict.fromkeys([placement.embed, *placement.blocks, placement.head]))
@@ -193,7 +193,7 @@ def divided_step(
 
 
 def balanced(spec: ModelSpec, num_devices: int) -> Callable[[Any], Placement]:
-    """Divides a model over devices alike by its weights and what training keeps for the adapters, as a run without a plan does."""
+    """Splits a model evenly over devices by its weights and the adapters' training state, as a run without a plan does."""
 
     def divided(model: Any) -> Placement:
         profile = weights_profile(model, spec, Precision(), averaged=True)

@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive, counted by their storages: what is held, whoever holds it."""
+"""Number of bytes of tensors that are alive, counted by their storages, for any owner."""
 
 import weakref
 from typing import Any
@@ -19,7 +19,7 @@ class LiveBytes(TorchDispatchMode):
         """Count nothing yet.
 
         Args:
-            existing: Tensors, or trees of them, that are there already and are not counted when an operation hands them on.
+            existing: Existing tensors, or trees of them, which are not counted when an operation returns them.
         """
         super().__init__()
         self._existing = [leaf.untyped_storage() for leaf in tree_leaves(existing) if isinstance(leaf, Tensor)]
@@ -27,7 +27,7 @@ class LiveBytes(TorchDispatchMode):
         self._made: dict[int, weakref.ref[UntypedStorage]] = {}
 
     def total(self) -> int:
-        """Bytes alive now of all that was made inside the block."""
+        """Bytes of tensors that were made inside the block and are alive now."""
         return sum(storage.nbytes() for made in self._made.values() if (storage := made()) is not None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

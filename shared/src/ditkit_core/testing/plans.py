@@ -1,4 +1,4 @@
-"""A plan put together from a few blocks, against the whole step run on fake tensors: what any package checks at full size."""
+"""Checks at full size for any package: a plan from a few blocks, against the step of all blocks on fake tensors."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -61,11 +61,11 @@ def divided(num_blocks: int, cuts: Sequence[int], streamed: Collection[int] = ()
 def planned(
     found: Profile, division: Partition, *, micro_batches: int = 1, pipelined: bool = False
 ) -> tuple[DevicePlan, ...]:
-    """The plan for devices that hold anything, without what libraries take.
+    """The plan for devices of unlimited memory, without the memory of libraries.
 
     Args:
-        found: What the stages hold.
-        division: Where they are.
+        found: Profile of the stages.
+        division: Devices of the stages.
         micro_batches, pipelined: As for `compose`.
     """
     budgets = [Budget(name=str(index), total=10**12, workspace=0) for index in range(1 + max(division.devices))]
@@ -79,13 +79,13 @@ def whole(job: Job, cuts: Sequence[int]) -> MeasuredStep:
 
 
 def check_plan(found: Profile, job: Job, cuts: Sequence[int], *, rel: float) -> None:
-    """Hold the peak that is planned for each device against that of all blocks.
+    """Compare the planned peak of each device with that of the step of all blocks.
 
     Args:
         found: The step's profile.
         job: The step.
         cuts: Blocks before which the next device begins.
-        rel: By how much of it the two may differ.
+        rel: Relative tolerance.
     """
     plans = planned(found, divided(len(found.blocks), cuts), micro_batches=job.micro_batches)
     peaks, measured = [plan.peak for plan in plans], whole(job, cuts).peaks
@@ -94,7 +94,7 @@ def check_plan(found: Profile, job: Job, cuts: Sequence[int], *, rel: float) -> 
 
 
 class _Watch:
-    """A passage that notes what is alive before the first block and behind the last."""
+    """Hooks that record the bytes alive before the first block and after the last."""
 
     def __init__(self, ledger: MemoryTracker):
         self.ledger = ledger
@@ -119,17 +119,17 @@ KEPT = (
     ("none", "full"), ("full", "full"), ("attn_only", "full"), ("ops(matmul, attention)", "full"), ("every_n(2)", "full"),
     ("every_n(2)", "lora"), ("ops(attention)", "lora"),
 )  # fmt: skip
-"""Policies and methods that `check_kept` is to hold for beside those that a package names of its own."""
+"""Policies and methods for `check_kept`, besides those that a package adds."""
 SENT = tuple(f"{kind}+offload" for kind in offloadable(("none", "full", "attn_only", "ops(matmul, attention)")))
-"""Policies that `check_sent` is to hold for."""
+"""Policies for `check_sent`."""
 
 
 def check_kept(job: Job, *, rel: float = 0.02) -> None:
-    """Hold what blocks are planned to keep against what real tensors on the CPU leave alive.
+    """Compare the planned bytes that blocks keep with the bytes of real tensors that stay alive on the CPU.
 
     Args:
         job: The step; small.
-        rel: By how much of it the two may differ.
+        rel: Relative tolerance.
     """
     job = replace(job, kind="cpu")
     model, items = _real(job)
@@ -150,11 +150,11 @@ def check_kept(job: Job, *, rel: float = 0.02) -> None:
 
 
 def check_sent(job: Job, *, rel: float = 0.001) -> None:
-    """Hold what blocks are planned to send to the host against what real tensors of a pretended device send.
+    """Compare the planned bytes that blocks send to the host with those of real tensors on a pretended device.
 
     Args:
         job: The step; small, but with storages above `offload.SMALLEST`.
-        rel: By how much of it the two may differ.
+        rel: Relative tolerance.
     """
     model, items = _real(job)
     divide(model, [torch.device("cpu", 1)] * (len(model.blocks()) + 2))

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 
 class RanksFailed(AssertionError):
-    """Ranks that did not end well, with what each of them had to say."""
+    """The ranks that failed, with the output of each."""
 
 
 def run_ranks(
@@ -114,7 +114,7 @@ def run_ranks_once(script: Path, *arguments: str, base: Path) -> list[Any]:
 
 
 def as_rank(work: Callable[[], Any]) -> None:
-    """In a script: join the other ranks, do the work with one thread, and hand what it returns to `run_ranks`.
+    """In a script: join the other ranks, do the work with one thread, and hand its result to `run_ranks`.
 
     Args:
         work: Returns what JSON can hold.

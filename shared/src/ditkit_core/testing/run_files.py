@@ -1,4 +1,4 @@
-"""What any package checks of the run files that it ships."""
+"""Checks of the run files that a package ships."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from ditkit_core.run.prepare import build_on_meta
 
 
 def check_planned(spec: ModelSpec, file: Path, *, most_bytes: float) -> None:
-    """Plan a run file as it stands for a card of 80 GiB, and hold what it says of weights against the model's numbers.
+    """Plan an unchanged run file for a GPU of 80 GiB, and check the planned bytes of weights against the model's parameters.
 
     Args:
         spec: The family.

@@ -1,4 +1,4 @@
-"""What every rank does in the checks of a sharded model: steps of any family under every policy, as a table that JSON can hold.
+"""The work of every rank in the checks of a sharded model: steps of any family under every policy, as a table for JSON.
 
 Run by a script in each rank (`ranks.as_rank`); `check_steps` asserts on what came back.
 """
@@ -23,7 +23,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.world import ADAPTERS, Items, make_model, offloadable
 
 ARGUMENTS = {"ops": "(matmul, attention)"}
-"""What kinds that take names are given."""
+"""Arguments of policies that take names."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TRAINED = ("full", "lora")
 
@@ -62,7 +62,7 @@ class Step(TypedDict):
     """One forward and backward."""
 
     differs: list[str]
-    """What is not equal to the bit with the same step under `none`."""
+    """Names of values that are not bitwise identical to those of the same step under `none`."""
     apart: float
     """The largest relative distance of a gradient under `none` from that of one rank on the joined batch."""
     collectives: dict[str, int]

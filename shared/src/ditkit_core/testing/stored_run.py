@@ -1,4 +1,4 @@
-"""Runs that an earlier version saved half-way, and the check that this version goes on with them to the same bits.
+"""Runs that an earlier version saved half-way, and the check that this version continues them to bitwise identical results.
 
 A stored run is an archive that `keep` made with the version of that time, through the train command alone: the inputs, the encoded cache, the
 run's folder as an interrupt left it, and what the same version made of it later. Whoever changes how runs are stored keeps reading it: no
@@ -44,7 +44,7 @@ The optimizer's averages, by the norm of each; a metric, by its value. Measured 
 _TENSORS = ("trainable", "ema", "optimizer")
 _TIMES = ("seconds", "tokens_per_second", "peak_memory_bytes")
 _KEPT = ("config.toml", "data.json", "metrics.jsonl")
-"""What a run needs of its folder to go on, next to its save."""
+"""Files that a run needs to continue, besides its save."""
 _CHOOSE_KERNELS = (
     "ATEN_CPU_CAPABILITY",
     "ONEDNN_MAX_CPU_ISA",
@@ -91,7 +91,7 @@ class StoredRun:
             _check_close(work / "run", stored / "expected")
 
     def _check_average(self, expected: Path) -> None:
-        """The export command reads the save: what it writes is the average."""
+        """The export command reads the save and writes the average."""
         assert cli.run(self.spec, "export", ["--run", "run", "--out", "average.safetensors"]) == 0
         known = json.loads((expected / "average.json").read_text(encoding="utf-8"))
         assert _digests(Path("average.safetensors")) == known
@@ -104,7 +104,7 @@ class StoredRun:
 
 
 def keep(spec: ModelSpec, folder: Path, *, commit: str) -> StoredRun:
-    """Train what `folder` holds, interrupt it half-way, and keep the run and what becomes of it in `folder/run_COMMIT.zip`.
+    """Train the run in `folder`, interrupt it half-way, and store the run and its later results in `folder/run_COMMIT.zip`.
 
     Args:
         spec: The family.
@@ -182,7 +182,7 @@ def _digests(file: Path) -> dict[str, str]:
 
 
 def _equal(first: Path, second: Path) -> bool:
-    """Whether two saves have the same tensors, to the bit."""
+    """Whether the tensors of two saves are bitwise identical."""
     for group in _TENSORS:
         one, other = _tensors(first, group), _tensors(second, group)
         if one.keys() != other.keys() or not all(torch.equal(tensor, other[name]) for name, tensor in one.items()):
