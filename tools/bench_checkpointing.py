@@ -1,4 +1,4 @@
-"""Checkpointing policies side by side: attention run again or not, time, memory, and whether the numbers stay.
+"""Compare checkpointing policies: recomputed attention, time, memory, and whether results are bitwise identical.
 
     uv run tools/bench_checkpointing.py                    # this CPU: 4,096 tokens, 2 blocks of Wan 2.1 1.3B's width
     uv run tools/bench_checkpointing.py --device cuda      # Wan 2.1 1.3B whole, 77 frames of 720x1280: 72,000 tokens
@@ -40,7 +40,7 @@ VIEWS = (
 
 @dataclass
 class Found:
-    """What was measured of one policy."""
+    """Measurements of one policy."""
 
     seconds: list[float] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -50,7 +50,7 @@ class Found:
 
 
 def kind_of(name: str, *, on_gpu: bool) -> str:
-    """What an operation (CPU) or a kernel (GPU) does: attention, backward of it, a product of matrices, or elementwise work."""
+    """The kind of an operation (CPU) or a kernel (GPU): attention, backward of it, a product of matrices, or elementwise work."""
     low = name.lower()
     if on_gpu:
         is_attention = any(word in low for word in ("flash", "fmha", "sdpa", "attention"))

@@ -1,4 +1,4 @@
-"""What looking at data costs, and how it grows: the doctor, its search for near-duplicates, a window of a long video, a second start.
+"""The cost of reading data, and how it grows: the doctor, its search for near-duplicates, a window of a long video, a second start.
 
     uv run tools/bench_data.py > benchmarks/data_cpu.md         # all of it, some minutes
     uv run tools/bench_data.py --part doctor --repeats 5        # one table
@@ -43,7 +43,7 @@ LENGTHS = (500, 2_000, 8_000)
 SIDE, FRAMES, FPS = 64, 17, 16.0
 WINDOW = 17
 FEW = "few"
-"""The folder of clips that a process begins with."""
+"""The folder of clips for a new process."""
 PROGRAM = Path(__file__).resolve()
 
 
@@ -57,7 +57,7 @@ def texture(random: np.random.Generator, width: int) -> np.ndarray:
 
 
 def write_clips(folder: Path, count: int) -> None:
-    """So many different clips of a moving camera, each with a caption."""
+    """Write a number of different clips of a moving camera, each with a caption."""
     folder.mkdir(parents=True)
     for number in range(count):
         wide = texture(np.random.default_rng(number), SIDE + 2 * FRAMES)
@@ -73,7 +73,7 @@ def write_long(path: Path, frames: int) -> None:
 
 
 def run_of(base: Path, clips: Path) -> RunContext:
-    """A run of the demo's tiny model on some clips, whose cache lies beside them."""
+    """A run of the demo's tiny model on some clips, with its cache next to them."""
     config = resolve(RunConfig)
     data = replace(config.data, folder=str(clips), frames=9, height=SIDE, width=SIDE)
     config = replace(
@@ -105,7 +105,7 @@ def in_child(what: str, base: Path, clips: Path) -> dict[str, float]:
     """`child` in a process of its own."""
     made(clips.parent / FEW, 3)
     if what == "doctor":
-        shutil.rmtree(f"{clips}-cache", ignore_errors=True)  # which remembers what files hold
+        shutil.rmtree(f"{clips}-cache", ignore_errors=True)  # it contains the hashes of files
     command = [sys.executable, str(PROGRAM), "--child", what, str(base), str(clips)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Measure what a checkpointing policy costs besides what it computes again: microseconds a call, as a share of a training step.
+"""Measure the overhead of a checkpointing policy besides recomputation: microseconds a call, as a share of a training step.
 
     uv run tools/bench_policy_overhead.py
 
@@ -31,7 +31,7 @@ BLOCKS = 30
 
 
 class Carry(NamedTuple):
-    """What passes between blocks, in number and kind as Wan's."""
+    """A carry with as many tensors of the same kinds as Wan's."""
 
     tokens: Tensor
     modulation: Tensor
@@ -41,7 +41,7 @@ class Carry(NamedTuple):
 
 
 class Empty(nn.Module):
-    """A block that computes next to nothing."""
+    """A block with almost no computation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Empty(nn.Module):
 
 
 def carry() -> Carry:
-    """Tensors of a few numbers."""
+    """A carry of tiny tensors."""
     return Carry(torch.ones(1, 2, 1, 4).requires_grad_(), *(torch.ones(1, 2, 4) for _ in range(3)), (2,))
 
 

@@ -44,7 +44,7 @@ def error(model: nn.Module, teacher: nn.Module, step: int) -> Tensor:
 
 
 def measured(model: nn.Module, teacher: nn.Module, arch: ToyArch) -> float:
-    """The same over samples that no step has, with the model's weights in fp32."""
+    """The same for held-out samples, with the model's weights in fp32."""
     wide = make_model(TOY, arch)
     wide.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -52,7 +52,7 @@ def measured(model: nn.Module, teacher: nn.Module, arch: ToyArch) -> float:
 
 
 def row(name: str, teacher: nn.Module, arch: ToyArch, args: argparse.Namespace) -> str:
-    """Train, and describe what came of it."""
+    """Train, and describe the result."""
     dtype, rounding = ROWS[name]
     model = make_model(TOY, arch, dtype=dtype)
     model.load_state_dict(make_model(TOY, arch, dtype=torch.bfloat16).state_dict())

@@ -1,6 +1,6 @@
 """Time one training step of ours against diffusers': same weights, inputs, adapter and checkpointing, one process, interleaved.
 
-    uv run tools/bench_step.py                                   # the grid that the project holds itself to, on this CPU
+    uv run tools/bench_step.py                                   # the grid of the project's target, on this CPU
     uv run tools/bench_step.py --model flux2                     # the same for FLUX.2
     uv run tools/bench_step.py --tokens 1024 --dtype bf16 --repeats 15
     uv run tools/bench_step.py --tokens 1024 --compile           # both compiled, too, each as its users would: block by block
@@ -75,7 +75,7 @@ def wan_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
 
 
 def flux2_pair(args: argparse.Namespace, dtype: torch.dtype) -> Pair:
-    """Half as many double as single blocks; 512 rows of text beside the image's tokens."""
+    """Half as many double as single blocks; 512 rows of text next to the image's tokens."""
     from diffusers import Flux2Transformer2DModel
 
     from ditkit_flux2.model.inputs import Flux2Inputs
@@ -232,7 +232,7 @@ def measure(args: argparse.Namespace, dtype_name: str) -> None:
 
 
 def measure_compiled(args: argparse.Namespace, pair: Pair, eager: tuple[Callable[[], Tensor], ...]) -> None:
-    """Both compiled, beside both eager. diffusers' blocks stay compiled afterwards, so the eager steps are timed with the compiler told to
+    """Both compiled, and both eager. diffusers' blocks stay compiled afterwards, so the eager steps are timed with the compiler told to
     stand aside."""
     our_compiled, their_compiled = steps(args, pair, compile=True)
     pair.theirs.compile_repeated_blocks()
@@ -264,7 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(PAIRS), default="wan")
     parser.add_argument(
-        "--tokens", type=int, choices=(256, 1024, 4096), help="of the picture or clip; default: 1024 and 4096"
+        "--tokens", type=int, choices=(256, 1024, 4096), help="of the image or clip; default: 1024 and 4096"
     )
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: both")
     parser.add_argument("--width", type=int, default=768)

@@ -27,7 +27,7 @@ def metadata_columns() -> Iterator[str]:
 
 
 def control_columns() -> Iterator[str]:
-    """What goes with a clip, by the presets of Wan that take it."""
+    """The columns of conditions, with the presets of Wan that take them."""
     presets: dict[str, list[str]] = {}
     columns: dict[str, Column] = {}
     for preset, arch in WAN.architecture.presets.items():

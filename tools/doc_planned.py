@@ -1,4 +1,4 @@
-"""Tables of docs/ that the planner makes: what each checkpointing policy holds and computes again, and what a budget chooses."""
+"""Tables of docs/ that the planner makes: memory and recomputation of each checkpointing policy, and the policies that a budget chooses."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -27,11 +27,11 @@ SUBJECTS = {
     "wan": (WAN, WAN_PRESETS["t2v-1.3b"], (77, 720, 1280), "q,k,v,o"),
     "flux2": (FLUX2, FLUX2_PRESETS["dev"], (1, 1024, 1024), "blocks"),
 }
-"""Spec, sizes, frames with height and width, and what the LoRA of rank 32 is on."""
+"""Spec, sizes, frames with height and width, and the targets of the LoRA of rank 32."""
 POLICIES = (
     "none", "ops(matmul, attention)", "every_n(2)", "attn_only", "attn_only(self)", "full", "attn_only+offload", "full+offload",
 )  # fmt: skip
-CARDS = {"wan": ("24GiB", "32GiB", "48GiB", "80GiB"), "flux2": ("80GiB", "96GiB")}
+GPUS = {"wan": ("24GiB", "32GiB", "48GiB", "80GiB"), "flux2": ("80GiB", "96GiB")}
 TERA = 10**12
 
 
@@ -57,16 +57,16 @@ def kept(family: str) -> Iterator[str]:
 
 
 def row(family: str, policy: str) -> str:
-    """What a policy holds, in GiB, and computes again, beside the forward of the blocks."""
+    """A policy's memory in GiB and its recomputation, relative to the forward of the blocks."""
     made = planned(family, policy)
     forward = sum(cost.flops_forward for cost in made.blocks)
     again = sum(
         a.flops_backward - b.flops_backward for a, b in zip(made.blocks, planned(family, "none").blocks, strict=True)
     )
-    held, host = (sum(sizes) for sizes in zip(*((cost.kept, cost.on_host) for cost in made.blocks), strict=True))
+    kept_bytes, host = (sum(sizes) for sizes in zip(*((cost.kept, cost.on_host) for cost in made.blocks), strict=True))
     (plan,) = compose(made, _whole(made), [Budget(name="", total=2**60, workspace=0)])
     return (
-        f"| `{policy}` | {held / GIB:.1f} GiB | {plan.peak / GIB:.1f} GiB | {f'{host / GIB:.1f} GiB' if host else '–'} | "
+        f"| `{policy}` | {kept_bytes / GIB:.1f} GiB | {plan.peak / GIB:.1f} GiB | {f'{host / GIB:.1f} GiB' if host else '–'} | "
         f"{again / TERA:,.0f} TFLOP, {again / forward:.0%} of a forward |"
     )
 
@@ -76,19 +76,19 @@ def _whole(made: Profile) -> Partition:
 
 
 def budgets() -> Iterator[str]:
-    """What `budget` writes for cards of several sizes."""
+    """The choices of `budget` for GPUs of several sizes."""
     yield '| run | GPU | `train.checkpointing = "budget"` chooses | peak | recomputed |'
     yield "|---|---|---|---:|---:|"
-    for family, cards in CARDS.items():
+    for family, gpus in GPUS.items():
         spec, _, (frames, height, width), _ = SUBJECTS[family]
         run = f"{'Wan 2.1 1.3B' if spec is WAN else 'FLUX.2 dev'}, {height}×{width}{f'×{frames}' if frames > 1 else ''}"
-        yield from (f"| {run} | {card} | {_chosen(family, card)} |" for card in cards)
+        yield from (f"| {run} | {gpu} | {_chosen(family, gpu)} |" for gpu in gpus)
 
 
 def _chosen(family: str, name: str) -> str:
     plain = planned(family, "none")
-    (card,) = parse_gpus(name)
-    budget = Budget(name=card.name, total=card.total, reserve=card.reserve)
+    (gpu,) = parse_gpus(name)
+    budget = Budget(name=gpu.name, total=gpu.total, reserve=gpu.reserve)
 
     def profile_of(policy: Policy) -> Profile:
         return planned(family, str(policy))

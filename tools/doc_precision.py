@@ -46,7 +46,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 
 
 def backends() -> Iterator[str]:
-    """What each attention backend can do, from the table that checks it."""
+    """The features of each attention backend, from the table that runs are checked against."""
     yield "| `train.attention` | backward | key mask | dropout | dtype | device | needs | kept by `attn_only` |"
     yield "|---|---|---|---|---|---|---|---|"
     for name, backend in BACKENDS.items():
@@ -82,7 +82,7 @@ def places() -> Iterator[str]:
 
 
 def presets() -> Iterator[str]:
-    """Errors against fp64 on small deep models with random weights, and what blocks keep under `full` at full size."""
+    """Errors against fp64 on small deep models with random weights, and the memory that blocks keep under `full` at full size."""
     heads = (f"{name}: {what}" for name in NAMES.values() for what in ("velocity", "gradient", "kept under `full`"))
     yield f"| precision | {' | '.join(heads)} |"
     yield "|---|" + "---:|" * 3 * len(NAMES)
@@ -134,7 +134,7 @@ def _step(spec: ModelSpec, model: Any, arch: Any) -> tuple[Tensor, Tensor]:
 
 
 def audited(text: str) -> Iterator[str]:
-    """What `--audit-precision --json` printed, without times, which mean nothing for a model this small."""
+    """The output of `--audit-precision --json`, without times, which mean nothing for such a small model."""
     findings = audit_from_json(json.loads(text))
     yield ". ".join(each[0].upper() + each[1:] for each in findings.notes) + "."
     yield ""

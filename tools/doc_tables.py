@@ -4,7 +4,7 @@
     uv run tools/doc_tables.py --only audit-wan      # print one
     uv run tools/doc_tables.py --write               # put them between the markers of the pages (20 minutes on a quiet machine)
     uv run tools/doc_tables.py --write --only places
-    uv run tools/doc_tables.py --check               # whether the pages have what the code says today: seconds, measures nothing
+    uv run tools/doc_tables.py --check               # compare the pages with the code: takes seconds, measures nothing
 
 Some tables are read off the code, some are planned (fake tensors: no weights, no GPU), some measured on this machine's CPU. A line below those says
 when and on what; where other programs kept the machine busy, it says that too. Each is written as soon as it is made, and one that fails leaves
@@ -35,7 +35,7 @@ TOOLS = ROOT / "tools"
 PROGRAMS = Path(sys.executable).parent
 CHECKPOINTING, PRECISION, DATA = (ROOT / "docs" / f"{name}.md" for name in ("checkpointing", "precision", "data"))
 BUSY = 0.5
-"""Share of the cores that others had work for, from which on times are said to be too long."""
+"""Load from other programs, as a share of the cores, above which times are marked as unreliable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +63,15 @@ class Table:
 
 
 def printed(script: str, *arguments: str) -> Iterator[str]:
-    """What a benchmark prints, its table set apart.
+    """The output of a benchmark, with its table after the other lines.
 
     Raises:
-        UserError: If it fails, with the last that it said.
+        UserError: If it fails; the message has its last line.
     """
     command = [sys.executable, str(TOOLS / script), *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
     if done.returncode:
-        raise UserError(f"{script} failed: {(done.stderr.strip().splitlines() or ['without a word'])[-1]}")
+        raise UserError(f"{script} failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
     lines = done.stdout.strip().splitlines()
     yield " ".join(line for line in lines if not line.startswith("|"))
     yield ""
@@ -79,16 +79,16 @@ def printed(script: str, *arguments: str) -> Iterator[str]:
 
 
 def audit_of_the_demo(program: str) -> Iterator[str]:
-    """`--demo --audit-precision` of a command, in a folder that is then gone.
+    """`--demo --audit-precision` of a command, in a temporary folder.
 
     Raises:
-        UserError: If it fails, with the last that it said.
+        UserError: If it fails; the message has its last line.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [str(PROGRAMS / program), "--demo", "--audit-precision", "--json", "--run.folder", "demo"]
         done = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", check=False)
     if done.returncode:
-        raise UserError(f"{program} failed: {(done.stderr.strip().splitlines() or ['without a word'])[-1]}")
+        raise UserError(f"{program} failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
     yield from audited(done.stdout)
 
 
@@ -116,10 +116,10 @@ TABLES = (
 
 
 def section(table: Table, load: float) -> str:
-    """What stands between its markers.
+    """The text between a table's markers.
 
     Args:
-        load: Programs that wanted a core, on the average of the minute before.
+        load: Average number of programs that wanted a core in the minute before.
     """
     lines = ["", *table.make(), ""]
     if table.kind != "read":
@@ -140,19 +140,19 @@ def stamp(table: Table, load: float) -> str:
 
 
 def processor() -> str:
-    """What the machine's processor calls itself."""
+    """The name of the machine's processor."""
     names = Path("/proc/cpuinfo")
     found = names.read_text(encoding="utf-8").splitlines() if names.is_file() else []
     return next((line.partition(": ")[2] for line in found if line.startswith("model name")), platform.processor())
 
 
 def load_before() -> float:
-    """Programs that wanted a core in the last minute; 0 where the system does not tell."""
+    """Programs that wanted a core in the last minute; 0 on systems without this number."""
     return os.getloadavg()[0] if sys.platform != "win32" else 0.0
 
 
 def stale(table: Table) -> bool:
-    """Whether its page has something else than the code says."""
+    """Whether its page differs from the code."""
     return between(table.page.read_text(encoding="utf-8"), table.markers, table.page.name) != f"\n{section(table, 0)}\n"
 
 
@@ -162,7 +162,9 @@ def main() -> int:
     parser.add_argument("--only", choices=[table.name for table in TABLES], help="this table alone")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--write", action="store_true", help="put them between the markers of the pages")
-    mode.add_argument("--check", action="store_true", help="compare those that are read off the code; 1 if one differs")
+    mode.add_argument(
+        "--check", action="store_true", help="compare those that are read off the code; exits with 1 if one differs"
+    )
     args = parser.parse_args()
     chosen = [table for table in TABLES if args.only in (None, table.name)]
     if args.check:

@@ -2,7 +2,7 @@
 
     python tools/index_neutral_lock.py --install       # once per clone, by whoever commits
     python tools/index_neutral_lock.py < uv.lock       # what git runs when it stores the file
-    python tools/index_neutral_lock.py --check uv.lock # exit 1 when the file as it stands holds an address
+    python tools/index_neutral_lock.py --check uv.lock # exit 1 when the file as it is contains an address
 
 uv writes into `uv.lock` the address of the index that this machine happened to use, and each file's URL and hash. Committed, they would
 send everybody to that index. What the project wants to share is only which versions were tested together, so the stored
@@ -66,14 +66,14 @@ def _package_without_addresses(package: str) -> str:
 
 
 def check(path: Path) -> None:
-    """Raises ValueError naming the first line of the file that holds an address."""
+    """Raises ValueError with the first line of the file that contains an address."""
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if ADDRESS in line:
             raise ValueError(f"{path}:{number}: the lock carries an address: {line.strip()[:80]}")
 
 
 def install() -> None:
-    """Sets the filter in the configuration of the clone that this file lies in; nothing outside it changes."""
+    """Sets the filter in the configuration of the clone that contains this file; nothing outside it changes."""
     root = Path(__file__).parents[1]
     for key, value in GIT_CONFIG.items():
         subprocess.run(["git", "-C", str(root), "config", "--local", key, value], check=True)
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--install", action="store_true", help="set the filter in this clone")
-    forms.add_argument("--check", type=Path, metavar="FILE", help="exit 1 when FILE holds an address")
+    forms.add_argument("--check", type=Path, metavar="FILE", help="exit 1 when FILE contains an address")
     arguments = parser.parse_args(argv)
     try:
         if arguments.install:

@@ -1,18 +1,18 @@
-"""Text of a page that a program writes: what stands between two markers."""
+"""Text of a page that a program writes: the text between two markers."""
 
 from ditkit_core.errors import UserError
 
 Markers = tuple[str, str]
-"""The line before, and the line behind."""
+"""The line before the text, and the line after it."""
 
 
 def between(text: str, markers: Markers, page: str) -> str:
-    """What stands between two markers.
+    """The text between two markers.
 
     Args:
-        text: Of the page.
+        text: Text of the page.
         markers: Each is there once.
-        page: Its name, for an error.
+        page: Name of the page, for messages.
 
     Raises:
         UserError: If a marker is not there once.
@@ -24,6 +24,6 @@ def between(text: str, markers: Markers, page: str) -> str:
 
 
 def replaced(text: str, markers: Markers, new: str, page: str) -> str:
-    """The text with something else between two markers."""
+    """The page's text with new text between two markers."""
     begin, end = markers
     return text.replace(f"{begin}{between(text, markers, page)}{end}", f"{begin}\n{new}\n{end}")

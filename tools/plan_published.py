@@ -41,14 +41,14 @@ GB, GIB, MIB = 10**9, 2**30, 2**20
 TI2V_5B = WanArch(dim=3072, ffn_dim=14336, heads=24, layers=30, in_channels=48, out_channels=48)
 """Wan 2.2 TI2V-5B, which has no preset here; its VAE makes one latent pixel of 16 × 16."""
 I2V_A14B = replace(WAN_PRESETS["t2v-14b"], in_channels=36)
-"""An expert of Wan 2.2 I2V-A14B: beside 16 noised channels it is given 20 of the picture and its mask."""
+"""An expert of Wan 2.2 I2V-A14B: its inputs have 16 noised channels and 20 of the image and its mask."""
 
 RANKS = 8
 """GPUs that the 5B runs are assumed to share weights, gradients and optimizer over."""
 GATHERED = 2
 """Blocks whose whole weights FSDP has on a GPU: one at work, the next on its way."""
 IN_USE = int(1.5 * GIB)
-"""Bytes of each card that the log of the divided A14B run shows in use before anything is put there: 31.8 GiB, of them 30.3 free."""
+"""Bytes of each GPU that the log of the split A14B run shows in use before the model is placed there: 31.8 GiB, of them 30.3 free."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ def _with_timestep_per_token(
     return inputs._replace(timestep=inputs.timestep[:, None].expand(-1, tokens))
 
 
-def _with_a_picture(
+def _with_an_image(
     noised: Sequence[Tensor], sigma: Tensor, items: Sequence[Mapping[str, Tensor]], guidance: float
 ) -> WanInputs:
     inputs = WAN.training.make_inputs(noised, sigma, items, guidance)
@@ -221,15 +221,15 @@ def _adapter_bytes(made: Profile) -> int:
 
 
 def split_a14b() -> Iterator[Line]:
-    """Wan 2.2 I2V-A14B over two cards."""
-    spec, item = altered(WAN, make_inputs=_with_a_picture), _item(I2V_A14B, (16, 13, 60, 104))
+    """Wan 2.2 I2V-A14B over two GPUs."""
+    spec, item = altered(WAN, make_inputs=_with_an_image), _item(I2V_A14B, (16, 13, 60, 104))
     made = _adapted(spec, I2V_A14B, item, "q,k,v,o,ffn.0,ffn.2", 32)
     plans = _divided(made, 20)
-    beside = {
+    auxiliary = {
         companion.name: sum(p.numel() * 2 for p in companion.build(torch.bfloat16).parameters())
         for companion in WAN.auxiliary.models(I2V_A14B, ModelPaths())
     }
-    encoders = beside["text encoder"] + beside["VAE decoder"]
+    encoders = auxiliary["text encoder"] + auxiliary["VAE decoder"]
     for index, figure in enumerate((19.5, 8.4)):
         held = {name: plans[index].purposes[name] for name in ("weights", "adapters")}
         if index == 0:
@@ -251,7 +251,7 @@ def split_a14b() -> Iterator[Line]:
 
 
 def split_flux2() -> Iterator[Line]:
-    """FLUX.2 dev over two cards."""
+    """FLUX.2 dev over two GPUs."""
     arch = FLUX2_PRESETS["dev"]
     with torch.device("meta"):
         item = FLUX2.training.empty_item(arch, (1, 512, 512), [])

@@ -91,13 +91,13 @@ ROWS = (
 
 @cache
 def _task(spec_name: str, config: RunConfig) -> FitTask:
-    """What is to be fitted, for no cards yet; its profiles are made once for all of them."""
+    """The task to fit, without GPUs; its profiles are made once for all of them."""
     spec = {WAN.name: WAN, FLUX2.name: FLUX2}[spec_name]
     return task_for(create_run(spec, config), ())
 
 
 def fitted(row: Row, cards: tuple[GPU, ...]) -> str:
-    """A cell: what `--fit` would choose for these cards, and what it leads to."""
+    """A cell: the choice of `--fit` for these GPUs, and its cost."""
     task = replace(_task(row.spec.name, row.config), cards=cards)
     chosen = fit(task).chosen
     if chosen is None:
@@ -107,7 +107,7 @@ def fitted(row: Row, cards: tuple[GPU, ...]) -> str:
 
 
 def _settings(chosen: Candidate) -> str:
-    """In a few words; what is left out is exact weights, resident, on one card."""
+    """A choice in a few words; exact resident weights on one GPU are not mentioned."""
     setting = chosen.setting
     words = [setting.policy]
     if setting.quantize != "none":

@@ -74,7 +74,7 @@ def described(case: Case) -> tuple[Any, Any, Any, list[dict[str, Tensor]]]:
             from ditkit_wan.spec import WAN as spec
 
             arch: Any = WanArch(dim=case.width, ffn_dim=4 * case.width, heads=heads, layers=case.blocks)
-            frames = 13  # 4 frames of latents, so that a quarter of the tokens lie in each
+            frames = 13  # 4 frames of latents, so that each has a quarter of the tokens
             item = spec.training.empty_item(arch, (frames, 16 * side // 2, 16 * side // 2), ())
         else:
             from ditkit_flux2.presets import Flux2Arch
