@@ -277,7 +277,7 @@ def test_a_long_bar_says_after_a_minute_how_long_it_will_take(
 def test_on_a_terminal_the_time_left_is_known_where_an_item_takes_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     now, drawn = [0.0], io.StringIO()
     monkeypatch.setattr(console, "CONSOLE", Console(file=drawn, force_terminal=True, width=200))
-    bar = console._DrawnBar("encode media", 10, 0)
+    bar = console._LiveBar("encode media", 10, 0)
     monkeypatch.setattr(bar._bar, "get_time", lambda: now[0])
     for _ in range(4):
         now[0] += 120.0

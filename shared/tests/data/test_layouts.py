@@ -342,7 +342,7 @@ def test_backslashes_of_windows_are_told(folder: Path) -> None:
     lists(folder, "videos\\0.mp4\nC:\\data\\1.mp4", "a cat\na dog")
     assert_one_line(lambda: look(folder), "line 1: videos\\0.mp4 is written with backslashes", "write videos/0.mp4")
     lists(folder, "videos/0.mp4\nC:\\data\\1.mp4", "a cat\na dog")
-    assert_one_line(lambda: look(folder), "line 2: C:\\data\\1.mp4 is a path of Windows; write where")
+    assert_one_line(lambda: look(folder), "line 2: C:\\data\\1.mp4 is a Windows path; write the path")
     for name in ("videos.txt", "prompts.txt"):
         (folder / name).unlink()
     jsonl(folder, clip(folder, control_path="videos\\1.mp4"))

@@ -101,7 +101,7 @@ def test_a_mistake_before_anything_was_written_leaves_no_run_behind(tmp_path: Pa
 
 def test_a_folder_that_holds_something_else_is_refused_untouched(tmp_path: Path) -> None:
     (tmp_path / "holiday.mp4").write_bytes(b"x")
-    refused(tmp_path, Tree(), match=r"holds holiday\.mp4 and no run")
+    refused(tmp_path, Tree(), match=r"contains holiday\.mp4 but no run")
     assert contents(tmp_path) == {"holiday.mp4"}
 
 

@@ -127,7 +127,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(write: Write) ->
         ("[rate]\nbetas = [0.9]", "rate.betas in {file} must be a list such as [1, 2], not [0.9]"),
         ("[shape]\nrank = 0", "shape.rank = 0 must be at least 1 (set in {file})"),
         ("[shape]\nalpha = 13", "shape: an unlucky number"),
-        ('[run]\nfolder = ""', "run.folder is empty; name a folder, such as runs/run (set in {file})"),
+        ('[run]\nfolder = ""', "run.folder is empty; set a folder, such as runs/run (set in {file})"),
         ("[shape", "{file} is not TOML: Expected ']' at the end of a table declaration (at end of document)"),
     ],
 )

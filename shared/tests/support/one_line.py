@@ -25,7 +25,7 @@ REMEDIES = (
 
 
 def check_line(message: str, *names: str) -> None:
-    """Hold a message to one line that names what it is about, and says how to mend it."""
+    """Hold a message to one line that names what it is about, and says how to fix it."""
     assert printable(message) == message, repr(message)
     assert all(name in message for name in names), message
     assert any(remedy in message for remedy in REMEDIES), message

@@ -316,7 +316,7 @@ def test_a_pickle_is_refused_before_it_is_opened(tmp_path):
 
 
 def test_an_empty_folder_and_a_missing_path_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"holds no .safetensors file"):
+    with pytest.raises(UserError, match=r"contains no .safetensors file"):
         SafetensorsSource.open(tmp_path)
     with pytest.raises(UserError, match="there is no"):
         SafetensorsSource.open(tmp_path / "nowhere")

@@ -84,7 +84,7 @@ def test_a_tokenizer_of_more_tokens_than_the_encoder_knows_is_refused(qwen: Path
     ("text", "said"),
     [
         ("{", "tokenizer.json is not readable JSON"),
-        ("[]", "tokenizer.json is no JSON object"),
+        ("[]", "tokenizer.json is not a JSON object"),
         ("{}", "tokenizer.json has no vocabulary"),
         ('{"model": {}}', "tokenizer.json has no vocabulary"),
         ('{"model": {"vocab": {}}, "added_tokens": [1]}', "tokenizer.json has an invalid list of added tokens"),

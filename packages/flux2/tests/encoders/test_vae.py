@@ -221,7 +221,7 @@ def test_a_single_file_of_widths_that_it_cannot_have_is_refused(folder: Path, tm
 def test_a_folder_without_weights_is_found_at_once(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "vae")
     (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").unlink()
-    with pytest.raises(UserError, match="holds no .safetensors file"):
+    with pytest.raises(UserError, match="contains no .safetensors file"):
         VaeEncoder(ModelPaths(base=str(tmp_path)), CPU)
 
 

@@ -192,7 +192,7 @@ def test_a_folder_without_a_tokenizer_is_one_line(checkpoint: Path, tmp_path: Pa
     [
         ("tokenizer.json", "{}", "tokenizer.json has no vocabulary"),
         ("tokenizer.json", "{", "tokenizer.json is not readable JSON"),
-        ("tokenizer_config.json", "[]", "tokenizer_config.json is no JSON object"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json is not a JSON object"),
     ],
 )
 def test_a_broken_tokenizer_is_found_at_once(checkpoint: Path, tmp_path: Path, name: str, text: str, said: str) -> None:

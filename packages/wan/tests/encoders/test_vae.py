@@ -146,7 +146,7 @@ def test_damaged_or_missing_weights_of_a_folder_are_found_at_once(narrow_vae: Pa
     with pytest.raises(UserError, match="truncated"):
         VaeEncoder(ModelPaths(vae=str(folder)), CPU)
     file.unlink()
-    with pytest.raises(UserError, match="holds no .safetensors file"):
+    with pytest.raises(UserError, match="contains no .safetensors file"):
         VaeEncoder(ModelPaths(vae=str(folder)), CPU)
     shutil.rmtree(folder)
     with pytest.raises(UserError, match="holds no vae; set model.vae"):

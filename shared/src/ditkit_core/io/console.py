@@ -1,4 +1,4 @@
-"""What is printed: rich on a terminal, plain lines elsewhere, and nothing at all once nobody listens."""
+"""Console output: rich on a terminal, plain lines elsewhere, and nothing after the reader of stdout is gone."""
 
 import errno
 import io
@@ -17,12 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 PLAIN_LINES = 10
-"""Lines that a progress bar prints at most where there is no terminal to draw on."""
+"""Maximum number of lines that a progress bar prints if there is no terminal."""
 
 _SHORT_SECONDS = 60
-"""What takes no longer is told without an estimate."""
+"""Shorter stages print no estimate of the remaining time."""
 _SPEED_SECONDS = 3600.0
-"""What an estimate of the time left is drawn from. rich's half a minute gives none where one item takes longer than that."""
+"""Period that the remaining time is estimated from. With rich's default of 30 s there is no estimate if an item takes longer than that."""
 
 CONSOLE = Console()
 
@@ -38,23 +38,23 @@ _FORMATS = {
 
 
 def prepare_streams() -> None:
-    """Make a redirected stdout UTF-8, whatever the platform's default, and let no character stop a run."""
+    """Use UTF-8 for a redirected stdout, whatever the platform's default, and replace characters that cannot be printed."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="replace")
 
 
 _HUSHED = {
-    # torchao registers two enums in a way that torch now calls deprecated, at every import of peft or a transformers model.
+    # torchao registers two enums in a way that torch deprecates, at every import of peft or a transformers model.
     "torch.utils._pytree": "Calling register_constant() on Enum subclasses is deprecated",
-    # diffusers looks for tensor classes that torchao has removed; they serve none of our files.
+    # diffusers looks for tensor classes that torchao has removed; our files do not need them.
     "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor objects",
 }
-"""By logger: what libraries say at import that nobody who trains can mend."""
+"""By logger, messages of libraries at import that users cannot do anything about."""
 
 
 def hush_libraries() -> None:
-    """Leave out these messages, and no others of the same loggers."""
+    """Suppress these messages, but no others of the same loggers."""
     for name, message in _HUSHED.items():
         logging.getLogger(name).addFilter(_Hushed(message))
 
@@ -68,8 +68,8 @@ class _Hushed(logging.Filter):
 
 
 def say(text: str) -> None:
-    """Print to stdout, unwrapped and without markup, so that paths and TOML come out as they are."""
-    with _listened_to():
+    """Print to stdout without wrapping and markup, so that paths and TOML can be copied."""
+    with _ignoring_closed_stdout():
         if CONSOLE.is_terminal:
             CONSOLE.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -85,22 +85,22 @@ class Bar(Protocol):
     """A progress bar in use."""
 
     def advance(self, amount: float = 1) -> None:
-        """Report that `amount` more are done."""
+        """Report that `amount` more items are done."""
         ...
 
     def update(self, **fields: SupportsFloat) -> None:
-        """Set figures shown beside the bar, before the advance that they belong to; others stay as they were.
+        """Set figures to show with the bar, before the advance that they belong to; other figures stay.
 
-        Known are loss, held_out, lr, grad_norm, seconds (of a step), tokens_per_second and peak_memory_bytes.
+        Known figures are loss, held_out, lr, grad_norm, seconds (of a step), tokens_per_second and peak_memory_bytes.
         """
         ...
 
 
 class NullProgress:
-    """Progress that nobody watches: it is a bar, and what stages of which each has a bar are given in place of `progress`."""
+    """Progress that shows nothing: an instance replaces a bar, and the class itself replaces the function `progress`."""
 
     def __init__(self, stage: str = "", total: int = 0) -> None:
-        """Take what a stage says of itself."""
+        """Accept the arguments of `progress`."""
 
     @staticmethod
     def advance(amount: float = 1) -> None:
@@ -119,23 +119,26 @@ class NullProgress:
 
 @contextmanager
 def progress(stage: str, total: int, completed: int = 0) -> Iterator[Bar]:
-    """Show how far a stage is.
+    """Show the progress of a stage.
 
     Args:
-        stage: What is being done, in a word or two.
-        total: How many there are to do.
-        completed: How many were done before.
+        stage: Name of the stage, in a word or two.
+        total: Number of items.
+        completed: Number of items that were done before.
+
+    Yields:
+        The bar.
     """
     if not CONSOLE.is_terminal:
         yield _PlainBar(stage, total, completed)
         return
-    bar = _DrawnBar(stage, total, completed)
-    with Live(get_renderable=bar.drawing, console=CONSOLE):
+    bar = _LiveBar(stage, total, completed)
+    with Live(get_renderable=bar.rendered, console=CONSOLE):
         yield bar
 
 
-class _DrawnBar:
-    """Draws a bar, and its figures below it, since side by side they are wider than most terminals."""
+class _LiveBar:
+    """A bar on a terminal with its figures below, because next to each other they are wider than most terminals."""
 
     def __init__(self, stage: str, total: int, completed: int):
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -143,8 +146,8 @@ class _DrawnBar:
         self._bar = Progress(*columns, TimeRemainingColumn(), console=CONSOLE, speed_estimate_period=_SPEED_SECONDS)
         self._task = self._bar.add_task(stage, total=total, completed=completed)
 
-    def drawing(self) -> Group:
-        """What stands on the terminal now."""
+    def rendered(self) -> Group:
+        """The present content on the terminal."""
         return Group(self._bar, *([Text("  ".join(self._figures.values()))] if self._figures else []))
 
     def advance(self, amount: float = 1) -> None:
@@ -155,7 +158,7 @@ class _DrawnBar:
 
 
 class _PlainBar:
-    """Prints a line whenever another tenth is done, and early on how long it will take if that is long."""
+    """Prints a line after each tenth, and an early estimate of the remaining time if the stage takes long."""
 
     def __init__(self, stage: str, total: int, completed: int):
         self._stage, self._total, self._done, self._figures = stage, max(total, 1), float(completed), dict[str, str]()
@@ -165,19 +168,19 @@ class _PlainBar:
     def advance(self, amount: float = 1) -> None:
         printed = self._done * PLAIN_LINES // self._total
         self._done += amount
-        if abs(self._done - round(self._done)) < 1e-6:  # parts of one that add up to it
+        if abs(self._done - round(self._done)) < 1e-6:  # shares of an item that add up to it, except for rounding
             self._done = float(round(self._done))
         if self._done * PLAIN_LINES // self._total > printed:
             left = self._left()
-            if left or int(self._done) > self._shown:  # parts of an item are worth a line if it says how long they take
+            if left or int(self._done) > self._shown:  # a share of an item is only worth a line with an estimate
                 self._shown = int(self._done)
                 say("  ".join([f"{self._stage} {self._shown}/{self._total}", *left, *self._figures.values()]))
-        elif not self._estimated:  # the first tenth may take hours
+        elif not self._estimated:  # the first tenth may take hours, so estimate before it is done
             for estimate in self._left():
                 say(f"{self._stage} {int(self._done)}/{self._total}  {estimate}")
 
     def _left(self) -> list[str]:
-        """How long the rest will take, in one text; none while little is known of it, or where it is soon over."""
+        """The estimated remaining time as a list of one text; empty in the first minute, before the first item, and at the end."""
         seconds, done = time.monotonic() - self._start, self._done - self._done_before
         if seconds < _SHORT_SECONDS or not 0 < done < self._total - self._done_before:
             return []
@@ -190,19 +193,20 @@ class _PlainBar:
 
 
 def _figures(fields: dict[str, SupportsFloat]) -> dict[str, str]:
-    """Each figure with its unit."""
+    """The figures as texts with units."""
     units = {name: 2**30 if name.endswith("_bytes") else 1 for name in fields}
     return {name: _FORMATS[name].format(float(value) / units[name]) for name, value in fields.items()}
 
 
 @contextmanager
-def _listened_to() -> Iterator[None]:
-    """When the reader of stdout is gone (`| head`), print into the void: it is no reason to lose hours of training."""
+def _ignoring_closed_stdout() -> Iterator[None]:
+    """Discard output after the reader of stdout is gone (`| head`): that must not end hours of training."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EINVAL):  # Windows says EINVAL
+        if error.errno not in (errno.EPIPE, errno.EINVAL):  # Windows reports EINVAL
             raise
-        void = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(void, sys.stdout.fileno())
-        os.close(void)
+        # Replacing the file descriptor also keeps Python from failing when it flushes stdout at exit.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)

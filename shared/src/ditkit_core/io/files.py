@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and paths that stay where they belong."""
+"""Atomic writes, reading text and JSON, and checks on paths in datasets."""
 
 import hashlib
 import json
@@ -15,19 +15,20 @@ from ditkit_core.errors import UserError
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Write a file so that a reader, or a crash, sees the old one or the new one and nothing between.
+    """Write a file atomically: readers see the old file or the new one, even after a crash.
 
-    Yields a temporary path in the same folder; when the block ends well it is flushed to disk and renamed over `path`,
-    otherwise it is removed.
+    Yields:
+        A temporary path in the same folder. When the block ends, it is flushed to disk and renamed to `path`; after an error it is removed.
 
     Raises:
-        UserError: If the file cannot be written (full disk, no permission), naming the path.
+        UserError: If the file cannot be written (full disk, no permission); the message names the path.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
+        # Without fsync a power failure could leave the new name with none of its content.
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -36,7 +37,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
             f"cannot write {path}: {error.strerror or error}; free some space or choose another folder"
         ) from error
     finally:
-        with suppress(OSError):  # a parent that is no folder has been reported already
+        with suppress(OSError):  # a parent that is not a folder has been reported already
             temporary.unlink(missing_ok=True)
 
 
@@ -47,15 +48,15 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file in UTF-8, without a byte order mark.
+    """Read a UTF-8 text file; a byte order mark is removed.
 
     Raises:
-        UserError: If it cannot be read, or is none.
+        UserError: If the file cannot be read, or is not UTF-8.
     """
     try:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 (byte {error.start}); save it again as UTF-8") from error
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); correct its permissions or remove it") from error
 
@@ -67,15 +68,20 @@ def file_hash(path: Path) -> str:
 
 
 def inside(folder: Path, relative: str, *, allow_outside: bool = False) -> Path:
-    """Resolve a path that a dataset names, refusing one that leaves its folder.
+    """Resolve a path in a dataset, and refuse one that is outside the dataset's folder.
+
+    Downloaded metadata could otherwise name any file of this machine.
 
     Args:
-        folder: The folder that the path must stay in.
+        folder: The folder that the path must be in.
         relative: The path as written in the dataset.
-        allow_outside: True when the person allowed it by name.
+        allow_outside: Whether the user allowed paths outside (`data.allow_outside`).
+
+    Returns:
+        The resolved path.
 
     Raises:
-        UserError: If the resolved path (links followed) lies outside `folder`.
+        UserError: If the resolved path (links followed) is outside `folder`.
     """
     root = Path(folder).resolve()
     path = (root / relative).resolve()
@@ -87,30 +93,33 @@ def inside(folder: Path, relative: str, *, allow_outside: bool = False) -> Path:
 
 
 def refuse_backslashes(path: str) -> None:
-    """Say of a path that leads nowhere that it is written for Windows, where this is another system.
+    """Refuse a path that does not exist and has backslashes, if this system is not Windows.
 
     Raises:
-        UserError: If it has backslashes, with the path to write.
+        UserError: If the path has backslashes; the message has the path with slashes.
     """
     if "\\" not in path or os.sep == "\\":
         return
     if re.match(r"[A-Za-z]:|\\\\", path):
         raise UserError(
-            f"{path} is a path of Windows; write where the file is on this machine, or move it into the dataset folder"
+            f"{path} is a Windows path; write the path on this machine, or move the file into the dataset folder"
         )
     slashes = path.replace("\\", "/")
     raise UserError(f"{path} is written with backslashes, as on Windows; write {slashes}")
 
 
 def read_json_object(path: Path, remedy: str = "fetch it again") -> dict[str, Any]:
-    """The object that a JSON file holds.
+    """Read a JSON file that contains an object.
 
     Args:
         path: The file.
-        remedy: What to do about one that holds something else.
+        remedy: What the user should do if the file contains anything else.
+
+    Returns:
+        The object.
 
     Raises:
-        UserError: If it cannot be read or is no JSON object.
+        UserError: If the file cannot be read, or does not contain a JSON object.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -119,5 +128,5 @@ def read_json_object(path: Path, remedy: str = "fetch it again") -> dict[str, An
     except ValueError as error:
         raise UserError(f"{path} is not readable JSON; {remedy}") from error
     if not isinstance(found, dict):
-        raise UserError(f"{path} is no JSON object; {remedy}")
+        raise UserError(f"{path} is not a JSON object; {remedy}")
     return found

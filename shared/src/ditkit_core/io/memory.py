@@ -1,4 +1,4 @@
-"""How much memory a run has needed at most, and giving back what it no longer needs."""
+"""Measuring peak memory, releasing memory, and recognising out-of-memory errors."""
 
 import gc
 import sys
@@ -10,10 +10,10 @@ import torch
 
 
 def peak_memory_bytes(devices: Iterable[torch.device]) -> int:
-    """Highest memory use: the largest over the accelerators among `devices` since `restart_peak`, else of this process.
+    """Peak memory: the largest among the accelerators in `devices` since `restart_peak`; without accelerators that of this process.
 
-    On accelerators these are the bytes in tensors, not what the allocator reserves; for the process it is the peak
-    resident set since its start.
+    On accelerators this counts the bytes in tensors, not those that the allocator reserves. For the process it is the peak resident set
+    since its start.
     """
     accelerators = [device for device in devices if device.type == "cuda"]
     if accelerators:
@@ -22,26 +22,26 @@ def peak_memory_bytes(devices: Iterable[torch.device]) -> int:
 
 
 def restart_peak(devices: Iterable[torch.device]) -> None:
-    """Measure the accelerators' peak from here; a process has one peak, which nothing restarts."""
+    """Restart the peak of the accelerators; the peak of a process cannot be restarted."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
 
 def release_memory() -> None:
-    """Give back what freed tensors occupied: torch keeps it for tensors alike, and the next stage's are others."""
-    gc.collect()  # models of other libraries hold themselves in cycles
+    """Return the memory of freed tensors: torch keeps it for tensors of the same sizes, and the next stage needs other sizes."""
+    gc.collect()  # models of other libraries contain reference cycles
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def is_host_allocation(text: str) -> bool:
-    """Whether an error's text is that of torch when the host has no memory: in the system's words, on Windows in its own."""
+    """Whether an error's text is torch's when the host is out of memory; on Windows the wording differs."""
     return "can't allocate memory" in text or "DefaultCPUAllocator: not enough memory" in text
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it says that memory ran out, on an accelerator or the host."""
+    """Whether an error means that memory ran out, on an accelerator or the host."""
     text = str(error)
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and (is_host_allocation(text) or "CUDA error: out of memory" in text)
@@ -49,10 +49,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def let_go(error: BaseException) -> set[str]:
-    """Clear the frames that an exception keeps alive, and with them the tensors in their variables.
+    """Clear the frames that an exception keeps alive, and so free the tensors in their local variables.
+
+    Args:
+        error: The exception; its causes and contexts are cleared as well.
 
     Returns:
-        Names of the modules that were at work in them.
+        Names of the modules whose functions were in the traceback.
     """
     modules: set[str] = set()
     left: list[BaseException | None] = [error]

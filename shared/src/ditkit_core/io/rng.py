@@ -1,7 +1,7 @@
 """Random numbers as a function of names, not of history.
 
-Noise, noise levels, data order and dropout are drawn from generators seeded by what they are for: (seed, step, sample).
-Resuming, previews, workers and caches therefore cannot change them, and nothing about them has to be saved.
+Noise, noise levels, data order and dropout are sampled from generators that are seeded by their purpose: (seed, step, sample). So resuming,
+previews, workers and caches cannot change them, and no generator state has to be saved.
 """
 
 import hashlib
@@ -10,11 +10,12 @@ import torch
 
 
 def seed_of(*parts: int | str) -> int:
-    """A 63-bit seed from names and numbers, stable over platforms and versions."""
+    """A 63-bit seed from names and numbers, the same on all platforms and in all versions."""
+    # Python's hash() of a text differs from process to process.
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def generator(*parts: int | str) -> torch.Generator:
-    """A CPU generator seeded by names: drawn on the CPU, the numbers are the same whatever device trains."""
+    """A CPU generator seeded by names; sampled on the CPU, the numbers are the same whatever device trains."""
     return torch.Generator().manual_seed(seed_of(*parts))

@@ -1,8 +1,7 @@
-"""safetensors files, read and written one tensor at a time.
+"""Reading and writing safetensors files one tensor at a time.
 
-The bytes of a tensor are read straight into the memory that it will stay in. Files are not memory-mapped: mapped pages
-count as the process's memory for as long as any tensor of the file lives, so that the host's peak would be the model
-twice, and on Windows a mapped file cannot be replaced.
+The bytes of a tensor are read directly into the memory that it stays in. Files are not memory-mapped: mapped pages count as memory of the
+process as long as any tensor of the file exists, so the host's peak would be twice the model. On Windows a mapped file cannot be replaced.
 """
 
 import hashlib
@@ -19,7 +18,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.files import atomic_write
 
 PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle")
-"""Suffixes of files that run code when they are read."""
+"""Suffixes of files that can run code when they are read."""
 
 
 _DTYPES = {
@@ -43,38 +42,38 @@ _SCALED_AT_ONCE = 2**20
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies in a file."""
+    """The place of a tensor in a file."""
 
     file: Path
     offset: int
-    """First byte, from the start of the file."""
+    """First byte, counted from the start of the file."""
     num_bytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     scale: "StoredTensor | None" = None
-    """What its values are multiplied with to be the weight, one number or one to a row, where `scaled_files` found that it is codes."""
+    """Scale of an 8-bit tensor: the weight is its codes times one number, or one number per row. None if the tensor is the weight itself."""
 
 
 @dataclass(frozen=True)
 class SafetensorsSource:
-    """The tensors of a safetensors file, or of a folder of them, known by their headers."""
+    """The tensors of a safetensors file or of a folder of such files, from their headers."""
 
     path: Path
     tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]
-    """The header metadata; of a folder, that of its first file."""
+    """Metadata in the header; for a folder, in the header of its first file."""
 
     @classmethod
     def open(cls, path: Path) -> "SafetensorsSource":
         """Read the headers of a file, of a sharded index's files, or of all .safetensors files of a folder.
 
         Raises:
-            UserError: If nothing is there, a file is truncated or no safetensors file, an index names a file that is
-                missing or outside its folder, or two files hold one name.
+            UserError: If the path does not exist, a file is truncated or not a safetensors file, an index names a file that is
+                missing or outside its folder, or two files contain the same name.
         """
         path = Path(path)
         if not path.exists():
-            raise UserError(f"there is no {path}; mend the path")
+            raise UserError(f"there is no {path}; check the path")
         refuse_pickles(path)
         files = _files_of(path)
         tensors: dict[str, StoredTensor] = {}
@@ -91,7 +90,7 @@ class SafetensorsSource:
         return cls(path, tensors, metadata[0])
 
     def fingerprint(self) -> str:
-        """Digest of names, shapes, dtypes and both ends of every tensor: seconds for any size, and another for other weights."""
+        """Digest of names, shapes, dtypes and both ends of every tensor; it takes seconds for any size, and differs for other weights."""
         digest = hashlib.blake2b(digest_size=16)
         for name, stored in sorted(self.tensors.items()):
             digest.update(f"{name} {stored.shape} {stored.dtype}".encode())
@@ -105,23 +104,23 @@ class SafetensorsSource:
         return digest.hexdigest()
 
     def read(self, name: str, buffer: Tensor | None = None, *, index: int = 0, of: int = 1) -> Tensor:
-        """One tensor, or some of its rows, on the CPU, in the file's dtype; of a scaled one, the codes.
+        """Read a tensor, or some of its rows, onto the CPU in the file's dtype; of a scaled tensor, the codes.
 
         Args:
-            name: Its name in the file.
-            buffer: As many bytes, uint8, that the tensor is to lie in; new ones if not given.
-            index: Which of the equal parts of its rows is read.
-            of: How many equal parts its rows are cut into.
+            name: Name in the file.
+            buffer: uint8 memory of exactly the right size for the result; None allocates it.
+            index: Index of the part to read.
+            of: Number of equal parts that the rows are split into.
 
         Raises:
-            UserError: If the file ends before the tensor does.
+            UserError: If the file ends inside the tensor.
         """
         stored = self.tensors[name]
         num_bytes = stored.num_bytes // of
         shape = stored.shape if of == 1 else (stored.shape[0] // of, *stored.shape[1:])
         buffer = torch.empty(num_bytes, dtype=torch.uint8) if buffer is None else buffer
         assert buffer.numel() == num_bytes, name
-        # Read, not mapped: mapped pages would count as this process's memory besides the tensor.
+        # Read and not mapped: mapped pages would count as memory of this process in addition to the tensor.
         with open(stored.file, "rb") as file:
             file.seek(stored.offset + index * num_bytes)
             if file.readinto(buffer.numpy().data) != num_bytes:
@@ -129,15 +128,15 @@ class SafetensorsSource:
         return buffer.view(stored.dtype).reshape(shape)
 
     def scale_of(self, name: str, *, index: int = 0, of: int = 1) -> Tensor | None:
-        """What the codes of a tensor are multiplied with, fp32 [1] or [rows] on the CPU; None if it is the weight itself.
+        """The scale of a tensor's codes, fp32 [1] or [rows] on the CPU; None if the tensor is the weight itself.
 
         Args:
             name: The tensor's name in the file.
-            index: Which of the equal parts of its rows is read.
-            of: How many equal parts its rows are cut into.
+            index: Index of the part of its rows.
+            of: Number of equal parts that the rows are split into.
 
         Raises:
-            UserError: If the file ends before the scale does.
+            UserError: If the file ends inside the scale.
         """
         scale = self.tensors[name].scale
         if scale is None:
@@ -146,20 +145,22 @@ class SafetensorsSource:
         return read if len(read) == 1 else read.view(of, -1)[index]
 
     def apply_scale(self, values: Tensor, name: str, *, index: int = 0, of: int = 1) -> None:
-        """Multiply codes, converted to a floating dtype and on any device, to the weight that they stand for, in place.
+        """Multiply codes (converted to a floating dtype, on any device) with their scale, in place, which gives the weight.
 
         Args:
-            values: Those of a tensor's part, in any shape; left as they are if it has no scale.
+            values: Codes of a part of the tensor, in any shape; unchanged if the tensor has no scale.
             name: The tensor's name in the file.
-            index: Which of the equal parts of its rows they are.
-            of: How many equal parts its rows are cut into.
+            index: Index of the part of its rows.
+            of: Number of equal parts that the rows are split into.
         """
         scale = self.scale_of(name, index=index, of=of)
         if scale is None:
             return
         num_rows = self.tensors[name].shape[0] // of
         rows, scale = values.view(num_rows, -1), scale.expand(num_rows)[:, None].to(values.device)
-        at_once = max(1, _SCALED_AT_ONCE // max(1, rows.shape[1]))  # the CPU makes an fp32 copy of what it is given
+        at_once = max(
+            1, _SCALED_AT_ONCE // max(1, rows.shape[1])
+        )  # some rows at a time: the CPU makes an fp32 copy of them
         for start in range(0, num_rows, at_once):
             rows[start : start + at_once].mul_(scale[start : start + at_once])
 
@@ -173,7 +174,7 @@ def _files_of(path: Path) -> list[Path]:
             )
         files = _files_of(indices[0]) if indices else sorted(path.glob("*.safetensors"))
         if not files:
-            raise UserError(f"{path} holds no .safetensors file; name the folder or file that has the weights")
+            raise UserError(f"{path} contains no .safetensors file; name the folder or file with the weights")
         return files
     if not path.name.endswith(".index.json"):
         return [path]
@@ -182,7 +183,7 @@ def _files_of(path: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not an index of safetensors files; fetch it again") from error
     for name in names:
-        # Links are not resolved: in the hub's cache every file is a link to one elsewhere. The name itself must be plain.
+        # Links are not resolved, because in the hub's cache every file is a link to another folder. Only the name is checked.
         if name != Path(name).name or "\\" in name or not name.endswith(".safetensors"):
             raise UserError(
                 f"{path} names {name!r}, which is not a .safetensors file of its own folder; fetch it again"
@@ -193,16 +194,16 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Names, places and metadata of a file, checked against the file's size."""
+    """Names, places and metadata in a file's header, checked against the file's size."""
     try:
         with open(path, "rb") as file:
             file_bytes = path.stat().st_size
             header_bytes = int.from_bytes(file.read(8), "little")
             if file_bytes < 8 or not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - 8):
-                raise UserError(f"{path} is not a safetensors file, or was cut off in its header; fetch it again")
+                raise UserError(f"{path} is not a safetensors file, or is truncated in its header; fetch it again")
             raw = file.read(header_bytes)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; mend its permissions or the disk") from error
+        raise UserError(f"cannot read {path}: {error.strerror}; check its permissions and the disk") from error
     start = 8 + header_bytes
     try:
         header = json.loads(raw)
@@ -225,7 +226,7 @@ def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     end = max((t.offset + t.num_bytes for t in stored.values()), default=start)
     if end != file_bytes:
         raise UserError(
-            f"{path} is truncated or damaged: it has {file_bytes} bytes, its header speaks of {end}; fetch it again"
+            f"{path} is truncated or damaged: it has {file_bytes} bytes, but its header describes {end}; fetch it again"
         )
     return stored, metadata
 
@@ -242,10 +243,10 @@ def write_safetensors(
 
     Args:
         path: The file.
-        shapes: Shape and dtype by name, in the order in which they are written.
-        tensor_of: The tensor of a name; called once for each, and only one is held at a time.
+        shapes: Shape and dtype by name, in the order of writing.
+        tensor_of: From a name to its tensor; called once for each name, so that only one tensor is in memory at a time.
         metadata: Strings for the header.
-        check: Looks at the written file before it gets its name; it may raise.
+        check: Called with the written file before it gets its name; it may raise.
 
     Raises:
         UserError: If the file cannot be written, or what is read back differs from what was written.
@@ -256,7 +257,7 @@ def write_safetensors(
         start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
         header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     raw = json.dumps(header).encode()
-    raw += b" " * (-len(raw) % 8)  # data starts at a multiple of eight
+    raw += b" " * (-len(raw) % 8)  # aligns the data to eight bytes, as the format asks
     digests: dict[str, bytes] = {}
     with atomic_write(path) as temporary:
         with open(temporary, "wb") as file:
@@ -286,10 +287,10 @@ def refuse_pickles(path: Path, safe_names: Mapping[str, str] = MappingProxyType(
 
     Args:
         path: File or folder.
-        safe_names: By name of a known pickle: the file to get instead.
+        safe_names: For known pickles, by name: the file to get instead.
 
     Raises:
-        UserError: With the reason and the file to get instead.
+        UserError: If it is a pickle; the message gives the reason and the file to get instead.
     """
     if path.is_file():
         pickles = [path] if path.suffix.lower() in PICKLES else []

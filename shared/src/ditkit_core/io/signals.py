@@ -1,4 +1,4 @@
-"""Ending on a signal: a run after the current optimizer step, with a save; a command at once, with a word."""
+"""Handling signals: a training run ends after the current optimizer step and saves; other commands end at once with a message."""
 
 import signal
 import threading
@@ -10,7 +10,7 @@ from typing import Any, Self
 
 @contextmanager
 def terminated_like_interrupted() -> Iterator[None]:
-    """Inside the block, SIGTERM raises KeyboardInterrupt as Ctrl-C does, where it would have ended the process without a word."""
+    """Inside the block, SIGTERM raises KeyboardInterrupt like Ctrl-C; by default it would end the process silently."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
@@ -26,10 +26,10 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 class Interrupts:
-    """Inside the block, SIGINT, SIGTERM, SIGHUP (a closed terminal) and (Windows) SIGBREAK only set `requested`; a second Ctrl-C interrupts at once.
+    """Inside the block, SIGINT, SIGTERM, SIGHUP (a closed terminal) and (Windows) SIGBREAK only set `requested`; a second Ctrl-C interrupts.
 
-    An ignored SIGHUP stays so: `nohup` has a run outlive its terminal. Outside the main thread Python allows no handlers, so there
-    the block does nothing. The handlers found on entry are put back on exit.
+    An ignored SIGHUP stays ignored, because `nohup` lets a run outlive its terminal. Python allows handlers only in the main thread, so in
+    other threads the block does nothing. On exit the previous handlers are restored.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Interrupts:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK"):
-                number = getattr(signal, name, None)  # which exist depends on the platform
+                number = getattr(signal, name, None)  # some exist only on some platforms
                 if number is None or (name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN):
                     continue
                 self._before[number] = signal.signal(number, self._on_signal)
@@ -54,5 +54,5 @@ class Interrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            # None is a handler that was not installed from Python and cannot be put back
+            # None means a handler that was not installed from Python, which Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

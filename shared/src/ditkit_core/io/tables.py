@@ -1,4 +1,4 @@
-"""Tables of text: drawn on a terminal, aligned where there is none, and in Markdown."""
+"""Tables of text: with lines on a terminal, as aligned text elsewhere, and in Markdown."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from ditkit_core.io import console
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Cells of text; whoever has numbers formats them."""
+    """A table whose cells are texts; the caller formats numbers."""
 
     head: Sequence[str] = ()
-    """Titles of the columns; empty for a table without."""
+    """Column titles; empty for a table without titles."""
     rows: Sequence[Sequence[str]]
     num_left: int | None = None
-    """How many columns, from the first, are aligned left, and the others right; None aligns columns of numbers right."""
+    """Number of columns at the left that are aligned left; the others are aligned right. None aligns columns of numbers right."""
 
     @property
     def is_right(self) -> list[bool]:
@@ -33,12 +33,12 @@ class Table:
             for line in self.lines():
                 console.say(line)
             return
-        drawn = rich_table.Table(show_header=bool(self.head))
+        table = rich_table.Table(show_header=bool(self.head))
         for title, is_right in zip(self.head or [""] * len(self.is_right), self.is_right, strict=True):
-            drawn.add_column(escape(title), justify="right" if is_right else "left")
+            table.add_column(escape(title), justify="right" if is_right else "left")
         for row in self.rows:
-            drawn.add_row(*map(escape, row))  # a file's name may look like rich's markup
-        console.CONSOLE.print(drawn)
+            table.add_row(*map(escape, row))  # a file name may look like rich's markup
+        console.CONSOLE.print(table)
 
     def lines(self) -> list[str]:
         """The table as aligned text."""
@@ -57,5 +57,5 @@ class Table:
 
 
 def is_number(cell: str) -> bool:
-    """Whether a cell is a plain number, unknown or empty."""
+    """Whether a cell is a plain number, `?` or empty."""
     return cell.replace(".", "", 1).isdigit() or cell in ("", "?")
