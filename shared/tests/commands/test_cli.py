@@ -137,7 +137,7 @@ def test_sample_and_export_go_on_with_a_run(stages: Stages, tmp_path: Path) -> N
         (["--adapter.rnak", "3"], "unknown key --adapter.rnak on the command line; did you mean --adapter.rank?"),
         (["--adapter.rank", "x"], 'adapter.rank on the command line must be a whole number, not "x"'),
         (["no.toml"], "cannot read the run file no.toml: No such file or directory"),
-        (["--run", "nowhere"], "nowhere is not a run's folder"),
+        (["--run", "nowhere"], "nowhere is not the folder of a run"),
         (["--train.steps", "-1"], "train."),
         (["--step", "3"], "unknown key --step"),
     ],

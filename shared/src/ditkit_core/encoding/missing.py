@@ -79,8 +79,7 @@ def encode_missing(
             given: dict[str, Any] = {}
             for key in keys[first : first + jobs.encoder.items_at_once]:
                 try:
-                    # Decoded here and not when the file was checked: only missing items need it, and pixels take many
-                    # times the memory of latents.
+                    # Decoded late: only missing items need it, and pixels take many times the memory of latents.
                     given[key] = jobs.read(missing[key])
                 except UserError as error:
                     if not should_continue(error, keep_going=keep_going):
