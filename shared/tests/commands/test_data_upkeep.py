@@ -67,7 +67,7 @@ def test_what_no_run_needs_is_pruned(
     assert encode(world, "--prune-cache", "1d") == 0
     assert entries(world) == left
     assert encode(world, "--prune-cache", "soon") == 1
-    assert "'soon' is no rule" in capsys.readouterr().err
+    assert "'soon' is not a rule" in capsys.readouterr().err
 
 
 def test_what_an_expert_of_another_run_needs_stays(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,7 @@ def test_columns_as_other_trainers_call_them() -> None:
             if name in meant.get(preset, {}):
                 assert control_values("here", row, known, headers) == {meant[preset][name]: "b"}
             elif known:
-                with pytest.raises(UserError, match=f"here has a column '{name}', .* call it .*{known[-1].name}"):
+                with pytest.raises(UserError, match=f"here has a column '{name}', .* rename it to .*{known[-1].name}"):
                     reference_columns("here", row, edits=False, model_columns=[each.name for each in known])
             else:
                 assert (headers, reference_columns("here", row, edits=False)) == ({}, ())

@@ -150,7 +150,7 @@ MUSIC: dict[str, tuple[Made, str]] = {
     "a folder": (directory, "is a folder"),
     "missing": (lambda folder: "gone.npy", "does not exist"),
     "outside": (outside, "leaves the dataset folder"),
-    "another kind": (of_bytes("bad.pdf", b"%PDF"), "no audio by its extension"),
+    "another kind": (of_bytes("bad.pdf", b"%PDF"), "not of kind audio by its extension"),
     "sound not a number": (sound(np.nan), "not finite"),
     "sound infinite": (sound(np.inf), "not finite"),
     "sound of no samples": (sound(0.0, 0), "no sound"),
