@@ -226,8 +226,8 @@ def split_a14b() -> Iterator[Line]:
     made = _adapted(spec, I2V_A14B, item, "q,k,v,o,ffn.0,ffn.2", 32)
     plans = _divided(made, 20)
     auxiliary = {
-        companion.name: sum(p.numel() * 2 for p in companion.build(torch.bfloat16).parameters())
-        for companion in WAN.auxiliary.models(I2V_A14B, ModelPaths())
+        model.name: sum(p.numel() * 2 for p in model.build(torch.bfloat16).parameters())
+        for model in WAN.auxiliary.models(I2V_A14B, ModelPaths())
     }
     encoders = auxiliary["text encoder"] + auxiliary["VAE decoder"]
     for index, figure in enumerate((19.5, 8.4)):

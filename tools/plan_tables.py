@@ -40,7 +40,7 @@ EXCERPT = "<!-- an excerpt of a plan: written by tools/plan_tables.py -->", "<!-
 SHOWN = ("GiB ", "weights ", "optimizer ", "activations ", "peak ", "free ", "blocks ", "streamed ", " ")
 """How those lines of a plan's first table begin that README.md shows."""
 COMMAND = "wan-train packages/wan/configs/t2v_14b_lora.toml --plan --gpus 24GiB,32GiB --train.split_points 16 --train.swap_blocks 16"
-CARDS = ("16GiB", "24GiB", "32GiB", "48GiB", "80GiB", "2x24GiB")
+GPUS = ("16GiB", "24GiB", "32GiB", "48GiB", "80GiB", "2x24GiB")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +96,12 @@ def _task(spec_name: str, config: RunConfig) -> FitTask:
     return task_for(create_run(spec, config), ())
 
 
-def fitted(row: Row, cards: tuple[GPU, ...]) -> str:
+def fitted(row: Row, gpus: tuple[GPU, ...]) -> str:
     """A cell: the choice of `--fit` for these GPUs, and its cost."""
-    task = replace(_task(row.spec.name, row.config), cards=cards)
+    task = replace(_task(row.spec.name, row.config), gpus=gpus)
     chosen = fit(task).chosen
     if chosen is None:
-        return "<br>".join(["–", *_change(row, cards)])
+        return "<br>".join(["–", *_change(row, gpus)])
     seconds = chosen.time.seconds
     return f"{_settings(chosen)}<br>{_bytes(chosen)}, {seconds:.{0 if seconds >= 10 else 1}f} s"
 
@@ -126,13 +126,13 @@ def _bytes(chosen: Candidate) -> str:
     return f"{held} GiB{f', host {chosen.host / GIB:.1f}' if chosen.host else ''}"
 
 
-def _change(row: Row, cards: tuple[GPU, ...]) -> Iterator[str]:
+def _change(row: Row, gpus: tuple[GPU, ...]) -> Iterator[str]:
     """The mildest single change of the configuration that would make it fit; nothing if there is none."""
     enough = []
-    for lever in levers(row.spec, row.config, cards):
+    for lever in levers(row.spec, row.config, gpus):
         for change in lever:
             if change.config != row.config and not least_missing(
-                replace(_task(row.spec.name, change.config), cards=cards)
+                replace(_task(row.spec.name, change.config), gpus=gpus)
             ):
                 enough.append(change)
                 break
@@ -143,18 +143,18 @@ def _change(row: Row, cards: tuple[GPU, ...]) -> Iterator[str]:
 
 def line(row: Row) -> str:
     """A row of the table."""
-    return f"| {row.name} | {' | '.join(fitted(row, parse_gpus(cards)) for cards in CARDS)} |"
+    return f"| {row.name} | {' | '.join(fitted(row, parse_gpus(gpus)) for gpus in GPUS)} |"
 
 
 def notes() -> str:
     """What the cells mean and assume."""
     rates = {}
-    for (card,) in map(parse_gpus, CARDS[:-1]):
+    for (card,) in map(parse_gpus, GPUS[:-1]):
         rates[card.name] = (
             f"{card.name} {card.bf16_flops * UTILISATION / 1e12:.0f} TFLOP/s in bf16 and "
             f"{card.fp32_flops * UTILISATION / 1e12:.0f} in fp32"
         )
-    reserves = ", ".join(f"{card.reserve / GIB:.1f} of {card.total // GIB}" for (card,) in map(parse_gpus, CARDS[:-1]))
+    reserves = ", ".join(f"{card.reserve / GIB:.1f} of {card.total // GIB}" for (card,) in map(parse_gpus, GPUS[:-1]))
     return (
         "Each cell is what `--fit` chooses: the checkpointing policy, the format of the frozen weights where it is not bf16, the number of blocks "
         "whose weights are streamed from the host (`swap`), and the block before which the second GPU begins (`cut`). Then come the planned peak of "
@@ -172,8 +172,8 @@ def _torch() -> str:
 
 def table(rows: tuple[Row, ...] = ROWS) -> Iterator[str]:
     """Line by line."""
-    yield f"| | {' | '.join(cards.replace('x', ' × ').replace('GiB', ' GiB') for cards in CARDS)} |"
-    yield "|" + "---|" * (1 + len(CARDS))
+    yield f"| | {' | '.join(gpus.replace('x', ' × ').replace('GiB', ' GiB') for gpus in GPUS)} |"
+    yield "|" + "---|" * (1 + len(GPUS))
     yield from map(line, rows)
 
 

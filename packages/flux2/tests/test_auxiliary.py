@@ -14,7 +14,7 @@ from ditkit_core.models.encoders import AuxiliaryModel
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.planner.auxiliary import measure_model
 from ditkit_core.planner.memory_tracker import MemoryTracker
-from ditkit_core.testing.companions import check_tiles, live, num_parameters
+from ditkit_core.testing.auxiliary_models import check_tiles, live, num_parameters
 from ditkit_flux2.encoders import text, vae
 from ditkit_flux2.encoders.prompt import MISTRAL, QWEN
 from ditkit_flux2.encoders.text_model import _PUBLISHED, build_layers
@@ -25,7 +25,7 @@ from ditkit_flux2.spec import FLUX2
 CPU = torch.device("cpu")
 
 
-def companion(name: str, preset: str = "dev", **where: str) -> AuxiliaryModel:
+def auxiliary_model(name: str, preset: str = "dev", **where: str) -> AuxiliaryModel:
     (found,) = (each for each in FLUX2.auxiliary.models(PRESETS[preset], ModelPaths(**where)) if each.name == name)
     return found
 
@@ -50,7 +50,7 @@ def test_the_built_in_sizes_are_those_of_the_published_language_models(
     ("preset", "name"), [("dev", "Mistral Small 3"), ("klein-9b", "Qwen3 8B"), ("klein-base-4b", "Qwen3 4B")]
 )
 def test_each_preset_has_its_encoder_up_to_the_last_layer_that_is_read(preset: str, name: str) -> None:
-    built = companion("text encoder", preset).build(torch.bfloat16)
+    built = auxiliary_model("text encoder", preset).build(torch.bfloat16)
     config = _PUBLISHED[name]
     assert built.get_parameter("embed_tokens.weight").shape == (config["vocab_size"], config["hidden_size"])
     assert len(built.get_submodule("layers")) == {"dev": 30}.get(preset, 27)
@@ -61,7 +61,7 @@ def test_the_vae_takes_what_was_measured_and_less_in_tiles() -> None:
     """2.5 GiB of activations for 1024² pixels and 10 for 2048², 3 and 12 GiB to decode: what the README says."""
     found = {}
     for name in ("VAE encoder", "VAE decoder"):
-        vae = companion(name)
+        vae = auxiliary_model(name)
         for side in (1024, 2048):
             weights, peak = measure_model(vae, (1, side, side), text_dtype=torch.bfloat16)
             assert weights == pytest.approx(4 * 84_046_115, rel=1e-4)

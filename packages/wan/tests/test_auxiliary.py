@@ -9,7 +9,7 @@ from ditkit_core.config.sizes import GIB
 from ditkit_core.models.encoders import AuxiliaryModel
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.planner.auxiliary import measure_model
-from ditkit_core.testing.companions import check_tiles, live, num_parameters
+from ditkit_core.testing.auxiliary_models import check_tiles, live, num_parameters
 from ditkit_wan.encoders import vae
 from ditkit_wan.encoders.clip import ImageEncoder
 from ditkit_wan.encoders.text import TextEncoder
@@ -20,13 +20,13 @@ from ditkit_wan.spec import WAN
 CPU = torch.device("cpu")
 
 
-def companions(preset: str = "t2v-1.3b", **where: str) -> dict[str, AuxiliaryModel]:
+def auxiliary_models(preset: str = "t2v-1.3b", **where: str) -> dict[str, AuxiliaryModel]:
     return {each.name: each for each in WAN.auxiliary.models(PRESETS[preset], ModelPaths(**where))}
 
 
 def test_the_built_in_sizes_are_those_of_the_published_files() -> None:
     """wan_2.1_vae.safetensors has 507.6 MB in fp32, the UMT5-XXL encoder 11.36 GB in bf16."""
-    built = {name: each.build(torch.bfloat16) for name, each in companions().items()}
+    built = {name: each.build(torch.bfloat16) for name, each in auxiliary_models().items()}
     assert num_parameters(built["VAE encoder"]) == num_parameters(built["VAE decoder"]) == 126_892_531
     assert num_parameters(built["text encoder"]) == 5_680_910_336
     assert {parameter.dtype for parameter in built["text encoder"].parameters()} == {torch.bfloat16}
@@ -34,11 +34,11 @@ def test_the_built_in_sizes_are_those_of_the_published_files() -> None:
 
 def test_a_model_that_looks_at_pictures_has_clip_and_ti2v_the_larger_vae() -> None:
     """Wan2.2_VAE.pth has 2.82 GB in fp32; clip_vision_h.safetensors 1.26 GB in fp16, a projection included that is not used."""
-    looking = companions("i2v-14b-480p")
+    looking = auxiliary_models("i2v-14b-480p")
     assert list(looking) == ["VAE encoder", "text encoder", "image encoder", "VAE decoder"]
     built = looking["image encoder"].build(torch.bfloat16)
     assert num_parameters(built) == 630_766_080 and {each.dtype for each in built.parameters()} == {torch.float32}
-    larger = companions("ti2v-5b")
+    larger = auxiliary_models("ti2v-5b")
     assert list(larger) == ["VAE encoder", "text encoder", "VAE decoder"]
     assert num_parameters(larger["VAE decoder"].build(torch.bfloat16)) == 704_688_668
 
@@ -46,7 +46,7 @@ def test_a_model_that_looks_at_pictures_has_clip_and_ti2v_the_larger_vae() -> No
 def test_what_clip_holds_is_what_was_planned(clip_folder: Path) -> None:
     encoder = ImageEncoder(ModelPaths(image_encoder=str(clip_folder)), CPU, torch.float32)
     encoder.load()
-    found = companions("i2v-14b-480p", image_encoder=str(clip_folder))["image encoder"]
+    found = auxiliary_models("i2v-14b-480p", image_encoder=str(clip_folder))["image encoder"]
     planned = measure_model(found, (9, 480, 832), text_dtype=torch.float32, kind="cpu")
     held = live(encoder._model.module, lambda: encoder.encode([torch.zeros(3, 1, 480, 832)]))
     on_the_host = (
@@ -59,13 +59,13 @@ def test_what_clip_holds_is_what_was_planned(clip_folder: Path) -> None:
 
 
 def test_the_text_encoder_takes_its_weights_and_little_more() -> None:
-    weights, peak = measure_model(companions()["text encoder"], WAN.data.size, text_dtype=torch.bfloat16)
+    weights, peak = measure_model(auxiliary_models()["text encoder"], WAN.data.size, text_dtype=torch.bfloat16)
     assert weights == 2 * 5_680_910_336 and weights < peak < weights + 0.2 * GIB
 
 
 def test_a_clip_in_tiles_takes_a_quarter() -> None:
     """Of nine frames: what the later ones add is their pixels and latents alone."""
-    encoder = companions()["VAE encoder"]
+    encoder = auxiliary_models()["VAE encoder"]
     whole = measure_model(encoder, (9, 480, 832), text_dtype=torch.bfloat16)
     tiled = measure_model(encoder, (9, 480, 832), text_dtype=torch.bfloat16, mode="in tiles")
     assert 5 * GIB < whole.peak < 6.5 * GIB and tiled.peak < whole.peak / 4
@@ -77,7 +77,7 @@ def test_a_clip_in_tiles_takes_a_quarter() -> None:
 def test_what_the_vae_holds_is_what_was_planned(checkpoint: Path, size: tuple[int, int, int]) -> None:
     encoder = VaeEncoder(ModelPaths(base=str(checkpoint)), CPU)
     encoder.load()
-    found = companions(base=str(checkpoint))
+    found = auxiliary_models(base=str(checkpoint))
     encode, decode = (
         measure_model(found[f"VAE {half}"], size, text_dtype=torch.float32, kind="cpu").peak
         for half in ("encoder", "decoder")
@@ -91,7 +91,7 @@ def test_what_the_text_encoder_holds_is_what_was_planned(checkpoint: Path) -> No
     encoder = TextEncoder(ModelPaths(base=str(checkpoint)), CPU, torch.float32)
     encoder.load()
     planned = measure_model(
-        companions(base=str(checkpoint))["text encoder"], WAN.data.size, text_dtype=torch.float32, kind="cpu"
+        auxiliary_models(base=str(checkpoint))["text encoder"], WAN.data.size, text_dtype=torch.float32, kind="cpu"
     )
     assert live(encoder._model, lambda: encoder.encode(["a red circle"])) == pytest.approx(planned.peak, rel=0.05)
 

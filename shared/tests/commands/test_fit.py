@@ -10,7 +10,7 @@ from made_profiles import made_profile
 
 from ditkit_core.commands import cli
 from ditkit_core.commands import fit as fit_stage
-from ditkit_core.commands.fit import apply, cards_of, changes
+from ditkit_core.commands.fit import apply, changes, gpus_to_fit
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.config.sizes import GIB
 from ditkit_core.config.toml import read_config_file
@@ -76,9 +76,9 @@ def test_fit_prints_a_run_file_that_keeps_what_was_set(run_file, tmp_path, capsy
 )
 def test_the_card_that_draws_previews_is_not_trained_on(device, names):
     config = config_of(sample={"device": device})
-    assert fit_stage.cards_of(config, "2x24GiB")[1] == names
-    cards, (left,) = fit_stage.cards_of(config, "24GiB")
-    chosen = fit(replace(made_task(cards, config), quantizations=("none",))).chosen
+    assert fit_stage.gpus_to_fit(config, "2x24GiB")[1] == names
+    gpus, (left,) = fit_stage.gpus_to_fit(config, "24GiB")
+    chosen = fit(replace(made_task(gpus, config), quantizations=("none",))).chosen
     assert left == names[0]
     for given, kept in (("auto", "cuda:0"), ("cuda", "cuda:0"), ("cpu", ""), (left, left)):
         train = replace(config.train, device=given)
@@ -124,7 +124,7 @@ def config_of(**sections):
     return replace(base, **{name: replace(getattr(base, name), **values) for name, values in sections.items()})
 
 
-def made_task(cards, config, run=None):
+def made_task(gpus, config, run=None):
     """Hand-made profiles that answer to frames, size, rank and batch."""
     data = config.data
     work = data.frames * data.height * data.width * config.train.batch_size / (49 * 480 * 832)
@@ -132,7 +132,7 @@ def made_task(cards, config, run=None):
     def profile_of(policy, quantize):
         return made_profile(policy, quantize, work=work)
 
-    return FitTask(cards=tuple(cards), profile_of=profile_of, micro_batches=config.train.accumulation)
+    return FitTask(gpus=tuple(gpus), profile_of=profile_of, micro_batches=config.train.accumulation)
 
 
 BIG = {"data": {"frames": 49, "height": 480, "width": 832}, "adapter": {"rank": 4}}
@@ -140,29 +140,31 @@ BIG = {"data": {"frames": 49, "height": 480, "width": 832}, "adapter": {"rank": 
 
 @pytest.fixture
 def made(monkeypatch):
-    monkeypatch.setattr(fit_stage, "task_for", lambda run, cards: made_task(cards, run.config))
-    monkeypatch.setattr(fit_stage, "beside_of", lambda *args, **kwargs: ())
+    monkeypatch.setattr(fit_stage, "task_for", lambda run, gpus: made_task(gpus, run.config))
+    monkeypatch.setattr(fit_stage, "auxiliary_of", lambda *args, **kwargs: ())
 
 
 def test_what_is_chosen_is_set_and_nothing_else():
     config = config_of(train={"steps": 3, "reserve": (1.0, 2.0, 0.0)}, **BIG)
-    cards, names = cards_of(config, "24GiB,14GiB,4GiB")
-    assert [
-        card.reserve - plain.reserve for card, plain in zip(cards, parse_gpus("24GiB,14GiB,4GiB"), strict=True)
-    ] == [GIB, 2 * GIB, 0]
-    found = fit(replace(made_task(cards, config), quantizations=("none",)))
+    gpus, names = gpus_to_fit(config, "24GiB,14GiB,4GiB")
+    assert [card.reserve - plain.reserve for card, plain in zip(gpus, parse_gpus("24GiB,14GiB,4GiB"), strict=True)] == [
+        GIB,
+        2 * GIB,
+        0,
+    ]
+    found = fit(replace(made_task(gpus, config), quantizations=("none",)))
     setting = found.chosen.setting
     fitted = apply(config, found.chosen, names)
     assert fitted.train.checkpointing == setting.policy
-    if len(setting.cards) > 1:
+    if len(setting.gpus) > 1:
         assert (
-            fitted.train.devices == tuple(f"cuda:{i}" for i in setting.cards)
+            fitted.train.devices == tuple(f"cuda:{i}" for i in setting.gpus)
             and fitted.train.split_points == setting.split_points
         )
-        assert fitted.train.reserve == tuple((1.0, 2.0, 0.0)[i] for i in setting.cards)
+        assert fitted.train.reserve == tuple((1.0, 2.0, 0.0)[i] for i in setting.gpus)
     else:
-        assert fitted.train.device == f"cuda:{setting.cards[0]}" and fitted.train.devices == ()
-        assert fitted.train.reserve == ((1.0, 2.0, 0.0)[setting.cards[0]],)
+        assert fitted.train.device == f"cuda:{setting.gpus[0]}" and fitted.train.devices == ()
+        assert fitted.train.reserve == ((1.0, 2.0, 0.0)[setting.gpus[0]],)
     searched = {"checkpointing", "device", "devices", "split_points", "swap_blocks", "pipelined", "reserve"}
     for name, value in vars(config.train).items():
         assert name in searched or getattr(fitted.train, name) == value
@@ -176,7 +178,7 @@ def test_where_nothing_fits_the_single_change_that_helps_most_is_planned(made, c
     planned = changes(TOY, config, task)
     assert planned[0].change.words.startswith("train.batch_size = 1 (now 4) with train.accumulation = 4")
     for each in planned:  # what is said of a change is what planning it says
-        again = made_task(each.change.cards, each.change.config)
+        again = made_task(each.change.gpus, each.change.config)
         assert least_missing(again) == each.missing
         assert (fit(again).chosen is not None) == (each.missing == 0)
     assert planned == best_first(planned)
@@ -191,8 +193,8 @@ def test_the_mildest_change_that_fits_is_offered():
     for ladder in ladders:
         lost = [change.gives_up for change in ladder]
         assert lost == sorted(lost)
-    cards = [change.cards[0].total // GIB for change in ladders[-2]]
-    assert cards[0] == 32 and ladders[-1][0].cards == (*parse_gpus("24GiB"), *parse_gpus("24GiB"))
+    gpus = [change.gpus[0].total // GIB for change in ladders[-2]]
+    assert gpus[0] == 32 and ladders[-1][0].gpus == (*parse_gpus("24GiB"), *parse_gpus("24GiB"))
 
 
 def test_nothing_fits_is_an_exit_status_and_says_what_would(made, monkeypatch, capsys):
@@ -216,10 +218,10 @@ def test_the_host_is_a_limit_that_can_be_given(made, monkeypatch, capsys):
 
 def test_what_does_not_fit_beside_the_steps_is_said_with_the_status_of_a_plan(made, monkeypatch, capsys):
     row = AuxiliaryRow(
-        stage="sample", name="VAE decoder", device="10GiB", size=(1, 64, 64), mode="whole", weights=1, beside=1,
+        stage="sample", name="VAE decoder", device="10GiB", size=(1, 64, 64), mode="whole", weights=1, in_use=1,
         peak=11 * GIB, available=10 * GIB, remedy="sample.vae_tiling = true would need 2.0 GiB",
     )  # fmt: skip
-    monkeypatch.setattr(fit_stage, "beside_of", lambda *args, **kwargs: (row,))
+    monkeypatch.setattr(fit_stage, "auxiliary_of", lambda *args, **kwargs: (row,))
     monkeypatch.setattr(plan_stage, "check_training", lambda run, *, here: None)
     assert fit_stage.fit_run(TOY, config_of(**BIG), TrainOptions(fit=True, gpus="24GiB")) == 3
     printed = capsys.readouterr()

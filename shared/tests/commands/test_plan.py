@@ -17,10 +17,10 @@ from ditkit_core.testing.toy import TOY
 pytestmark = pytest.mark.usefixtures("equal_steps_are_profiled_once")
 
 WIDTH = 2**14
-"""Of the companions' one layer: 1 GiB of weights in fp32."""
+"""Of the auxiliary models' one layer: 1 GiB of weights in fp32."""
 
 
-def companion(name: str, stage, rows_per_pixel: float, **more) -> AuxiliaryModel:
+def auxiliary_model(name: str, stage, rows_per_pixel: float, **more) -> AuxiliaryModel:
     """One layer in fp32 that makes rows of 64 KiB."""
 
     def build(dtype: torch.dtype) -> nn.Module:
@@ -34,12 +34,12 @@ def companion(name: str, stage, rows_per_pixel: float, **more) -> AuxiliaryModel
     return AuxiliaryModel(name=name, stage=stage, build=build, run=forward, **more)
 
 
-WITH_COMPANIONS = altered(
+WITH_AUXILIARY = altered(
     TOY,
     models=lambda arch, components: (
-        companion("VAE encoder", "encode", 1 / 16, tiles=Tiles(64, 16)),
-        companion("text encoder", "encode", 0),
-        companion("VAE decoder", "sample", 1 / 4, tiles=Tiles(64, 16)),
+        auxiliary_model("VAE encoder", "encode", 1 / 16, tiles=Tiles(64, 16)),
+        auxiliary_model("text encoder", "encode", 0),
+        auxiliary_model("VAE decoder", "sample", 1 / 4, tiles=Tiles(64, 16)),
     ),
 )
 
@@ -87,59 +87,59 @@ def test_without_a_gpu_it_is_the_cpu_that_is_planned_for(tmp_path, capsys):
     assert (status, device["name"], device["reserve"], device["workspace"]) == (0, "cpu", 0, 0)
 
 
-def beside(tmp_path, capsys, *flags: str) -> tuple[int, dict]:
-    status, out, _ = plan(tmp_path, capsys, "--json", *SIZE, *flags, spec=WITH_COMPANIONS)
+def auxiliary_rows(tmp_path, capsys, *flags: str) -> tuple[int, dict]:
+    status, out, _ = plan(tmp_path, capsys, "--json", *SIZE, *flags, spec=WITH_AUXILIARY)
     return status, json.loads(out)
 
 
 def test_encoding_and_drawing_are_planned_beside_the_steps(tmp_path, capsys):
     """256 x 256 pixels are 4096 rows to encode and 16384 to draw, in and out: 0.5 GiB and 2 GiB."""
-    status, found = beside(tmp_path, capsys, "--gpus", "24GiB")
-    rows = {row["name"]: row for row in found["beside"]}
+    status, found = auxiliary_rows(tmp_path, capsys, "--gpus", "24GiB")
+    rows = {row["name"]: row for row in found["auxiliary"]}
     (device,) = found["devices"]
     assert status == 0 and found["fits"] and not found["previews"]
-    assert [row["stage"] for row in found["beside"]] == ["encode", "encode", "sample", "sample"]
+    assert [row["stage"] for row in found["auxiliary"]] == ["encode", "encode", "sample", "sample"]
     assert rows["VAE encoder"]["peak"] == 1.5 * 2**30 and rows["text encoder"]["peak"] == 2**30
     held = sum(device[name] for name in ("weights", "adapters", "optimizer", "average"))
-    assert rows["VAE decoder"]["beside"] == held and rows["VAE decoder"]["peak"] == held + 3 * 2**30
+    assert rows["VAE decoder"]["in_use"] == held and rows["VAE decoder"]["peak"] == held + 3 * 2**30
     assert rows["denoising"]["size"] == rows["VAE decoder"]["size"] and rows["denoising"]["weights"] == 2**30
     assert all(row["device"] == "24GiB" and row["fits"] and row["remedy"] is None for row in rows.values())
 
 
 def test_a_stage_beside_the_steps_that_does_not_fit_is_status_3_with_a_remedy(tmp_path, capsys):
     flags = ("--gpus", "3GiB", "--sample.every_steps", "10", *SIZE)
-    status, out, _ = plan(tmp_path, capsys, *flags, spec=WITH_COMPANIONS)
+    status, out, _ = plan(tmp_path, capsys, *flags, spec=WITH_AUXILIARY)
     last = out.splitlines()[-1]
     assert status == 3 and "does not fit: VAE decoder on 3GiB lacks" in last and "VAE encoder" not in last
     assert "preview and sample: VAE decoder does not fit 3GiB; sample.vae_tiling = true would need" in out
-    assert plan(tmp_path, capsys, *flags, "--sample.vae_tiling", "true", spec=WITH_COMPANIONS)[0] == 0
-    status, found = beside(tmp_path, capsys, *flags, "--sample.captions", "0")
-    assert status == 0 and [row["stage"] for row in found["beside"]] == ["encode", "encode"], "nothing is drawn"
+    assert plan(tmp_path, capsys, *flags, "--sample.vae_tiling", "true", spec=WITH_AUXILIARY)[0] == 0
+    status, found = auxiliary_rows(tmp_path, capsys, *flags, "--sample.captions", "0")
+    assert status == 0 and [row["stage"] for row in found["auxiliary"]] == ["encode", "encode"], "nothing is drawn"
 
 
 def test_previews_on_a_device_of_their_own_are_planned_there(tmp_path, capsys, monkeypatch):
     flags = ("--gpus", "3GiB", "--sample.every_steps", "10", "--sample.vae_tiling", "true", "--train.swap_blocks", "1")
-    status, found = beside(tmp_path, capsys, *flags, "--sample.device", "cuda:1")
-    (device,), *samples = found["devices"], *found["beside"][-4:-2]
+    status, found = auxiliary_rows(tmp_path, capsys, *flags, "--sample.device", "cuda:1")
+    (device,), *samples = found["devices"], *found["auxiliary"][-4:-2]
     weights = device["weights"] + device["adapters"]
     assert status == 0 and not found["previews"] and {row["stage"] for row in samples} == {"sample"}
-    for row, sample in zip(found["beside"][-2:], samples, strict=True):
+    for row, sample in zip(found["auxiliary"][-2:], samples, strict=True):
         assert (row["stage"], row["name"], row["device"]) == ("preview", sample["name"], "sample.device cuda:1")
-        assert row["available"] == sample["available"] and row["beside"] == weights < sample["beside"], "no optimizer"
-    _, found = beside(tmp_path, capsys, *flags, "--sample.device", "cpu")
+        assert row["available"] == sample["available"] and row["in_use"] == weights < sample["in_use"], "no optimizer"
+    _, found = auxiliary_rows(tmp_path, capsys, *flags, "--sample.device", "cpu")
     assert (streamed := found["host"]["streamed_weights"]) > 0
-    previews = {(row["device"], row["beside"], row["fits"]) for row in found["beside"][-2:]}
+    previews = {(row["device"], row["in_use"], row["fits"]) for row in found["auxiliary"][-2:]}
     assert previews == {("cpu", weights + streamed, None)}, "nothing is streamed there"
     monkeypatch.setattr(auxiliary, "free_memory_bytes", lambda device: 2**40)
-    _, found = beside(tmp_path, capsys, *flags[2:4], "--sample.device", "cpu", "--train.device", "cpu")
-    (device,), previews = found["devices"], found["beside"][-2:]
+    _, found = auxiliary_rows(tmp_path, capsys, *flags[2:4], "--sample.device", "cpu", "--train.device", "cpu")
+    (device,), previews = found["devices"], found["auxiliary"][-2:]
     assert {row["available"] for row in previews} == {2**40 - device["peak"]}, "the steps hold the rest"
-    assert found["beside"][0]["available"] == 2**40, "what encodes comes before them"
+    assert found["auxiliary"][0]["available"] == 2**40, "what encodes comes before them"
 
 
 def test_the_memory_of_another_machine_is_not_known(tmp_path, capsys):
-    status, found = beside(tmp_path, capsys, "--gpus", "24GiB", "--encode.device", "cpu")
-    encoder = found["beside"][0]
+    status, found = auxiliary_rows(tmp_path, capsys, "--gpus", "24GiB", "--encode.device", "cpu")
+    encoder = found["auxiliary"][0]
     assert (status, encoder["device"], encoder["available"], encoder["fits"]) == (0, "cpu", None, None)
 
 
@@ -147,8 +147,8 @@ def test_what_is_drawn_is_as_large_as_configured(tmp_path, capsys):
     flags = ("--gpus", "24GiB", "--sample.height", "64", "--sample.width", "128")
     prompts = (*flags, "--sample.prompts", '["a fox"]')
     for given, weights in ((prompts, 0), ((*prompts, "--sample.images", "2"), 2**30)):
-        _, found = beside(tmp_path, capsys, *given)
-        _, _, denoising, decoder = found["beside"]
+        _, found = auxiliary_rows(tmp_path, capsys, *given)
+        _, _, denoising, decoder = found["auxiliary"]
         assert decoder["size"] == denoising["size"] == [1, 64, 128]
         assert denoising["weights"] == weights, "the decoder stays while a second one is drawn"
 
@@ -159,8 +159,8 @@ def test_the_data_that_is_here_decides_what_is_encoded(tmp_path_factory, tmp_pat
         Image.new("RGB", size).save(data / f"{name}.png")
         (data / f"{name}.txt").write_text(name)
     flags = ("--gpus", "24GiB", "--data.folder", str(data), "--data.buckets", "true", "--data.frames", "1")
-    _, found = beside(tmp_path, capsys, *flags)
-    assert found["beside"][0]["size"][0] == 1
+    _, found = auxiliary_rows(tmp_path, capsys, *flags)
+    assert found["auxiliary"][0]["size"][0] == 1
     assert str(data) in found["bucket"]
 
 
@@ -191,12 +191,12 @@ def test_host_memory_for_streamed_weights_is_none_of_a_cpu(tmp_path, capsys):
 
 
 def test_every_device_of_a_divided_model_denoises(tmp_path, capsys):
-    _, found = beside(tmp_path, capsys, "--gpus", "24GiB,3GiB")
-    first, second = [row for row in found["beside"] if row["name"] == "denoising"]
+    _, found = auxiliary_rows(tmp_path, capsys, "--gpus", "24GiB,3GiB")
+    first, second = [row for row in found["auxiliary"] if row["name"] == "denoising"]
     names = [device["name"] for device in found["devices"]]
     assert [first["device"], second["device"]] == names
     held = [sum(d[name] for name in ("weights", "adapters", "optimizer", "average")) for d in found["devices"]]
-    assert [first["beside"], second["beside"]] == held and (first["weights"], second["weights"]) == (2**30, 0)
+    assert [first["in_use"], second["in_use"]] == held and (first["weights"], second["weights"]) == (2**30, 0)
     other = found["devices"][1]
     assert second["available"] == other["total"] - other["reserve"] - other["workspace"]
 
@@ -213,9 +213,9 @@ def test_what_pipelining_would_bring_is_estimated(tmp_path, capsys):
 
 def test_class_pictures_are_planned_where_they_are_missing(tmp_path, capsys):
     flags = ("--gpus", "24GiB", "--sample.captions", "0", "--prior.prompt", "a dog", "--prior.images", "3")
-    _, found = beside(tmp_path, capsys, *flags)
-    assert [row["name"] for row in found["beside"] if row["stage"] == "sample"] == ["denoising", "VAE decoder"]
-    assert found["beside"][-1]["size"] == [1, 256, 256]
+    _, found = auxiliary_rows(tmp_path, capsys, *flags)
+    assert [row["name"] for row in found["auxiliary"] if row["stage"] == "sample"] == ["denoising", "VAE decoder"]
+    assert found["auxiliary"][-1]["size"] == [1, 256, 256]
 
 
 def test_class_pictures_that_are_larger_than_the_data_are_what_is_planned(tmp_path, capsys):

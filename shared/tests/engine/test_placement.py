@@ -47,8 +47,8 @@ def balanced_cuts(given, capacities):
     return choose_split_points(given, budgets(capacities))
 
 
-def fullness(given, cards, device, start, end):
-    return plan_device(given, start, end, cards[device]).peak / cards[device].total
+def fullness(given, gpus, device, start, end):
+    return plan_device(given, start, end, gpus[device]).peak / gpus[device].total
 
 
 def fullest(given, cuts, capacities):

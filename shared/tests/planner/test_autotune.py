@@ -30,7 +30,7 @@ from ditkit_core.planner.step_time import Workload, step_seconds
 def task_of(gpus, **settings):
     shape = {name: settings.pop(name) for name in ("num_blocks", "block_gib", "work") if name in settings}
     profiles = functools.cache(lambda policy, quantize: made_profile(policy, quantize, **shape))
-    return FitTask(cards=parse_gpus(gpus) if isinstance(gpus, str) else tuple(gpus), profile_of=profiles, **settings)
+    return FitTask(gpus=parse_gpus(gpus) if isinstance(gpus, str) else tuple(gpus), profile_of=profiles, **settings)
 
 
 def every_way(task):
@@ -38,8 +38,8 @@ def every_way(task):
     for policy, quantize in itertools.product(POLICIES, task.quantizations):
         profile = task.profile_of(policy, quantize)
         count = len(profile.blocks)
-        for used in range(1, len(task.cards) + 1):
-            for chosen in itertools.combinations(task.cards, used):
+        for used in range(1, len(task.gpus) + 1):
+            for chosen in itertools.combinations(task.gpus, used):
                 for cuts in itertools.combinations(range(1, count), used - 1):
                     bounds = [0, *cuts, count]
                     devices = tuple(i for i in range(used) for _ in range(bounds[i], bounds[i + 1]))
@@ -100,19 +100,19 @@ def test_no_other_settings_that_fit_are_faster(gpus, shape, micro_batches):
 def test_where_all_fits_nothing_is_done_to_it():
     chosen = fit(task_of("80GiB")).chosen
     assert (chosen.setting.policy, chosen.setting.quantize, chosen.setting.swap) == ("none", "none", (0,))
-    assert fit(task_of("2x80GiB")).chosen.setting.cards == (0,), "a second card that works in turn is no help"
+    assert fit(task_of("2x80GiB")).chosen.setting.gpus == (0,), "a second card that works in turn is no help"
 
 
 def test_of_equal_choices_the_one_without_streaming_is_taken():
     chosen = fit(task_of("2x24GiB")).chosen.setting
-    assert (chosen.cards, chosen.swap) == ((0, 1), (0, 0))
+    assert (chosen.gpus, chosen.swap) == ((0, 1), (0, 0))
     assert fit(task_of("24GiB")).chosen.setting.swap[0] > 0, "which one card would have to"
 
 
 def test_cards_are_filled_evenly_for_their_size_and_keep_room_where_that_costs_nothing():
     (card,) = parse_gpus("rtx3090")
-    cards = [card, replace(card, total=16 * GIB)]
-    chosen = fit(task_of(cards, num_blocks=28, work=0.1)).chosen
+    gpus = [card, replace(card, total=16 * GIB)]
+    chosen = fit(task_of(gpus, num_blocks=28, work=0.1)).chosen
     first, second = (plan.peak / (plan.budget.total - plan.budget.reserve) for plan in chosen.plan)
     assert max(first, second) <= 1 - ROOM
     assert abs(first - second) < 1.5 / 15, "a block and a half of the smaller card"
@@ -133,7 +133,7 @@ def test_exact_weights_are_given_up_for_speed_only_beyond_the_price():
 def test_micro_batches_overlap_where_memory_allows_it():
     settings = {"num_blocks": 12, "work": 0.5, "micro_batches": 4}
     chosen = fit(task_of("2x24GiB", **settings)).chosen
-    assert chosen.setting.pipelined and len(chosen.setting.cards) == 2
+    assert chosen.setting.pipelined and len(chosen.setting.gpus) == 2
     alone = fit(task_of("24GiB", **settings)).chosen
     assert not alone.setting.pipelined and chosen.time.seconds < 0.7 * alone.time.seconds
     assert not fit(task_of("2x24GiB", **{**settings, "micro_batches": 1})).chosen.setting.pipelined
@@ -143,9 +143,9 @@ def test_a_small_host_has_another_card_used_and_says_what_it_lacks():
     """A slow second card is left alone where the host can hold what is streamed to the first."""
     settings = {"num_blocks": 24, "work": 1.0, "quantizations": ("none",)}
     free = fit(task_of("rtx3090,rtx4060ti", **settings)).chosen
-    assert free.setting.cards == (0,) and free.host > 8 * GIB
+    assert free.setting.gpus == (0,) and free.host > 8 * GIB
     bound = fit(task_of("rtx3090,rtx4060ti", host=free.host // 2, **settings)).chosen
-    assert bound.setting.cards == (0, 1) and bound.host <= free.host // 2
+    assert bound.setting.gpus == (0, 1) and bound.host <= free.host // 2
     none = task_of("rtx3090", host=free.host // 2, **settings)
     assert fit(none).chosen is None
     lacking = least_missing(none)
@@ -159,12 +159,12 @@ def test_less_on_the_host_is_preferred_where_it_hardly_takes_longer():
     settings = {"num_blocks": 24, "work": 0.3}
     one = fit(task_of("24GiB", **settings)).chosen
     two = fit(task_of("2x24GiB", **settings)).chosen
-    assert one.host > 0 == two.host and two.setting.cards == (0, 1)
+    assert one.host > 0 == two.host and two.setting.gpus == (0, 1)
     assert two.time.seconds <= one.time.seconds * (1 + HARDLY_LONGER)
 
 
 def test_a_fast_card_alone_beats_it_with_a_slow_one():
-    assert fit(task_of("rtx4090,rtx4060ti", num_blocks=24, work=0.5)).chosen.setting.cards == (0,)
+    assert fit(task_of("rtx4090,rtx4060ti", num_blocks=24, work=0.5)).chosen.setting.gpus == (0,)
 
 
 def test_least_memory_is_less_than_what_is_chosen():
@@ -191,10 +191,10 @@ def test_what_does_not_fit_says_what_is_missing():
     task = task_of("4GiB", num_blocks=12, work=2.0)
     assert fit(task).chosen is None
     missing = least_missing(task)
-    (card,) = task.cards
+    (card,) = task.gpus
     enough = replace(card, total=card.total + missing)
-    assert fit(replace(task, cards=(enough,))).chosen is not None
-    assert fit(replace(task, cards=(replace(enough, total=enough.total - 1),))).chosen is None
+    assert fit(replace(task, gpus=(enough,))).chosen is not None
+    assert fit(replace(task, gpus=(replace(enough, total=enough.total - 1),))).chosen is None
 
 
 def test_profiles_are_asked_for_only_where_they_can_matter():
@@ -204,10 +204,10 @@ def test_profiles_are_asked_for_only_where_they_can_matter():
         asked.append((policy, quantize))
         return made_profile(policy, quantize)
 
-    fit(FitTask(cards=parse_gpus("80GiB"), profile_of=profile_of))
+    fit(FitTask(gpus=parse_gpus("80GiB"), profile_of=profile_of))
     assert {quantize for _, quantize in asked} == {"none"}
     asked.clear()
-    fit(FitTask(cards=parse_gpus("2GiB"), profile_of=profile_of))
+    fit(FitTask(gpus=parse_gpus("2GiB"), profile_of=profile_of))
     assert {policy for policy, _ in asked} == {"full", SMALLEST}, "what holds more than full is not looked at"
 
 
@@ -216,7 +216,7 @@ def test_a_larger_card_never_makes_the_step_slower(seed):
     draw = random.Random(seed)
     count = (2, 1, 2, 3)[seed % 4]
     names = [draw.choice(("rtx3090", "rtx4060ti", "rtx4090")) for _ in range(count)]
-    cards = [replace(parse_gpus(name)[0], total=draw.randint(4, 20) * GIB) for name in names]
+    gpus = [replace(parse_gpus(name)[0], total=draw.randint(4, 20) * GIB) for name in names]
     settings = {
         "num_blocks": draw.randint(6, 10),
         "work": draw.choice((0.05, 0.3, 1.0)),
@@ -224,7 +224,7 @@ def test_a_larger_card_never_makes_the_step_slower(seed):
     }
     before = None
     for _ in range(4):
-        chosen = fit(task_of(cards, **settings)).chosen
+        chosen = fit(task_of(gpus, **settings)).chosen
         if chosen is None:
             assert before is None, "what fitted a smaller card fits a larger one"
         else:
@@ -232,7 +232,7 @@ def test_a_larger_card_never_makes_the_step_slower(seed):
             assert before is None or chosen.score <= before * (1 + HARDLY_LONGER)
             before = chosen.score
         grown = draw.randrange(count)
-        cards[grown] = replace(cards[grown], total=cards[grown].total + draw.randint(1, 12) * GIB)
+        gpus[grown] = replace(gpus[grown], total=gpus[grown].total + draw.randint(1, 12) * GIB)
 
 
 def trained_profile(policy, quantize, gradients=2 * GIB):
@@ -243,7 +243,7 @@ def trained_profile(policy, quantize, gradients=2 * GIB):
 
 def test_a_full_fine_tune_streams_where_each_block_is_updated_in_its_backward():
     task = FitTask(
-        cards=parse_gpus("48GiB"), profile_of=lambda *how: trained_profile(*how, gradients=0), quantizations=("none",)
+        gpus=parse_gpus("48GiB"), profile_of=lambda *how: trained_profile(*how, gradients=0), quantizations=("none",)
     )
     assert fit(task).chosen is None and least_missing(task) > 0
     task = replace(task, streams_trained=True)
@@ -256,6 +256,6 @@ def test_a_full_fine_tune_streams_where_each_block_is_updated_in_its_backward():
 
 def test_a_full_fine_tune_has_nothing_to_stream_or_to_quantize():
     profile_of = trained_profile
-    task = FitTask(cards=(of_size(140 * GIB, "140GiB"),), profile_of=profile_of, fp32=True, quantizations=("none",))
+    task = FitTask(gpus=(of_size(140 * GIB, "140GiB"),), profile_of=profile_of, fp32=True, quantizations=("none",))
     setting = fit(task).chosen.setting
     assert (setting.quantize, setting.swap) == ("none", (0,))

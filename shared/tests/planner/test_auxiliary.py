@@ -1,4 +1,4 @@
-"""What encoding and drawing hold, on a companion whose bytes can be counted by hand, and on the toy."""
+"""What encoding and drawing hold, on a model whose bytes can be counted by hand, and on the toy."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -67,13 +67,13 @@ def rows(
     available: int | None,
     *,
     encoded: Sequence[tuple[int, int, int]] = (SIZE,),
-    beside: int = 0,
+    in_use: int = 0,
     denoising: int = 0,
     num_samples: int = 1,
     **options: Any,
 ) -> list[AuxiliaryRow]:
-    planner = AuxiliaryPlanner(companions=[ENCODER, TEXT, VAE], text_dtype=torch.float32, **options)
-    room = Room("cuda", available, held=beside)
+    planner = AuxiliaryPlanner(models=[ENCODER, TEXT, VAE], text_dtype=torch.float32, **options)
+    room = Room("cuda", available, in_use=in_use)
     return [
         *planner.encode_rows(encoded, Room("cpu", available)),
         *planner.sample_rows([SIZE], [room], denoising=denoising, num_samples=num_samples),
@@ -145,11 +145,11 @@ def test_a_text_encoder_streams_where_the_encoder_itself_would() -> None:
 
 
 def test_drawing_happens_beside_what_training_holds() -> None:
-    found = {row.name: row for row in rows(2**40, beside=1000, denoising=10, num_samples=2)}
+    found = {row.name: row for row in rows(2**40, in_use=1000, denoising=10, num_samples=2)}
     alone = measure_model(VAE, SIZE, text_dtype=torch.float32)
     assert found["VAE decoder"].peak == 1000 + alone.peak
     assert found["denoising"].peak == 1000 + alone.weights + 10  # the decoder stays until all are drawn
-    assert rows(2**40, beside=1000, denoising=10)[2].peak == 1010
+    assert rows(2**40, in_use=1000, denoising=10)[2].peak == 1010
     assert found["VAE encoder"].peak == alone.peak
     purposes = {"weights": 1, "adapters": 2, "gradients": 4, "optimizer": 8, "average": 0, "activations": 32}
     assert held_while_sampling(purposes) == 1 + 2 + 8

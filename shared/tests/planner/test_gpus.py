@@ -9,9 +9,9 @@ from ditkit_core.planner.gpus import KNOWN_GPUS, default_reserve, gpu_named, gpu
 
 
 def test_sizes_count_and_order_are_read():
-    cards = parse_gpus("2x24GiB,1x16GiB")
-    assert [card.total for card in cards] == [24 * GIB, 24 * GIB, 16 * GIB]
-    assert all(card.reserve == default_reserve(card.total) for card in cards)
+    gpus = parse_gpus("2x24GiB,1x16GiB")
+    assert [card.total for card in gpus] == [24 * GIB, 24 * GIB, 16 * GIB]
+    assert all(card.reserve == default_reserve(card.total) for card in gpus)
 
 
 @pytest.mark.parametrize("text", ["24GiB", "24GB", "24gb", " 24 gib ", "24G", "1x24GiB", "1*24GiB"])

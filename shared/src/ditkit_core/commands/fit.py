@@ -21,7 +21,7 @@ from ditkit_core.planner.autotune import Fit, fit, least_host, least_missing
 from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus
 from ditkit_core.planner.partition import host_limit
 from ditkit_core.planner.partition_search import PRICE, Candidate, FitTask
-from ditkit_core.planner.plan import beside_of, check_plannable, job_for
+from ditkit_core.planner.plan import auxiliary_of, check_plannable, job_for
 from ditkit_core.planner.profiler import Profile, profile
 from ditkit_core.planner.report import describe_shortfall
 from ditkit_core.planner.step_time import BUFFERS, Workload, assumptions
@@ -53,7 +53,7 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
         raise UserError(f"--write {out} exists, and nothing is overwritten; give another name, or remove it")
     run = create_run(spec, config)
     check_plannable(run, here=False)  # the configured devices are not checked: the search chooses among all
-    gpus, names = cards_of(run.config, options.gpus)
+    gpus, names = gpus_to_fit(run.config, options.gpus)
     task = replace(task_for(run, gpus), host=host_limit(options.host, here=not options.gpus))
     found = fit(task)
     if found.chosen is None:
@@ -67,7 +67,7 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
         check_preview_device(create_run(spec, fitted))
     streamed = found.chosen.weights_on_host
     # The search is about training steps; encoders and samples get the memory that it leaves, and are checked afterwards.
-    auxiliary = beside_of(create_run(spec, fitted), found.chosen.plan, gpus=bool(options.gpus), streamed=streamed)
+    auxiliary = auxiliary_of(create_run(spec, fitted), found.chosen.plan, gpus=bool(options.gpus), streamed=streamed)
     lacking = [row for row in auxiliary if row.fits is False]
     for row in lacking:
         warn(describe_shortfall(row, bool(fitted.sample.every_steps and not fitted.sample.device)))
@@ -82,7 +82,7 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     return DOES_NOT_FIT if lacking else 0
 
 
-def cards_of(config: RunConfig, gpus: str) -> tuple[tuple[GPU, ...], tuple[str, ...]]:
+def gpus_to_fit(config: RunConfig, gpus: str) -> tuple[tuple[GPU, ...], tuple[str, ...]]:
     """The GPUs to choose among, with train.reserve kept free, and the name of each in train.devices.
 
     Args:
@@ -100,7 +100,7 @@ def cards_of(config: RunConfig, gpus: str) -> tuple[tuple[GPU, ...], tuple[str, 
     return keeping_reserves(found, config.train.reserve), names
 
 
-def task_for(run: RunContext, cards: tuple[GPU, ...]) -> FitTask:
+def task_for(run: RunContext, gpus: tuple[GPU, ...]) -> FitTask:
     """The search problem of a run on these GPUs."""
     job, config = job_for(run), run.config
     stored = run.stored_as
@@ -112,7 +112,7 @@ def task_for(run: RunContext, cards: tuple[GPU, ...]) -> FitTask:
     # One 8-bit format is enough: both have the same size, so the configured one is tried, else int8.
     eight_bits = () if stored != "none" else ("fp8",) if config.base.quantize == "fp8" else ("int8",)
     return FitTask(
-        cards=cards,
+        gpus=gpus,
         profile_of=profile_of,
         micro_batches=job.micro_batches,
         fp32=run.precision.matmul == torch.float32,
@@ -132,7 +132,7 @@ def _streams_trained(config: RunConfig) -> bool:
 def apply(config: RunConfig, chosen: Candidate, names: Sequence[str]) -> RunConfig:
     """The configuration with the chosen settings; everything that is not searched stays as it is."""
     setting, train = chosen.setting, config.train
-    used = [names[i] for i in setting.cards]
+    used = [names[i] for i in setting.gpus]
     if len(used) > 1:
         device, devices = "auto", tuple(used)
     else:  # with one GPU to choose from, a name like `cuda` stays as the user wrote it
@@ -146,7 +146,7 @@ def apply(config: RunConfig, chosen: Candidate, names: Sequence[str]) -> RunConf
         "checkpointing": setting.policy,
         "pipelined": setting.pipelined,
         "swap_blocks": setting.swap if any(setting.swap) else (),
-        "reserve": tuple(reserve[i] for i in setting.cards) if len(reserve) > 1 else reserve,
+        "reserve": tuple(reserve[i] for i in setting.gpus) if len(reserve) > 1 else reserve,
     }
     quantize: dict[str, Any] = {"quantize": setting.quantize}
     return replace(config, train=replace(train, **changed), base=replace(config.base, **quantize))
@@ -157,7 +157,7 @@ def explained(found: Fit, task: FitTask, names: Sequence[str]) -> Iterator[str]:
     chosen = found.chosen
     assert chosen is not None
     yield f"fits: {_chosen(chosen, names)}"
-    for index, plan in zip(chosen.setting.cards, chosen.plan, strict=True):
+    for index, plan in zip(chosen.setting.gpus, chosen.plan, strict=True):
         budget = plan.budget
         yield (
             f"{names[index]} ({budget.name}): {plan.peak / GIB:.1f} GiB at the peak and {budget.reserve / GIB:.1f} GiB in reserve, of "
@@ -176,7 +176,7 @@ def explained(found: Fit, task: FitTask, names: Sequence[str]) -> Iterator[str]:
         yield f"quantized weights are chosen only if exact ones would make a step slower by more than this factor: {prices}"
     work = Workload(micro_batches=task.micro_batches, fp32=task.fp32)
     yield from (
-        f"the time is an estimate: {line}" for line in assumptions([task.cards[i] for i in chosen.setting.cards], work)
+        f"the time is an estimate: {line}" for line in assumptions([task.gpus[i] for i in chosen.setting.gpus], work)
     )
 
 
@@ -185,7 +185,7 @@ def _chosen(candidate: Candidate, names: Sequence[str]) -> str:
     bounds = candidate.division.bounds
     spans = [
         f"{names[gpu]} blocks {bounds[i]} to {bounds[i + 1] - 1}" + (f", {swap} of them streamed" if swap else "")
-        for i, (gpu, swap) in enumerate(zip(setting.cards, setting.swap, strict=True))
+        for i, (gpu, swap) in enumerate(zip(setting.gpus, setting.swap, strict=True))
     ]
     weights = "exact weights" if setting.quantize == "none" else f"{setting.quantize} weights"
     order = ", micro-batches overlapping" if setting.pipelined else ""
@@ -212,7 +212,7 @@ def _nothing_fits(spec: ModelSpec, config: RunConfig, task: FitTask) -> Iterator
         best = planned[0].change
         found = fit(_after(best, spec, config, task))
         assert found.chosen is not None
-        names = [f"cuda:{i}" for i in range(len(best.cards))]
+        names = [f"cuda:{i}" for i in range(len(best.gpus))]
         yield f"the single change that helps most: {best.words}; then {_chosen(found.chosen, names)}"
     elif planned:
         yield f"no single change is enough; this one helps most: {planned[0].change.words}"
@@ -221,7 +221,7 @@ def _nothing_fits(spec: ModelSpec, config: RunConfig, task: FitTask) -> Iterator
 def changes(spec: ModelSpec, config: RunConfig, task: FitTask) -> list[Planned]:
     """Plans of single changes, the best first: of each kind the mildest that fits, or else the strongest."""
     planned = []
-    for lever in levers(spec, config, task.cards):
+    for lever in levers(spec, config, task.gpus):
         for change in lever:
             result = Planned(change=change, missing=least_missing(_after(change, spec, config, task)))
             if not result.missing:  # a lever lists its changes from mild to strong: stronger ones cost more quality
@@ -234,8 +234,8 @@ def changes(spec: ModelSpec, config: RunConfig, task: FitTask) -> list[Planned]:
 def _after(change: SuggestedChange, spec: ModelSpec, config: RunConfig, task: FitTask) -> FitTask:
     """The search problem after a change."""
     if change.config is config:  # other GPUs alone: the profiles are the same
-        return replace(task, cards=change.cards)
-    return replace(task_for(create_run(spec, change.config), change.cards), host=task.host)
+        return replace(task, gpus=change.gpus)
+    return replace(task_for(create_run(spec, change.config), change.gpus), host=task.host)
 
 
 def _devices_here(config: RunConfig) -> tuple[torch.device, ...]:

@@ -131,7 +131,7 @@ def _on_gpus(run: RunContext, report: PlanReport, *, on_host: bool) -> str:
         if not settings:
             return "no setting that --fit searches needs less memory"
         return f"{settings} fits: {_of(fullest.peak, fullest.budget.available)}"
-    single = [each for each in changes(spec, config, task) if each.change.cards == task.cards]
+    single = [each for each in changes(spec, config, task) if each.change.gpus == task.gpus]
     if not single:
         return f"no settings that --fit searches fit; {_NOTHING_LEFT}, so it needs more memory or a smaller model"
     best = single[0]
@@ -170,7 +170,7 @@ def _single(run: RunContext) -> Iterator[SuggestedChange]:
     smaller = {Policy(): ("attn_only", "full"), Full(): ()}
     for policy in ("full",) if schedule.uniform is None else smaller.get(schedule.uniform, ("full",)):
         changed = replace(config, train=replace(config.train, checkpointing=policy))
-        yield SuggestedChange(words=f'train.checkpointing = "{policy}"', gives_up=0.0, config=changed, cards=())
+        yield SuggestedChange(words=f'train.checkpointing = "{policy}"', gives_up=0.0, config=changed, gpus=())
     for lever in levers(run.spec, config, ()):
         yield from lever
 

@@ -88,14 +88,14 @@ def candidates(task: FitTask, policy: str, quantize: str) -> Iterator[Candidate]
     """For each choice of GPUs, with and without overlapping micro-batches, the fastest split that fits."""
     for pipelined in (False, True) if task.micro_batches > 1 else (False,):
         search = Search(task, policy, quantize, pipelined=pipelined)
-        for chosen in _choices(task.cards):
+        for chosen in _choices(task.gpus):
             if (len(chosen) > 1 or not pipelined) and (found := search.fastest(chosen)) is not None:
                 yield found
 
 
 def least_missing(task: FitTask) -> int:
     """Bytes that the fullest GPU lacks under the smallest of all settings, or else the host; 0 if they fit."""
-    missing = min(map(_smallest_search(task, SMALLEST).least_missing, _choices(task.cards)))
+    missing = min(map(_smallest_search(task, SMALLEST).least_missing, _choices(task.gpus)))
     if missing or task.host is None:
         return missing
     needed = least_host(task)
@@ -107,7 +107,7 @@ def least_host(task: FitTask) -> int | None:
     """The fewest bytes on the host with which the smallest of all settings fit the GPUs; None if they do not."""
     # Of the two policies the first has less on the host where it fits.
     searches = [_smallest_search(task, policy) for policy in (POLICIES[0], SMALLEST)]
-    each = [search.least_host(chosen) for search in searches for chosen in _choices(task.cards)]
+    each = [search.least_host(chosen) for search in searches for chosen in _choices(task.gpus)]
     return min((needed for needed in each if needed is not None), default=None)
 
 
@@ -125,13 +125,13 @@ def shortest_seconds(task: FitTask) -> float:
     profile = replace(profile, blocks=tuple(without_recompute(block) for block in profile.blocks))
     whole = Partition(devices=(0,) * len(profile.blocks))
     work = Workload(micro_batches=task.micro_batches, fp32=task.fp32)
-    fastest = min(step_seconds(profile, whole, [gpu], work).seconds for gpu in task.cards)
-    return fastest / (len(task.cards) if task.micro_batches > 1 else 1)
+    fastest = min(step_seconds(profile, whole, [gpu], work).seconds for gpu in task.gpus)
+    return fastest / (len(task.gpus) if task.micro_batches > 1 else 1)
 
 
 def _with_room(candidate: Candidate) -> Candidate | None:
     """The fastest split that leaves `ROOM` free, with the candidate's other settings."""
-    return candidate.search.fastest(candidate.setting.cards, 1 - ROOM)
+    return candidate.search.fastest(candidate.setting.gpus, 1 - ROOM)
 
 
 def _evened_out(best: Candidate, limit: float) -> Candidate:
@@ -143,7 +143,7 @@ def _smallest(found: Sequence[Candidate]) -> Candidate:
     """Settings with the fullest GPU as empty as possible, however slow, and with the most exact weights that fit."""
     policies = [each for each in found if each.setting.policy in (POLICIES[0], SMALLEST) and not each.setting.pipelined]
     return _emptiest(
-        min(policies, key=lambda each: (PRICE[each.setting.quantize], -len(each.setting.cards))), lambda each: True
+        min(policies, key=lambda each: (PRICE[each.setting.quantize], -len(each.setting.gpus))), lambda each: True
     )
 
 
@@ -152,7 +152,7 @@ def _emptiest(best: Candidate, accepted: Callable[[Candidate], bool]) -> Candida
     low = 0.0
     for _ in range(8):
         share = (low + best.fullness) / 2
-        found = best.search.fastest(best.setting.cards, share)
+        found = best.search.fastest(best.setting.gpus, share)
         if found is not None and accepted(found):
             best = found
         else:
@@ -163,7 +163,7 @@ def _emptiest(best: Candidate, accepted: Callable[[Candidate], bool]) -> Candida
 def _least_effort(candidates: Sequence[Candidate]) -> Candidate:
     """Of about equally fast candidates the one with fewest GPUs, then least host memory. More GPUs are used if that saves a quarter of
     the host memory."""
-    ordered = sorted(candidates, key=lambda each: (len(each.setting.cards), *_effort(each)))
+    ordered = sorted(candidates, key=lambda each: (len(each.setting.gpus), *_effort(each)))
     best = ordered[0]
     for each in ordered:
         if each.host <= 0.75 * best.host and each.host < best.host:
@@ -179,13 +179,13 @@ def _rank(candidate: Candidate) -> tuple[Any, ...]:
 def _effort(candidate: Candidate) -> tuple[Any, ...]:
     """Sort key of equally fast candidates: least host memory first, then fewest GPUs, then the emptiest."""
     setting = candidate.setting
-    return candidate.host, setting.pipelined, len(setting.cards), candidate.fullness
+    return candidate.host, setting.pipelined, len(setting.gpus), candidate.fullness
 
 
-def _choices(cards: Sequence[GPU]) -> list[tuple[int, ...]]:
+def _choices(gpus: Sequence[GPU]) -> list[tuple[int, ...]]:
     """All choices of GPUs, in their order; of choices with equal GPUs only the first."""
     found: dict[tuple[GPU, ...], tuple[int, ...]] = {}
-    for count in range(1, len(cards) + 1):
-        for chosen in combinations(range(len(cards)), count):
-            found.setdefault(tuple(cards[i] for i in chosen), chosen)
+    for count in range(1, len(gpus) + 1):
+        for chosen in combinations(range(len(gpus)), count):
+            found.setdefault(tuple(gpus[i] for i in chosen), chosen)
     return list(found.values())

@@ -49,7 +49,7 @@ class Room(NamedTuple):
     """Bytes without those reserved for other programs; None if unknown."""
     kind: str = "cuda"
     """`cuda` or `cpu`."""
-    held: int = 0
+    in_use: int = 0
     """Bytes that are in use meanwhile: the trained model while it generates samples, or its copy for previews."""
 
     def fits(self, peak: int) -> bool:
@@ -70,8 +70,8 @@ class AuxiliaryRow:
     mode: Mode
     weights: int
     """Bytes of its own weights."""
-    beside: int
-    """`Room.held`."""
+    in_use: int
+    """Bytes that training occupies on the device meanwhile: `Room.in_use`."""
     peak: int
     """Bytes in total."""
     available: int | None
@@ -90,7 +90,7 @@ class AuxiliaryRow:
 
 
 def measure_model(
-    companion: AuxiliaryModel,
+    model: AuxiliaryModel,
     size: Size,
     *,
     text_dtype: torch.dtype,
@@ -100,24 +100,24 @@ def measure_model(
     """Measure an auxiliary model on fake tensors.
 
     Args:
-        companion: The module with the functions that call it.
+        model: The module with the functions that call it.
         size: Size of its input.
         text_dtype: Dtype of text encoders.
         mode: As a whole, layer by layer, or on the largest tile; the model must support it.
         kind: Kind of device that it runs on: `cuda` or `cpu`.
     """
-    module = companion.build(text_dtype)
+    module = model.build(text_dtype)
     with fake_tensors(kind) as tracker, torch.no_grad():
         if mode == "layer by layer":
-            assert companion.run_streamed is not None
-            companion.run_streamed(module, _DEVICE, lambda: _passing(module, tracker))
+            assert model.run_streamed is not None
+            model.run_streamed(module, _DEVICE, lambda: _passing(module, tracker))
         else:
             with tracker.purpose("weights"):
                 give_memory(module, _DEVICE)
             if mode == "in tiles":
-                assert companion.tiles is not None
-                size = companion.tiles.largest(size)
-            companion.run(module, size, _DEVICE)
+                assert model.tiles is not None
+                size = model.tiles.largest(size)
+            model.run(module, size, _DEVICE)
     return MeasuredModel(tracker.at_peak[_DEVICE]["weights"], tracker.peak[_DEVICE])
 
 
@@ -187,7 +187,7 @@ def held_while_sampling(purposes: Mapping[str, int], *, averages: bool = False) 
 class AuxiliaryPlanner:
     """Plans the memory of encoding and sampling, stage by stage."""
 
-    companions: Sequence[AuxiliaryModel]
+    models: Sequence[AuxiliaryModel]
     """The family's auxiliary models, from `AuxiliarySpec.models`."""
     text_dtype: torch.dtype
     """`encode.text_dtype`."""
@@ -205,7 +205,7 @@ class AuxiliaryPlanner:
             sizes: Sizes of all clips and references that are encoded.
             room: Their device.
         """
-        chosen = [each for each in self.companions if each.stage == "encode" and sizes]
+        chosen = [each for each in self.models if each.stage == "encode" and sizes]
         return [self._row(each, sizes, room, tiled=self.encode_tiling) for each in chosen]
 
     def sample_rows(
@@ -220,9 +220,9 @@ class AuxiliaryPlanner:
             num_samples: Samples generated in a row; from the second on, the decoder stays loaded while the model runs.
         """
         rows: list[AuxiliaryRow] = []
-        for companion in self.companions:
-            if companion.stage == "sample" and sizes:
-                decoder = self._row(companion, sizes, rooms[0], tiled=self.sample_tiling)
+        for model in self.models:
+            if model.stage == "sample" and sizes:
+                decoder = self._row(model, sizes, rooms[0], tiled=self.sample_tiling)
                 kept = decoder.weights if num_samples > 1 else 0
                 rows += [_denoising(decoder, room, 0 if place else kept, denoising) for place, room in enumerate(rooms)]
                 rows.append(decoder)
@@ -235,51 +235,51 @@ class AuxiliaryPlanner:
         rows = self.sample_rows(sizes, [room], denoising=denoising, num_samples=num_samples)
         return [replace(row, stage="preview") for row in rows]
 
-    def _row(self, companion: AuxiliaryModel, sizes: Sequence[Size], room: Room, *, tiled: bool) -> AuxiliaryRow:
-        mode: Mode = "in tiles" if tiled and companion.tiles else "whole"
-        if companion.run_streamed and self._streams(companion, room):
+    def _row(self, model: AuxiliaryModel, sizes: Sequence[Size], room: Room, *, tiled: bool) -> AuxiliaryRow:
+        mode: Mode = "in tiles" if tiled and model.tiles else "whole"
+        if model.run_streamed and self._streams(model, room):
             mode = "layer by layer"
         # Either the largest image or the largest clip needs most, so both are measured.
         worst = {
             max(sizes, key=lambda size: size[1] * size[2]),
             max(sizes, key=lambda size: size[0] * size[1] * size[2]),
         }
-        each = {size: self._measure(companion, size, mode, room.kind) for size in sorted(worst)}
+        each = {size: self._measure(model, size, mode, room.kind) for size in sorted(worst)}
         size, measured = max(each.items(), key=lambda found: found[1].peak)
-        peak = room.held + measured.peak
+        peak = room.in_use + measured.peak
         return AuxiliaryRow(
-            stage=companion.stage,
-            name=companion.name,
+            stage=model.stage,
+            name=model.name,
             device=room.device,
-            size=size if companion.tiles else None,
+            size=size if model.tiles else None,
             mode=mode,
             weights=measured.weights,
-            beside=room.held,
+            in_use=room.in_use,
             peak=peak,
             available=room.available,
-            remedy="" if room.fits(peak) else self._remedy(companion, mode, size, room),
+            remedy="" if room.fits(peak) else self._remedy(model, mode, size, room),
         )
 
-    def _streams(self, companion: AuxiliaryModel, room: Room) -> bool:
+    def _streams(self, model: AuxiliaryModel, room: Room) -> bool:
         if self.streaming != "auto":
             return self.streaming == "always"
         # A state dict counts a shared weight twice, as the encoder does when it decides whether to stream.
-        needed = sum(tensor.nbytes for tensor in companion.build(self.text_dtype).state_dict().values())
+        needed = sum(tensor.nbytes for tensor in model.build(self.text_dtype).state_dict().values())
         return room.available is not None and too_large(needed, room.available)
 
-    def _measure(self, companion: AuxiliaryModel, size: Size, mode: Mode, kind: str) -> MeasuredModel:
-        return measure_model(companion, size, text_dtype=self.text_dtype, mode=mode, kind=kind)
+    def _measure(self, model: AuxiliaryModel, size: Size, mode: Mode, kind: str) -> MeasuredModel:
+        return measure_model(model, size, text_dtype=self.text_dtype, mode=mode, kind=kind)
 
-    def _remedy(self, companion: AuxiliaryModel, mode: Mode, size: Size, room: Room) -> str:
+    def _remedy(self, model: AuxiliaryModel, mode: Mode, size: Size, room: Room) -> str:
         """A remedy for a stage that does not fit: the first setting that helps, or the one that helps most and what to do then."""
         ways: list[tuple[str, Mode]] = []
-        if companion.tiles and mode == "whole":
-            ways.append((f"{companion.stage}.vae_tiling = true", "in tiles"))
-        elif companion.run_streamed and mode == "whole":
+        if model.tiles and mode == "whole":
+            ways.append((f"{model.stage}.vae_tiling = true", "in tiles"))
+        elif model.run_streamed and mode == "whole":
             ways.append(('encode.streaming = "always"', "layer by layer"))
-        last = 'encode.device = "cpu"' if companion.stage == "encode" else _SMALLER
+        last = 'encode.device = "cpu"' if model.stage == "encode" else _SMALLER
         for setting, other in ways:
-            needed = room.held + self._measure(companion, size, other, room.kind).peak
+            needed = room.in_use + self._measure(model, size, other, room.kind).peak
             then = f"{setting} would need {needed / 2**30:.1f} GiB"
             return then if room.fits(needed) else f"{then}, which is still too much; {last}"
         return last
@@ -294,14 +294,14 @@ def _denoising(decoder: AuxiliaryRow, room: Room, kept: int, denoising: int) -> 
         kept: Bytes of the decoder that stays loaded meanwhile.
         denoising: `denoising_bytes`.
     """
-    peak = room.held + kept + denoising
+    peak = room.in_use + kept + denoising
     return replace(
         decoder,
         name="denoising",
         device=room.device,
         mode="whole",
         weights=kept,
-        beside=room.held,
+        in_use=room.in_use,
         peak=peak,
         available=room.available,
         remedy="" if room.fits(peak) else _SMALLER,
@@ -331,7 +331,7 @@ def plan_auxiliary(
     run, config, shapes = step.run, step.run.config, step.bucket.shapes
     rooms = _rooms(devices, "cuda" if gpus else run.devices[0].type, averages=config.optim.kind.averages)
     planner = AuxiliaryPlanner(
-        companions=run.spec.auxiliary.models(step.arch, config.model),
+        models=run.spec.auxiliary.models(step.arch, config.model),
         text_dtype=parse_dtype(config.encode.text_dtype),
         streaming=config.encode.streaming,
         encode_tiling=config.encode.vae_tiling,
@@ -365,7 +365,7 @@ def _rooms(devices: Sequence[DevicePlan], kind: str, *, averages: bool) -> list[
             device=device.budget.name,
             available=device.budget.total - device.budget.reserve - device.budget.workspace,
             kind=kind,
-            held=held_while_sampling(device.purposes, averages=averages),
+            in_use=held_while_sampling(device.purposes, averages=averages),
         )
         for device in devices
     ]
@@ -418,7 +418,7 @@ def _samples(run: RunContext, shapes: Sequence[Shape], samples: Sequence[Sample]
 
 def _room_of(name: str, key: str, run: RunContext, own: Room, *, gpus: bool) -> Room:
     """The device of a setting, with nothing else on it: encoders run before the model is loaded, and previews have their own device."""
-    own = own._replace(held=0)
+    own = own._replace(in_use=0)
     if gpus and name != "cpu":  # the GPUs are not in this machine; all are assumed to be like the first
         return own
     device = choose_device(name, key)
@@ -437,11 +437,11 @@ def _preview_room(run: RunContext, own: Room, devices: Sequence[DevicePlan], *, 
     room = _room_of(name, "sample.device", run, own, gpus=gpus)
     weights = sum(device.purposes[purpose] for device in devices for purpose in ("weights", "adapters"))
     if room.kind == "cuda":
-        return room._replace(device=f"sample.device {name}" if gpus else room.device, held=weights)
+        return room._replace(device=f"sample.device {name}" if gpus else room.device, in_use=weights)
     if room.available is not None:  # the steps will use the same memory, and have not begun
         steps = sum(each.host + (each.peak if own.kind == "cpu" else 0) for each in devices)
         room = room._replace(available=max(0, room.available - streamed - steps))
-    return room._replace(held=weights + streamed)  # the copy streams nothing
+    return room._replace(in_use=weights + streamed)  # the copy streams nothing
 
 
 def _pixels(shape: Shape) -> int:

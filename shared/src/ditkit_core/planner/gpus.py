@@ -17,7 +17,7 @@ RESERVE_SHARE = 0.02
 
 _EXAMPLES = "write 24GiB, 2x24GiB,1x16GiB, rtx4090 or 2xrtx3090,a100-80"
 _ENTRY = re.compile(r"(?:(\d+)\s*[x*]\s*)?(\S.*)")
-_MOST_CARDS = 8
+_MOST_GPUS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def parse_gpus(text: str) -> tuple[GPU, ...]:
     Raises:
         UserError: If an entry is neither.
     """
-    cards: list[GPU] = []
+    gpus: list[GPU] = []
     for entry in text.lower().split(","):
         found = _ENTRY.fullmatch(entry.strip())
         if not found:
@@ -126,14 +126,14 @@ def parse_gpus(text: str) -> tuple[GPU, ...]:
             raise UserError(
                 f"--gpus {text!r}: {entry.strip()!r} is neither a size nor one of the GPUs {names}; {_EXAMPLES}"
             )
-        if not 1 <= count <= _MOST_CARDS - len(cards):
-            raise UserError(f"--gpus {text!r}: a plan can have 1 to {_MOST_CARDS} GPUs; {_EXAMPLES}")
+        if not 1 <= count <= _MOST_GPUS - len(gpus):
+            raise UserError(f"--gpus {text!r}: a plan can have 1 to {_MOST_GPUS} GPUs; {_EXAMPLES}")
         if gpu.reserve >= gpu.total:
             raise UserError(
                 f"--gpus {text!r}: {entry.strip()!r} is less than CUDA itself uses, {gpu.reserve / GIB:.1f} GiB; {_EXAMPLES}"
             )
-        cards += [gpu] * count
-    return tuple(cards)
+        gpus += [gpu] * count
+    return tuple(gpus)
 
 
 def _by_size(text: str) -> GPU | None:
@@ -157,32 +157,32 @@ def gpus_here(devices: Sequence[torch.device]) -> tuple[GPU, ...]:
     Raises:
         UserError: If a device is no GPU.
     """
-    cards = []
+    gpus = []
     for device in devices:
         if device.type != "cuda":
             raise UserError(f"there is no GPU to plan for ({device}); name the GPUs to plan for: --gpus 24GiB")
         properties = torch.cuda.get_device_properties(device)
-        cards.append(gpu_named(properties.name, properties.total_memory))
-    return tuple(cards)
+        gpus.append(gpu_named(properties.name, properties.total_memory))
+    return tuple(gpus)
 
 
-def keeping_reserves(cards: Sequence[GPU], reserve_gib: Sequence[float]) -> tuple[GPU, ...]:
+def keeping_reserves(gpus: Sequence[GPU], reserve_gib: Sequence[float]) -> tuple[GPU, ...]:
     """The GPUs without the memory that `train.reserve` leaves to other programs, in addition to each plan's own reserve.
 
     Args:
-        cards: The GPUs in order.
+        gpus: The GPUs in order.
         reserve_gib: GiB for each, or one number for all, or none.
 
     Raises:
         UserError: If the number of reserves does not fit, or one leaves nothing.
     """
-    reserves = per_device(reserve_gib, len(cards), "train.reserve")
-    kept = tuple(gpu.keeping_free(int(gib * GIB)) for gpu, gib in zip(cards, reserves, strict=True))
+    reserves = per_device(reserve_gib, len(gpus), "train.reserve")
+    kept = tuple(gpu.keeping_free(int(gib * GIB)) for gpu, gib in zip(gpus, reserves, strict=True))
     for index, gpu in enumerate(kept):
         if gpu.reserve >= gpu.total:
             raise UserError(
                 f"train.reserve = {list(reserve_gib)} leaves nothing of {gpu.name} (number {index}), which has "
-                f"{gpu.total / GIB:.1f} GiB, of which CUDA uses {cards[index].reserve / GIB:.1f}; lower it, or leave the device out"
+                f"{gpu.total / GIB:.1f} GiB, of which CUDA uses {gpus[index].reserve / GIB:.1f}; lower it, or leave the device out"
             )
     return kept
 

@@ -134,12 +134,10 @@ def streamed_of(has_weights: Sequence[bool], start: int, end: int, count: int) -
     return frozenset(start + i for i in choose_streamed(alone, [count], has_weights[start:end]))
 
 
-def budgets_of(cards: Sequence[GPU]) -> tuple[Budget, ...]:
+def budgets_of(gpus: Sequence[GPU]) -> tuple[Budget, ...]:
     """The budgets of GPUs."""
-    names = [f"{index}: {gpu.name}" if len(cards) > 1 else gpu.name for index, gpu in enumerate(cards)]
-    return tuple(
-        Budget(name=name, total=gpu.total, reserve=gpu.reserve) for name, gpu in zip(names, cards, strict=True)
-    )
+    names = [f"{index}: {gpu.name}" if len(gpus) > 1 else gpu.name for index, gpu in enumerate(gpus)]
+    return tuple(Budget(name=name, total=gpu.total, reserve=gpu.reserve) for name, gpu in zip(names, gpus, strict=True))
 
 
 def budgets_here(devices: Sequence[torch.device], reserve_gib: Sequence[float]) -> tuple[Budget, ...]:
@@ -227,7 +225,7 @@ class Targets:
     devices: tuple[torch.device, ...]
     budgets: tuple[Budget, ...] = ()
     """Budgets of these devices; not needed if train.split_points is set."""
-    cards: tuple[GPU, ...] = ()
+    gpus: tuple[GPU, ...] = ()
     """The GPUs with their rates, if times are needed."""
     host: int | None = None
     """Bytes available on the host in addition; None for no limit."""

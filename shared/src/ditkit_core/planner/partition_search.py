@@ -30,7 +30,7 @@ _CAPS = 12
 class FitTask:
     """The input of the search: a training step and the available GPUs."""
 
-    cards: tuple[GPU, ...]
+    gpus: tuple[GPU, ...]
     profile_of: Callable[[str, str], Profile]
     """(policy, quantize) to the profile; cached."""
     micro_batches: int = 1
@@ -49,7 +49,7 @@ class Setting:
 
     policy: str
     quantize: str
-    cards: tuple[int, ...]
+    gpus: tuple[int, ...]
     """Indices of the GPUs that are used, in order."""
     split_points: tuple[int, ...]
     swap: tuple[int, ...]
@@ -149,8 +149,8 @@ class Search:
             chosen: Indices of the task's GPUs, at least one.
             share: Largest share of each GPU's available memory to use.
         """
-        cards = [self._task.cards[i] for i in chosen]
-        spans = self._fastest_spans(cards, share)
+        gpus = [self._task.gpus[i] for i in chosen]
+        spans = self._fastest_spans(gpus, share)
         if spans is None:
             return None
         division, profile, work = self._division(spans), self._profile, self._work
@@ -158,7 +158,7 @@ class Search:
             setting=Setting(
                 policy=self._policy,
                 quantize=self._quantize,
-                cards=chosen,
+                gpus=chosen,
                 split_points=tuple(span.start for span in spans[1:]),
                 swap=tuple(span.num_streamed for span in spans),
                 pipelined=work.pipelined,
@@ -167,23 +167,23 @@ class Search:
             plan=compose(
                 profile,
                 division,
-                [budget_of(gpu) for gpu in cards],
+                [budget_of(gpu) for gpu in gpus],
                 micro_batches=work.micro_batches,
                 pipelined=work.pipelined,
             ),
-            time=seconds_of(profile, division, cards, work),
+            time=seconds_of(profile, division, gpus, work),
             weights_on_host=on_host(profile, division.streamed),
             search=self,
         )
 
     def least_host(self, chosen: tuple[int, ...]) -> int | None:
         """The fewest bytes on the host with which the model fits these GPUs; None if it does not."""
-        ways = self._divide([self._task.cards[i] for i in chosen], self._judge(1.0), 2**62)
+        ways = self._divide([self._task.gpus[i] for i in chosen], self._judge(1.0), 2**62)
         return sum(span.host for span in ways[-1]) if ways else None
 
     def least_missing(self, chosen: tuple[int, ...]) -> int:
         """Bytes that the fullest GPU lacks with all blocks streamed and the best split points; 0 if it fits."""
-        available = [budget_of(self._task.cards[i]).available for i in chosen]
+        available = [budget_of(self._task.gpus[i]).available for i in chosen]
 
         def lacking(device: int, start: int, end: int) -> int:
             return max(0, self._least_held(start, end) - available[device])
@@ -193,9 +193,9 @@ class Search:
         bounds = enumerate(pairwise((0, *split_points, self._num_blocks)))
         return max(lacking(device, start, end) for device, (start, end) in bounds)
 
-    def _fastest_spans(self, cards: Sequence[GPU], share: float) -> tuple[SearchedSpan, ...] | None:
+    def _fastest_spans(self, gpus: Sequence[GPU], share: float) -> tuple[SearchedSpan, ...] | None:
         judge, host = self._judge(share), self._task.host
-        found = self._divide(cards, judge, host)
+        found = self._divide(gpus, judge, host)
         if not found or not self._work.pipelined:
             return found[0] if found else None
         # With overlap the slowest device decides, which is not a sum: search again with ever tighter bounds on it.
@@ -204,11 +204,11 @@ class Search:
         ways = found
         # Bounds between the slowest device so far and a perfectly even split.
         for step in range(_CAPS):
-            ways = [*ways, *self._divide(cards, judge, host, least * (slowest / least) ** (step / _CAPS))]
+            ways = [*ways, *self._divide(gpus, judge, host, least * (slowest / least) ** (step / _CAPS))]
 
         def seconds(spans: Sequence[SearchedSpan]) -> int:
             split_points = [span.start for span in spans[1:]]
-            return step_time(sending(self._profile, [span.time for span in spans], split_points, cards), self._work)[0]
+            return step_time(sending(self._profile, [span.time for span in spans], split_points, gpus), self._work)[0]
 
         return min(ways, key=seconds)
 
@@ -229,7 +229,7 @@ class Search:
         return judge
 
     def _divide(
-        self, cards: Sequence[GPU], judge: Judge, host: int | None, bound: float | None = None
+        self, gpus: Sequence[GPU], judge: Judge, host: int | None, bound: float | None = None
     ) -> list[tuple[SearchedSpan, ...]]:
         """Spans with the least total time, none longer than `bound`. The fastest come first, then slower ones that use less of a limited
         host; empty if nothing fits."""
@@ -237,11 +237,11 @@ class Search:
         count = 1 if self._work.pipelined else self._work.micro_batches
         # best[k]: ways of the GPUs so far to hold the first k blocks
         best: dict[int, list[_Way]] = {0: [_Way(0, 0, ())]}
-        for place, gpu in enumerate(cards):
+        for place, gpu in enumerate(gpus):
             following: dict[int, list[_Way]] = {}
             for start, ways in best.items():
-                sent = sum(crossing_time(self._profile, start, (cards[place - 1], gpu))) if place else 0
-                for end in [self._num_blocks] if place == len(cards) - 1 else self._starts:
+                sent = sum(crossing_time(self._profile, start, (gpus[place - 1], gpu))) if place else 0
+                for end in [self._num_blocks] if place == len(gpus) - 1 else self._starts:
                     if end <= start:
                         continue
                     span = judge(gpu, start, end)

@@ -82,7 +82,7 @@ def report_of(
         micro_batches=run.config.micro_batches,
         pipelined=train.pipelined,
         devices=plans,
-        beside=plan_auxiliary(step, plans, gpus=bool(gpus), samples=samples, streamed=streamed),
+        auxiliary=plan_auxiliary(step, plans, gpus=bool(gpus), samples=samples, streamed=streamed),
         previews=bool(run.config.sample.every_steps and not run.config.sample.device),
         division=division,
         host=streamed,
@@ -90,13 +90,13 @@ def report_of(
         flops=run.config.micro_batches * sum(stage.flops_forward + stage.flops_backward for stage in stages),
         is_cuda=targets.kind == "cuda",
         notes=notes,
-        **_times(run, solution, targets.cards),
+        **_times(run, solution, targets.gpus),
     )
 
 
-def _times(run: RunContext, solution: Solution, cards: Sequence[hardware.GPU]) -> dict[str, Any]:
+def _times(run: RunContext, solution: Solution, gpus: Sequence[hardware.GPU]) -> dict[str, Any]:
     """The fields of a report about time; empty without GPUs, whose rates are known."""
-    if not cards:
+    if not gpus:
         return {}
     work = Workload(
         micro_batches=run.config.micro_batches,
@@ -104,11 +104,11 @@ def _times(run: RunContext, solution: Solution, cards: Sequence[hardware.GPU]) -
         fp32=run.precision.matmul == torch.float32,
         quantize=run.config.base.quantize,
     )
-    rates = (f"{gpu.name}: {gpu.bf16_flops / 1e12:.0f} TFLOP/s in bf16 ({gpu.source})" for gpu in cards)
+    rates = (f"{gpu.name}: {gpu.bf16_flops / 1e12:.0f} TFLOP/s in bf16 ({gpu.source})" for gpu in gpus)
     division = partition_of(solution.placement)
     return {
-        "seconds": step_seconds(solution.profile, division, cards, work).seconds,
-        "orders": both_orders(solution.profile, division, cards, work),
+        "seconds": step_seconds(solution.profile, division, gpus, work).seconds,
+        "orders": both_orders(solution.profile, division, gpus, work),
         "rates": tuple(dict.fromkeys(rates)),
     }
 
@@ -127,7 +127,9 @@ def check_plannable(run: RunContext, *, here: bool) -> None:
     check_training(run, here=here)
 
 
-def beside_of(run: RunContext, devices: Sequence[DevicePlan], *, gpus: bool, streamed: int) -> tuple[AuxiliaryRow, ...]:
+def auxiliary_of(
+    run: RunContext, devices: Sequence[DevicePlan], *, gpus: bool, streamed: int
+) -> tuple[AuxiliaryRow, ...]:
     """Memory of encoding and sampling next to these steps, for a run with their configuration."""
     return plan_auxiliary(PlannedStep.of(as_held(largest_expert_run(run))), devices, gpus=gpus, streamed=streamed)
 
@@ -157,11 +159,11 @@ def _targets(run: RunContext, gpus: str, host: str) -> Targets:
             )
         # The device is the host itself, so there is no other memory to limit.
         return Targets(kind="cpu", devices=run.devices, budgets=budgets_here(run.devices, reserve))
-    cards = hardware.parse_gpus(gpus) if gpus else hardware.gpus_here(run.devices)
-    devices = _named(run, len(cards)) if gpus else run.devices
-    cards = hardware.keeping_reserves(cards, reserve)
+    found = hardware.parse_gpus(gpus) if gpus else hardware.gpus_here(run.devices)
+    devices = _named(run, len(found)) if gpus else run.devices
+    found = hardware.keeping_reserves(found, reserve)
     limit = host_limit(host, here=not gpus)
-    return Targets(kind="cuda", devices=devices, budgets=budgets_of(cards), cards=cards, host=limit)
+    return Targets(kind="cuda", devices=devices, budgets=budgets_of(found), gpus=found, host=limit)
 
 
 def _named(run: RunContext, count: int) -> tuple[torch.device, ...]:

@@ -39,7 +39,7 @@ class PlanReport:
     """Time of a step; None if no rate is known."""
     rates: tuple[str, ...] = ()
     """The rates that the time is estimated from, GPU by GPU."""
-    beside: tuple[AuxiliaryRow, ...] = ()
+    auxiliary: tuple[AuxiliaryRow, ...] = ()
     """Memory of encoding and sampling."""
     previews: bool = False
     """Whether previews are generated on the training devices."""
@@ -70,7 +70,7 @@ class PlanReport:
     @property
     def lacking(self) -> list[AuxiliaryRow]:
         """The stages of encoding and sampling that do not fit."""
-        return [row for row in self.beside if row.fits is False]
+        return [row for row in self.auxiliary if row.fits is False]
 
 
 def plan_json(report: PlanReport) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def plan_json(report: PlanReport) -> dict[str, Any]:
             }
             for plan, blocks in zip(report.devices, report.division.blocks, strict=True)
         ],
-        "beside": [_row_json(row) for row in report.beside],
+        "auxiliary": [_row_json(row) for row in report.auxiliary],
         "previews": report.previews,
         "host": {
             "streamed_weights": report.host,
@@ -152,10 +152,10 @@ def print_plan(report: PlanReport) -> None:
     """Print the plan."""
     _headline(report)
     _show_devices(report, _rows(report))
-    if report.beside:
+    if report.auxiliary:
         say("")
         head = ["GiB", "on", "weights", "training", "peak", "available", ""]
-        Table(head=head, rows=_beside(report), num_left=2).show()
+        Table(head=head, rows=_auxiliary_rows(report), num_left=2).show()
         say("")
     for line in _lines(report):
         say(line)
@@ -177,18 +177,18 @@ def _show_devices(report: PlanReport, rows: Sequence[Sequence[str]]) -> None:
     Table(head=["GiB", *(plan.budget.name for plan in report.devices)], rows=rows, num_left=1).show()
 
 
-def _beside(report: PlanReport) -> list[list[str]]:
+def _auxiliary_rows(report: PlanReport) -> list[list[str]]:
     return [
         [
             f"{_when(row, report.previews)}: {row.name}{_of(row)}",
             row.device,
             _gib(row.weights),
-            _gib(row.beside),
+            _gib(row.in_use),
             _gib(row.peak),
             "?" if row.available is None else _gib(row.available),
             {True: "fits", False: f"lacks {_gib(row.missing)}", None: ""}[row.fits],
         ]
-        for row in report.beside
+        for row in report.auxiliary
     ]
 
 

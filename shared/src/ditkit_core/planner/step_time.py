@@ -159,16 +159,16 @@ class StepTime:
     """Share of the step in which each device works."""
 
 
-def step_seconds(profile: Profile, division: Partition, cards: Sequence[GPU], work: Workload) -> StepTime:
+def step_seconds(profile: Profile, division: Partition, gpus: Sequence[GPU], work: Workload) -> StepTime:
     """Estimate a training step.
 
     Args:
         profile: Costs of the stages.
         division: Device of each block.
-        cards: The devices, as many as the division has.
+        gpus: The devices, as many as the division has.
         work: Micro-batches and formats of the step.
     """
-    spans, count = _spans(profile, division, cards, work), work.micro_batches
+    spans, count = _spans(profile, division, gpus, work), work.micro_batches
     total, schedule = step_time(spans, work)
     working = [busy * 1e9 - span.waiting * count + span.update for busy, span in zip(schedule.busy, spans, strict=True)]
     return StepTime(
@@ -179,11 +179,11 @@ def step_seconds(profile: Profile, division: Partition, cards: Sequence[GPU], wo
     )
 
 
-def both_orders(profile: Profile, division: Partition, cards: Sequence[GPU], work: Workload) -> Comparison | None:
+def both_orders(profile: Profile, division: Partition, gpus: Sequence[GPU], work: Workload) -> Comparison | None:
     """Utilisation with and without pipelined micro-batches, without updates; None if nothing can overlap."""
-    if len(cards) == 1 or work.micro_batches == 1:
+    if len(gpus) == 1 or work.micro_batches == 1:
         return None
-    spans = _in_seconds(_spans(profile, division, cards, work))
+    spans = _in_seconds(_spans(profile, division, gpus, work))
     return compare_orders(spans, work.micro_batches, source="estimated")
 
 
@@ -197,22 +197,22 @@ def _in_seconds(spans: Sequence[StageTime]) -> list[StageTime]:
     return [StageTime(*(each / 1e9 for each in span)) for span in spans]
 
 
-def _spans(profile: Profile, division: Partition, cards: Sequence[GPU], work: Workload) -> list[StageTime]:
+def _spans(profile: Profile, division: Partition, gpus: Sequence[GPU], work: Workload) -> list[StageTime]:
     """The time of each device."""
     bounds = division.bounds
-    assert len(bounds) == len(cards) + 1, (bounds, len(cards))
+    assert len(bounds) == len(gpus) + 1, (bounds, len(gpus))
     spans = [
         span_time(profile, gpu, start, end, division.streamed, work)
-        for gpu, (start, end) in zip(cards, pairwise(bounds), strict=True)
+        for gpu, (start, end) in zip(gpus, pairwise(bounds), strict=True)
     ]
-    return sending(profile, spans, bounds[1:-1], cards)
+    return sending(profile, spans, bounds[1:-1], gpus)
 
 
 def sending(
-    profile: Profile, spans: Sequence[StageTime], split_points: Sequence[int], cards: Sequence[GPU]
+    profile: Profile, spans: Sequence[StageTime], split_points: Sequence[int], gpus: Sequence[GPU]
 ) -> list[StageTime]:
     """The devices' times with the copies between them."""
-    sent = [crossing_time(profile, cut, pair) for cut, pair in zip(split_points, pairwise(cards), strict=True)]
+    sent = [crossing_time(profile, cut, pair) for cut, pair in zip(split_points, pairwise(gpus), strict=True)]
     pairs = zip(spans, [*sent, (0, 0)], strict=True)
     return [span._replace(send=there, send_back=back) for span, (there, back) in pairs]
 
@@ -277,19 +277,19 @@ def streaming_time(stages: Sequence[tuple[int, int]], *, ahead: bool) -> int:
     return now
 
 
-def crossing_time(profile: Profile, cut: int, cards: tuple[GPU, GPU]) -> tuple[int, int]:
+def crossing_time(profile: Profile, cut: int, gpus: tuple[GPU, GPU]) -> tuple[int, int]:
     """Nanoseconds to send the carry to the device of block `cut`, and its gradients back: through host memory, one copy out and one in."""
 
     def through_host(num_bytes: int) -> int:
-        return sum(int(num_bytes / (gpu.host_bandwidth * LINK_SHARE) * 1e9) for gpu in cards)
+        return sum(int(num_bytes / (gpu.host_bandwidth * LINK_SHARE) * 1e9) for gpu in gpus)
 
     return through_host(profile.crossing[cut]), through_host(profile.crossing_back[cut])
 
 
-def assumptions(cards: Sequence[GPU], work: Workload) -> list[str]:
+def assumptions(gpus: Sequence[GPU], work: Workload) -> list[str]:
     """What an estimate for these GPUs assumes, line by line."""
     lines = []
-    for gpu in dict.fromkeys(cards):
+    for gpu in dict.fromkeys(gpus):
         rate = gpu.fp32_flops if work.fp32 else gpu.bf16_flops
         lines.append(
             f"{gpu.name}: {rate * UTILISATION / 1e12:.0f} TFLOP/s, which is {UTILISATION:.0%} of {rate / 1e12:g} in "

@@ -22,7 +22,7 @@ class SuggestedChange:
     gives_up: float
     """Share of the configured run that is lost, in [0, 1]; above 1 it costs money."""
     config: RunConfig
-    cards: tuple[GPU, ...]
+    gpus: tuple[GPU, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,23 +34,23 @@ class Planned:
     """Bytes that the fullest GPU still lacks under the smallest settings, or else the host; 0 if they fit."""
 
 
-def levers(spec: ModelSpec, config: RunConfig, cards: tuple[GPU, ...]) -> Iterator[list[SuggestedChange]]:
+def levers(spec: ModelSpec, config: RunConfig, gpus: tuple[GPU, ...]) -> Iterator[list[SuggestedChange]]:
     """Possible changes; each list is about one setting, the mildest change first.
 
     Args:
         spec: The model's family, whose sizes have steps.
         config: Completed with the model's own sizes.
-        cards: The present GPUs; empty leaves out changes of GPUs.
+        gpus: The present GPUs; empty leaves out changes of GPUs.
     """
     for found in (_batches(config), _frames(spec, config), _sizes(spec, config), _ranks(config)):
         changes = (
-            SuggestedChange(words=words, gives_up=lost, config=_with(config, section, **values), cards=cards)
+            SuggestedChange(words=words, gives_up=lost, config=_with(config, section, **values), gpus=gpus)
             for words, lost, section, values in found
         )
         yield list(changes)
-    if cards:
-        yield _larger_cards(config, cards)
-        yield [_one_more(config, cards)]
+    if gpus:
+        yield _larger_gpus(config, gpus)
+        yield [_one_more(config, gpus)]
 
 
 def best_first(planned: Sequence[Planned]) -> list[Planned]:
@@ -102,23 +102,21 @@ def _ranks(config: RunConfig) -> Iterator[_Changed]:
                 yield f"adapter.rank = {rank} (now {adapter.rank})", 1 - rank / adapter.rank, "adapter", {"rank": rank}
 
 
-def _larger_cards(config: RunConfig, cards: tuple[GPU, ...]) -> list[SuggestedChange]:
+def _larger_gpus(config: RunConfig, gpus: tuple[GPU, ...]) -> list[SuggestedChange]:
     """Larger GPUs instead of the smallest ones, or of all if they are equal."""
-    smallest = min(gpu.total for gpu in cards)
-    count = sum(gpu.total == smallest for gpu in cards)
+    smallest = min(gpu.total for gpu in gpus)
+    count = sum(gpu.total == smallest for gpu in gpus)
     changes = []
     for size in CARD_SIZES:
         if size * GIB > smallest * 1.1:
             # Published sizes instead of the next byte: the suggestion has to be a GPU that can be bought.
-            larger = tuple(of_size(size * GIB, f"{size}GiB") if gpu.total == smallest else gpu for gpu in cards)
+            larger = tuple(of_size(size * GIB, f"{size}GiB") if gpu.total == smallest else gpu for gpu in gpus)
             words = f"{'a GPU' if count == 1 else f'{count} GPUs'} of {size} GiB in place of {smallest / GIB:.3g} GiB"
-            changes.append(SuggestedChange(words=words, gives_up=1.0 + size / 1000, config=config, cards=larger))
+            changes.append(SuggestedChange(words=words, gives_up=1.0 + size / 1000, config=config, gpus=larger))
     return changes
 
 
-def _one_more(config: RunConfig, cards: tuple[GPU, ...]) -> SuggestedChange:
-    largest = max(cards, key=lambda gpu: gpu.total)
+def _one_more(config: RunConfig, gpus: tuple[GPU, ...]) -> SuggestedChange:
+    largest = max(gpus, key=lambda gpu: gpu.total)
     words = f"one more GPU of {largest.total / GIB:.3g} GiB"
-    return SuggestedChange(
-        words=words, gives_up=1.0 + largest.total / GIB / 1000, config=config, cards=(*cards, largest)
-    )
+    return SuggestedChange(words=words, gives_up=1.0 + largest.total / GIB / 1000, config=config, gpus=(*gpus, largest))
