@@ -7,10 +7,11 @@ import shutil
 
 import pytest
 import torch
+from ordinary_user import ordinary_user
 
 from ditkit_core.errors import UserError
 from ditkit_core.training import checkpoint
-from ditkit_core.training.checkpoint import SaveConfig, State, best, latest, load_state, save_state
+from ditkit_core.training.checkpoint import SaveConfig, State, best, check_save, latest, load_state, save_state
 
 
 def state(step, *, held_out=None, size=64):
@@ -80,6 +81,87 @@ DAMAGE = {
     "foreign": lambda save: (save / "state.json").write_text(json.dumps({"format": "other", "step": 2})),
     "renamed": lambda save: save.rename(save.with_name("step-000009")),
 }
+
+
+def edited(**fields):
+    """Change the index of a save as an editor does, without its digest: with or without one, the types are checked."""
+
+    def edit(save):
+        index = json.loads((save / "state.json").read_text())
+        index = {key: value for key, value in {**index, **fields}.items() if value is not Ellipsis}
+        (save / "state.json").write_text(json.dumps(index))
+
+    return edit
+
+
+ODD_VALUES = {
+    "step as text": {"step": "2"},
+    "step gone": {"step": ...},
+    "files as a list": {"files": []},
+    "no files": {"files": {}},
+    "sizes as text": {"files": {"trainable.safetensors": "x"}},
+    "values gone": {"values": ...},
+    "no values": {"values": {}},
+    "values as a list": {"values": []},
+    "loss as text": {"held_out": "x"},
+    "loss before as text": {"values": {"optimizer": {}, "held_out_before": "x"}},
+    "clips as numbers": {"values": {"optimizer": {}, "held_out_before_clips": {"0.5": 3}}},
+}
+DAMAGE |= {name: edited(**fields) for name, fields in ODD_VALUES.items()}
+DAMAGE |= {f"{name}, of an earlier version": edited(blake2b=..., **fields) for name, fields in ODD_VALUES.items()}
+DAMAGE |= {
+    "null": lambda save: (save / "state.json").write_text("null"),
+    "deep": lambda save: (save / "state.json").write_text("[" * 100_000),
+    "a loss changed": edited(held_out=6.7),
+    "a value changed": edited(values={"optimizer": {"lr": 0.3}}),
+    "digest changed": edited(blake2b="0" * 32),
+    "index a folder": lambda save: [(save / "state.json").unlink(), (save / "state.json").mkdir()],
+    "a file a folder": lambda save: [f := save / "trainable.safetensors", f.unlink(), f.mkdir()],
+}
+
+
+def test_a_save_of_an_earlier_version_has_no_digest_and_is_used(tmp_path):
+    path = save_state(tmp_path, state(1, held_out=0.5), SaveConfig())
+    edited(blake2b=..., metrics=...)(path)
+    assert latest(tmp_path, silent) == path
+    read = load_state(path)
+    assert (read.step, read.held_out, read.metrics) == (1, 0.5, "")
+    assert best(tmp_path).path == path
+
+
+@pytest.mark.parametrize("name", ["state.json", "optimizer.safetensors", "."])
+def test_a_save_that_may_not_be_read_is_no_damage(name):
+    with ordinary_user() as folder:
+        save_state(folder, state(1, held_out=0.5), SaveConfig())
+        last = save_state(folder, state(2, held_out=0.25), SaveConfig())
+        (last / name).chmod(0)
+        try:
+            with pytest.raises(
+                UserError, match=r"step-000002.* cannot be read \(Permission denied\); correct its perm"
+            ):
+                latest(folder, silent)
+            with pytest.raises(UserError, match="Permission denied"):
+                check_save(last)
+            best(folder)
+            save_state(folder, state(3), SaveConfig(keep_last=1, keep_best=0))
+            assert latest(folder, silent).name == "step-000003", "pruning is no reason to fail"
+        finally:
+            if last.exists():
+                last.chmod(0o700)
+
+
+def test_a_save_chosen_by_name_is_verified(tmp_path):
+    path = save_state(tmp_path, state(1), SaveConfig())
+    check_save(path)
+    flip(path / "optimizer.safetensors")
+    with pytest.raises(
+        UserError, match=r"step-000001: optimizer\.safetensors is missing or damaged; choose another save"
+    ):
+        check_save(path)
+    cut(path / "state.json")
+    for read in (check_save, load_state):
+        with pytest.raises(UserError, match="not a complete save of ours"):
+            read(path)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -1,5 +1,6 @@
 """Resuming continues to the bit: weights, optimizer, average, schedule, data order, noise, dropout."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from saved_states import CLIPS, assert_same_state, numbers
-from toy_training import toy_run
+from toy_training import Calls, toy_run
 
 SUPPORT = str(Path(__file__).parents[1] / "support")
 
@@ -73,6 +74,47 @@ def test_a_torn_newest_save_is_as_if_it_had_not_been(tmp_path):
     assert_same_state(whole.result.save, torn.result.save)
     assert_same_state(tmp_path / "whole" / "state" / "step-000008", tmp_path / "torn" / "state" / "step-000008")
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "torn")
+
+
+def test_a_run_that_is_killed_before_its_first_save_measures_step_0_once(tmp_path):
+    class Killed(BaseException):
+        pass
+
+    def kill(step):
+        raise Killed
+
+    for _ in range(3):
+        with pytest.raises(Killed):
+            toy_run(tmp_path, 4, held_out_clips=CLIPS, callbacks=[Calls(preview=kill, preview_steps=2)])
+    toy_run(tmp_path, 4, held_out_clips=CLIPS)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "held_out" in line] == [0, 4]
+
+
+def test_a_changed_held_out_loss_is_never_the_loss_before(tmp_path):
+    given = {"save": SaveConfig(every_steps=3, keep_last=9), "held_out_clips": CLIPS}
+    whole = toy_run(tmp_path / "whole", 8, **given)
+    toy_run(tmp_path / "parts", 6, **given)
+    index = tmp_path / "parts" / "state" / "step-000006" / "state.json"
+    values = json.loads(index.read_text())
+    values["values"]["held_out_before"] += 4
+    index.write_text(json.dumps(values, indent=1))
+    warnings = []
+    parts = toy_run(tmp_path / "parts", 8, warn=warnings.append, **given)
+    assert len(warnings) == 1 and "step-000006: not a complete save of ours" in warnings[0]
+    assert whole.result.held_out_before == parts.result.held_out_before
+    assert_same_state(whole.result.save, parts.result.save)
+
+
+def test_metrics_that_were_changed_since_the_save_are_named(tmp_path):
+    toy_run(tmp_path, 3)
+    file = tmp_path / "metrics.jsonl"
+    toy_run(tmp_path, 4, warn=silent)
+    file.write_text(file.read_text().replace('"step": 2', '"step": 1'))
+    warnings = []
+    toy_run(tmp_path, 5, warn=warnings.append)
+    toy_run(tmp_path, 6, warn=silent)
+    assert len(warnings) == 1 and "metrics.jsonl was changed or damaged since step 4 was saved" in warnings[0]
 
 
 def test_a_run_that_is_continued_for_longer_goes_on_with_what_it_had(tmp_path):

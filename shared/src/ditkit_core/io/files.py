@@ -67,6 +67,11 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
+def json_hash(value: Any) -> str:
+    """Hex digest (blake2b, 128 bits) of a JSON value, whatever the order of its keys."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
 def inside(folder: Path, relative: str, *, allow_outside: bool = False) -> Path:
     """Resolve a path in a dataset, and refuse one that is outside the dataset's folder.
 

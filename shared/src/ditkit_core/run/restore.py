@@ -12,7 +12,7 @@ from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.nn.parameters import copy_values
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.prepare import LoadedModel
-from ditkit_core.training.checkpoint import best, latest, load_state
+from ditkit_core.training.checkpoint import best, check_save, latest, load_state
 from ditkit_core.training.train_state import TrainState
 
 
@@ -48,6 +48,8 @@ def load_trained(prepared: LoadedModel, folder: RunFolder, step: int | Literal["
             f"{folder.path} trained an adapter of rank {theirs.rank} and scale {theirs.scaling:g}, this one has {own.rank} and "
             f'{own.scaling:g}; set adapter.* as there, or build on it with base.merge = ["{folder.exports / "adapter.safetensors"}"]'
         )
+    if step is not None:  # `latest` has verified the latest
+        check_save(path)
     state = load_state(path)
     # Streamed weights are set on the host. The optimizer updates nothing here, so its state is not streamed, whatever its settings.
     with prepared.readable():

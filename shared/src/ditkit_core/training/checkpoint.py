@@ -4,6 +4,7 @@ A save is written to a hidden folder next to its final place, flushed, and renam
 size and digest of the other files. A reader takes the newest save whose files match that list.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -22,10 +23,12 @@ from torch import Tensor
 
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import file_hash
+from ditkit_core.io.files import file_hash, json_hash
 
 _FORMAT = {"format": "ditkit-state", "version": 1}
 _INDEX = "state.json"
+_DIGEST = "blake2b"
+"""Key in the index of the digest of everything else in it. Saves of earlier versions have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,8 @@ class State:
     """Values other than tensors, for JSON."""
     held_out: float | None = None
     """Held-out loss at this step; None if it was not measured."""
+    metrics: str = ""
+    """Digest of metrics.jsonl up to this step; empty if it is not known."""
 
 
 def save_state(folder: Path, state: State, config: SaveConfig) -> Path:
@@ -107,25 +112,41 @@ def _write_files(folder: Path, state: State) -> None:
     index = _FORMAT | {
         "step": state.step,
         "held_out": state.held_out,
+        "metrics": state.metrics,
         "values": state.values,
         "versions": {"ditkit-core": version("ditkit-core"), "torch": torch.__version__},
         "files": files,
     }
-    (folder / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8", newline="\n")
+    text = json.dumps({**index, _DIGEST: json_hash(index)}, indent=1)
+    (folder / _INDEX).write_text(text, encoding="utf-8", newline="\n")
     _flush(folder / _INDEX)
     _flush_folder(folder)
 
 
 def load_state(path: Path) -> State:
-    """Read a save; the tensors are copies on the CPU, so that the files can be removed meanwhile (Windows)."""
+    """Read a save whose files `latest` or `check_save` verified.
+
+    The tensors are copies on the CPU, so that the files can be removed meanwhile (Windows).
+
+    Raises:
+        UserError: If its index is not that of an intact save, or may not be read.
+    """
     path = Path(path)
-    index = json.loads((path / _INDEX).read_text(encoding="utf-8"))
+    with _permission_named(path):
+        if (index := _index(path)) is None:
+            raise UserError(f"{path}: {_NOT_A_SAVE}; choose another save")
     tensors: dict[str, dict[str, Tensor]] = {}
     for name in index["files"]:
         with safe_open(path / name, framework="pt") as file:
             keys = list(file.keys())
             tensors[name.removesuffix(".safetensors")] = {key: file.get_tensor(key).clone() for key in keys}
-    return State(step=index["step"], tensors=tensors, values=index["values"], held_out=index["held_out"])
+    return State(
+        step=index["step"],
+        tensors=tensors,
+        values=index["values"],
+        held_out=index["held_out"],
+        metrics=index.get("metrics", ""),
+    )
 
 
 class Best(NamedTuple):
@@ -141,7 +162,7 @@ class Best(NamedTuple):
 
 def best(folder: Path) -> Best | None:
     """The save with the lowest held-out loss, the earliest of equals; None if none has one. Its tensors are not verified."""
-    saves = {path: index for path in Path(folder).glob("step-*") if (index := _index(path)) is not None}
+    saves = _saves(Path(folder))
     measured = [path for path in sorted(saves, key=_order) if saves[path]["held_out"] is not None]
     if not measured:
         return None
@@ -176,26 +197,83 @@ def _order(path: Path) -> tuple[int, str]:
     return len(path.name), path.name  # numeric order, also for steps of more than six digits
 
 
+def check_save(path: Path) -> None:
+    """Verify all files of a save that was chosen by its name.
+
+    Raises:
+        UserError: If one is missing or damaged, or may not be read.
+    """
+    if (fault := _fault(path)) is not None:
+        raise UserError(f"{path}: {fault}; choose another save")
+
+
+_NOT_A_SAVE = "not a complete save of ours (state.json is missing, damaged or of another version)"
+
+
 def _fault(path: Path) -> str | None:
     """What is wrong with a save; None if it is intact."""
-    index = _index(path)
-    if index is None:
-        return "not a complete save of ours (state.json is missing, damaged or of another version)"
-    for name, expected in index["files"].items():
-        file = path / name
-        if not file.is_file() or file.stat().st_size != expected["bytes"] or file_hash(file) != expected["blake2b"]:
-            return f"{name} is missing or damaged"
+    with _permission_named(path):
+        if (index := _index(path)) is None:
+            return _NOT_A_SAVE
+        for name, expected in index["files"].items():
+            file = path / name
+            if not file.is_file() or file.stat().st_size != expected["bytes"] or file_hash(file) != expected["blake2b"]:
+                return f"{name} is missing or damaged"
     return None
 
 
+@contextmanager
+def _permission_named(path: Path) -> Iterator[None]:
+    """A file that may not be read is not damaged: an older save in its place would silently lose steps."""
+    try:
+        yield
+    except PermissionError as error:
+        file = error.filename or path
+        raise UserError(f"{file} cannot be read ({error.strerror}); correct its permissions") from error
+
+
+def _saves(folder: Path) -> dict[Path, dict[str, Any]]:
+    """The saves of ours that can be read, with their indices."""
+    found = {}
+    for path in folder.glob("step-*"):
+        with suppress(PermissionError):
+            if (index := _index(path)) is not None:
+                found[path] = index
+    return found
+
+
 def _index(path: Path) -> dict[str, Any] | None:
+    """The content of a save's index; None if anything about it is not as `save_state` wrote it."""
     try:
         index = json.loads((path / _INDEX).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        digest = index.pop(_DIGEST, None)
+        whole = _is_ours(index) and (digest is None or digest == json_hash(index))
+        # A folder that was renamed would resume at another step than its name says.
+        return index if whole and path.name == f"step-{index['step']:06d}" else None
+    except PermissionError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    # A folder that was renamed would resume at another step than its name says.
-    ours = isinstance(index, dict) and _FORMAT.items() <= index.items()
-    return index if ours and path.name == f"step-{index['step']:06d}" else None
+
+
+def _is_ours(index: Mapping[str, Any]) -> bool:
+    """Whether an index has our format and types: that of an earlier version has no digest to show that it was changed."""
+    values = index["values"]
+    clips = values.get("held_out_before_clips", {}).values()
+    numbers = [
+        *(index["held_out"], values.get("held_out_before"), values.get("held_out_last")),
+        *(values.get("held_out_interval") or ()),
+        *values.get("sentinels", {}).values(),
+        *itertools.chain.from_iterable(clips),
+    ]
+    return (
+        index.items() >= _FORMAT.items()
+        and isinstance(index["step"], int)
+        and isinstance(values["optimizer"], dict)
+        and all(number is None or isinstance(number, int | float) for number in numbers)
+        and "trainable.safetensors" in index["files"]
+        and all(isinstance(file["bytes"], int) and isinstance(file["blake2b"], str) for file in index["files"].values())
+    )
 
 
 def _prune(folder: Path, step: int, config: SaveConfig) -> None:
@@ -203,7 +281,7 @@ def _prune(folder: Path, step: int, config: SaveConfig) -> None:
 
     Folders that are not saves of ours are left alone.
     """
-    saves = {path: index for path in folder.glob("step-*") if (index := _index(path)) is not None}
+    saves = _saves(folder)
     past = sorted((path for path, index in saves.items() if index["step"] <= step), key=_order)
     measured = [path for path in past if saves[path]["held_out"] is not None]
     best = sorted(measured, key=lambda path: saves[path]["held_out"])[: config.keep_best]

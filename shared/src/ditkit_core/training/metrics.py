@@ -1,7 +1,12 @@
 """Metrics of a run while it trains: one JSON object per line, and TensorBoard."""
 
+import hashlib
 import json
-from collections.abc import Mapping
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -43,31 +48,64 @@ class MetricsLog:
     """Writes metrics.jsonl and TensorBoard's files into a run folder; a context manager.
 
     A resumed run drops the lines after the step that it starts from, because an earlier start may have been killed after its
-    last save. Every step is therefore in the file once.
+    last save. One that starts anew drops all lines. Every step is therefore in the file once.
     """
 
-    def __init__(self, folder: Path, config: LogConfig, *, start_step: int = 0):
+    def __init__(
+        self,
+        folder: Path,
+        config: LogConfig,
+        *,
+        start_step: int = 0,
+        digest: str = "",
+        warn: Callable[[str], None] = lambda line: None,
+    ):
+        """Write nothing yet.
+
+        Args:
+            folder: The run folder.
+            config: A section of the configuration.
+            start_step: The step of the save that the run starts from; 0 without a save.
+            digest: What `saved` returned for that save; empty if it has none.
+            warn: Called with one line if earlier lines were changed, and if TensorBoard's files cannot be written.
+        """
         self.path = Path(folder) / "metrics.jsonl"
-        self._config = config
-        self._start_step = start_step
-        self._board: Any = None
+        self._config, self._start_step, self._digest, self._warn = config, start_step, digest, warn
+        self._board: _EventFile | None = None
 
     def __enter__(self) -> Self:
-        write_text(self.path, "".join(f"{line}\n" for line in self._kept_lines()))
-        self._file = open(self.path, "a", encoding="utf-8", newline="\n")
+        kept = self._kept()
+        self._hash = hashlib.blake2b(kept.encode(), digest_size=16)
+        if self._digest not in ("", self._hash.hexdigest()):
+            self._warn(
+                f"{self.path} was changed or damaged since step {self._start_step} was saved; its readable lines stay"
+            )
+        write_text(self.path, kept)
+        try:
+            self._file = open(self.path, "a", encoding="utf-8", newline="\n")
+        except OSError as error:
+            raise self._unwritable(error) from error
         if self._config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            # TensorBoard's files are append-only; purge_step hides entries after the step that the run starts from.
-            self._board = SummaryWriter(str(self.path.with_name("tensorboard")), purge_step=self._start_step + 1)
+            try:
+                self._board = _EventFile(self.path.with_name("tensorboard"), self._start_step)
+            except OSError as error:
+                self._drop_board(error)
         return self
 
-    def _kept_lines(self) -> list[str]:
-        if not self.path.exists():
-            return []
-        # A crash can leave bytes at the end that are not UTF-8.
-        lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
-        return [line for line in lines if 0 <= _step_of(line) <= self._start_step]
+    def _kept(self) -> str:
+        """The lines of the steps before the one that the run starts from."""
+        if self._start_step == 0:
+            return ""
+        try:
+            # A crash can leave bytes at the end that are not UTF-8.
+            lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be read ({error.strerror}); correct its permissions, or remove it"
+            ) from error
+        return "".join(f"{line}\n" for line in lines if 0 <= _step_of(line) <= self._start_step)
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:
         """Write one line of finite numbers and of names, and a TensorBoard scalar for each number.
@@ -75,16 +113,27 @@ class MetricsLog:
         Raises:
             UserError: If the disk is full.
         """
+        line = json.dumps({"step": step, **values}, allow_nan=False) + "\n"
         try:
-            self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
+            self._file.write(line)
             # Flushed line by line, so that a killed run loses none.
             self._file.flush()
         except OSError as error:
-            raise UserError(f"cannot write {self.path}: {error.strerror or error}; free some space") from error
+            raise self._unwritable(error) from error
+        self._hash.update(line.encode())
         if self._board is not None:
-            for name, value in values.items():
-                if not isinstance(value, str):
-                    self._board.add_scalar(name, value, step)
+            try:
+                self._board.write(step, {name: value for name, value in values.items() if not isinstance(value, str)})
+            except OSError as error:
+                self._drop_board(error)
+
+    def saved(self) -> str:
+        """Flush all lines to disk, for a save of this step, and return their digest."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._unwritable(error) from error
+        return self._hash.hexdigest()
 
     def due(self, step: int) -> bool:
         """Whether a step gets a line."""
@@ -93,14 +142,56 @@ class MetricsLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
+        with suppress(OSError):  # it writes what `write` could not, which has been reported
+            self._file.close()
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(f"cannot write {self.path}: {error.strerror or error}; free some space")
+
+    def _drop_board(self, error: OSError) -> None:
+        """Go on without TensorBoard: it has no number that metrics.jsonl lacks."""
+        self._warn(
+            f"cannot write {self.path.with_name('tensorboard')}: {error.strerror or error}; the run goes on, and its numbers are in "
+            f"{self.path.name} only"
+        )
+        self._board = None
+
+
+class _EventFile:
+    """A file of scalars for TensorBoard.
+
+    torch's SummaryWriter writes the same in a thread, where a full disk is a traceback on stderr and an error of a later call.
+    """
+
+    def __init__(self, folder: Path, start_step: int):
+        from tensorboard.compat.proto.event_pb2 import SessionLog  # type: ignore[import-untyped]
+
+        folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads the files of a folder in the order of their names.
+        self._path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        # The files are append-only; a session that starts hides entries from its step on.
+        first = start_step + 1 if start_step else 0
+        self._append(step=first, file_version="brain.Event:2")
+        self._append(step=first, session_log=SessionLog(status=SessionLog.START))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the scalars of a step."""
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._append(step=step, summary=Summary(value=scalars))
+
+    def _append(self, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+
+        with open(self._path, "ab") as file:
+            RecordWriter(file).write(Event(wall_time=time.time(), **fields).SerializeToString())
 
 
 def _step_of(line: str) -> int:
-    """The step of a line; -1 if it is incomplete, as the last line may be after a crash."""
+    """The step of a line; -1 if it is incomplete or damaged, as the last line may be after a crash."""
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return -1

@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -243,6 +243,7 @@ class Trainer:
         self._state = TrainState(model.module, model.trainable, config.optim, config.ema, model.streamer)
         self._devices = {parameter.device for parameter in model.module.parameters()}
         self._last_save: Path | None = None
+        self._metrics_digest = ""
 
     def fit(self) -> TrainResult:
         """Train.
@@ -257,7 +258,8 @@ class Trainer:
         state, steps, save = self._state, self._config.train.steps, self._config.save
         self._resume()
         start = state.step
-        with Interrupts() as interrupts, MetricsLog(self._folder, self._config.log, start_step=start) as metrics:
+        log = MetricsLog(self._folder, self._config.log, start_step=start, digest=self._metrics_digest, warn=self._warn)
+        with Interrupts() as interrupts, log as metrics:
             saved_at = time.monotonic()
             # A resumed run has the loss before training in its save.
             if start == 0 and steps:
@@ -271,13 +273,13 @@ class Trainer:
                 if last or (self._validator is not None and self._validator.due(state.step, saving=saving)):
                     self._validate(metrics)
                 if saving:
-                    self._save()
+                    self._save(metrics)
                     saved_at = time.monotonic()
                 stopping = (
                     interrupts.requested
                 )  # read once: a signal that comes during the preview ends the loop after the next step
                 if stopping and not saving:
-                    self._save()
+                    self._save(metrics)
                 self._preview(stopping=stopping)
                 if stopping:
                     break
@@ -296,7 +298,9 @@ class Trainer:
         """Load the newest save, if there is one."""
         self._last_save = latest(self._folder / "state", self._warn)
         if self._last_save is not None:
-            self._state.load_state_dict(load_state(self._last_save), self._last_save)
+            saved = load_state(self._last_save)
+            self._state.load_state_dict(saved, self._last_save)
+            self._metrics_digest = saved.metrics
         limit = torch.finfo(self._model.matmul_dtype).max
         self._drift = DriftMonitor(limit, self._warn, self._state.first_activations)
         # Loading and encoding do not count towards the peak memory of training.
@@ -356,8 +360,9 @@ class Trainer:
         for callback in self._callbacks:
             callback.after_validation(state.step, loss)
 
-    def _save(self) -> None:
-        self._last_save = save_state(self._folder / "state", self._state.state_dict(), self._config.save)
+    def _save(self, metrics: MetricsLog) -> None:
+        state = replace(self._state.state_dict(), metrics=metrics.saved())
+        self._last_save = save_state(self._folder / "state", state, self._config.save)
         self._call(lambda callback: callback.on_save(self._state.step))
 
     def _preview(self, *, stopping: bool) -> None:
