@@ -147,11 +147,8 @@ def test_all_that_is_wrong_is_listed_whatever_is_done_about_it(
     capsys.readouterr()
     assert world.train("run", 1) == 1 and "and 3 more" in capsys.readouterr().err
     assert world.train("skip", 1, "--data.on_bad", "skip") == 0
-    trained = json.loads((world.folder / "skip" / "data.json").read_text()).keys() - {
-        "(base weights)",
-        "(empty caption)",
-    }
-    assert trained == {"0", "1", "2", "3"}
+    recorded = json.loads((world.folder / "skip" / "data.json").read_text()).keys()
+    assert recorded - {"(base weights)", "(empty caption)", "(digest)"} == {"0", "1", "2", "3"}
 
 
 def test_a_dataset_of_nothing_but_problems_lists_them(world: World) -> None:
@@ -444,7 +441,7 @@ def test_what_the_doctor_accepts_is_trained_and_what_it_excludes_is_not(tmp_path
     assert (trained == 0) == found["trainable"], found["findings"]
     if trained == 0:
         recorded = json.loads((tmp_path / "trained" / "data.json").read_text()).keys()
-        used = recorded - {"(base weights)", "(empty caption)"}
+        used = recorded - {"(base weights)", "(empty caption)", "(digest)"}
         assert len(used) == found["samples"]
         out = {Path(each["name"]).with_suffix("").name for each in found["excluded"]}
         assert out.isdisjoint(id.partition("#")[0] for id in used)

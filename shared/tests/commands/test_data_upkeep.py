@@ -99,13 +99,30 @@ def test_a_run_whose_record_lacks_the_empty_caption_continues(world: World) -> N
     assert world.train("run", 1, "--sample.captions", "0") == 0
     record = world.folder / "run" / "data.json"
     written = json.loads(record.read_text())
-    assert written.pop("(empty caption)")
+    assert written.pop("(empty caption)") and written.pop("(digest)")
     record.write_text(json.dumps(written))
     assert world.train("run", 2, "--sample.captions", "0") == 0
     assert "(empty caption)" in json.loads(record.read_text())
     written["0"] = ["other", "parts"]
     record.write_text(json.dumps(written))
     assert world.train("run", 3, "--sample.captions", "0") == 1
+
+
+def test_a_damaged_record_is_named_and_no_other_data(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    train = ("--sample.captions", "0")
+    assert world.train("run", 1, *train) == 0
+    record = world.folder / "run" / "data.json"
+    written = record.read_text()
+    changed = json.dumps(json.loads(written) | {"0": ["other", "parts"]})
+    for text, said in {"{": "not readable JSON", "[]": "not a JSON object", changed: "is damaged"}.items():
+        record.write_text(text)
+        capsys.readouterr()
+        assert world.train("run", 2, *train) == 1
+        (error,) = [line for line in capsys.readouterr().err.splitlines() if "data.json" in line]
+        assert said in error and "remove it to continue on the data as it is now" in error
+    record.unlink()
+    assert world.train("run", 2, *train) == 0
+    assert json.loads(record.read_text()) == json.loads(written)
 
 
 def test_samples_can_be_looked_at(world: World) -> None:

@@ -23,7 +23,7 @@ from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.testing.toy import TOY
 
 GOOD = ["good0", "good1"]
-BESIDES = {"(base weights)", "(empty caption)"}
+BESIDES = {"(base weights)", "(empty caption)", "(digest)"}
 """In data.json, and no samples."""
 
 

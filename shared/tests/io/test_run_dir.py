@@ -116,6 +116,18 @@ def test_a_run_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "file" / "run", Tree(), match="cannot write in")
 
 
+def test_a_folder_in_place_of_the_owner_is_one_line_and_leaves_the_run_free(tmp_path: Path) -> None:
+    (tmp_path / ".owner").mkdir()
+    refused(tmp_path, Tree(), match=r"cannot write .*\.owner")
+    (tmp_path / ".owner").rmdir()
+    with open_run(tmp_path, Tree()):
+        (tmp_path / ".owner").write_bytes(b"\xff")
+        refused(tmp_path, Tree(), match=r"in use by another process \(unknown\)")
+        (tmp_path / ".owner").unlink()
+        (tmp_path / ".owner").mkdir()
+        refused(tmp_path, Tree(), match=r"in use by another process \(unknown\)")
+
+
 def test_a_folder_in_use_is_refused_and_free_again_afterwards(tmp_path: Path) -> None:
     with open_run(tmp_path, Tree()):
         refused(tmp_path, Tree(), match=r"in use by another process \(process \d+ on .* since ")
@@ -143,8 +155,13 @@ def test_completion_is_remembered(tmp_path: Path) -> None:
     assert run.completed_step() is None
     run.mark_complete(20)
     assert RunFolder(tmp_path).completed_step() == 20
-    (tmp_path / "complete.json").write_text("{")
-    with pytest.raises(UserError, match="is damaged"):
+    for text in ("{", "[]", '{"step": 1e999}', '{"step": null}', "[" * 100_000):
+        (tmp_path / "complete.json").write_text(text)
+        with pytest.raises(UserError, match="is damaged; delete it, and the run continues"):
+            run.completed_step()
+    (tmp_path / "complete.json").unlink()
+    (tmp_path / "complete.json").mkdir()
+    with pytest.raises(UserError, match=r"complete\.json cannot be read \(Is a directory\)"):
         run.completed_step()
 
 

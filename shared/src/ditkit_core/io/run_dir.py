@@ -179,7 +179,11 @@ class RunFolder:
             return None
         try:
             return int(json.loads(self._complete.read_text(encoding="utf-8"))["step"])
-        except (ValueError, KeyError, TypeError) as error:
+        except OSError as error:
+            raise UserError(
+                f"{self._complete} cannot be read ({error.strerror}); correct its permissions, or delete it"
+            ) from error
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise UserError(
                 f"{self._complete} is damaged; delete it, and the run continues from its last save"
             ) from error
@@ -270,7 +274,9 @@ def _locked(path: Path) -> Iterator[None]:
         lock = FileLock(path / ".lock", timeout=0)
         lock.acquire()
     except Timeout as error:
-        who = owner.read_text(encoding="utf-8").strip() if owner.exists() else "unknown"
+        who = "unknown"
+        with suppress(OSError, UnicodeDecodeError):  # it serves this message alone
+            who = owner.read_text(encoding="utf-8").strip()
         raise UserError(f"{path} is in use by another process ({who}); stop it or choose another run.folder") from error
     except OSError as error:
         raise UserError(f"cannot write in {path}: {error.strerror or error}; choose another run.folder") from error
@@ -279,5 +285,6 @@ def _locked(path: Path) -> Iterator[None]:
         write_text(owner, f"process {os.getpid()} on {socket.gethostname()} since {since}")
         yield
     finally:
-        owner.unlink(missing_ok=True)
+        with suppress(OSError):
+            owner.unlink()
         lock.release()

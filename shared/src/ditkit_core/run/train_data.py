@@ -1,20 +1,24 @@
 """The data that a run trains on: its micro-batches in order, and the record that a resumed run is compared with."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import BatchSize, TrainDataLoader
 from ditkit_core.encoding.prior_preservation import PriorDataLoader
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
-from ditkit_core.io.files import write_text
+from ditkit_core.io.files import json_hash, read_json_object, write_text
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.prepare import LoadedModel
 
 EMPTY_CAPTION = "(empty caption)"
 """Key of a run's data file for the empty caption that caption dropout uses."""
+_DIGEST = "(digest)"
+"""Its key for the digest of the others; files of earlier versions have none."""
 
 
 def training_data(
@@ -42,17 +46,25 @@ def check_data(folder: RunFolder, encoded: Sequence[EncodedSample], prepared: Lo
     # The base is part of the record: a resumed adapter would otherwise continue on other weights.
     now["(base weights)"] = [prepared.source.fingerprint(), ""]
     now[EMPTY_CAPTION] = sorted({f"text {sample.empty_text_key}" for sample in encoded})
+    file, remedy = folder.data_file, "restore it, or remove it to continue on the data as it is now"
     # Until the first save nothing depends on the data, so the record is replaced.
-    if not (folder.data_file.exists() and any(folder.state.glob("step-*"))):
-        write_text(folder.data_file, json.dumps(now, indent=0, sort_keys=True))
+    if not (file.exists() and any(folder.state.glob("step-*"))):
+        _write(file, now)
         return
-    before = json.loads(folder.data_file.read_text(encoding="utf-8"))
+    before = read_json_object(file, remedy)
+    # Without the digest, damage would be taken for other data.
+    if before.pop(_DIGEST, None) not in (None, json_hash(before)):
+        raise UserError(f"{file} is damaged; {remedy}")
     if EMPTY_CAPTION not in before:  # written by a version that did not record it
         before[EMPTY_CAPTION] = now[EMPTY_CAPTION]
-        write_text(folder.data_file, json.dumps(before, indent=0, sort_keys=True))
+        _write(file, before)
     changed = sorted(id for id in now.keys() | before.keys() if now.get(id) != before.get(id))
     if changed:
         raise UserError(
             f"{folder.path} was trained on something else ({len(changed)} changed, first {changed[0]!r}: clip, caption, "
             f"encoder or weights); put it back, or start a new run from its weights with --run.folder NEW --init-from {folder.path}"
         )
+
+
+def _write(file: Path, record: Mapping[str, Any]) -> None:
+    write_text(file, json.dumps({**record, _DIGEST: json_hash(record)}, indent=0, sort_keys=True))
