@@ -3,7 +3,6 @@
 import io
 import json
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -209,25 +208,6 @@ print(json.dumps([statuses, sorted(slow & sys.modules.keys())]))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == [[0, 0, 0, 2], []]
     assert done.stdout.startswith("usage: toy-train") and f"toy-train {ditkit_core.__version__} (torch" in done.stdout
-
-
-def test_a_closed_stdout_ends_the_printing_and_not_the_run(tmp_path: Path) -> None:
-    program = (
-        "import sys; from pathlib import Path; from ditkit_core.io.console import say\n"
-        "for number in range(3): say('x' * 100000)\n"
-        "Path(sys.argv[1]).write_text('done')"
-    )
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "end")],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "end").read_text() == "done"
 
 
 def test_without_a_terminal_a_bar_prints_a_line_a_tenth(capsys: pytest.CaptureFixture[str]) -> None:

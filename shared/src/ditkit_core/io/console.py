@@ -1,4 +1,4 @@
-"""Console output: rich on a terminal, plain lines elsewhere, and nothing after the reader of stdout is gone."""
+"""Console output: rich on a terminal, plain lines elsewhere, and nothing once nobody can read it any more."""
 
 import errno
 import io
@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, SupportsFloat
+from typing import Protocol, SupportsFloat, TextIO, cast
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
+
+from ditkit_core.errors import printable
 
 PLAIN_LINES = 10
 """Maximum number of lines that a progress bar prints if there is no terminal."""
@@ -24,7 +26,55 @@ _SHORT_SECONDS = 60
 _SPEED_SECONDS = 3600.0
 """Period that the remaining time is estimated from. With rich's default of 30 s there is no estimate if an item takes longer than that."""
 
-CONSOLE = Console()
+_NOBODY_READS = (errno.EPIPE, errno.EINVAL, errno.EIO, errno.ENOSPC, errno.EDQUOT)
+"""A pipe without a reader (EINVAL on Windows), a terminal that is gone, a full disk under a log file."""
+
+
+class _Output:
+    """stdout or stderr. Once nobody can read it, output is discarded: neither `| head` nor a full log disk may end hours of training."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    @property
+    def _stream(self) -> TextIO | None:
+        stream: TextIO | None = getattr(sys, self._name)  # looked up each time: tests and `redirect_stdout` replace it
+        # While rich shows a bar, the stream passes everything on to the console, which would come back here.
+        return getattr(stream, "rich_proxied_file", stream) if self._name == "stdout" else stream
+
+    def write(self, text: str) -> int:
+        self._discarding(lambda stream: stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._discarding(lambda stream: stream.flush())
+
+    def _discarding(self, act: Callable[[TextIO], object]) -> None:
+        stream = self._stream
+        if stream is None:  # the process was started without it
+            return
+        try:
+            act(stream)
+        except OSError as error:
+            if error.errno not in _NOBODY_READS:
+                raise
+            # Replacing the file descriptor also keeps Python from failing when it flushes the stream at exit.
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT) and self._name == "stdout":
+                warn(f"stdout cannot be written ({error.strerror}); nothing more is printed there")
+
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
+
+    @property
+    def encoding(self) -> str:
+        return "utf-8" if self._stream is None else self._stream.encoding
+
+
+_STDOUT, _STDERR = _Output("stdout"), _Output("stderr")
+CONSOLE = Console(file=cast(TextIO, _STDOUT))
 
 _FORMATS = {
     "loss": "loss {:.4f}",
@@ -68,17 +118,17 @@ class _Hushed(logging.Filter):
 
 
 def say(text: str) -> None:
-    """Print to stdout without wrapping and markup, so that paths and TOML can be copied."""
-    with _ignoring_closed_stdout():
-        if CONSOLE.is_terminal:
-            CONSOLE.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(text, flush=True)
+    """Print lines to stdout without wrapping and markup, so that paths and TOML can be copied; control characters are escaped."""
+    text = "\n".join(map(printable, text.split("\n")))
+    if CONSOLE.is_terminal:
+        CONSOLE.print(text, markup=False, highlight=False, soft_wrap=True)
+    else:
+        print(text, file=_STDOUT, flush=True)
 
 
 def warn(text: str) -> None:
-    """Print one line to stderr."""
-    print(" ".join(text.split("\n")), file=sys.stderr, flush=True)
+    """Print one line to stderr; control characters are escaped."""
+    print(printable(" ".join(text.split("\n"))), file=_STDERR, flush=True)
 
 
 class Bar(Protocol):
@@ -196,17 +246,3 @@ def _figures(fields: dict[str, SupportsFloat]) -> dict[str, str]:
     """The figures as texts with units."""
     units = {name: 2**30 if name.endswith("_bytes") else 1 for name in fields}
     return {name: _FORMATS[name].format(float(value) / units[name]) for name, value in fields.items()}
-
-
-@contextmanager
-def _ignoring_closed_stdout() -> Iterator[None]:
-    """Discard output after the reader of stdout is gone (`| head`): that must not end hours of training."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EINVAL):  # Windows reports EINVAL
-            raise
-        # Replacing the file descriptor also keeps Python from failing when it flushes stdout at exit.
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)

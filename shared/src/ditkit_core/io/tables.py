@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rich import table as rich_table
 from rich.markup import escape
 
+from ditkit_core.errors import printable
 from ditkit_core.io import console
 
 
@@ -37,12 +38,12 @@ class Table:
         for title, is_right in zip(self.head or [""] * len(self.is_right), self.is_right, strict=True):
             table.add_column(escape(title), justify="right" if is_right else "left")
         for row in self.rows:
-            table.add_row(*map(escape, row))  # a file name may look like rich's markup
+            table.add_row(*(escape(printable(cell)) for cell in row))  # a file name may look like rich's markup
         console.CONSOLE.print(table)
 
     def lines(self) -> list[str]:
         """The table as aligned text."""
-        rows = [*([self.head] if self.head else []), *self.rows]
+        rows = [list(map(printable, row)) for row in (*([self.head] if self.head else []), *self.rows)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         aligned = []
         for row in rows:

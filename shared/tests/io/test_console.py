@@ -1,0 +1,94 @@
+"""What reaches stdout and stderr, and what happens when they can no longer be written."""
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ditkit_core.io import console
+from ditkit_core.io.tables import Table
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J\rforged \x9b31m \u202egpj"
+"""Sets the title, clears the screen, overwrites the line, colours it, and reverses the order of what follows."""
+ESCAPED = "\\x1b]0;title\\x07\\x1b[2J\\rforged \\x9b31m \\u202egpj"
+
+
+@contextmanager
+def unread(what: str) -> Iterator[int]:
+    """A file descriptor that cannot be written: a pipe without a reader, or a full disk."""
+    if what == "full disk":
+        writer = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, writer = os.pipe()
+        os.close(reader)
+    try:
+        yield writer
+    finally:
+        os.close(writer)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is the full disk of Linux")
+@pytest.mark.parametrize("what", ["closed pipe", "full disk"])
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+@pytest.mark.parametrize("terminal", ["TTY_COMPATIBLE", ""], ids=["bar", "lines"])
+def test_a_stream_that_cannot_be_written_ends_the_printing_and_not_the_run(
+    tmp_path: Path, what: str, name: str, terminal: str
+) -> None:
+    program = """
+import sys
+from pathlib import Path
+from ditkit_core.io.console import prepare_streams, progress, say, warn
+prepare_streams()
+with progress("train", 3) as bar:
+    for number in range(3):
+        say("x" * 100000)
+        warn("y" * 100000)
+        bar.update(loss=0.5)
+        bar.advance()
+Path(sys.argv[1]).write_text("done")
+"""
+    environment = os.environ | ({terminal: "1"} if terminal else {})
+    with unread(what) as writer:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, name: writer}
+        command = [sys.executable, "-c", program, str(tmp_path / "end")]
+        done = subprocess.run(command, **streams, text=True, check=False, env=environment)
+    assert done.returncode == 0 and (tmp_path / "end").read_text() == "done"
+    warned = [line for line in (done.stderr or "").splitlines() if not line.startswith("yyy")]
+    if name == "stdout" and what == "full disk":
+        assert warned == ["stdout cannot be written (No space left on device); nothing more is printed there"]
+    else:
+        assert warned == []
+    if name == "stderr":
+        assert done.stdout.count("x" * 100000) == 3
+
+
+def test_control_characters_never_reach_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = Table(head=["name", "frames"], rows=[[HOSTILE, "1"], ["two\nlines", "2"]])
+    console.say(f"first\n{HOSTILE}")
+    console.warn(f"first\n{HOSTILE}")
+    table.show()
+    out, err = capsys.readouterr()
+    assert err == f"first {ESCAPED}\n"
+    assert out.splitlines()[:2] == ["first", ESCAPED] and "two\\nlines" in out and len(out.splitlines()) == 5
+
+    shown = io.StringIO()
+    monkeypatch.setattr(console, "CONSOLE", Console(file=shown, force_terminal=True, color_system=None, width=200))
+    console.say(HOSTILE)
+    table.show()
+    assert shown.getvalue().count(ESCAPED) == 2 and not set("\x07\x9b\r\u202e") & set(shown.getvalue())
+    assert "\x1b]" not in shown.getvalue() and "\x1b[2J" not in shown.getvalue()
+
+
+def test_a_process_without_streams_runs_to_its_end(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.stdout = sys.stderr = None\nfrom ditkit_core.io.console import say, warn\nsay('a'); warn('b')"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
