@@ -2,57 +2,61 @@
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType, TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+_ENDING = ("SIGTERM", "SIGHUP", "SIGBREAK")
+"""Signals that end a process besides SIGINT; SIGHUP comes when the terminal is closed, SIGBREAK is Windows'."""
 
 
 @contextmanager
 def terminated_like_interrupted() -> Iterator[None]:
-    """Inside the block, SIGTERM raises KeyboardInterrupt like Ctrl-C; by default it would end the process silently."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    """Inside the block, these signals raise KeyboardInterrupt like Ctrl-C; by default they would end the process without a word."""
+    with _handled(_interrupt, _ENDING, replaced=lambda handler: handler == signal.SIG_DFL):
         yield
-        return
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-class Interrupts:
-    """Inside the block, SIGINT, SIGTERM, SIGHUP (a closed terminal) and (Windows) SIGBREAK only set `requested`; a second Ctrl-C interrupts.
+class Interrupts(ExitStack):
+    """Inside the block, SIGINT, SIGTERM, SIGHUP and (Windows) SIGBREAK only set `requested`; a second Ctrl-C interrupts.
 
-    An ignored SIGHUP stays ignored, because `nohup` lets a run outlive its terminal. Python allows handlers only in the main thread, so in
-    other threads the block does nothing. On exit the previous handlers are restored.
+    An ignored SIGHUP stays ignored, because `nohup` lets a run outlive its terminal.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.requested = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK"):
-                number = getattr(signal, name, None)  # some exist only on some platforms
-                if number is None or (name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN):
-                    continue
-                self._before[number] = signal.signal(number, self._on_signal)
-        return self
+        self.enter_context(_handled(self._on_signal, ("SIGINT", *_ENDING), replaced=lambda _: True))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
+
+@contextmanager
+def _handled(
+    handler: Callable[[int, FrameType | None], None], names: tuple[str, ...], replaced: Callable[[Any], bool]
+) -> Iterator[None]:
+    """Install a handler for the block where `replaced` says so of the present one, and restore that at its end.
+
+    Python allows handlers only in the main thread, so in other threads the block does nothing.
+    """
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        numbers = [getattr(signal, name) for name in names if name in dir(signal)]  # some exist only on some platforms
+        for number in numbers:
+            present = signal.getsignal(number)
+            if replaced(present) and not (number == getattr(signal, "SIGHUP", None) and present == signal.SIG_IGN):
+                before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, present in before.items():
             # None means a handler that was not installed from Python, which Python cannot restore.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, signal.SIG_DFL if present is None else present)
