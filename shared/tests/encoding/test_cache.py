@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ditkit_core.encoding import cache as cache_module
 from ditkit_core.encoding.cache import Cache, MediaHashes, key
@@ -175,3 +175,89 @@ def test_shapes_are_read_from_the_header(cache: Cache) -> None:
     path = entry(cache)
     path.write_bytes(path.read_bytes()[:-1])
     assert cache.shapes("media", KEY) is None and not path.exists()
+
+
+def test_a_flipped_bit_is_found_at_the_first_read(cache: Cache, capsys: pytest.CaptureFixture[str]) -> None:
+    cache.put("media", KEY, TENSORS, {})
+    path = entry(cache)
+    data = bytearray(path.read_bytes())
+    data[-7] ^= 1
+    path.write_bytes(data)
+    assert cache.has("media", KEY), "its header is right"
+    assert cache.get("media", KEY) is None and not path.exists()
+    assert capsys.readouterr().err == f"the cache entry {path} is damaged: it is removed, and encoded again\n"
+
+
+def test_an_entry_is_compared_once_in_a_process(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.put("media", KEY, TENSORS, {})
+    calls: list[object] = []
+    own = cache_module.digest
+    monkeypatch.setattr(cache_module, "digest", lambda tensors: calls.append(tensors) or own(tensors))
+    assert cache.get("media", KEY) and cache.get("media", KEY) and len(calls) == 1
+    assert Cache(cache.folder).get("media", KEY) and len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"other": torch.zeros(2, 3, 4), "mask": TENSORS["mask"]},
+        {"latents": torch.zeros(3, 2, 4), "mask": TENSORS["mask"]},
+        {"latents": torch.zeros(2, 3, 4)},
+    ],
+    ids=["renamed", "axes swapped", "a tensor less"],
+)
+def test_a_changed_header_is_found_without_reading_the_tensors(cache: Cache, change: dict[str, torch.Tensor]) -> None:
+    cache.put("media", KEY, TENSORS, {})
+    path = entry(cache)
+    with cache_module.opened(path) as file:
+        header = file.metadata()
+    save_file(change, path, header)
+    assert cache.shapes("media", KEY) is None and not path.exists()
+
+
+def test_an_entry_of_an_earlier_version_needs_latents_and_no_digest(cache: Cache) -> None:
+    cache.put("media", KEY, TENSORS, {})
+    path = entry(cache)
+    save_file(load_file(path), path, {"ditkit_key": KEY})
+    assert cache.get("media", KEY) is not None
+    save_file({"renamed": torch.zeros(3)}, path, {"ditkit_key": KEY})
+    assert cache.shapes("media", KEY) is None and not path.exists()
+
+
+def test_an_entry_that_may_not_be_read_is_said_as_such(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may read everything, as root may, sees the error through a stand-in."""
+    cache.put("media", KEY, TENSORS, {})
+
+    def denied(path: Path, mode: str = "r") -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("builtins.open", denied)
+    for read in (cache.get, cache.shapes, cache.has):
+        with pytest.raises(UserError, match=r"cannot read .*safetensors: Permission denied; correct its permissions"):
+            read("media", KEY)
+    monkeypatch.undo()
+    assert cache.get("media", KEY) is not None, "nothing was removed"
+
+
+def test_an_entry_that_vanishes_while_it_is_opened_is_absent(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.put("media", KEY, TENSORS, {})
+    own = cache_module.safe_open
+
+    def late(path: Path, framework: str) -> object:
+        path.unlink()
+        return own(path, framework=framework)
+
+    monkeypatch.setattr(cache_module, "safe_open", late)
+    assert cache.get("media", KEY) is None
+
+
+def test_a_damaged_entry_that_cannot_be_removed_is_one_line(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.put("media", KEY, TENSORS, {})
+    entry(cache).write_bytes(b"no entry")
+
+    def denied(path: Path, missing_ok: bool) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "unlink", denied)
+    with pytest.raises(UserError, match="cannot remove .*Permission denied; correct its permissions"):
+        cache.get("media", KEY)

@@ -122,3 +122,20 @@ def test_the_keys_of_runs_are_those_that_they_list(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("[")
     with pytest.raises(UserError, match="bad.json is not readable JSON; remove that run, or prune by age or size"):
         keys_in([tmp_path / "bad.json"])
+
+
+def test_leftovers_of_killed_writes_go_and_those_of_this_hour_stay(cache: Cache) -> None:
+    old, new = (path_of(cache, "a").with_name(f".x.safetensors.{name}.tmp") for name in ("old", "new"))
+    for path, age in ((old, 2 * 3600), (new, 60)):
+        path.write_bytes(b"half")
+        os.utime(path, (NOW - age, NOW - age))
+    assert prune(cache, Rule(days=30.0), now=NOW).removed == 0
+    assert not old.exists() and new.exists() and left(cache) == set(NAMES)
+
+
+def test_what_another_process_removes_meanwhile_is_passed_over(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = list(cache.entries())
+    path_of(cache, "b").unlink()
+    monkeypatch.setattr(Cache, "entries", lambda cache: iter(entries))
+    assert verify(cache) == Verified(checked=2, damaged=(), without_digest=0)
+    assert prune(cache, Rule(days=30.0), now=NOW).left == 2

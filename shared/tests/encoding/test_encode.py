@@ -285,3 +285,24 @@ def test_a_trigger_word_encodes_captions_and_no_clip(world: World) -> None:
     encode(samples, cache=world.cache, media_encoder=media, text_encoder=text, fps=16.0)
     assert (media.items, len(text.items)) == ([], 4)
     assert all(caption.startswith("ohwx caption ") for caption in text.items)
+
+
+def test_an_entry_damaged_after_encoding_is_encoded_again_when_it_is_read(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = [sample.load() for sample in world.start()]
+    for path in sorted(world.cache.folder.rglob("*.safetensors")):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    world.cache = Cache(world.cache.folder)  # a new process
+    samples = world.start()
+    assert world.log == [], "their headers are right"
+    capsys.readouterr()
+    for sample, right in zip(samples, before, strict=True):
+        item = sample.load()
+        assert item.keys() == right.keys() and all(torch.equal(item[name], right[name]) for name in right)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 * len(samples) and all(
+        "is damaged: it is removed, and encoded again" in line for line in said
+    )

@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ditkit_core.errors import UserError
+from ditkit_core.io.console import warn
 from ditkit_core.io.files import atomic_write, file_hash, write_text
 
 _SETTLED_NANOSECONDS = 2_000_000_000
@@ -28,6 +29,10 @@ _SAVE_EVERY = 100
 
 DIGEST = "ditkit_digest"
 """Key in a file's header under which the `digest` of its tensors is stored."""
+_LAYOUT = "ditkit_layout"
+"""Key of the digest of names, dtypes and shapes alone, which can be compared without reading the tensors."""
+_MEDIA_TENSOR = "latents"
+"""The tensor that every entry of kind `media` has."""
 
 Taken = TypeVar("Taken")
 Read = Callable[[str, str], dict[str, Taken] | None]
@@ -45,23 +50,82 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         found.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
+def _layout(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return key("layout", json.dumps(sorted(shapes.items())))
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Open the file of an entry.
+
+    Raises:
+        FileNotFoundError: If there is none, or another process has just removed it.
+        SafetensorError: If it is truncated or not such a file.
+        UserError: If it cannot be read.
+    """
+    try:
+        with open(path, "rb"):  # safe_open reports every file that it may not read as missing
+            pass
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        reason = f"cannot read {path}: {error.strerror or error}"
+        raise UserError(f"{reason}; correct its permissions, or set encode.cache to another folder") from error
+
+
+def _shapes(file: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
+
+
+def header_matches(file: Any, key: str) -> bool:
+    """Whether the header of an entry is that of this key, and describes the tensors that were stored."""
+    stored = file.metadata() or {}
+    # Earlier versions did not store the layout.
+    return stored.get("ditkit_key") == key and stored.get(_LAYOUT) in (None, _layout(_shapes(file)))
+
+
+def matches_digest(file: Any, tensors: Mapping[str, Tensor]) -> bool | None:
+    """Whether the tensors of an entry are those that were stored; None if an early version stored no digest."""
+    stored = file.metadata() or {}
+    return stored[DIGEST] == digest(tensors) if DIGEST in stored else None
+
+
+def remove(path: Path) -> None:
+    """Remove a file of the cache, if it is still there.
+
+    Raises:
+        UserError: If it cannot be removed.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot remove {path}: {error.strerror}; correct its permissions") from error
+
+
 class Cache:
-    """Named tensors on disk, by kind (`media`, `text`) and key."""
+    """Named tensors on disk, by kind (`media`, `text`) and key.
+
+    A truncated, damaged or foreign file is removed when it is read, with a warning, and counts as absent: encoding it again is always correct.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Use a folder, which is created when the first entry is written."""
         self.folder = Path(folder)
+        self._compared: set[Path] = set()
+        self._removed: set[Path] = set()
 
     def has(self, kind: str, key: str) -> bool:
-        """Whether an entry exists and is complete; a truncated or foreign file is removed and counts as absent.
+        """Whether an entry exists and is complete, by its header.
 
         The modification time of an existing entry is set to now, because pruning by age looks at the last use.
         """
-        there = self._read(kind, key, lambda file: {}) is not None
+        there = self._read(kind, key, _shapes) is not None
         if there:
             with suppress(OSError):  # the cache may be read-only
                 os.utime(self._path(kind, key))
@@ -69,27 +133,45 @@ class Cache:
 
     def shapes(self, kind: str, key: str) -> dict[str, tuple[int, ...]] | None:
         """The shapes of an entry's tensors, read from its header; None if it is absent."""
-        return self._read(
-            kind, key, lambda file: {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
-        )
+        return self._read(kind, key, _shapes)
 
     def get(self, kind: str, key: str) -> dict[str, Tensor] | None:
-        """The tensors of an entry on the CPU, or None if it is absent; a truncated or foreign file is removed."""
+        """The tensors of an entry on the CPU, or None if it is absent. The first time, they are compared with the stored digest.
 
-        def tensors(file: Any) -> dict[str, Tensor]:
-            names = file.keys()
+        Raises:
+            UserError: If the entry cannot be read, or cannot be removed although it is damaged.
+        """
+        path = self._path(kind, key)
+
+        def tensors(file: Any) -> dict[str, Tensor] | None:
             # Copied, because the tensors are views of the mapped file: it would be read only when they are used.
-            return {name: file.get_tensor(name).clone() for name in names}
+            found = {name: file.get_tensor(name).clone() for name in sorted(file.keys())}
+            if path not in self._compared and matches_digest(file, found) is False:
+                return None
+            self._compared.add(path)
+            return found
 
         return self._read(kind, key, tensors)
 
-    def found(self, read: Read[Taken], kind: str, key: str, name: str) -> dict[str, Taken]:
+    def found(
+        self, read: Read[Taken], kind: str, key: str, name: str, encode_again: Callable[[], object] = lambda: None
+    ) -> dict[str, Taken]:
         """Read an entry that was encoded before, with `get` or `shapes`.
 
+        Args:
+            read: `get` or `shapes`.
+            kind: Kind of the entry.
+            key: Its key.
+            name: Its name in messages.
+            encode_again: Called if the entry was damaged, to store it again.
+
         Raises:
-            UserError: If the entry was removed since; the message contains `name`.
+            UserError: If the entry was removed since by somebody else, or cannot be encoded again.
         """
         taken = read(kind, key)
+        if taken is None and self._path(kind, key) in self._removed:
+            encode_again()
+            taken = read(kind, key)
         if taken is None:
             raise UserError(f"the cache {self.folder} no longer contains {name}; start again to encode it")
         return taken
@@ -109,7 +191,9 @@ class Cache:
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         with atomic_write(self._path(kind, key)) as temporary:
             try:
-                save_file(contiguous, temporary, {**metadata, "ditkit_key": key, DIGEST: digest(contiguous)})
+                layout = _layout({name: tuple(tensor.shape) for name, tensor in contiguous.items()})
+                own = {"ditkit_key": key, DIGEST: digest(contiguous), _LAYOUT: layout}
+                save_file(contiguous, temporary, {**metadata, **own})
             except SafetensorError as error:  # how safetensors reports a full disk
                 raise OSError(str(error)) from error
 
@@ -122,19 +206,20 @@ class Cache:
     def _path(self, kind: str, key: str) -> Path:
         return self.folder / kind / key[:2] / f"{key}.safetensors"
 
-    def _read(self, kind: str, key: str, take: Callable[[Any], dict[str, Taken]]) -> dict[str, Taken] | None:
+    def _read(self, kind: str, key: str, take: Callable[[Any], dict[str, Taken] | None]) -> dict[str, Taken] | None:
         path = self._path(kind, key)
-        if not path.is_file():
-            return None
         try:
-            # Opening checks the file's length against its header.
-            with safe_open(path, framework="pt") as file:
-                if (file.metadata() or {}).get("ditkit_key") == key:
-                    return take(file)
+            with opened(path) as file:
+                sound = header_matches(file, key) and (kind != "media" or _MEDIA_TENSOR in _shapes(file))
+                if sound and (taken := take(file)) is not None:
+                    return taken
+        except FileNotFoundError:
+            return None
         except SafetensorError:
             pass
-        # Removed and not repaired: if the entry is needed, encoding it again is always correct.
-        path.unlink(missing_ok=True)
+        warn(f"the cache entry {path} is damaged: it is removed, and encoded again")
+        remove(path)
+        self._removed.add(path)
         return None
 
 
@@ -152,7 +237,7 @@ class MediaHashes:
         try:
             known = json.loads(self._file.read_text(encoding="utf-8"))
             self._known = known if isinstance(known, dict) else {}
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             pass
 
     def of(self, path: Path) -> str:
@@ -161,10 +246,10 @@ class MediaHashes:
         Raises:
             UserError: If the file cannot be read.
         """
-        if path.is_dir():
-            return key("folder", *(text for file in _files_in(path) for text in (file.name, self.of(file))))
         name = str(Path(path).resolve())
         try:
+            if path.is_dir():
+                return key("folder", *(text for file in _files_in(path) for text in (file.name, self.of(file))))
             stat = Path(path).stat()
             state: list[int | str] = [stat.st_size, stat.st_mtime_ns]
             match self._known.get(name):
@@ -183,9 +268,9 @@ class MediaHashes:
 
     def bytes_to_read(self, path: Path) -> int:
         """Number of bytes that `of` would read: 0 if the hash is remembered or the file does not exist."""
-        if path.is_dir():
-            return sum(map(self.bytes_to_read, _files_in(path)))
         try:
+            if path.is_dir():
+                return sum(map(self.bytes_to_read, _files_in(path)))
             stat = Path(path).stat()
         except OSError:
             return 0

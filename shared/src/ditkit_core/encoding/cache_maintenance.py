@@ -3,12 +3,13 @@
 import re
 import time
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
-from ditkit_core.encoding.cache import DIGEST, Cache, digest
+from ditkit_core.encoding.cache import Cache, header_matches, matches_digest, opened, remove
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import NullProgress
 from ditkit_core.io.files import read_json_object
@@ -43,23 +44,19 @@ def verify(cache: Cache, advance: Callable[[float], None] = NullProgress.advance
     """
     checked, without, damaged = 0, 0, []
     for path in cache.entries():
-        checked += 1
         try:
-            with safe_open(path, framework="pt") as file:
-                stored = file.metadata() or {}
-                names = file.keys()
-                right = stored.get("ditkit_key") == path.stem
-                if right and DIGEST in stored:
-                    right = stored[DIGEST] == digest({name: file.get_tensor(name) for name in names})
-                elif right:
-                    without += 1
+            with opened(path) as file:
+                tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+                matches = matches_digest(file, tensors) if header_matches(file, path.stem) else False
+        except FileNotFoundError:  # removed by another process
+            continue
         except SafetensorError:
-            right = False
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror or error}; correct its permissions") from error
-        if not right:
-            _remove(path)
+            matches = False
+        checked += 1
+        if matches is False:
+            remove(path)
             damaged.append(path.relative_to(cache.folder).as_posix())
+        without += matches is None
         advance(1.0)
     return Verified(checked=checked, damaged=tuple(damaged), without_digest=without)
 
@@ -118,7 +115,14 @@ def prune(cache: Cache, rule: Rule, keep: Collection[str] = (), *, now: float | 
         UserError: If a file cannot be removed.
     """
     now = time.time() if now is None else now
-    found = [(stat.st_mtime, stat.st_size, path) for path in cache.entries() for stat in [path.stat()]]
+    for leftover in cache.folder.glob("**/.*.tmp"):  # of a process that was killed while it wrote
+        with suppress(FileNotFoundError):
+            if now - leftover.stat().st_mtime > _SETTLED_SECONDS:
+                remove(leftover)
+    found = []
+    for path in cache.entries():
+        with suppress(FileNotFoundError):  # removed by another process
+            found.append((path.stat().st_mtime, path.stat().st_size, path))
     left = sum(size for _, size, _ in found)
     removed = removed_bytes = 0
     for used, size, path in sorted(found):
@@ -126,7 +130,7 @@ def prune(cache: Cache, rule: Rule, keep: Collection[str] = (), *, now: float | 
         if rule.bytes:
             selected = left - removed_bytes > rule.bytes
         if selected and path.stem not in keep and now - used > _SETTLED_SECONDS:
-            _remove(path)
+            remove(path)
             removed, removed_bytes = removed + 1, removed_bytes + size
     return Pruned(
         removed=removed, removed_bytes=removed_bytes, left=len(found) - removed, left_bytes=left - removed_bytes
@@ -145,10 +149,3 @@ def keys_in(records: Iterable[Path]) -> set[str]:
             if isinstance(parts, list):
                 found |= {part.rpartition(" ")[2] for part in parts if isinstance(part, str)}
     return found
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot remove {path}: {error.strerror}; correct its permissions") from error

@@ -7,6 +7,7 @@ stored at once, so a run that was killed continues where it stopped.
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -125,6 +126,7 @@ def encode(
                 conditions=its_conditions,
                 assemble=encoders.assemble,
                 repeats=sample.repeats,
+                encode_again=partial(encode, [sample], encoders, cache),
             )
         )
         captions += sample.captions

@@ -1,7 +1,7 @@
 """A sample in the cache, and how it becomes a training item."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -41,6 +41,8 @@ class EncodedSample:
     """`TrainingSpec.assemble`."""
     repeats: float = 1.0
     """Average number of uses per epoch."""
+    encode_again: Callable[[], object] = field(default=lambda: None, compare=False, repr=False)
+    """Encodes what the cache lacks, after an entry turned out to be damaged."""
 
     @property
     def keys(self) -> list[str]:
@@ -58,7 +60,7 @@ class EncodedSample:
             drop_controls: Leave out optional conditions.
 
         Raises:
-            UserError: If an entry was removed from the cache after it was encoded.
+            UserError: If an entry was removed after it was encoded, or is damaged and cannot be encoded again.
         """
         item = self._found("media", self.media_key, self.cache.get)
         for number, key in enumerate(self.reference_keys):
@@ -84,4 +86,4 @@ class EncodedSample:
         return self.assemble({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
 
     def _found(self, kind: str, key: str, read: Callable[[str, str], dict[str, Found] | None]) -> dict[str, Found]:
-        return self.cache.found(read, kind, key, f"{kind} of {self.id!r}")
+        return self.cache.found(read, kind, key, f"{kind} of {self.id!r}", self.encode_again)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ditkit_core.encoding.encode import text_key
 from ditkit_core.io.console import progress, warn
 from ditkit_core.run.context import RunContext
-from ditkit_core.run.encoding import conditions_of, encode_prompts, reference_latents
+from ditkit_core.run.encoding import conditions_of, encode_prompts, encode_samples, reference_latents
 from ditkit_core.sampling.denoise import DenoiserStage
 from ditkit_core.sampling.prompts import SamplePrompt, requests_of
 from ditkit_core.sampling.render import PromptRequest, SampleFiles, render_samples
@@ -58,7 +58,6 @@ def generate_samples(
 
 
 def text_conditions(run: RunContext, text: str) -> Mapping[str, Tensor]:
-    """The encoded tensors of a text, which must be in the cache."""
-    tensors = run.data.cache.get("text", text_key(text, run.auxiliary.encoders[1]))
-    assert tensors is not None, text
-    return tensors
+    """The encoded tensors of a text; it was encoded before, and is encoded again only if its entry is damaged."""
+    cache, address = run.data.cache, text_key(text, run.auxiliary.encoders[1])
+    return cache.found(cache.get, "text", address, repr(text), lambda: encode_samples(run, [], run.data.fps, [text]))

@@ -326,7 +326,7 @@ class Trainer:
                     self._model, batches, state.optimizer, context, lr=lr, clip_norm=config.clip_norm, watch=watch
                 )
         except NonFiniteLoss as error:
-            raise _failure(error, self._folder, lr, self._last_save) from error
+            raise _failure(error, self._folder, lr, self._last_save, self._model.spec.name) from error
         state.optimizer.zero_grad()  # frees their memory for validation, saving and sampling
         # A held-out loss belongs to the step that it was measured at.
         state.step, state.held_out = state.step + 1, None
@@ -384,11 +384,11 @@ class Trainer:
                     act(callback)
 
 
-def _failure(error: NonFiniteLoss, folder: Path, lr: float, save: Path | None) -> UserError:
+def _failure(error: NonFiniteLoss, folder: Path, lr: float, save: Path | None, family: str) -> UserError:
     """Write the evidence of a loss that is not finite to a file, and return the error that names it."""
     file = folder / f"failure-step-{error.evidence['step'] + 1:06d}.json"
     write_text(file, json.dumps({**error.evidence, "lr": lr}, indent=1, allow_nan=False))
     return UserError(
         f"{error}; evidence is in {file}, the last save is {save or 'none'}: look at the samples it names, "
-        f"or lower optim.lr ({lr:g})"
+        f"check their cache entries ({family}-encode --verify-cache), or lower optim.lr ({lr:g})"
     )

@@ -242,16 +242,17 @@ class Validator:
         loss = validation_loss(model, clips.ids, clips.items, self._config.sigmas, self._guidance)
         if (broken := loss.broken()) is not None:
             sigma, place = broken
-            raise UserError(_cannot_measure(step, clips.ids[place], sigma, last_save))
+            raise UserError(_cannot_measure(step, clips.ids[place], sigma, last_save, model.spec.name))
         return loss
 
 
-def _cannot_measure(step: int, clip: str, sigma: float, save: Path | None) -> str:
+def _cannot_measure(step: int, clip: str, sigma: float, save: Path | None, family: str) -> str:
     """The message for a loss that is not finite."""
     where = f"is not finite at held-out clip {clip}, noise level {sigma:g}"
     if step == 0:
         return (
-            f"before training, the loss {where}: the weights or that clip are damaged; replace them, or remove the clip"
+            f"before training, the loss {where}: the weights or that clip are damaged; replace them, remove the clip, or "
+            f"check its cache entry ({family}-encode --verify-cache)"
         )
     remedy = (
         f"the last save is {save}: lower optim.lr, and resume from it" if save else "nothing is saved: lower optim.lr"
