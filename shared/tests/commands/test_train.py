@@ -31,7 +31,7 @@ def test_training_goes_from_files_to_an_adapter_with_its_history(
     assert world.train("run", 4, "--held_out.clips", "1", "--save.every_steps", "2", *flow) == 0
     said = capsys.readouterr().out
     run = world.folder / "run"
-    assert "held-out loss" in said and str(run / "exports" / "adapter.safetensors") in said
+    assert "validation loss" in said and str(run / "exports" / "adapter.safetensors") in said
     assert [p.name for p in sorted(run.glob("exports/*"))] == [
         "adapter-step-000002.safetensors", "adapter-step-000004.safetensors", "adapter.safetensors",
     ]  # fmt: skip
@@ -184,7 +184,8 @@ def test_the_best_save_is_kept_named_and_exported(world: World, capsys: pytest.C
     _, best = min((line["held_out"], line["step"]) for line in lines if "held_out" in line)
     assert 0 < best < 6
     assert sorted(path.name for path in (run / "state").iterdir()) == [f"step-{best:06d}", "step-000006"]
-    assert f"best save: step {best} with" in said and "95 % interval" in said and "export it with --step best" in said
+    assert f"best save: step {best}, where the validation loss " in said and "95 % confidence" in said
+    assert "export it with --step best" in said
     file = world.folder / "best.safetensors"
     assert world.run("export", "--run", str(run), "--step", "best", "--out", str(file)) == 0
     assert equal(load_file(file), load_file(run / "exports" / f"adapter-step-{best:06d}.safetensors"))

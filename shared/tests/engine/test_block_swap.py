@@ -351,7 +351,7 @@ def same_results(world, name):
 def test_a_streamed_run_equals_another_to_the_bit(world, capsys):
     assert world.train("swapped", 2, *world.flags, "--train.swap_blocks", "[2]", "--train.checkpointing", "full") == 0
     said = capsys.readouterr().out
-    assert "2 blocks are streamed: 0.00 GiB of weights stay in host memory" in said and "held-out loss" in said
+    assert "2 blocks are streamed: 0.00 GiB of weights stay in host memory" in said and "validation loss" in said
     same_results(world, "swapped")
     assert len(world.seen) == 2 and world.seen[0] == world.seen[1]
 

@@ -198,7 +198,7 @@ def test_a_run_over_two_devices_equals_one_on_one_to_the_bit(world, capsys, poli
         assert world.train("two", 3, "--train.devices", '["cpu", "cpu:1"]', *flags) == 0
     said = capsys.readouterr().out
     assert "split over 2 devices: cpu blocks 0 to 0, cpu:1 blocks 1 to 1" in said
-    assert "held-out loss" in said
+    assert "validation loss" in said
     assert equal(world.adapter("one"), world.adapter("two"))
     pictures = [sorted((world.folder / name / "samples").glob("*.png")) for name in ("one", "two")]
     assert [a.read_bytes() for a in pictures[0]] == [b.read_bytes() for b in pictures[1]] != []

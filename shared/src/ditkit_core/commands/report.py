@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.diagnostics.report.page import write_report
+from ditkit_core.diagnostics.report.words import format_number, judge_change
 from ditkit_core.io.console import say
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
@@ -25,41 +26,26 @@ def report(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
 
 
 def held_out_lines(result: TrainResult, folder: RunFolder) -> Iterator[str]:
-    """The lines about the held-out loss at the end: how it changed, and which save is best."""
-    before, after, interval = result.held_out_before, result.held_out, result.held_out_interval
+    """The lines about the validation loss at the end: how it changed, and which save is best."""
+    before, after = result.held_out_before, result.held_out
     if not before or after is None:
         return
-    said = f"held-out loss {before:.4f} before, {after:.4f} after: {_change(after, before)}"
-    if result.step:
-        said += f"; {_judged(interval, before)}"
-    yield said
-    # The best save by held-out loss, which is often not the last one: adapters overfit.
+    if not result.step:
+        yield f"validation loss {format_number(before)}; nothing was trained"
+        return
+    values = f"{format_number(before)} before training, {format_number(after)} after"
+    yield f"{judge_change(before, after, result.held_out_interval).words}: {values}"
+    # The best save by validation loss, which is often not the last one: adapters overfit.
     found = best(folder.state)
     if found is None:
         return
     if found.held_out >= before:
-        yield f"no save is better than before training: the best one, step {found.step}, has {found.held_out:.4f}"
+        yield f"no save is better than before training: the best one, step {found.step}, has {format_number(found.held_out)}"
     elif found.step != result.step:
-        yield (
-            f"best save: step {found.step} with {found.held_out:.4f}, {_change(found.held_out, before)}; "
-            f"{_judged(found.values.get('held_out_interval'), before)}; export it with --step best"
-        )
+        change = judge_change(before, found.held_out, found.values.get("held_out_interval")).words
+        yield f"best save: step {found.step}, where the {change}; export it with --step best"
     else:
         yield f"best save: step {found.step}, the last one"
-
-
-def _change(now: float, before: float) -> str:
-    return f"{abs(1 - now / before):.1%} {'lower' if now <= before else 'higher'}"
-
-
-def _judged(interval: Sequence[float] | None, before: float) -> str:
-    """Describe an interval and whether it contains the loss before training."""
-    if interval is None:
-        return "no confidence interval, which needs clips of two files in held_out.clips"
-    low, high = interval
-    inside = low <= before <= high
-    words = "contains the loss before, so the change may be chance" if inside else "does not contain the loss before"
-    return f"95 % interval {low:.4f} to {high:.4f} {words}"
 
 
 def say_results(run: RunContext, experts: Sequence[RunContext], folder: RunFolder) -> None:

@@ -1,0 +1,43 @@
+"""Numbers and verdicts as a person reads them."""
+
+import pytest
+
+from ditkit_core.diagnostics.report.words import format_duration, format_number, judge_change
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (1.38988, "1.39"), (2433.01, "2430"), (0.990585, "0.991"), (952164.352, "952000"), (0.0, "0"), (-3.14159, "-3.14"),
+        (4.5e-5, "4.5e-05"), (7.0, "7"), (1e-300, "1e-300"), (1.5e12, "1.50e+12"), (150.0, "150"),
+    ],
+)  # fmt: skip
+def test_numbers_have_three_digits(value: float, shown: str) -> None:
+    assert format_number(value) == shown
+    assert float(shown) == pytest.approx(value, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.0283333, "0.0283 s"), (41.6, "41.6 s"), (89, "1 min"), (725, "12 min"), (3601, "1 h 0 min"), (190_000, "52 h 47 min")],
+)  # fmt: skip
+def test_long_times_are_minutes_and_hours(seconds: float, shown: str) -> None:
+    assert format_duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("now", "interval", "kind", "words"),
+    [
+        (0.94, (0.5, 1.38), "fell", "validation loss fell 53 % (95 % confidence 31–75 %)"),
+        (1.0, (-0.2, 1.8), "fell", "validation loss fell 50 % (95 % confidence 10–100 %)"),
+        (1.94, (1.9, 1.98), "fell", "validation loss fell 3 % (95 % confidence 1–5 %)"),
+        (3.0, (2.5, 3.5), "rose", "validation loss rose 50 % (95 % confidence 25–75 %)"),
+        (1.5, (0.9, 2.1), "unclear", "validation loss did not change beyond chance (95 % confidence: 55 % lower to 5 % higher)"),
+        (2.0, (2.0, 2.0), "unclear", "validation loss did not change beyond chance (95 % confidence: 0 % lower to 0 % higher)"),
+        (1.5, None, "unclear", "validation loss fell 25 % (no confidence interval, which needs held-out clips of two files)"),
+    ],
+)  # fmt: skip
+def test_the_verdict_says_how_much_and_whether_by_chance(
+    now: float, interval: tuple[float, float] | None, kind: str, words: str
+) -> None:
+    assert judge_change(2.0, now, interval) == (words, kind)
