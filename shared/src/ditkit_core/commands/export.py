@@ -26,7 +26,7 @@ from ditkit_core.run.expert_runs import is_joint, resolve_arch, runs_of
 from ditkit_core.run.model import build_model, engine_of, export_metadata, load_model
 from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.run.restore import load_trained
-from ditkit_core.training.callbacks import Callback
+from ditkit_core.training.trainer import Callback
 
 
 def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:

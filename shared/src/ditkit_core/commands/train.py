@@ -56,9 +56,8 @@ from ditkit_core.run.model import build_model, engine_of, load_model
 from ditkit_core.run.prepare import LoadedModel, MetaModel, check_items
 from ditkit_core.run.train_data import check_data, training_data
 from ditkit_core.sampling.denoise import DenoiserStage, single_stage
-from ditkit_core.training.callbacks import Callback, ProgressBar
 from ditkit_core.training.train_model import TrainModel
-from ditkit_core.training.trainer import Trainer, TrainerConfig, TrainResult
+from ditkit_core.training.trainer import Callback, ProgressBar, Trainer, TrainerConfig, TrainResult
 from ditkit_core.training.validation import Validator
 
 

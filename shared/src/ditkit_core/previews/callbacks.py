@@ -12,7 +12,7 @@ from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.run.model import engine_of
 from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.sampling.denoise import single_stage
-from ditkit_core.training.callbacks import Callback
+from ditkit_core.training.trainer import Callback
 
 
 class SamplesInPlace(Callback):

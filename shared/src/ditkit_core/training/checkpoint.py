@@ -71,12 +71,7 @@ class State:
 
 
 def save_state(folder: Path, state: State, config: SaveConfig) -> Path:
-    """Write a save into `folder`, then remove saves that need not be kept.
-
-    A save of the same step is replaced.
-
-    Returns:
-        The save, `folder/step-000020`.
+    """Write a save, `folder/step-000020`, in place of one of the same step; then remove those not to be kept.
 
     Raises:
         UserError: If it cannot be written (full disk, no permission); earlier saves stay, and no partial files remain.
@@ -161,7 +156,7 @@ class Best(NamedTuple):
 
 
 def best(folder: Path) -> Best | None:
-    """The save with the lowest held-out loss, the earliest of equals; None if none has one. Its tensors are not verified."""
+    """The save with the lowest held-out loss, the earliest of equals, or None. Its tensors are not verified."""
     saves = _saves(Path(folder))
     measured = [path for path in sorted(saves, key=_order) if saves[path]["held_out"] is not None]
     if not measured:
@@ -171,14 +166,11 @@ def best(folder: Path) -> Best | None:
 
 
 def latest(folder: Path, warn: Callable[[str], None]) -> Path | None:
-    """The newest intact save in a folder, or None if there is no save.
-
-    Args:
-        folder: Where `save_state` wrote.
-        warn: Called with one line for each damaged save that is skipped, with the reason.
+    """The newest intact save in a folder; None if there is no save. `warn` gets a line for each damaged one.
 
     Raises:
-        UserError: If there are saves and none is intact: whether to start from the beginning is for the user to decide.
+        UserError: If there are saves and none is intact (whether to start from the beginning is for the user to
+            decide), or one may not be read.
     """
     fault = None
     for path in sorted(Path(folder).glob("step-*"), key=_order, reverse=True):

@@ -89,12 +89,10 @@ def _cumulative(sigma: Tensor, config: FlowConfig, shift: float) -> Tensor:
 
 
 def sigma_at(probability: Float[Tensor, "*shape"], config: FlowConfig, shift: float = 1.0) -> Float[Tensor, "*shape"]:
-    """Noise level at a cumulative probability of the configured distribution.
+    """Noise level at a cumulative probability of the configured distribution, shifted by `FlowConfig.shift_for`.
 
     Args:
         probability: In [0, 1]; uniform numbers give samples, an even grid gives quantiles.
-        config: The distribution and its range.
-        shift: What levels are shifted by, from `FlowConfig.shift_for`.
 
     Returns:
         float64 noise levels in [min_sigma, max_sigma], increasing with the probability.
@@ -152,16 +150,11 @@ class NoisedBatch(NamedTuple):
 
 
 def velocity_errors(model: TrainModel, batch: NoisedBatch, guidance: float) -> Float[Tensor, " batch"]:
-    """Mean squared error of the predicted velocity, sample by sample.
-
-    Args:
-        model: The model and its engine.
-        batch: The samples.
-        guidance: `FlowConfig.guidance`.
+    """Mean squared error of the predicted velocity, sample by sample; `guidance` is `FlowConfig.guidance`.
 
     Returns:
-        float32 errors on the prediction's device; each is a mean over its sample's elements, so samples of different sizes
-        have equal weight.
+        float32 errors on the prediction's device; each is a mean over its sample's elements, so samples of different
+        sizes have equal weight.
     """
     items, sigma, noise, targets, masks = batch
     noised = [(1 - s) * item["latents"].float() + s * eps for s, item, eps in zip(sigma, items, noise, strict=True)]

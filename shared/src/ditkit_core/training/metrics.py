@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
@@ -31,24 +31,11 @@ class LogConfig:
             raise UserError(f"log.every_steps = {self.every_steps} must be at least 1")
 
 
-@runtime_checkable
-class Progress(Protocol):
-    """A progress display."""
-
-    def advance(self, amount: float = 1) -> None:
-        """Count optimizer steps."""
-        ...
-
-    def update(self, **fields: Any) -> None:
-        """Show the latest metrics by name."""
-        ...
-
-
 class MetricsLog:
     """Writes metrics.jsonl and TensorBoard's files into a run folder; a context manager.
 
-    A resumed run drops the lines after the step that it starts from, because an earlier start may have been killed after its
-    last save. One that starts anew drops all lines. Every step is therefore in the file once.
+    A resumed run drops the lines after the step that it starts from, because an earlier start may have been killed
+    after its last save. One that starts anew drops all lines. Every step is therefore in the file once.
     """
 
     def __init__(
@@ -63,8 +50,6 @@ class MetricsLog:
         """Write nothing yet.
 
         Args:
-            folder: The run folder.
-            config: A section of the configuration.
             start_step: The step of the save that the run starts from; 0 without a save.
             digest: What `saved` returned for that save; empty if it has none.
             warn: Called with one line if earlier lines were changed, and if TensorBoard's files cannot be written.

@@ -37,15 +37,17 @@ _MAKES_INFINITIES = (
 
 
 def find_first_nonfinite(model: StagedModel, loss_of: Callable[[], Tensor]) -> dict[str, Any] | None:
-    """Run a micro-batch's forward, and its backward if the loss is finite, and locate the first value that is not finite.
+    """Run a micro-batch's forward, and its backward if the loss is finite, to find the first non-finite value.
 
     Args:
         model: The staged model; gradients are freed as they arrive.
         loss_of: Runs its forward and returns a scalar loss.
 
     Returns:
-        For JSON: `pass` (forward, backward, or recompute), `stage` (inputs, embedding, block 3, head, loss), `module` by name, `operation`,
-        and `weights`, names of the stage's weights that are not finite themselves. None if everything is finite.
+        For JSON: `pass` (forward, backward, or recompute), `stage` (inputs, embedding, block 3, head, loss), `module`
+            by
+        name, `operation`, and `weights`, names of the stage's weights that are not finite themselves. None if all is
+        finite.
     """
     probe = _Probe(model)
     with ExitStack() as stack:

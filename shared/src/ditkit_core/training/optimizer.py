@@ -221,9 +221,9 @@ class NamedOptimizer:
 
         Args:
             parameters: The trained parameters by name; the saved state uses these names.
-            config: The optimizer and its settings.
             matrices: Names of the weight matrices in the blocks, for Muon.
-            accumulation: Dtype in which gradients are summed over micro-batches; None: the parameters' dtype, or fp32 if that is wider.
+            accumulation: Dtype in which gradients are summed over micro-batches; None: the parameters' dtype, or fp32
+                if wider.
 
         Raises:
             UserError: If the optimizer's package is missing, or Muon has no matrices to train.
@@ -329,8 +329,8 @@ class NamedOptimizer:
     def step_one(self, name: str, lr: float) -> None:
         """Update one parameter from its gradient, as `step` would; for `optim.fused_backward`.
 
-        Several threads may call it at once, each with parameters of its own: each parameter has its own torch optimizer, which
-        shares only the state dictionary with the others, and has one entry in it.
+        Several threads may call it at once, each with parameters of its own: their torch optimizers share only the
+        state dictionary, in which each has an entry of its own.
         """
         single = self._singles[name]
         with single.guard, self._in_fp32(name):
@@ -425,11 +425,7 @@ class NamedOptimizer:
     def load_state(
         self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], *, on_host: Collection[str] = ()
     ) -> None:
-        """Load a saved state.
-
-        Args:
-            tensors, values: As `state` returned them.
-            on_host: Names of parameters whose state stays on the host for now, wherever they are.
+        """Load what `state` returned. The state of the parameters named in `on_host` stays on the host for now.
 
         Raises:
             UserError: If it is the state of other parameters or another optimizer.

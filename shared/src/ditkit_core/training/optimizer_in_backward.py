@@ -39,11 +39,9 @@ class OptimizerInBackward:
         readable: bool = True,
         watch: Callable[[str, Tensor], None] | None = None,
     ):
-        """Prepare the updates of a step.
+        """Prepare the updates of a step, by an optimizer created with `optim.fused_backward`.
 
         Args:
-            optimizer: Updates the parameters; created with `optim.fused_backward`.
-            lr: Learning rate of this step.
             readable: Whether the gradients have values; fake tensors have none.
             watch: Called with each parameter's name and gradient, before the update.
         """

@@ -25,7 +25,6 @@ def export_state(
     """The state of several optimizers.
 
     Args:
-        parts: The optimizers.
         progress: Per optimizer, names of the scalars in its parameter groups that are state.
         parameters: All their parameters, by name.
 
@@ -65,10 +64,7 @@ def import_state(
 ) -> None:
     """Load an exported state into newly built optimizers; settings (decay, betas) stay those of the optimizers.
 
-    Args:
-        parts, progress, parameters: As for `export_state`.
-        tensors, values: What it returned.
-        untouched: Names of parameters whose state stays on its device.
+    The state of the parameters named in `untouched` stays on its device.
 
     Raises:
         UserError: If it names parameters that are not trained here, has other groups, or contains an unknown class.

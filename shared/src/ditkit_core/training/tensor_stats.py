@@ -177,12 +177,7 @@ class DriftMonitor:
     _warned: set[str] = field(default_factory=set)
 
     def take(self, step: int, reading: StepStats) -> dict[str, float | str]:
-        """Metrics of a step, by name. Warns once for each kind of problem, naming the first block that has it.
-
-        Args:
-            step: Optimizer steps done.
-            reading: Statistics of the last of them.
-        """
+        """Metrics of a watched step, by name. Warns once for each kind of problem, naming its first block."""
         growth: dict[BlockStats, float] = {}
         for made, largest in reading.largest.items():
             first = self.first.setdefault(f"{made.block}.{made.part}", largest)

@@ -22,14 +22,12 @@ class TrainState:
 
     Attributes:
         parameters: The trained parameters, by name.
-        values: The tensors with their values between two steps: the parameters, or the copies on the host of streamed ones.
-        optimizer: Updates the parameters.
+        values: Their values between two steps: the parameters, or the copies on the host of streamed ones.
         average: Their moving average.
         step: Optimizer steps done.
         held_out: Held-out loss after this step; None if it was not measured there.
-        history: Held-out losses of the run.
-        first_activations: The largest activation of each block in the first watched step, by `block.part`; a resumed run compares
-            with it.
+        first_activations: The largest activation of each block in the first watched step, by `block.part`; a resumed
+            run compares with it.
     """
 
     def __init__(
@@ -40,14 +38,7 @@ class TrainState:
         ema: EMAConfig,
         swap: BlockSwap | None = None,
     ):
-        """Make optimizer and average.
-
-        Args:
-            model: The staged model.
-            parameters: Its trained parameters, by name.
-            optim, ema: Sections of the configuration.
-            swap: Streams weights of the model. Averages of streamed weights are kept on the host.
-        """
+        """Make optimizer and average. The average of weights that `swap` streams is kept on the host."""
         self.parameters = dict(parameters)
         self.values = {name: swap.host_of(p) if swap else p for name, p in self.parameters.items()}
         self._swap = swap
@@ -81,12 +72,8 @@ class TrainState:
     def load_state_dict(self, state: State, path: Path) -> None:
         """Restore a saved state, bitwise identically.
 
-        Args:
-            state: As `state_dict` returned it.
-            path: The save, for messages.
-
         Raises:
-            UserError: If it has other parameters.
+            UserError: If it has other parameters; names `path`, the save.
         """
         saved = state.tensors.get("trainable", {})
         shapes = {name: tensor.shape for name, tensor in saved.items()}

@@ -103,17 +103,15 @@ def training_step(
     """Update the trained parameters once.
 
     Args:
-        model: The model and its engine.
         micro_batches: The step's samples; their grouping into micro-batches changes only the order of summation
             (and the masks of dropout).
         optimizer: Has the trained parameters.
-        context: The step's place in its run.
-        lr: Learning rate of this step.
         clip_norm: Maximum global gradient norm; 0 disables clipping.
         watch: Records activations and gradients of this step, and has their statistics afterwards.
 
     Raises:
-        NonFiniteLoss: If a loss or gradient is not finite; nothing is updated, unless the optimizer updates in the backward.
+        NonFiniteLoss: If a loss or gradient is not finite; nothing is updated, unless the optimizer updates in the
+            backward.
     """
     optimizer.zero_grad()
     # Stochastic rounding is a function of seed and step, so that a resumed run rounds alike.
@@ -249,19 +247,16 @@ def accumulate_gradients(
     *,
     before_backward: Callable[[Losses], None] = lambda losses: None,
 ) -> Losses:
-    """Add the gradient of the step's loss to the parameters: the sum of the samples' weighted losses over the number they count for.
+    """Add the gradient of the step's loss to the parameters: the sum of weighted losses over the number they count for.
 
-    That is the weighted mean if every micro-batch counts for its own samples. If all count for their mean size, a sample has the
-    same weight in a small micro-batch as in a large one.
+    That is the weighted mean if every micro-batch counts for its own samples. If all count for their mean size, a
+    sample has the same weight in a small micro-batch as in a large one.
 
-    Noise level and noise of a sample are a function of (seed, step, place in the step, id), whatever micro-batch it is in. The
-    place is included because a small dataset can have one sample several times in a step. Dropout uses (seed, step, micro-batch).
+    Noise level and noise of a sample are a function of (seed, step, place in the step, id), whatever micro-batch it is
+    in. The place is included because a small dataset can have one sample several times in a step. Dropout uses (seed,
+    step, micro-batch).
 
-    Args:
-        model: The model and its engine.
-        micro_batches: The step's samples.
-        context: The step's place in its run.
-        before_backward: Called before each backward with the losses so far, including its own.
+    `before_backward` is called before each backward with the losses so far, including its own.
     """
     counted = sum(len(batch.ids) if batch.counted is None else batch.counted for batch in micro_batches)
     losses = Losses(ids=[batch.ids for batch in micro_batches], sigmas=[], weighted=[])
@@ -344,8 +339,9 @@ def _first_not_finite(
     """Rerun the failed micro-batches and check every operation; all micro-batches if a gradient failed.
 
     Returns:
-        The result of `find_first_nonfinite`, with the micro-batch and the ids of its samples, or of those whose loss is not finite. None
-        if nothing was found: the norm of finite gradients overflowed, or the machine does not compute the same values twice.
+        As `find_first_nonfinite`, with the micro-batch and the ids of its samples that failed, or of all. None if
+        nothing was found: the norm of finite gradients overflowed, or the machine does not compute the same values
+            twice.
     """
     if isinstance(model.engine, BlockEngine) and model.engine.backend == "flex":
         # flex runs uncompiled here, and would allocate all attention scores

@@ -4,11 +4,11 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -19,7 +19,6 @@ from ditkit_core.io.files import write_text
 from ditkit_core.io.memory import peak_memory_bytes, restart_peak
 from ditkit_core.io.signals import Interrupts
 from ditkit_core.nn.context import AttentionCalls, counted_calls
-from ditkit_core.training.callbacks import Callback
 from ditkit_core.training.checkpoint import SaveConfig, latest, load_state, save_state
 from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
@@ -29,7 +28,7 @@ from ditkit_core.training.tensor_stats import DriftMonitor, StatsRecorder
 from ditkit_core.training.train_model import MicroBatch, TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
-from ditkit_core.training.validation import Validator
+from ditkit_core.training.validation import ValidationResult, Validator
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -121,12 +120,7 @@ class TrainConfig:
 
 
 def check_fused_backward(config: TrainConfig, optim: OptimConfig, *, prior: bool = False) -> None:
-    """Refuse settings that need all gradients at once, if `optim.fused_backward` applies each gradient as soon as it is complete.
-
-    Args:
-        config, optim: Sections of the configuration.
-        prior: Whether the run uses prior preservation.
-    """
+    """Refuse settings that need all gradients at once, if `optim.fused_backward` applies each as it arrives."""
     if not optim.fused_backward:
         return
     refused = {
@@ -146,11 +140,6 @@ def check_fused_backward(config: TrainConfig, optim: OptimConfig, *, prior: bool
 
 def check_swap(counts: Sequence[int], method: str, optim: OptimConfig) -> None:
     """Refuse to stream trained weights if a step needs them all at once. Runs before a model is built.
-
-    Args:
-        counts: `train.swap_blocks`.
-        method: `adapter.method`.
-        optim: A section of the configuration.
 
     Raises:
         UserError: Naming a setting that works.
@@ -175,8 +164,70 @@ class DataLoader(Protocol):
     """Micro-batches by index; the index alone decides their samples, so a resumed run continues in the same order."""
 
     def micro_batches(self, index: int) -> Sequence[MicroBatch]:
-        """Micro-batch `index` of the run, counted from 0 over all optimizer steps, and the micro-batch of class images that goes with it, if any."""
+        """Micro-batch `index` of the run, counted from 0 over all steps, and that of class images with it, if any."""
         ...
+
+
+class Callback:
+    """Acts at points of the training loop; a subclass overrides the methods of those that it needs.
+
+    It must not change the state of a random generator that training uses, or the run would not be reproducible.
+    """
+
+    def started(self, step: int) -> None:
+        """Called before the first step; `step` is above 0 if the run resumes."""
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Called after each optimizer step, with its metrics by name."""
+
+    def after_validation(self, step: int, loss: ValidationResult) -> None:
+        """Called after each validation."""
+
+    def on_save(self, step: int) -> None:
+        """Called after a save, while the parameters are those to export."""
+
+    def wants_preview(self, step: int, *, stopping: bool) -> bool:
+        """Whether to call `on_preview`; asked before training, and after each step but the last.
+
+        `stopping`: a signal ends the run here, so that anything slow has to wait until the run is resumed.
+        """
+        return False
+
+    def on_preview(self, step: int) -> None:
+        """Generate samples of the unfinished model; called while the parameters are those to export."""
+
+    def finished(self, step: int) -> None:
+        """Called when all steps are done, also by an earlier start, while the parameters are those to export."""
+
+
+@runtime_checkable
+class Progress(Protocol):
+    """A progress display."""
+
+    def advance(self, amount: float = 1) -> None:
+        """Count optimizer steps."""
+        ...
+
+    def update(self, **fields: Any) -> None:
+        """Show the latest metrics by name."""
+        ...
+
+
+class ProgressBar(Callback):
+    """Shows the step and its metrics."""
+
+    def __init__(self, bar: Progress):
+        self._bar = bar
+
+    def started(self, step: int) -> None:
+        self._bar.advance(float(step))
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._bar.advance(1.0)
+        self._bar.update(**metrics)
+
+    def after_validation(self, step: int, loss: ValidationResult) -> None:
+        self._bar.update(held_out=loss.mean)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,13 +277,11 @@ class Trainer:
         """Make optimizer and average.
 
         Args:
-            model: The model and its engine.
-            data: Returns the micro-batches.
-            config: Sections of the configuration.
-            folder: The run folder: state/, metrics.jsonl, tensorboard/, and failure-step-N.json if a loss is not finite.
+            folder: The run folder: state/, metrics.jsonl, tensorboard/, and failure-step-N.json if a loss is not
+                finite.
             validator: Measures the held-out loss; None disables validation.
             callbacks: Called at fixed points of the loop, in this order.
-            warn: Called with one line for a damaged save that is skipped, and if activations drift.
+            warn: Called with one line if something of an earlier part is damaged, and if activations drift.
 
         Raises:
             UserError: If the configuration contradicts itself.
@@ -246,14 +295,11 @@ class Trainer:
         self._metrics_digest = ""
 
     def fit(self) -> TrainResult:
-        """Train.
-
-        Returns:
-            The state of the run. SIGINT and SIGTERM end the loop after the current step, with a save.
+        """Train. SIGINT and SIGTERM end the loop after the current step, with a save.
 
         Raises:
-            UserError: If a loss, gradient or held-out loss is not finite (the last save stays as it is), or a save cannot be
-                written or does not fit.
+            UserError: If a loss, gradient or held-out loss is not finite (the last save stays as it is), or a save
+                cannot be written or does not fit.
         """
         state, steps, save = self._state, self._config.train.steps, self._config.save
         self._resume()

@@ -8,7 +8,8 @@ interval is too optimistic.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,6 @@ from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
 from ditkit_core.models.protocol import StagedModel
-from ditkit_core.training.confidence import half_width
 from ditkit_core.training.flow_matching import NoisedBatch, to_device, velocity_errors
 from ditkit_core.training.train_model import MicroBatch, TrainModel
 
@@ -56,15 +56,10 @@ class HeldOutConfig:
 
 
 def sigmas_between(sigmas: Sequence[float], low: float, high: float) -> tuple[float, ...]:
-    """The noise levels to validate an expert at, which sees only a range of them.
+    """The noise levels to validate an expert at, which sees only those from `low` to `high` (excluded unless it is 1).
 
-    They are the levels of the list inside its range, if these are at least three (or all). Otherwise the whole list, mapped from [0, 1]
-    to the range, because a single level at its edge would say little.
-
-    Args:
-        sigmas: `HeldOutConfig.sigmas`.
-        low: Lowest level that it sees.
-        high: Upper end of its levels, excluded unless it is 1.
+    They are the levels of the list inside its range, if these are at least three (or all). Otherwise the whole list,
+    mapped from [0, 1] to the range, because a single level at its edge would say little.
     """
     seen = tuple(sigma for sigma in sigmas if low <= sigma < high or sigma == high == 1)
     if len(seen) >= min(3, len(sigmas)):
@@ -98,11 +93,9 @@ class ValidationResult(NamedTuple):
     def half_widths(
         self, before: "ValidationResult", files: Sequence[str] = ()
     ) -> tuple[float | None, dict[float, float]]:
-        """Half the widths of the 95 % intervals of the changes since `before`: over all, and for the noise levels that both have.
+        """Half widths of the 95 % intervals of the changes since `before`: over all, and by noise levels of both.
 
-        Args:
-            before: An earlier measurement of the same clips.
-            files: The file of each clip; clips of one file are not independent. Empty if each is from a file of its own.
+        `files`: The file of each clip; clips of one file are not independent. Empty if each is from a file of its own.
         """
         shared = [sigma for sigma in self.per_clip if sigma in before.per_clip]
         changes = {
@@ -121,11 +114,7 @@ class ValidationHistory:
     """Held-out losses of a run: before training, and the last. Stored in its saves."""
 
     def __init__(self, values: Mapping[str, Any] | None = None):
-        """Start empty, or continue from a save.
-
-        Args:
-            values: `State.values` of the save.
-        """
+        """Start empty, or continue from the `State.values` of a save."""
         stored = values or {}
         self.before: float | None = stored.get("held_out_before")
         self.last: float | None = stored.get("held_out_last")
@@ -134,16 +123,11 @@ class ValidationHistory:
         self._first = ValidationResult.of({float(sigma): errors for sigma, errors in clips.items()}) if clips else None
 
     def take(self, loss: ValidationResult, *, first: bool, files: Sequence[str] = ()) -> dict[str, float]:
-        """Add a measurement.
-
-        Args:
-            loss: The measured loss.
-            first: Whether this is before training.
-            files: The file of each clip, as in `ValidationResult.half_widths`.
+        """Add a measurement; `first` is the one before training, `files` as in `ValidationResult.half_widths`.
 
         Returns:
-            Metrics by name: `held_out`, `held_out/sigma_0.3`, … and except for the first measurement the ends of their intervals, `held_out_low`,
-            `held_out/sigma_0.3_high`, ….
+            Metrics by name: `held_out`, `held_out/sigma_0.3`, … and except for the first measurement the ends of their
+            intervals, `held_out_low`, `held_out/sigma_0.3_high`, ….
         """
         numbers = {"held_out": loss.mean} | {f"held_out/sigma_{sigma:g}": x for sigma, x in loss.per_sigma.items()}
         self.last, self.interval = loss.mean, None
@@ -181,7 +165,6 @@ def validation_loss(
     """Validate the model without side effects: no gradients, no dropout, no shared random generator.
 
     Args:
-        model: The model and its engine; its train and eval modes are restored.
         ids: Stable names of the clips, at least one.
         items: Their training items.
         sigmas: Noise levels, at least one.
@@ -203,23 +186,12 @@ def validation_loss(
 
 
 class Validator:
-    """Validates a model on clips that are not trained on.
-
-    Attributes:
-        files: The file of each clip, for the confidence interval.
-    """
+    """Validates a model on clips that are not trained on."""
 
     def __init__(
         self, config: HeldOutConfig, clips: MicroBatch, *, files: Sequence[str] = (), guidance: float = 1.0
     ) -> None:
-        """Store the clips.
-
-        Args:
-            config: A section of the configuration.
-            clips: The clips, at least one.
-            files: The file of each; empty if each is from a file of its own.
-            guidance: `FlowConfig.guidance`.
-        """
+        """Store the clips, at least one, and the file of each; `files` is empty if each is from a file of its own."""
         self.files = files
         self._config, self._clips, self._guidance = config, clips, guidance
 
@@ -230,13 +202,8 @@ class Validator:
     def measure(self, model: TrainModel, step: int, last_save: Path | None) -> ValidationResult:
         """Measure the held-out loss of the model.
 
-        Args:
-            model: The model and its engine.
-            step: Optimizer steps done.
-            last_save: The save to resume from if the loss is not finite.
-
         Raises:
-            UserError: If the loss is not finite.
+            UserError: If the loss is not finite; names `last_save` to resume from.
         """
         clips = self._clips
         loss = validation_loss(model, clips.ids, clips.items, self._config.sigmas, self._guidance)
@@ -269,3 +236,53 @@ def _evaluating(model: StagedModel) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
+
+
+def half_width(values: Sequence[float], units: Sequence[Hashable] = (), confidence: float = 0.95) -> float | None:
+    """Half the width of a mean's confidence interval, by Student's t; None for fewer than two independent units.
+
+    Values of one unit may depend on each other in any way, because only the sum of a unit's deviations from the mean
+    enters.
+
+    Args:
+        values: Values to average; their unit sums are assumed to be about normally distributed.
+        units: The independent unit of each value; empty if each is one of its own.
+        confidence: Share of such intervals that contain the true mean, in (0, 1).
+
+    Source: the cluster-robust variance of a mean, with G / (G - 1) for few units and Student's t with G - 1 degrees of
+    freedom.
+    """
+    mean = math.fsum(values) / max(len(values), 1)
+    parts: dict[Hashable, list[float]] = defaultdict(list)
+    for value, unit in zip(values, units or range(len(values)), strict=True):
+        parts[unit].append(value - mean)
+    count = len(parts)
+    if count < 2:
+        return None
+    squares = math.fsum(math.fsum(part) ** 2 for part in parts.values())
+    return t_quantile(count - 1, confidence) * math.sqrt(squares * count / (count - 1)) / len(values)
+
+
+def t_quantile(degrees: int, confidence: float = 0.95) -> float:
+    """The two-sided quantile of Student's t: |t| of so many degrees of freedom stays below it with this probability."""
+    # By bisection, because the standard library has no inverse and scipy is not a dependency.
+    low, high = 0.0, math.pi / 2  # of the angle whose tangent is t / sqrt(degrees)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, degrees) < confidence else (low, middle)
+    return math.tan(low) * math.sqrt(degrees)
+
+
+def _within(angle: float, degrees: int) -> float:
+    """Probability that |t| <= tan(angle) * sqrt(degrees).
+
+    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4: finite sums for whole degrees.
+    """
+    sine, square = math.sin(angle), math.cos(angle) ** 2
+    odd = degrees % 2
+    term = math.cos(angle) if odd else 1.0
+    total = 0.0
+    for k in range(degrees // 2):
+        total += term
+        term *= square * ((2 * k + 2) / (2 * k + 3) if odd else (2 * k + 1) / (2 * k + 2))
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total
