@@ -12,9 +12,9 @@ from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
 from ditkit_core.planner.ac_budget import BudgetTask, choose
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.memory import Budget, Partition, compose
-from ditkit_core.planner.profiler import Profile, profile
-from ditkit_core.planner.stage_costs import StepJob as Job
+from ditkit_core.planner.memory import Budget, Partition, Profile, compose
+from ditkit_core.planner.planned_step import StepJob as Job
+from ditkit_core.planner.profiler import profile
 from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.optimizer import OptimConfig

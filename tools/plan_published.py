@@ -21,9 +21,9 @@ from ditkit_core.adapters.inject import AdapterConfig
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.memory import Budget, DevicePlan, Partition, compose
-from ditkit_core.planner.profiler import Profile, StageCost, profile
-from ditkit_core.planner.stage_costs import StepJob as Job
+from ditkit_core.planner.memory import Budget, DevicePlan, Partition, Profile, StageCost, compose
+from ditkit_core.planner.planned_step import StepJob as Job
+from ditkit_core.planner.profiler import profile
 from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.testing.specs import altered
 from ditkit_core.training.ema import EMAConfig

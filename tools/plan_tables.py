@@ -21,11 +21,10 @@ from ditkit_core.commands.fit import task_for
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.sizes import GIB
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.autotune import fit, least_missing
+from ditkit_core.planner.autotune import fit, least_missing, levers
 from ditkit_core.planner.gpus import GPU, parse_gpus
 from ditkit_core.planner.partition_search import Candidate, FitTask
 from ditkit_core.planner.step_time import UTILISATION
-from ditkit_core.planner.suggestions import levers
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_flux2.spec import FLUX2
@@ -137,7 +136,7 @@ def _change(row: Row, gpus: tuple[GPU, ...]) -> Iterator[str]:
                 enough.append(change)
                 break
     if enough:
-        words = min(enough, key=lambda change: change.gives_up).words
+        words = min(enough, key=lambda change: change.lost_share).words
         yield f"with {words.partition(' (now')[0]}"
 
 

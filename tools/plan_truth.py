@@ -154,8 +154,8 @@ def plan(case: Case, device: torch.device) -> int:
     """What a plan says of the same steps."""
     from ditkit_core.models.precision import Precision, parse_dtype
     from ditkit_core.planner.memory import Budget, Partition, compose
+    from ditkit_core.planner.planned_step import StepJob as Job
     from ditkit_core.planner.profiler import profile
-    from ditkit_core.planner.stage_costs import StepJob as Job
     from ditkit_core.training.ema import EMAConfig
     from ditkit_core.training.flow_matching import FlowConfig
     from ditkit_core.training.optimizer import OptimConfig
@@ -163,7 +163,7 @@ def plan(case: Case, device: torch.device) -> int:
     spec, arch, adapter, items = described(case)
     job = Job(
         spec=spec, arch=arch, adapter=adapter, precision=Precision(matmul=parse_dtype(case.dtype)), batch=items,
-        policy=case.policy, backend="sdpa", optim=OptimConfig(), ema=EMAConfig(decay=case.ema), flow=FlowConfig(),
+        policy=case.policy, optim=OptimConfig(), ema=EMAConfig(decay=case.ema), flow=FlowConfig(),
         clip_norm=1.0, quantize=case.quantize, kind=device.type,
     )  # fmt: skip
     made = profile(job)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ditkit_core.planner.profiler import Profile
-from ditkit_core.planner.stage_costs import StepJob
+from ditkit_core.planner.memory import Profile
+from ditkit_core.planner.planned_step import StepJob
 
 _PROFILES: dict[tuple[str, int | None], tuple[StepJob, Profile]] = {}
 

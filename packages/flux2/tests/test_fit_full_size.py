@@ -8,7 +8,8 @@ from ditkit_core.commands.fit import task_for
 from ditkit_core.config.resolve import resolve
 from ditkit_core.planner.autotune import HARDLY_LONGER, POLICIES, candidates, fit
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.step_time import Workload, step_seconds
+from ditkit_core.planner.memory import PLAIN
+from ditkit_core.planner.step_time import step_seconds
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_flux2.spec import FLUX2
@@ -25,7 +26,7 @@ def test_a_card_of_24_gib_streams_and_leaves_a_slower_one_of_16_gib_alone():
     task = task_for(run_of(1024), parse_gpus("24GiB,16GiB"))
     found = fit(task)
     setting = found.chosen.setting
-    assert (setting.policy, setting.quantize, setting.cards) == ("attn_only", "none", (0,))
+    assert (setting.policy, setting.quantize, setting.gpus) == ("attn_only", "none", (0,))
     assert setting.swap[0] > 40
     assert all(plan.fits for plan in found.chosen.plan)
     bound = fit(replace(task, host=found.chosen.host // 2)).chosen
@@ -41,5 +42,5 @@ def test_the_estimate_is_above_the_measured_floor_and_of_its_order():
     (card,) = parse_gpus("h200")
     task = task_for(run_of(512), (card,))
     chosen = fit(task).chosen
-    seconds = step_seconds(task.profile_of("attn_only", "none"), chosen.division, [card], Workload()).seconds
+    seconds = step_seconds(task.profile_of("attn_only", "none"), chosen.division, [card], PLAIN).seconds
     assert 0.33 < seconds < 2 * 0.33

@@ -1,5 +1,6 @@
 """FLUX.2 dev at its published size, divided over two to four devices that refuse to mix, without memory."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import ClassVar
 
@@ -7,10 +8,11 @@ import pytest
 
 from ditkit_core.adapters.inject import AdapterConfig
 from ditkit_core.models.precision import Precision
-from ditkit_core.planner.memory import Budget, plan_device
+from ditkit_core.planner.memory import Budget, DeviceSpan
 from ditkit_core.planner.partition import choose_split_points, weights_profile
 from ditkit_core.planner.reduced_model import reduced_model
 from ditkit_core.testing.conformance_full_size_split import FullSizeSplitConformance
+from ditkit_core.testing.plans import step_of
 from ditkit_flux2.presets import PRESETS
 from ditkit_flux2.spec import FLUX2
 
@@ -34,12 +36,13 @@ class TestSplit(FullSizeSplitConformance):
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_two_cards_are_fuller_alike_than_at_the_midpoint_of_the_single_blocks(quantize):
     """Upstream cuts there, which leaves 20.7 against 12.6 GB with 8-bit weights."""
-    model = reduced_model(FLUX2, ARCH, Precision(), AdapterConfig(rank=32), quantize=quantize, of_each=None).whole
+    step = replace(step_of(FLUX2, ARCH, (1, 64, 64), AdapterConfig(rank=32)), quantize=quantize)
+    model = reduced_model(step, of_each=None).whole
     profile = weights_profile(model, FLUX2, Precision(), averaged=True)
     card = Budget(name="a card", total=80 * 10**9, workspace=0)
 
     def held(*bounds):
-        return [plan_device(profile, start, end, card).peak for start, end in pairwise(bounds)]
+        return [DeviceSpan(profile, start, end).plan(card).peak for start, end in pairwise(bounds)]
 
     (cut,) = choose_split_points(profile, [card, card])
     ours = held(0, cut, NUM_BLOCKS)

@@ -6,7 +6,8 @@ from ditkit_core.commands.fit import changes, task_for
 from ditkit_core.config.resolve import resolve
 from ditkit_core.planner.autotune import HARDLY_LONGER, candidates, fit, least_missing
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.step_time import Workload, step_seconds
+from ditkit_core.planner.memory import PLAIN
+from ditkit_core.planner.step_time import step_seconds
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_wan.spec import WAN
@@ -25,7 +26,7 @@ def test_two_cards_of_24_gib_take_49_frames_with_exact_weights(run):
     task = task_for(run, parse_gpus("2x24GiB"))
     found = fit(task)
     setting = found.chosen.setting
-    assert (setting.policy, setting.quantize, setting.cards) == ("full", "none", (0, 1))
+    assert (setting.policy, setting.quantize, setting.gpus) == ("full", "none", (0, 1))
     assert 0 < sum(setting.swap) < 40 and len(setting.split_points) == 1
     assert all(plan.fits for plan in found.chosen.plan)
     assert not list(candidates(task, "attn_only", "none")), "the faster policy fits with nothing exact"
@@ -48,7 +49,7 @@ def test_larger_clips_take_fewer_frames_there():
     assert fit(task).chosen is None and least_missing(task) > 0
     best, *_ = changes(WAN, run.config, task)
     assert not best.missing and "data.frames" in best.change.words
-    changed = fit(task_for(create_run(WAN, best.change.config), best.change.cards)).chosen
+    changed = fit(task_for(create_run(WAN, best.change.config), best.change.gpus)).chosen
     assert all(plan.fits for plan in changed.plan)
 
 
@@ -58,6 +59,6 @@ def test_the_estimate_is_above_the_measured_floor_and_of_its_order(run):
     task = task_for(run, (card,))
     chosen = fit(task).chosen
     profile = task.profile_of("attn_only", "none")
-    seconds = step_seconds(profile, chosen.division, [card], Workload()).seconds
+    seconds = step_seconds(profile, chosen.division, [card], PLAIN).seconds
     assert 3.8 < seconds < 2 * 3.8
     assert chosen.setting.quantize == "none" and chosen.setting.swap == (0,)

@@ -15,11 +15,11 @@ from ditkit_core.commands.options import TrainOptions
 from ditkit_core.config.sizes import GIB
 from ditkit_core.config.toml import read_config_file
 from ditkit_core.planner import plan as plan_stage
-from ditkit_core.planner.autotune import fit, least_missing
+from ditkit_core.planner.autotune import best_first, fit, least_missing, levers
 from ditkit_core.planner.auxiliary import AuxiliaryRow
 from ditkit_core.planner.gpus import parse_gpus
+from ditkit_core.planner.memory import Workload
 from ditkit_core.planner.partition_search import FitTask
-from ditkit_core.planner.suggestions import best_first, levers
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.testing.toy import TOY
@@ -132,7 +132,7 @@ def made_task(gpus, config, run=None):
     def profile_of(policy, quantize):
         return made_profile(policy, quantize, work=work)
 
-    return FitTask(gpus=tuple(gpus), profile_of=profile_of, micro_batches=config.train.accumulation)
+    return FitTask(gpus=tuple(gpus), profile_of=profile_of, work=Workload(micro_batches=config.train.accumulation))
 
 
 BIG = {"data": {"frames": 49, "height": 480, "width": 832}, "adapter": {"rank": 4}}
@@ -141,7 +141,7 @@ BIG = {"data": {"frames": 49, "height": 480, "width": 832}, "adapter": {"rank": 
 @pytest.fixture
 def made(monkeypatch):
     monkeypatch.setattr(fit_stage, "task_for", lambda run, gpus: made_task(gpus, run.config))
-    monkeypatch.setattr(fit_stage, "auxiliary_of", lambda *args, **kwargs: ())
+    monkeypatch.setattr(fit_stage, "plan_auxiliary", lambda *args, **kwargs: ())
 
 
 def test_what_is_chosen_is_set_and_nothing_else():
@@ -191,7 +191,7 @@ def test_the_mildest_change_that_fits_is_offered():
     config = config_of(**BIG)
     ladders = list(levers(TOY, config, parse_gpus("24GiB")))
     for ladder in ladders:
-        lost = [change.gives_up for change in ladder]
+        lost = [change.lost_share for change in ladder]
         assert lost == sorted(lost)
     gpus = [change.gpus[0].total // GIB for change in ladders[-2]]
     assert gpus[0] == 32 and ladders[-1][0].gpus == (*parse_gpus("24GiB"), *parse_gpus("24GiB"))
@@ -221,7 +221,7 @@ def test_what_does_not_fit_beside_the_steps_is_said_with_the_status_of_a_plan(ma
         stage="sample", name="VAE decoder", device="10GiB", size=(1, 64, 64), mode="whole", weights=1, in_use=1,
         peak=11 * GIB, available=10 * GIB, remedy="sample.vae_tiling = true would need 2.0 GiB",
     )  # fmt: skip
-    monkeypatch.setattr(fit_stage, "auxiliary_of", lambda *args, **kwargs: (row,))
+    monkeypatch.setattr(fit_stage, "plan_auxiliary", lambda *args, **kwargs: (row,))
     monkeypatch.setattr(plan_stage, "check_training", lambda run, *, here: None)
     assert fit_stage.fit_run(TOY, config_of(**BIG), TrainOptions(fit=True, gpus="24GiB")) == 3
     printed = capsys.readouterr()

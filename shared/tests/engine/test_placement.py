@@ -11,9 +11,8 @@ from toy_world import World, equal
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
-from ditkit_core.planner.memory import Budget, plan_device
+from ditkit_core.planner.memory import Budget, DeviceSpan, Profile, StageCost
 from ditkit_core.planner.partition import choose_split_points, least_full, weights_profile
-from ditkit_core.planner.profiler import Profile, StageCost
 from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.toy import TOY, ToyArch
 from ditkit_core.testing.world import make_model
@@ -48,7 +47,7 @@ def balanced_cuts(given, capacities):
 
 
 def fullness(given, gpus, device, start, end):
-    return plan_device(given, start, end, gpus[device]).peak / gpus[device].total
+    return DeviceSpan(given, start, end).plan(gpus[device]).peak / gpus[device].total
 
 
 def fullest(given, cuts, capacities):

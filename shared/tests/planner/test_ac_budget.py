@@ -17,9 +17,8 @@ from ditkit_core.engine.ac_schedule import parse_schedule
 from ditkit_core.errors import UserError
 from ditkit_core.planner import partition as division
 from ditkit_core.planner.ac_budget import BudgetTask, choose, limited
-from ditkit_core.planner.memory import Budget
-from ditkit_core.planner.plan import job_for, make_report
-from ditkit_core.planner.profiler import Profile, StageCost
+from ditkit_core.planner.memory import Budget, Profile, StageCost, Workload
+from ditkit_core.planner.plan import make_report, planned_step
 from ditkit_core.planner.report import plan_json
 from ditkit_core.run.checks import check_training
 from ditkit_core.run.config import RunConfig
@@ -85,7 +84,9 @@ def made(policy: Policy, seed: int, num_blocks: int) -> Profile:
 def task_of(seed: int, num_blocks: int, cuts: tuple[int, ...], **settings) -> BudgetTask:
     profiles = functools.cache(lambda policy: made(policy, seed, num_blocks))
     budgets = tuple(Budget(name=str(i), total=2**62, workspace=0) for i in range(len(cuts) + 1))
-    return BudgetTask(profile_of=profiles, division=divided(num_blocks, cuts), budgets=budgets, **settings)
+    return BudgetTask(
+        profile_of=profiles, division=divided(num_blocks, cuts), budgets=budgets, work=Workload(**settings)
+    )
 
 
 def recomputed(task: BudgetTask, policies) -> int:
@@ -209,7 +210,7 @@ def test_a_run_has_the_policies_of_its_plan_and_holds_no_more_than_the_budget(mo
     assert report.chosen in said and f"train.checkpointing = budget chose {report.policy}: " in said
     assert len(set(parse_schedule(report.policy).policies([None] * 8))) > 1
     assert report.fits and peaks[0] < report.devices[0].peak <= free
-    job = replace(job_for(run_of("budget"), kind="cpu"), policy=report.policy)
+    job = replace(planned_step(run_of("budget"), "cpu").job, policy=report.policy)
     assert whole(job, ()).peaks[0] == report.devices[0].peak
 
 

@@ -22,14 +22,15 @@ from ditkit_core.planner.autotune import (
     shortest_seconds,
 )
 from ditkit_core.planner.gpus import of_size, parse_gpus
-from ditkit_core.planner.memory import Partition, compose
-from ditkit_core.planner.partition_search import PRICE, FitTask, budget_of
-from ditkit_core.planner.step_time import Workload, step_seconds
+from ditkit_core.planner.memory import Partition, Workload, compose
+from ditkit_core.planner.partition_search import PRICE, FitTask
+from ditkit_core.planner.step_time import step_seconds
 
 
 def task_of(gpus, **settings):
     shape = {name: settings.pop(name) for name in ("num_blocks", "block_gib", "work") if name in settings}
     profiles = functools.cache(lambda policy, quantize: made_profile(policy, quantize, **shape))
+    settings["work"] = Workload(micro_batches=settings.pop("micro_batches", 1))
     return FitTask(gpus=parse_gpus(gpus) if isinstance(gpus, str) else tuple(gpus), profile_of=profiles, **settings)
 
 
@@ -46,19 +47,14 @@ def every_way(task):
                     named = tuple(torch.device("cuda", i) for i in devices)
                     placement = Placement(embed=named[0], blocks=named, head=named[-1])
                     sizes = [range(b - a + 1) for a, b in itertools.pairwise(bounds)]
-                    overlap = (False, True) if task.micro_batches > 1 and used > 1 else (False,)
+                    overlap = (False, True) if task.work.micro_batches > 1 and used > 1 else (False,)
                     for swap, pipelined in itertools.product(itertools.product(*sizes), overlap):
                         streamed = choose_streamed(placement, swap, [True] * count)
                         division = Partition(devices=devices, streamed=streamed)
-                        plans = compose(
-                            profile, division, [budget_of(card) for card in chosen],
-                            micro_batches=task.micro_batches, pipelined=pipelined,
-                        )  # fmt: skip
+                        work = replace(task.work, pipelined=pipelined, quantize=quantize)
+                        plans = compose(profile, division, [card.budget for card in chosen], work)
                         on_host = sum(profile.blocks[i].weights for i in streamed)
                         if all(plan.fits for plan in plans) and (task.host is None or on_host <= task.host):
-                            work = Workload(
-                                micro_batches=task.micro_batches, pipelined=pipelined, quantize=quantize, fp32=task.fp32
-                            )
                             seconds = step_seconds(profile, division, chosen, work).seconds
                             yield seconds * PRICE[quantize], seconds, quantize == "none"
 
@@ -256,6 +252,8 @@ def test_a_full_fine_tune_streams_where_each_block_is_updated_in_its_backward():
 
 def test_a_full_fine_tune_has_nothing_to_stream_or_to_quantize():
     profile_of = trained_profile
-    task = FitTask(gpus=(of_size(140 * GIB, "140GiB"),), profile_of=profile_of, fp32=True, quantizations=("none",))
+    task = FitTask(
+        gpus=(of_size(140 * GIB, "140GiB"),), profile_of=profile_of, work=Workload(fp32=True), quantizations=("none",)
+    )
     setting = fit(task).chosen.setting
     assert (setting.quantize, setting.swap) == ("none", (0,))

@@ -9,9 +9,9 @@ from toy_jobs import ARCH, toy_job
 from ditkit_core.adapters.inject import AdapterConfig
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import POLICIES, BlockEngine
-from ditkit_core.planner.memory import Budget, DevicePlan
+from ditkit_core.planner.memory import Budget, DevicePlan, Profile, StageCost, Workload
 from ditkit_core.planner.memory_tracker import MemoryTracker
-from ditkit_core.planner.profiler import Profile, StageCost, profile
+from ditkit_core.planner.profiler import profile
 from ditkit_core.testing.plans import check_kept, check_plan, divided, planned
 from ditkit_core.testing.toy import TOY
 from ditkit_core.testing.world import make_model
@@ -168,7 +168,7 @@ def test_pipelined_micro_batches_keep_all_at_once():
     found = Profile(embed=StageCost(), blocks=(block,) * 4, head=StageCost(), crossing=(8,) * 5, crossing_back=(3,) * 5)
 
     def peaks(**settings) -> list[int]:
-        return [plan.peak for plan in planned(found, divided(4, (2,)), **settings)]
+        return [plan.peak for plan in planned(found, divided(4, (2,)), Workload(**settings))]
 
     assert peaks(micro_batches=4) == [
         28,

@@ -13,7 +13,7 @@ from ditkit_core.config.sizes import GIB
 from ditkit_core.errors import UserError
 from ditkit_core.planner import partition
 from ditkit_core.planner.gpus import default_reserve, keeping_reserves, parse_gpus
-from ditkit_core.planner.memory import Budget, Partition, compose
+from ditkit_core.planner.memory import Budget, Partition, Profile, StageCost, Workload, compose
 from ditkit_core.planner.partition import (
     budgets_here,
     budgets_of,
@@ -23,7 +23,7 @@ from ditkit_core.planner.partition import (
     weights_profile,
 )
 from ditkit_core.planner.plan import make_report
-from ditkit_core.planner.profiler import Profile, StageCost, profile
+from ditkit_core.planner.profiler import profile
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.run.prepare import build_on_meta
@@ -57,7 +57,7 @@ def test_no_other_cuts_leave_the_fullest_device_less_full(seed, num_devices):
     budgets = [Budget(name="", total=draw.randint(200, 900), reserve=draw.randint(0, 99), workspace=7)] * num_devices
     budgets[-1] = Budget(name="", total=700)
     counts = [draw.randint(0, 2) for _ in range(num_devices)]
-    work = {"micro_batches": 1 + seed % 3, "pipelined": seed % 3 > 1}
+    work = Workload(micro_batches=1 + seed % 3, pipelined=seed % 3 > 1)
     has_weights = [i != 3 for i in range(9)]
 
     def fullest(cuts):
@@ -68,10 +68,10 @@ def test_no_other_cuts_leave_the_fullest_device_less_full(seed, num_devices):
         streamed = [streamed_of(has_weights, a, b, count) for (a, b), count in zip(spans, counts, strict=True)]
         devices = tuple(i for i, (a, b) in enumerate(spans) for _ in range(a, b))
         division = Partition(devices=devices, streamed=frozenset().union(*streamed))
-        plans = compose(profile, division, budgets, **work)
+        plans = compose(profile, division, budgets, work)
         return max(plan.peak / (plan.budget.total - plan.budget.reserve) for plan in plans)
 
-    cuts = choose_split_points(profile, budgets, swap_blocks=counts, **work)
+    cuts = choose_split_points(profile, budgets, swap_blocks=counts, work=work)
     every = [cuts for cuts in itertools.combinations(range(1, 9), num_devices - 1) if 3 not in cuts]
     assert cuts in every
     assert fullest(cuts) == min(map(fullest, every)) < float("inf")

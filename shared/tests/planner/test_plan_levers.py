@@ -6,8 +6,7 @@ import pytest
 from toy_jobs import toy_job
 from whole_steps import DEPTH, agree
 
-from ditkit_core.planner.memory import on_host
-from ditkit_core.planner.profiler import Profile, StageCost
+from ditkit_core.planner.memory import Profile, StageCost, on_host
 from ditkit_core.testing.toy import ToyArch
 from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.optimizer import OptimConfig

@@ -8,12 +8,11 @@ import pytest
 from made_profiles import made_profile
 
 from ditkit_core.planner.gpus import parse_gpus
-from ditkit_core.planner.memory import Partition
+from ditkit_core.planner.memory import Partition, Workload
 from ditkit_core.planner.step_time import (
     LINK_SHARE,
     UTILISATION,
     StageTime,
-    Workload,
     assumptions,
     compare_orders,
     simulate,

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ditkit_core.planner.profiler import Profile, StageCost
+from ditkit_core.planner.memory import Profile, StageCost
 
 GIB, MIB, TERA = 2**30, 2**20, 10**12
 

@@ -14,10 +14,10 @@ from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.block_swap import BlockSwap
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.engine.placement import Placement
-from ditkit_core.planner.memory import Partition
+from ditkit_core.planner.memory import Partition, Workload
+from ditkit_core.planner.planned_step import StepJob as Job
 from ditkit_core.planner.profiler import fake_tensors, profile
 from ditkit_core.planner.reduced_model import materialise, reduced_model
-from ditkit_core.planner.stage_costs import StepJob as Job
 from ditkit_core.testing.plans import divided, planned
 from ditkit_core.training.optimizer_in_backward import OptimizerInBackward
 from ditkit_core.training.train_model import TrainModel
@@ -44,7 +44,7 @@ def to_host(block: nn.Module, *, trained: bool) -> None:
 def held(of: Job, division: Partition, *, pipelined: bool = False) -> list[int]:
     """The highest of each device in the second step of a training: every block is there, and is streamed if it is to be."""
     full = of.adapter.method == "full"
-    model = reduced_model(of.spec, of.arch, of.precision, of.adapter, quantize=of.quantize, of_each=None).whole
+    model = reduced_model(of, of_each=None).whole
     names = {id(module): name for name, module in model.named_modules()}
     devices = [torch.device("cpu", 1 + index) for index in range(1 + max(division.devices))]
     blocks = tuple(devices[index] for index in division.devices)
@@ -94,7 +94,7 @@ def held(of: Job, division: Partition, *, pipelined: bool = False) -> list[int]:
 
 def agree(of: Job, cuts: Sequence[int], streamed: Collection[int] = (), *, pipelined: bool = False) -> None:
     division = divided(DEPTH, cuts, streamed)
-    plans = planned(profile(of), division, micro_batches=of.micro_batches, pipelined=pipelined)
+    plans = planned(profile(of), division, Workload(micro_batches=of.micro_batches, pipelined=pipelined))
     plan, truth = [each.peak for each in plans], held(of, division, pipelined=pipelined)
     for device, (one, other) in enumerate(zip(plan, truth, strict=True)):
         assert one == pytest.approx(other, rel=TOLERANCE), (device, plan, truth)

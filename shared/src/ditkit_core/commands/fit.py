@@ -17,15 +17,26 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import write_text
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.autotune import Fit, fit, least_host, least_missing
+from ditkit_core.planner.autotune import (
+    Fit,
+    Planned,
+    SuggestedChange,
+    best_first,
+    fit,
+    least_host,
+    least_missing,
+    levers,
+)
+from ditkit_core.planner.auxiliary import plan_auxiliary
 from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus
+from ditkit_core.planner.memory import Profile
 from ditkit_core.planner.partition import host_limit
 from ditkit_core.planner.partition_search import PRICE, Candidate, FitTask
-from ditkit_core.planner.plan import auxiliary_of, check_plannable, job_for
-from ditkit_core.planner.profiler import Profile, profile
+from ditkit_core.planner.plan import check_plannable, planned_step
+from ditkit_core.planner.planned_step import work_of
+from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.report import describe_shortfall
-from ditkit_core.planner.step_time import BUFFERS, Workload, assumptions
-from ditkit_core.planner.suggestions import Planned, SuggestedChange, best_first, levers
+from ditkit_core.planner.step_time import BUFFERS, assumptions
 from ditkit_core.run.checks import check_preview_device
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
@@ -67,7 +78,8 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
         check_preview_device(create_run(spec, fitted))
     streamed = found.chosen.weights_on_host
     # The search is about training steps; encoders and samples get the memory that it leaves, and are checked afterwards.
-    auxiliary = auxiliary_of(create_run(spec, fitted), found.chosen.plan, gpus=bool(options.gpus), streamed=streamed)
+    step = planned_step(create_run(spec, fitted))
+    auxiliary = plan_auxiliary(step, found.chosen.plan, gpus=bool(options.gpus), streamed=streamed)
     lacking = [row for row in auxiliary if row.fits is False]
     for row in lacking:
         warn(describe_shortfall(row, bool(fitted.sample.every_steps and not fitted.sample.device)))
@@ -102,20 +114,19 @@ def gpus_to_fit(config: RunConfig, gpus: str) -> tuple[tuple[GPU, ...], tuple[st
 
 def task_for(run: RunContext, gpus: tuple[GPU, ...]) -> FitTask:
     """The search problem of a run on these GPUs."""
-    job, config = job_for(run), run.config
+    step, config = planned_step(run), run.config
     stored = run.stored_as
 
     @functools.cache  # a profile takes seconds, and the search asks for the same one for every split and swap
     def profile_of(policy: str, quantize: str) -> Profile:
-        return profile(replace(job, policy=policy, quantize=stored if quantize == "none" else quantize))
+        return profile(replace(step.job, policy=policy, quantize=stored if quantize == "none" else quantize))
 
     # One 8-bit format is enough: both have the same size, so the configured one is tried, else int8.
     eight_bits = () if stored != "none" else ("fp8",) if config.base.quantize == "fp8" else ("int8",)
     return FitTask(
         gpus=gpus,
         profile_of=profile_of,
-        micro_batches=job.micro_batches,
-        fp32=run.precision.matmul == torch.float32,
+        work=work_of(step.run),
         quantizations=("none",) if config.adapter.method == "full" else ("none", *eight_bits, "nf4"),
         streams_trained=_streams_trained(config),
     )
@@ -174,10 +185,8 @@ def explained(found: Fit, task: FitTask, names: Sequence[str]) -> Iterator[str]:
     prices = ", ".join(f"{PRICE[kind]:g} for {kind}" for kind in task.quantizations if kind != "none")
     if prices:
         yield f"quantized weights are chosen only if exact ones would make a step slower by more than this factor: {prices}"
-    work = Workload(micro_batches=task.micro_batches, fp32=task.fp32)
-    yield from (
-        f"the time is an estimate: {line}" for line in assumptions([task.gpus[i] for i in chosen.setting.gpus], work)
-    )
+    used = [task.gpus[i] for i in chosen.setting.gpus]
+    yield from (f"the time is an estimate: {line}" for line in assumptions(used, task.work))
 
 
 def _chosen(candidate: Candidate, names: Sequence[str]) -> str:

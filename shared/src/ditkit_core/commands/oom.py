@@ -15,14 +15,14 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.memory import is_host_allocation, process_peak_bytes
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.autotune import fit
+from ditkit_core.planner.autotune import SuggestedChange, fit, levers
 from ditkit_core.planner.gpus import RESERVE_BYTES, default_reserve, gpus_here, keeping_reserves
 from ditkit_core.planner.memory import Budget, Partition, compose
 from ditkit_core.planner.partition import host_limit
-from ditkit_core.planner.plan import job_for, make_report
+from ditkit_core.planner.plan import make_report, planned_step
+from ditkit_core.planner.planned_step import work_of
 from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.report import PlanReport, print_measured_plan
-from ditkit_core.planner.suggestions import SuggestedChange, levers
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_config
 from ditkit_core.training.optimizer import optimizers_that
@@ -150,10 +150,9 @@ def _on_the_host(run: RunContext, report: PlanReport) -> str:
     tried: list[tuple[int, str]] = []
     for change in _single(run):
         changed = with_config(run, change.config)
-        found = profile(job_for(changed, kind="cpu"))
-        budget = Budget(name="cpu", total=limit, workspace=0)
-        whole, pipelined = Partition(devices=(0,) * len(found.blocks)), changed.config.train.pipelined
-        (planned,) = compose(found, whole, [budget], micro_batches=changed.config.micro_batches, pipelined=pipelined)
+        found = profile(planned_step(changed, "cpu").job)
+        budget, whole = Budget(name="cpu", total=limit, workspace=0), Partition(devices=(0,) * len(found.blocks))
+        (planned,) = compose(found, whole, [budget], work_of(changed))
         if planned.fits:
             return f"{change.words} fits: {_of(planned.peak, plan.budget.total)}"
         tried.append((planned.peak, change.words))
@@ -170,7 +169,7 @@ def _single(run: RunContext) -> Iterator[SuggestedChange]:
     smaller = {Policy(): ("attn_only", "full"), Full(): ()}
     for policy in ("full",) if schedule.uniform is None else smaller.get(schedule.uniform, ("full",)):
         changed = replace(config, train=replace(config.train, checkpointing=policy))
-        yield SuggestedChange(words=f'train.checkpointing = "{policy}"', gives_up=0.0, config=changed, gpus=())
+        yield SuggestedChange(words=f'train.checkpointing = "{policy}"', lost_share=0.0, config=changed, gpus=())
     for lever in levers(run.spec, config, ()):
         yield from lever
 

@@ -18,8 +18,17 @@ from ditkit_core.config.sizes import GIB
 from ditkit_core.engine.ac_policies import AttentionOnly, Full, Policy
 from ditkit_core.engine.ac_schedule import KEY, ACSchedule, check_sizes
 from ditkit_core.errors import UserError
-from ditkit_core.planner.memory import Budget, DevicePlan, DeviceSpan, Partition, compose
-from ditkit_core.planner.stage_costs import Profile, mixed
+from ditkit_core.planner.memory import (
+    PLAIN,
+    Budget,
+    DevicePlan,
+    DeviceSpan,
+    Partition,
+    Profile,
+    Workload,
+    compose,
+    mixed,
+)
 
 SELF = "self"
 """The attention call whose outputs save most recompute per byte; other calls save less for the same bytes."""
@@ -38,8 +47,7 @@ class BudgetTask:
     """The profile of a step in which all blocks have the policy; cached, and requested only where needed: profiling takes seconds."""
     division: Partition
     budgets: tuple[Budget, ...]
-    micro_batches: int = 1
-    pipelined: bool = False
+    work: Workload = PLAIN
     host: int | None = None
     """Bytes that offloaded activations may take on the host; None for any."""
     can_offload: bool = True
@@ -48,7 +56,7 @@ class BudgetTask:
     def plan(self, policies: Sequence[Policy]) -> tuple[DevicePlan, ...]:
         """The memory of each device under these policies."""
         profile = mixed([self.profile_of(policy) for policy in policies])
-        return compose(profile, self.division, self.budgets, micro_batches=self.micro_batches, pipelined=self.pipelined)
+        return compose(profile, self.division, self.budgets, self.work)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,12 +194,12 @@ class _Device:
         own = task.division.blocks[device]
         start, end = own.start, own.stop
         self._menu, self._allowed = menu, allowed
-        waiting = task.micro_batches - 1 if task.pipelined else 0
+        waiting = task.work.waiting
         self._waiting = (waiting, waiting - 1) if waiting else ()
         self._blocks = range(int(start == 0), int(start == 0) + end - start)
         spans = [DeviceSpan(task.profile_of(policy), start, end, task.division.streamed) for policy in menu]
         self._before = max(span.receives + span.targets for span in spans)
-        rounds = (False, True) if task.micro_batches > 1 else (False,)
+        rounds = (False, True) if task.work.micro_batches > 1 else (False,)
         by_policy = [_variants(span, rounds, task.budgets[device].workspace) for span in spans]
         self._stages = [_priced(stage) for stage in zip(*by_policy, strict=True)]
         for place in set(range(len(self._stages))) - set(self._blocks):

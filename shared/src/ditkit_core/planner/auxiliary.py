@@ -3,9 +3,10 @@
 Fake tensors run through the functions that the encoders and the sampler call themselves, so that a plan cannot diverge from them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,10 +19,17 @@ from ditkit_core.models.precision import parse_dtype
 from ditkit_core.planner.gpus import gpus_here
 from ditkit_core.planner.memory import DevicePlan
 from ditkit_core.planner.memory_tracker import MemoryTracker
-from ditkit_core.planner.planned_step import Bucket, Generated, PlannedStep, Size, has_data, missing_class_images
+from ditkit_core.planner.planned_step import (
+    Bucket,
+    Generated,
+    PlannedStep,
+    Size,
+    StepJob,
+    has_data,
+    missing_class_images,
+)
 from ditkit_core.planner.profiler import fake_tensors
 from ditkit_core.planner.reduced_model import give_memory, materialise, reduced_model
-from ditkit_core.planner.stage_costs import StepJob
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.sampling.prompts import Shape, shape_of
@@ -156,7 +164,7 @@ def denoising_bytes(job: StepJob, size: Size, references: Sequence[tuple[int, in
         references: Height and width of each image to edit.
     """
     spec, dtype = job.spec, job.precision.matmul
-    model = reduced_model(spec, job.arch, job.precision, job.adapter, quantize=job.quantize)
+    model = reduced_model(job)
     with torch.device("meta"):
         item = spec.training.empty_item(job.arch, size, references)
     with fake_tensors(job.kind) as tracker, torch.no_grad():
@@ -223,17 +231,24 @@ class AuxiliaryPlanner:
         for model in self.models:
             if model.stage == "sample" and sizes:
                 decoder = self._row(model, sizes, rooms[0], tiled=self.sample_tiling)
-                kept = decoder.weights if num_samples > 1 else 0
-                rows += [_denoising(decoder, room, 0 if place else kept, denoising) for place, room in enumerate(rooms)]
+                for place, room in enumerate(rooms):
+                    kept = decoder.weights if num_samples > 1 and not place else 0
+                    peak = room.in_use + kept + denoising
+                    rows.append(
+                        replace(
+                            decoder,
+                            name="denoising",
+                            device=room.device,
+                            mode="whole",
+                            weights=kept,
+                            in_use=room.in_use,
+                            peak=peak,
+                            available=room.available,
+                            remedy="" if room.fits(peak) else _SMALLER,
+                        )
+                    )
                 rows.append(decoder)
         return rows
-
-    def preview_rows(
-        self, sizes: Sequence[Size], room: Room, *, denoising: int, num_samples: int = 1
-    ) -> list[AuxiliaryRow]:
-        """Rows for previews, which a copy of the model generates on a separate device; arguments as for `sample_rows`."""
-        rows = self.sample_rows(sizes, [room], denoising=denoising, num_samples=num_samples)
-        return [replace(row, stage="preview") for row in rows]
 
     def _row(self, model: AuxiliaryModel, sizes: Sequence[Size], room: Room, *, tiled: bool) -> AuxiliaryRow:
         mode: Mode = "in tiles" if tiled and model.tiles else "whole"
@@ -244,7 +259,8 @@ class AuxiliaryPlanner:
             max(sizes, key=lambda size: size[1] * size[2]),
             max(sizes, key=lambda size: size[0] * size[1] * size[2]),
         }
-        each = {size: self._measure(model, size, mode, room.kind) for size in sorted(worst)}
+        measure = partial(measure_model, model, text_dtype=self.text_dtype, kind=room.kind)
+        each = {size: measure(size, mode=mode) for size in sorted(worst)}
         size, measured = max(each.items(), key=lambda found: found[1].peak)
         peak = room.in_use + measured.peak
         return AuxiliaryRow(
@@ -257,7 +273,7 @@ class AuxiliaryPlanner:
             in_use=room.in_use,
             peak=peak,
             available=room.available,
-            remedy="" if room.fits(peak) else self._remedy(model, mode, size, room),
+            remedy="" if room.fits(peak) else _remedy(model, mode, room, partial(measure, size)),
         )
 
     def _streams(self, model: AuxiliaryModel, room: Room) -> bool:
@@ -267,45 +283,18 @@ class AuxiliaryPlanner:
         needed = sum(tensor.nbytes for tensor in model.build(self.text_dtype).state_dict().values())
         return room.available is not None and too_large(needed, room.available)
 
-    def _measure(self, model: AuxiliaryModel, size: Size, mode: Mode, kind: str) -> MeasuredModel:
-        return measure_model(model, size, text_dtype=self.text_dtype, mode=mode, kind=kind)
 
-    def _remedy(self, model: AuxiliaryModel, mode: Mode, size: Size, room: Room) -> str:
-        """A remedy for a stage that does not fit: the first setting that helps, or the one that helps most and what to do then."""
-        ways: list[tuple[str, Mode]] = []
-        if model.tiles and mode == "whole":
-            ways.append((f"{model.stage}.vae_tiling = true", "in tiles"))
-        elif model.run_streamed and mode == "whole":
-            ways.append(('encode.streaming = "always"', "layer by layer"))
-        last = 'encode.device = "cpu"' if model.stage == "encode" else _SMALLER
-        for setting, other in ways:
-            needed = room.in_use + self._measure(model, size, other, room.kind).peak
-            then = f"{setting} would need {needed / 2**30:.1f} GiB"
-            return then if room.fits(needed) else f"{then}, which is still too much; {last}"
+def _remedy(model: AuxiliaryModel, mode: Mode, room: Room, measure: Callable[..., MeasuredModel]) -> str:
+    """The setting that lets a stage fit, with the memory needed then; if it is not enough, also what to do after it."""
+    last = 'encode.device = "cpu"' if model.stage == "encode" else _SMALLER
+    setting, other = f"{model.stage}.vae_tiling = true", "in tiles"
+    if not model.tiles:
+        setting, other = 'encode.streaming = "always"', "layer by layer"
+    if mode != "whole" or not (model.tiles or model.run_streamed):
         return last
-
-
-def _denoising(decoder: AuxiliaryRow, room: Room, kept: int, denoising: int) -> AuxiliaryRow:
-    """The transformer's row on one of its devices.
-
-    Args:
-        decoder: The row of the decoder of its samples.
-        room: The device.
-        kept: Bytes of the decoder that stays loaded meanwhile.
-        denoising: `denoising_bytes`.
-    """
-    peak = room.in_use + kept + denoising
-    return replace(
-        decoder,
-        name="denoising",
-        device=room.device,
-        mode="whole",
-        weights=kept,
-        in_use=room.in_use,
-        peak=peak,
-        available=room.available,
-        remedy="" if room.fits(peak) else _SMALLER,
-    )
+    needed = room.in_use + measure(mode=other).peak
+    then = f"{setting} would need {needed / 2**30:.1f} GiB"
+    return then if room.fits(needed) else f"{then}, which is still too much; {last}"
 
 
 def plan_auxiliary(
@@ -329,9 +318,18 @@ def plan_auxiliary(
         UserError: If local files of an encoder are damaged or of another model.
     """
     run, config, shapes = step.run, step.run.config, step.bucket.shapes
-    rooms = _rooms(devices, "cuda" if gpus else run.devices[0].type, averages=config.optim.kind.averages)
+    kind, averages = "cuda" if gpus else run.devices[0].type, config.optim.kind.averages
+    rooms = [
+        Room(
+            device=device.budget.name,
+            available=device.budget.available - device.budget.workspace,
+            kind=kind,
+            in_use=held_while_sampling(device.purposes, averages=averages),
+        )
+        for device in devices
+    ]
     planner = AuxiliaryPlanner(
-        models=run.spec.auxiliary.models(step.arch, config.model),
+        models=run.spec.auxiliary.models(step.job.arch, config.model),
         text_dtype=parse_dtype(config.encode.text_dtype),
         streaming=config.encode.streaming,
         encode_tiling=config.encode.vae_tiling,
@@ -339,48 +337,24 @@ def plan_auxiliary(
     )
     encoders = _room_of(config.encode.device, "encode.device", run, rooms[0], gpus=gpus)
     found = planner.encode_rows(_encoded_sizes(step.bucket), encoders)
-    generated = to_be_generated(run, shapes, samples)
-    largest = _denoising_of(step, generated, rooms[0].kind)
-    sizes = [size for size, _ in generated.shapes]
-    found += planner.sample_rows(sizes, rooms, denoising=largest, num_samples=generated.num)
+
+    def sampled(generated: Generated, on: Sequence[Room]) -> list[AuxiliaryRow]:
+        if not generated.shapes:
+            return []
+        denoising = denoising_bytes(replace(step.job, kind=on[0].kind), *max(generated.shapes, key=_pixels))
+        sizes = [size for size, _ in generated.shapes]
+        return planner.sample_rows(sizes, on, denoising=denoising, num_samples=generated.num)
+
+    found += sampled(to_be_generated(run, shapes, samples), rooms)
     if config.sample.device and config.sample.every_steps:
         room = _preview_room(run, rooms[0], devices, gpus=gpus, streamed=streamed)
-        generated = _samples(run, shapes, samples)
-        largest = _denoising_of(step, generated, room.kind)
-        sizes = [size for size, _ in generated.shapes]
-        found += planner.preview_rows(sizes, room, denoising=largest, num_samples=generated.num)
+        found += [replace(row, stage="preview") for row in sampled(_samples(run, shapes, samples), [room])]
     return tuple(found)
-
-
-def _rooms(devices: Sequence[DevicePlan], kind: str, *, averages: bool) -> list[Room]:
-    """The devices that a run trains on, with what they hold between two steps.
-
-    Args:
-        devices: Memory of the steps on each device.
-        kind: `cuda` or `cpu`.
-        averages: Whether the optimizer averages the weights itself.
-    """
-    return [
-        Room(
-            device=device.budget.name,
-            available=device.budget.total - device.budget.reserve - device.budget.workspace,
-            kind=kind,
-            in_use=held_while_sampling(device.purposes, averages=averages),
-        )
-        for device in devices
-    ]
 
 
 def _encoded_sizes(bucket: Bucket) -> list[Size]:
     shapes = (*bucket.shapes, *bucket.class_shapes)
     return [size for shape in shapes for size in (shape[0], *((1, *reference) for reference in shape[1]))]
-
-
-def _denoising_of(step: PlannedStep, generated: Generated, kind: str) -> int:
-    """`denoising_bytes` of the largest sample; 0 if there are none."""
-    if not generated.shapes:
-        return 0
-    return denoising_bytes(step.job(kind), *max(generated.shapes, key=_pixels))
 
 
 def to_be_generated(run: RunContext, shapes: Sequence[Shape], samples: Sequence[Sample] | None = None) -> Generated:

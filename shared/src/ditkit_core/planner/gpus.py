@@ -9,6 +9,7 @@ import torch
 from ditkit_core.config.sizes import GIB, SIZE
 from ditkit_core.engine.devices import per_device
 from ditkit_core.errors import UserError
+from ditkit_core.planner.memory import Budget
 
 RESERVE_BYTES = 6 * GIB // 10
 """Memory of every GPU that tensors cannot use: the CUDA context with its libraries, and the driver's share."""
@@ -39,6 +40,11 @@ class GPU:
     """Bytes per second of its PCIe link, in one direction."""
     source: str
     """Where the figures are from."""
+
+    @property
+    def budget(self) -> Budget:
+        """The memory to plan for."""
+        return Budget(name=self.name, total=self.total, reserve=self.reserve)
 
     def keeping_free(self, num_bytes: int) -> "GPU":
         """The GPU with another `num_bytes` reserved for other programs."""

@@ -1,16 +1,149 @@
 """A step's memory on each device, composed from the costs of its stages. It takes milliseconds, so a search can try thousands."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import NamedTuple
-
-from ditkit_core.planner.stage_costs import Profile, behind
 
 CUBLAS_WORKSPACE = 64 * 2**20
 """PyTorch keeps a workspace for each cuBLAS handle and stream, and a handle for each thread that launches products: the program's and
 autograd's. Its sources set 32 MiB each on Hopper GPUs and 8.1 MiB (`:4096:2:16:8`) on older ones, unless CUBLAS_WORKSPACE_CONFIG is set.
 A plan uses twice the larger for every GPU; assumed, not measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Properties of a step apart from its model."""
+
+    micro_batches: int = 1
+    """Number accumulated; gradients of the first exist while the second runs."""
+    pipelined: bool = False
+    """Whether all forwards run before one backward, so that their activations are alive at once."""
+    fp32: bool = False
+    """Whether matrices are multiplied in fp32."""
+    quantize: str = "none"
+    """Format of the frozen matrices."""
+
+    @property
+    def waiting(self) -> int:
+        """Micro-batches whose activations are alive when the first backward runs."""
+        return self.micro_batches - 1 if self.pipelined else 0
+
+
+PLAIN = Workload()
+"""One micro-batch of exact weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCost:
+    """Bytes (and arithmetic) of one stage for one micro-batch: the embedding, a block, or the head with the loss."""
+
+    weights: int = 0
+    """Frozen base, with scales of quantization."""
+    adapters: int = 0
+    """Trained parameters; in a full fine-tune, all parameters."""
+    gradients: int = 0
+    optimizer: int = 0
+    """The optimizer's state."""
+    average: int = 0
+    update_extra: int = 0
+    """Peak of clipping and the optimizer's step above the memory before them, as if the stage were the whole model."""
+    kept: int = 0
+    """Bytes that its forward keeps for the backward, with the carry for the next stage."""
+    released: int = 0
+    """Bytes of activations that its backward frees, not reduced by the gradients that it creates."""
+    freed_at_cut: int = 0
+    """Bytes of `kept` that are freed at once if the next stage is on another device: its output, unless it saved it for its backward."""
+    on_host: int = 0
+    """Bytes that its forward offloads to the host until its backward has fetched them."""
+    forward_extra: int = 0
+    """Peak of its forward, above the memory at its start."""
+    backward_extra: int = 0
+    """Peak of its backward, recompute included, above the memory at its start."""
+    backward_extra_again: int = 0
+    """The same if gradients of an earlier micro-batch exist, and are added to."""
+    flops_forward: int = 0
+    """Floating-point operations of matmuls and attention."""
+    flops_backward: int = 0
+    """The same for the backward, recompute included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """The stages of a model in execution order."""
+
+    embed: StageCost
+    """The inputs of the micro-batch on the device included."""
+    blocks: tuple[StageCost, ...]
+    """One for each of the model's blocks; the same object where blocks are of one kind."""
+    head: StageCost
+    """The loss included; its kept bytes are the first gradient."""
+    crossing: tuple[int, ...]
+    """Bytes of the carry that enters each block, then the head: a split there sends them, and the next device allocates them."""
+    crossing_back: tuple[int, ...]
+    """Bytes of gradients that a split there sends back."""
+    targets: int = 0
+    """Bytes of the loss's targets: included in the embedding's figures, and on the head's device from before the forward."""
+    trains_all: bool = False
+    """Whether all parameters are trained: the host then also has the optimizer state and average of streamed blocks."""
+    update_adds_up: bool = False
+    """Whether the optimizer works on all parameters of a device at once, so that its temporary memory adds up over stages; else only
+    the largest stage counts."""
+    attention: tuple[str, ...] = ()
+    """Names of the attention calls in blocks."""
+
+
+def mixed(of_blocks: Sequence[Profile]) -> Profile:
+    """The profile of a model whose blocks run under different policies.
+
+    A stage's memory hardly depends on the policies of other blocks. Three things do, and are corrected here. If a block does not save
+    its output (`freed_at_cut`), the backward of the next block frees it. Offloaded activations leave the device while the next block
+    runs, and return during its backward. A tensor that all blocks receive (a time embedding) stays alive while any of them saves it.
+
+    Args:
+        of_blocks: For each block the profile of the whole model under that block's policy.
+    """
+    used, last = list(dict.fromkeys(of_blocks)), of_blocks[-1]
+    if len(used) == 1:
+        return last
+    assert all(each.crossing == last.crossing for each in used), "the carry does not depend on policies"
+    blocks = [of_blocks[0].blocks[0]]
+    for i, (before, here) in enumerate(pairwise(of_blocks)):
+        block = behind(here.blocks[i + 1], here.blocks[i].on_host - before.blocks[i].on_host)
+        passed_on = before.blocks[i].freed_at_cut - here.blocks[i].freed_at_cut
+        blocks.append(replace(block, released=block.released + passed_on))
+    embeds, heads = ([each.embed for each in used], [each.head for each in used])
+    return replace(
+        last,
+        embed=replace(_most(embeds), freed_at_cut=min(embed.freed_at_cut for embed in embeds)),
+        blocks=tuple(
+            replace(block, freed_at_cut=_least([each.blocks[i] for each in used], block))
+            for i, block in enumerate(blocks)
+        ),
+        head=replace(_most(heads), released=last.head.released),
+    )
+
+
+def behind(block: StageCost, not_sent: int) -> StageCost:
+    """A block whose predecessor offloads `not_sent` bytes less than in the profile: they do not leave the device while the block runs,
+    and need not return during its backward."""
+    return replace(
+        block,
+        kept=block.kept + not_sent,
+        released=block.released + not_sent,
+        backward_extra=block.backward_extra - not_sent,
+        backward_extra_again=block.backward_extra_again - not_sent,
+    )
+
+
+def _least(variants: Sequence[StageCost], own: StageCost) -> int:
+    """Bytes that a block frees at a split, if it does not save its output, without tensors that blocks of another policy save."""
+    return min((each.freed_at_cut for each in variants if each.freed_at_cut), default=0) if own.freed_at_cut else 0
+
+
+def _most(variants: Sequence[StageCost]) -> StageCost:
+    """The embedding or the head, which have no policy: the largest figures, because only some blocks may save tensors shared with it."""
+    return StageCost(**{each.name: max(getattr(stage, each.name) for stage in variants) for each in fields(StageCost)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,58 +219,12 @@ class DevicePlan:
 
 
 def compose(
-    profile: Profile,
-    division: Partition,
-    budgets: Sequence[Budget],
-    *,
-    micro_batches: int = 1,
-    pipelined: bool = False,
+    profile: Profile, division: Partition, budgets: Sequence[Budget], work: Workload = PLAIN
 ) -> tuple[DevicePlan, ...]:
-    """The peak of each device over a whole step.
-
-    Args:
-        profile: Costs of the stages.
-        division: Device of each block.
-        budgets: The devices, as many as the division has.
-        micro_batches: Number accumulated in a step; gradients of the first exist while the second runs.
-        pipelined: Whether all forwards run before one backward, so that their activations are alive at once.
-    """
+    """The peak of each device over a whole step; there are as many budgets as the division has devices."""
     assert len(division.bounds) == len(budgets) + 1, (division.bounds, len(budgets))
-    return tuple(
-        plan_device(
-            profile,
-            blocks.start,
-            blocks.stop,
-            budget,
-            streamed=division.streamed,
-            micro_batches=micro_batches,
-            pipelined=pipelined,
-        )
-        for budget, blocks in zip(budgets, division.blocks, strict=True)
-    )
-
-
-def plan_device(
-    profile: Profile,
-    start: int,
-    end: int,
-    budget: Budget,
-    *,
-    streamed: Collection[int] = (),
-    micro_batches: int = 1,
-    pipelined: bool = False,
-) -> DevicePlan:
-    """The peak of one device, which depends on no other.
-
-    Args:
-        profile: Costs of the stages.
-        start: Its first block; a device with block 0 also has the embedding.
-        end: One past its last block; a device with the last block also has the head.
-        budget: The device.
-        streamed: Blocks whose weights stay on the host.
-        micro_batches, pipelined: As for `compose`.
-    """
-    return DeviceSpan(profile, start, end, streamed).plan(budget, micro_batches=micro_batches, pipelined=pipelined)
+    spans = [DeviceSpan(profile, blocks.start, blocks.stop, division.streamed) for blocks in division.blocks]
+    return tuple(span.plan(budget, work) for span, budget in zip(spans, budgets, strict=True))
 
 
 class PeakMoment(NamedTuple):
@@ -150,13 +237,16 @@ class PeakMoment(NamedTuple):
 
 
 class DeviceSpan:
-    """The stages of one device, in a row."""
+    """The stages of one device, in a row. Its memory depends on no other device."""
 
     def __init__(self, profile: Profile, start: int, end: int, streamed: Collection[int] = ()):
         """Look the stages up.
 
         Args:
-            profile, start, end, streamed: As for `plan_device`.
+            profile: Costs of the stages.
+            start: Its first block; a device with block 0 also has the embedding.
+            end: One past its last block; a device with the last block also has the head.
+            streamed: Blocks whose weights stay on the host.
         """
         last = len(profile.blocks) + 1
         held = range(0 if start == 0 else start + 1, end + 1 + (end == last - 1))
@@ -174,15 +264,13 @@ class DeviceSpan:
         self.resident = [cost for stage, cost in zip(held, self.stages, strict=True) if stage - 1 not in streamed]
         self.last_passing = max((stage - held.start for stage in held if stage - 1 in streamed), default=0)
 
-    def plan(self, budget: Budget, *, micro_batches: int, pipelined: bool) -> DevicePlan:
+    def plan(self, budget: Budget, work: Workload = PLAIN) -> DevicePlan:
         """The peak, by purpose."""
         static = self.static()
-        # Pipelined, the first backward runs while the activations of all other micro-batches are alive.
-        waiting = micro_batches - 1 if pipelined else 0
-        moments = self.moments(again=False, waiting=waiting)
+        moments = self.moments(again=False, waiting=work.waiting)
         # From the second micro-batch on, gradients of the first are there, so its peaks are others.
-        if micro_batches > 1:
-            moments += self.moments(again=True, waiting=max(0, waiting - 1))
+        if work.micro_batches > 1:
+            moments += self.moments(again=True, waiting=max(0, work.waiting - 1))
         all_gradients = sum(cost.gradients for cost in self.stages)
         # An optimizer that works parameter by parameter frees its temporary memory in between.
         whole = sum if self.profile.update_adds_up else max
@@ -199,7 +287,7 @@ class DeviceSpan:
             budget=budget,
             purposes={**held, "workspace": budget.workspace},
             crossing=self.receives,
-            host=(1 + waiting) * sum(cost.on_host for cost in self.stages),
+            host=(1 + work.waiting) * sum(cost.on_host for cost in self.stages),
         )
 
     def static(self) -> dict[str, int]:
@@ -256,8 +344,3 @@ def on_host(profile: Profile, streamed: Collection[int]) -> int:
     blocks = [profile.blocks[index] for index in streamed]
     kept = sum(block.adapters + block.optimizer + block.average for block in blocks) if profile.trains_all else 0
     return sum(block.weights for block in blocks) + kept
-
-
-def sent_to_host(profile: Profile, blocks: Collection[int], *, micro_batches: int = 1, pipelined: bool = False) -> int:
-    """Bytes of activations that these blocks offload to the host, for all micro-batches that are alive at once."""
-    return (micro_batches if pipelined else 1) * sum(profile.blocks[index].on_host for index in blocks)

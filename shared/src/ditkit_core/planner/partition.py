@@ -28,10 +28,19 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_linear import final_dtype
 from ditkit_core.planner.ac_budget import BudgetTask, choose, limited
 from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves
-from ditkit_core.planner.memory import Budget, Partition, on_host, plan_device
-from ditkit_core.planner.planned_step import PlannedStep, as_held, largest_bucket
+from ditkit_core.planner.memory import (
+    PLAIN,
+    Budget,
+    DeviceSpan,
+    Partition,
+    Profile,
+    StageCost,
+    Workload,
+    mixed,
+    on_host,
+)
+from ditkit_core.planner.planned_step import StepJob, as_held, job_of, largest_bucket, work_of
 from ditkit_core.planner.profiler import profile
-from ditkit_core.planner.stage_costs import Profile, StageCost, StepJob, mixed
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.prepare import MetaModel
 from ditkit_core.weights.layer_streaming import MARGIN_BYTES, free_memory_bytes
@@ -44,8 +53,7 @@ def choose_split_points(
     budgets: Sequence[Budget],
     *,
     swap_blocks: Sequence[int] = (),
-    micro_batches: int = 1,
-    pipelined: bool = False,
+    work: Workload = PLAIN,
 ) -> tuple[int, ...]:
     """The blocks before which the next device begins. Each device has at least one block with parameters, and as many as it streams.
 
@@ -53,8 +61,7 @@ def choose_split_points(
         profile: Costs of the stages, or one profile for each device; `weights_profile` leaves out activations.
         budgets: The devices, in order.
         swap_blocks: `train.swap_blocks`.
-        micro_batches: Number accumulated in a step.
-        pipelined: Whether they overlap.
+        work: Micro-batches of the step.
 
     Raises:
         UserError: If there are more devices than blocks, more streamed blocks than blocks, or a wrong number of `swap_blocks`.
@@ -82,9 +89,7 @@ def choose_split_points(
     @cache
     def bytes_held(kind: int, start: int, end: int, count: int, budget: Budget) -> int:
         streamed = streamed_of(has_weights, start, end, count)
-        return plan_device(
-            profiles[kind], start, end, budget, streamed=streamed, micro_batches=micro_batches, pipelined=pipelined
-        ).peak
+        return DeviceSpan(profiles[kind], start, end, streamed).plan(budget, work).peak
 
     def fullness(device: int, start: int, end: int) -> float | None:
         # Fewer blocks with weights than the device has to stream.
@@ -135,9 +140,10 @@ def streamed_of(has_weights: Sequence[bool], start: int, end: int, count: int) -
 
 
 def budgets_of(gpus: Sequence[GPU]) -> tuple[Budget, ...]:
-    """The budgets of GPUs."""
-    names = [f"{index}: {gpu.name}" if len(gpus) > 1 else gpu.name for index, gpu in enumerate(gpus)]
-    return tuple(Budget(name=name, total=gpu.total, reserve=gpu.reserve) for name, gpu in zip(names, gpus, strict=True))
+    """The budgets of GPUs, numbered if there are several."""
+    if len(gpus) == 1:
+        return (gpus[0].budget,)
+    return tuple(replace(gpu.budget, name=f"{index}: {gpu.name}") for index, gpu in enumerate(gpus))
 
 
 def budgets_here(devices: Sequence[torch.device], reserve_gib: Sequence[float]) -> tuple[Budget, ...]:
@@ -241,6 +247,11 @@ class Solution:
     chosen: str = ""
     """One line on the policies that a checkpointing budget chose; empty without one."""
 
+    @property
+    def division(self) -> Partition:
+        """The placement, for the planner."""
+        return _partition_of(self.placement)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Partitioner:
@@ -261,9 +272,9 @@ class Partitioner:
         """
         if schedule.budget is not None:
             return self._within(schedule.budget)
-        count = len(self.model.blocks())
+        count, devices = len(self.model.blocks()), self.targets.devices
         # A policy can be set per device, whose blocks are not known yet. Each device is judged as if all blocks had its policy.
-        by_device = [schedule.alone_on(device) if schedule.devices else schedule for device in self.targets.devices]
+        by_device = [schedule.alone_on(device) if schedule.devices else schedule for device in devices]
         placement = self._placed(lambda: [self._under(each.policies([None] * count)) for each in by_device])
         policies = schedule.policies(placement.blocks)
         resolved = ACSchedule.of_blocks(policies) if schedule.devices else schedule
@@ -271,7 +282,7 @@ class Partitioner:
 
     def _within(self, sizes: Sequence[str]) -> Solution:
         """Choose policies for a budget. Blocks are split as for full checkpointing, the policy that remains when memory is scarce."""
-        targets, config = self.targets, self.run.config.train
+        targets = self.targets
         limits = limited(targets.budgets, sizes)
         placement = self._placed(lambda: [self.profile_of(Full())] * len(targets.devices))
         host = targets.host
@@ -280,10 +291,9 @@ class Partitioner:
             host = max(0, host - on_host(self.profile_of(Full()), placement.streamed))
         task = BudgetTask(
             profile_of=self.profile_of,
-            division=partition_of(placement),
+            division=_partition_of(placement),
             budgets=limits,
-            micro_batches=self.run.config.micro_batches,
-            pipelined=config.pipelined,
+            work=work_of(self.run),
             host=host,
             can_offload=targets.kind == "cuda",
         )
@@ -293,40 +303,28 @@ class Partitioner:
 
     def _placed(self, profiles: Callable[[], Sequence[Profile]]) -> Placement:
         # CPU devices share one memory, so a step's memory on each need not be compared.
-        if self.targets.kind == "cpu":
-            return _by_weights(self.run, self.model, self.targets)
-        return _split(self.run, self.model, self.targets, profiles)
+        by_weights = self.targets.kind == "cpu"
+        return _split(self.run, self.model, self.targets, None if by_weights else profiles)
 
     def _under(self, policies: Sequence[Policy]) -> Profile:
         return mixed([self.profile_of(policy) for policy in policies])
 
 
-def _by_weights(run: RunContext, model: StagedModel, targets: Targets) -> Placement:
-    """Split by the size of the weights and their optimizer state."""
-    averaged = bool(run.config.ema.decay)
-    return _split(run, model, targets, lambda: weights_profile(model, run.spec, run.precision, averaged=averaged))
-
-
 def _split(
-    run: RunContext, model: StagedModel, targets: Targets, profiles: Callable[[], Profile | Sequence[Profile]]
+    run: RunContext, model: StagedModel, targets: Targets, profiles: Callable[[], Sequence[Profile]] | None = None
 ) -> Placement:
-    """Split as configured, else by these profiles. They take seconds, so they are made only if they decide."""
+    """Split as configured, else by these profiles, which take seconds and are made only if they decide; without them by weights."""
     config, split_points = run.config.train, run.config.train.split_points
     if len(targets.devices) > 1 and not split_points:
-        split_points = choose_split_points(
-            profiles(),
-            targets.budgets,
-            swap_blocks=config.swap_blocks,
-            micro_batches=run.config.micro_batches,
-            pipelined=config.pipelined,
-        )
+        averaged = bool(run.config.ema.decay)
+        costs = profiles() if profiles else weights_profile(model, run.spec, run.precision, averaged=averaged)
+        split_points = choose_split_points(costs, targets.budgets, swap_blocks=config.swap_blocks, work=work_of(run))
     placed = place_blocks(model, targets.devices, split_points)
     has_weights = [next(block.parameters(), None) is not None for block in model.blocks()]
     return replace(placed, streamed=choose_streamed(placed, config.swap_blocks, has_weights))
 
 
-def partition_of(placement: Placement) -> Partition:
-    """The partition of a placement, for the planner."""
+def _partition_of(placement: Placement) -> Partition:
     order = list(dict.fromkeys(placement.blocks))
     return Partition(devices=tuple(map(order.index, placement.blocks)), streamed=placement.streamed)
 
@@ -363,13 +361,11 @@ def place(run: RunContext, unloaded: MetaModel, *, training: bool = False) -> Pl
         host=host_limit("", here=True) if planned and kind == "cuda" else None,  # a CPU is the host itself
     )
     if not planned:
-        placement = _by_weights(run, unloaded.model, targets)
-        return replace(placement, checkpointing=schedule if training else None)
+        return replace(_split(run, unloaded.model, targets), checkpointing=schedule if training else None)
     # The weights are planned in the format of their file, as they will be loaded.
     began, held = time.monotonic(), as_held(run)
     bucket = largest_bucket(held, unloaded.arch)
-    step = PlannedStep(run=held, arch=unloaded.arch, adapter=unloaded.adapter, bucket=bucket)
-    profiles = profiles_of(step.job(kind))
+    profiles = profiles_of(job_of(held, unloaded.arch, unloaded.adapter, bucket, kind))
     solution = Partitioner(run=run, model=unloaded.model, targets=targets, profile_of=profiles).solve(schedule)
     if solution.chosen:
         say(solution.chosen)

@@ -6,16 +6,25 @@ and dynamic programming combines the spans.
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
 from ditkit_core.planner.gpus import GPU
-from ditkit_core.planner.memory import Budget, DevicePlan, Partition, compose, on_host, plan_device, sent_to_host
+from ditkit_core.planner.memory import (
+    PLAIN,
+    Budget,
+    DevicePlan,
+    DeviceSpan,
+    Partition,
+    Profile,
+    Workload,
+    compose,
+    on_host,
+)
 from ditkit_core.planner.partition import least_full, streamed_of
-from ditkit_core.planner.stage_costs import Profile
-from ditkit_core.planner.step_time import StageTime, StepTime, Workload, crossing_time, sending, span_time, step_time
+from ditkit_core.planner.step_time import StageTime, StepTime, crossing_time, sending, span_time, step_time
 from ditkit_core.planner.step_time import step_seconds as seconds_of
 
 PRICE = {"none": 1.0, "int8": 1.5, "fp8": 1.5, "nf4": 3.0}
@@ -33,8 +42,8 @@ class FitTask:
     gpus: tuple[GPU, ...]
     profile_of: Callable[[str, str], Profile]
     """(policy, quantize) to the profile; cached."""
-    micro_batches: int = 1
-    fp32: bool = False
+    work: Workload = PLAIN
+    """The step as configured; the search chooses whether micro-batches overlap, and the format of the weights."""
     quantizations: tuple[str, ...] = ("none", "int8", "nf4")
     """From exact to coarse; a full fine-tune has only `none`."""
     host: int | None = None
@@ -108,11 +117,7 @@ class _Way(NamedTuple):
 
 
 Judge = Callable[[GPU, int, int], SearchedSpan | None]
-
-
-def budget_of(gpu: GPU) -> Budget:
-    """The budget of a GPU."""
-    return Budget(name=gpu.name, total=gpu.total, reserve=gpu.reserve)
+"""The blocks from start to before end on a GPU, with the fewest of them streamed; None if they do not fit."""
 
 
 class Search:
@@ -127,9 +132,9 @@ class Search:
             quantize: Format of the frozen weights.
             pipelined: Whether micro-batches overlap.
         """
-        self._task, self._policy, self._quantize = task, policy, quantize
+        self._task, self._policy = task, policy
         self._profile = profile = task.profile_of(policy, quantize)
-        self._work = Workload(micro_batches=task.micro_batches, pipelined=pipelined, fp32=task.fp32, quantize=quantize)
+        self._work = replace(task.work, pipelined=pipelined, quantize=quantize)
         self._num_blocks = len(profile.blocks)
         trained = profile.trains_all and task.streams_trained
         self._has_weights = [block.weights + trained * block.adapters > 0 for block in profile.blocks]
@@ -157,20 +162,14 @@ class Search:
         return Candidate(
             setting=Setting(
                 policy=self._policy,
-                quantize=self._quantize,
+                quantize=work.quantize,
                 gpus=chosen,
                 split_points=tuple(span.start for span in spans[1:]),
                 swap=tuple(span.num_streamed for span in spans),
                 pipelined=work.pipelined,
             ),
             division=division,
-            plan=compose(
-                profile,
-                division,
-                [budget_of(gpu) for gpu in gpus],
-                micro_batches=work.micro_batches,
-                pipelined=work.pipelined,
-            ),
+            plan=compose(profile, division, [gpu.budget for gpu in gpus], work),
             time=seconds_of(profile, division, gpus, work),
             weights_on_host=on_host(profile, division.streamed),
             search=self,
@@ -183,7 +182,7 @@ class Search:
 
     def least_missing(self, chosen: tuple[int, ...]) -> int:
         """Bytes that the fullest GPU lacks with all blocks streamed and the best split points; 0 if it fits."""
-        available = [budget_of(self._task.gpus[i]).available for i in chosen]
+        available = [self._task.gpus[i].budget.available for i in chosen]
 
         def lacking(device: int, start: int, end: int) -> int:
             return max(0, self._least_held(start, end) - available[device])
@@ -220,7 +219,7 @@ class Search:
     def _judge(self, share: float) -> Judge:
         @cache
         def judge(gpu: GPU, start: int, end: int) -> SearchedSpan | None:
-            count = self._fewest_streamed(start, end, int((gpu.total - gpu.reserve) * share))
+            count = self._fewest_streamed(start, end, int(gpu.budget.available * share))
             if count is None:
                 return None
             time, host = self._time(gpu, start, end, count)
@@ -277,27 +276,20 @@ class Search:
         return min(self._bytes_held(start, end, count) for count in {0, sum(self._has_weights[start:end])})
 
     def _bytes_held(self, start: int, end: int, count: int) -> int:
-        like, work = (self._like(start, end), count), self._work
+        like = self._like(start, end), count
         if like not in self._held:
-            self._held[like] = plan_device(
-                self._profile,
-                start,
-                end,
-                _ENDLESS,
-                streamed=self._streamed(start, end, count),
-                micro_batches=work.micro_batches,
-                pipelined=work.pipelined,
-            ).peak
+            span = DeviceSpan(self._profile, start, end, self._streamed(start, end, count))
+            self._held[like] = span.plan(_ENDLESS, self._work).peak
         return self._held[like]
 
     def _time(self, gpu: GPU, start: int, end: int, count: int) -> tuple[StageTime, int]:
         """Time of a span, and the bytes that it streams from or offloads to the host."""
-        like, work = (gpu, self._like(start, end), count), self._work
+        like, profile = (gpu, self._like(start, end), count), self._profile
         if like not in self._times:
-            streamed, blocks = self._streamed(start, end, count), range(start, end)
-            sent = sent_to_host(self._profile, blocks, micro_batches=work.micro_batches, pipelined=work.pipelined)
-            time = span_time(self._profile, gpu, start, end, streamed, work)
-            self._times[like] = time, on_host(self._profile, streamed) + sent
+            streamed = self._streamed(start, end, count)
+            sent = (1 + self._work.waiting) * sum(block.on_host for block in profile.blocks[start:end])
+            time = span_time(profile, gpu, start, end, streamed, self._work)
+            self._times[like] = time, on_host(profile, streamed) + sent
         return self._times[like]
 
     def _streamed(self, start: int, end: int, count: int) -> frozenset[int]:

@@ -8,8 +8,8 @@ import torch
 from ditkit_core.data.dataset import Sample
 from ditkit_core.errors import UserError
 from ditkit_core.planner import gpus as hardware
-from ditkit_core.planner.auxiliary import AuxiliaryRow, plan_auxiliary
-from ditkit_core.planner.memory import DevicePlan, compose, on_host
+from ditkit_core.planner.auxiliary import plan_auxiliary
+from ditkit_core.planner.memory import Workload, compose, on_host
 from ditkit_core.planner.partition import (
     Partitioner,
     Solution,
@@ -17,14 +17,12 @@ from ditkit_core.planner.partition import (
     budgets_here,
     budgets_of,
     host_limit,
-    partition_of,
     profiles_of,
 )
-from ditkit_core.planner.planned_step import PlannedStep, as_held
+from ditkit_core.planner.planned_step import PlannedStep, as_held, work_of
 from ditkit_core.planner.reduced_model import reduced_model
 from ditkit_core.planner.report import PlanReport
-from ditkit_core.planner.stage_costs import StepJob
-from ditkit_core.planner.step_time import Workload, both_orders, step_seconds
+from ditkit_core.planner.step_time import both_orders, step_seconds
 from ditkit_core.run.checks import check_run, check_settings, check_training
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.expert_runs import largest_expert_run, notes_on
@@ -48,67 +46,55 @@ def report_of(
     gpus: str = "",
     host: str = "",
     samples: Sequence[Sample] | None = None,
-    class_pictures: Sequence[Sample] | None = None,
+    class_images: Sequence[Sample] | None = None,
 ) -> PlanReport:
     """Plan a run that was checked already.
 
     Args:
         run, gpus, host: As for `make_report`.
         samples: Its training samples, if known already; None reads the dataset.
-        class_pictures: The class images of prior preservation, likewise.
+        class_images: The class images of prior preservation, likewise.
     """
     # Notes are about the run as configured, so they come before it is replaced.
     notes = (*notes_on(run), *_notes(run))
     run = as_held(largest_expert_run(run))
     targets = _targets(run, gpus, host)
-    step = PlannedStep.of(run, samples, class_pictures)
-    bucket = step.bucket
-    schedule = run.config.train.schedule
-    partitioner = Partitioner(
-        run=run, model=_divisible(step, targets), targets=targets, profile_of=profiles_of(step.job(targets.kind))
-    )
-    solution = partitioner.solve(schedule)
-    train, found, division = run.config.train, solution.profile, partition_of(solution.placement)
-    plans = compose(found, division, targets.budgets, micro_batches=run.config.micro_batches, pipelined=train.pipelined)
+    step, work = PlannedStep.of(run, targets.kind, samples, class_images), work_of(run)
+    solution = Partitioner(
+        run=run, model=_divisible(step, targets), targets=targets, profile_of=profiles_of(step.job)
+    ).solve(run.config.train.schedule)
+    found, division = solution.profile, solution.division
+    plans = compose(found, division, targets.budgets, work)
     streamed = on_host(found, division.streamed)
     stages = (found.embed, *found.blocks, found.head)
     return PlanReport(
         model=f"{run.spec.name} {arch_here(run.spec, run.config.model)[0]}".strip(),
         policy=str(solution.placement.checkpointing),
         chosen=solution.chosen,
-        quantize=run.config.base.quantize,
-        bucket=bucket.described(),
-        tokens=sum(map(run.spec.training.num_tokens, bucket.items)),
-        micro_batches=run.config.micro_batches,
-        pipelined=train.pipelined,
+        bucket=step.bucket.described(),
+        tokens=sum(map(run.spec.training.num_tokens, step.bucket.items)),
+        work=work,
         devices=plans,
         auxiliary=plan_auxiliary(step, plans, gpus=bool(gpus), samples=samples, streamed=streamed),
         previews=bool(run.config.sample.every_steps and not run.config.sample.device),
         division=division,
         host=streamed,
         host_limit=targets.host,
-        flops=run.config.micro_batches * sum(stage.flops_forward + stage.flops_backward for stage in stages),
+        flops=work.micro_batches * sum(stage.flops_forward + stage.flops_backward for stage in stages),
         is_cuda=targets.kind == "cuda",
         notes=notes,
-        **_times(run, solution, targets.gpus),
+        **_times(solution, targets.gpus, work),
     )
 
 
-def _times(run: RunContext, solution: Solution, gpus: Sequence[hardware.GPU]) -> dict[str, Any]:
+def _times(solution: Solution, gpus: Sequence[hardware.GPU], work: Workload) -> dict[str, Any]:
     """The fields of a report about time; empty without GPUs, whose rates are known."""
     if not gpus:
         return {}
-    work = Workload(
-        micro_batches=run.config.micro_batches,
-        pipelined=run.config.train.pipelined,
-        fp32=run.precision.matmul == torch.float32,
-        quantize=run.config.base.quantize,
-    )
     rates = (f"{gpu.name}: {gpu.bf16_flops / 1e12:.0f} TFLOP/s in bf16 ({gpu.source})" for gpu in gpus)
-    division = partition_of(solution.placement)
     return {
-        "seconds": step_seconds(solution.profile, division, gpus, work).seconds,
-        "orders": both_orders(solution.profile, division, gpus, work),
+        "seconds": step_seconds(solution.profile, solution.division, gpus, work).seconds,
+        "orders": both_orders(solution.profile, solution.division, gpus, work),
         "rates": tuple(dict.fromkeys(rates)),
     }
 
@@ -127,16 +113,9 @@ def check_plannable(run: RunContext, *, here: bool) -> None:
     check_training(run, here=here)
 
 
-def auxiliary_of(
-    run: RunContext, devices: Sequence[DevicePlan], *, gpus: bool, streamed: int
-) -> tuple[AuxiliaryRow, ...]:
-    """Memory of encoding and sampling next to these steps, for a run with their configuration."""
-    return plan_auxiliary(PlannedStep.of(as_held(largest_expert_run(run))), devices, gpus=gpus, streamed=streamed)
-
-
-def job_for(run: RunContext, *, kind: str = "cuda") -> StepJob:
-    """The step of a run's largest micro-batch on a kind of device; with several experts, of the one that needs most memory."""
-    return PlannedStep.of(as_held(largest_expert_run(run))).job(kind)
+def planned_step(run: RunContext, kind: str = "cuda") -> PlannedStep:
+    """A run's largest micro-batch on a kind of device; with several experts, of the one that needs most memory."""
+    return PlannedStep.of(as_held(largest_expert_run(run)), kind)
 
 
 def _notes(run: RunContext) -> Iterator[str]:
@@ -176,8 +155,7 @@ def _named(run: RunContext, count: int) -> tuple[torch.device, ...]:
 
 def _divisible(step: PlannedStep, targets: Targets) -> Any:
     """The model to split: on CPUs with its adapters, because the split by weights counts trained parameters."""
-    run = step.run
+    job = step.job
     if targets.kind == "cuda" or len(targets.budgets) == 1:
-        return build_on_meta(run.spec, step.arch, run.precision)
-    quantize = run.config.base.quantize
-    return reduced_model(run.spec, step.arch, run.precision, step.adapter, quantize=quantize, of_each=None).whole
+        return build_on_meta(job.spec, job.arch, job.precision)
+    return reduced_model(job, of_each=None).whole

@@ -3,8 +3,9 @@
 A step with fewer tokens needs less memory. Nothing is loaded: sizes come from the data, or from the configuration.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +17,16 @@ from ditkit_core.adapters.read import config_from_file, open_adapter
 from ditkit_core.data.buckets import bucket_sizes
 from ditkit_core.data.dataset import Sample
 from ditkit_core.encoding.prior_preservation import count_media
+from ditkit_core.engine.ac_schedule import ACSchedule, ScheduleLike, as_schedule
 from ditkit_core.models.precision import Precision
-from ditkit_core.planner.stage_costs import StepJob
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.memory import Workload
 from ditkit_core.run.context import RunContext, with_config
 from ditkit_core.run.prepare import arch_here, build_on_meta
 from ditkit_core.sampling.prompts import Shape, shape_of
+from ditkit_core.training.ema import EMAConfig
+from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.optimizer import OptimConfig
 from ditkit_core.weights.quantize import check_scaled
 
 Size = tuple[int, int, int]
@@ -50,52 +56,92 @@ class Bucket:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepJob:
+    """The input of profiling: a training step, without its weights."""
+
+    spec: ModelSpec
+    arch: Any
+    adapter: AdapterConfig
+    precision: Precision
+    batch: Sequence[Mapping[str, Tensor]]
+    """One micro-batch: training items on `meta`."""
+    policy: ScheduleLike = "none"
+    """Policy of the blocks; devices are those of `measure`."""
+    optim: OptimConfig
+    ema: EMAConfig
+    flow: FlowConfig
+    clip_norm: float = 1.0
+    quantize: str = "none"
+    micro_batches: int = 1
+    """Number accumulated in a step; with several, the backward of a later one is also measured."""
+    kind: str = "cuda"
+    """Kind of device that the step runs on: `cuda` or `cpu`."""
+
+    @cached_property
+    def schedule(self) -> ACSchedule:
+        """`policy`, parsed if it is a text."""
+        return as_schedule(self.policy)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannedStep:
     """A run's step, to be profiled."""
 
     run: RunContext
     """A run of one transformer, from `as_held`."""
-    arch: Any
-    adapter: AdapterConfig
-    """With the settings that an `adapter.init` file decides."""
     bucket: Bucket
+    job: StepJob
 
     @classmethod
     def of(
-        cls, run: RunContext, samples: Sequence[Sample] | None = None, class_images: Sequence[Sample] | None = None
+        cls,
+        run: RunContext,
+        kind: str = "cuda",
+        samples: Sequence[Sample] | None = None,
+        class_images: Sequence[Sample] | None = None,
     ) -> "PlannedStep":
-        """The step of a run whose model is not built.
-
-        Args:
-            run: A run of one transformer, from `as_held`.
-            samples, class_images: As for `largest_bucket`.
-        """
+        """The step of a run whose model is not built, on a kind of device (`cuda` or `cpu`); samples as for `largest_bucket`."""
         arch = arch_here(run.spec, run.config.model)[1]
         adapter, bucket = _adapter(run, arch), largest_bucket(run, arch, samples, class_images)
-        return cls(run=run, arch=arch, adapter=adapter, bucket=bucket)
+        return cls(run=run, bucket=bucket, job=job_of(run, arch, adapter, bucket, kind))
 
-    def job(self, kind: str) -> StepJob:
-        """The job for the profiler.
 
-        Args:
-            kind: Kind of the devices: `cuda` or `cpu`.
-        """
-        run, config = self.run, self.run.config
-        return StepJob(
-            spec=run.spec,
-            arch=self.arch,
-            adapter=self.adapter,
-            precision=run.precision,
-            batch=self.bucket.items,
-            policy=config.train.checkpointing,
-            optim=config.optim,
-            ema=config.ema,
-            flow=config.flow,
-            clip_norm=config.train.clip_norm,
-            quantize=config.base.quantize,
-            micro_batches=run.config.micro_batches,
-            kind=kind,
-        )
+def job_of(run: RunContext, arch: Any, adapter: AdapterConfig, bucket: Bucket, kind: str) -> StepJob:
+    """A run's step.
+
+    Args:
+        run: A run of one transformer, from `as_held`.
+        arch: Its architecture.
+        adapter: With the settings that an `adapter.init` file decides.
+        bucket: The micro-batch.
+        kind: Kind of the devices: `cuda` or `cpu`.
+    """
+    config = run.config
+    return StepJob(
+        spec=run.spec,
+        arch=arch,
+        adapter=adapter,
+        precision=run.precision,
+        batch=bucket.items,
+        policy=config.train.checkpointing,
+        optim=config.optim,
+        ema=config.ema,
+        flow=config.flow,
+        clip_norm=config.train.clip_norm,
+        quantize=config.base.quantize,
+        micro_batches=config.micro_batches,
+        kind=kind,
+    )
+
+
+def work_of(run: RunContext) -> Workload:
+    """The properties of a run's step apart from its model."""
+    return Workload(
+        micro_batches=run.config.micro_batches,
+        pipelined=run.config.train.pipelined,
+        fp32=run.precision.matmul == torch.float32,
+        quantize=run.config.base.quantize,
+    )
 
 
 def as_held(run: RunContext) -> RunContext:

@@ -26,15 +26,14 @@ from ditkit_core.engine.block_hooks import call_before_backward
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.context import AttentionCalls, as_on, counted_calls
+from ditkit_core.planner.memory import Profile, StageCost, behind, mixed
 from ditkit_core.planner.memory_tracker import MemoryTracker
+from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.reduced_model import ReducedModel, materialise, reduced_model
-from ditkit_core.planner.stage_costs import Profile, StageCost, StepJob, behind, mixed
 from ditkit_core.training.optimizer_in_backward import OptimizerInBackward
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, accumulate_gradients, total_norm, update
-
-__all__ = ["MeasuredStep", "Meter", "Profile", "StageCost", "StageMoment", "StepJob", "measure", "profile"]
 
 
 def profile(job: StepJob, *, of_each: int | None = 3) -> Profile:
@@ -58,7 +57,7 @@ def profile(job: StepJob, *, of_each: int | None = 3) -> Profile:
         found = {policy: profile(each, of_each=of_each) for policy, each in alone.items()}
         num_blocks = len(next(iter(found.values())).blocks)
         return mixed([found[policy] for policy in schedule.policies([None] * num_blocks)])
-    model = reduced_model(job.spec, job.arch, job.precision, job.adapter, quantize=job.quantize, of_each=of_each)
+    model = reduced_model(job, of_each=of_each)
     job = replace(job, policy=schedule)
     together = measure(job, model, [0] * len(model.stages()))
     # The cost of a split does not depend on other micro-batches, so one is enough.
@@ -289,7 +288,6 @@ class _Measuring:
         calls = AttentionCalls()
         engine = _Watched(
             policy=job.schedule,
-            backend=job.backend,
             model=self.model,
             entered=partial(self._entered, forward),
             entered_backward=partial(self._entered_backward, backward),

@@ -10,18 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.adapters.inject import (
-    AdapterConfig,
-    canonical_name,
-    inject,
-    is_adapter_name,
-    target_modules,
-    trainable_parameters,
-)
-from ditkit_core.models.precision import Precision
+from ditkit_core.adapters.inject import canonical_name, inject, is_adapter_name, target_modules, trainable_parameters
 from ditkit_core.models.protocol import Engine, StagedModel, run_plain
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn.quantized_linear import final_dtype
+from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.weights.quantize import check_quantize, convert
 
@@ -66,36 +59,24 @@ class ReducedModel:
         return {name: p for name, p in trainable_parameters(self.whole).items() if id(p) in held}
 
 
-def reduced_model(
-    spec: ModelSpec,
-    arch: Any,
-    precision: Precision,
-    adapter: AdapterConfig,
-    *,
-    quantize: str = "none",
-    of_each: int | None = 3,
-) -> ReducedModel:
-    """Build a model on `meta`, choose its blocks, and make those trainable as configured.
+def reduced_model(job: StepJob, *, of_each: int | None = 3) -> ReducedModel:
+    """Build a step's model on `meta`, choose its blocks, and make those trainable as configured.
 
     Args:
-        spec: The model's family.
-        arch: Its architecture.
-        precision: The dtypes.
-        adapter: The adapter, or full fine-tune.
-        quantize: Format of the blocks' frozen matrices.
+        job: The step.
         of_each: Number of blocks of a kind to run, at least 3: the first, the last, and some in between; None runs all.
 
     Raises:
         UserError: If a target of the adapter matches no layer, or a quantized base would be trained.
     """
-    model = build_on_meta(spec, arch, precision)
-    check_quantize(quantize, adapter.method)
-    if quantize != "none":
-        convert(model, quantize, spec.precision.keep_fp32)
+    spec, adapter = job.spec, job.adapter
+    model = build_on_meta(spec, job.arch, job.precision)
+    check_quantize(job.quantize, adapter.method)
+    if job.quantize != "none":
+        convert(model, job.quantize, spec.precision.keep_fp32)
     targets = () if adapter.method == "full" else target_modules(model, adapter.targets, spec.adapters.targets)
     kinds = _kinds(model, set(targets), whole=adapter.method == "full")
-    indices, stands_for = _choose(kinds, of_each)
-    chosen = ReducedModel(model, indices, stands_for)
+    chosen = ReducedModel(model, *_choose(kinds, of_each))
     if targets:  # peft takes a second for a hundred layers, and most are never run
         names = {id(module): name for name, module in model.named_modules()}
         prefixes = tuple(f"{names[id(stage)]}." for stage in chosen.stages())

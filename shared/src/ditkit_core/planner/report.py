@@ -8,7 +8,7 @@ from ditkit_core.config.sizes import GIB
 from ditkit_core.io.console import say
 from ditkit_core.io.tables import Table
 from ditkit_core.planner.auxiliary import AuxiliaryRow
-from ditkit_core.planner.memory import DevicePlan, Partition
+from ditkit_core.planner.memory import DevicePlan, Partition, Workload
 from ditkit_core.planner.step_time import Comparison
 
 _PURPOSES = ("weights", "adapters", "gradients", "optimizer", "average", "activations", "workspace")
@@ -21,13 +21,11 @@ class PlanReport:
     model: str
     policy: str
     """The checkpointing schedule, with a budget resolved."""
-    quantize: str
     bucket: str
     """The planned micro-batch."""
     tokens: int
     """Tokens of that micro-batch."""
-    micro_batches: int
-    pipelined: bool
+    work: Workload
     devices: tuple[DevicePlan, ...]
     division: Partition
     host: int
@@ -80,11 +78,11 @@ def plan_json(report: PlanReport) -> dict[str, Any]:
         "fits": report.fits,
         "checkpointing": report.policy,
         "checkpointing_chosen": report.chosen or None,
-        "quantize": report.quantize,
+        "quantize": report.work.quantize,
         "bucket": report.bucket,
         "tokens": report.tokens,
-        "micro_batches": report.micro_batches,
-        "pipelined": report.pipelined,
+        "micro_batches": report.work.micro_batches,
+        "pipelined": report.work.pipelined,
         "devices": [
             {
                 "name": plan.budget.name,
@@ -163,11 +161,11 @@ def print_plan(report: PlanReport) -> None:
 
 def _headline(report: PlanReport) -> None:
     say(
-        f"{report.model}, checkpointing {report.policy}, base {'as it is' if report.quantize == 'none' else report.quantize}"
+        f"{report.model}, checkpointing {report.policy}, base {'as it is' if report.work.quantize == 'none' else report.work.quantize}"
     )
     batches = (
-        f", {report.micro_batches} micro-batches{' at once' if report.pipelined else ''}"
-        if report.micro_batches > 1
+        f", {report.work.micro_batches} micro-batches{' at once' if report.work.pipelined else ''}"
+        if report.work.micro_batches > 1
         else ""
     )
     say(f"planned for {report.bucket}: {report.tokens} tokens{batches}")

@@ -19,8 +19,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from ditkit_core.planner.gpus import GPU
-from ditkit_core.planner.memory import Partition
-from ditkit_core.planner.stage_costs import Profile, StageCost
+from ditkit_core.planner.memory import Partition, Profile, StageCost, Workload
 
 UTILISATION = 0.5
 """Share of a GPU's published rate that a whole step is assumed to reach: including elementwise work, which is not counted separately."""
@@ -34,18 +33,6 @@ CONVERSION_TRAFFIC = {"none": 0, "int8": 7, "fp8": 7, "nf4": 45}
 """Bytes read and written for each stored byte when quantized weights are converted to bf16 by separate operations: 8 bits are
 copied and scaled; a byte of two 4-bit codes is widened, looked up, scaled and copied."""
 CONVERSIONS_FORWARD, CONVERSIONS_BACKWARD = 1, 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """Properties of a step apart from its model."""
-
-    micro_batches: int = 1
-    pipelined: bool = False
-    fp32: bool = False
-    """Whether matrices are multiplied in fp32."""
-    quantize: str = "none"
-    """Format of the frozen matrices."""
 
 
 class StageTime(NamedTuple):

@@ -13,11 +13,11 @@ from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.planner.memory import Budget, DevicePlan, Partition, compose
+from ditkit_core.planner.memory import PLAIN, Budget, DevicePlan, Partition, Profile, Workload, compose
 from ditkit_core.planner.memory_tracker import MemoryTracker
-from ditkit_core.planner.profiler import MeasuredStep, Profile, measure, profile
+from ditkit_core.planner.planned_step import StepJob as Job
+from ditkit_core.planner.profiler import MeasuredStep, measure, profile
 from ditkit_core.planner.reduced_model import reduced_model
-from ditkit_core.planner.stage_costs import StepJob as Job
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
 from ditkit_core.testing.world import make_model, offloadable
 from ditkit_core.training.ema import EMAConfig
@@ -58,23 +58,21 @@ def divided(num_blocks: int, cuts: Sequence[int], streamed: Collection[int] = ()
     return Partition(devices=devices, streamed=frozenset(streamed))
 
 
-def planned(
-    found: Profile, division: Partition, *, micro_batches: int = 1, pipelined: bool = False
-) -> tuple[DevicePlan, ...]:
+def planned(found: Profile, division: Partition, work: Workload = PLAIN) -> tuple[DevicePlan, ...]:
     """The plan for devices of unlimited memory, without the memory of libraries.
 
     Args:
         found: Profile of the stages.
         division: Devices of the stages.
-        micro_batches, pipelined: As for `compose`.
+        work: Micro-batches of the step.
     """
     budgets = [Budget(name=str(index), total=10**12, workspace=0) for index in range(1 + max(division.devices))]
-    return compose(found, division, budgets, micro_batches=micro_batches, pipelined=pipelined)
+    return compose(found, division, budgets, work)
 
 
 def whole(job: Job, cuts: Sequence[int]) -> MeasuredStep:
     """The step of all blocks on fake tensors, divided so."""
-    model = reduced_model(job.spec, job.arch, job.precision, job.adapter, quantize=job.quantize, of_each=None)
+    model = reduced_model(job, of_each=None)
     return measure(job, model, [0, *divided(len(model.indices), cuts).devices, len(cuts)])
 
 
@@ -87,7 +85,7 @@ def check_plan(found: Profile, job: Job, cuts: Sequence[int], *, rel: float) -> 
         cuts: Blocks before which the next device begins.
         rel: Relative tolerance.
     """
-    plans = planned(found, divided(len(found.blocks), cuts), micro_batches=job.micro_batches)
+    plans = planned(found, divided(len(found.blocks), cuts), Workload(micro_batches=job.micro_batches))
     peaks, measured = [plan.peak for plan in plans], whole(job, cuts).peaks
     for device, peak in enumerate(peaks):
         assert peak == pytest.approx(measured[device], rel=rel), (cuts, device, peaks, measured)

@@ -31,4 +31,4 @@ def check_planned(spec: ModelSpec, file: Path, *, most_bytes: float) -> None:
     else:
         assert 2 * count <= held["weights"] < most_bytes * count and held["adapters"] < 0.2 * count, (held, count)
     assert report.fits, held
-    assert report.micro_batches == config.train.accumulation and config.model.preset in report.model, report.model
+    assert report.work.micro_batches == config.train.accumulation and config.model.preset in report.model, report.model

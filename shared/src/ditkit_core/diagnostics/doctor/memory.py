@@ -31,7 +31,7 @@ def plan_memory(
     if run.devices[0].type == "cpu":
         return MemoryPlan(why_not="a run on the CPU shares memory with other programs; --plan prints its peak"), []
     try:
-        report = report_of(run, samples=samples, class_pictures=class_pictures)
+        report = report_of(run, samples=samples, class_images=class_pictures)
     except UserError as error:
         return MemoryPlan(why_not=str(error)), []
     rows = tuple(
