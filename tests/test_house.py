@@ -11,6 +11,8 @@ from workspace import MEMBERS, ROOT, text_files
 
 SOURCES = [file for member in MEMBERS for file in member.modules]
 LARGEST_LINES = 450
+LIBRARY_ERRORS = "weights/frozen"
+"""The one module that catches every exception: what a library raises at a foreign file (`given_to_library`)."""
 
 
 def where(file: Path, node: ast.AST) -> str:
@@ -69,7 +71,10 @@ os.fork()
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_library_code_does_nothing_forbidden(file):
     nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-    assert [f"{where(file, node)}: {forbidden(node)}" for node in nodes if forbidden(node)] == []
+    found = [f"{where(file, node)}: {forbidden(node)}" for node in nodes if forbidden(node)]
+    if f"{file.parent.name}/{file.stem}" == LIBRARY_ERRORS:
+        assert "broad except" in found.pop()
+    assert found == []
 
 
 def test_no_file_outgrows_its_subject():

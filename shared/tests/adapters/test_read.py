@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ditkit_core.adapters import write as adapter_writer
+from ditkit_core.adapters.alpha import AlphaHeader
 from ditkit_core.adapters.inject import AdapterConfig
 from ditkit_core.adapters.read import (
     AdapterFile,
@@ -21,6 +22,7 @@ from ditkit_core.adapters.read import (
 )
 from ditkit_core.adapters.write import write_adapter
 from ditkit_core.errors import UserError
+from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, native_name, official_name
@@ -124,6 +126,12 @@ def test_alpha_is_read_from_its_key(tmp_path, form):
         ({"transformer.lora_alpha": 6, "transformer.use_rslora": True}, [6 / 3**0.5] * 4),
         ({"transformer.lora_alpha": 6, "transformer.alpha_pattern": {"attn1.to_qkv": 9}}, [3, 2, 3, 2]),
         ({"transformer.lora_alpha": 6, "transformer.alpha_pattern": {"^blocks.1.ff.net.0": 1.5}}, [2, 2, 2, 0.5]),
+        ({"transformer.lora_alpha": 6, "alpha_pattern": {r"^blocks\.1\.ff\.net\.0$": 1.5}}, [2, 2, 2, 0.5]),
+        ({"transformer.lora_alpha": 6, "alpha_pattern": {r".*\.attn1\.to_qkv": 9, "1.attn1.to_qkv": 3}}, [3, 2, 3, 2]),
+        (
+            {"transformer.lora_alpha": 6, "alpha_pattern": {"^attn1.to_qkv": 9, "kv": 9, r".*\.blocks": 9}},
+            [2, 2, 2, 2],
+        ),
         # Two patterns fit: the first counts, as in peft's get_pattern_key.
         (
             {"transformer.lora_alpha": 6, "transformer.alpha_pattern": {"to_qkv": 9, "attn1.to_qkv": 12}},
@@ -204,12 +212,41 @@ def test_an_empty_file_is_an_error(tmp_path):
 
 @pytest.mark.parametrize(
     "header",
-    ["{", "[]", '{"lora_alpha": "x"}', '{"alpha_pattern": [1]}', '{"alpha_pattern": {"(": 1}}', '{"lora_alpha": null}'],
+    [
+        "{",
+        "[]",
+        "[" * 100_000,
+        '{"lora_alpha": "x"}',
+        '{"lora_alpha": 1e999}',
+        '{"lora_alpha": 1%s}' % ("0" * 400),
+        '{"alpha_pattern": [1]}',
+        '{"alpha_pattern": {"(": 1}}',
+        '{"lora_alpha": null}',
+    ],
 )
 def test_a_header_that_says_no_alpha_is_an_error(tmp_path, header):
     with pytest.raises(UserError, match="the header's lora_adapter_metadata cannot be read") as error:
         opened(write(tmp_path / "x.safetensors", "diffusers", metadata={"lora_adapter_metadata": header}))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["((.*)*)*X", "([a-z0-9_.]+)+X", "blocks.[0-9]+.ff", "a|b", r"blocks\.\d", "", "^", "é*"]
+)
+def test_an_expression_in_a_header_is_refused_and_never_run(tmp_path, pattern):
+    """`((.*)*)*X` on names of 30 characters would run for ever, and inside `re` no signal is heard."""
+    header = json.dumps({"lora_alpha": 3, "alpha_pattern": {"attn1.to_qkv": 3, pattern: 3}})
+    path = write(tmp_path / "x.safetensors", "diffusers", metadata={"lora_adapter_metadata": header})
+    with pytest.raises(UserError, match=r"cannot be read .*alpha_pattern is not the name of a module.; fetch it again"):
+        opened(path)
+
+
+def test_a_million_entries_of_alpha_are_looked_up_and_not_tried_one_by_one(tmp_path):
+    header = json.dumps({"alpha_pattern": {f"blocks.{number}.none": 3 for number in range(200_000)} | {"to_qkv": 9}})
+    path = write(tmp_path / "x.safetensors", "diffusers", metadata={"lora_adapter_metadata": header})
+    scale = AlphaHeader.of(SafetensorsSource.open(path)).scale
+    # 10,000 modules: 2 billion comparisons, if each was compared with every entry.
+    assert {scale(3, [f"blocks.{number}.to_qkv"]) for number in range(10_000)} == {3.0}
 
 
 def test_an_alpha_of_zero_is_no_start(tmp_path):

@@ -14,7 +14,8 @@ from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
-from ditkit_core.run.prepare import LoadedModel, MetaModel, build_meta_model, load_weights
+from ditkit_core.run.prepare import LoadedModel, MetaModel, arch_here, build_meta_model, load_weights
+from ditkit_core.testing.denied import denied
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, in_form, native_name
 
@@ -197,6 +198,32 @@ def test_the_architecture_is_read_from_config_json(base):
 def test_a_config_json_of_something_else_is_an_error(base, content):
     (base / "transformer" / "config.json").write_text(content)
     with pytest.raises(UserError, match="does not describe this model .* set model.preset to one of tiny"):
+        prepared(base)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"depth": 1000000000}', '{"depth": 2, "depth": 3}'])
+def test_a_config_json_that_would_take_all_time_or_memory_is_one_line(base, content):
+    (base / "transformer" / "config.json").write_text(content)
+    with pytest.raises(UserError, match="config.json does not describe this model .* set model.preset to one of tiny"):
+        prepared(base)
+
+
+def test_a_single_file_may_have_the_architecture_of_its_bases_config_json(base, tmp_path):
+    config = base / "transformer" / "config.json"
+    config.write_text(json.dumps(asdict(ToyArch(depth=3, heads=4))))
+    save_file(weights(depth=3), tmp_path / "merged.safetensors")
+    paths = ModelPaths(base=str(base), transformer=str(tmp_path / "merged.safetensors"))
+    for spec in (SPEC, altered(SPEC, presets={"one": ToyArch(depth=3), "two": ToyArch(depth=3, dropout=0.5)})):
+        assert arch_here(spec, paths) == ("", ToyArch(depth=3, heads=4))
+    config.write_text(json.dumps(asdict(ToyArch(depth=4))))
+    with pytest.raises(UserError, match="no preset fits the weights in .*merged.safetensors; set model.preset"):
+        arch_here(SPEC, paths)
+
+
+@pytest.mark.parametrize("part", ["transformer", "transformer/config.json", "transformer/model.safetensors"])
+def test_a_base_without_permission_is_said_as_such(base, part):
+    (base / "transformer" / "config.json").write_text(json.dumps(asdict(ToyArch())))
+    with denied(base / part), pytest.raises(UserError, match=r"transformer.*cannot be read .Permission denied"):
         prepared(base)
 
 

@@ -97,6 +97,16 @@ def test_a_broken_tokenizer_is_found_at_once(qwen: Path, tmp_path: Path, text: s
     refused(made, said, base=str(qwen), tokenizer=str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "changes", [{"version": None}, {"truncation": {}}, {"post_processor": True}, {"normalizer": 3}]
+)
+def test_a_damaged_tokenizer_is_one_line(qwen: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    shutil.copytree(qwen / "tokenizer", tmp_path, dirs_exist_ok=True)
+    vocabulary = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(vocabulary | changes))
+    refused_when_loaded("tokenizer.json is not a tokenizer that can be read", base=str(qwen), tokenizer=str(tmp_path))
+
+
 def test_a_single_file_needs_a_tokenizer(qwen: Path) -> None:
     file = qwen / "text_encoder" / "model.safetensors"
     refused(made, "set model.tokenizer", text_encoder=str(file))
@@ -143,7 +153,16 @@ def test_a_configuration_without_sizes_is_refused_at_once(qwen: Path, tmp_path: 
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", [{"num_key_value_heads": "one"}, {"hidden_act": "unknown"}, {"vocab_size": -3}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_key_value_heads": "one"},
+        {"hidden_act": "unknown"},
+        {"vocab_size": -3},
+        {"rms_norm_eps": None},
+        {"num_attention_heads": None},
+    ],
+)
 def test_a_configuration_that_makes_no_model_is_one_line(qwen: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     where = {"base": str(qwen), "text_encoder": changed_config(qwen, tmp_path, **changes)}
     refused_when_loaded("config.json does not describe a Qwen3", **where)

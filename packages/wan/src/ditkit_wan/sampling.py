@@ -1,6 +1,5 @@
 """Generate videos with our transformer under diffusers' scheduler and the Wan VAE."""
 
-import json
 from collections.abc import Generator, Mapping
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.errors import UserError
+from ditkit_core.io.files import read_json_object
 from ditkit_core.io.memory import release_memory
 from ditkit_core.io.rng import generator
 from ditkit_core.models.encoders import Denoiser, GenerationRequest
@@ -149,10 +148,7 @@ def _scheduler_config(components: ModelPaths) -> dict[str, Any]:
     if not components.base:
         return dict(_SCHEDULER)
     path = components.locate("scheduler") / "scheduler_config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is missing or no readable JSON; fetch it again") from error
+    config = read_json_object(path)
     if config.get("_class_name") == "UniPCMultistepScheduler":
         return dict(config)
     shift = config.get("flow_shift", config.get("shift"))

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.nn.quantized_linear import QuantizedLinear
+from ditkit_core.testing.denied import denied
 from ditkit_wan.encoders.text import TEXT_TOKENS, TextEncoder, clean
 
 CPU = torch.device("cpu")
@@ -202,6 +203,47 @@ def test_a_broken_tokenizer_is_found_at_once(checkpoint: Path, tmp_path: Path, n
     with pytest.raises(UserError, match=said) as caught:
         TextEncoder(ModelPaths(base=str(checkpoint), tokenizer=str(folder)), CPU, torch.float32)
     assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+
+
+def changed(folder: Path, target: Path, name: str, *path: str, value: Any) -> str:
+    """A copy of a folder with one value of a JSON file changed."""
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    found = json.loads((target / name).read_text())
+    owner = found
+    for key in path[:-1]:
+        owner = owner[key]
+    owner[path[-1]] = value
+    (target / name).write_text(json.dumps(found))
+    return str(target)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [(("version",), None), (("truncation",), {}), (("post_processor",), True), (("model", "vocab"), [1]), (("model", "unk_id"), 10**9)],
+)  # fmt: skip
+def test_a_damaged_tokenizer_is_one_line(checkpoint: Path, tmp_path: Path, path: tuple[str, ...], value: Any) -> None:
+    folder = changed(checkpoint / "tokenizer", tmp_path, "tokenizer.json", *path, value=value)
+    with pytest.raises(UserError, match="contains no tokenizer that can be read .*; set model.tokenizer") as caught:
+        loaded(base=str(checkpoint), tokenizer=folder)
+    assert "\n" not in str(caught.value) and folder in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_heads", None), ("dropout_rate", None), ("num_layers", 10**9), ("num_layers", True), ("d_model", 10**30), ("d_kv", "x")],
+)  # fmt: skip
+def test_a_damaged_configuration_is_one_line(checkpoint: Path, tmp_path: Path, key: str, value: Any) -> None:
+    folder = changed(checkpoint / "text_encoder", tmp_path, "config.json", key, value=value)
+    with pytest.raises(UserError, match="config") as caught:
+        loaded(base=str(checkpoint), text_encoder=folder)
+    assert "\n" not in str(caught.value) and folder in str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["tokenizer", "tokenizer/tokenizer.json", "text_encoder", "text_encoder/config.json"])
+def test_files_without_permission_are_said_as_such(checkpoint: Path, tmp_path: Path, part: str) -> None:
+    shutil.copytree(checkpoint, tmp_path / "base")
+    with denied(tmp_path / "base" / part), pytest.raises(UserError, match="cannot be read .Permission denied"):
+        TextEncoder(ModelPaths(base=str(tmp_path / "base")), CPU, torch.float32)
 
 
 def test_a_tokenizer_without_padding_is_one_line(checkpoint: Path, tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
+from ditkit_core.adapters.alpha import DIFFUSERS_METADATA
 from ditkit_core.adapters.identify import FoundAdapter, Shapes
-from ditkit_core.adapters.read import DIFFUSERS_METADATA, AdapterFile
+from ditkit_core.adapters.read import AdapterFile
 from ditkit_core.adapters.svd import reduce_product, relative_difference
 from ditkit_core.adapters.write import Scaled, write_matrices, zero_adapter
 from ditkit_core.errors import UserError

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ditkit_core.adapters.alpha import DIFFUSERS_METADATA
 from ditkit_core.adapters.keys import KnownNames, has_adapter_keys, shapes_in
-from ditkit_core.adapters.read import DIFFUSERS_METADATA, AdapterFile, understand_adapter
+from ditkit_core.adapters.read import AdapterFile, understand_adapter
 from ditkit_core.errors import UserError
+from ditkit_core.io.files import parse_json_object
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.adapter_formats import AdapterLayout
 from ditkit_core.models.precision import Precision
@@ -164,19 +166,13 @@ def part_of(source: SafetensorsSource, part: str | None) -> SafetensorsSource:
     }
     metadata = dict(source.metadata)
     if DIFFUSERS_METADATA in metadata and len(parts) + second > 1:
-        metadata[DIFFUSERS_METADATA] = _metadata_of(metadata[DIFFUSERS_METADATA], second=second)
+        config = parse_json_object(metadata[DIFFUSERS_METADATA], f"{source.path}: the header's {DIFFUSERS_METADATA}")
+        chosen_keys = {key: value for key, value in config.items() if key.startswith(f"{SECOND}.") == second}
+        metadata[DIFFUSERS_METADATA] = json.dumps(
+            {key.replace(f"{SECOND}.", "transformer.", 1): value for key, value in chosen_keys.items()}
+        )
     # The rest of the module sees an ordinary file with one adapter.
     return replace(source, tensors=tensors, metadata=metadata)
-
-
-def _metadata_of(raw: str, *, second: bool) -> str:
-    """peft's configuration of one of two adapters, in JSON. Invalid JSON stays as it is, and is refused where it is read."""
-    try:
-        config = dict(json.loads(raw))
-    except (ValueError, TypeError):
-        return raw
-    chosen = {key: value for key, value in config.items() if key.startswith(f"{SECOND}.") == second}
-    return json.dumps({key.replace(f"{SECOND}.", "transformer.", 1): value for key, value in chosen.items()})
 
 
 def _other_methods(names: Collection[str]) -> dict[str, list[str]]:

@@ -14,6 +14,7 @@ from ditkit_core.adapters.convert import module_kind
 from ditkit_core.adapters.identify import Shapes, adapter_in, is_transformer, native_prefix, parts_in, presets_of
 from ditkit_core.adapters.keys import has_adapter_keys
 from ditkit_core.adapters.svd import product_norm
+from ditkit_core.errors import printable
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.io.tables import Table
 from ditkit_core.models.spec import ModelSpec
@@ -184,7 +185,8 @@ def inspection_text(about: Mapping[str, Any]) -> str:
     for key, value in about["metadata"].items():
         text = " ".join(str(value).split())
         lines.append(f"header {key}: {text[:_SHOWN]}{'…' if len(text) > _SHOWN else ''}")
-    return "\n".join(lines)
+    # Names and values are the file's own: they may contain what clears a terminal or forges a line.
+    return "\n".join(map(printable, lines))
 
 
 def _adapter_lines(about: Mapping[str, Any]) -> list[str]:

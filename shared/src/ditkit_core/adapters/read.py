@@ -17,9 +17,7 @@ A form may have several of our modules in one tensor, or one of ours in several:
 The scale alpha / rank belongs to a module here, never to a file: `scale`.
 """
 
-import json
 import math
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ditkit_core.adapters.alpha import AlphaHeader
 from ditkit_core.adapters.inject import AdapterConfig
 from ditkit_core.adapters.keys import KnownNames
 from ditkit_core.config.field import setting
@@ -36,10 +35,6 @@ from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.weights.fused_tensors import FusedTensors, LoraMatrices, columns_of_owners, join
 from ditkit_core.weights.load import first_ten
-
-# The header key and the naming are diffusers' (`LORA_ADAPTER_METADATA_KEY` in its loaders/lora_base.py).
-DIFFUSERS_METADATA = "lora_adapter_metadata"
-_PEFT_PREFIX, _PEFT_CONFIG = "base_model.model.", "adapter_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +199,7 @@ def understand_adapter(
             f"{first_ten(unmatched)}; name a LoRA of this model"
         )
     # Only now, because an unreadable header of a file of another model is not the problem to report.
-    header = _Header.of(source)
+    header = AlphaHeader.of(source)
     adapters = {
         name: _understand(source, keys[parts], parts, modules, header, known.forms[parts])
         for parts, name in file_names.items()
@@ -253,48 +248,12 @@ def _assemble_module(source: SafetensorsSource, module: str, pieces: tuple[FileP
     return FileModule(pieces, rank, scale, bool(with_magnitude))
 
 
-@dataclass(frozen=True)
-class _Header:
-    """Alpha from a header: peft's configuration as diffusers writes it, or as peft writes it next to its own files."""
-
-    alpha: float | None = None
-    patterns: tuple[tuple[re.Pattern[str], float], ...] = ()
-    """Alpha of the modules whose names, in the file's form, match a pattern."""
-    use_rslora: bool = False
-
-    @classmethod
-    def of(cls, source: SafetensorsSource) -> "_Header":
-        raw, where = source.metadata.get(DIFFUSERS_METADATA), f"{source.path}: the header's {DIFFUSERS_METADATA}"
-        peft_config = source.path.with_name(_PEFT_CONFIG)
-        try:
-            # Only for peft's own keys: a folder may have another adapter's configuration next to this file.
-            if raw is None and peft_config.exists() and any(key.startswith(_PEFT_PREFIX) for key in source.tensors):
-                where, raw = str(peft_config), peft_config.read_text(encoding="utf-8")
-            if raw is None:
-                return cls()
-            config = {key.removeprefix("transformer."): value for key, value in json.loads(raw).items()}
-            patterns = (config.get("alpha_pattern") or {}).items()
-            return cls(
-                float(config["lora_alpha"]) if "lora_alpha" in config else None,
-                tuple((re.compile(rf"(.*\.)?({pattern})"), float(alpha)) for pattern, alpha in patterns),
-                bool(config.get("use_rslora")),
-            )
-        except (OSError, ValueError, TypeError, AttributeError, re.error) as error:
-            raise UserError(f"{where} cannot be read ({error}); write the file again") from error
-
-    def scale(self, rank: int, module_names: Collection[str]) -> float:
-        # The first pattern that matches counts, as in peft's `get_pattern_key`.
-        fitting = [alpha for pattern, alpha in self.patterns if any(map(pattern.fullmatch, module_names))]
-        alpha = fitting[0] if fitting else rank if self.alpha is None else self.alpha
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
-
-
 def _understand(
     source: SafetensorsSource,
     keys: Mapping[str, str],
     parts: tuple[TensorSlice, ...],
     modules: Mapping[str, tuple[int, ...]],
-    header: _Header,
+    header: AlphaHeader,
     names: Sequence[str],
 ) -> FileAdapter:
     for kind in ("down", "up"):

@@ -12,8 +12,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from ditkit_core.adapters.alpha import DIFFUSERS_METADATA
 from ditkit_core.adapters.keys import modules_in_form
-from ditkit_core.adapters.read import DIFFUSERS_METADATA, AdapterFile, open_adapter
+from ditkit_core.adapters.read import AdapterFile, open_adapter
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import write_safetensors
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS, nearest_form

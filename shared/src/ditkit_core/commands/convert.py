@@ -254,7 +254,7 @@ def _base(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> tuple[S
     source = open_weights(model.locate("transformer" if model.transformer else part))
     # Presets with equal weights may differ in other settings; here only weights matter, so the first that fits is used.
     fitting = () if model.preset else presets_of(source, spec)
-    arch = spec.architecture.presets[fitting[0]] if fitting else choose_arch(spec, model.preset, source)[1]
+    arch = spec.architecture.presets[fitting[0]] if fitting else choose_arch(spec, model, source)[1]
     return source, arch, layers_of(spec.architecture.build, arch)
 
 

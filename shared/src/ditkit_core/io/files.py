@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ditkit_core.errors import UserError
+
+_MAX_JSON_BYTES = 2**28  # the largest vocabularies take 35 MB
 
 
 @contextmanager
@@ -113,25 +116,69 @@ def refuse_backslashes(path: str) -> None:
     raise UserError(f"{path} is written with backslashes, as on Windows; write {slashes}")
 
 
-def read_json_object(path: Path, remedy: str = "fetch it again") -> dict[str, Any]:
-    """Read a JSON file that contains an object.
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn what the operating system says about a file or folder, while it is looked at or read, into one line.
+
+    Raises:
+        UserError: If it cannot be read: no permission, a failing disk, no such file.
+    """
+    try:
+        yield
+    except OSError as error:
+        remedy = (
+            "check the path" if isinstance(error, FileNotFoundError) else "correct its permissions or check the disk"
+        )
+        raise UserError(f"{error.filename or path} cannot be read ({error.strerror or error}); {remedy}") from error
+
+
+def parse_json_object(content: str | bytes, where: object, remedy: str = "fetch it again") -> dict[str, Any]:
+    """Parse JSON of unknown origin that must be an object.
+
+    Args:
+        content: The JSON.
+        where: The file, or the part of it, for messages.
+        remedy: What the user should do if it is anything else.
+
+    Raises:
+        UserError: If it is not UTF-8, not JSON, nested deeply, not an object, or an object with a key twice.
+    """
+    try:
+        text = content if isinstance(content, str) else content.decode("utf-8")
+        found = json.loads(text, object_pairs_hook=_without_repeats)
+    # RecursionError: the parser calls itself once per bracket.
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+        raise UserError(f"{where} is not readable JSON ({reason}); {remedy}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{where} is not a JSON object; {remedy}")
+    return found
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # json.loads alone keeps the last of two equal keys, where another program may keep the first.
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in found if keys.count(key) > 1)[:80]!r} is there twice")
+    return found
+
+
+def read_json_object(path: Path, remedy: str = "fetch it again", problem: str = "") -> dict[str, Any]:
+    """Read a JSON file of unknown origin that must contain an object.
 
     Args:
         path: The file.
-        remedy: What the user should do if the file contains anything else.
-
-    Returns:
-        The object.
+        remedy: What the user should do if it is anything else.
+        problem: What that means for the caller, between the path and the reason: `cannot be used: it`.
 
     Raises:
-        UserError: If the file cannot be read, or does not contain a JSON object.
+        UserError: If it is not a file that can be read, is larger than 256 MiB, or as `parse_json_object`.
     """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); correct its permissions") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not readable JSON; {remedy}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is not a JSON object; {remedy}")
-    return found
+    with readable(path):
+        about = path.stat()
+        # A pipe or a device would be waited for, or never end.
+        if not stat.S_ISREG(about.st_mode) or about.st_size > _MAX_JSON_BYTES:
+            raise UserError(f"{path} is not a file of at most {_MAX_JSON_BYTES >> 20} MiB; {remedy}")
+        content = path.read_bytes()
+    return parse_json_object(content, f"{path} {problem}".rstrip(), remedy)

@@ -6,16 +6,19 @@ process as long as any tensor of the file exists, so the host's peak would be tw
 
 import hashlib
 import json
+import math
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import atomic_write
+from ditkit_core.io.files import atomic_write, parse_json_object, read_json_object, readable
 
 PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle")
 """Suffixes of files that can run code when they are read."""
@@ -37,6 +40,7 @@ _DTYPES = {
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_DIMS = 64  # torch's own limit
 _SCALED_AT_ONCE = 2**20
 
 
@@ -72,10 +76,11 @@ class SafetensorsSource:
                 missing or outside its folder, or two files contain the same name.
         """
         path = Path(path)
-        if not path.exists():
-            raise UserError(f"there is no {path}; check the path")
-        refuse_pickles(path)
-        files = _files_of(path)
+        with readable(path):
+            if not path.exists():
+                raise UserError(f"there is no {path}; check the path")
+            refuse_pickles(path)
+            files = _files_of(path)
         tensors: dict[str, StoredTensor] = {}
         metadata: list[dict[str, str]] = []
         for file in files:
@@ -97,7 +102,7 @@ class SafetensorsSource:
             for part in (stored, stored.scale):
                 if part is None:
                     continue
-                with open(part.file, "rb") as file:
+                with readable(part.file), open(part.file, "rb") as file:
                     for offset in (0, max(0, part.num_bytes - 1024)):
                         file.seek(part.offset + offset)
                         digest.update(file.read(min(1024, part.num_bytes)))
@@ -121,7 +126,7 @@ class SafetensorsSource:
         buffer = torch.empty(num_bytes, dtype=torch.uint8) if buffer is None else buffer
         assert buffer.numel() == num_bytes, name
         # Read and not mapped: mapped pages would count as memory of this process in addition to the tensor.
-        with open(stored.file, "rb") as file:
+        with readable(stored.file), open(stored.file, "rb") as file:
             file.seek(stored.offset + index * num_bytes)
             if file.readinto(buffer.numpy().data) != num_bytes:
                 raise UserError(f"{stored.file} ends inside {name!r}: it changed while it was read; fetch it again")
@@ -167,68 +172,80 @@ class SafetensorsSource:
 
 def _files_of(path: Path) -> list[Path]:
     if path.is_dir():
-        indices = sorted(path.glob("*.safetensors.index.json"))
+        inside = sorted(path.iterdir())  # and not `glob`, which finds nothing in a folder that may not be read
+        indices = [file for file in inside if file.name.endswith(".safetensors.index.json")]
         if len(indices) > 1:
             raise UserError(
                 f"{path} has {len(indices)} indices ({', '.join(index.name for index in indices)}); name one of them"
             )
-        files = _files_of(indices[0]) if indices else sorted(path.glob("*.safetensors"))
+        files = _files_of(indices[0]) if indices else [file for file in inside if file.suffix == ".safetensors"]
         if not files:
             raise UserError(f"{path} contains no .safetensors file; name the folder or file with the weights")
         return files
     if not path.name.endswith(".index.json"):
         return [path]
-    try:
-        names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is not an index of safetensors files; fetch it again") from error
+    what = "is not an index of safetensors files"
+    weight_map = read_json_object(path, problem=f"{what}: it").get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise UserError(f"{path} {what}; fetch it again")
+    names = sorted(set(weight_map.values()))
     for name in names:
         # Links are not resolved, because in the hub's cache every file is a link to another folder. Only the name is checked.
         if name != Path(name).name or "\\" in name or not name.endswith(".safetensors"):
             raise UserError(
                 f"{path} names {name!r}, which is not a .safetensors file of its own folder; fetch it again"
             )
-        if not (path.parent / name).exists():
+        if not (path.parent / name).is_file():
             raise UserError(f"{path} names {name}, which is missing; fetch it again")
     return [path.parent / name for name in names]
 
 
 def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Names, places and metadata in a file's header, checked against the file's size."""
-    try:
+    with readable(path):
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):
+            raise UserError(f"{path} is not a regular file; name a .safetensors file or a folder of them")
         with open(path, "rb") as file:
-            file_bytes = path.stat().st_size
             header_bytes = int.from_bytes(file.read(8), "little")
-            if file_bytes < 8 or not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, file_bytes - 8):
+            if about.st_size < 8 or not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, about.st_size - 8):
                 raise UserError(f"{path} is not a safetensors file, or is truncated in its header; fetch it again")
             raw = file.read(header_bytes)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; check its permissions and the disk") from error
-    start = 8 + header_bytes
+    header = parse_json_object(raw, f"{path}: the header")
+    metadata = header.pop("__metadata__", None) or {}
     try:
-        header = json.loads(raw)
-        metadata = dict(header.pop("__metadata__", {}))
-        stored = {}
-        for name, about in header.items():
-            first, end = about["data_offsets"]
-            shape, dtype = tuple(about["shape"]), _DTYPES[about["dtype"]]
-            stored[name] = StoredTensor(path, start + first, end - first, shape, dtype)
-        sound = all(
-            t.num_bytes == torch.Size(t.shape).numel() * t.dtype.itemsize and min(t.offset - start, 0, *t.shape) == 0
-            for t in stored.values()
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        # Half of a character, as JSON can escape it, cannot be written to any file.
+        "".join((*header, *metadata, *metadata.values())).encode()
+        stored = {name: _stored(path, 8 + header_bytes, about) for name, about in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} is not a safetensors file that can be read ({error!r} in its header); fetch it again"
         ) from error
-    if not sound:
-        raise UserError(f"{path} has a header that contradicts itself; fetch it again")
-    end = max((t.offset + t.num_bytes for t in stored.values()), default=start)
-    if end != file_bytes:
+    # As the format demands it: tensors follow each other from the first byte of data to the last of the file.
+    end = 8 + header_bytes
+    for tensor in sorted(stored.values(), key=lambda tensor: (tensor.offset, tensor.num_bytes)):
+        if tensor.offset != end:
+            raise UserError(
+                f"{path} has a header that contradicts itself: tensors overlap or leave gaps; fetch it again"
+            )
+        end += tensor.num_bytes
+    if end != about.st_size:
         raise UserError(
-            f"{path} is truncated or damaged: it has {file_bytes} bytes, but its header describes {end}; fetch it again"
+            f"{path} is truncated or damaged: it has {about.st_size} bytes, but its header describes {end}; fetch it again"
         )
     return stored, metadata
+
+
+def _stored(path: Path, start: int, about: Mapping[str, Any]) -> StoredTensor:
+    """The place of a tensor, from its entry in the header; ValueError, KeyError or TypeError if that is damaged."""
+    shape, (first, end) = tuple(about["shape"]), about["data_offsets"]
+    # Python's integers and not torch's, whose product of 2**40 and 2**40 is 0. True is no number here, and 1.0 no place.
+    if not all(type(number) is int and 0 <= number < 2**63 for number in (*shape, first, end)):
+        raise ValueError(f"{shape} at {first} to {end}")
+    dtype, count = _DTYPES[about["dtype"]], math.prod(shape)
+    if len(shape) > _MAX_DIMS or math.prod(filter(None, shape)) >= 2**63 or count * dtype.itemsize != end - first:
+        raise ValueError(f"{shape} in {end - first} bytes")
+    return StoredTensor(path, start + first, end - first, shape, dtype)
 
 
 def write_safetensors(
@@ -292,12 +309,10 @@ def refuse_pickles(path: Path, safe_names: Mapping[str, str] = MappingProxyType(
     Raises:
         UserError: If it is a pickle; the message gives the reason and the file to get instead.
     """
-    if path.is_file():
-        pickles = [path] if path.suffix.lower() in PICKLES else []
-    elif any(path.glob("*.safetensors")):
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    pickles = [file for file in files if file.suffix.lower() in PICKLES]
+    if any(file.suffix == ".safetensors" for file in files):
         pickles = []
-    else:
-        pickles = sorted(file for file in path.iterdir() if file.suffix.lower() in PICKLES)
     if pickles:
         name = pickles[0].name
         instead = safe_names.get(name, "the same weights as .safetensors")

@@ -1,6 +1,5 @@
 """Paths of a model's components: one base folder or hub id, and a separate path for each component that needs one."""
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,8 @@ from typing import Literal
 
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
-from ditkit_core.io.safetensors import refuse_pickles
+from ditkit_core.io.files import readable
+from ditkit_core.io.safetensors import SafetensorsSource, refuse_pickles
 
 # Weights, configurations and tokenizers. No code, and no second format of the same weights, which would double the download.
 _WANTED_FROM_HUB = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
@@ -48,7 +48,8 @@ class ModelPaths:
     """The `[model]` section: which model to train, and where its files are."""
 
     preset: str = setting("", resume="refused")
-    """Architecture by name. Empty means that it is read from the base folder's transformer/config.json."""
+    """Architecture by name. Empty means that it is read from the config.json next to the transformer's weights, from their shapes, or, for a
+    single file that fits no preset, from the base folder's transformer/config.json."""
     base: str = setting("", resume="refused", holds="part")
     """Folder in diffusers layout, or hub id, with every component that is not set below."""
     transformer: str = setting("", resume="refused", holds="part")
@@ -72,7 +73,8 @@ class ModelPaths:
         if not (own or self.base):
             return None
         path = Path(own).expanduser() if own else Path(self.base).expanduser() / part
-        return path if path.exists() else None
+        with readable(path):
+            return path if path.exists() else None
 
     def is_elsewhere(self, part: str) -> bool:
         """Whether the path of a component is a hub id, so that it may have to be downloaded."""
@@ -85,14 +87,12 @@ class ModelPaths:
         try:
             with nothing_fetched():
                 path = self.locate(part)
+            # The cache may contain the index of a download that was interrupted, without all of its files.
+            if any(path.glob("*.safetensors.index.json")):
+                SafetensorsSource.open(path)
         except UserError:
             return True
-        # The cache may contain the index of a download that was interrupted, without all of its files.
-        return not all(
-            (index.parent / name).exists()
-            for index in path.glob("*.safetensors.index.json")
-            for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        )
+        return False
 
     @property
     def _own(self) -> dict[str, str]:
@@ -161,15 +161,18 @@ class ModelPaths:
             )
         from_base = key == "model.base"
         path = Path(value).expanduser()
-        if path.exists():
+        with readable(path):
+            is_local = path.exists()
+        if is_local:
             path = path / part if from_base else path
         elif match := _HUB_ID.fullmatch(value):
             path = _fetch(match["repository"], match["inner"] or "", part, key, from_base=from_base)
         else:
             raise UserError(f"{key} = {value!r}: there is no such file or folder, and it is not a hub id (owner/name)")
-        if not path.exists():
-            raise UserError(f"{key} = {value!r} holds no {part}; {remedy} to where the {part} lies")
-        refuse_pickles(path, safe_names)
+        with readable(path):
+            if not path.exists():
+                raise UserError(f"{key} = {value!r} holds no {part}; {remedy} to where the {part} lies")
+            refuse_pickles(path, safe_names)
         return path
 
 

@@ -4,10 +4,9 @@ Build on `meta`; match every name and shape; inject adapters on `meta`; stream t
 its devices and dtypes; initialise the adapters. Nothing is allocated twice, and nothing later may move or cast the model.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from ditkit_core.encoding.loader import shapes_of
 from ditkit_core.engine.block_swap import BlockSwap, base_device_map
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
+from ditkit_core.io.files import read_json_object, readable
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
@@ -38,6 +38,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.models.state_dict import TensorSlice
 from ditkit_core.run.quantized_cache import find_cache
 from ditkit_core.weights.fp8_scaled import num_scaled, open_weights
+from ditkit_core.weights.frozen import at_most_parameters
 from ditkit_core.weights.load import Advice, fits_shapes, load_into, match, read_in_fp32
 from ditkit_core.weights.quantize import (
     check_quantize,
@@ -49,6 +50,8 @@ from ditkit_core.weights.quantize import (
     num_bytes,
     quantized_bytes,
 )
+
+_MAX_PARAMETERS = 20_000  # of a foreign config.json; the largest transformers that are known have about 2,000 tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +129,7 @@ def build_meta_model(
     source = open_weights(components.locate(part))
     if num_scaled(source):
         check_scaled(str(source.path), adapter.method)
-    preset, arch = choose_arch(spec, components.preset, source)
+    preset, arch = choose_arch(spec, components, source)
     model = build_on_meta(spec, arch, precision)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     advice = None if components.preset else _advice(source)
@@ -330,10 +333,11 @@ def build_on_meta(spec: ModelSpec, arch: Any, precision: Precision) -> Any:
         return spec.architecture.build(arch, precision)
 
 
-def choose_arch(spec: ModelSpec, preset: str, source: SafetensorsSource) -> tuple[str, Any]:
+def choose_arch(spec: ModelSpec, components: ModelPaths, source: SafetensorsSource) -> tuple[str, Any]:
     """The architecture by its name, by the config.json next to the weights, or by the preset with the same shapes.
 
-    Shapes decide if the config.json is not in diffusers' format, since some authors have formats of their own.
+    Shapes decide if the config.json is not in diffusers' format, since some authors have formats of their own. Where no single preset
+    has them, the config.json of the base's transformer counts, if it has these shapes.
 
     Returns:
         The preset's name, empty if the architecture matches no preset, and the architecture.
@@ -341,6 +345,7 @@ def choose_arch(spec: ModelSpec, preset: str, source: SafetensorsSource) -> tupl
     Raises:
         UserError: If the name is unknown, or nothing says which architecture this is.
     """
+    preset = components.preset
     if preset:
         if preset not in spec.architecture.presets:
             raise UserError(
@@ -348,28 +353,36 @@ def choose_arch(spec: ModelSpec, preset: str, source: SafetensorsSource) -> tupl
             )
         return preset, spec.architecture.presets[preset]
     path = _config_json(source.path)
-    if path is not None and spec.architecture.infer_arch is not None:
-        try:
-            arch = spec.architecture.infer_arch(
-                json.loads(path.read_text(encoding="utf-8")), _pipeline_index(source.path)
-            )
-            if arch is not None:
-                build_on_meta(
-                    spec, arch, Precision()
-                )  # values of a wrong type only fail when a model is built with them
-        except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-            raise UserError(
-                f"{path} does not describe this model ({error!r}); set model.preset to one of {', '.join(spec.architecture.presets)}"
-            ) from error
-        if arch is not None:
-            return next((name for name, known in spec.architecture.presets.items() if known == arch), ""), arch
+    if path is not None and (arch := _described(spec, path)) is not None:
+        return next((name for name, known in spec.architecture.presets.items() if known == arch), ""), arch
     fitting = _fitting(spec, source)
     if len(fitting) != 1:
+        folder = replace(components, transformer="").here("transformer")
+        path = None if folder is None else _config_json(folder)
+        arch = None if path is None else _described(spec, path)
+        if arch is not None and fits_shapes(source, spec.architecture.names, _shapes(spec, arch)):
+            return "", arch
         what = f"{' and '.join(fitting)} fit" if fitting else "no preset fits"
         raise UserError(
             f"{what} the weights in {source.path}; set model.preset to one of {', '.join(fitting or spec.architecture.presets)}"
         )
     return fitting[0], spec.architecture.presets[fitting[0]]
+
+
+def _described(spec: ModelSpec, path: Path) -> Any:
+    """The architecture that a config.json of unknown origin describes; None if it is not in diffusers' format."""
+    if spec.architecture.infer_arch is None:
+        return None
+    remedy = f"set model.preset to one of {', '.join(spec.architecture.presets)}"
+    config = read_json_object(path, remedy, "does not describe this model because it")
+    try:
+        arch = spec.architecture.infer_arch(config, _pipeline_index(path.parent))
+        if arch is not None:  # values of a wrong type only fail when a model is built with them
+            with at_most_parameters(_MAX_PARAMETERS):
+                build_on_meta(spec, arch, Precision())
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError, RuntimeError) as error:
+        raise UserError(f"{path} does not describe this model ({error!r}); {remedy}") from error
+    return arch
 
 
 def _fitting(spec: ModelSpec, source: SafetensorsSource) -> list[str]:
@@ -391,7 +404,7 @@ def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -
     """
     if components.preset:
         # A preset decides by itself, so an empty source is enough.
-        return choose_arch(spec, components.preset, SafetensorsSource(Path(), {}, {}))
+        return choose_arch(spec, components, SafetensorsSource(Path(), {}, {}))
     path = components.here("transformer") or (components.fetched_description("transformer") if fetch else None)
     path = path or components.here("transformer_2")  # enough to train the second expert alone
     if path is None:
@@ -402,11 +415,10 @@ def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -
             f"model.base = {components.base!r} {lacks} to say which architecture it is; "
             f"{remedy}model.preset to one of {', '.join(spec.architecture.presets)}"
         )
-    folder = path if path.is_dir() else path.parent
-    described = (folder / "config.json").is_file() and spec.architecture.infer_arch is not None
+    described = _config_json(path) is not None and spec.architecture.infer_arch is not None
     # A config.json decides by itself, so the headers of the weights need not be read.
     source = SafetensorsSource(path, {}, {}) if described else open_weights(path)
-    return choose_arch(spec, "", source)
+    return choose_arch(spec, components, source)
 
 
 def _advice(source: SafetensorsSource) -> Advice:
@@ -426,14 +438,13 @@ def _shapes(spec: ModelSpec, arch: Any) -> Mapping[str, tuple[int, ...]]:
 
 
 def _pipeline_index(transformer: Path) -> dict[str, Any]:
-    """The `model_index.json` of the pipeline that a transformer's folder is part of."""
-    try:
-        index = json.loads((transformer.parent / "model_index.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return index if isinstance(index, dict) else {}
+    """The `model_index.json` of the pipeline that a transformer's folder is part of; empty if there is none that can be read."""
+    with suppress(UserError):
+        return read_json_object(transformer.parent / "model_index.json")
+    return {}
 
 
 def _config_json(path: Path) -> Path | None:
     file = (path if path.is_dir() else path.parent) / "config.json"
-    return file if file.is_file() else None
+    with readable(file):
+        return file if file.is_file() else None

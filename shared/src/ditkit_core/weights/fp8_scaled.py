@@ -10,7 +10,6 @@ means that the scale is one.
 Source: `convert_old_quants` in comfy/utils.py and QUANTIZATION.md of ComfyUI, read in November 2026.
 """
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.errors import UserError
+from ditkit_core.io.files import parse_json_object
 from ditkit_core.io.safetensors import SafetensorsSource
 
 MARK = "scaled_fp8"
@@ -31,6 +31,7 @@ About = tuple[tuple[int, ...], torch.dtype]
 _SCALES = (f".{SCALE}", ".weight_scale")
 _INPUT_SCALES = (".scale_input", ".input_scale")
 _FORMAT = ".comfy_quant"
+_MAX_FORMAT_BYTES = 2**16
 _HEADER = "_quantization_metadata"
 # Scales of other formats (NVFP4, scales per block, AWQ), which are recognised only to be refused by name.
 _OTHER_FORMS = (".weight_scale_2", ".weight_scale_inv", ".pre_quant_scale")
@@ -150,13 +151,18 @@ def _problems(source: SafetensorsSource) -> Iterator[str]:
 
 def _formats(source: SafetensorsSource) -> Iterator[tuple[str, object]]:
     """Each layer whose format the file gives, with that format."""
+    where = f"{source.path}: its description of 8-bit layers cannot be read:"
     try:
-        for layer, about in json.loads(source.metadata.get(_HEADER, "{}")).get("layers", {}).items():
+        described = parse_json_object(source.metadata.get(_HEADER, "{}"), f"{where} {_HEADER}")
+        for layer, about in described.get("layers", {}).items():
             yield layer, about["format"]
-        for key in source.tensors:
+        for key, stored in source.tensors.items():
             if key.endswith(_FORMAT):
-                yield key.removesuffix(_FORMAT), json.loads(bytes(source.read(key).tolist()))["format"]
+                if stored.num_bytes > _MAX_FORMAT_BYTES:
+                    raise ValueError(f"{stored.num_bytes} bytes")
+                yield (
+                    key.removesuffix(_FORMAT),
+                    parse_json_object(bytes(source.read(key).tolist()), f"{where} {key}")["format"],
+                )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{source.path}: its description of 8-bit layers cannot be read ({error!r}); fetch it again"
-        ) from error
+        raise UserError(f"{where} {error!r}; fetch it again") from error

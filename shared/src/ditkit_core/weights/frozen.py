@@ -5,7 +5,9 @@ numbers in its place.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -13,9 +15,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import read_json_object
+from ditkit_core.io.files import read_json_object, readable
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames
@@ -39,8 +42,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         UserError: If it is missing or not a JSON object.
     """
     path = folder / "config.json"
-    if not path.exists():
-        raise UserError(f"{folder} has no config.json; give the component's folder, or a single .safetensors file")
+    with readable(path):
+        if not path.exists():
+            raise UserError(f"{folder} has no config.json; give the component's folder, or a single .safetensors file")
     return read_json_object(path)
 
 
@@ -76,21 +80,56 @@ def find_weights(
     return source, config
 
 
+@contextmanager
+def given_to_library(what: str, remedy: str) -> Iterator[None]:
+    """Turn whatever a library raises while it is given a foreign file's content into one line.
+
+    Args:
+        what: What is wrong then, and in which file.
+        remedy: What the user should do.
+
+    Raises:
+        UserError: If the library raises anything.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    # Every exception, as nowhere else: damaged content may fail anywhere in the library, and tokenizers raises plain `Exception`.
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(f"{what} ({reason}); {remedy}") from error
+
+
 def build_frozen(make: Callable[[Any], Module], config: Mapping[str, Any], source: SafetensorsSource) -> Module:
     """Build a library's module on `meta` from its configuration.
 
     Raises:
-        UserError: If the configuration is not valid for it.
+        UserError: If the configuration is not valid for it, or describes far more parameters than the files have tensors.
     """
+    what, remedy = f"{source.path}: no model can be built from its configuration", "fetch its config.json again"
+    with given_to_library(what, remedy), at_most_parameters(4 * len(source.tensors) + 1000), torch.device("meta"):
+        return make(config)
+
+
+@contextmanager
+def at_most_parameters(number: int) -> Iterator[None]:
+    """Stop a module's constructor at this number of parameters: a damaged depth would take hours and all memory, on `meta` too.
+
+    Raises:
+        ValueError: If it makes more.
+    """
+    made = itertools.count(1)
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        if next(made) > number:
+            raise ValueError(f"more than {number} parameters")
+
+    handle = register_module_parameter_registration_hook(count)
     try:
-        with torch.device("meta"):
-            return make(config)
-    # A damaged configuration reaches the library's constructor, which may fail at it in any of these ways.
-    except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(
-            f"{source.path}: no model can be built from its configuration ({reason}); fetch its config.json again"
-        ) from error
+        yield
+    finally:
+        handle.remove()
 
 
 def load_frozen(
@@ -201,17 +240,18 @@ def fingerprint(path: Path, *settings: object) -> str:
         Hexadecimal digits.
     """
     digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
-    files = sorted(file for file in path.iterdir() if file.suffix in _COUNTED) if path.is_dir() else [path]
-    for file in files:
-        size = file.stat().st_size
-        # A single file may be renamed without another digest; in a folder, names tell files apart.
-        digest.update(f"\0{file.name if path.is_dir() else ''}\0{size}\0".encode())
-        with open(file, "rb") as stream:
-            if size <= _WHOLE_BYTES:
-                digest.update(stream.read())
-                continue
-            # Evenly spaced from the first byte to the last, so that every layer has a chance to be read.
-            for sample in range(_SAMPLES):
-                stream.seek(sample * (size - _SAMPLED_BYTES) // (_SAMPLES - 1))
-                digest.update(stream.read(_SAMPLED_BYTES))
+    with readable(path):
+        files = sorted(file for file in path.iterdir() if file.suffix in _COUNTED) if path.is_dir() else [path]
+        for file in filter(Path.is_file, files):  # a pipe would be waited for
+            size = file.stat().st_size
+            # A single file may be renamed without another digest; in a folder, names tell files apart.
+            digest.update(f"\0{file.name if path.is_dir() else ''}\0{size}\0".encode())
+            with open(file, "rb") as stream:
+                if size <= _WHOLE_BYTES:
+                    digest.update(stream.read(size))
+                    continue
+                # Evenly spaced from the first byte to the last, so that every layer has a chance to be read.
+                for sample in range(_SAMPLES):
+                    stream.seek(sample * (size - _SAMPLED_BYTES) // (_SAMPLES - 1))
+                    digest.update(stream.read(_SAMPLED_BYTES))
     return digest.hexdigest()

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import read_json_object
+from ditkit_core.io.files import read_json_object, readable
 from ditkit_core.models.paths import ModelPaths
 
 _REMEDY = "fetch it again, or set model.tokenizer"
@@ -26,17 +26,17 @@ def find_tokenizer(components: ModelPaths, *, or_vocabulary: str = "", also: tup
         raise UserError("the text encoder has no tokenizer; set model.tokenizer to the tokenizer's folder")
     path = components.locate("tokenizer")
     either = f"tokenizer.json or {or_vocabulary}" if or_vocabulary else "tokenizer.json"
-    if not path.is_dir():
-        raise UserError(f"model.tokenizer = {path} is a file; name the folder with {either}")
-    vocabulary = path / "tokenizer.json"
-    if not vocabulary.exists() and not (or_vocabulary and (path / or_vocabulary).exists()):
+    with readable(path):
+        if not path.is_dir():
+            raise UserError(f"model.tokenizer = {path} is a file; name the folder with {either}")
+        inside = {file.name for file in path.iterdir()}
+    if not inside & {"tokenizer.json", or_vocabulary}:
         raise UserError(f"{path} has no tokenizer: {either} is missing; set model.tokenizer")
-    for name in also:
-        if not (path / name).exists():
-            raise UserError(f"{path} has no tokenizer: {name} is missing; fetch it, or set model.tokenizer")
+    if missing := [name for name in also if name not in inside]:
+        raise UserError(f"{path} has no tokenizer: {missing[0]} is missing; fetch it, or set model.tokenizer")
     # Read once for its errors alone: the library would fail later, in the middle of encoding, and not in one line.
-    if vocabulary.exists():
-        _vocabulary(vocabulary)
+    if "tokenizer.json" in inside:
+        _vocabulary(path / "tokenizer.json")
     for name in also:
         read_json_object(path / name, _REMEDY)
     return path

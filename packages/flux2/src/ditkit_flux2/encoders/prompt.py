@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.errors import UserError
+from ditkit_core.weights.frozen import given_to_library
 from ditkit_core.weights.tokenizer import added_tokens
 
 TEXT_TOKENS = 512
@@ -104,10 +105,13 @@ class Prompter:
         """
         from tokenizers import Tokenizer
 
-        self._tokenizer = Tokenizer.from_file(str(self.file))
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        with given_to_library(
+            f"{self.file} is not a tokenizer that can be read", "fetch it again, or set model.tokenizer"
+        ):
+            self._tokenizer = Tokenizer.from_file(str(self.file))
+            self._tokenizer.no_padding()
+            self._tokenizer.no_truncation()
+            largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         if largest >= vocabulary_size:
             raise UserError(
                 f"{self.file} has token {largest}, and the text encoder knows {vocabulary_size}: they do not belong "

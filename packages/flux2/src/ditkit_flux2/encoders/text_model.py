@@ -11,7 +11,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.nn.quantized_linear import without_scales
-from ditkit_core.weights.frozen import read_config
+from ditkit_core.weights.frozen import given_to_library, read_config
 from ditkit_core.weights.load import Advice, match
 from ditkit_flux2.encoders.prompt import MISTRAL, QWEN, TextFamily
 
@@ -161,27 +161,22 @@ def build_layers(family: TextFamily, config: Mapping[str, Any]) -> nn.Module:
     Raises:
         UserError: If no model can be built from the configuration.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import MistralConfig, MistralModel, Qwen3Config, Qwen3Model
 
     kinds = {MISTRAL.name: (MistralConfig, MistralModel), QWEN.name: (Qwen3Config, Qwen3Model)}
     make_config, make_model = kinds[family.name]
-    try:
+    with given_to_library(f"the text encoder's config.json does not describe a {family.name}", _GET):
         full = make_config.from_dict(dict(config), attn_implementation=ATTENTION)
         with torch.device("meta"):
             model = make_model(full)
-    except (StrictDataclassError, KeyError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(
-            f"the text encoder's config.json does not describe a {family.name} ({reason}); {_GET}"
-        ) from error
     model.norm = nn.Identity()  # hidden states are taken before it
     return model.requires_grad_(False).eval()
 
 
 def rotary_of(model: Any, device: torch.device) -> nn.Module:
     """The module that computes a model's rotary tables, on a device: files do not store its frequencies."""
-    return type(model.rotary_emb)(config=model.config).to(device)
+    with given_to_library("the text encoder's config.json has no valid rotary embedding", _GET):
+        return type(model.rotary_emb)(config=model.config).to(device)  # type: ignore[no-any-return]
 
 
 def locate_weights(model: nn.Module, source: SafetensorsSource) -> dict[str, tuple[TensorSlice, ...]]:

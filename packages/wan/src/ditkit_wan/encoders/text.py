@@ -16,7 +16,7 @@ from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames
 from ditkit_core.nn.quantized_linear import QuantizedLinear
-from ditkit_core.weights.frozen import build_frozen, find_weights, fingerprint, load_frozen
+from ditkit_core.weights.frozen import build_frozen, find_weights, fingerprint, given_to_library, load_frozen
 from ditkit_core.weights.tokenizer import find_tokenizer
 from ditkit_wan.encoders.safe_names import SAFE_NAMES
 
@@ -126,15 +126,10 @@ class TextEncoder:
             return
         from transformers import AutoTokenizer
 
-        try:
+        with given_to_library(f"{self._tokenizer_path} contains no tokenizer that can be read", "set model.tokenizer"):
             self._tokenizer = AutoTokenizer.from_pretrained(
                 str(self._tokenizer_path), local_files_only=True, trust_remote_code=False
             )
-        except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise UserError(
-                f"{self._tokenizer_path} contains no tokenizer that can be read ({reason}); set model.tokenizer"
-            ) from error
         if self._tokenizer.pad_token is None:
             raise UserError(
                 f"{self._tokenizer_path} has no padding token: tokenizer_config.json is not the model's; fetch it "
