@@ -33,7 +33,7 @@ def test_a_page_allows_its_own_style_and_script_and_nothing_else() -> None:
 
     page = html_page("<title>", element("p", "x"), script="run()")
     (style,) = re.findall("<style>(.*?)</style>", page, re.DOTALL)
-    policy = f"default-src 'none'; img-src data:; style-src '{digest(style)}'; script-src '{digest('run()')}'; "
+    policy = f"default-src 'none'; img-src data:; media-src data:; style-src '{digest(style)}'; script-src '{digest('run()')}'; "
     assert escape_html(policy) in page and "<title>&lt;title&gt;</title>" in page and "<script>run()</script>" in page
     without = html_page("plain", element("p", "x"))
     assert "<script" not in without and escape_html("script-src 'none'; ") in without

@@ -88,8 +88,8 @@ def test_they_are_those_drawn_in_place_and_disturb_nothing(
     assert drawn(here) == drawn(there) and len(drawn(here)) == 4 * (2 * 2 + 2)
     assert len(started) == 1 and started[0].environment["CUDA_VISIBLE_DEVICES"] == "" and pending(there) == []
     assert "waiting for 3 previews from cpu" in capsys.readouterr().out
-    assert [drawing.title for drawing in read_sections(there)[0].drawings] == [f"Step {step}" for step in (0, 2, 4, 6)]
-    assert (there / "report.html").read_text().count("<img") == 4
+    assert [each.title for each in read_sections(there)[0].samples] == [f"step {step}" for step in (0, 2, 4, 6)]
+    assert (there / "report.html").read_text().count("<img") == 16
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ def test_a_signal_while_the_last_previews_are_drawn_loses_none(
     with children(world.spec, "draws"):
         assert world.train("run", 4, *ELSEWHERE) == 0
     assert "is complete at step 4; nothing is left to do" in capsys.readouterr().out, "it was not ended once more"
-    assert pending(run) == [] and (run / "report.html").read_text().count("<img") == 3
+    assert pending(run) == [] and (run / "report.html").read_text().count("<img") == 6
 
 
 def test_one_that_fails_costs_a_warning_and_can_be_drawn_later(
@@ -215,7 +215,7 @@ def test_one_that_fails_costs_a_warning_and_can_be_drawn_later(
     with children(world.spec, "draws"):
         assert world.train("run", 4, *ELSEWHERE) == 0, "which is complete"
     assert pending(run) == [] and {name[:11] for name in drawn(run)} == {f"step-{step:06d}" for step in (0, 2, 4)}
-    assert [drawing.title for drawing in read_sections(run)[0].drawings] == [f"Step {step}" for step in (0, 2, 4)]
+    assert [each.title for each in read_sections(run)[0].samples] == [f"step {step}" for step in (0, 2, 4)]
 
 
 def bare(world: World, **flags: Any) -> tuple[RunContext, RunFolder]:
@@ -373,8 +373,8 @@ def test_each_of_two_experts_is_drawn_while_it_trains(experts: TwoExperts, monke
         folder = world.folder / "both" / name
         pictures = {file[:11]: picture for file, picture in drawn(folder).items() if file.endswith(".png")}
         assert pictures.keys() == {"step-000000", "step-000001"} and len(set(pictures.values())) == 2
-    sections = {section.name: [each.title for each in section.drawings] for section in read_sections(tmp_path / "both")}
-    drawn_in = {"high_noise": ["Step 0", "Step 1"], "low_noise": ["Step 0", "Step 1"], "": ["Step 2"]}
+    sections = {section.name: [each.title for each in section.samples] for section in read_sections(tmp_path / "both")}
+    drawn_in = {"high_noise": ["step 0", "step 1"], "low_noise": ["step 0", "step 1"], "": ["step 2"]}
     assert sections == drawn_in
     assert (tmp_path / "both" / names[0] / "report.html").read_text().count("<img") == 2
     assert pending(tmp_path / "both") == [] and {file[:11] for file in drawn(tmp_path / "both")} == {"step-000002"}

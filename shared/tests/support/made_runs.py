@@ -5,7 +5,7 @@ import math
 import random
 from pathlib import Path
 
-from media_files import picture
+from media_files import numbered_video, picture
 
 from ditkit_core.config.toml import to_toml
 from ditkit_core.io.run_dir import RunFolder
@@ -24,7 +24,7 @@ SIGMAS = (0.1, 0.5, 0.9)
 
 
 def write_run(folder: Path, steps: int = 40, *, captions: tuple[str, ...] = ("a cat", "a dog"), clips: int = 3) -> Path:
-    """A run of so many steps, measured every 5th, drawn at the first and the last."""
+    """A run of so many steps, measured every 5th, sampled at the first and the last."""
     rng = random.Random(steps)
     rows: list[dict[str, float | str]] = []
     for step in range(steps + 1):
@@ -39,7 +39,8 @@ def write_run(folder: Path, steps: int = 40, *, captions: tuple[str, ...] = ("a 
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run.config_file.write_text(to_toml(RunConfig()), encoding="utf-8")
     about = {
-        "environments": [{"since": "2026-01-01", "devices": "cpu", "torch": "2.11"}],
+        "environments": [{"since": "2026-01-01", "devices": "cpu", "torch": "2.11", "CPU threads": "1 of 2"}],
+        "model": {"family": "toy", "preset": "tiny", "trained_parameters": 12_345},
         "data": {
             "samples": 7, "captions": 9, "fps": 16.0, "held_out": [captions[0]], "num_excluded": len(captions),
             "shapes": [{"frames": 17, "height": 64, "width": 96, "samples": 7}],
@@ -48,17 +49,21 @@ def write_run(folder: Path, steps: int = 40, *, captions: tuple[str, ...] = ("a 
     }  # fmt: skip
     run.about.write_text(json.dumps(about))
     for step in (0, steps):
-        write_drawing(run.samples, step, captions)
+        write_samples(run.samples, step, captions)
     return folder
 
 
-def write_drawing(folder: Path, step: int, captions: tuple[str, ...], *, name: str = "") -> None:
-    """What is drawn of a step, or under another name."""
+def write_samples(folder: Path, step: int, captions: tuple[str, ...], *, name: str = "", suffix: str = ".mp4") -> None:
+    """The samples of a step, or under another name, with their list."""
     name = name or f"step-{step:06d}"
-    picture(folder / f"{name}-sheet.png", (96, 32), "teal")
-    samples = [{"file": f"{name}-{i}.mp4", "prompt": text, "seed": 0} for i, text in enumerate(captions)]
-    listed = {"samples": samples, "shown": f"{name}-sheet.png"}
-    (folder / f"{name}.json").write_text(json.dumps(listed))
+    listed = [{"file": f"{name}-{i}{suffix}", "prompt": text, "seed": 0} for i, text in enumerate(captions)]
+    for each in listed:
+        path = folder / str(each["file"])
+        if suffix == ".mp4":
+            numbered_video(path, frames=4, size=(16, 32))
+        else:
+            picture(path, (32, 16), "teal")
+    (folder / f"{name}.json").write_text(json.dumps({"samples": listed, "shown": f"{name}-sheet.png"}))
 
 
 def _trained(step: int, rng: random.Random) -> dict[str, float | str]:

@@ -19,7 +19,7 @@ from ditkit_core.commands.options import TrainOptions
 from ditkit_core.commands.report import held_out_lines, say_results
 from ditkit_core.config.resume import ConfigChange
 from ditkit_core.diagnostics.doctor.dataset import summarize_data
-from ditkit_core.diagnostics.report.environment import data_summary, describe_environment, write_about
+from ditkit_core.diagnostics.report.environment import data_summary, describe_environment, model_summary, write_about
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import Batch, files_of, split_held_out
@@ -360,7 +360,8 @@ def _split(run: RunContext, folder: RunFolder, prepared: LoadedModel, data: Enco
     kept, held_out = split_held_out(list(by_id), config.held_out.clips, files)
     check_data(folder, [*data.samples, *data.prior], prepared)
     summary = data_summary(run.data.dataset, by_id.keys(), held_out)
-    write_about(folder, environment=describe_environment(run.devices), data=summary)
+    model = model_summary(run.spec.name, prepared)
+    write_about(folder, environment=describe_environment(run.devices), data=summary, model=model)
     validator = None
     if held_out:
         clips = Batch(ids=held_out, items=[by_id[id].load() for id in held_out])

@@ -85,7 +85,7 @@ def html_page(title: str, *body: str, script: str = "") -> str:
     # Style and script are inline: a report is one file that can be sent by mail and opened offline.
     style = files("ditkit_core.diagnostics").joinpath("page.css").read_text(encoding="utf-8")
     policy = (
-        f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; "
+        f"default-src 'none'; img-src data:; media-src data:; style-src '{_digest(style)}'; "
         f"script-src '{_digest(script) if script else 'none'}'; base-uri 'none'; form-action 'none'"
     )
     head = element(

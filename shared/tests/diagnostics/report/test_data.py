@@ -1,4 +1,4 @@
-"""What a report reads of a run's folder, and how its curves are drawn."""
+"""What a report reads of a run's folder, and its curves."""
 
 import math
 import random
@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from made_runs import SIGMAS, write_drawing, write_run
+from made_runs import SIGMAS, write_run, write_samples
 
-from ditkit_core.diagnostics.report.charts import HEIGHT, WIDTH, Chart, Line, chart_figure
-from ditkit_core.diagnostics.report.data import MOST_DRAWINGS, MOST_POINTS, Series, read_metrics, read_sections
+from ditkit_core.diagnostics.report.charts import HEIGHT, WIDTH, Chart, chart_figure
+from ditkit_core.diagnostics.report.data import MOST_POINTS, MOST_TIMES, Series, read_metrics, read_sections
 from ditkit_core.errors import UserError
 from ditkit_core.io.run_dir import next_drawing
 
@@ -36,23 +36,23 @@ def test_a_run_and_the_runs_below_it_are_sections(tmp_path: Path) -> None:
     write_run(tmp_path / "parts" / "high_noise", 20)
     assert [section.name for section in read_sections(tmp_path / "both")] == ["", "high_noise"]
     high, low, whole = read_sections(tmp_path / "parts")
-    assert (whole.name, whole.series, whole.drawings) == ("", {}, [])
+    assert (whole.name, whole.series, whole.samples) == ("", {}, [])
     assert (high.name, high.step, low.name, low.step) == ("high_noise", 20, "low_noise", 10)
     assert high.sigmas == list(SIGMAS) and high.config["train.steps"] == 1000
     with pytest.raises(UserError, match=r"has no metrics\.jsonl; name the folder of a run"):
         read_sections(tmp_path / "nowhere")
 
 
-def test_a_thinned_curve_keeps_its_ends_and_its_spikes() -> None:
+def test_a_downsampled_curve_keeps_its_ends_and_its_spikes() -> None:
     rng = random.Random(0)
     values = [rng.random() for _ in range(50_000)]
     values[31_234], values[777] = 900.0, -3.0
-    thin = series(values).thinned()
+    thin = series(values).downsampled()
     assert len(thin.steps) <= MOST_POINTS and (thin.steps[0], thin.steps[-1]) == (0, 49_999)
     assert {31_234, 777} <= set(thin.steps) and list(thin.steps) == sorted(set(thin.steps))
     assert all(values[step] == value for step, value in zip(thin.steps, thin.values, strict=True)), "points as they are"
     short = series(values[:MOST_POINTS])
-    assert short.thinned() is short
+    assert short.downsampled() is short
 
 
 def test_smoothing_gives_the_first_values_no_more_weight() -> None:
@@ -62,20 +62,28 @@ def test_smoothing_gives_the_first_values_no_more_weight() -> None:
     assert series([5.0, 1.0]).smoothed(1).values == [5.0, 1.0]
 
 
-def test_drawings_are_few_with_the_first_and_the_last(tmp_path: Path) -> None:
+def test_samples_are_of_few_steps_with_the_first_and_the_last(tmp_path: Path) -> None:
     run = write_run(tmp_path, 40)
     for step in range(0, 400, 10):
-        write_drawing(run / "samples", step, ("a",))
+        write_samples(run / "samples", step, ("a",))
     (run / "samples" / "step-000390.json").write_text("{")  # torn
-    (run / "samples" / "step-000380.json").write_text('{"shown": "../../elsewhere.png"}')
+    (run / "samples" / "step-000380.json").write_text('{"samples": 3, "shown": "../../elsewhere.png"}')
+    (run / "samples" / "step-000360.json").write_text('{"samples": [{"file": "../../elsewhere.mp4"}]}')
     for number in (1, 2, 999, 1000):
-        write_drawing(run / "samples", number, ("by hand",), name=f"drawn-{number:03d}-mine")
+        write_samples(run / "samples", number, ("by hand",), name=f"drawn-{number:03d}-mine")
     (section,) = read_sections(run)
-    assert [drawing.title for drawing in section.by_hand] == [f"drawn-{i}-mine" for i in ("001", "002", "999", "1000")]
+    assert [each.title for each in section.by_command] == [f"drawn-{i}-mine" for i in ("001", "002", "999", "1000")]
     with next_drawing(run / "samples") as one, next_drawing(run) as other:
         assert (one, other) == ("drawn-1001", "drawn-001")
-    steps = [int(drawing.title.removeprefix("Step ")) for drawing in section.drawings]
-    assert len(steps) == MOST_DRAWINGS and (steps[0], steps[-1]) == (0, 370) and steps == sorted(steps)
+    steps = [int(each.title.removeprefix("step ")) for each in section.samples]
+    assert len(steps) == MOST_TIMES and (steps[0], steps[-1]) == (0, 370) and steps == sorted(steps)
+    files = [sample.file for each in section.samples for sample in each.samples]
+    assert all(file.parent == run / "samples" for file in files), "none from elsewhere"
+
+
+def test_a_series_is_flat_if_a_curve_would_show_nothing() -> None:
+    assert series([0.0, 0.0]).is_flat and series([5.0]).is_flat and series([-1.0, -1.005]).is_flat
+    assert not series([0.0, 1e-9]).is_flat and not series([1.0, 1.02]).is_flat and not series([-1.0, 1.0]).is_flat
 
 
 # Curves
@@ -95,8 +103,7 @@ def coordinates(svg: str) -> list[tuple[float, float]]:
 )  # fmt: skip
 @pytest.mark.parametrize("logarithmic", [False, True])
 def test_every_curve_stays_inside_its_frame(values: list[float], logarithmic: bool) -> None:
-    line = Line(series=series(values))
-    chart = Chart(name="x", title="X", lines=[line], level=values[0], logarithmic=logarithmic)
+    chart = Chart(name="x", title="X", series=series(values), level=values[0], logarithmic=logarithmic)
     svg = chart_figure(chart, section=0)
     found = coordinates(svg)
     assert len(found) == len(values)
@@ -107,22 +114,18 @@ def test_every_curve_stays_inside_its_frame(values: list[float], logarithmic: bo
 def test_the_axes_are_named_and_no_label_is_cut_off() -> None:
     """Of 1000000 at the right edge 10000 was left to read."""
     for values in ([12_000.0, 54_321.0], [1.0e-5, 1.25e-4], [1.001, 1.0025], [-1e30, 1e30]):
-        svg = chart_figure(
-            Chart(name="x", title="X", lines=[Line(series=Series(steps=[0, 1_000_000], values=values))]), section=0
-        )
+        svg = chart_figure(Chart(name="x", title="X", series=Series(steps=[0, 1_000_000], values=values)), section=0)
         labels = re.findall(r'<text x="([^"]*)" y="[^"]*" text-anchor="(\w+)">([^<]*)</text>', svg)
         assert {"step", "1000000"} <= {text for _, _, text in labels}
         for x, anchor, text in labels:
             width = 7 * len(text)
             left = float(x) - (width if anchor == "end" else width / 2)
             assert -5 <= left and left + width <= WIDTH, text
-    assert ">20000<" in chart_figure(
-        Chart(name="x", title="X", lines=[Line(series=series([12_000.0, 54_321.0]))]), section=0
-    )
+    assert ">20000<" in chart_figure(Chart(name="x", title="X", series=series([12_000.0, 54_321.0])), section=0)
 
 
 def test_higher_values_and_later_steps_lie_higher_and_further_right() -> None:
-    chart = Chart(name="x", title="X", lines=[Line(series=Series(steps=[10, 20, 40], values=[1.0, 3.0, 2.0]))])
+    chart = Chart(name="x", title="X", series=Series(steps=[10, 20, 40], values=[1.0, 3.0, 2.0]))
     (x1, y1), (x2, y2), (x3, y3) = coordinates(chart_figure(chart, section=0))
     assert y1 > y3 > y2 and (x3 - x2) == pytest.approx(2 * (x2 - x1), abs=0.3)
     assert (y1 - y2) == pytest.approx(2 * (y1 - y3), abs=0.3)
@@ -130,7 +133,7 @@ def test_higher_values_and_later_steps_lie_higher_and_further_right() -> None:
 
 def test_a_chart_says_in_words_what_it_shows() -> None:
     measured = Series(steps=[0, 5, 10], values=[2.0, 1.0, 1.5])
-    svg = chart_figure(Chart(name="held_out", title="held-out loss", lines=[Line(series=measured)]), section=3)
+    svg = chart_figure(Chart(name="held_out", title="held-out loss", series=measured), section=3)
     assert 'role="img"' in svg and "2 at step 0, 1.5 at step 10; lowest 1 at step 5" in svg
     names = re.search(r'aria-labelledby="(\S+) (\S+)"', svg)
     assert names is not None and all(f'id="{name}"' in svg for name in names.groups())
@@ -139,7 +142,5 @@ def test_a_chart_says_in_words_what_it_shows() -> None:
 
 def test_bytes_are_shown_in_gib() -> None:
     used = Series(steps=[1, 2], values=[2.0**31, 3.0 * 2**30])
-    svg = chart_figure(
-        Chart(name="peak_memory_bytes", title="memory", lines=[Line(series=used)], unit=2.0**30), section=0
-    )
+    svg = chart_figure(Chart(name="peak_memory_bytes", title="memory", series=used, unit=2.0**30), section=0)
     assert "2 at step 1, 3 at step 2" in svg and ">2.5<" in svg and "e+09" not in svg

@@ -1,40 +1,35 @@
-"""Draws curves as SVG. Colours come from the style sheet, so that they follow light and dark mode."""
+"""Curves as SVG. Colours come from the style sheet, so that they follow light and dark mode."""
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from ditkit_core.diagnostics.rendering import Html, element, join_html
+from ditkit_core.diagnostics.rendering import Html, element
 from ditkit_core.diagnostics.report.data import Series
+from ditkit_core.diagnostics.report.words import format_number
 
 WIDTH, HEIGHT = 420, 230
 """Size of a chart in SVG units: about that of a phone's screen."""
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 26
-_DRAWN_POINTS = 600
+_MOST_PATH_POINTS = 600
+"""Largest number of points of a curve: more cannot be told apart at this size."""
 _DIGIT = 8.0
 """Largest width of a digit at the axes."""
-_DOTS = 60
+_MOST_DOTS = 60
 """Largest number of points with which a curve has a dot at each."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
-    """A curve of a chart."""
-
-    series: Series
-    look: Literal["main", "faint"] = "main"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Chart:
-    """The curves of one chart; at least one line with at least one point."""
+    """A curve, and what belongs to it."""
 
     name: str
     """Name in the metrics file of the series whose values the pointer shows."""
     title: str
-    lines: Sequence[Line]
+    series: Series
+    """At least one point."""
+    raw: Series | None = None
+    """The values that `series` is an average of, shown faintly behind it."""
     band: tuple[Series, Series] | None = None
     """Lower and upper ends of an interval, at the same steps."""
     level: float | None = None
@@ -62,7 +57,9 @@ def chart_figure(chart: Chart, *, section: int) -> Html:
         *_axes(scale),
         *([_area(scale, *chart.band)] if chart.band else []),
         *([_across(scale, chart.level)] if chart.level is not None else []),
-        *(_curve(scale, line) for line in chart.lines),
+        *([_path(scale, chart.raw, "faint")] if chart.raw else []),
+        _path(scale, chart.series, "main"),
+        *_dots(scale, chart.series),
         element("line", class_="cursor", x1=0, x2=0, y1=TOP, y2=HEIGHT - BOTTOM, visibility="hidden"),
     ]
     # The script converts the position of the pointer into a step with these numbers.
@@ -71,18 +68,16 @@ def chart_figure(chart: Chart, *, section: int) -> Html:
     shown = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "role": "img", "tabindex": 0}
     shown |= {"aria_labelledby": f"title-{names} about-{names}"}
     svg = element("svg", *parts, **shown, **{f"data_{name}": value for name, value in read_off.items()})
-    caption = element("figcaption", element("strong", chart.title), *([" – ", chart.note] if chart.note else []))
-    return element("figure", caption, svg, element("output", about))
-
-
-def format_number(value: float) -> str:
-    """A number with six digits, as the page shows it."""
-    return f"{value:.6g}"
+    newest = element("span", format_number(chart.series.last / chart.unit), class_="newest")
+    note = [element("small", chart.note)] if chart.note else []
+    return element(
+        "figure", element("figcaption", element("strong", chart.title), newest, *note), svg, element("output", about)
+    )
 
 
 def _described(chart: Chart) -> str:
     """A sentence about the main curve: first, last and lowest value. Screen readers read it in place of the chart."""
-    series = chart.lines[-1].series
+    series = chart.series
 
     def at(place: int) -> str:
         return f"{format_number(series.values[place] / chart.unit)} at step {series.steps[place]}"
@@ -105,7 +100,7 @@ class _Scale:
 
     @classmethod
     def of(cls, chart: Chart) -> "_Scale":
-        shown = [line.series for line in chart.lines] + list(chart.band or ())
+        shown = [chart.series, *([chart.raw] if chart.raw else []), *(chart.band or ())]
         values = [value for series in shown for value in series.values]
         values += [chart.level] if chart.level is not None else []
         steps = [step for series in shown for step in (series.steps[0], series.steps[-1])]
@@ -114,9 +109,8 @@ class _Scale:
         low, high = min(places), max(places)
         # A flat curve has no range: its margin is a tenth of its value, or 1.
         room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-        floor = (
-            0.0 if low >= 0 and not logarithmic else -math.inf
-        )  # no negative axis for values that are never negative
+        # No negative axis for values that are never negative.
+        floor = 0.0 if low >= 0 and not logarithmic else -math.inf
         return cls(
             first=min(steps),
             last=max(*steps, min(steps) + 1),
@@ -179,13 +173,15 @@ def _points(scale: _Scale, series: Series) -> list[str]:
     return [f"{scale.x(float(s))} {scale.y(v)}" for s, v in zip(series.steps, series.values, strict=True)]
 
 
-def _curve(scale: _Scale, line: Line) -> Html:
-    points = _points(scale, line.series.thinned(_DRAWN_POINTS))
-    path = element("path", class_=line.look, d="M" + "L".join(points))
-    if len(points) > _DOTS or line.look != "main":
-        return path
-    dots = [element("circle", class_="dot", cx=p.split()[0], cy=p.split()[1], r=2.5) for p in points]
-    return join_html(path, *dots)
+def _path(scale: _Scale, series: Series, look: str) -> Html:
+    return element("path", class_=look, d="M" + "L".join(_points(scale, series.downsampled(_MOST_PATH_POINTS))))
+
+
+def _dots(scale: _Scale, series: Series) -> list[Html]:
+    if len(series.steps) > _MOST_DOTS:
+        return []
+    places = (point.split() for point in _points(scale, series))
+    return [element("circle", class_="dot", cx=x, cy=y, r=2.5) for x, y in places]
 
 
 def _area(scale: _Scale, low: Series, high: Series) -> Html:

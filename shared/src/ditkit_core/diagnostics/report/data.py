@@ -13,7 +13,7 @@ from ditkit_core.io.run_dir import DRAWN, RunFolder
 
 MOST_POINTS = 2000
 """Largest number of points of a curve in a page."""
-MOST_DRAWINGS = 12
+MOST_TIMES = 12
 """Largest number of steps whose samples a page shows, and of calls of the sample command."""
 
 
@@ -30,7 +30,13 @@ class Series:
         """The newest value."""
         return self.values[-1]
 
-    def thinned(self, at_most: int = MOST_POINTS) -> "Series":
+    @property
+    def is_flat(self) -> bool:
+        """Whether a curve of it would show nothing: all values are within a hundredth of the largest."""
+        low, high = min(self.values), max(self.values)
+        return high - low <= 0.01 * max(abs(low), abs(high))
+
+    def downsampled(self, at_most: int = MOST_POINTS) -> "Series":
         """At most this many of its points: the lowest and highest of each interval, so that no spike is lost, and both ends."""
         count = len(self.steps)
         if count <= at_most:
@@ -55,15 +61,22 @@ class Series:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeneratedSheet:
+class ListedSample:
+    """A sample, as the list next to its file describes it."""
+
+    file: Path
+    """A video or an image, or nothing if it was removed."""
+    prompt: str
+    seed: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSet:
     """The samples of one step, or of one call of the sample command."""
 
     title: str
-    """The step, or the first part of the file names."""
-    picture: Path
-    """Image that shows all samples."""
-    samples: Sequence[Mapping[str, Any]]
-    """`file`, `prompt` and `seed` of each sample."""
+    """`step 250`, or the first part of the file names."""
+    samples: Sequence[ListedSample]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +91,13 @@ class Section:
     """Texts of the metrics file by name, each with the step of its last value."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Values by dotted key."""
-    about: Mapping[str, Any] = field(default_factory=dict)
-    """Environment and data, as `environment.py` writes them."""
-    drawings: Sequence[GeneratedSheet] = ()
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """What is trained, as `environment.py` writes it; so are the next two."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    environments: Sequence[Mapping[str, Any]] = ()
+    samples: Sequence[SampleSet] = ()
     """Samples of training, by step."""
-    by_hand: Sequence[GeneratedSheet] = ()
+    by_command: Sequence[SampleSet] = ()
     """Samples of the sample command, in the order of its calls."""
     completed: int | None = None
     """Step at which the run was completed; None if it is not complete."""
@@ -100,7 +115,7 @@ class Section:
 
     def to_json(self) -> dict[str, Any]:
         """The numbers for the page's script."""
-        series = {name: each.thinned() for name, each in self.series.items()}
+        series = {name: each.downsampled() for name, each in self.series.items()}
         return {
             "name": self.name,
             "series": {name: {"steps": list(s.steps), "values": list(s.values)} for name, s in series.items()},
@@ -129,15 +144,18 @@ def read_sections(folder: Path) -> list[Section]:
 
 def _read_section(path: Path, name: str) -> Section:
     run = RunFolder(path)
+    about = _json(run.about) or {}
     series, texts = read_metrics(run.metrics) if run.metrics.is_file() else ({}, {})
     return Section(
         name=name,
         series=series,
         texts=texts,
         config=flatten(read_toml(run.config_file)) if run.config_file.is_file() else {},
-        about=_json(run.about) or {},
-        drawings=_training_samples(run.samples),
-        by_hand=_by_hand(run.samples),
+        model=_mapping(about.get("model")),
+        data=_mapping(about.get("data")),
+        environments=mappings(about.get("environments")),
+        samples=_training_samples(run.samples),
+        by_command=_by_command(run.samples),
         completed=run.completed_step(),
     )
 
@@ -153,13 +171,8 @@ def read_metrics(path: Path) -> tuple[dict[str, Series], dict[str, tuple[int, st
         try:
             row = json.loads(line)
             step = int(row.pop("step"))
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-        ):  # the last line may be incomplete while the run writes
-            continue
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # the last line may be incomplete while the run writes
         for name, value in row.items():
             if isinstance(value, str):
                 texts[name] = (step, value)
@@ -170,29 +183,44 @@ def read_metrics(path: Path) -> tuple[dict[str, Series], dict[str, tuple[int, st
     return {name: Series(steps=steps, values=values) for name, (steps, values) in points.items()}, texts
 
 
-def _training_samples(folder: Path) -> list[GeneratedSheet]:
+def _training_samples(folder: Path) -> list[SampleSet]:
     """The samples of training: evenly spaced steps, including the first and the last."""
     names = ((path.stem.removeprefix("step-"), path) for path in folder.glob("step-*.json"))
     steps = sorted((int(step), path) for step, path in names if step.isdecimal())
-    found = [sheet for step, path in steps if (sheet := _sheet(path, f"Step {step}"))]
-    if len(found) <= MOST_DRAWINGS:
+    found = [each for step, path in steps if (each := _listed(path, f"step {step}"))]
+    if len(found) <= MOST_TIMES:
         return found
-    return [found[round(i * (len(found) - 1) / (MOST_DRAWINGS - 1))] for i in range(MOST_DRAWINGS)]
+    return [found[round(i * (len(found) - 1) / (MOST_TIMES - 1))] for i in range(MOST_TIMES)]
 
 
-def _by_hand(folder: Path) -> list[GeneratedSheet]:
+def _by_command(folder: Path) -> list[SampleSet]:
     """The newest samples of the sample command."""
     listed = sorted(folder.glob(f"{DRAWN}*.json"), key=lambda path: (len(path.name.split("-")[1]), path.name))
-    return [sheet for path in listed if (sheet := _sheet(path, path.stem))][-MOST_DRAWINGS:]
+    return [found for path in listed if (found := _listed(path, path.stem))][-MOST_TIMES:]
 
 
-def _sheet(path: Path, title: str) -> GeneratedSheet | None:
-    """The samples in a JSON list; None if the list is incomplete or its image is missing."""
-    listed = _json(path)
-    # `.name` only: a list that was edited must not embed files from elsewhere.
-    if listed is None or not (image := path.parent / Path(str(listed.get("shown", ""))).name).is_file():
-        return None
-    return GeneratedSheet(title=title, picture=image, samples=listed.get("samples", []))
+def _listed(path: Path, title: str) -> SampleSet | None:
+    """The samples in a JSON list; None if the list is incomplete or empty."""
+    listed = (_json(path) or {}).get("samples")
+    samples = [
+        # `.name` only: a list that was edited must not embed files from elsewhere.
+        ListedSample(
+            file=path.parent / Path(str(each.get("file"))).name,
+            prompt=str(each.get("prompt", "")),
+            seed=str(each.get("seed", "")),
+        )
+        for each in mappings(listed)
+    ]
+    return SampleSet(title=title, samples=samples) if samples else None
+
+
+def mappings(values: Any) -> list[dict[str, Any]]:
+    """The mappings of a list from JSON; anything else in it is skipped, as is anything but a list."""
+    return [each for each in values if isinstance(each, dict)] if isinstance(values, list) else []
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _json(path: Path) -> dict[str, Any] | None:

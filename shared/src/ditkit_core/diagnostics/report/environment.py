@@ -1,4 +1,4 @@
-"""Facts that are only known while a run is running, stored for its report: the machine, and a summary of the data."""
+"""Facts that are only known while a run is running, stored for its report: the machine, and summaries of model and data."""
 
 import json
 import os
@@ -14,6 +14,7 @@ import torch
 from ditkit_core.data.dataset import Dataset
 from ditkit_core.io.files import write_text
 from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.run.prepare import LoadedModel
 
 _MOST_EXCLUDED = 1000  # bounds the file, and the report that shows the list
 
@@ -43,6 +44,17 @@ def _device(device: torch.device) -> str:
     return f"{device} {found.name} {found.total_memory / 2**30:.1f} GiB"
 
 
+def model_summary(family: str, prepared: LoadedModel) -> dict[str, Any]:
+    """Summarize what is trained.
+
+    Args:
+        family: Name of the model's family.
+        prepared: The loaded model.
+    """
+    trained = sum(parameter.numel() for parameter in prepared.trainable.values())
+    return {"family": family, "preset": prepared.preset, "trained_parameters": trained}
+
+
 def data_summary(dataset: Dataset, encoded: Collection[str], held_out: Sequence[str]) -> dict[str, Any]:
     """Summarize the samples that are trained on, and those that were left out.
 
@@ -69,8 +81,10 @@ def data_summary(dataset: Dataset, encoded: Collection[str], held_out: Sequence[
     }
 
 
-def write_about(folder: RunFolder, *, environment: Mapping[str, str], data: Mapping[str, Any]) -> None:
-    """Store environment and data in the run's folder. An environment that differs from the last one is appended: a run may move."""
+def write_about(
+    folder: RunFolder, *, environment: Mapping[str, str], data: Mapping[str, Any], model: Mapping[str, Any]
+) -> None:
+    """Store environment, data and model in the run's folder. An environment that differs from the last one is appended: a run may move."""
     try:
         parts = list(json.loads(folder.about.read_text(encoding="utf-8"))["environments"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -80,4 +94,6 @@ def write_about(folder: RunFolder, *, environment: Mapping[str, str], data: Mapp
     if before != dict(environment):
         since = datetime.now(UTC).isoformat(" ", "seconds")
         parts.append({"since": since, **environment})
-    write_text(folder.about, json.dumps({"environments": parts, "data": dict(data)}, indent=1) + "\n")
+    write_text(
+        folder.about, json.dumps({"environments": parts, "model": dict(model), "data": dict(data)}, indent=1) + "\n"
+    )

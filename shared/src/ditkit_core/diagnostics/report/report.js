@@ -1,5 +1,6 @@
 "use strict";
-// Reads numbers off the charts under the pointer, or with the arrow keys. The page is complete without it.
+// Reads numbers off the charts under the pointer, or with the arrow keys, and plays the videos of a strip together. The page is complete
+// without it.
 const sections = JSON.parse(document.getElementById("numbers").textContent).sections;
 
 function watch(svg) {
@@ -15,7 +16,9 @@ function watch(svg) {
     cursor.setAttribute("x1", x);
     cursor.setAttribute("x2", x);
     cursor.setAttribute("visibility", "visible");
-    output.textContent = `step ${steps[place]}: ${values[place] / unit}`;
+    const value = values[place] / unit;
+    const shown = Object.assign(document.createElement("data"), { value, textContent: Number(value.toPrecision(3)) });
+    output.replaceChildren(`step ${steps[place]}: `, shown);
   }
 
   svg.addEventListener("pointermove", (event) => {
@@ -37,5 +40,28 @@ function watch(svg) {
   });
 }
 
+function playTogether(strip) {
+  const videos = [...strip.querySelectorAll("video")];
+  if (!videos.length) return;
+  const button = Object.assign(document.createElement("button"), { textContent: "Play" });
+  const update = () => (button.textContent = videos.every((video) => video.paused) ? "Play" : "Pause");
+  const toggle = (video, play) => (play ? video.play() : video.pause());
+  for (const video of videos) {
+    video.controls = false; // they would cover a small video; a click and the button replace them
+    video.addEventListener("click", () => toggle(video, video.paused));
+    video.addEventListener("play", update);
+    video.addEventListener("pause", update);
+  }
+  button.addEventListener("click", () => {
+    const play = videos.every((video) => video.paused);
+    for (const video of videos) {
+      if (play) video.currentTime = 0; // together, so that they can be compared
+      toggle(video, play);
+    }
+  });
+  strip.querySelector("figcaption").append(button);
+}
+
 document.querySelectorAll("svg[data-name]").forEach(watch);
+document.querySelectorAll(".strips > figure").forEach(playTogether);
 document.documentElement.dataset.script = "ran";

@@ -1,0 +1,129 @@
+"""The top of a run's page: what was trained, on what, and whether it helped."""
+
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ditkit_core.config.sizes import GIB
+from ditkit_core.diagnostics.rendering import Html, element
+from ditkit_core.diagnostics.report.data import Section, mappings
+from ditkit_core.diagnostics.report.words import Verdict, format_duration, format_number, judge_change
+
+
+def overview(section: Section) -> Html:
+    """Build the overview of a section: its state, what was trained, and the verdict."""
+    facts = {
+        "Model": _model(section),
+        "Data": _data(section),
+        "Training": _training(section),
+        "Device": _device(section),
+    }
+    listed = [
+        element(
+            "div",
+            element("dt", name),
+            element("dd", element("strong", first), *(element("span", line) for line in lines)),
+        )
+        for name, (first, *lines) in facts.items()
+    ]
+    verdict, details = section_verdict(section)
+    headline = verdict.words[0].upper() + verdict.words[1:] + "."
+    judged = [element("strong", headline), *(element("p", line) for line in details)]
+    return element(
+        "section",
+        *([element("h2", section.name)] if section.name else []),
+        element("p", _state(section), class_="state"),
+        element("dl", *listed, class_="facts"),
+        element("div", *judged, class_=f"verdict {verdict.kind}"),
+    )
+
+
+def section_verdict(section: Section) -> tuple[Verdict, list[str]]:
+    """The verdict on the validation loss, and sentences about it."""
+    measured = section.series.get("held_out")
+    if measured is None:
+        why = "No clips are held out (held_out.clips = 0). The training loss alone does not show whether a run gets better."
+        return Verdict("validation loss was not measured", "unclear"), [why]
+    first, last = measured.values[0], measured.last
+    if len(measured.steps) == 1 or measured.steps[0] or not first:
+        at = f"{format_number(last)} at step {measured.steps[-1]}"
+        return Verdict(f"validation loss is {at}", "unclear"), ["It was not measured before and after training."]
+    low, high = section.series.get("held_out_low"), section.series.get("held_out_high")
+    interval = None if low is None or high is None else (low.last, high.last)
+    place = min(range(len(measured.values)), key=measured.values.__getitem__)
+    details = f"{format_number(first)} before training, {format_number(last)} at step {measured.steps[-1]}"
+    if measured.values[place] < last:
+        details += f"; lowest at step {measured.steps[place]}: {format_number(measured.values[place])}"
+    return judge_change(first, last, interval), [f"{details}."]
+
+
+def _state(section: Section) -> str:
+    steps = section.config.get("train.steps")
+    if section.completed is not None and section.completed >= section.step:
+        return f"Complete at step {section.completed}."
+    return f"At step {section.step}" + (f" of {steps}." if isinstance(steps, int) else ".")
+
+
+def _model(section: Section) -> list[str]:
+    config, model = section.config, section.model
+    name = " ".join(str(model[key]) for key in ("family", "preset") if model.get(key))
+    base = str(config.get("model.base") or config.get("model.transformer") or "")
+    if base.count("/") != 1 or base[0] in "./~":  # a path; a name on the hub has one slash
+        base = Path(base).name
+    trained = model.get("trained_parameters")
+    count = f"{trained:,} trained parameters" if isinstance(trained, int) else ""
+    method = config.get("adapter.method", "")
+    if method == "lora":
+        method = f"{'DoRA' if config.get('adapter.use_dora') else 'LoRA'}, rank {config.get('adapter.rank')}"
+    elif method == "full":
+        method = "all weights"
+    return _said(name or base, base if name else "", str(method), count)
+
+
+def _data(section: Section) -> list[str]:
+    folder = Path(str(section.config.get("data.folder", ""))).name
+    data, shapes = section.data, mappings(section.data.get("shapes"))
+    frames = sorted({each["frames"] for each in shapes if isinstance(each.get("frames"), int)})
+    sizes = {f"{each.get('height')} × {each.get('width')}" for each in shapes}
+    of_clips = bool(frames) and frames[-1] > 1
+    parts = [min(sizes) if len(sizes) == 1 else f"{len(sizes)} sizes"] if sizes else []
+    if of_clips:
+        parts.insert(0, f"{' to '.join(map(str, dict.fromkeys((frames[0], frames[-1]))))} frames")
+        parts += [f"{fps:g} fps"] if isinstance(fps := data.get("fps"), int | float) else []
+    held_out, excluded = data.get("held_out"), data.get("num_excluded")
+    return _said(
+        f"{data['samples']} {'clips' if of_clips else 'images'}" if "samples" in data else "",
+        f"folder {folder}" if folder else "",
+        ", ".join(parts),
+        f"{len(held_out)} held out for validation" if isinstance(held_out, list) and held_out else "",
+        f"{excluded} left out" if excluded else "",
+    )
+
+
+def _training(section: Section) -> list[str]:
+    config = section.config
+    lr, batch = config.get("optim.lr"), config.get("train.batch_size")
+    rate = f"learning rate {lr:g}, {config.get('optim.name')}" if isinstance(lr, float) else ""
+    each = f"{batch * config.get('train.accumulation', 1)} samples per step" if isinstance(batch, int) else ""
+    seconds = section.series.get("seconds")
+    spent = ""
+    if seconds is not None:
+        per_step = fmean(seconds.values)
+        spent = f"about {format_duration(per_step * section.step)}, {format_duration(per_step)} per step"
+    return _said(f"{section.step} steps", rate, each, spent)
+
+
+def _device(section: Section) -> list[str]:
+    environment: Any = section.environments[-1] if section.environments else {}
+    device, threads = str(environment.get("devices", "")), environment.get("CPU threads")
+    peak = section.series.get("peak_memory_bytes")
+    return _said(
+        f"CPU, {threads} threads" if device == "cpu" and threads else device,
+        f"peak memory {format_number(peak.last / GIB)} GiB" if peak else "",
+        f"torch {environment['torch']}" if "torch" in environment else "",
+    )
+
+
+def _said(first: str, *lines: str) -> list[str]:
+    """A headline and the lines below it that say something."""
+    return [first or "not known", *filter(None, lines)]
