@@ -1,5 +1,6 @@
 """The folder of a run: whose it is, and that one process trains in it."""
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -196,3 +197,42 @@ def test_a_drawing_that_goes_on_or_was_killed_keeps_its_number(tmp_path: Path) -
         next_drawing(tmp_path / "file"),
     ):
         pass
+
+
+def test_what_killed_writes_left_is_removed_by_whoever_locks_the_folder(saved: Path) -> None:
+    hidden = ".{}.0123abcd.tmp"
+    left = [
+        saved / hidden.format("report.html"),
+        saved / "exports" / hidden.format("cat-step-000010.safetensors"),
+        saved / "exports" / "transformer_official" / hidden.format("diffusion_pytorch_model.safetensors"),
+        saved / "samples" / hidden.format("step-000010.json"),
+        saved / "samples" / "pending" / hidden.format("step-000010.safetensors"),
+        saved / "inputs" / hidden.format("clip.mp4"),
+        saved / "exports" / hidden.format("step-000010") / "transformer_official" / "config.json",
+    ]
+    stays = [
+        saved / "exports" / "cat.safetensors",
+        saved / ".mine.tmp",
+        saved / "notes" / hidden.format("of another program"),
+        # Commands that do not lock the folder may be writing these.
+        saved / "samples" / hidden.format("drawn-001-step-000010.json"),
+        saved / "exports" / "cat-export-step-000010" / hidden.format("diffusion_pytorch_model.safetensors"),
+    ]
+    for path in (*left, *stays):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+    with open_run(saved, Tree()):
+        assert [path for path in left if path.exists()] == [] and all(path.exists() for path in stays)
+    assert not (saved / "exports" / hidden.format("step-000010")).exists()
+    for path in stays:
+        os.utime(path, (0, 0))
+    with open_run(saved, Tree()):
+        assert [path for path in stays if not path.exists()] == stays[3:]
+
+
+def test_another_process_keeps_what_it_writes(saved: Path) -> None:
+    unfinished = saved / ".report.html.0123abcd.tmp"
+    with open_run(saved, Tree()):
+        unfinished.touch()
+        refused(saved, Tree(), match="in use by another process")
+        assert unfinished.exists()

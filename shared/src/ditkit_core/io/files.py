@@ -4,9 +4,11 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import stat
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,12 @@ from typing import Any
 from ditkit_core.errors import UserError
 
 _MAX_JSON_BYTES = 2**28  # the largest vocabularies take 35 MB
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
+
+
+def temporary_path(path: Path) -> Path:
+    """A new hidden name in the same folder, under which a file or folder is written before it is renamed to `path`."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
 
 
 @contextmanager
@@ -27,7 +35,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
         UserError: If the file cannot be written (full disk, no permission); the message names the path.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = temporary_path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
@@ -42,6 +50,26 @@ def atomic_write(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # a parent that is not a folder has been reported already
             temporary.unlink(missing_ok=True)
+
+
+UNFINISHED_SECONDS = 3600.0
+"""Age from which a temporary file is certainly not being written any more."""
+
+
+def remove_unfinished(paths: Iterable[Path], *, older_than: float = UNFINISHED_SECONDS) -> None:
+    """Remove what killed writes have left: temporary files, and temporary folders that were never renamed.
+
+    Args:
+        paths: Any paths; those without a temporary name stay.
+        older_than: Age in seconds. 0 is for whoever knows that no other process writes them.
+    """
+    for path in list(paths):
+        with suppress(OSError):  # removed with its folder, or open on Windows: the next call removes it
+            if _TEMPORARY.fullmatch(path.name) and time.time() - path.stat().st_mtime >= older_than:
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -24,7 +24,7 @@ from ditkit_core.io.console import say, warn
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.signals import Interrupts
 from ditkit_core.models.spec import Expert
-from ditkit_core.previews.queue import DRAWS, Preview, drop_after, named, put, tidy, waiting
+from ditkit_core.previews.queue import DRAWS, Preview, drop_after, named, put, waiting
 from ditkit_core.previews.stages import trained_weights_in, why_no_samples
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.expert_runs import runs_of, saved_step
@@ -107,7 +107,6 @@ class Previews:
         self._log_start = 0
 
     def __enter__(self) -> Self:
-        tidy(self._folder.pending)
         self._start()
         return self
 

@@ -67,12 +67,6 @@ def drop_after(folder: Path, saved: Mapping[str, int]) -> None:
             path.unlink(missing_ok=True)
 
 
-def tidy(folder: Path) -> None:
-    """Remove unfinished files of a process that was killed while writing; only the process that locks the run's folder may call it."""
-    for path in folder.glob(".*.tmp"):
-        path.unlink(missing_ok=True)
-
-
 def put(folder: Path, preview: Preview, weights: Mapping[str, Tensor]) -> None:
     """Add a preview to the queue; a file of the same name is replaced.
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ditkit_core.adapters.inject import canonical_name, is_adapter_name
 from ditkit_core.adapters.read import AdapterFile
 from ditkit_core.errors import UserError
+from ditkit_core.io.files import remove_unfinished
 from ditkit_core.io.safetensors import SafetensorsSource, write_safetensors
 from ditkit_core.nn.quantized_linear import QuantizedLinear, final_dtype
 from ditkit_core.weights.load import Scratch
@@ -125,6 +126,7 @@ class QuantizedCache:
             return tensor
 
         about = {name: (entry.shape, entry.dtype) for name, entry in entries.items()} | _digests_about(len(entries))
+        remove_unfinished(self.folder.glob(".*.tmp"))  # of a process that was killed here, many GiB each
         try:
             write_safetensors(self.file, about, tensor_of, {_KEY: self.key})
         except UserError as error:
