@@ -13,7 +13,7 @@ from workspace import CORE, MEMBERS, ROOT, read_toml, text_files
 PAGES = [ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]
 STARTS = [ROOT, CORE.source, *(start for member in MEMBERS for start in (member.folder, member.source, member.folder / "src"))]  # fmt: skip
 """Where a path may begin."""
-ELSEWHERE = {"data.json", "adapter.safetensors", "run.toml", "utils.py"}
+ELSEWHERE = {"data.json", "run.toml", "utils.py"}
 """What a run reads and writes, and a name that no file may have."""
 PLACEHOLDER = re.compile(r"<\w+>")
 

@@ -44,8 +44,8 @@ class TestDemo(DemoConformance):
         ("--prior.prompt", "a circle", "--prior.images", "2", "--prior.weight", "0.5"),
     )
     forms = BOTH
-    init_from = "adapter_diffusers.safetensors"
-    merge_from = "adapter.safetensors"
+    init_from = "first_diffusers.safetensors"
+    merge_from = "first.safetensors"
 
 
 def test_diffusers_pipeline_draws_with_the_adapter_what_it_draws_with_our_weights(demo, tmp_path):
@@ -71,7 +71,7 @@ def test_diffusers_pipeline_draws_with_the_adapter_what_it_draws_with_our_weight
     plain = draw()
     ours = drawn(transformer=Flux2Transformer2DModel.from_pretrained(merged, local_files_only=True))[1]()
     # fp32 pictures in [0, 1]; a merged weight is rounded once where the adapter's product is added afterwards
-    for name in ("adapter.safetensors", "adapter_diffusers.safetensors"):
+    for name in ("run.safetensors", "run_diffusers.safetensors"):
         pipeline.load_lora_weights(run / "exports" / name)
         torch.testing.assert_close(draw(), ours, rtol=0, atol=1e-4)
         pipeline.unload_lora_weights()
@@ -94,7 +94,7 @@ def test_a_run_that_was_continued_is_the_run_that_was_not(demo, tmp_path):
     assert demo.train(tmp_path / "whole", *flags, "--train.steps", "3") == 0
     for steps in ("1", "3"):
         assert demo.train(tmp_path / "parts", *flags, "--train.steps", steps) == 0
-    whole, parts = (load_file(tmp_path / run / "exports" / "adapter.safetensors") for run in ("whole", "parts"))
+    whole, parts = (load_file(tmp_path / run / "exports" / f"{run}.safetensors") for run in ("whole", "parts"))
     assert whole.keys() == parts.keys() and all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
 
 

@@ -22,5 +22,5 @@ class TestDemo(DemoConformance):
     levers = (
         ("--data.frames", "1", "--sample.guidance", "1", "--adapter.targets", '["self"]', "--adapter.alpha", "3"),
     )
-    init_from = "adapter.safetensors"
-    merge_from = "adapter.safetensors"
+    init_from = "first.safetensors"
+    merge_from = "first.safetensors"

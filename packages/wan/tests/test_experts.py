@@ -178,7 +178,7 @@ def trained(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
 def test_both_experts_are_trained_verified_and_drawn_with(trained: Path) -> None:
     for name, rank in (("high_noise", 2), ("low_noise", 4)):
         for form in ("", "_diffusers"):
-            tensors = load_file(trained / "exports" / f"adapter_{name}{form}.safetensors")
+            tensors = load_file(trained / "exports" / f"run_{name}{form}.safetensors")
             downs = [tensor for key, tensor in tensors.items() if "lora_A" in key or "lora_down" in key]
             assert downs and {len(tensor) for tensor in downs} == {rank}
         assert (trained / name / "metrics.jsonl").exists()
@@ -208,9 +208,9 @@ def test_a_drawing_over_the_boundary_is_that_of_diffusers(
     pipeline.scheduler = UniPCMultistepScheduler.from_config(pipeline.scheduler.config, flow_shift=5.0)
     if with_adapters:
         exports = trained / "exports"
-        pipeline.load_lora_weights(str(exports / "adapter_high_noise_diffusers.safetensors"), adapter_name="high")
+        pipeline.load_lora_weights(str(exports / "run_high_noise_diffusers.safetensors"), adapter_name="high")
         pipeline.load_lora_weights(
-            str(exports / "adapter_low_noise_diffusers.safetensors"), adapter_name="low", load_into_transformer_2=True
+            str(exports / "run_low_noise_diffusers.safetensors"), adapter_name="low", load_into_transformer_2=True
         )
     noise = torch.randn((1, 16, 2, 4, 6), generator=generator(7, "sample"))
     asked: dict[str, Any] = {
@@ -234,7 +234,7 @@ def test_a_drawing_over_the_boundary_is_that_of_diffusers(
 
 def test_one_adapter_in_both_experts_is_another_picture(trained: Path) -> None:
     """A trainer that keeps one LoRA over two bases has files that look alike: each is refused in the other's place."""
-    high = trained / "exports" / "adapter_high_noise.safetensors"
+    high = trained / "exports" / "run_high_noise.safetensors"
     flags = [f"--run={trained}", f"--adapter={high}", f"--adapter-low={high}", "--prompt=a"]
     assert cli.run(WAN, "sample", flags) == 1
 

@@ -368,9 +368,9 @@ def test_a_run_exports_the_other_forms_and_asks_diffusers_of_those_it_reads(
     )
     assert world.train("run", 1, *forms, "--export.merged", "true") == 0
     exports = world.folder / "run" / "exports"
-    files = ["adapter.safetensors", "adapter_musubi.safetensors", "adapter_diffsynth.safetensors"]
-    assert {file.name for file in exports.glob("adapter*")} - set(files) == {
-        f"adapter-step-000001{form}.safetensors" for form in ("", "_musubi", "_diffsynth")
+    files = ["run.safetensors", "run_musubi.safetensors", "run_diffsynth.safetensors"]
+    assert {file.name for file in exports.glob("run*")} - set(files) == {
+        f"run-step-000001{form}.safetensors" for form in ("", "_musubi", "_diffsynth")
     }
     assert {folder.name for folder in exports.glob("transformer_*")} == {"transformer_official"}
     said = capsys.readouterr().out

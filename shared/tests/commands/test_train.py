@@ -31,14 +31,14 @@ def test_training_goes_from_files_to_an_adapter_with_its_history(
     assert world.train("run", 4, "--held_out.clips", "1", "--save.every_steps", "2", *flow) == 0
     said = capsys.readouterr().out
     run = world.folder / "run"
-    assert "validation loss" in said and str(run / "exports" / "adapter.safetensors") in said
+    assert "validation loss" in said and str(run / "exports" / "run.safetensors") in said
     assert [p.name for p in sorted(run.glob("exports/*"))] == [
-        "adapter-step-000002.safetensors", "adapter-step-000004.safetensors", "adapter.safetensors",
+        "run-step-000002.safetensors", "run-step-000004.safetensors", "run.safetensors",
     ]  # fmt: skip
     assert len(list(run.glob("samples/step-000004-[0-9]*.png"))) == 2
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert {line["step"] for line in lines if "loss" in line} and any("held_out" in line for line in lines)
-    with safe_open(run / "exports" / "adapter.safetensors", "pt") as file:
+    with safe_open(run / "exports" / "run.safetensors", "pt") as file:
         header = file.metadata()
     config = tomllib.loads(header["ditkit.config"])
     assert header["ditkit.step"] == "4" and config["adapter"]["rank"] == 2
@@ -73,12 +73,12 @@ def test_a_run_in_two_parts_equals_one_in_one_part_to_the_bit(world: World, meth
     assert world.train("whole", 6, *flags) == 0
     assert world.train("parts", 3, *flags) == 0
     assert world.train("parts", 6, *flags, "--train.checkpointing", "attn_only") == 0
-    where = (
-        "exports/adapter.safetensors"
-        if method == "lora"
-        else "exports/transformer_official/diffusion_pytorch_model.safetensors"
+    transformer = "exports/transformer_official/diffusion_pytorch_model.safetensors"
+    whole, parts = (
+        load_file(world.folder / name / (f"exports/{name}.safetensors" if method == "lora" else transformer))
+        for name in ("whole", "parts")
     )
-    assert equal(load_file(world.folder / "whole" / where), load_file(world.folder / "parts" / where))
+    assert equal(whole, parts)
 
 
 def test_another_run_starts_from_the_weights_of_one(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,10 +149,10 @@ def test_any_adapter_file_that_fits_is_drawn_with(world: World, capsys: pytest.C
         (picture,) = out.glob(f"drawn-*-{file.stem}-0-a.png")
         return torch.from_numpy(still.read_image(picture)).int()
 
-    alike = drawn(world.folder / "run" / "exports" / "adapter.safetensors")
+    alike = drawn(world.folder / "run" / "exports" / "run.safetensors")
     for flags in ((), ("--adapter.method", "full"), ("--adapter.targets", f'["layers.0.*{module}"]')):
         assert (drawn(world.folder / "mixed@2.safetensors", *flags) - alike).abs().max() <= 1, flags
-    assert torch.equal(drawn(world.folder / "run" / "exports" / "adapter.safetensors", *flags), alike)
+    assert torch.equal(drawn(world.folder / "run" / "exports" / "run.safetensors", *flags), alike)
     save_file({key: 0 * tensor for key, tensor in tensors.items()}, world.folder / "zero.safetensors")
     assert (drawn(world.folder / "zero.safetensors") - alike).abs().max() > 1
 
@@ -188,7 +188,7 @@ def test_the_best_save_is_kept_named_and_exported(world: World, capsys: pytest.C
     assert "export it with --step best" in said
     file = world.folder / "best.safetensors"
     assert world.run("export", "--run", str(run), "--step", "best", "--out", str(file)) == 0
-    assert equal(load_file(file), load_file(run / "exports" / f"adapter-step-{best:06d}.safetensors"))
+    assert equal(load_file(file), load_file(run / "exports" / f"run-step-{best:06d}.safetensors"))
     assert not equal(load_file(file), world.adapter("run"))
     assert world.run("export", "--run", str(run), "--step", "worst", "--out", str(file)) == 2
     assert "--step" in capsys.readouterr().err
@@ -314,7 +314,7 @@ def test_weights_of_an_adapter_of_another_shape_or_scale_are_refused(
         assert world.train("other", 1, "--init-from", str(world.folder / "run"), *flags) == 1
         error = capsys.readouterr().err
         assert "base.merge" in error and error.count("\n") == 1
-    adapter = world.folder / "run" / "exports" / "adapter.safetensors"
+    adapter = world.folder / "run" / "exports" / "run.safetensors"
     assert world.train("merged", 1, "--adapter.rank", "3", "--base.merge", f'["{adapter.as_posix()}"]') == 0
 
 
@@ -323,13 +323,13 @@ def test_exports_stand_beside_the_saves_that_are_kept(world: World) -> None:
     assert world.train("full", 4, *flags) == 0
     exports = {path.name for path in (world.folder / "full" / "exports").iterdir()}
     assert exports == {"step-000003", "transformer_official"}
-    mine = world.folder / "lora" / "exports" / "adapter-export-step-000001.safetensors"
+    mine = world.folder / "lora" / "exports" / "lora-export-step-000001.safetensors"
     flags = ("--save.every_steps", "1", "--save.keep_last", "1", "--sample.captions", "0", "--export.merged", "true")
     assert world.train("lora", 1, *flags) == 0
     assert world.run("export", "--run", str(world.folder / "lora")) == 0
     assert world.train("lora", 3, *flags) == 0
     assert {path.name for path in mine.parent.iterdir()} == {
-        mine.name, "adapter-step-000003.safetensors", "adapter.safetensors", "transformer_official",
+        mine.name, "lora-step-000003.safetensors", "lora.safetensors", "transformer_official",
     }  # fmt: skip
 
 

@@ -75,7 +75,7 @@ def test_both_in_one_run_are_each_alone_to_the_bit(world: TwoExperts) -> None:
     high, low = (world.exported("both", name) for name in NAMES)
     assert high.keys() == low.keys() and not any(torch.equal(high[key], low[key]) for key in high if "lora_B" in key)
     assert not (world.folder / "both" / "metrics.jsonl").exists(), "metrics are each expert's"
-    with safe_open(world.folder / "both" / "exports" / "adapter_low_noise.safetensors", "pt") as file:
+    with safe_open(world.folder / "both" / "exports" / "both_low_noise.safetensors", "pt") as file:
         assert file.metadata()["ditkit.expert"] == "low_noise" and file.metadata()["ditkit.base"].endswith(
             "low_noise.safetensors"
         )
@@ -186,8 +186,8 @@ def test_an_expert_that_was_gone_on_with_alone_is_handed_over(
     alone = ("--run", "both/low_noise", "--experts.train", "low_noise", "--train.steps", "2")
     assert world.run("train", *alone) == 0
     newest, whole = (
-        Path("both/low_noise/exports/adapter.safetensors"),
-        Path("both/exports/adapter_low_noise.safetensors"),
+        Path("both/low_noise/exports/low_noise.safetensors"),
+        Path("both/exports/both_low_noise.safetensors"),
     )
     assert newest.read_bytes() != whole.read_bytes()
     assert world.train("both", 1) == 0
@@ -229,7 +229,7 @@ def test_a_drawing_over_the_boundary_is_the_same_alone_and_among_others(world: T
 
 def test_adapter_files_are_drawn_with_as_the_run_draws(world: TwoExperts, capsys: pytest.CaptureFixture[str]) -> None:
     assert world.train("both", 3, "--sample.captions", "0") == 0
-    high, low = (f"both/exports/adapter_{name}.safetensors" for name in NAMES)
+    high, low = (f"both/exports/both_{name}.safetensors" for name in NAMES)
     drawing = ("--prompt", "a")
 
     def drawn(out: str, *flags: str) -> bytes:
@@ -253,7 +253,7 @@ def test_adapter_files_are_drawn_with_as_the_run_draws(world: TwoExperts, capsys
 def test_exports_are_one_file_for_each_expert(world: TwoExperts) -> None:
     assert world.train("both", 2, "--export.forms", '["official", "diffusers"]', "--experts.rank", "[2, 3]") == 0
     names = {file.name for file in (world.folder / "both" / "exports").iterdir()}
-    assert names == {f"adapter_{name}{form}.safetensors" for name in NAMES for form in ("", "_diffusers")}
+    assert names == {f"both_{name}{form}.safetensors" for name in NAMES for form in ("", "_diffusers")}
     assert world.run("export", "--run", "both", "--out", "mine.safetensors") == 0
     for name in NAMES:
         assert equal(load_file(f"mine_{name}.safetensors"), world.exported("both", name))
@@ -281,7 +281,7 @@ def test_one_expert_alone_draws_with_the_other_as_it_is(
         "no samples: sampling needs all experts, and model.transformer (high_noise) is missing"
         in capsys.readouterr().out
     )
-    assert equal(load_file("alone/exports/adapter.safetensors"), world.adapter("alone"))
+    assert equal(load_file("alone/exports/alone.safetensors"), world.adapter("alone"))
 
 
 def test_narrowed_levels_of_one_expert_are_no_matter_of_drawing_with_both(

@@ -303,7 +303,7 @@ def test_an_adapter_that_starts_from_a_file_draws_none(world: World, capsys: pyt
     """It is not the untrained model; with the pictures there it trains."""
     assert world.train("first", 1) == 0
     loads = world.text.loads
-    init = ("--adapter.init", str(world.folder / "first" / "exports" / "adapter.safetensors"))
+    init = ("--adapter.init", str(world.folder / "first" / "exports" / "first.safetensors"))
     capsys.readouterr()
     assert prior_run(world, "run", 1, *init) == 1
     error = capsys.readouterr().err

@@ -46,7 +46,7 @@ class World:
         return self.run("train", "--run.folder", str(self.folder / name), "--train.steps", str(steps), *flags)
 
     def adapter(self, name: str) -> dict[str, torch.Tensor]:
-        return load_file(self.folder / name / "exports" / "adapter.safetensors")
+        return load_file(self.folder / name / "exports" / f"{Path(name).name}.safetensors")
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

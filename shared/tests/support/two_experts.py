@@ -81,4 +81,4 @@ class TwoExperts(World):
 
     def exported(self, run: str, expert: str) -> dict[str, Tensor]:
         """The adapter that a run of both hands over."""
-        return load_file(self.folder / run / "exports" / f"adapter_{expert}.safetensors")
+        return load_file(self.folder / run / "exports" / f"{run}_{expert}.safetensors")

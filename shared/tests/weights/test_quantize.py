@@ -345,7 +345,7 @@ def test_a_run_over_a_quantized_base_is_continued_to_the_bit(world, kind, capsys
     whole = world.adapter(f"{kind} whole")
     assert equal(whole, world.adapter(f"{kind} parts"))
     # loads back like any other, over any base
-    file = world.folder / f"{kind} whole" / "exports" / "adapter.safetensors"
+    file = world.folder / f"{kind} whole" / "exports" / f"{kind} whole.safetensors"
     again = ("--adapter.init", str(file), "--base.quantize", "int8")
     assert world.train(f"{kind} again", 1, *again) == 0
     assert world.adapter(f"{kind} again").keys() == whole.keys()

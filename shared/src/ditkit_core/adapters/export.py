@@ -143,6 +143,11 @@ def loaded_by(read: Mapping[str, str]) -> str:
     return f"loaded whole by {loading}" + f" ({others})" * bool(others)
 
 
+def adapter_file(folder: Path, stem: str, form: str) -> Path:
+    """Where an adapter is written in a form: the official form has `stem` as its name, other forms append theirs."""
+    return folder / (f"{stem}.safetensors" if form == "official" else f"{stem}_{form}.safetensors")
+
+
 def export_adapter(
     model: StagedModel,
     spec: ModelSpec,
@@ -159,7 +164,7 @@ def export_adapter(
         model: The model with its adapter.
         spec: The model's family.
         folder: The folder to write to.
-        stem: `adapter`, or `adapter-step-000020`; the official form has it as its name, other forms append theirs.
+        stem: First part of the file names, as for `adapter_file`.
         config: Forms and dtype.
         metadata: Strings for the headers: base, data hash, config, versions.
         exact: Append nothing, because there is only one form.
@@ -178,7 +183,7 @@ def export_adapter(
     state, files = adapter_state(model), []
     base = base_tensors(model)
     for form in config.forms:
-        path = folder / (f"{stem}.safetensors" if exact or form == "official" else f"{stem}_{form}.safetensors")
+        path = adapter_file(folder, stem, "official" if exact else form)
         fillers = {
             module: tuple(base[f"{module}.weight"].shape) for module in spec.adapters.rules.fillers(form, list(layers))
         }

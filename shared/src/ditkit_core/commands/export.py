@@ -1,22 +1,33 @@
 """Exports of a run: next to each save, at the end of training, and by the export command."""
 
 import filecmp
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
-from ditkit_core.adapters.export import ExportConfig, check_export, export_adapter, export_merged, loaded_by, read_by
+from ditkit_core.adapters.export import (
+    ExportConfig,
+    adapter_file,
+    check_export,
+    export_adapter,
+    export_merged,
+    loaded_by,
+    read_by,
+)
 from ditkit_core.commands.options import ExportOptions
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.encoding.cache import key
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
-from ditkit_core.io.files import atomic_write
+from ditkit_core.io.files import atomic_folder, atomic_write
 from ditkit_core.io.memory import release_memory
-from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.io.run_dir import EXPORTED, RunFolder
+from ditkit_core.models.adapter_formats import ADAPTER_FORMS
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.partition import place
 from ditkit_core.run.checks import check_run
@@ -27,6 +38,9 @@ from ditkit_core.run.model import build_model, engine_of, export_metadata, load_
 from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.run.restore import load_trained
 from ditkit_core.training.trainer import Callback
+
+EARLIER_NAME = "adapter"
+"""Name of the adapters of a run that an earlier version trained; now they bear the name of the run."""
 
 
 def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
@@ -67,7 +81,7 @@ def _export(run: RunContext, wanted: ExportConfig, options: ExportOptions, folde
     prepared = load_model(run, unloaded, place(run, unloaded))
     step = load_trained(prepared, RunFolder(Path(config.run.folder)), options.step)
     given = Path(options.out)
-    out = folder.exports / f"adapter{name}-export-step-{step:06d}.safetensors"
+    out = folder.exports / f"{folder.name}{name}{EXPORTED}step-{step:06d}.safetensors"
     if options.out:
         out = given.with_name(f"{given.stem}{name}{given.suffix}")
     metadata = export_metadata(run, prepared, step, data="")
@@ -107,29 +121,57 @@ class Exporter(Callback):
         self._run, self._folder, self._prepared = run, folder, prepared
         self._data = key(*(part for sample in encoded for part in (sample.id, *sample.keys)))
 
+    def resumed(self, step: int) -> None:
+        """Write what is missing after the save that the run continues from; a kill came between the two."""
+        if not all(self._folder.follows_save(path, step) for path in chain(*self._exports_of_save(step))):
+            self._export_save(step)
+        self._remove_stale()
+        write_report(self._folder.path)
+
     def on_save(self, step: int) -> None:
         """Export the weights of a save, remove the exports of removed saves, and rewrite the report."""
-        name = f"step-{step:06d}"
-        if self._run.config.adapter.method == "lora":
-            self._export_adapter(f"adapter-{name}", step)
-        if self._writes_transformer and step < self._run.config.train.steps:  # the last one is written by `finished`
-            self._export_transformer(self._folder.exports / name, step)
-        # Exports are removed with their saves: with full fine-tuning each one is as large as the model.
-        saved = {path.name for path in self._folder.state.glob("step-*")}
-        for old in self._folder.exports.glob("*step-*"):
-            if old.name.startswith("adapter-step-") and not any(old.stem.startswith(f"adapter-{n}") for n in saved):
-                old.unlink()
-            elif old.name.startswith("step-") and old.name not in saved:
-                shutil.rmtree(old)
+        self._export_save(step)
+        self._remove_stale()
         write_report(self._folder.path)
 
     def finished(self, step: int) -> None:
         """Export under the final names, and verify the adapter with the program that will use it."""
-        files = self._export_adapter("adapter", step) if self._run.config.adapter.method == "lora" else []
+        self._remove_stale()
+        files = self._export_adapter(self._folder.name, step) if self._is_adapter else []
+        if files and self._folder.name != EARLIER_NAME:
+            _remove_finals(self._folder, EARLIER_NAME)
         self._prepared.model.eval()  # the predictions are compared without dropout
         self._verify(files)
         if self._writes_transformer:
             self._export_transformer(self._folder.exports, step)
+
+    def _exports_of_save(self, step: int) -> tuple[list[Path], list[Path]]:
+        """What is written next to a save: the adapter's files, and the folder of the transformer, if there is any."""
+        forms = self._run.config.export.forms if self._is_adapter else ()
+        files = [adapter_file(self._folder.exports, self._stem(step), form) for form in forms]
+        # The transformer of the last step is written by `finished`.
+        has_folder = self._writes_transformer and step < self._run.config.train.steps
+        return files, [self._folder.exports / self._folder.save(step).name] * has_folder
+
+    def _stem(self, step: int) -> str:
+        return f"{self._folder.name}-{self._folder.save(step).name}"
+
+    def _export_save(self, step: int) -> None:
+        files, folders = self._exports_of_save(step)
+        if files:
+            self._export_adapter(self._stem(step), step)
+        for folder in folders:
+            with atomic_folder(folder) as unfinished:  # a folder with this name is complete, however large the model is
+                self._export_transformer(unfinished, step)
+
+    def _remove_stale(self) -> None:
+        """Remove exports whose saves are gone: with full fine-tuning each one is as large as the model."""
+        stems = "|".join(map(re.escape, (self._folder.name, EARLIER_NAME)))
+        file = re.compile(rf"(?:{stems})-(step-\d+)(?:_(?:{'|'.join(ADAPTER_FORMS)}))?\.safetensors")
+        for old in self._folder.exports.glob("*step-*"):
+            found = (re.compile(r"(step-\d+)") if old.is_dir() else file).fullmatch(old.name)
+            if found and not (self._folder.state / found[1]).exists():
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
 
     def _verify(self, files: Sequence[Path]) -> None:
         """Load the adapters into diffusers, and compare its predictions with the model's."""
@@ -155,8 +197,12 @@ class Exporter(Callback):
                     say(f"verified: {verify(file, paths, model, engine_of(run, self._prepared))}")
 
     @property
+    def _is_adapter(self) -> bool:
+        return self._run.config.adapter.method == "lora"
+
+    @property
     def _writes_transformer(self) -> bool:
-        return self._run.config.export.merged or self._run.config.adapter.method == "full"
+        return self._run.config.export.merged or not self._is_adapter
 
     # The parameters at this point are those to be used: the trainer has put the average in place, if there is one.
     def _export_adapter(self, stem: str, step: int) -> list[Path]:
@@ -179,11 +225,39 @@ class Exporter(Callback):
             )
 
 
+def _remove_finals(folder: RunFolder, stem: str) -> None:
+    for form in ADAPTER_FORMS:
+        adapter_file(folder.exports, stem, form).unlink(missing_ok=True)
+
+
+def final_adapters(folder: RunFolder) -> list[Path]:
+    """The adapters of a finished run, in every form that it has."""
+    return [file for file, _ in _finals(folder, folder, "")]
+
+
+def _finals(own: RunFolder, whole: RunFolder, suffix: str) -> Iterator[tuple[Path, Path]]:
+    """The finished adapters in a folder, each with its path in the exports of the run `whole`."""
+    for form in ADAPTER_FORMS:
+        for stem, copied in ((own.name, whole.name), (EARLIER_NAME, EARLIER_NAME)):
+            if (file := adapter_file(own.exports, stem, form)).is_file():
+                yield file, adapter_file(whole.exports, copied + suffix, form)
+                break
+
+
+def handed_over(run: RunContext, folder: RunFolder) -> list[tuple[Path, Path]]:
+    """The finished adapters of an expert, each with its path in the exports of the run of all experts."""
+    assert run.expert is not None
+    return list(_finals(RunFolder(Path(run.config.run.folder)), folder, f"_{run.expert.name}"))
+
+
 def hand_over(run: RunContext, folder: RunFolder) -> None:
     """Copy an expert's adapter into the exports of the run of all experts, with the expert in its name."""
-    for file, copy in _to_hand_over(run, folder):
+    assert run.expert is not None
+    for file, copy in handed_over(run, folder):
         with atomic_write(copy) as temporary:
             shutil.copyfile(file, temporary)
+        if not copy.name.startswith(EARLIER_NAME):
+            _remove_finals(folder, f"{EARLIER_NAME}_{run.expert.name}")
 
 
 def is_handed_over(run: RunContext, folder: RunFolder) -> bool:
@@ -191,13 +265,4 @@ def is_handed_over(run: RunContext, folder: RunFolder) -> bool:
 
     The copy is outdated if the expert was trained further by itself since.
     """
-    found = _to_hand_over(run, folder)
-    return all(copy.is_file() and filecmp.cmp(file, copy, shallow=False) for file, copy in found)
-
-
-def _to_hand_over(run: RunContext, folder: RunFolder) -> Iterator[tuple[Path, Path]]:
-    """The finished adapters of an expert, each with its path in the exports of the run of all experts."""
-    assert run.expert is not None
-    for file in sorted(RunFolder(Path(run.config.run.folder)).exports.glob("adapter*.safetensors")):
-        if not file.name.startswith("adapter-"):  # of a save
-            yield file, folder.exports / f"adapter_{run.expert.name}{file.name.removeprefix('adapter')}"
+    return all(copy.is_file() and filecmp.cmp(file, copy, shallow=False) for file, copy in handed_over(run, folder))

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ditkit_core.commands.export import final_adapters, handed_over
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.diagnostics.report.words import format_number, judge_change
@@ -58,8 +59,8 @@ def say_results(run: RunContext, experts: Sequence[RunContext], folder: RunFolde
     """
     # Under `uv run` the commands are not on the PATH of the user's shell, so the printed command needs the prefix.
     command = f"uv run {run.spec.name}" if "UV_RUN_RECURSION_DEPTH" in os.environ else run.spec.name
-    adapters = "adapter_*.safetensors" if experts else "adapter.safetensors"
-    for file in sorted(folder.exports.glob(adapters)):
+    of_experts = [copy for each in experts for _, copy in handed_over(each, folder)]
+    for file in of_experts if experts else final_adapters(folder):
         say(f"adapter:  {file}")
     trained = [(RunFolder(Path(each.config.run.folder)), f" ({each.expert.name})") for each in experts if each.expert]
     for own, name in trained or [(folder, "")]:

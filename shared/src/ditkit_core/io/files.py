@@ -19,9 +19,13 @@ _MAX_JSON_BYTES = 2**28  # the largest vocabularies take 35 MB
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
-def temporary_path(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     """A new hidden name in the same folder, under which a file or folder is written before it is renamed to `path`."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+
+
+def _cannot_write(path: Path, error: OSError) -> UserError:
+    return UserError(f"cannot write {path}: {error.strerror or error}; free some space or choose another folder")
 
 
 @contextmanager
@@ -35,7 +39,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
         UserError: If the file cannot be written (full disk, no permission); the message names the path.
     """
     path = Path(path)
-    temporary = temporary_path(path)
+    temporary = _temporary_path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
@@ -44,12 +48,32 @@ def atomic_write(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise UserError(
-            f"cannot write {path}: {error.strerror or error}; free some space or choose another folder"
-        ) from error
+        raise _cannot_write(path, error) from error
     finally:
         with suppress(OSError):  # a parent that is not a folder has been reported already
             temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Write a folder atomically: it gets its name when it is complete, and replaces a folder of this name.
+
+    Yields:
+        A temporary path for the new folder; after an error it is removed.
+
+    Raises:
+        UserError: If it cannot be renamed.
+    """
+    temporary = _temporary_path(path)
+    try:
+        yield temporary
+        if path.exists():
+            shutil.rmtree(path)
+        os.rename(temporary, path)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 UNFINISHED_SECONDS = 3600.0

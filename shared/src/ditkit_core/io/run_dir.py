@@ -109,9 +109,19 @@ class RunFolder:
         return self.state / f"step-{step:06d}"
 
     @property
+    def name(self) -> str:
+        """The folder's own name, which the run's exports bear."""
+        return Path(os.path.abspath(self.path)).name or "run"
+
+    @property
     def exports(self) -> Path:
         """Folder of the exported adapters and models."""
         return self.path / "exports"
+
+    def follows_save(self, path: Path, step: int) -> bool:
+        """Whether a file or folder was written after the save of a step: an older one is of weights that were trained differently."""
+        save = self.save(step)
+        return path.exists() and (not save.exists() or path.stat().st_mtime_ns >= save.stat().st_mtime_ns)
 
     @property
     def samples(self) -> Path:

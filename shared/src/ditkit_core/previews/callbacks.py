@@ -15,6 +15,11 @@ from ditkit_core.sampling.denoise import single_stage
 from ditkit_core.training.trainer import Callback
 
 
+def is_generated(folder: RunFolder, step: int) -> bool:
+    """Whether the samples of a saved step are there; their list is written after them."""
+    return folder.follows_save(folder.samples / f"{folder.save(step).name}.json", step)
+
+
 class SamplesInPlace(Callback):
     """Generates previews, and the samples of the finished model, with the model that trains; training waits for them."""
 
@@ -46,6 +51,12 @@ class SamplesInPlace(Callback):
     def on_preview(self, step: int) -> None:
         self._sample(step)
 
+    def resumed(self, step: int) -> None:
+        # A signal or a kill came after the save of this step and before its preview was complete.
+        is_due = self.wants_preview(step, stopping=False) and step < self._run.config.train.steps
+        if is_due and not is_generated(self._folder, step):
+            self._sample(step)
+
     def finished(self, step: int) -> None:
         if self._run.expert is None:  # samples of a model with experts need all of them, after the last one is trained
             self._sample(step)
@@ -63,12 +74,20 @@ class QueuedPreviews(Callback):
     """Copies the trained weights into the queue of a process that samples on another device."""
 
     def __init__(self, run: RunContext, prepared: LoadedModel, previews: Previews):
-        self._prepared, self._every_steps = prepared, previews.every_steps
+        self._run, self._prepared, self._previews = run, prepared, previews
         self._take = previews.taker(run.expert)
 
     def wants_preview(self, step: int, *, stopping: bool) -> bool:
         # After a signal too: it only copies the weights, and the next start generates what is left in the queue.
-        return bool(self._every_steps) and step % self._every_steps == 0
+        every_steps = self._previews.every_steps
+        return bool(every_steps) and step % every_steps == 0
+
+    def resumed(self, step: int) -> None:
+        is_due = self.wants_preview(step, stopping=False) and step < self._run.config.train.steps
+        folder = RunFolder(Path(self._run.config.run.folder))
+        queued = self._previews.queued(step, self._run.expert)
+        if is_due and not is_generated(folder, step) and not folder.follows_save(queued, step):
+            self.on_preview(step)
 
     def on_preview(self, step: int) -> None:
         # Training waits here for the copy alone, not for the samples.

@@ -124,6 +124,10 @@ class Previews:
             child.kill()
             child.wait()
 
+    def queued(self, step: int, expert: Expert | None) -> Path:
+        """The file that a preview has in the queue."""
+        return self._folder.pending / Preview(step=step, expert="" if expert is None else expert.name).file_name
+
     def taker(self, expert: Expert | None = None) -> Callable[[int, Mapping[str, Tensor]], None]:
         """A function that queues previews while one transformer trains. Its failures are warnings and never stop the run.
 

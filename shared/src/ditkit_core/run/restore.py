@@ -46,7 +46,8 @@ def load_trained(prepared: LoadedModel, folder: RunFolder, step: int | Literal["
     if own.method == "lora" and not theirs.init and (own.rank, own.scaling) != (theirs.rank, theirs.scaling):
         raise UserError(
             f"{folder.path} trained an adapter of rank {theirs.rank} and scale {theirs.scaling:g}, this one has {own.rank} and "
-            f'{own.scaling:g}; set adapter.* as there, or build on it with base.merge = ["{folder.exports / "adapter.safetensors"}"]'
+            f"{own.scaling:g}; set adapter.* as there, or build on it with "
+            f'base.merge = ["{folder.exports / f"{folder.name}.safetensors"}"]'
         )
     if step is not None:  # `latest` has verified the latest
         check_save(path)

@@ -62,9 +62,9 @@ class Demo:
         """
         arguments = self._arguments(run)
         assert cli.run(self.spec, "train", arguments) == 0
-        assert "diffusers loads adapter.safetensors and agrees with our model" in said()
+        assert f"diffusers loads {run.name}.safetensors and agrees with our model" in said()
         assert list((run / "samples").glob(samples)) and list((run / "tensorboard").iterdir())
-        tensors: dict[str, Tensor] = load_file(run / "exports" / "adapter.safetensors")
+        tensors: dict[str, Tensor] = load_file(run / "exports" / f"{run.name}.safetensors")
         steps = [record["step"] for record in _metrics(run)]
         assert steps == sorted(steps) and steps[0] == 0
         assert cli.run(self.spec, "train", arguments) == 0

@@ -92,7 +92,7 @@ def save_state(folder: Path, state: State, config: SaveConfig) -> Path:
             _flush_folder(folder)
         finally:
             _remove([temporary, replaced])
-        _prune(folder, state.step, config)
+        prune_saves(folder, state.step, config)
     return final
 
 
@@ -268,7 +268,7 @@ def _is_ours(index: Mapping[str, Any]) -> bool:
     )
 
 
-def _prune(folder: Path, step: int, config: SaveConfig) -> None:
+def prune_saves(folder: Path, step: int, config: SaveConfig) -> None:
     """Keep the last and the best saves up to `step`. Later ones are removed: they are of a run that was resumed before them.
 
     Folders that are not saves of ours are left alone.

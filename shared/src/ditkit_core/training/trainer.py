@@ -19,7 +19,7 @@ from ditkit_core.io.files import write_text
 from ditkit_core.io.memory import peak_memory_bytes, restart_peak
 from ditkit_core.io.signals import Interrupts
 from ditkit_core.nn.context import AttentionCalls, counted_calls
-from ditkit_core.training.checkpoint import SaveConfig, latest, load_state, save_state
+from ditkit_core.training.checkpoint import SaveConfig, latest, load_state, prune_saves, save_state
 from ditkit_core.training.ema import EMAConfig
 from ditkit_core.training.flow_matching import FlowConfig
 from ditkit_core.training.metrics import LogConfig, MetricsLog
@@ -177,6 +177,12 @@ class Callback:
     def started(self, step: int) -> None:
         """Called before the first step; `step` is above 0 if the run resumes."""
 
+    def resumed(self, step: int) -> None:
+        """Called after `started` if the run resumes, while the parameters are those to export.
+
+        An earlier start may have been killed after it saved this step, and before what follows a save was done.
+        """
+
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Called after each optimizer step, with its metrics by name."""
 
@@ -304,6 +310,8 @@ class Trainer:
         state, steps, save = self._state, self._config.train.steps, self._config.save
         self._resume()
         start = state.step
+        if self._last_save is not None:
+            self._call(lambda callback: callback.resumed(start))
         log = MetricsLog(self._folder, self._config.log, start_step=start, digest=self._metrics_digest, warn=self._warn)
         with Interrupts() as interrupts, log as metrics:
             saved_at = time.monotonic()
@@ -330,6 +338,7 @@ class Trainer:
                 if stopping:
                     break
         if state.step >= steps:
+            prune_saves(self._folder / "state", state.step, save)  # a kill after the last save may have left some
             self._call(lambda callback: callback.finished(state.step))
         return TrainResult(
             step=state.step,

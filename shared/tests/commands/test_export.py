@@ -1,0 +1,186 @@
+"""What follows a save: nothing of it is lost when a kill comes between the two, and nothing stale stays."""
+
+import os
+import signal
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drawing_child import children
+from preview_runs import check_equal, pending
+from safetensors.torch import load_file
+from toy_world import World, equal
+
+from ditkit_core.adapters import export as adapters
+from ditkit_core.commands import export
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.previews import callbacks, manager
+from ditkit_core.sampling import render
+from ditkit_core.training import trainer
+
+STEPS = 5
+FLAGS = (
+    "--save.every_steps", "2", "--save.keep_last", "1", "--sample.every_steps", "2", "--ema.decay", "0.9",
+    "--export.forms", '["official", "diffusers"]', "--log.every_steps", "1",
+)  # fmt: skip
+MERGED = (*FLAGS, "--export.merged", "true")
+FULL = (*FLAGS, "--adapter.method", "full")
+QUEUED = (*FLAGS, "--sample.device", "cpu")
+
+
+class Killed(BaseException):
+    """Stands in for SIGKILL: nothing catches it."""
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("gc.collect", lambda *_: 0)  # half a second each time, and nothing here is large
+    return World(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], World]:
+    """The world of a run that was never killed, by its flags."""
+
+    @cache
+    def trained(flags: tuple[str, ...]) -> World:
+        world = World(tmp_path_factory.mktemp("undisturbed"))
+        with children(world.spec, "draws"), pytest.MonkeyPatch.context() as patch:
+            patch.setattr("gc.collect", lambda *_: 0)
+            assert world.train("whole/run", STEPS, *flags) == 0
+        return world
+
+    return trained
+
+
+def killed_at(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, when: Callable[..., bool], *, after: bool = False
+) -> None:
+    """Have a kill come where a function is called with certain arguments, once."""
+    original, left = getattr(module, name), [1]
+
+    def call(*arguments: Any, **settings: Any) -> Any:
+        is_here = left and when(*arguments, *settings.values())
+        done = original(*arguments, **settings) if after or not is_here else None
+        if is_here:
+            left.clear()
+            raise Killed
+        return done
+
+    monkeypatch.setattr(module, name, call)
+
+
+def about(step: int) -> Callable[..., bool]:
+    return lambda *arguments: any(f"step-{step:06d}" in str(each) for each in arguments)
+
+
+def files(run: Path) -> dict[str, bytes]:
+    """All exports and samples."""
+    found = (path for name in ("exports", "samples") for path in (run / name).rglob("*") if path.is_file())
+    return {str(path.relative_to(run)): path.read_bytes() for path in found}
+
+
+KILLS: dict[str, tuple[tuple[str, ...], Callable[[pytest.MonkeyPatch], None]]] = {
+    "before the export": (FLAGS, lambda patch: killed_at(patch, export, "export_adapter", about(2))),
+    "between two forms": (
+        FLAGS,
+        lambda patch: killed_at(
+            patch, adapters, "write_adapter", lambda path, *_: path.name == "run-step-000004_diffusers.safetensors"
+        ),
+    ),
+    "before the merged model": (MERGED, lambda patch: killed_at(patch, export, "export_merged", about(4))),
+    "in the merged model": (MERGED, lambda patch: killed_at(patch, export, "export_merged", about(4), after=True)),
+    "in a full fine-tune": (FULL, lambda patch: killed_at(patch, export, "export_merged", about(2), after=True)),
+    "before stale ones go": (
+        FLAGS,
+        lambda patch: killed_at(patch, export.Exporter, "_remove_stale", lambda self: self._folder.save(4).exists()),
+    ),
+    "before stale saves go": (
+        FLAGS,
+        lambda patch: killed_at(patch, trainer, "save_state", lambda folder, state, _: state.step == 5, after=True),
+    ),
+    "before a preview": (FLAGS, lambda patch: killed_at(patch, callbacks, "generate_samples", about(2))),
+    "before a preview's list": (FLAGS, lambda patch: killed_at(patch, render, "write_text", about(4))),
+    "before a preview is queued": (
+        QUEUED,
+        lambda patch: killed_at(patch, manager, "put", lambda _, preview, *__: preview.step == 4),
+    ),
+    "before the last export": (
+        MERGED,
+        lambda patch: killed_at(patch, export, "export_adapter", lambda *given: "run" in given),
+    ),
+    "before it is complete": (MERGED, lambda patch: killed_at(patch, RunFolder, "mark_complete", lambda *_: True)),
+}
+
+
+@pytest.mark.parametrize("kill", KILLS)
+def test_what_a_kill_after_a_save_prevented_is_made_up_for(
+    undisturbed: Callable[[tuple[str, ...]], World], monkeypatch: pytest.MonkeyPatch, kill: str
+) -> None:
+    flags, patch = KILLS[kill]
+    world, name = undisturbed(flags), f"{kill}/run"
+    with children(world.spec, "draws"):
+        with monkeypatch.context() as patched, pytest.raises(Killed):
+            patch(patched)
+            world.train(name, STEPS, *flags)
+        assert world.train(name, STEPS, *flags) == 0
+    whole, killed = world.folder / "whole" / "run", world.folder / name
+    assert files(killed) == files(whole) and (killed / "report.html").exists()
+    check_equal(whole, killed)
+    assert pending(killed) == []
+
+
+def test_the_preview_of_the_step_that_sigterm_ends_is_generated_later(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = trainer.training_step
+
+    def step(*arguments: Any, **settings: Any) -> Any:
+        if arguments[3].step == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return original(*arguments, **settings)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "training_step", step)
+        assert world.train("run", 3, *FLAGS) == 130
+    assert not (world.folder / "run" / "samples" / "step-000002.json").exists()
+    assert world.train("run", 3, *FLAGS) == 0
+    assert {name for name in os.listdir("run/samples") if name.endswith(".json")} == {
+        f"step-{step:06d}.json" for step in (0, 2, 3)
+    }
+
+
+def test_what_is_whole_is_not_written_again_and_what_is_older_than_its_save_is(world: World) -> None:
+    flags = (*FLAGS, "--save.every_steps", "1")
+    assert world.train("run", 2, *flags) == 0
+    whole, old = (Path("run/exports") / f"run-step-000002{form}.safetensors" for form in ("", "_diffusers"))
+    known = {name: tensor.clone() for name, tensor in load_file(old).items()}  # not views of a file that is overwritten
+    before = whole.stat().st_mtime_ns
+    assert world.train("run", 3, *flags, "--save.keep_last", "2") == 0
+    assert whole.stat().st_mtime_ns == before
+
+    # Of a run that was set back to an earlier save and has trained this step again.
+    old.write_bytes(b"other weights")
+    os.utime(old, (0, 0))
+    preview = Path("run/samples/step-000002.json")
+    preview.write_text("{}")
+    os.utime(preview, (0, 0))
+    for path in sorted(Path("run/state/step-000003").iterdir()):
+        path.unlink()
+    Path("run/state/step-000003").rmdir()
+    assert world.train("run", 4, *flags, "--save.keep_last", "3") == 0
+    assert equal(load_file(old), known) and preview.read_text() != "{}"
+
+
+def test_exports_of_an_earlier_version_are_continued_under_the_name_of_the_run(world: World) -> None:
+    assert world.train("run", 2, "--save.every_steps", "1", "--save.keep_last", "1") == 0
+    exports = Path("run/exports")
+    for name in ("", "-step-000002"):
+        (exports / f"run{name}.safetensors").rename(exports / f"adapter{name}.safetensors")
+    mine = exports / "adapter-mine.safetensors"
+    mine.write_bytes(b"a file of the user's")
+    assert world.train("run", 3, "--save.every_steps", "1", "--save.keep_last", "1") == 0
+    assert set(os.listdir(exports)) == {mine.name, "run.safetensors", "run-step-000003.safetensors"}
