@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 import torch_remat as remat
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ditkit_core.engine.selective_ac import SEEN_BY_HOOKS, Region, kept_ops
@@ -58,9 +58,6 @@ class Policy:
             body: The block; may be called again in the backward, on another thread.
             tensors: The block's inputs.
             name: Unique among the blocks of a model, for memory reports.
-
-        Returns:
-            The body's results.
         """
         return body(*tensors)
 
@@ -231,18 +228,7 @@ class BlockRunner(Protocol):
     """Runs one block under its policy: carry in, carry out."""
 
     def __call__(self, index: int, block: nn.Module, carry: Any, *, policy: Policy, device: torch.device | None) -> Any:
-        """Run the block.
-
-        Args:
-            index: The block's index in `blocks()`.
-            block: The block.
-            carry: Its input.
-            policy: What it keeps for its backward.
-            device: The device of its weights; None for a block without any.
-
-        Returns:
-            The carry for the next block.
-        """
+        """Run the block of this index in `blocks()`; `device` is that of its weights, None for a block without any."""
         ...
 
 
@@ -260,14 +246,11 @@ class EagerRunner:
 def run_block(block: nn.Module, carry: Any, *, policy: Policy, backend: str = "sdpa", name: str) -> Any:
     """Run one block under a policy: carry in, carry out.
 
-    A block without parameters (two streams become one) runs without a checkpoint: it has nothing worth recomputing, and a checkpoint would
-    keep its inputs alive, which nothing else does by then.
+    A block without parameters (two streams become one) runs without a checkpoint: it has nothing worth recomputing, and
+    a checkpoint would keep its inputs alive, which nothing else does by then.
 
     Args:
-        block: The block.
-        carry: Its input: a NamedTuple, or any other pytree with tensors.
-        policy: What the block keeps for its backward.
-        backend: The attention backend.
+        carry: A NamedTuple, or any other pytree with tensors.
         name: Names the checkpoint in memory reports; unique among the blocks of a model.
 
     Returns:
@@ -279,51 +262,64 @@ def run_block(block: nn.Module, carry: Any, *, policy: Policy, backend: str = "s
     calls = calls_in_force()
     if calls is not None and policy.kept_attention is not None:
         calls.want(policy.kept_attention, str(policy))
-    settings = AttentionSettings(backend=backend, keep=policy.kept_attention, calls=calls)
-    again = replace(settings, recomputing=True)
     leaves, spec = tree_flatten(carry)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    # The carry without its tensors. The body outlives the forward, and a tensor in its closure would stay in memory until the backward,
-    # next to the one that the checkpoint keeps.
-    outline = [_static(leaf) for leaf in leaves]
-    # The hooks below the checkpoint's own: they may offload a result, and `RecomputeScope` has to pass results through them itself.
-    scope = RecomputeScope(torch._C._autograd._top_saved_tensors_default_hooks(True))
-    outcome: Any = None
+    settings = AttentionSettings(backend=backend, keep=policy.kept_attention, calls=calls)
+    body = _BlockBody(block, settings, [_static(leaf) for leaf in leaves], spec)
+    made = iter(policy.checkpoint(body, tensors, name))
+    rebuilt = [tensors[x.index] if isinstance(x, _Given) else next(made) if x is _MADE else x for x in body.after]
+    return tree_unflatten(rebuilt, body.after_spec)
 
-    def body(*tensors: Tensor) -> tuple[Tensor, ...]:
-        nonlocal outcome
+
+class _BlockBody:
+    """A block as a function of the carry's tensors, called in the forward and again in the recompute.
+
+    It outlives the forward, and a tensor that it refers to would stay in memory until the backward, next to the one that the checkpoint
+    keeps. So it has the carry without its tensors.
+
+    Attributes:
+        after: The leaves of the block's output carry, with markers in place of tensors.
+    """
+
+    def __init__(self, block: nn.Module, settings: AttentionSettings, outline: Sequence[Any], spec: TreeSpec):
+        self._block, self._settings, self._outline, self._spec = block, settings, outline, spec
+        # The hooks below the checkpoint's own: they may offload a result, and `RecomputeScope` has to pass results through them itself.
+        self._scope = RecomputeScope(torch._C._autograd._top_saved_tensors_default_hooks(True))
+        self._results: list[tuple[torch.dtype, bool]] | None = None
+        self.after: list[Any] = []
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         given = iter(tensors)
-        inner = tree_unflatten([next(given) if leaf is _MADE else leaf for leaf in outline], spec)
+        inner = tree_unflatten([next(given) if leaf is _MADE else leaf for leaf in self._outline], self._spec)
+        after = self._forward(inner, tensors) if self._results is None else self._recompute(inner)
+        if after is None:
+            # Nobody reads the results: the checkpoint only wants as many as in the forward, with the same dtypes.
+            kinds = self._results or ()
+            return tuple(tensors[0].new_empty(0, dtype=dtype).requires_grad_(grad) for dtype, grad in kinds)
+        # The same positions as in the forward, whatever keeps its identity now: hooks on the block (FSDP2's) may differ in the recompute.
+        return tuple(leaf for leaf, static in zip(after, self.after, strict=True) if static is _MADE)
+
+    def _forward(self, inner: Any, tensors: Sequence[Tensor]) -> list[Any]:
         # The settings are entered inside the body: autograd recomputes on threads of its own, which do not see a setting that was made
         # around the forward.
-        if outcome is None:
-            with attention_settings(settings), scope_set(scope), scope:
-                after, after_spec = tree_flatten(block(inner))
-            # Tensors that the block passed on unchanged keep their identity and do not cross the checkpoint: as results of it they
-            # would be new tensors, and offloading could not tell that the carry still has them.
-            position = {id(tensor): index for index, tensor in enumerate(tensors)}
-            statics = [_Given(position[id(x)]) if id(x) in position else _static(x) for x in after]
-            results = [x for x, static in zip(after, statics, strict=True) if static is _MADE]
-            scope.hold(results)
-            outcome = after_spec, statics, [(x.dtype, x.requires_grad) for x in results]
-        else:
-            try:
-                with attention_settings(again), scope_set(scope):
-                    after, _ = tree_flatten(block(inner))
-            except RecomputeDone:
-                # The recompute was left at its declared end. Nobody reads the results: the checkpoint only wants as many as in the
-                # forward, with the same dtypes.
-                return tuple(
-                    tensors[0].new_empty(0, dtype=dtype).requires_grad_(requires_grad)
-                    for dtype, requires_grad in outcome[2]
-                )
-        # The same positions as in the forward, whatever keeps its identity now: hooks on the block (FSDP2's) may differ in the recompute.
-        return tuple(leaf for leaf, static in zip(after, outcome[1], strict=True) if static is _MADE)
+        with attention_settings(self._settings), scope_set(self._scope), self._scope:
+            after, self.after_spec = tree_flatten(self._block(inner))
+        # Tensors that the block passed on unchanged keep their identity and do not cross the checkpoint: as results of it they
+        # would be new tensors, and offloading could not tell that the carry still has them.
+        position = {id(tensor): index for index, tensor in enumerate(tensors)}
+        self.after = [_Given(position[id(x)]) if id(x) in position else _static(x) for x in after]
+        results = [x for x, static in zip(after, self.after, strict=True) if static is _MADE]
+        self._scope.hold(results)
+        self._results = [(x.dtype, x.requires_grad) for x in results]
+        return after
 
-    made = iter(policy.checkpoint(body, tensors, name))
-    after_spec, after, _ = outcome
-    rebuilt = [tensors[x.index] if isinstance(x, _Given) else next(made) if x is _MADE else x for x in after]
-    return tree_unflatten(rebuilt, after_spec)
+    def _recompute(self, inner: Any) -> list[Any] | None:
+        """The leaves again; None where the recompute was left at its declared end."""
+        try:
+            with attention_settings(replace(self._settings, recomputing=True)), scope_set(self._scope):
+                return tree_flatten(self._block(inner))[0]
+        except RecomputeDone:
+            return None
 
 
 @dataclass(frozen=True)

@@ -141,13 +141,11 @@ class ACSchedule:
         """The policy of each block.
 
         Args:
-            devices: The device of each block; None for a block without parameters, which runs where the one before it does.
-
-        Returns:
-            One policy per block.
+            devices: The device of each block; None for one without parameters, which runs where the one before it does.
 
         Raises:
-            UserError: If the rules name a block that does not exist, name one twice, or leave one out; or if a budget is not resolved yet.
+            UserError: If the rules name a block that does not exist, name one twice, or leave one out; or if a budget
+                is not resolved yet.
         """
         if self.budget is not None:
             raise UserError(f"{KEY} = budget: a plan must resolve it into policies before a model runs")
@@ -199,9 +197,6 @@ def _blocks(where: str, devices: Sequence[torch.device | None]) -> list[int]:
 
 def parse_schedule(text: str) -> ACSchedule:
     """Parse a schedule that a user wrote.
-
-    Args:
-        text: Rules, separated by commas.
 
     Raises:
         UserError: In one line, with the wrong part and what could be written instead.
@@ -277,14 +272,7 @@ def examples() -> str:
 
 
 def check_sizes(sizes: Sequence[str], num_devices: int | None = None) -> tuple[int, ...]:
-    """Bytes of `budget(20GiB, 12GiB)`.
-
-    Args:
-        sizes: The sizes in parentheses.
-        num_devices: Number of devices that need a size; None does not check the number.
-
-    Returns:
-        Bytes, one per device if `num_devices` is given and there are sizes.
+    """Bytes of `budget(20GiB, 12GiB)`, one per device if `num_devices` is given and there are sizes.
 
     Raises:
         UserError: If one is not a size, or if there is neither one per device nor one for all.

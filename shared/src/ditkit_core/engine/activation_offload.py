@@ -53,11 +53,6 @@ class HostMemory:
     """State that outlives a forward: for each device its side stream, its host buffers, and what it has on the host at the moment."""
 
     def __init__(self, *, smallest: int = SMALLEST):
-        """Start empty.
-
-        Args:
-            smallest: Bytes of the smallest storage that is moved.
-        """
         self.smallest = smallest
         self._stores: dict[torch.device, _DeviceStore] = {}
 
@@ -167,16 +162,12 @@ def offloading(
     policies: Sequence[Policy],
     devices: Sequence[torch.device | None],
 ) -> Iterator[tuple[HostStore, ...]]:
-    """Yield the hooks that offload one forward, which runs inside the `with` block; none where nothing is to be moved.
+    """Yield the hooks that offload one forward, which runs inside the `with` block: one `HostStore`, or nothing.
 
     Args:
         memory: Shared with the forwards before and after.
-        model: The model.
         policies: The policy of each block.
         devices: The device of each block's weights.
-
-    Yields:
-        One `HostStore`, or nothing.
     """
     wanted = [policy.offload for policy in policies]
     if not any(offload and can_offload(device) for offload, device in zip(wanted, devices, strict=True)):

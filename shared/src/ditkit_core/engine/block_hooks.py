@@ -1,7 +1,7 @@
 """Block hooks: called where the carry enters and leaves a block, in forward and backward. Block swap, offloading and statistics use them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, autograd, nn
@@ -10,9 +10,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ditkit_core.engine.ac_policies import BlockRunner, Policy
 
 
-@runtime_checkable
 class BlockHooks(Protocol):
-    """Called by the engine for every block that has parameters, with its index in `blocks()`.
+    """Called by the engine for every block that has parameters, with its index in `blocks()`. By default they do nothing.
 
     Backwards of several devices run at the same time, each on its own thread. So `pre_backward` may be called for blocks of different
     devices at once, but never for two blocks of one device.
@@ -20,33 +19,22 @@ class BlockHooks(Protocol):
 
     def pre_forward(self, index: int, block: nn.Module) -> None:
         """Called before the block's forward: its weights must be on the device when this returns."""
-        ...
+        return
 
     def post_forward(self, index: int, block: nn.Module, carry: Any) -> None:
-        """Called once the block's forward was launched.
-
-        Args:
-            index: The block's index.
-            block: The block.
-            carry: The carry that it returned.
-        """
-        ...
+        """Called once the block's forward was launched, with the carry that it returned."""
+        return
 
     def pre_backward(self, index: int, block: nn.Module) -> None:
         """Called before the block's backward, when that of everything after the block on its device is launched."""
-        ...
+        return
 
 
 class HookedRunner:
     """Runs blocks, and calls the hooks for each that has parameters."""
 
     def __init__(self, hooks: Sequence[BlockHooks], run: BlockRunner):
-        """Use hooks for a forward.
-
-        Args:
-            hooks: Called in this order.
-            run: Runs a block.
-        """
+        """Call hooks, in this order, around `run`."""
         self._hooks, self._run = hooks, run
 
     def __call__(self, index: int, block: nn.Module, carry: Any, *, policy: Policy, device: torch.device | None) -> Any:
@@ -78,8 +66,8 @@ def call_before_backward(before: Any, after: Any, callback: Callable[[], None]) 
     after the block is left to run there, and nothing of the block has run.
 
     Args:
-        before: The block's input carry. Tensors that the block passed on unchanged are not marked.
-        after: The block's output carry.
+        before: The block's input carry.
+        after: The block's output carry. Tensors that the block passed on unchanged are not marked.
         callback: Called in the backward, once for each forward.
 
     Returns:

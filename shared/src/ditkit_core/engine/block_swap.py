@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ditkit_core.engine.block_hooks import BlockHooks
 from ditkit_core.engine.copy_lane import CopyLane
 from ditkit_core.engine.devices import per_device
 from ditkit_core.engine.pinned_memory import HOST, Found, PinnedPool, Streamed
@@ -47,15 +48,7 @@ class KeepsState(Protocol):
 
 
 def base_device_map(model: StagedModel, placement: Placement) -> Callable[[str], torch.device]:
-    """The device to load each base parameter to, by name: the host for streamed blocks, else the block's device.
-
-    Args:
-        model: The model.
-        placement: The device of each stage, and which blocks are streamed.
-
-    Returns:
-        A function of a parameter's name.
-    """
+    """The device to load each base parameter to, by name: the host for streamed blocks, else the block's device."""
     device_of = placement.device_of(model)
     blocks = [block for index, block in enumerate(model.blocks()) if index in placement.streamed]
     streamed = tuple(f"{name}." for name, module in model.named_modules() if any(module is block for block in blocks))
@@ -63,15 +56,11 @@ def base_device_map(model: StagedModel, placement: Placement) -> Callable[[str],
 
 
 def choose_streamed(placement: Placement, counts: Sequence[int], has_weights: Sequence[bool]) -> frozenset[int]:
-    """Choose the blocks to stream, evenly spaced on each device, so that copies overlap with the computation between them.
+    """Choose the blocks to stream, evenly spaced on each device, so that copies overlap with computation.
 
     Args:
-        placement: Which device runs which block.
         counts: `train.swap_blocks`: the number of blocks for each device, in order, or one number for all devices.
         has_weights: Whether each block has weights; one without is never streamed.
-
-    Returns:
-        Indices of blocks.
 
     Raises:
         UserError: If a device has fewer blocks.
@@ -90,7 +79,7 @@ def choose_streamed(placement: Placement, counts: Sequence[int], has_weights: Se
     return frozenset(chosen)
 
 
-class BlockSwap:
+class BlockSwap(BlockHooks):
     """Block hooks that stream weights: fetched before a block runs, freed after it.
 
     Only speed depends on a right guess of the next block; a block that is not there is waited for. State is kept by device, because
@@ -103,11 +92,9 @@ class BlockSwap:
     """
 
     def __init__(self, model: StagedModel, placement: Placement, *, trained: bool = False):
-        """Take over the weights of the streamed blocks. Meanwhile the host has one block twice.
+        """Take over the weights of the streamed blocks, which are on the host. Meanwhile the host has one block twice.
 
         Args:
-            model: The model with its weights and adapters; the weights to stream are on the host.
-            placement: Which blocks are streamed, and their devices.
             trained: Whether trained weights are streamed as well; otherwise they stay where they are.
 
         Raises:
@@ -141,16 +128,12 @@ class BlockSwap:
         return [part.buffer for queue in queues for parts in queue.states.values() for part in parts]
 
     def attach(self, optimizer: KeepsState | None) -> None:
-        """Stream an optimizer's state of the streamed weights from now on.
-
-        Args:
-            optimizer: The optimizer; its present state, of an earlier run, is on the host. None streams no state.
-        """
+        """Stream an optimizer's state of the streamed weights, which is on the host, from now on; None: no state."""
         for queue in self._queues.values():
             queue.attach(optimizer)
 
     def host_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The parameter with the values between two steps: the one on the host for a streamed trained weight, else the parameter itself."""
+        """The parameter with the values between two steps: that on the host for a streamed trained weight."""
         found: Any = self._hosts.get(id(parameter), parameter)
         return found
 
@@ -160,12 +143,12 @@ class BlockSwap:
             queue.clear()
 
     def pre_forward(self, index: int, block: nn.Module) -> None:
-        """Wait for the block's weights, and start the copy of the next block's."""
+        """Wait for the block's weights, and start the copy of the next block's.
+
+        After the forward they stay, because a backward may begin with this block.
+        """
         if (queue := self._queue(index)) is not None:
             queue.pre_forward(index)
-
-    def post_forward(self, index: int, block: nn.Module, carry: Any) -> None:
-        """Do nothing: the weights stay, because a backward may begin with this block."""
 
     def pre_backward(self, index: int, block: nn.Module) -> None:
         """Wait for the block's weights before its backward, which may recompute it, and start the copy of the next block's."""
@@ -174,7 +157,7 @@ class BlockSwap:
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Context in which the model's streamed weights and their optimizer state are those on the host, to be read. The model cannot run."""
+        """Context in which streamed weights and their optimizer state are on the host. The model cannot run."""
         self._put(on_host=True)
         try:
             yield
@@ -387,11 +370,7 @@ def _weights(block: nn.Module, *, trained: bool) -> list[Found]:
 
 
 def _check_sharing(model: StagedModel, placement: Placement) -> None:
-    """Refuse to stream a trained weight that is also used outside its block: the other use would find it away, or out of date.
-
-    Raises:
-        UserError: With the name of the weight.
-    """
+    """Refuse to stream a trained weight that is also used outside its block, where it would be away or out of date."""
     stages = [*model.blocks(), model.embed, model.head]
     seen: dict[int, int] = {}
     for place, stage in enumerate(stages):

@@ -54,11 +54,7 @@ def backend_of(compile: bool | str) -> str:
 
 
 def check_compiler(backend: str, devices: Collection[str] = ()) -> None:
-    """Refuse, before anything runs, a backend of torch's compiler that is unknown or cannot work on this machine.
-
-    Args:
-        backend: Its name; empty for none.
-        devices: Types of device to compile for; without any, no device is checked.
+    """Refuse, before anything runs, a backend of torch's compiler that cannot work on these types of device.
 
     Raises:
         UserError: In one line, with what to write or install.
@@ -153,11 +149,9 @@ def run_compiled(
     """Run one block under a policy, compiled.
 
     Args:
-        block: The block. Its output carry has the type of its input, and the same values besides tensors (`check_traced`).
+        block: Its output carry has the type of its input, and the same values besides tensors (`check_traced`).
         carry: A NamedTuple. Tensors that the block passes on unchanged keep their identity.
         policy: A policy that `check_compiled` accepts.
-        attention: The attention backend.
-        backend: The compiler's backend.
         device: The block's device. Each graph is of one device, so that the limit on graphs counts per device.
 
     Returns:
@@ -237,57 +231,31 @@ def _inside(block: nn.Module, carry: Any, places: tuple[_Place, ...]) -> tuple[A
     return tuple(_at(after, place) for place in places)
 
 
-# Each form returns None where it is not being compiled: the compiler was disabled, and the caller runs the
-# block eagerly instead.
-def _keeping_all(policy: Policy) -> Any:
-    def run(block: nn.Module, carry: Any, places: tuple[_Place, ...]) -> tuple[Any, ...] | None:
-        return _inside(block, carry, places) if torch.compiler.is_compiling() else None
+def _form(keeping: Callable[[Callable[[], Any]], Any]) -> _Function:
+    """The function that the compiler traces, with a checkpoint around the block."""
 
-    return run
-
-
-def _keeping_inputs(policy: Policy) -> Any:
     def run(block: nn.Module, carry: Any, places: tuple[_Place, ...]) -> tuple[Any, ...] | None:
         if not torch.compiler.is_compiling():
-            return None
-        after: tuple[Any, ...] = checkpoint(lambda: _inside(block, carry, places), use_reentrant=False)
+            return None  # the compiler was disabled, and the caller runs the block eagerly instead
+        after: tuple[Any, ...] = keeping(lambda: _inside(block, carry, places))
         return after
 
     return run
 
 
-def _keeping_regions(policy: Policy) -> Any:
-    def run(block: nn.Module, carry: Any, places: tuple[_Place, ...]) -> tuple[Any, ...] | None:
-        if not torch.compiler.is_compiling():
-            return None
-        after: tuple[Any, ...] = remat.checkpoint(region_name="block")(lambda: _inside(block, carry, places))()
-        return after
-
-    return run
-
-
-def _keeping_operations(policy: Any) -> Any:
+def _keeping_operations(policy: Any) -> _Function:
     contexts = partial(create_selective_checkpoint_contexts, partial(_decided, kept_ops(policy.names)))
-
-    def run(block: nn.Module, carry: Any, places: tuple[_Place, ...]) -> tuple[Any, ...] | None:
-        if not torch.compiler.is_compiling():
-            return None
-        after: tuple[Any, ...] = checkpoint(
-            lambda: _inside(block, carry, places), use_reentrant=False, context_fn=contexts
-        )
-        return after
-
-    return run
+    return _form(lambda body: checkpoint(body, use_reentrant=False, context_fn=contexts))
 
 
 def _decided(ops: KeptOps, context: Any, op: Any, *args: Any, **given: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if ops.keeps(op, args, given) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_FORMS: dict[type[Policy], Callable[[Policy], Any]] = {
-    Policy: _keeping_all,
-    Full: _keeping_inputs,
-    AttentionOnly: _keeping_regions,
+_FORMS: dict[type[Policy], Callable[[Policy], _Function]] = {
+    Policy: lambda policy: _form(lambda body: body()),
+    Full: lambda policy: _form(lambda body: checkpoint(body, use_reentrant=False)),
+    AttentionOnly: lambda policy: _form(lambda body: remat.checkpoint(region_name="block")(body)()),
     Ops: _keeping_operations,
 }
 """The function that the compiler traces, by type of policy."""
@@ -299,12 +267,7 @@ def _static(part: Any) -> list[Any]:
 
 
 def check_traced(block: nn.Module, carry: Any, run: Callable[[nn.Module, Any], Any]) -> None:
-    """Run a block's forward eagerly on tensors without memory, to count its attention calls: the compiler's trace does not report them.
-
-    Args:
-        block: The block.
-        carry: Its input.
-        run: Runs it under its policy, with attention calls counted.
+    """Run a block's forward on tensors without memory, to count its attention calls: a compiled one reports none.
 
     Raises:
         UserError: If values of its output carry besides tensors differ from those of its input.

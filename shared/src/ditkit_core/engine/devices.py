@@ -14,11 +14,7 @@ ALL = "all"
 
 
 def choose_device(name: str, key: str) -> torch.device:
-    """The device of a setting; `auto` is the first GPU, or the CPU if there is none.
-
-    Args:
-        name: The setting's value.
-        key: Name of the setting, for messages.
+    """The device of the setting `key`; `auto` is the first GPU, or the CPU if there is none.
 
     Raises:
         UserError: If this machine has no such device.
@@ -69,16 +65,8 @@ def _several(names: Sequence[str]) -> list[torch.device]:
 def per_device(values: Sequence[Number], num_devices: int, key: str) -> tuple[Number, ...]:
     """One value per device: the given values, or the one given for all, or 0 if none is given.
 
-    Args:
-        values: The given values, in the order of the devices.
-        num_devices: Number of devices.
-        key: Name of the setting, for messages.
-
-    Returns:
-        `num_devices` values.
-
     Raises:
-        UserError: If there is neither one value per device nor one for all.
+        UserError: If there is neither one value per device nor one for all; names the setting, `key`.
     """
     if len(values) not in (0, 1, num_devices):
         raise UserError(

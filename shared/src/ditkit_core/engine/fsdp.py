@@ -35,16 +35,16 @@ from ditkit_core.nn.linear import CastLinear
 
 
 def shard(model: StagedModel, precision: Precision, mesh: DeviceMesh | None = None) -> None:
-    """Shard a model over ranks, in place: every block is gathered while it runs, everything else together with the model.
+    """Shard a model, on one device, over ranks in place: each block is gathered while it runs, all else with the model.
 
-    Gradients are averaged over ranks. FSDP2 takes trained parameters of one dtype at a time. Where a block or the rest has several (a full
-    fine-tune in bf16), layers that stay fp32 are gathered on their own. What is left of the rarer dtype (tables of modulation, weights of
-    norms) stays unsharded on each rank, and its gradients are averaged after the backward.
+    Gradients are averaged over ranks, in `precision.reduction`. FSDP2 takes trained parameters of one dtype at a time.
+    Where a block or the rest has several (a full fine-tune in bf16), layers that stay fp32 are gathered on their own.
+    What is left of the rarer dtype (tables of modulation, weights of norms) stays unsharded on each rank, and its
+    gradients are averaged after the backward.
 
     Args:
-        model: A StagedModel, on one device.
-        precision: Its `reduction` is the dtype in which gradients are averaged.
-        mesh: The ranks; by default all of them. With two dimensions, parameters are sharded over the second and replicated over the first.
+        mesh: The ranks; by default all of them. With two dimensions, parameters are sharded over the second and
+            replicated over the first.
 
     Raises:
         UserError: Without a process group, for a model that is sharded already, or for a model on several devices.
@@ -140,14 +140,10 @@ _REDUCED = WeakIdKeyDictionary()
 
 
 def reduce_whole(parameters: Sequence[nn.Parameter], mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Average the gradients of unsharded parameters over ranks after every backward.
+    """Average the gradients of unsharded parameters over ranks after every backward, summed in `dtype`.
 
-    Gradients may be accumulated over several backwards: what is averaged already is the same on all ranks, and its average is itself.
-
-    Args:
-        parameters: The same on every rank, with gradients on all ranks or on none.
-        mesh: The ranks.
-        dtype: The dtype in which gradients are summed.
+    Gradients may be accumulated over several backwards: what is averaged already is the same on all ranks, and its
+    average is itself. The parameters are the same on every rank, with gradients on all ranks or on none.
     """
     reduction = _Reduction(parameters, mesh, dtype)
     for parameter in parameters:

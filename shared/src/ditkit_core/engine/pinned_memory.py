@@ -37,19 +37,13 @@ class PinnedSlot:
     """A view into the device's buffer; empty most of the time."""
     host: Tensor
 
-    @property
-    def is_trained(self) -> bool:
-        """Whether it is a trained weight."""
-        return self.device.requires_grad
-
 
 class Streamed:
     """Tensors that are streamed through a device together.
 
     Attributes:
         slots: Their entries, one for each that was found.
-        host, buffer: The buffers, uint8, on the host and on the device.
-        num_bytes: Size of either buffer.
+        host, buffer: The buffers, uint8, of `num_bytes`, on the host and on the device.
     """
 
     def __init__(self, found: Sequence[Found], device: torch.device, *, returns: bool = False):
@@ -57,7 +51,6 @@ class Streamed:
 
         Args:
             found: Their entries; several entries of one tensor stay one tensor.
-            device: The device that uses them.
             returns: Whether `store` copies back all tensors, not only trained weights.
         """
         originals = {id(tensor := entries[leaf]): tensor for entries, leaf in found}
@@ -89,7 +82,7 @@ class Streamed:
 
     def trained(self) -> Iterator[PinnedSlot]:
         """The slots of trained weights."""
-        return (slot for slot in self.slots if slot.is_trained)
+        return (slot for slot in self.slots if slot.device.requires_grad)
 
     def fetch(self) -> None:
         """Fill the device's buffer."""
@@ -126,15 +119,9 @@ def _part(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
 
 
 def page_lock(tensor: Tensor, device: torch.device, locked: MutableMapping[int, torch.device]) -> bool:
-    """Page-lock a host tensor in place. (`pin_memory` would round its size up to a power of two.)
+    """Page-lock a host tensor in place, and note its address and device in `locked`; returns whether the system allowed it.
 
-    Args:
-        tensor: The tensor.
-        device: The GPU that copies it.
-        locked: Gets its address and the device, for `unlock`.
-
-    Returns:
-        Whether the system allowed it.
+    `pin_memory` would round its size up to a power of two.
     """
     if not tensor.nbytes:
         return True
@@ -164,11 +151,7 @@ class PinnedPool:
     """
 
     def __init__(self, owner: object):
-        """Start without locked memory.
-
-        Args:
-            owner: Owner of the tensors; whatever is still locked when it is freed, is unlocked then.
-        """
+        """Start without locked memory. Whatever is still locked when the owner of the tensors is freed, is unlocked then."""
         # `atexit = False`: at the end of the process CUDA may be gone, and the system frees the memory anyway.
         self.all_locked = True
         self._locked: dict[int, torch.device] = {}
@@ -194,11 +177,7 @@ class HostBuffers:
     """
 
     def __init__(self, device: torch.device):
-        """Start without buffers.
-
-        Args:
-            device: The device that copies. For a GPU the buffers are page-locked; without that, copies would not overlap with its work.
-        """
+        """Start without buffers. For a GPU they are page-locked, so that copies overlap with its work."""
         self.num_bytes = 0
         self._device = device
         self._used = self._most = 0

@@ -40,13 +40,9 @@ class Placement:
         return f"split over {len(spans)} devices: {', '.join(spans)}"
 
     def device_of(self, model: StagedModel) -> Callable[[str], torch.device]:
-        """The device of a parameter or module, by its name in the model.
+        """A function from the name of a parameter or module in the model to its device.
 
-        Returns:
-            A function of the name.
-
-        Raises:
-            LookupError: Raised by that function for a name outside of all stages: a parameter of the model itself has no device.
+        It raises LookupError for a name outside of all stages: a parameter of the model itself has no device.
         """
         # By the identity of modules: a model may name its stages as it likes, and `blocks()` may collect them from several lists.
         device_by_id = {id(model.embed): self.embed, id(model.head): self.head}
@@ -65,11 +61,9 @@ class Placement:
 
 
 def place_blocks(model: StagedModel, devices: Sequence[torch.device], split_points: Sequence[int] = ()) -> Placement:
-    """Split a model over devices, in their order: embedding first, head last.
+    """Split a model, which may be on `meta`, over devices in their order: embedding first, head last.
 
     Args:
-        model: The staged model; it may be on `meta`.
-        devices: At least one.
         split_points: The first block of each device but the first.
 
     Raises:

@@ -13,7 +13,7 @@ planner, and are read in calls of `attend`, or of a product, deep inside model c
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +59,24 @@ class AttentionCalls:
                 )
 
 
+@contextmanager
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextmanager
+def _pushed(stack: list[Any], value: Any) -> Iterator[None]:
+    stack.append(value)
+    try:
+        yield
+    finally:
+        stack.pop()
+
+
 _calls: ContextVar[AttentionCalls | None] = ContextVar("attention_calls", default=None)
 
 
@@ -67,14 +85,9 @@ def calls_in_force() -> AttentionCalls | None:
     return _calls.get()
 
 
-@contextmanager
-def counted_calls(calls: AttentionCalls | None) -> Iterator[None]:
+def counted_calls(calls: AttentionCalls | None) -> AbstractContextManager[None]:
     """Count attention calls of blocks that recompute, in forwards inside the `with` block; None counts nothing."""
-    token = _calls.set(calls)
-    try:
-        yield
-    finally:
-        _calls.reset(token)
+    return _set(_calls, calls)
 
 
 _scope: ContextVar[Any] = ContextVar("recompute_scope", default=None)
@@ -85,14 +98,9 @@ def scope_in_force() -> Any:
     return _scope.get()
 
 
-@contextmanager
-def scope_set(scope: Any) -> Iterator[None]:
+def scope_set(scope: Any) -> AbstractContextManager[None]:
     """Set the scope inside the `with` block."""
-    token = _scope.set(scope)
-    try:
-        yield
-    finally:
-        _scope.reset(token)
+    return _set(_scope, scope)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,38 +133,23 @@ def settings_in_force() -> AttentionSettings:
     return _traced[-1] if torch.compiler.is_compiling() else _settings.get()
 
 
-@contextmanager
-def traced_settings(settings: AttentionSettings) -> Iterator[None]:
+def traced_settings(settings: AttentionSettings) -> AbstractContextManager[None]:
     """Set the settings of compiled code that is called inside the `with` block."""
-    _traced.append(settings)
-    try:
-        yield
-    finally:
-        _traced.pop()
+    return _pushed(_traced, settings)
 
 
-@contextmanager
-def attention_settings(settings: AttentionSettings) -> Iterator[None]:
+def attention_settings(settings: AttentionSettings) -> AbstractContextManager[None]:
     """Set the settings of `attend` calls inside the `with` block."""
-    token = _settings.set(settings)
-    try:
-        yield
-    finally:
-        _settings.reset(token)
+    return _set(_settings, settings)
 
 
 _stand_in: list[str] = []
 """Kinds of device for `as_on`. Not a ContextVar, which the compilers of older torch cannot trace."""
 
 
-@contextmanager
-def as_on(kind: str) -> Iterator[None]:
+def as_on(kind: str) -> AbstractContextManager[None]:
     """Treat every tensor inside the `with` block as one on this kind of device (`cuda`): for fake tensors that stand for it."""
-    _stand_in.append(kind)
-    try:
-        yield
-    finally:
-        _stand_in.pop()
+    return _pushed(_stand_in, kind)
 
 
 def device_kind(x: Tensor) -> str:

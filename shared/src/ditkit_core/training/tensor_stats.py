@@ -79,7 +79,7 @@ def smallness(gradient: Tensor) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     return small, zero
 
 
-class StatsRecorder:
+class StatsRecorder(BlockHooks):
     """Watches one step: a hook for its engine, which is also called with its gradients."""
 
     def __init__(self) -> None:
@@ -92,9 +92,6 @@ class StatsRecorder:
         self._last = -1
         self.reading: StepStats | None = None
         """The statistics, once they are on the host."""
-
-    def pre_forward(self, index: int, block: nn.Module) -> None:
-        """Do nothing: the carry is not passed here."""
 
     def post_forward(self, index: int, block: nn.Module, carry: Any) -> None:
         """Record statistics of what the block wrote."""
@@ -119,9 +116,6 @@ class StatsRecorder:
         # Weak references: the recorder must not keep activations alive.
         self._before = {storage._cdata: weakref.ref(storage) for storage in storages}
         self._last, self._device = index, device
-
-    def pre_backward(self, index: int, block: nn.Module) -> None:
-        """Do nothing: `gradient` is called for each parameter."""
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Record statistics of a parameter's gradient, before it is clipped."""
