@@ -1,6 +1,7 @@
 """Exceptions that are not bugs: mistakes that the user can fix, and interruptions that the user asked for."""
 
 import unicodedata
+from typing import Self
 
 
 def printable(text: str) -> str:
@@ -30,9 +31,17 @@ class UserError(Exception):
         """Store the message as one printable line, whatever file names it quotes."""
         super().__init__(printable(message))
 
+    def at(self, where: str) -> Self:
+        """The same error with the place that it concerns in front."""
+        return type(self)(f"{where}: {self}")
 
-class MissingDependency(UserError):
-    """A package is not installed. This is not the fault of a sample, so `data.on_bad = "skip"` does not skip it."""
+
+class EnvironmentFault(UserError):
+    """The machine lacks something. This is not the fault of a sample, so `data.on_bad = "skip"` does not skip it."""
+
+
+class MissingDependency(EnvironmentFault):
+    """A package is not installed."""
 
 
 class Interrupted(Exception):

@@ -105,6 +105,31 @@ class DataConfig:
         """Lengths that a clip may have, in frames, longest first."""
         return tuple(sorted(self.frame_buckets, reverse=True)) or (self.frames,)
 
+    def check_steps(self, frame_step: int, size_step: int) -> None:
+        """Refuse lengths and sizes that a model cannot have.
+
+        Args:
+            frame_step: Clips have 1 + k * frame_step frames; 0 if the model takes still images only.
+            size_step: Height and width are multiples of this many pixels.
+
+        Raises:
+            UserError: If a setting does not fit the model.
+        """
+        for frames in self.lengths:
+            several = f"data.frame_buckets = {list(self.frame_buckets)}: {frames}"
+            what = several if self.frame_buckets else f"data.frames = {frames}"
+            if frame_step == 0 and frames != 1:
+                raise UserError(f"data.frames = {frames}: this model takes still images only; set 1")
+            if frame_step and (frames - 1) % frame_step:
+                below = 1 + (frames - 1) // frame_step * frame_step
+                raise UserError(f"{what} is not 1 + k * {frame_step}; set {below} or {below + frame_step}")
+        for name, pixels in (("height", self.height), ("width", self.width), ("bucket_step", self.bucket_step)):
+            if (pixels < size_step or pixels % size_step) and not (name == "bucket_step" and pixels == 0):
+                below = max(1, pixels // size_step) * size_step
+                raise UserError(
+                    f"data.{name} = {pixels} is not a multiple of {size_step}; set {below} or {below + size_step}"
+                )
+
     def _check_folders(self) -> None:
         if self.folder and self.folders:
             raise UserError("data.folder and data.folders are both set; put all folders into data.folders")

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ditkit_core.data.columns import NUMBERED_REFERENCES, number_of
-from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, media_kind, status
+from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, media_kind
+from ditkit_core.data.media.files import is_folder, read_dataset_text, status
 from ditkit_core.data.media.image_sequence import check_inside
 from ditkit_core.data.windows import Window
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import inside, read_text, refuse_backslashes
+from ditkit_core.io.files import inside, refuse_backslashes
 from ditkit_core.models.conditions import Column, named_columns
 
 AUDIO_SUFFIXES = frozenset({".wav", ".mp3", ".flac", ".m4a", ".aac", ".ogg", ".opus"})
@@ -169,8 +170,7 @@ def control_folders(written: Sequence[str], columns: Sequence[Column]) -> dict[s
         column = names[name.strip()]
         if column in found:
             raise UserError(f"data.controls names {column} twice; remove one")
-        at = status(Path(folder.strip()))
-        if at is None or not stat.S_ISDIR(at.st_mode):
+        if not is_folder(Path(folder.strip())):
             raise UserError(f"data.controls {item!r}: the path does not exist or is not a folder; correct the path")
         found[column] = Path(folder.strip())
     return found
@@ -276,7 +276,7 @@ def checked_control(
         if at is None:
             refuse_backslashes(name)  # a clearer message than "does not exist" for paths written on Windows
     except UserError as error:
-        raise UserError(f"{column.name}: {error}") from error
+        raise error.at(column.name) from error
     inside(folder, name, allow_outside=allow_outside)
     if at is None:
         raise UserError(f"{what} does not exist; correct the path")
@@ -292,7 +292,7 @@ def checked_control(
             still = media_kind(path) == "image"
             there = available(path, fps, at_most=frames).frames
         except UserError as error:
-            raise UserError(f"{column.name}: {error}") from error
+            raise error.at(column.name) from error
         if not still and there < frames:
             raise UserError(
                 f"{what} has {there} frames at {fps:g} fps, but its clip needs {frames}; make it as long as the clip"
@@ -309,13 +309,13 @@ def checked_control(
     return str(path)
 
 
-def text_of(path: Path) -> str:
+def text_of(folder: Path, name: str, *, allow_outside: bool) -> str:
     """Read the file of a text column.
 
     Raises:
-        UserError: If it is empty or not a text.
+        UserError: If it is outside the folder, empty or not a text.
     """
-    text = read_text(path).strip()
+    text = read_dataset_text(folder, name, allow_outside=allow_outside).strip()
     if not text:
-        raise UserError(f"{path} is empty; fill it in or remove it")
+        raise UserError(f"{folder / name} is empty; fill it in or remove it")
     return text

@@ -1,7 +1,6 @@
 """Scanning dataset folders into a checked list of samples: errors are found here, before hours of encoding."""
 
 import os
-import stat
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,12 +12,19 @@ from ditkit_core.data.captions import captions_of
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.control_files import Control, checked_control, control_folders, controls_by_name, text_of
 from ditkit_core.data.discovery import list_records, names_of
-from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, media_kind, status
+from ditkit_core.data.media.clip import (
+    IMAGE_SUFFIXES,
+    VIDEO_SUFFIXES,
+    available,
+    called_like_media,
+    media_kind,
+)
+from ditkit_core.data.media.files import is_folder, status
 from ditkit_core.data.media.image_sequence import check_inside
 from ditkit_core.data.metadata import Reader, Record
 from ditkit_core.data.references import ReferenceSize, checked_references, references_by_name
 from ditkit_core.data.windows import Window, longest_that_fits, windows_of
-from ditkit_core.errors import UserError, printable
+from ditkit_core.errors import EnvironmentFault, UserError, printable
 from ditkit_core.io.files import inside
 from ditkit_core.models.conditions import Column
 
@@ -133,7 +139,7 @@ def scan(
     folders, key = (config.folders, "data.folders") if config.folders else ((config.folder,), key)
     for folder in folders:
         _check_folder(folder, key, config)
-    _check_settings(config, frame_step=frame_step, size_step=size_step)
+    config.check_steps(frame_step, size_step)
     samples: list[Sample] = []
     left_out: list[_LeftOut] = []
     read_from: dict[str, str] = {}
@@ -185,7 +191,7 @@ def _scan_folder(reader: "_Reader", key: str) -> tuple[list[Sample], list[_LeftO
     for name, place in control_paths.items():
         if place.resolve() == folder.resolve():
             raise UserError(f"data.controls {name} is {key} {folder} itself; put the files into a folder of their own")
-    by_id = _entries_by_id(reader, control_paths)
+    by_id, unread = _entries_by_id(reader, control_paths)
     references, unused = references_by_name(config, by_id)
     controls, also_unused = controls_by_name(control_paths, reader.columns, by_id, folder)
     samples: list[Sample] = []
@@ -208,6 +214,7 @@ def _scan_folder(reader: "_Reader", key: str) -> tuple[list[Sample], list[_LeftO
         for name, error in problems
     ]
     left_out += [_LeftOut(printable(name), "no sample has this name", "unused") for name in unused + also_unused]
+    left_out += [_LeftOut(printable(f"{reader.prefix}{name}"), reason, "unused") for name, reason in unread]
     # With nothing left a run would fail later and less clearly, so even data.on_bad = "skip" does not go on here.
     if not samples:
         accepted = " ".join(sorted(VIDEO_SUFFIXES | IMAGE_SUFFIXES))
@@ -217,8 +224,13 @@ def _scan_folder(reader: "_Reader", key: str) -> tuple[list[Sample], list[_LeftO
     return samples, left_out
 
 
-def _entries_by_id(reader: "_Reader", control_paths: Mapping[str, Path]) -> dict[str, list[Record]]:
-    """The records of a folder by sample id; two records with one id are reported later, as an error of that sample."""
+def _entries_by_id(
+    reader: "_Reader", control_paths: Mapping[str, Path]
+) -> tuple[dict[str, list[Record]], list[tuple[str, str]]]:
+    """The records of a folder by sample id, and the files that are not read, by cause.
+
+    Two records with one id are reported later, as an error of that sample.
+    """
     config, folder = reader.config, Path(reader.config.folder)
     lines = Reader(
         folder=folder,
@@ -231,37 +243,20 @@ def _entries_by_id(reader: "_Reader", control_paths: Mapping[str, Path]) -> dict
         image_folders=config.image_folders,
     )
     by_id: dict[str, list[Record]] = defaultdict(list)
-    for entry in list_records(lines, config.metadata):
+    records, unread = list_records(lines, config.metadata)
+    for entry in records:
         by_id[_identifier(folder, entry)].append(entry)
-    return by_id
+    return by_id, unread
 
 
 def _check_folder(folder: str, key: str, config: DataConfig) -> None:
     if not folder:
         raise UserError(f"{key} is not set; name the folder of your clips and captions")
-    found = status(Path(folder))
-    if found is None or not stat.S_ISDIR(found.st_mode):
+    if not is_folder(Path(folder)):
         raise UserError(f"{key} {folder} does not exist or is not a folder; correct the path")
     references = Path(config.references)
     if config.references and status(references) and references.resolve() == Path(folder).resolve():
         raise UserError(f"data.references is {key} {folder} itself; put the references into a folder of their own")
-
-
-def _check_settings(config: DataConfig, *, frame_step: int, size_step: int) -> None:
-    for frames in config.lengths:
-        several = f"data.frame_buckets = {list(config.frame_buckets)}: {frames}"
-        what = several if config.frame_buckets else f"data.frames = {frames}"
-        if frame_step == 0 and frames != 1:
-            raise UserError(f"data.frames = {frames}: this model takes still images only; set 1")
-        if frame_step and (frames - 1) % frame_step:
-            below = 1 + (frames - 1) // frame_step * frame_step
-            raise UserError(f"{what} is not 1 + k * {frame_step}; set {below} or {below + frame_step}")
-    for name, pixels in (("height", config.height), ("width", config.width), ("bucket_step", config.bucket_step)):
-        if (pixels < size_step or pixels % size_step) and not (name == "bucket_step" and pixels == 0):
-            below = max(1, pixels // size_step) * size_step
-            raise UserError(
-                f"data.{name} = {pixels} is not a multiple of {size_step}; set {below} or {below + size_step}"
-            )
 
 
 def _sizes(config: DataConfig, size_step: int) -> tuple[Size, ...]:
@@ -283,7 +278,7 @@ def _identifier(folder: Path, entry: Record) -> str:
             path = path.relative_to(root)
     if not path.name:  # the record names the dataset folder itself
         return entry.media
-    return (path.with_suffix("") if path.suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES else path).as_posix()
+    return (path.with_suffix("") if called_like_media(path) else path).as_posix()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,7 +329,7 @@ class _Reader:
         media = folder / entry.media
         if (kind := media_kind(media)) == "video" and self.frame_step == 0:
             raise UserError(f"{media} is a video, but this model takes still images; convert it to images or remove it")
-        if media.is_dir() and media.suffix.lower() not in VIDEO_SUFFIXES | IMAGE_SUFFIXES:
+        if media.is_dir() and not called_like_media(media):
             self._check_image_folder(media)
         # Opened here, before `encoding` hashes and decodes the file, so that errors show before anything slow begins. If only
         # the first window is used, its timestamps are enough.
@@ -400,8 +395,7 @@ class _Reader:
                     )
                 continue
             if other is not None and column.kind == "text":
-                inside(folder, name, allow_outside=self.config.allow_outside)
-                name = text_of(folder / name)
+                name = text_of(folder, name, allow_outside=self.config.allow_outside)
             found[column.name] = checked_control(
                 folder, name, column, allow_outside=self.config.allow_outside, fps=self.fps, windows=windows
             )
@@ -434,7 +428,7 @@ def _check_name(id: str) -> None:
 def _stop_at(config: DataConfig, problems: list[UserError]) -> None:
     """Raise the first problem that the configuration does not skip."""
     for error in problems:
-        if isinstance(error, NoReferences):
+        if isinstance(error, NoReferences | EnvironmentFault):
             raise error
     bad = [error for error in problems if not isinstance(error, ShortClip)]
     short = [error for error in problems if isinstance(error, ShortClip)]

@@ -4,16 +4,17 @@ import functools
 import json
 import os
 import re
-import stat
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, status
+from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, called_like_media
+from ditkit_core.data.media.files import MOST_LIST_BYTES, is_folder, is_regular, read_dataset_text, status
+from ditkit_core.data.media.image import HEIC_SUFFIXES
 from ditkit_core.data.media.image_sequence import numbered
 from ditkit_core.data.metadata import Reader, Record, csv_rows, json_lines, json_list
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import inside, read_text
 
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.json")
 _PARQUET = "metadata.parquet"
@@ -22,9 +23,30 @@ CAPTION_LISTS = ("prompts.txt", "prompt.txt", "captions.txt", "caption.txt")
 """Line i of a caption list is the caption of line i of a media list."""
 CAPTION_SUFFIXES = (".txt", ".caption")
 """Extensions of the caption file next to a clip; the first one that exists is read."""
+_NO_MEDIA = frozenset(
+    {
+        "",
+        *CAPTION_SUFFIXES,
+        ".json",
+        ".jsonl",
+        ".csv",
+        ".parquet",
+        ".yaml",
+        ".toml",
+        ".md",
+        ".npy",
+        ".npz",
+        ".safetensors",
+    }
+)
+"""Extensions of files that may have a text of the same name without being meant as clips."""
+_NOT_READ = frozenset(
+    {".heic", ".heif", ".jxl", ".jp2", ".tga", ".psd", ".svg", ".exr", ".dng", ".cr2", ".nef", ".arw"}
+)
+"""Extensions of images that are not read, unless an extra reads them. They are named even without a caption."""
 
 
-def list_records(reader: Reader, metadata: str) -> list[Record]:
+def list_records(reader: Reader, metadata: str) -> tuple[list[Record], list[tuple[str, str]]]:
     """The records of a dataset folder, in a fixed order; errors in single entries are part of the list.
 
     Args:
@@ -33,7 +55,8 @@ def list_records(reader: Reader, metadata: str) -> list[Record]:
             one that the folder has is used, otherwise every media file with a caption file of the same name next to it.
 
     Returns:
-        The records in the order of the file, or of the sorted paths.
+        The records in the order of the file, or of the sorted paths. Then, if no file lists the clips, the files that look like clips
+        but are of a format that is not read, as (files, reason), one for each format.
 
     Raises:
         UserError: If the metadata as a whole cannot be used.
@@ -45,13 +68,10 @@ def list_records(reader: Reader, metadata: str) -> list[Record]:
             f"{folder} has {'both ' * (len(found) == 2)}{' and '.join(found)}; set data.metadata to the right one"
         )
     if not found:
-        return list(_caption_files(reader))
+        return list(_caption_files(reader)), _not_read(reader)
     path = folder / found[0]
-    at_path = status(path)
-    if at_path is None:
+    if status(path) is None:
         raise UserError(f"data.metadata {path} does not exist; correct the path or leave data.metadata empty")
-    if not stat.S_ISREG(at_path.st_mode):
-        raise UserError(f"metadata {path} is not a regular file; rename it or remove it")
     readers = {".jsonl": json_lines, ".csv": csv_rows, ".json": json_list}
     if path.name in MEDIA_LISTS:
         readers[".txt"] = _line_lists
@@ -62,10 +82,17 @@ def list_records(reader: Reader, metadata: str) -> list[Record]:
     if path.suffix.lower() not in readers:
         lists = f"{', '.join(MEDIA_LISTS)} with {CAPTION_LISTS[0]} next to it"
         raise UserError(f"data.metadata {path} has an unknown format; accepted are {', '.join(readers)}, and {lists}")
-    entries = list(readers[path.suffix.lower()](reader, path, read_text(path)))
+    entries = list(readers[path.suffix.lower()](reader, path, _read_list(reader, path)))
     if not entries:
         raise UserError(f"{path} lists no clips; write a line for each clip, or remove the file")
-    return entries
+    return entries, []
+
+
+def _read_list(reader: Reader, path: Path) -> str:
+    """The text of a file that lists samples: in the dataset folder, or in the folder that `data.metadata` names."""
+    name = os.path.abspath(path)
+    folder = reader.folder if Path(name).is_relative_to(os.path.abspath(reader.folder)) else path.parent
+    return read_dataset_text(folder, name, allow_outside=reader.allow_outside, most_bytes=MOST_LIST_BYTES)
 
 
 def lists_of(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool = False) -> list[str]:
@@ -121,11 +148,11 @@ def _names(folder: Path) -> list[str]:
 def _texts_of(folder: Path, media: str) -> list[str]:
     """The caption files next to a media file or folder of images."""
     stem = _stem(media)
-    return [f"{stem}{suffix}" for suffix in CAPTION_SUFFIXES if _is_file(folder / f"{stem}{suffix}")]
+    return [f"{stem}{suffix}" for suffix in CAPTION_SUFFIXES if is_regular(folder / f"{stem}{suffix}")]
 
 
 def _stem(media: str) -> str:
-    return str(Path(media).with_suffix("")) if _called_like_media(Path(media).name) else media
+    return str(Path(media).with_suffix("")) if called_like_media(media) else media
 
 
 def _caption_files(reader: Reader) -> Iterator[Record]:
@@ -136,25 +163,19 @@ def _caption_files(reader: Reader) -> Iterator[Record]:
     for media in media_files(folder, skip=reader.skip, image_folders=reader.image_folders):
         nothing = False
         try:
-            at_media = status(folder / media)
-            if _called_like_media(Path(media).name) and at_media is not None and stat.S_ISDIR(at_media.st_mode):
+            if called_like_media(media) and is_folder(folder / media):
                 raise UserError(f"{folder / media} is a folder, not a media file; rename it or remove it")
             there = _texts_of(folder, media)
             if not there:
                 raise UserError(
                     f"{folder / media} has no caption; write one to {folder / _stem(media)}.txt{lists or shots(media)}"
                 )
-            text = read_text(inside(folder, there[0], allow_outside=reader.allow_outside))
+            text = read_dataset_text(folder, there[0], allow_outside=reader.allow_outside)
             yield Record(media=media, captions=reader.split(f"caption {folder / there[0]}", [text]))
         except UserError as error:
             yield Record(media=media, problem=error)
     if nothing:
         _hint_at_tables(folder)
-
-
-def _is_file(path: Path) -> bool:
-    found = status(path)
-    return found is not None and stat.S_ISREG(found.st_mode)
 
 
 def _hint_at_tables(folder: Path) -> None:
@@ -222,6 +243,17 @@ def media_files(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool 
     Raises:
         UserError: If a folder cannot be read.
     """
+    for place, folders, names in _walk(folder, skip):
+        if image_folders and place != Path(folder) and not folders and numbered(names):
+            yield place.relative_to(folder).as_posix()
+            continue
+        for name in sorted(folders + names):
+            if _is_media(name):
+                yield (place / name).relative_to(folder).as_posix()
+
+
+def _walk(folder: Path, skip: Sequence[Path]) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """Each folder below a folder, with the names of its folders and of its files; hidden folders and those to skip are left out."""
     visited = {os.path.realpath(each) for each in skip}
     for place, folders, names in os.walk(folder, onerror=_cannot_list, followlinks=True):
         real = os.path.realpath(place)
@@ -230,18 +262,33 @@ def media_files(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool 
             folders.clear()
             continue
         visited.add(real)
-        if image_folders and Path(place) != Path(folder) and not folders and numbered(names):
-            yield Path(place).relative_to(folder).as_posix()
-            continue
-        for name in sorted(folders + names):
-            if _called_like_media(name):
-                yield Path(place, name).relative_to(folder).as_posix()
+        yield Path(place), folders, names
         # In place, because os.walk continues with this list; sorted, because the order of a file system is arbitrary.
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and not _called_like_media(name))
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and not _is_media(name))
 
 
-def _called_like_media(name: str) -> bool:
-    return not name.startswith(".") and Path(name).suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES
+def _not_read(reader: Reader) -> list[tuple[str, str]]:
+    """The images and videos of formats that are not read, and other files with a caption: for each format its files and the reason."""
+    by_format: dict[str, list[str]] = defaultdict(list)
+    for place, _, names in _walk(reader.folder, reader.skip):
+        paths = [Path(name) for name in sorted(names) if not name.startswith(".")]
+        read = {path.stem for path in paths if called_like_media(path)}
+        captioned = {path.stem for path in paths if path.suffix.lower() in CAPTION_SUFFIXES} - read
+        for path in paths:
+            suffix = path.suffix.lower()
+            known = suffix in _NOT_READ and not called_like_media(path)
+            if known or (path.stem in captioned and suffix not in _NO_MEDIA):
+                by_format[suffix].append((place / path).relative_to(reader.folder).as_posix())
+    found = []
+    for suffix, files in sorted(by_format.items()):
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        extra = ", or install the extra heic of ditkit-core (pillow-heif)" if suffix in HEIC_SUFFIXES else ""
+        found.append((files[0] + more, f"{suffix} is not read; convert to png, jpg or mp4{extra}"))
+    return found
+
+
+def _is_media(name: str) -> bool:
+    return not name.startswith(".") and called_like_media(name)
 
 
 def _cannot_list(error: OSError) -> None:
@@ -257,7 +304,7 @@ def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Record]:
         UserError: If there is no caption list, or several, or one of another length: then it is unclear which lines belong together.
     """
     captions = _caption_list(reader, path)
-    clips, texts = _lines(text), _lines(read_text(captions))
+    clips, texts = _lines(text), _lines(_read_list(reader, captions))
     if len(clips) != len(texts):
         empty = next(
             ((file, each.index("") + 1) for file, each in ((captions, texts), (path, clips)) if "" in each), None

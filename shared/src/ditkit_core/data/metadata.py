@@ -5,7 +5,6 @@ import functools
 import io
 import json
 import re
-import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,8 @@ from ditkit_core.data.columns import (
     reference_columns,
 )
 from ditkit_core.data.control_files import control_headers, control_values
-from ditkit_core.data.media.clip import kind_by_name, status
+from ditkit_core.data.media.clip import kind_by_name
+from ditkit_core.data.media.files import is_folder, status
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import refuse_backslashes
 from ditkit_core.models.conditions import Column
@@ -75,13 +75,12 @@ class Reader:
         """
         try:
             for path in paths:
-                there = status(self.folder / path)
-                if there is None:
+                if status(self.folder / path) is None:
                     refuse_backslashes(path)
-                if not (there is not None and stat.S_ISDIR(there.st_mode) and self.image_folders):
+                if not (self.image_folders and is_folder(self.folder / path)):
                     kind_by_name(Path(path))
         except UserError as error:
-            raise UserError(f"{where}: {error}") from error
+            raise error.at(where) from error
 
     def split(self, where: str, texts: Sequence[str]) -> tuple[str, ...]:
         """The captions in some texts: one for each text, or one for each line, as `data.captions` says.

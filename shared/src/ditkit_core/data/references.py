@@ -1,14 +1,14 @@
 """Reference images of editing instructions: finding the files of each sample, and the size that each is encoded at."""
 
 import re
-import stat
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.discovery import media_files
-from ditkit_core.data.media.clip import available, media_kind, status
+from ditkit_core.data.media.clip import available, media_kind
+from ditkit_core.data.media.files import is_folder
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import inside
 
@@ -37,8 +37,7 @@ def references_by_name(
     if not config.references:
         return {}, []
     folder = Path(config.references)
-    at_folder = status(folder)
-    if at_folder is None or not stat.S_ISDIR(at_folder.st_mode):
+    if not is_folder(folder):
         raise UserError(f"data.references {folder} does not exist or is not a folder; correct the path")
     places: dict[str, dict[int | None, list[str]]] = defaultdict(lambda: defaultdict(list))
     left_over = []

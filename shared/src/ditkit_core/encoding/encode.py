@@ -20,7 +20,7 @@ from ditkit_core.data.references import ReferenceSize, encoded_sizes
 from ditkit_core.encoding.cache import Cache, MediaHashes, key
 from ditkit_core.encoding.encoded_sample import Condition, EncodedSample
 from ditkit_core.encoding.missing import EncodeTask, Progress, encode_missing, should_continue, with_owner
-from ditkit_core.errors import MissingDependency, UserError
+from ditkit_core.errors import EnvironmentFault, UserError
 from ditkit_core.io.console import NullProgress
 from ditkit_core.models.conditions import ClipInputs, Conditioner
 from ditkit_core.models.encoders import Encoder
@@ -235,7 +235,7 @@ class Conditioning:
                     columns_by_name[name] = conditioner.uses(controls)
                 except UserError as error:
                     if not should_continue(error, keep_going=keep_going):
-                        if controls.clip is None or isinstance(error, MissingDependency):
+                        if controls.clip is None or isinstance(error, EnvironmentFault):
                             raise
                         raise with_owner(_named(controls), error) from error
                     columns_by_name[name] = error

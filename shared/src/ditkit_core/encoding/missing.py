@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ditkit_core.encoding.cache import Cache
-from ditkit_core.errors import MissingDependency, UserError
+from ditkit_core.errors import EnvironmentFault, UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.memory import release_memory
 from ditkit_core.models.conditions import Conditioner
@@ -25,13 +25,13 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[float], None]]]
 
 
 def should_continue(error: UserError, *, keep_going: bool) -> bool:
-    """Whether to leave out the sample of this error and continue; a missing package would fail for every sample."""
-    return keep_going and not isinstance(error, MissingDependency)
+    """Whether to leave out the sample of this error and continue; the machine's faults concern every sample."""
+    return keep_going and not isinstance(error, EnvironmentFault)
 
 
 def with_owner(name: str, error: UserError) -> UserError:
     """The error with the name of the clip it concerns: a message about a text alone does not say whose text it is."""
-    return error if name in str(error) else UserError(f"{name}: {error}")
+    return error if name in str(error) else error.at(name)
 
 
 Item = TypeVar("Item")
@@ -97,7 +97,7 @@ def encode_missing(
                     encoded = jobs.encoder.encode(list(given.values()), advance) if given else []
                 except UserError as error:  # conditioners read their files themselves, so they fail here
                     if not should_continue(error, keep_going=keep_going) or len(given) > 1:
-                        if isinstance(error, MissingDependency) or len(given) > 1:
+                        if isinstance(error, EnvironmentFault) or len(given) > 1:
                             raise
                         raise with_owner(jobs.name(missing[next(iter(given))]), error) from error
                     failures |= dict.fromkeys(given, error)

@@ -12,7 +12,8 @@ from torch import Tensor
 from ditkit_core.config.field import setting
 from ditkit_core.data.buckets import bucket_sizes, nearest_size
 from ditkit_core.data.dataset import Sample
-from ditkit_core.data.media.clip import available, media_kind, probe, status
+from ditkit_core.data.media.clip import available, media_kind, probe
+from ditkit_core.data.media.files import status
 from ditkit_core.data.references import ReferenceSize, encoded_sizes
 from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import ClipInputs, Column, alternatives_of, named_columns

@@ -1,16 +1,23 @@
 """Things that go wrong with media files: each is one line that names the file and a remedy."""
 
+import errno
+import math
+import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 from malformed_media import clear_packet
-from media_files import noisy_video, numbered_video, sound_only, truncated
+from media_files import noisy_video, numbered_video, picture, sound_only, truncated
 from one_line import assert_one_line
 from PIL import Image
 
+from ditkit_core.data.media import clip
 from ditkit_core.data.media.clip import available, probe, read_clip
+from ditkit_core.errors import EnvironmentFault
 
 
 def missing(path: Path) -> None:
@@ -132,3 +139,106 @@ def test_a_photograph_with_a_second_picture_inside_is_no_bad_image(tmp_path: Pat
     red, map_of_gains = Image.new("RGB", (16, 16), "red"), Image.new("RGB", (8, 8))
     red.save(tmp_path / "phone.jpg", format="MPO", save_all=True, append_images=[map_of_gains])
     assert read_clip(tmp_path / "phone.jpg", frames=1, fps=16.0, height=16, width=16)[0].min() > 0.9
+
+
+def test_a_tiff_without_its_size_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "photo.tif"
+    Image.new("RGB", (16, 16)).save(path)
+    data = path.read_bytes()
+    width = (256).to_bytes(2, "little") + (4).to_bytes(2, "little")  # the tag ImageWidth and its type
+    assert data.count(width) == 1
+    path.write_bytes(data.replace(width, (999).to_bytes(2, "little") + (4).to_bytes(2, "little")))
+    assert_one_line(lambda: probe(path), str(path))
+
+
+@pytest.mark.parametrize("error", [TypeError, KeyError, IndexError, RuntimeError, ZeroDivisionError, struct.error])
+def test_whatever_a_reader_of_images_raises_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def broken(*args: object, **settings: object) -> None:
+        raise error("Missing dimensions")
+
+    path = tmp_path / "photo.png"
+    Image.new("RGB", (16, 16)).save(path)
+    monkeypatch.setattr(Image, "open", broken)
+    assert_one_line(lambda: probe(path), str(path))
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.EIO])
+@pytest.mark.parametrize("name", ["clip.mp4", "photo.png"])
+def test_a_shortage_of_the_machine_is_no_fault_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    path = tmp_path / name
+    (numbered_video if name == "clip.mp4" else picture)(path)
+
+    def short(*args: object, **settings: object) -> None:
+        if name == "clip.mp4":
+            av.error.err_check(-number, str(path))  # as PyAV reports what libav returns
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(*((av, "open") if name == "clip.mp4" else (Image, "open")), short)
+    with pytest.raises(EnvironmentFault, match=r"not because of its content; (stop other programs|check the disk)"):
+        read_clip(path, frames=1, fps=16.0, height=16, width=16)
+
+
+@pytest.mark.parametrize("size", [(1, 1500), (30000, 2)])
+def test_a_line_is_refused(tmp_path: Path, size: tuple[int, int]) -> None:
+    Image.new("RGB", size).save(tmp_path / "line.png")
+    assert_one_line(lambda: probe(tmp_path / "line.png"), "line.png has", "aspect ratio above 1000; crop it")
+
+
+def test_a_video_of_very_wide_pixels_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "wide.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=8)
+        stream.height, stream.width, stream.pix_fmt = 16, 1024, "yuv420p"
+        stream.codec_context.sample_aspect_ratio = 16
+        container.mux(stream.encode(av.VideoFrame.from_ndarray(np.zeros((16, 1024, 3), np.uint8), format="rgb24")))
+        container.mux(stream.encode(None))
+    assert_one_line(lambda: available(path, 16.0), "wide.mp4")
+
+
+@pytest.mark.parametrize("size", [(8, 8000), (10000, 20), (100, 20000)])
+def test_a_long_image_is_cropped_before_it_is_resized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    """Resized as a whole, the first one would take 8 GB."""
+    image = Image.new("RGB", size, "white")
+    width, height = size
+    middle = (
+        (0, height // 2 - 40, width, height // 2 + 40)
+        if height > width
+        else (width // 2 - 40, 0, width // 2 + 40, height)
+    )
+    image.paste("red", middle)
+    image.save(tmp_path / "long.png")
+    taken: list[int] = []
+    resize = clip.functional.interpolate
+    monkeypatch.setattr(
+        clip.functional, "interpolate", lambda x, to, **how: taken.append(math.prod(to)) or resize(x, to, **how)
+    )
+    found = read_clip(tmp_path / "long.png", frames=1, fps=16.0, height=48, width=80)[:, 0]
+    assert taken and max(taken) < 6 * 48 * 80
+    assert found[0].min() > 0.9 > -0.9 > found[1, 24, 40], "the middle"
+
+
+@pytest.mark.parametrize("size", [(48, 64), (640, 360), (31, 900), (1000, 33)])
+def test_an_ordinary_image_is_resized_as_a_whole(size: tuple[int, int]) -> None:
+    image = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    assert clip._without_far_ends(image, 48, 48) is image
+
+
+@pytest.mark.parametrize("suffix", [".avif", ".heic"])
+def test_images_of_phones_are_read_upright(tmp_path: Path, suffix: str) -> None:
+    if suffix == ".heic":
+        pillow_heif = pytest.importorskip("pillow_heif")
+        pillow_heif.register_heif_opener()
+    image, turned = Image.new("RGB", (64, 32), "red"), Image.Exif()
+    image.paste("blue", (0, 0, 32, 32))
+    turned[0x0112] = 6  # a quarter turn clockwise: the left half comes to the top
+    image.save(tmp_path / f"phone{suffix}", exif=turned.tobytes(), quality=95)
+    assert probe(tmp_path / f"phone{suffix}").height == 64
+    clip = read_clip(tmp_path / f"phone{suffix}", frames=1, fps=16.0, height=64, width=32)[:, 0]
+    assert clip[2, 16].min() > 0.7 > -0.7 > clip[0, 16].max(), "blue above"
+    assert clip[0, 48].min() > 0.7 > -0.7 > clip[2, 48].max(), "red below"

@@ -5,8 +5,6 @@ image by image. Each file becomes one tensor; an image is a clip of one frame.
 """
 
 import math
-import os
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from torch.nn import functional
 
 from ditkit_core.data.media import image as still
 from ditkit_core.data.media import video
+from ditkit_core.data.media.files import is_folder, is_regular
 from ditkit_core.data.media.image_sequence import open_folder
 from ditkit_core.data.media.timestamps import SLACK_SECONDS
 from ditkit_core.errors import UserError
@@ -29,6 +28,11 @@ Kind = Literal["video", "image"]
 _COMMON = {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".gif"}
 VIDEO_SUFFIXES = frozenset(_COMMON | {".mpg", ".mpeg", ".ts", ".mts", ".m2ts", ".flv", ".wmv", ".ogv", ".3gp"})
 IMAGE_SUFFIXES = still.SUFFIXES
+
+_LONG = 32.0
+"""An image whose aspect ratio is this many times that of its clip is cropped before it is resized."""
+_KEPT_OF_LONG = 4.0
+"""Length that is kept then, in lengths of the part that is left at the end; the rest is a margin for the filter."""
 
 TRANSFORM_VERSION = 2
 """Part of the cache key. Increase it when a change makes the same file give other pixels than before."""
@@ -57,10 +61,8 @@ def media_kind(path: Path) -> Kind:
     Raises:
         UserError: If the extension is unknown.
     """
-    if not _called_like_media(path):
-        found = status(path)
-        if found is not None and stat.S_ISDIR(found.st_mode):
-            return "video"
+    if not called_like_media(path) and is_folder(path):
+        return "video"
     return kind_by_name(path)
 
 
@@ -70,30 +72,15 @@ def kind_by_name(path: Path) -> Kind:
     Raises:
         UserError: If the extension is unknown.
     """
-    if not _called_like_media(path):
+    if not called_like_media(path):
         accepted = " ".join(sorted(VIDEO_SUFFIXES | IMAGE_SUFFIXES))
         raise UserError(f"{path} does not have the extension of a media file; convert it to one of {accepted}")
     return "video" if Path(path).suffix.lower() in VIDEO_SUFFIXES else "image"
 
 
-def _called_like_media(path: Path) -> bool:
+def called_like_media(path: str | Path) -> bool:
+    """Whether a file has the extension of a video or an image."""
     return Path(path).suffix.lower() in VIDEO_SUFFIXES | IMAGE_SUFFIXES
-
-
-def status(path: Path) -> os.stat_result | None:
-    """The status of the file at a path, links followed; None if there is no file.
-
-    Raises:
-        UserError: If the path cannot be read: no permission, circular links, a name that no file can have.
-    """
-    try:
-        return os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); correct its name or its permissions") from error
-    except ValueError as error:  # a null byte, half of a character
-        raise UserError(f"{str(path)!r} has a character that no file name can have; correct the name") from error
 
 
 def probe(path: Path) -> MediaInfo:
@@ -196,21 +183,20 @@ def pictures(path: Path, *, frames: int, fps: float, start_seconds: float = 0.0)
 
 def _checked(path: Path) -> Kind:
     kind = media_kind(path)
-    found = status(path)
-    if found is not None and stat.S_ISDIR(found.st_mode):
-        if not _called_like_media(path):
+    if is_folder(path):
+        if not called_like_media(path):
             return kind
         raise UserError(f"{path} is a folder, not a media file; rename it or remove it")
-    if found is None or not stat.S_ISREG(found.st_mode):
+    if not is_regular(path):
         raise UserError(f"{path} does not exist or is not a file; correct the path")
-    if found.st_size == 0:
+    if path.stat().st_size == 0:
         raise UserError(f"{path} is empty (0 bytes); copy it again or remove it")
     return kind
 
 
 def _fit(image: video.Picture, height: int, width: int) -> Float[Tensor, "3 height width"]:
     """Scale to cover the size (antialiased), crop to the centre, map 0…255 to [-1, 1]."""
-    pixels = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1).float()
+    pixels = torch.from_numpy(np.ascontiguousarray(_without_far_ends(image, height, width))).permute(2, 0, 1).float()
     scale = max(height / pixels.shape[1], width / pixels.shape[2])
     covering = (max(height, round(pixels.shape[1] * scale)), max(width, round(pixels.shape[2] * scale)))
     if covering != tuple(pixels.shape[1:]):
@@ -218,6 +204,20 @@ def _fit(image: video.Picture, height: int, width: int) -> Float[Tensor, "3 heig
         pixels = resized[0].clamp(0, 255)  # bicubic overshoots at edges
     top, left = (covering[0] - height) // 2, (covering[1] - width) // 2
     return pixels[:, top : top + height, left : left + width] / 127.5 - 1
+
+
+def _without_far_ends(image: video.Picture, height: int, width: int) -> video.Picture:
+    """The middle of a very long image, from which resizing and cropping give the same part; any other image as it is.
+
+    Resized as a whole, 1000 x 1 pixels at 480 x 832 would take 5 GB.
+    """
+    # Only from this ratio on: a crop moves the filter by part of a pixel, and would change the cached latents of ordinary images.
+    excess = (image.shape[0] * width) / (image.shape[1] * height)
+    axis, excess = (0, excess) if excess > 1 else (1, 1 / excess)
+    if excess <= _LONG:
+        return image
+    cut = int(image.shape[axis] * (1 - _KEPT_OF_LONG / excess)) // 2  # the same at both ends, so that the centre stays
+    return image[cut:-cut] if axis == 0 else image[:, cut:-cut]
 
 
 def write_video(path: Path, pixels: Float[Tensor, "3 frames height width"], fps: float) -> None:

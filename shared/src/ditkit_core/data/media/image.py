@@ -1,5 +1,7 @@
 """Reading and writing still images with Pillow: upright, in 8-bit RGB."""
 
+import importlib.util
+import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from ditkit_core.data.media.files import refuse_shortage
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import atomic_write
 
@@ -21,11 +24,33 @@ Picture = NDArray[np.uint8]
 MOST_PIXELS = 2**27
 """Largest image or frame (11585 x 11585). The header of a tiny file can claim any size, and opening it would take gigabytes."""
 
-SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"})
+MOST_ASPECT = 1000
+"""Largest ratio of the longer side of an image to the shorter."""
+
+_READS_HEIC = importlib.util.find_spec("pillow_heif") is not None
+HEIC_SUFFIXES = frozenset({".heic", ".heif"})
+"""Extensions of images that only the extra `heic` reads."""
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif"}) | (
+    HEIC_SUFFIXES if _READS_HEIC else frozenset()
+)
 """Extensions of still images."""
 
 # Pillow detects the format from the content and starts other programs for some (EPS), so only these are opened.
-_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "AVIF")
+
+_RAISED_BY_PILLOW = (
+    OSError,
+    MemoryError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    RuntimeError,
+    struct.error,
+)
+"""What Pillow's readers raise for damaged files, besides its own errors; a TIFF without its dimensions gives a TypeError."""
 
 # EXIF orientations that rotate the image by 90 degrees, so that height and width swap.
 _ROTATED = (5, 6, 7, 8)
@@ -37,10 +62,16 @@ def _opened(path: Path) -> Iterator["Image"]:
     """Open an image; Pillow's errors inside the block become one line about this file."""
     from PIL import Image, UnidentifiedImageError
 
+    formats: tuple[str, ...] = _FORMATS
+    if path.suffix.lower() in HEIC_SUFFIXES:
+        from pillow_heif import register_heif_opener
+
+        register_heif_opener()
+        formats = ("HEIF",)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # check_pixels below has our own limit
-            opened = Image.open(path, formats=_FORMATS)
+            opened = Image.open(path, formats=formats)
         with opened as image:
             check_pixels(path, *image.size)
             # Only formats with several images have the attribute. The second image in a phone's MPO is a gain map.
@@ -51,22 +82,27 @@ def _opened(path: Path) -> Iterator["Image"]:
             if image.mode.startswith(("I", "F")):
                 raise UserError(f"{path} has more than 8 bits per pixel (mode {image.mode}); convert it to 8-bit RGB")
             yield image
-    # Pillow raises SyntaxError and ValueError for some damaged files.
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except (Image.DecompressionBombError, *_RAISED_BY_PILLOW) as error:
+        if isinstance(error, OSError | MemoryError):
+            refuse_shortage(path, error)
         unknown = isinstance(error, UnidentifiedImageError)
         reason = "unknown or damaged content" if unknown else " ".join(str(error).split())
         raise UserError(f"{path} cannot be read as an image ({reason}); convert it again or remove it") from error
 
 
 def check_pixels(path: Path, width: int, height: int, *, most: int = MOST_PIXELS) -> None:
-    """Refuse an image with more pixels than any training image has.
+    """Refuse an image with more pixels than any training image has, or that is little more than a line.
 
     Raises:
-        UserError: If there are more than `most` pixels; the message names the file.
+        UserError: If there are more than `most` pixels, or the aspect ratio is above `MOST_ASPECT`; the message names the file.
     """
     if width * height > most:
         raise UserError(
             f"{path} claims to have {width} x {height} pixels, more than {most} in total; make it smaller or remove it"
+        )
+    if max(width, height) > MOST_ASPECT * min(width, height):
+        raise UserError(
+            f"{path} has {width} x {height} pixels, an aspect ratio above {MOST_ASPECT}; crop it yourself or remove it"
         )
 
 

@@ -3,12 +3,12 @@
 import math
 import os
 import re
-import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ditkit_core.data.media import image as still
+from ditkit_core.data.media.files import is_regular, read_dataset_text, refuse_shortage
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import inside
 
@@ -100,6 +100,7 @@ def open_folder(folder: Path) -> ImageFolder:
     try:
         names = numbered(sorted(os.listdir(folder)))
     except OSError as error:
+        refuse_shortage(folder, error)
         raise UserError(f"{folder} cannot be read ({error.strerror}); correct its permissions or remove it") from error
     if not names:
         raise UserError(
@@ -114,7 +115,8 @@ def open_folder(folder: Path) -> ImageFolder:
             )
     files = [folder / name for name in names]
     for file in [*files, *_rate_files(folder)]:
-        _check_regular(file)
+        if not is_regular(file):
+            raise UserError(f"{file} is not a regular file; remove it from the images")
     return ImageFolder(files=files, fps=_fps(folder))
 
 
@@ -138,20 +140,6 @@ def _rate_files(folder: Path) -> list[Path]:
     return [path] if os.path.lexists(path) else []
 
 
-def _check_regular(path: Path) -> None:
-    """Refuse anything but a regular file: opening a named pipe would wait until somebody writes to it.
-
-    Raises:
-        UserError: If it is not a regular file; the message names it.
-    """
-    try:
-        if stat.S_ISREG(os.stat(path).st_mode):
-            return
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); correct its permissions or remove it") from error
-    raise UserError(f"{path} is not a regular file; remove it from the images")
-
-
 def _prefix(name: str) -> str:
     match = _NUMBERED.fullmatch(Path(name).stem)
     assert match is not None
@@ -164,8 +152,8 @@ def _fps(folder: Path) -> float:
     if not path.exists():
         return 0.0
     try:
-        fps = float(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        fps = float(read_dataset_text(folder, FPS_FILE, allow_outside=True))  # `check_inside` has looked where it is
+    except ValueError:
         fps = 0.0
     if not 0 < fps <= 1000:
         raise UserError(f"{path} does not contain a number of images per second; write one number, such as 24")

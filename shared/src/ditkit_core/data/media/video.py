@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ditkit_core.data.media import image as still
 from ditkit_core.data.media import tonemap as hdr
 from ditkit_core.data.media.decoder import decoder
+from ditkit_core.data.media.files import refuse_shortage
 from ditkit_core.data.media.keyframes import SeekPoint, find_entry
 from ditkit_core.data.media.timestamps import SLACK_SECONDS, Timeline
 from ditkit_core.errors import UserError
@@ -62,12 +63,15 @@ def _opened(path: Path) -> Iterator[tuple["InputContainer", "VideoStream"]]:
                     f"{path} is Dolby Vision profile 5, which only Dolby Vision decoders show correctly: it would look green and purple; "
                     "convert it (ffmpeg -i IN -vf libplacebo=colorspace=bt709:color_trc=bt709:format=yuv420p OUT.mp4)"
                 )
-            still.check_pixels(path, stream.codec_context.width, stream.codec_context.height, most=_MOST_PIXELS)
+            width = round(stream.codec_context.width * (stream.sample_aspect_ratio or 1))
+            still.check_pixels(path, width, stream.codec_context.height, most=_MOST_PIXELS)
             # By default a decoder conceals what it cannot decode, or (HEVC) silently drops frames. The pixel limit is set again because
             # a frame may be larger than the container's header says.
             stream.codec_context.options = {"err_detect": "explode", "max_pixels": str(_MOST_PIXELS)}
             yield container, stream
     except (av.FFmpegError, OSError) as error:
+        if isinstance(error, OSError | MemoryError):
+            refuse_shortage(path, error)
         reason = f"cannot be read as a video ({error.strerror or 'damaged'})"
         raise UserError(f"{path} {reason}; re-encode it (ffmpeg -i IN OUT.mp4) or remove it") from error
 

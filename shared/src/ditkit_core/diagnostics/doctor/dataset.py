@@ -49,7 +49,7 @@ from ditkit_core.encoding.encode import clip_inputs_of
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import files_of, split_held_out
 from ditkit_core.encoding.prior_preservation import PRIOR_MARK
-from ditkit_core.errors import MissingDependency, UserError
+from ditkit_core.errors import EnvironmentFault, MissingDependency, UserError
 from ditkit_core.io.console import progress, say, warn
 from ditkit_core.run.checks import check_scenes
 from ditkit_core.run.context import RunContext
@@ -209,6 +209,8 @@ class _Looks:
                 of_conditions += check_control_videos(sample, self.run.auxiliary.columns)
         except MissingDependency as error:
             self.lacking[str(error)] = None
+        except EnvironmentFault:
+            raise
         except UserError as error:
             self.undecoded.append(Excluded(name=sample.id, reason=str(error), stops=self.stops))
             return

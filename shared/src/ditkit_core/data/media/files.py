@@ -1,0 +1,88 @@
+"""Opening the files of a dataset: each is a regular file inside its folder, and no larger than a file of its kind can be."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from ditkit_core.errors import EnvironmentFault, UserError
+from ditkit_core.io.files import inside, read_text
+
+MOST_TEXT_BYTES = 2**24
+"""Largest file of captions or of a condition's text. Reading a larger one, which cannot be meant, could take all memory."""
+MOST_LIST_BYTES = 2**30
+"""Largest file that lists samples."""
+
+_OF_THE_MACHINE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO)
+
+
+def refuse_shortage(path: Path, error: OSError | MemoryError) -> None:
+    """Raise an error of its own if reading failed for a reason that is not in the file.
+
+    Raises:
+        EnvironmentFault: If memory, threads or file handles are short, or the disk fails.
+    """
+    number = error.errno if isinstance(error, OSError) else errno.ENOMEM
+    if number in _OF_THE_MACHINE:
+        what = "the disk fails" if number == errno.EIO else "memory, threads or open files are short"
+        remedy = "check the disk" if number == errno.EIO else "stop other programs, or raise the limits (ulimit -a)"
+        raise EnvironmentFault(
+            f"{path} cannot be read because {what} ({os.strerror(number)}), not because of its content; {remedy}, and start again"
+        ) from error
+
+
+def status(path: Path) -> os.stat_result | None:
+    """The status of the file at a path, links followed; None if there is no file.
+
+    Raises:
+        UserError: If the path cannot be read: no permission, circular links, a name that no file can have.
+    """
+    try:
+        return os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        refuse_shortage(path, error)
+        raise UserError(f"{path} cannot be read ({error.strerror}); correct its name or its permissions") from error
+    except ValueError as error:  # a null byte, half of a character
+        raise UserError(f"{str(path)!r} has a character that no file name can have; correct the name") from error
+
+
+def is_regular(path: Path) -> bool:
+    """Whether there is a regular file, links followed. Opening a named pipe would wait until somebody writes to it."""
+    found = status(path)
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder, links followed."""
+    found = status(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def read_dataset_text(
+    folder: Path, name: str, *, allow_outside: bool = False, most_bytes: int = MOST_TEXT_BYTES
+) -> str:
+    """Read a UTF-8 text file of a dataset.
+
+    Args:
+        folder: The folder that the file must be in.
+        name: Its path, relative to the folder or absolute.
+        allow_outside: Whether it may be outside.
+        most_bytes: Largest size that is read.
+
+    Raises:
+        UserError: If it is outside the folder, not a regular file, too large, or not UTF-8.
+    """
+    path = folder / name
+    inside(folder, name, allow_outside=allow_outside)
+    if not is_regular(path):
+        raise UserError(f"{path} is not a regular file; rename it or remove it")
+    if (size := path.stat().st_size) > most_bytes:
+        raise UserError(f"{path} has {size} bytes, more than the {most_bytes} of such a text; replace it or remove it")
+    try:
+        return read_text(path)
+    except UserError as error:
+        if isinstance(error.__cause__, OSError):
+            refuse_shortage(path, error.__cause__)
+        raise
