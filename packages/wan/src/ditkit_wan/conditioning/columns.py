@@ -11,107 +11,95 @@ from ditkit_wan.presets import WanArch
 _REFERENCE_LISTS = ("src_ref_images", "object_file_path")
 """Names of a list of references in other programs."""
 
-_COLUMNS = {
-    "input_image": Column(
+_EVERY = (
+    Column(
         name="input_image",
         kind="image",
         aliases=("first_image", "start_image"),
         moment="begin",
         doc="The image that the clip begins with; defaults to the clip's first frame where the model needs one.",
     ),
-    "end_image": Column(
+    Column(
         name="end_image",
         kind="image",
         aliases=("last_image",),
         moment="end",
         doc="The image that the clip ends with; defaults to the clip's last frame where the model needs one.",
     ),
-    "reference_image": Column(
+    Column(
         name="reference_image",
         kind="image",
         aliases=("ref_image",),
         doc="An image of the clip's subject, in any pose.",
     ),
-    "control_video": Column(
+    Column(
         name="control_video",
         kind="video",
         aliases=("control_file_path", "control_path"),
         required=True,
         doc="A video of poses, depth, edges, … that the clip follows frame by frame.",
     ),
-    "camera_control_direction": Column(
+    Column(
         name="camera_control_direction",
         kind="text",
         doc="Direction of the camera: Left, Right, Up, Down, In, Out, or two in one word, as LeftUp.",
     ),
-    "camera_control_speed": Column(
+    Column(
         name="camera_control_speed",
         kind="text",
         doc="Speed of the camera per frame; defaults to 1/54 = 0.0185.",
     ),
-    "camera_file": Column(
+    Column(
         name="camera_file",
         kind="table",
         aliases=("control_file_path", "pose_file"),
         instead_of=("camera_control_direction", "camera_control_speed"),
         doc="A text file of camera poses in RealEstate10K's format, in place of direction and speed.",
     ),
-    "vace_video": Column(
+    Column(
         name="vace_video",
         kind="video",
         aliases=("vace_control_video", "src_video", "control_file_path", "control_path"),
         doc="The video to keep or to regenerate; defaults to grey.",
     ),
-    "vace_video_mask": Column(
+    Column(
         name="vace_video_mask",
         kind="video",
         aliases=("src_mask",),
         doc="White where the video is regenerated, black where it is kept: a video, or one image for all frames; defaults to white.",
     ),
-    "vace_reference_image": Column(
-        name="vace_reference_image",
-        kind="image",
-        aliases=_REFERENCE_LISTS,
-        in_front=True,
-        doc="An image of the clip's subject.",
+    *(
+        Column(name=name, kind="image", aliases=_REFERENCE_LISTS, in_front=True, doc=doc)
+        for name, doc in (
+            ("vace_reference_image", "An image of the clip's subject."),
+            ("vace_reference_image_2", "A second one."),
+            ("vace_reference_image_3", "A third one."),
+        )
     ),
-    "vace_reference_image_2": Column(
-        name="vace_reference_image_2",
-        kind="image",
-        aliases=_REFERENCE_LISTS,
-        in_front=True,
-        doc="A second one.",
-    ),
-    "vace_reference_image_3": Column(
-        name="vace_reference_image_3",
-        kind="image",
-        aliases=_REFERENCE_LISTS,
-        in_front=True,
-        doc="A third one.",
-    ),
-    "wantodance_music_path": Column(
+    Column(
         name="wantodance_music_path",
         kind="audio",
         aliases=("music",),
         required=True,
         doc="The music: .npy or .safetensors of its 35 features at 30 rows a second, or a sound file if librosa is installed.",
     ),
-    "wantodance_reference_image": Column(
+    Column(
         name="wantodance_reference_image",
         kind="image",
         doc="An image of the dancer; defaults to the clip's first frame.",
     ),
-    "wantodance_keyframes": Column(
+    Column(
         name="wantodance_keyframes",
         kind="video",
         doc="A video with the given keyframes, black between them.",
     ),
-    "wantodance_keyframes_mask": Column(
+    Column(
         name="wantodance_keyframes_mask",
         kind="text",
         doc="Which of its frames are given: a list of 0 and 1, one per frame.",
     ),
-}
+)
+_COLUMNS = {column.name: column for column in _EVERY}
 """Columns by name. Aliases are the names of other trainers."""
 
 

@@ -3,10 +3,8 @@
 Source: aigc-apps/VideoX-Fun, scripts/wan2.1_fun/train_control.py and videox_fun/pipeline/pipeline_wan2_2_fun_control.py.
 """
 
-from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -15,10 +13,9 @@ from torch import Tensor
 from ditkit_core.data.media.clip import MediaInfo, available, probe
 from ditkit_core.encoding.cache import key
 from ditkit_core.errors import UserError
-from ditkit_core.io.console import NullProgress
 from ditkit_core.models.conditions import ClipInputs
 from ditkit_wan.conditioning import camera
-from ditkit_wan.conditioning.images import FIRST, ClipVision, VaeConditioner
+from ditkit_wan.conditioning.images import FIRST, ClipConditioner, ClipVision, VaeConditioner
 from ditkit_wan.conditioning.media import column_or_own, lacking, picture, picture_or_own, video
 
 CONTROL, REFERENCE = "control_video", "reference_image"
@@ -88,17 +85,6 @@ class ControlVision(ClipVision):
         """The column of the image that is encoded; "" for none, which is a condition too."""
         return (self._column(controls) or "",)
 
-    def encode(
-        self, items: Sequence[Any], advance: Callable[[float], None] = NullProgress.advance
-    ) -> list[dict[str, Tensor]]:
-        """Tokens of that image [257, 1280]."""
-        (controls,) = items
-        images = self.pictures(controls)
-        if not images:
-            advance(1.0)
-            return [{self.name: torch.zeros(self.encoder.tokens, self.encoder.dim)}]
-        return [{self.name: self.encoder.encode(images, advance)[0]["image"]}]
-
     def pictures(self, controls: ClipInputs) -> list[Float[Tensor, "3 1 height width"]]:
         """The image that is encoded; empty if there is none."""
         column = self._column(controls)
@@ -108,15 +94,13 @@ class ControlVision(ClipVision):
         return next((column for column in self.columns if column in controls.files), None)
 
 
-class Camera:
+class Camera(ClipConditioner):
     """`camera_path` [frames, 16]: lens and pose of the camera at each frame, from which `camera.rays` computes rays.
 
     The cache stores these 16 numbers per frame, because the rays of a clip take hundreds of megabytes.
     """
 
     kind = "camera"
-    optional = False
-    items_at_once = 1
 
     @cached_property
     def identity(self) -> str:
@@ -138,20 +122,9 @@ class Camera:
             return tuple(column for column in (DIRECTION, SPEED) if column in files)
         raise lacking(controls, [DIRECTION, PATH], "which this model is controlled by")
 
-    def load(self) -> None:
-        """There are no weights."""
-
-    def unload(self) -> None:
-        """There are no weights."""
-
-    def encode(
-        self, items: Sequence[Any], advance: Callable[[float], None] = NullProgress.advance
-    ) -> list[dict[str, Tensor]]:
-        """The path of one clip's camera."""
-        (controls,) = items
+    def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
         poses = self._poses(controls)
-        advance(1.0)
-        return [{"camera_path": camera.path_of(poses, height=controls.height, width=controls.width)}]
+        return {"camera_path": camera.path_of(poses, height=controls.height, width=controls.width)}
 
     def check(self, controls: ClipInputs) -> None:
         """Read the file of poses, or direction and speed."""

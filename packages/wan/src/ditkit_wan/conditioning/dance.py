@@ -4,10 +4,8 @@ Source: diffsynth/pipelines/wan_video.py of modelscope/DiffSynth-Studio.
 """
 
 import json
-from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -15,10 +13,9 @@ from torch import Tensor
 
 from ditkit_core.encoding.cache import key
 from ditkit_core.errors import UserError
-from ditkit_core.io.console import NullProgress
 from ditkit_core.models.conditions import ClipInputs
 from ditkit_wan.conditioning import music_features
-from ditkit_wan.conditioning.images import ClipVision, VaeConditioner, known_frames_mask
+from ditkit_wan.conditioning.images import ClipConditioner, ClipVision, VaeConditioner, known_frames_mask
 from ditkit_wan.conditioning.media import column_or_own, lacking, picture_or_own, video
 
 _ROUNDING = 2e-3  # in rows per frame: 29.97 frames per second are taken as 30
@@ -26,12 +23,10 @@ MUSIC, DANCER = "wantodance_music_path", "wantodance_reference_image"
 KEYFRAMES, KEYFRAMES_MASK = "wantodance_keyframes", "wantodance_keyframes_mask"
 
 
-class Music:
+class Music(ClipConditioner):
     """`music` [rows, 35]: features of the music during the clip."""
 
     kind = "music"
-    optional = False
-    items_at_once = 1
 
     def __init__(self, fps: float = music_features.RATE):
         """Set the length of a single frame.
@@ -65,28 +60,13 @@ class Music:
         music_features.check_library(Path(controls.files[MUSIC]))
         return (MUSIC,)
 
-    def load(self) -> None:
-        """There are no weights."""
-
-    def unload(self) -> None:
-        """There are no weights."""
-
-    def encode(
-        self, items: Sequence[Any], advance: Callable[[float], None] = NullProgress.advance
-    ) -> list[dict[str, Tensor]]:
-        """Features of one clip's music."""
-        (controls,) = items
-        part = self._part(controls)
-        advance(1.0)
-        return [{"music": part}]
+    def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
+        return {"music": music_features.window(Path(controls.files[MUSIC]), **self._part_of_music(controls))}
 
     def check(self, controls: ClipInputs) -> None:
         """Read the music and check its length; sound is decoded, but no features are computed."""
         self.uses(controls)
         music_features.check(Path(controls.files[MUSIC]), **self._part_of_music(controls))
-
-    def _part(self, controls: ClipInputs) -> Tensor:
-        return music_features.window(Path(controls.files[MUSIC]), **self._part_of_music(controls))
 
     def _part_of_music(self, controls: ClipInputs) -> dict[str, float]:
         """The part of the music that belongs to a clip."""

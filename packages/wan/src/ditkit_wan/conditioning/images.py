@@ -57,12 +57,43 @@ class Outlined:
         return [{"latents": torch.zeros(self.channels, *size), "image": torch.zeros(self.tokens, self.dim)}]
 
 
-class VaeConditioner:
-    """Base of the conditioners that encode with the VAE; each defines its columns and its tensors."""
+class ClipConditioner:
+    """Base of the conditioners: they encode one clip at a time. Each has its `identity`, and defines its columns and its tensors."""
 
     kind: str
     optional = False
     items_at_once = 1
+
+    def load(self) -> None:
+        """Read the weights onto the device, if there are any."""
+
+    def unload(self) -> None:
+        """Free them."""
+
+    def encode(
+        self, items: Sequence[Any], advance: Callable[[float], None] = NullProgress.advance
+    ) -> list[dict[str, Tensor]]:
+        """The condition of one clip; reads its files."""
+        (controls,) = items
+        tensors = self.condition(controls)
+        advance(1.0)
+        return [tensors]
+
+    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
+        """As `Conditioner.uses`."""
+        raise NotImplementedError
+
+    def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
+        """The condition's tensors by name, on the CPU.
+
+        Raises:
+            UserError: If a file cannot be read.
+        """
+        raise NotImplementedError
+
+
+class VaeConditioner(ClipConditioner):
+    """Base of the conditioners that encode with the VAE."""
 
     def __init__(self, vae: VaeEncoder | Outlined):
         """Use a VAE, which is loaded and freed with this conditioner."""
@@ -79,29 +110,14 @@ class VaeConditioner:
         return ""
 
     def load(self) -> None:
-        """Read the VAE's weights onto the device."""
         self.vae.load()
 
     def unload(self) -> None:
-        """Free them."""
         self.vae.unload()
 
     def latents(self, pixels: Float[Tensor, "3 frames height width"]) -> Float[Tensor, "channels f h w"]:
         """Normalised latents of a clip, on the CPU."""
         return self.vae.encode([pixels])[0]["latents"]
-
-    def encode(
-        self, items: Sequence[Any], advance: Callable[[float], None] = NullProgress.advance
-    ) -> list[dict[str, Tensor]]:
-        """The condition of one clip; reads its files."""
-        (controls,) = items
-        tensors = self.condition(controls)
-        advance(1.0)
-        return [tensors]
-
-    def uses(self, controls: ClipInputs) -> tuple[str, ...]:
-        """As `Conditioner.uses`."""
-        raise NotImplementedError
 
     def check(self, controls: ClipInputs) -> None:
         """Read the files by the code that encodes them, with zeros in place of latents.
@@ -114,14 +130,6 @@ class VaeConditioner:
             outlined = copy(self)
             outlined.vae = Outlined(self.vae.channels, self.vae.strides)
             outlined.condition(controls)
-
-    def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
-        """The condition's tensors by name, on the CPU.
-
-        Raises:
-            UserError: If a file cannot be read.
-        """
-        raise NotImplementedError
 
 
 def known_frames_mask(known: Sequence[bool], height: int, width: int) -> Float[Tensor, "4 f height width"]:
@@ -199,11 +207,8 @@ class FirstFrame(VaeConditioner):
         return {"first_frame": self.latents(picture_or_own(controls, FIRST))}
 
 
-class ClipVision:
-    """`image`: concatenated CLIP tokens of images."""
-
-    items_at_once = 1
-    optional = False
+class ClipVision(ClipConditioner):
+    """`image`: concatenated CLIP tokens of images [images · 257, 1280]; zeros in place of one image if there is none."""
 
     def __init__(
         self,
@@ -237,21 +242,14 @@ class ClipVision:
         return tuple(dict.fromkeys(column_or_own(controls, column, why="image to video") for column in self.columns))
 
     def load(self) -> None:
-        """Read CLIP's weights onto the device."""
         self.encoder.load()
 
     def unload(self) -> None:
-        """Free them."""
         self.encoder.unload()
 
-    def encode(
-        self, items: Sequence[Any], advance: Callable[[float], None] = NullProgress.advance
-    ) -> list[dict[str, Tensor]]:
-        """Tokens of one clip's images [images · 257, 1280]."""
-        (controls,) = items
+    def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
         tokens = [self.encoder.encode([image])[0]["image"] for image in self.pictures(controls)]
-        advance(1.0)
-        return [{self.name: torch.cat(tokens)}]
+        return {self.name: torch.cat(tokens or [torch.zeros(self.encoder.tokens, self.encoder.dim)])}
 
     def check(self, controls: ClipInputs) -> None:
         """Read the images."""
