@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from bench_step import live_peak
-from ditkit_core.adapters.inject import AdapterConfig, initialise, inject, trainable_parameters
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.inject import initialise, inject, trainable_parameters
 from ditkit_core.engine.ac_schedule import parse_schedule
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.precision import Precision, parse_dtype

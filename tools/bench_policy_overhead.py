@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bench_step import Pair, wan_pair
-from ditkit_core.engine.ac_policies import run_block
 from ditkit_core.engine.ac_schedule import parse_policy
 from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.engine.run_block import run_block
 from ditkit_core.models.precision import parse_dtype
 from ditkit_core.nn.attention import attend
 from ditkit_core.nn.attention_backends import BACKENDS, Backend

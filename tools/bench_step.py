@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.adapters.inject import AdapterConfig, initialise, inject
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.inject import initialise, inject
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.precision import Precision, parse_dtype
 from ditkit_core.models.state_dict import StateDictNames

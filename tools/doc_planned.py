@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 
-from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.config.sizes import GIB
 from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.errors import UserError
@@ -15,9 +15,8 @@ from ditkit_core.planner.gpus import parse_gpus
 from ditkit_core.planner.memory import Budget, Partition, Profile, compose
 from ditkit_core.planner.planned_step import StepJob as Job
 from ditkit_core.planner.profiler import profile
-from ditkit_core.training.ema import EMAConfig
-from ditkit_core.training.flow_matching import FlowConfig
-from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.config import EMAConfig, FlowConfig
+from ditkit_core.training.optimizers import OptimConfig
 from ditkit_flux2.presets import PRESETS as FLUX2_PRESETS
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.presets import PRESETS as WAN_PRESETS

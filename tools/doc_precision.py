@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ditkit_core.adapters.inject import AdapterConfig, trainable_parameters
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.config.schema import field_docs
 from ditkit_core.diagnostics.audit.audit import ACTING
 from ditkit_core.diagnostics.audit.findings import Case, audit_from_json

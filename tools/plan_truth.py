@@ -64,7 +64,7 @@ def grid(device: torch.device) -> list[Case]:
 
 def described(case: Case) -> tuple[Any, Any, Any, list[dict[str, Tensor]]]:
     """Spec, architecture, adapter settings and the items of a micro-batch, on `meta`."""
-    from ditkit_core.adapters.inject import AdapterConfig
+    from ditkit_core.adapters.config import AdapterConfig
 
     heads, side = case.width // 128, {1024: 32, 4096: 64, 16384: 128}[case.tokens]
     adapter = AdapterConfig(method="lora" if case.method == "lora" else "full", rank=case.rank)
@@ -95,9 +95,8 @@ def measure(case: Case, device: torch.device) -> dict[str, float]:
     from ditkit_core.engine.engine import BlockEngine
     from ditkit_core.models.precision import Precision, compute_fp32_in_fp32, parse_dtype
     from ditkit_core.run.prepare import build_on_meta
-    from ditkit_core.training.ema import EMAConfig
-    from ditkit_core.training.flow_matching import FlowConfig
-    from ditkit_core.training.optimizer import OptimConfig
+    from ditkit_core.training.config import EMAConfig, FlowConfig
+    from ditkit_core.training.optimizers import OptimConfig
     from ditkit_core.training.train_model import TrainModel
     from ditkit_core.training.train_state import TrainState
     from ditkit_core.training.train_step import StepContext, training_step
@@ -156,9 +155,8 @@ def plan(case: Case, device: torch.device) -> int:
     from ditkit_core.planner.memory import Budget, Partition, compose
     from ditkit_core.planner.planned_step import StepJob as Job
     from ditkit_core.planner.profiler import profile
-    from ditkit_core.training.ema import EMAConfig
-    from ditkit_core.training.flow_matching import FlowConfig
-    from ditkit_core.training.optimizer import OptimConfig
+    from ditkit_core.training.config import EMAConfig, FlowConfig
+    from ditkit_core.training.optimizers import OptimConfig
 
     spec, arch, adapter, items = described(case)
     job = Job(

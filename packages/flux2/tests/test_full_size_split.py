@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.models.precision import Precision
 from ditkit_core.planner.memory import Budget, DeviceSpan
 from ditkit_core.planner.partition import choose_split_points, weights_profile

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ditkit_core.adapters.inject import AdapterConfig
-from ditkit_core.adapters.read import BaseConfig
+from ditkit_core.adapters.config import AdapterConfig, BaseConfig
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator

@@ -11,8 +11,7 @@ from conditions_help import CPU, controls, encoded, picture_file
 from conditions_help import noise as colours
 from PIL import Image
 
-from ditkit_core.adapters.inject import AdapterConfig
-from ditkit_core.adapters.read import BaseConfig
+from ditkit_core.adapters.config import AdapterConfig, BaseConfig
 from ditkit_core.data.media.clip import read_clip, write_video
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.io.rng import generator

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ditkit_core.adapters.export import ExportConfig, export_adapter
-from ditkit_core.adapters.inject import AdapterConfig, adapter_layers
-from ditkit_core.adapters.read import BaseConfig
+from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
+from ditkit_core.adapters.export import export_adapter
+from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator

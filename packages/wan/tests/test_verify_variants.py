@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from ditkit_core.adapters.export import ExportConfig, export_adapter, read_by
-from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.adapters.config import AdapterConfig, ExportConfig
+from ditkit_core.adapters.export import export_adapter, read_by
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.protocol import run_plain

@@ -12,9 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ditkit_core.adapters import write as adapter_writer
+from ditkit_core.adapters.config import AdapterConfig, BaseConfig
 from ditkit_core.adapters.identify import layers_of
-from ditkit_core.adapters.inject import AdapterConfig
-from ditkit_core.adapters.read import BaseConfig, open_adapter
+from ditkit_core.adapters.read import open_adapter
 from ditkit_core.commands import cli
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.models.adapter_formats import AdapterRules

@@ -9,9 +9,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from ditkit_core.adapters.export import ExportConfig, check_export, export_adapter, export_merged
-from ditkit_core.adapters.inject import AdapterConfig, canonical_name
-from ditkit_core.adapters.read import BaseConfig
+from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
+from ditkit_core.adapters.export import check_export, export_adapter, export_merged
+from ditkit_core.adapters.inject import canonical_name
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource, StoredTensor

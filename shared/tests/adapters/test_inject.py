@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import (
-    AdapterConfig,
     adapter_layers,
     adapter_state,
     canonical_name,

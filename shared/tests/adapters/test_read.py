@@ -11,7 +11,7 @@ from torch import nn
 
 from ditkit_core.adapters import write as adapter_writer
 from ditkit_core.adapters.alpha import AlphaHeader
-from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.read import (
     AdapterFile,
     config_from_file,

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ditkit_core.adapters.inject import AdapterConfig, adapter_layers, adapter_state, initialise, inject
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.inject import adapter_layers, adapter_state, initialise, inject
 from ditkit_core.adapters.read import initial_adapter, open_adapter
 from ditkit_core.adapters.verify import base_in_form, compare_with_pipeline
 from ditkit_core.adapters.write import write_adapter

@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 import ditkit_core
-from ditkit_core.adapters.inject import AdapterConfig
-from ditkit_core.commands import cli
-from ditkit_core.commands.options import ExportOptions, SampleOptions, TrainOptions
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.commands import cli, stage
+from ditkit_core.commands.options import OPTIONS, STAGES, ExportOptions, SampleOptions, TrainOptions
 from ditkit_core.errors import UserError
 from ditkit_core.io import console
 from ditkit_core.run.config import RunConfig
@@ -46,19 +46,20 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> Stages:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, stages: Stages) -> Stages:
-    monkeypatch.setattr(cli, "_stage", lambda command, options: getattr(stages, command))
+    monkeypatch.setattr(cli, "check_paths", lambda *given: None)
+    monkeypatch.setattr(stage, "_stage", lambda command, options: getattr(stages, command))
     return stages
 
 
-@pytest.mark.parametrize(("command", "verb"), list(cli.STAGES))
+@pytest.mark.parametrize(("command", "verb"), list(STAGES))
 def test_every_stage_of_the_table_is_there(command: str, verb: str) -> None:
-    options = SimpleNamespace(**{its: its == verb for name, its in cli.STAGES if name == command and its})
-    stage = cli._stage(command, options)
-    assert callable(stage) and stage.__name__ == cli.STAGES[command, verb][1]
-    assert not verb or verb in dir(cli.OPTIONS[command])
+    options = SimpleNamespace(**{its: its == verb for name, its in STAGES if name == command and its})
+    found = stage._stage(command, options)
+    assert callable(found) and found.__name__ == STAGES[command, verb][1]
+    assert not verb or verb in dir(OPTIONS[command])
 
 
-@pytest.mark.parametrize("kind", list(cli.OPTIONS.values()), ids=list(cli.OPTIONS))
+@pytest.mark.parametrize("kind", list(OPTIONS.values()), ids=list(OPTIONS))
 def test_an_option_goes_with_and_excludes_options_that_there_are(kind: type) -> None:
     names = {field.name for field in fields(kind)}
     for field in fields(kind):
@@ -173,7 +174,7 @@ def test_an_interrupt_is_one_line_and_exit_status_130(
         signal.raise_signal(signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(cli, "_stage", lambda *given: terminated)
+    monkeypatch.setattr(stage, "_stage", lambda *given: terminated)
     assert cli.run(TOY, "encode", ["--train.steps", "1"]) == 130
     assert capsys.readouterr().err == kept and signal.getsignal(signal.SIGTERM) == before
 

@@ -9,7 +9,7 @@ from ditkit_core.testing.pretend_devices import PretendDevices
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model, micro_batches
 from ditkit_core.training import train_step as step_module
-from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, accumulate_gradients
 

@@ -13,17 +13,20 @@ from toy_world import World, equal
 
 from ditkit_core.data.media import image as still
 from ditkit_core.encoding.cache import Cache, key
+from ditkit_core.encoding.config import PriorConfig
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import BatchSize, TrainDataLoader
-from ditkit_core.encoding.prior_preservation import PriorConfig, PriorDataLoader
+from ditkit_core.encoding.prior_preservation import PriorDataLoader
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.models.encoders import Denoiser, GenerationRequest
 from ditkit_core.models.spec import SampleDefaults
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyInputs, ToySampler
-from ditkit_core.training.flow_matching import FlowConfig, sample_noise
-from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.config import FlowConfig
+from ditkit_core.training.flow_matching import sample_noise
+from ditkit_core.training.optimizer import NamedOptimizer
+from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, training_step
 

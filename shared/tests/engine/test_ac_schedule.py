@@ -8,7 +8,7 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
-from ditkit_core.training.trainer import TrainConfig
+from ditkit_core.training.config import TrainConfig
 
 FOUR = [torch.device("cpu", 1), torch.device("cpu", 1), torch.device("cpu", 2), torch.device("cpu", 2)]
 

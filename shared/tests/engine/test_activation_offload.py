@@ -18,7 +18,7 @@ from toy_world import World
 from ditkit_core.engine import activation_offload, block_hooks
 from ditkit_core.engine.activation_offload import SMALLEST, HostMemory, HostStore
 from ditkit_core.engine.engine import POLICIES, BlockEngine
-from ditkit_core.engine.selective_ac import SEEN_BY_HOOKS
+from ditkit_core.engine.op_names import kept_results_reach_hooks
 from ditkit_core.models.precision import Precision, compute_fp32_in_fp32
 from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.testing import conformance_swap
@@ -27,7 +27,7 @@ from ditkit_core.testing.plans import check_sent
 from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, divide, move_to, on_host
 from ditkit_core.testing.toy import TOY, ToyArch, ToyInputs, ToyModel, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model, micro_batches, offloadable, outcome
-from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, accumulate_gradients
 
@@ -105,7 +105,7 @@ def test_a_policy_says_what_is_sent():
     assert everything[0] > 10 * TOKENS and everything == [everything[0]] * 3
 
 
-@pytest.mark.skipif(not SEEN_BY_HOOKS, reason="this torch cannot offload what named operations return")
+@pytest.mark.skipif(not kept_results_reach_hooks(), reason="this torch cannot offload what named operations return")
 def test_named_operations_say_what_is_sent():
     by_operation = TOKENS + 2 * (TOKENS + SUMS)
     assert sent_by_block("ops(attention)+offload") == [by_operation] * 3

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from ditkit_core.engine.devices import choose_devices, per_device
+from ditkit_core.config.sizes import per_device
+from ditkit_core.engine.devices import choose_devices
 from ditkit_core.errors import UserError
-from ditkit_core.training.trainer import TrainConfig
+from ditkit_core.training.config import TrainConfig
 
 
 @pytest.fixture

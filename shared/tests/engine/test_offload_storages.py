@@ -114,8 +114,8 @@ def test_what_is_looked_at_outside_a_backward_is_let_go_of_by_the_next_forward()
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_the_checks_offload_named_operations_where_torch_can(seen, monkeypatch):
-    monkeypatch.setattr(world, "SEEN_BY_HOOKS", seen)
-    monkeypatch.setattr("ditkit_core.engine.ac_policies.SEEN_BY_HOOKS", seen)
+    monkeypatch.setattr(world, "kept_results_reach_hooks", lambda: seen)
+    monkeypatch.setattr("ditkit_core.engine.ac_policies.kept_results_reach_hooks", lambda: seen)
     kinds = (*POLICIES, OPS, "ops(attention)")
     assert offloadable(kinds) == (kinds if seen else POLICIES)
     for kind in kinds:

@@ -11,10 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from ditkit_core.engine import ac_policies as checkpoint_policies
-from ditkit_core.engine.ac_policies import GeneratorHook, run_block
 from ditkit_core.engine.ac_schedule import ACSchedule, parse_policy, parse_schedule
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.engine.selective_ac import SETS, KeptOps, Region, kept_ops
+from ditkit_core.engine.op_names import SETS
+from ditkit_core.engine.run_block import GeneratorHook, run_block
+from ditkit_core.engine.selective_ac import KeptOps, Region, kept_ops
 from ditkit_core.errors import UserError
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.testing.toy import TOY, toy_items
@@ -77,7 +78,7 @@ def test_every_operation_of_the_sets_is_one_of_torchs_forwards(name):
 
 def test_offloading_is_refused_where_torch_hides_what_it_keeps_from_hooks(monkeypatch):
     """`Ops` alone has torch keep it: what is sent where this torch can is for the tests of offloading."""
-    monkeypatch.setattr(checkpoint_policies, "SEEN_BY_HOOKS", False)
+    monkeypatch.setattr(checkpoint_policies, "kept_results_reach_hooks", lambda: False)
     with pytest.raises(
         UserError, match=r"cannot move what named operations return; update it, write attn_only\+offload"
     ) as refused:

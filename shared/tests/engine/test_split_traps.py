@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_map_only
 from toy_training import ToyData, train
 from toy_world import World
 
-from ditkit_core.adapters.inject import AdapterConfig, adapter_layers, initialise, trainable_parameters
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.inject import adapter_layers, initialise, trainable_parameters
 from ditkit_core.commands import cli
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import POLICIES, BlockEngine, move_carry
@@ -21,15 +22,12 @@ from ditkit_core.testing.pretend_devices import PretendDevices, divide
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model, outcome, train_shortly
-from ditkit_core.training.checkpoint import SaveConfig, load_state
-from ditkit_core.training.ema import EMAConfig
-from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.checkpoint import load_state
+from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
 from ditkit_core.training.metrics import LogConfig
-from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
-from ditkit_core.training.trainer import TrainConfig
-from ditkit_core.training.validation import HeldOutConfig
 
 ONE, TWO, THREE = (torch.device("cpu", index) for index in (1, 2, 3))
 ITEMS = toy_items(2, ragged=True)

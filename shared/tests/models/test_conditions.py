@@ -26,7 +26,8 @@ from ditkit_core.models.conditions import ClipInputs, Column
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run, with_arch, with_config
-from ditkit_core.sampling.prompts import SampleConfig
+from ditkit_core.sampling.config import SampleConfig
+from ditkit_core.sampling.prompts import choose_prompts, control_files
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
@@ -206,25 +207,25 @@ def test_velocity_is_learnt_where_the_mask_is() -> None:
 def test_files_of_a_drawing_are_checked(tmp_path: Path) -> None:
     there = str(picture(tmp_path / "cat.png"))
     config = SampleConfig(prompts=("a cat",), controls=(f"input_image={there}", "direction=left"))
-    assert config.files(COLUMNS) == {"start": there, "direction": "left"}
-    (scene,) = config.scenes([], size=(5, 32, 32), size_step=16, columns=COLUMNS)
-    assert scene.controls(16.0).files == config.files(COLUMNS) and scene.clip is None
+    assert control_files(config, COLUMNS) == {"start": there, "direction": "left"}
+    (scene,) = choose_prompts(config, [], size=(5, 32, 32), size_step=16, columns=COLUMNS)
+    assert scene.controls(16.0).files == control_files(config, COLUMNS) and scene.clip is None
     for wrong, named in (
         ("cat.png", "column=path"), ("inputimage=cat.png", "did you mean 'input_image'"), ("start=no.png", "no.png"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=named):
-            SampleConfig(controls=(wrong,)).files(COLUMNS)
+            control_files(SampleConfig(controls=(wrong,)), COLUMNS)
     with pytest.raises(UserError, match="twice"):
-        SampleConfig(controls=(f"start={there}", f"input_image={there}")).files(COLUMNS)
+        control_files(SampleConfig(controls=(f"start={there}", f"input_image={there}")), COLUMNS)
     with pytest.raises(UserError, match="it has none"):
-        SampleConfig(controls=(f"start={there}",)).files(())
+        control_files(SampleConfig(controls=(f"start={there}",)), ())
 
 
 def test_captions_are_drawn_with_what_goes_with_their_clips(world: World) -> None:
     samples = [world.sample(0), world.sample(1, controls={"start": str(world.picture)}, start_seconds=0.25)]
-    without = SampleConfig(captions=2).scenes(samples, size=(5, 32, 32), size_step=16)
+    without = choose_prompts(SampleConfig(captions=2), samples, size=(5, 32, 32), size_step=16)
     assert len(without) == 1 and without[0].clip is None  # they have one caption
-    scenes = SampleConfig(captions=2).scenes(samples, size=(5, 32, 32), size_step=16, columns=COLUMNS)
+    scenes = choose_prompts(SampleConfig(captions=2), samples, size=(5, 32, 32), size_step=16, columns=COLUMNS)
     assert [scene.clip for scene in scenes] == world.clips
     assert scenes[1].files == {"start": str(world.picture)} and scenes[1].start_seconds == 0.25
 

@@ -9,7 +9,8 @@ from torch import nn
 from toy_jobs import toy_job
 from toy_training import ToyBatch, toy_model
 
-from ditkit_core.adapters.inject import AdapterConfig, initialise, inject
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.inject import initialise, inject
 from ditkit_core.config.resume import compare
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
@@ -28,9 +29,9 @@ from ditkit_core.run.checks import check_settings, check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel, toy_items
-from ditkit_core.training.ema import EMAConfig
-from ditkit_core.training.flow_matching import FlowConfig
-from ditkit_core.training.optimizer import OPTIMIZERS, NamedOptimizer, OptimConfig
+from ditkit_core.training.config import EMAConfig, FlowConfig
+from ditkit_core.training.optimizer import NamedOptimizer
+from ditkit_core.training.optimizers import OPTIMIZERS, OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, accumulate_gradients, training_step

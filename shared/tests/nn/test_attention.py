@@ -8,8 +8,8 @@ import torch
 from attention_tensors import Called, fake_kernel, qkv
 from torch import Tensor, nn
 
-from ditkit_core.engine.ac_policies import run_block
 from ditkit_core.engine.ac_schedule import parse_policy
+from ditkit_core.engine.run_block import run_block
 from ditkit_core.errors import UserError
 from ditkit_core.nn.attention import attend
 from ditkit_core.nn.attention_backends import BACKENDS, Backend

@@ -14,9 +14,10 @@ import toy_training
 from torch import Tensor, nn
 
 from ditkit_core.engine import ac_schedule as policy_schedule
-from ditkit_core.engine.ac_policies import AttentionOnly, Body, Full, Policy, run_block
+from ditkit_core.engine.ac_policies import AttentionOnly, Full, Policy
 from ditkit_core.engine.ac_schedule import parse_policy
 from ditkit_core.engine.engine import BlockEngine
+from ditkit_core.engine.run_block import Body, run_block
 from ditkit_core.errors import UserError
 from ditkit_core.nn.attention import attend
 from ditkit_core.nn.attention_backends import BACKENDS, Backend, Kernel
@@ -24,7 +25,7 @@ from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model, outcome, train_shortly
 from ditkit_core.training.checkpoint import latest
-from ditkit_core.training.trainer import TrainConfig
+from ditkit_core.training.config import TrainConfig
 
 HEADS, TOKENS = 2, 6
 

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ditkit_core.adapters.inject import AdapterConfig, adapter_layers
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.nn import lora as lora_linear
 from ditkit_core.nn.lora import low_rank_sum
 from ditkit_core.testing.toy import TOY

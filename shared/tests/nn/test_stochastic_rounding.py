@@ -19,16 +19,14 @@ from ditkit_core.planner.profiler import profile
 from ditkit_core.testing.conformance_swap import stream
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
-from ditkit_core.training.checkpoint import SaveConfig, load_state
-from ditkit_core.training.ema import EMAConfig
-from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.checkpoint import load_state
+from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
 from ditkit_core.training.metrics import LogConfig
-from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.optimizer import NamedOptimizer
+from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, training_step
-from ditkit_core.training.trainer import TrainConfig
-from ditkit_core.training.validation import HeldOutConfig
 
 BF16 = torch.bfloat16
 ROUNDINGS = ["stochastic", "split"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.models.encoders import AuxiliaryModel, LayerContext
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision

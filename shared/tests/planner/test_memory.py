@@ -6,7 +6,7 @@ import pytest
 import torch
 from toy_jobs import ARCH, toy_job
 
-from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.planner.memory import Budget, DevicePlan, Profile, StageCost, Workload
@@ -15,8 +15,8 @@ from ditkit_core.planner.profiler import profile
 from ditkit_core.testing.plans import check_kept, check_plan, divided, planned
 from ditkit_core.testing.toy import TOY
 from ditkit_core.testing.world import make_model
-from ditkit_core.training.ema import EMAConfig
-from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.config import EMAConfig
+from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, training_step

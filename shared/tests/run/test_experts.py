@@ -10,18 +10,10 @@ import torch
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.spec import Expert
-from ditkit_core.run.config import RunConfig
-from ditkit_core.run.experts import (
-    ExpertsConfig,
-    check_experts,
-    check_files,
-    levels,
-    named_after,
-    own_settings,
-    restricted,
-)
-from ditkit_core.training.flow_matching import FlowConfig, sample_noise, shift_sigma, sigma_at
-from ditkit_core.training.validation import HeldOutConfig
+from ditkit_core.run.config import ExpertsConfig, RunConfig
+from ditkit_core.run.experts import check_experts, check_files, levels, named_after, own_settings, restricted
+from ditkit_core.training.config import FlowConfig, HeldOutConfig
+from ditkit_core.training.flow_matching import sample_noise, shift_sigma, sigma_at
 
 BOUNDARIES = (0.875, 0.9, 0.3, 0.7, 0.8999999, 0.417)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ditkit_core.adapters.inject import AdapterConfig, adapter_state, canonical_name
-from ditkit_core.adapters.read import BaseConfig
+from ditkit_core.adapters.config import AdapterConfig, BaseConfig
+from ditkit_core.adapters.inject import adapter_state, canonical_name
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import ModelPaths

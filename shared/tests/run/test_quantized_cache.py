@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import nn
 from toy_world import World, equal
 
-from ditkit_core.adapters.export import ExportConfig, export_adapter
-from ditkit_core.adapters.inject import AdapterConfig, adapter_layers, is_adapter_name
-from ditkit_core.adapters.read import BaseConfig
+from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
+from ditkit_core.adapters.export import export_adapter
+from ditkit_core.adapters.inject import adapter_layers, is_adapter_name
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.io import safetensors as safetensors_file
 from ditkit_core.io.safetensors import SafetensorsSource

@@ -21,9 +21,10 @@ from ditkit_core.models.conditions import Column
 from ditkit_core.models.encoders import Denoiser, GenerationRequest
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.models.spec import ModelSpec, SampleDefaults
+from ditkit_core.sampling.config import SampleConfig
 from ditkit_core.sampling.contact_sheet import GAP, SHEET_FRAMES, contact_sheet, grid
 from ditkit_core.sampling.denoise import single_stage
-from ditkit_core.sampling.prompts import SampleConfig, SamplePrompt, requests_of
+from ditkit_core.sampling.prompts import SamplePrompt, choose_prompts, requests_of
 from ditkit_core.sampling.render import PromptRequest, SampleFiles, render_samples
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel
@@ -121,15 +122,15 @@ def test_captions_take_the_place_of_prompts_with_their_own_size_and_references()
         sample("a", "a cat", "a pet"), sample("b", "a cat"), sample("c", "a cat", references=(edited,)),
         sample("d", "a dog", size=(32, 48)), sample("e", "a bird"),
     ]  # fmt: skip
-    scenes = SampleConfig(captions=3).scenes(samples, size=(5, 64, 64), size_step=16)
+    scenes = choose_prompts(SampleConfig(captions=3), samples, size=(5, 64, 64), size_step=16)
     assert scenes == [
         SamplePrompt(prompt="a cat", references=(), frames=5, height=16, width=16),
         SamplePrompt(prompt="a cat", references=(edited,), frames=5, height=16, width=16),
         SamplePrompt(prompt="a dog", references=(), frames=5, height=32, width=48),
     ]
-    (scene,) = SampleConfig(captions=1, height=80, frames=1).scenes(samples, size=(5, 64, 64), size_step=16)
+    (scene,) = choose_prompts(SampleConfig(captions=1, height=80, frames=1), samples, size=(5, 64, 64), size_step=16)
     assert (scene.frames, scene.height, scene.width) == (1, 80, 16)
-    assert SampleConfig(captions=0).scenes(samples, size=(5, 64, 64), size_step=16) == []
+    assert choose_prompts(SampleConfig(captions=0), samples, size=(5, 64, 64), size_step=16) == []
 
 
 def test_what_is_given_takes_the_place_of_what_a_clip_says_in_another_way(tmp_path: Path) -> None:
@@ -142,8 +143,8 @@ def test_what_is_given_takes_the_place_of_what_a_clip_says_in_another_way(tmp_pa
 
     def drawn(own: dict[str, str], *given: str) -> Mapping[str, str]:
         config = SampleConfig(controls=given)
-        (found,) = config.scenes(
-            [replace(sample("a", "x"), controls=own)], size=(5, 16, 16), size_step=16, columns=columns
+        (found,) = choose_prompts(
+            config, [replace(sample("a", "x"), controls=own)], size=(5, 16, 16), size_step=16, columns=columns
         )
         return found.files
 
@@ -161,7 +162,7 @@ def test_what_is_given_takes_the_place_of_what_a_clip_says_in_another_way(tmp_pa
 def test_prompts_have_the_size_of_training_or_the_shape_of_the_first_reference(tmp_path: Path) -> None:
     def size(**settings: Any) -> tuple[int, int]:
         config = SampleConfig(prompts=("a cat", "a cat"), **settings)
-        first, second = config.scenes([], size=(1, 64, 64), size_step=16)
+        first, second = choose_prompts(config, [], size=(1, 64, 64), size_step=16)
         assert first == second and first.references == tuple(map(Path, config.references))
         return first.height, first.width
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.planner.planned_step import StepJob as Job
 from ditkit_core.testing.plans import step_of
 from ditkit_core.testing.toy import TOY, ToyArch

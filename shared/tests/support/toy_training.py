@@ -12,14 +12,12 @@ from ditkit_core.adapters import inject as adapters
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.precision import Precision
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
-from ditkit_core.training.checkpoint import SaveConfig
-from ditkit_core.training.ema import EMAConfig
-from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
 from ditkit_core.training.metrics import LogConfig
-from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.train_model import MicroBatch, TrainModel
-from ditkit_core.training.trainer import Callback, DataLoader, TrainConfig, Trainer, TrainerConfig, TrainResult
-from ditkit_core.training.validation import HeldOutConfig, Validator
+from ditkit_core.training.trainer import Callback, DataLoader, Trainer, TrainerConfig, TrainResult
+from ditkit_core.training.validation import Validator
 
 
 class ToyBatch(NamedTuple):

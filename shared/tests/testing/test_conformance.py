@@ -102,7 +102,7 @@ def test_without_the_generator_hook_dropout_would_be_replayed_wrong(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Why the hook is there: the equality checks above fail without it, so they are checks."""
-    from ditkit_core.engine.ac_policies import GeneratorHook
+    from ditkit_core.engine.run_block import GeneratorHook
 
     model: Any = make_model(TOY, TOY.architecture.presets["dropout"])
     plain = outcome(TOY, model, toy_items(2), None)

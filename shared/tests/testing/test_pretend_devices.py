@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from ditkit_core.engine import ac_policies as checkpoint_policies
-from ditkit_core.engine.ac_policies import GeneratorHook
+from ditkit_core.engine import run_block as checkpoint_policies
 from ditkit_core.engine.engine import POLICIES, BlockEngine
+from ditkit_core.engine.run_block import GeneratorHook
 from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, PretendTensor, divide, move_to, on_host
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model, outcome, train_shortly

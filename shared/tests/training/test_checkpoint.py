@@ -11,7 +11,8 @@ from ordinary_user import ordinary_user
 
 from ditkit_core.errors import UserError
 from ditkit_core.training import checkpoint
-from ditkit_core.training.checkpoint import SaveConfig, State, best, check_save, latest, load_state, save_state
+from ditkit_core.training.checkpoint import State, best, check_save, latest, load_state, save_state
+from ditkit_core.training.config import SaveConfig
 
 
 def state(step, *, held_out=None, size=64):

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from ditkit_core.errors import UserError
-from ditkit_core.training.ema import EMA, EMAConfig
+from ditkit_core.training.config import EMAConfig
+from ditkit_core.training.ema import EMA
 
 
 def parameters(dtype=torch.float32):

@@ -8,8 +8,8 @@ import torch
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.testing.toy import TOY, toy_items
+from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.flow_matching import (
-    FlowConfig,
     NoisedBatch,
     loss_weight,
     sample_noise,

@@ -14,9 +14,10 @@ from ditkit_core.errors import UserError
 from ditkit_core.nn.attention_backends import BACKENDS, Backend
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
-from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.nan_debug import find_first_nonfinite
-from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.optimizer import NamedOptimizer
+from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
 

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ditkit_core.errors import UserError
-from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig, learning_rate
+from ditkit_core.training.optimizer import NamedOptimizer, learning_rate
+from ditkit_core.training.optimizers import OptimConfig
 
 
 def parameters():

@@ -20,15 +20,15 @@ from ditkit_core.models.precision import Precision
 from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.testing.pretend_devices import PretendDevices, divide, on_host
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
-from ditkit_core.training.checkpoint import SaveConfig, load_state
-from ditkit_core.training.ema import EMAConfig
-from ditkit_core.training.flow_matching import FlowConfig
-from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.checkpoint import load_state
+from ditkit_core.training.config import EMAConfig, FlowConfig, SaveConfig, TrainConfig
+from ditkit_core.training.optimizer import NamedOptimizer
 from ditkit_core.training.optimizer_in_backward import OptimizerInBackward
+from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
-from ditkit_core.training.trainer import TrainConfig, check_fused_backward
+from ditkit_core.training.trainer import check_fused_backward
 
 FLOW = FlowConfig(weighting="bell")
 KINDS = ["adamw", "adafactor", "muon", "schedulefree_adamw"]

@@ -14,9 +14,9 @@ from toy_training import Calls, toy_run
 
 SUPPORT = str(Path(__file__).parents[1] / "support")
 
-from ditkit_core.training.checkpoint import SaveConfig, latest, load_state
-from ditkit_core.training.ema import EMAConfig
-from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.checkpoint import latest, load_state
+from ditkit_core.training.config import EMAConfig, SaveConfig
+from ditkit_core.training.optimizers import OptimConfig
 
 
 def silent(message):

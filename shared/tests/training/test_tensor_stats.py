@@ -7,19 +7,20 @@ import torch
 from saved_states import CLIPS, numbers
 from toy_training import ToyBatch, ToyData, toy_model, toy_run
 
-from ditkit_core.adapters.inject import AdapterConfig, trainable_parameters
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.errors import UserError
 from ditkit_core.testing.conformance_swap import stream
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.testing.world import make_model
-from ditkit_core.training.flow_matching import FlowConfig
-from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.config import FlowConfig, TrainConfig
+from ditkit_core.training.optimizer import NamedOptimizer
+from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.tensor_stats import BlockStats, DriftMonitor, StatsRecorder, StepStats, magnitudes, smallness
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training_step
-from ditkit_core.training.trainer import TrainConfig
 
 FLOW = FlowConfig(weighting="bell")
 ARCH = ToyArch(dim=16, depth=3)

@@ -9,8 +9,10 @@ from toy_training import ToyBatch, toy_model
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.testing.toy import TOY, ToyInputs, toy_items
 from ditkit_core.training import train_step as step_module
-from ditkit_core.training.flow_matching import FlowConfig, loss_weight, sample_noise
-from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.config import FlowConfig
+from ditkit_core.training.flow_matching import loss_weight, sample_noise
+from ditkit_core.training.optimizer import NamedOptimizer
+from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import NonFiniteLoss, StepContext, accumulate_gradients, training_step
 

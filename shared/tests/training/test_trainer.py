@@ -19,13 +19,13 @@ from ditkit_core.io.signals import Interrupts
 from ditkit_core.nn.parameters import copy_values
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.training import trainer as train_module
-from ditkit_core.training.checkpoint import SaveConfig, load_state
-from ditkit_core.training.ema import EMAConfig
+from ditkit_core.training.checkpoint import load_state
+from ditkit_core.training.config import EMAConfig, HeldOutConfig, SaveConfig, TrainConfig
 from ditkit_core.training.metrics import LogConfig
-from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
-from ditkit_core.training.trainer import Callback, ProgressBar, TrainConfig
-from ditkit_core.training.validation import HeldOutConfig, validation_loss
+from ditkit_core.training.trainer import Callback, ProgressBar
+from ditkit_core.training.validation import validation_loss
 
 CLIPS = ToyBatch(["held 0", "held 1"], toy_items(2, seed=9))
 

@@ -11,9 +11,9 @@ from ditkit_core.errors import UserError
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import make_model
+from ditkit_core.training.config import HeldOutConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.validation import (
-    HeldOutConfig,
     ValidationHistory,
     ValidationResult,
     half_width,

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from toy_world import World, equal
 
-from ditkit_core.adapters.export import ExportConfig, check_export, export_adapter, export_merged
-from ditkit_core.adapters.inject import AdapterConfig, adapter_layers
-from ditkit_core.adapters.read import BaseConfig
+from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
+from ditkit_core.adapters.export import check_export, export_adapter, export_merged
+from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.commands import cli
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.errors import UserError

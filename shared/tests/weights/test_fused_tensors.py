@@ -9,8 +9,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ditkit_core.adapters.export import ExportConfig, check_adapted, export_adapter
-from ditkit_core.adapters.inject import AdapterConfig, adapter_layers, adapter_state, initialise, inject
+from ditkit_core.adapters.config import AdapterConfig, ExportConfig
+from ditkit_core.adapters.export import check_adapted, export_adapter
+from ditkit_core.adapters.inject import adapter_layers, adapter_state, initialise, inject
 from ditkit_core.adapters.read import AdapterFile, config_from_file, merge_into, open_adapter
 from ditkit_core.adapters.write import write_adapter
 from ditkit_core.errors import UserError

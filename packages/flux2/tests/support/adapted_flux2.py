@@ -8,7 +8,8 @@ import torch
 from tiny_flux2 import tiny_model
 from torch import nn
 
-from ditkit_core.adapters.inject import AdapterConfig, adapter_layers, adapter_state, initialise, inject
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.inject import adapter_layers, adapter_state, initialise, inject
 from ditkit_core.adapters.write import write_adapter
 from ditkit_core.io.rng import generator
 from ditkit_core.models.paths import ModelPaths

@@ -8,7 +8,7 @@ import torch
 from tiny_flux2 import ARCHS
 from torch import Tensor, nn
 
-from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.testing.world import make_model
 from ditkit_flux2.model.inputs import Flux2Inputs
 from ditkit_flux2.spec import FLUX2

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.testing.world import make_model
 from ditkit_wan.presets import WanArch

@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ditkit_core.adapters.inject import AdapterConfig, inject, trainable_parameters
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.inject import inject, trainable_parameters
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.models.precision import Precision
 from ditkit_core.run.prepare import build_on_meta
 from ditkit_core.testing.full_size import DEVICE, Arithmetic, as_on_a_gpu, materialise
-from ditkit_core.training.flow_matching import FlowConfig
-from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.config import FlowConfig
+from ditkit_core.training.optimizer import NamedOptimizer
+from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, accumulate_gradients
 from ditkit_wan.spec import WAN

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.adapters.inject import AdapterConfig, adapter_layers, adapter_state, canonical_name, is_adapter_name
+from ditkit_core.adapters.config import FP8_SCALED, AdapterConfig, ExportConfig
+from ditkit_core.adapters.inject import adapter_layers, adapter_state, canonical_name, is_adapter_name
 from ditkit_core.adapters.keys import tensors_in_form
 from ditkit_core.adapters.write import check_form, check_stacks, write_adapter
-from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import atomic_write, write_text
 from ditkit_core.io.safetensors import write_safetensors
@@ -34,43 +33,10 @@ SHARD_BYTES = 5_000_000_000
 _Tensors = Mapping[str, About]
 """Shape and dtype of the tensors of a file, by name."""
 
-_FP8_SCALED = "fp8_scaled"
 
-
-@dataclass(frozen=True, kw_only=True)
-class ExportConfig:
-    """The `[export]` section: what is written next to each save and at the end."""
-
-    forms: tuple[str, ...] = setting(("official",), resume="free")
-    """Names in the files: `official` (ComfyUI and diffusers load it), `diffusers`, `diffsynth`, `musubi`, or several of them. A complete
-    transformer is written only in the first two."""
-    dtype: str = setting("bf16", resume="free")
-    """Dtype of the files: bf16 or fp32; or fp8_scaled for a complete transformer as ComfyUI reads it, with the blocks' matrices in 8 bits
-    with a scale and the rest in bf16 (adapters next to it are in bf16)."""
-    merged: bool = setting(False, resume="free")
-    """Also write the complete transformer with the adapter merged in, as a full fine-tune does: next to each save and at the end."""
-
-    def __post_init__(self) -> None:
-        if self.dtype not in ("bf16", "fp32", _FP8_SCALED):
-            raise UserError(f"export.dtype = {self.dtype!r}: choose bf16, fp32 or {_FP8_SCALED}")
-        if not self.forms or len(set(self.forms)) < len(self.forms):
-            raise UserError(f"export.forms = {list(self.forms)}: name at least one form, and each once")
-        # No other program reads these files, so a second form would be a file that nobody can load.
-        if self.scaled and self.forms != ("official",):
-            raise UserError(
-                f"export.dtype = {_FP8_SCALED} is for ComfyUI, which reads the official form; set export.forms = ['official'] "
-                "(--to official), or another dtype"
-            )
-
-    @property
-    def scaled(self) -> bool:
-        """Whether matrices of complete transformers are written in 8 bits with a scale."""
-        return self.dtype == _FP8_SCALED
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype of all tensors that are not in 8 bits."""
-        return torch.bfloat16 if self.scaled else parse_dtype(self.dtype)
+def _dtype_of(config: ExportConfig) -> torch.dtype:
+    """The dtype of all tensors that are not in 8 bits."""
+    return torch.bfloat16 if config.scaled else parse_dtype(config.dtype)
 
 
 def check_export(spec: ModelSpec, config: ExportConfig, adapter: AdapterConfig) -> None:
@@ -81,7 +47,7 @@ def check_export(spec: ModelSpec, config: ExportConfig, adapter: AdapterConfig) 
     """
     if config.scaled and adapter.method == "lora" and not config.merged:
         raise UserError(
-            f"export.dtype = {_FP8_SCALED} is for complete transformers, and an adapter of rank {adapter.rank} gains nothing from it; "
+            f"export.dtype = {FP8_SCALED} is for complete transformers, and an adapter of rank {adapter.rank} gains nothing from it; "
             "set export.merged = true (--merge), or export.dtype = bf16"
         )
     for form in config.forms:
@@ -193,7 +159,7 @@ def export_adapter(
             scaling,
             spec.architecture.names,
             form=form,
-            dtype=config.torch_dtype,
+            dtype=_dtype_of(config),
             metadata=metadata,
             fillers=fillers,
         )
@@ -267,7 +233,7 @@ def _transformer_in_form(
         pieces = [rows_of(tensors[part.name], part.index, part.of) for part in parts]
         # One fp32 part makes the tensor fp32: rounding it would lose what the model keeps.
         wide = any(spec.precision.keep_fp32(part.name) for part in parts)
-        return _stacked_shape(pieces), torch.float32 if wide else config.torch_dtype
+        return _stacked_shape(pieces), torch.float32 if wide else _dtype_of(config)
 
     shapes = {key: about(parts) for key, parts in natives.items()}
     layers = adapter_layers(model)

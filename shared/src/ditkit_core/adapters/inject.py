@@ -8,14 +8,13 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.config.field import setting
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
 from ditkit_core.models.protocol import StagedModel
@@ -25,40 +24,6 @@ from ditkit_core.nn.quantized_linear import dense_weight
 _PEFT_NAMES = re.compile(
     r"\.base_layer(?=\.)|(?<=\.lora_A|\.lora_B)\.default(?=\.)|(?<=\.lora_magnitude_vector)\.default(?=\.)"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterConfig:
-    """The `[adapter]` section: which parameters are trained."""
-
-    method: Literal["lora", "full"] = setting("lora", resume="refused")
-    """`lora` trains low-rank adapters over a frozen base, `full` every parameter."""
-    rank: int = setting(32, resume="refused")
-    """Rank of the adapters."""
-    alpha: float = setting(0.0, resume="refused")
-    """The adapter is scaled by alpha / rank; 0 means alpha = rank."""
-    dropout: float = setting(0.0, resume="stated")
-    """Probability of dropping an input of the adapter in training, 0 to below 1."""
-    targets: tuple[str, ...] = setting((), resume="refused")
-    """A named set, name endings (`self_attn.q`) or glob patterns (`layers.1*.ffn.*`); empty means the model's first set."""
-    use_rslora: bool = setting(False, resume="refused")
-    """Scale by alpha / sqrt(rank)."""
-    use_dora: bool = setting(False, resume="refused")
-    """Also train the norm of each output's weights (DoRA)."""
-    init: str = setting("", resume="refused", holds="path")
-    """An existing LoRA file to start from; rank and alpha are taken from it."""
-
-    def __post_init__(self) -> None:
-        if self.rank < 1 or self.alpha < 0 or not 0 <= self.dropout < 1:
-            raise UserError(
-                f"adapter.rank = {self.rank}, adapter.alpha = {self.alpha}, adapter.dropout = {self.dropout}: "
-                "the rank is at least 1, alpha not negative, dropout from 0 to below 1"
-            )
-
-    @property
-    def scaling(self) -> float:
-        """The factor of B·A."""
-        return (self.alpha or self.rank) / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
 def inject(model: nn.Module, config: AdapterConfig, named_sets: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:

@@ -21,33 +21,18 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ditkit_core.adapters.alpha import AlphaHeader
-from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.keys import KnownNames
-from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.weights.fused_tensors import FusedTensors, LoraMatrices, columns_of_owners, join
 from ditkit_core.weights.load import first_ten
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaseConfig:
-    """The `[base]` section: how the frozen base is changed before training."""
-
-    merge: tuple[str, ...] = setting((), resume="refused", holds="path")
-    """Existing LoRA files to merge into the base before training, each as `FILE` or `FILE@strength`."""
-    quantize: Literal["none", "int8", "fp8", "nf4"] = setting("none", resume="stated")
-    """Format of the blocks' frozen matrices: 8 or 4 bits, converted to model.dtype for each product."""
-    quantized_cache: str = setting("", resume="free", holds="path")
-    """Folder that keeps the quantized base (one copy for each `quantize`, base and merge), so that it is converted only once; empty
-    keeps none."""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
+from ditkit_core.adapters.config import ExportConfig
 from ditkit_core.adapters.export import (
-    ExportConfig,
     adapter_file,
     check_export,
     export_adapter,

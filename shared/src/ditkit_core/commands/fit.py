@@ -10,9 +10,9 @@ import torch
 
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.commands.plan import DOES_NOT_FIT
-from ditkit_core.config.sizes import GIB
+from ditkit_core.config.sizes import GIB, per_device
 from ditkit_core.config.toml import to_toml
-from ditkit_core.engine.devices import choose_devices, per_device
+from ditkit_core.engine.devices import choose_devices
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.files import write_text

@@ -25,7 +25,7 @@ from ditkit_core.planner.profiler import profile
 from ditkit_core.planner.report import PlanReport, print_measured_plan
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run, with_config
-from ditkit_core.training.optimizer import optimizers_that
+from ditkit_core.training.optimizers import optimizers_that
 
 UNDER_THE_PLAN = 0.9
 """If the plan fitted but memory ran out: the share of the planned peak that a change may need. The plan is then too optimistic by an

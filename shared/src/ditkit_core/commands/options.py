@@ -14,7 +14,11 @@ _ONE_FILE = "inspect adapter extract"
 
 
 def option(
-    default: Any, *, goes_with: Mapping[str, str] | None = None, excludes: Mapping[str, str] | None = None
+    default: Any,
+    *,
+    goes_with: Mapping[str, str] | None = None,
+    excludes: Mapping[str, str] | None = None,
+    reads: bool = False,
 ) -> Any:
     """An option that cannot be combined freely with the others.
 
@@ -23,8 +27,10 @@ def option(
         goes_with: Maps names of other options (separated by spaces) to the message for the case that none of them is given.
         excludes: Maps names of other options to the message for the case that one of them, `{other}`, is given too. The option's own
             name is printed in front of the message.
+        reads: Whether it names a file or folder that must exist.
     """
-    return dataclasses.field(default=default, metadata={"goes_with": goes_with or {}, "excludes": excludes or {}})
+    metadata = {"goes_with": goes_with or {}, "excludes": excludes or {}, "reads": reads}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def check_combination(options: Any) -> None:
@@ -52,7 +58,7 @@ class TrainOptions:
 
     demo: bool = False
     """Train a generated tiny checkpoint on generated clips; both are written into the run folder."""
-    init_from: str = ""
+    init_from: str = option("", reads=True)
     """Run folder whose trained weights initialize this new run, which starts at step 0."""
     plan: bool = option(False, excludes={"fit": "and --fit: --fit prints the memory plan of its choice as well"})
     """Print the peak memory per device and whether the run fits, then exit; needs no weights and no GPU. Exit status 0 if it fits, 3 if
@@ -114,9 +120,9 @@ class SampleOptions:
 
     demo: bool = False
     """Sample with the demo's run."""
-    adapter: str = ""
+    adapter: str = option("", reads=True)
     """Adapter file to sample with instead of the run's latest save; for a model with two experts the file of the high-noise expert."""
-    adapter_low: str = ""
+    adapter_low: str = option("", reads=True)
     """Adapter file of the low-noise expert. If only one expert has a file, the other samples with its base weights."""
     prompt: tuple[str, ...] = ()
     """Prompt to sample, replacing sample.prompts; repeat the flag for several."""
@@ -159,6 +165,7 @@ class ExportOptions:
     """Save to export, by its step; best is the save with the lowest held-out loss. Unset: the latest."""
     inspect: str = option(
         "",
+        reads=True,
         excludes={
             "adapter extract": "and {other}: one file can be given at a time",
             "to dtype merge out rank strength": "writes nothing, and {other} is for a file that is written",
@@ -167,6 +174,7 @@ class ExportOptions:
     """Describe this file: form, ranks, modules, norms, which preset it fits, which programs load it. Writes nothing."""
     adapter: str = option(
         "",
+        reads=True,
         excludes={"extract": "and --extract: one file can be given at a time"},
         goes_with={
             "to rank merge dtype": "FILE needs an operation: --to FORM, --rank N, --dtype, or --merge; --inspect FILE describes it"
@@ -181,7 +189,9 @@ class ExportOptions:
     )
     """Rank of the reduced or extracted adapter: 16, or auto:0.95 for the lowest rank that keeps this share of the energy in each
     module."""
-    extract: str = option("", goes_with={"rank": "needs the rank of the adapter: --rank 32, or --rank auto:0.95"})
+    extract: str = option(
+        "", reads=True, goes_with={"rank": "needs the rank of the adapter: --rank 32, or --rank auto:0.95"}
+    )
     """Fine-tuned whole transformer; its difference to --base becomes a low-rank adapter."""
     base: str = option(
         "", goes_with={_ONE_FILE: "goes with --extract, --inspect and --adapter FILE; a run knows its base"}
@@ -218,6 +228,33 @@ class ExportOptions:
     def on_files(self) -> bool:
         """Whether the command works on files and not on a run."""
         return any(getattr(self, name) for name in _ONE_FILE.split())
+
+
+OPTIONS: dict[str, type] = {
+    "train": TrainOptions,
+    "encode": EncodeOptions,
+    "sample": SampleOptions,
+    "export": ExportOptions,
+}
+
+STAGES = {
+    ("train", ""): ("train", "train"),
+    ("train", "plan"): ("plan", "plan"),
+    ("train", "fit"): ("fit", "fit_run"),
+    ("train", "audit_precision"): ("audit", "audit_precision"),
+    ("train", "check"): ("check", "run_checks"),
+    ("train", "report"): ("report", "report"),
+    ("encode", ""): ("encode", "encode_run"),
+    ("sample", ""): ("sample", "sample"),
+    ("export", ""): ("export", "export"),
+    ("export", "on_files"): ("convert", "convert_file"),
+}
+"""Maps a command and its option to the module in this folder and the function that do the work."""
+
+
+def verb_of(command: str, options: Any) -> str:
+    """The given option that selects another function than the command's own (`plan`, `fit`, …); empty if there is none."""
+    return next((verb for its, verb in STAGES if its == command and verb and getattr(options, verb)), "")
 
 
 def parse_rank(text: str) -> tuple[int | None, float]:

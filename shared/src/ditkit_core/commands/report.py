@@ -14,7 +14,8 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext
 from ditkit_core.training.checkpoint import best
-from ditkit_core.training.trainer import TrainConfig, TrainResult
+from ditkit_core.training.config import TrainConfig
+from ditkit_core.training.trainer import TrainResult
 
 
 def report(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:

@@ -1,6 +1,7 @@
 """Declaring a configuration field with its resume rule: whether it may change when a run is resumed.
 
-The configuration consists of frozen dataclasses, each owned by the module that uses it; `run/config.py` only composes them. Every field is
+The configuration consists of frozen dataclasses, each owned by the folder that uses it; `run/config.py` only composes them. Their modules
+need no torch, because importing it takes seconds and a mistake in a setting should be answered at once. Every field is
 declared with `setting`, because changing a field without a resume rule would silently turn the run into another one.
 """
 

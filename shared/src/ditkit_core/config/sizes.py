@@ -1,8 +1,12 @@
-"""Parsing memory sizes such as `64GiB`."""
+"""Sizes of memory such as `64GiB`, and settings with a number for each device."""
 
 import re
+from collections.abc import Sequence
+from typing import TypeVar
 
 from ditkit_core.errors import UserError
+
+Number = TypeVar("Number", int, float)
 
 GIB = 2**30
 
@@ -19,3 +23,24 @@ def parse_size(text: str, key: str) -> int:
     if not found:
         raise UserError(f"{key} {text!r} is not a size; write {key} 64GiB")
     return int(float(found[1]) * GIB)
+
+
+def per_device(values: Sequence[Number], num_devices: int, key: str) -> tuple[Number, ...]:
+    """One value per device: the given values, or the one given for all, or 0 if none is given.
+
+    Args:
+        values: The given values, in the order of the devices.
+        num_devices: Number of devices.
+        key: Name of the setting, for messages.
+
+    Returns:
+        `num_devices` values.
+
+    Raises:
+        UserError: If there is neither one value per device nor one for all.
+    """
+    if len(values) not in (0, 1, num_devices):
+        raise UserError(
+            f"{key} = {list(values)} has {len(values)} numbers for {num_devices} devices; give one for each, or one for all"
+        )
+    return tuple(values) if len(values) == num_devices else tuple(values or (0,)) * num_devices

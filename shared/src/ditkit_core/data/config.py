@@ -9,6 +9,13 @@ from ditkit_core.errors import UserError
 Windows = Literal["first", "uniform", "random", "all"]
 
 
+def folder_error(folder: str, key: str) -> UserError:
+    """The error for a folder of data that is not set or does not exist."""
+    if not folder:
+        return UserError(f"{key} is not set; name the folder of your clips and captions")
+    return UserError(f"{key} {folder} does not exist or is not a folder; correct the path")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The `[data]` section: the clips and captions to train on, and how clips are extracted from files."""

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from ditkit_core.data.buckets import Size, bucket_sizes, nearest_size
 from ditkit_core.data.captions import captions_of
-from ditkit_core.data.config import DataConfig
+from ditkit_core.data.config import DataConfig, folder_error
 from ditkit_core.data.control_files import Control, checked_control, control_folders, controls_by_name, text_of
 from ditkit_core.data.discovery import list_records, names_of
 from ditkit_core.data.media.clip import (
@@ -250,10 +250,8 @@ def _entries_by_id(
 
 
 def _check_folder(folder: str, key: str, config: DataConfig) -> None:
-    if not folder:
-        raise UserError(f"{key} is not set; name the folder of your clips and captions")
-    if not is_folder(Path(folder)):
-        raise UserError(f"{key} {folder} does not exist or is not a folder; correct the path")
+    if not folder or not is_folder(Path(folder)):
+        raise folder_error(folder, key)
     references = Path(config.references)
     if config.references and status(references) and references.resolve() == Path(folder).resolve():
         raise UserError(f"data.references is {key} {folder} itself; put the references into a folder of their own")

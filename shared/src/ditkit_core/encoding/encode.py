@@ -9,11 +9,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from ditkit_core.config.field import setting
 from ditkit_core.data.dataset import Sample
 from ditkit_core.data.media.clip import TRANSFORM_VERSION, media_kind, read_clip
 from ditkit_core.data.references import ReferenceSize, encoded_sizes
@@ -28,26 +27,6 @@ from ditkit_core.models.spec import identity
 
 _LONG_HASH_BYTES = 2**28
 """Reading this many bytes takes seconds; for fewer a progress bar would only flicker."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncodeConfig:
-    """The `[encode]` section: where encoded clips and captions are stored, and how they are computed.
-
-    The VAE runs in fp32: its latents are the training data, so rounding them would affect every step.
-    """
-
-    cache: str = setting("", resume="free", holds="path")
-    """Folder of encoded clips and captions, which runs may share. Empty means `cache` next to the run folder."""
-    device: str = setting("auto", resume="free")
-    """Device of the encoders: `auto` (a GPU if there is one), `cpu`, `cuda`, `cuda:1`, …"""
-    text_dtype: Literal["bf16", "fp32"] = setting("bf16", resume="refused")
-    """Dtype of the text encoder."""
-    vae_tiling: bool = setting(False, resume="refused")
-    """Encode overlapping tiles, which are blended, instead of whole images. This takes less memory and gives different latents."""
-    streaming: Literal["auto", "always", "never"] = setting("auto", resume="free")
-    """Whether a large text encoder is streamed from its files layer by layer, for many captions at once. `auto` streams if the whole
-    encoder does not fit into memory."""
 
 
 def text_key(caption: str, encoder: Encoder) -> str:

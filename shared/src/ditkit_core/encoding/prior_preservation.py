@@ -6,58 +6,18 @@ instance's samples plus a weight times the mean over the same number of class im
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from ditkit_core.config.field import setting
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.discovery import media_files
 from ditkit_core.encoding.batch_sampler import BatchSampler
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import Batch, BatchSize, CaptionSampler, Shapes, TrainDataLoader, grouped_by_shape
-from ditkit_core.errors import UserError
 from ditkit_core.io.rng import seed_of
 
 PRIOR_MARK = "prior: "
 """Prefix of a class image's id, because a sample of the dataset may have the same id."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PriorConfig:
-    """The `[prior]` section: images of the class that the trained subject belongs to. Without folder and prompt there are none."""
-
-    folder: str = setting("", resume="refused", holds="path")
-    """Folder of class images (or clips) and captions, in the format of data.folder. Empty means `prior` in the run folder if a prompt
-    is set."""
-    prompt: str = setting("", resume="refused")
-    """Prompt for the class (`a photo of a dog`): the untrained model generates the images that the folder lacks."""
-    images: int = setting(100, resume="refused")
-    """Number of class images; only used with a prompt."""
-    weight: float = setting(1.0, resume="stated")
-    """Weight of the class in the loss, above 0."""
-
-    def __post_init__(self) -> None:
-        if self.prompt and not self.prompt.strip():
-            raise UserError("prior.prompt is blank; describe the class, such as 'a photo of a dog'")
-        if "\0" in self.prompt:  # it becomes the caption of each image, and captions must not contain one
-            raise UserError("prior.prompt has a null byte; correct it")
-        if not 1 <= self.images <= 100_000:
-            raise UserError(f"prior.images = {self.images} is not between 1 and 100000; set 100")
-        if not 0 < self.weight <= 1000:
-            raise UserError(f"prior.weight = {self.weight} is not above 0 and at most 1000; set 1, or remove [prior]")
-        if self.weight != 1 and not self.wanted:
-            raise UserError(
-                f"prior.weight = {self.weight} has no effect without prior.folder or prior.prompt; set one of them"
-            )
-        if self.images != 100 and not self.prompt:
-            raise UserError(
-                f"prior.images = {self.images} needs prior.prompt to generate them from; set it, or remove it"
-            )
-
-    @property
-    def wanted(self) -> bool:
-        """Whether class images are used."""
-        return bool(self.folder or self.prompt)
 
 
 def prior_data_config(data: DataConfig, folder: str) -> DataConfig:

@@ -8,14 +8,15 @@ import difflib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-
-from ditkit_core.config.sizes import parse_size
+from ditkit_core.config.sizes import parse_size, per_device
 from ditkit_core.engine.ac_policies import AttentionOnly, Full, Ops, Policy
-from ditkit_core.engine.devices import per_device
-from ditkit_core.engine.selective_ac import check_names
+from ditkit_core.engine.op_names import check_names
 from ditkit_core.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 KEY = "train.checkpointing"
 BUDGET = "budget"
@@ -129,7 +130,7 @@ class ACSchedule:
         """The devices that the rules name."""
         return tuple(rule.where for rule in self.rules if rule.where and not _RANGE.fullmatch(rule.where))
 
-    def alone_on(self, device: torch.device) -> "ACSchedule":
+    def alone_on(self, device: "torch.device") -> "ACSchedule":
         """The schedule that applies if all blocks are on one device: its own rules, and those that name blocks or nothing."""
         # A rule for this device becomes the default, and replaces the default for all others. Rules that
         # name blocks stay.
@@ -137,7 +138,7 @@ class ACSchedule:
         here = [replace(rule, where="") for rule in self.rules if rule.where == str(device)]
         return replace(self, rules=(*here, *(rule for rule in others if rule.where or not here)))
 
-    def policies(self, devices: Sequence[torch.device | None]) -> tuple[Policy, ...]:
+    def policies(self, devices: "Sequence[torch.device | None]") -> tuple[Policy, ...]:
         """The policy of each block.
 
         Args:
@@ -168,7 +169,7 @@ class ACSchedule:
         return tuple(found[i] for i in range(len(devices)))
 
 
-def _fill_devices(devices: Sequence[torch.device | None]) -> list[torch.device | None]:
+def _fill_devices(devices: "Sequence[torch.device | None]") -> "list[torch.device | None]":
     """Devices with each None replaced by the one before it: a block without parameters runs where the carry is."""
     found: list[torch.device | None] = []
     for device in devices:
@@ -181,7 +182,7 @@ def _policies_of(rule: ACRule, named: Sequence[int]) -> dict[int, Policy]:
     return {block: rule.policy if place % rule.every == 0 else Policy() for place, block in enumerate(named)}
 
 
-def _blocks(where: str, devices: Sequence[torch.device | None]) -> list[int]:
+def _blocks(where: str, devices: "Sequence[torch.device | None]") -> list[int]:
     if found := _RANGE.fullmatch(where):
         first = int(found[1])
         last = int(found[3]) if found[3] else len(devices) - 1 if found[2] else first

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, autograd, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ditkit_core.engine.ac_policies import BlockRunner, Policy
+from ditkit_core.engine.ac_policies import Policy
 
 
 class BlockHooks(Protocol):
@@ -28,6 +28,25 @@ class BlockHooks(Protocol):
     def pre_backward(self, index: int, block: nn.Module) -> None:
         """Called before the block's backward, when that of everything after the block on its device is launched."""
         return
+
+
+class BlockRunner(Protocol):
+    """Runs one block under its policy: carry in, carry out."""
+
+    def __call__(self, index: int, block: nn.Module, carry: Any, *, policy: Policy, device: torch.device | None) -> Any:
+        """Run the block.
+
+        Args:
+            index: The block's index in `blocks()`.
+            block: The block.
+            carry: Its input.
+            policy: What it keeps for its backward.
+            device: The device of its weights; None for a block without any.
+
+        Returns:
+            The carry for the next block.
+        """
+        ...
 
 
 class HookedRunner:

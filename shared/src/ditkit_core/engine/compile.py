@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ditkit_core.engine.ac_policies import AttentionOnly, EagerRunner, Full, Ops, Policy
+from ditkit_core.engine.ac_policies import AttentionOnly, Full, Ops, Policy
+from ditkit_core.engine.run_block import EagerRunner
 from ditkit_core.engine.selective_ac import KeptOps, kept_ops
 from ditkit_core.errors import UserError
 from ditkit_core.nn.attention_backends import MOST_GRAPHS

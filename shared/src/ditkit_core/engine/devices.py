@@ -1,13 +1,10 @@
 """The devices of a run, from the names in a configuration."""
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 
 from ditkit_core.errors import UserError
-
-Number = TypeVar("Number", int, float)
 
 ALL = "all"
 """Stands for all GPUs of the machine."""
@@ -60,19 +57,6 @@ def _several(names: Sequence[str]) -> list[torch.device]:
             "has, or none (CUDA_VISIBLE_DEVICES hides GPUs that it does not list)"
         )
     return [choose_device(name, "train.devices") for name in names]
-
-
-def per_device(values: Sequence[Number], num_devices: int, key: str) -> tuple[Number, ...]:
-    """One value per device: the given values, or the one given for all, or 0 if none is given.
-
-    Raises:
-        UserError: If there is neither one value per device nor one for all; names the setting, `key`.
-    """
-    if len(values) not in (0, 1, num_devices):
-        raise UserError(
-            f"{key} = {list(values)} has {len(values)} numbers for {num_devices} devices; give one for each, or one for all"
-        )
-    return tuple(values) if len(values) == num_devices else tuple(values or (0,)) * num_devices
 
 
 def _num_gpus() -> str:

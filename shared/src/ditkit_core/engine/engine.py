@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ditkit_core.engine.ac_policies import BlockRunner, EagerRunner, Policy
+from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.engine.ac_schedule import ACSchedule, ScheduleLike, as_schedule
 from ditkit_core.engine.activation_offload import HostMemory, offloading
-from ditkit_core.engine.block_hooks import BlockHooks, HookedRunner
+from ditkit_core.engine.block_hooks import BlockHooks, BlockRunner, HookedRunner
 from ditkit_core.engine.compile import CompiledRunner, backend_of, check_compiled
+from ditkit_core.engine.run_block import EagerRunner
 from ditkit_core.models.precision import autocast_disabled
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.context import calls_in_force

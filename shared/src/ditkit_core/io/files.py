@@ -8,12 +8,16 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ditkit_core.errors import UserError
+
+PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle")
+"""Suffixes of files that can run code when they are read."""
 
 _MAX_JSON_BYTES = 2**28  # the largest vocabularies take 35 MB
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
@@ -234,3 +238,25 @@ def read_json_object(path: Path, remedy: str = "fetch it again", problem: str = 
             raise UserError(f"{path} is not a file of at most {_MAX_JSON_BYTES >> 20} MiB; {remedy}")
         content = path.read_bytes()
     return parse_json_object(content, f"{path} {problem}".rstrip(), remedy)
+
+
+def refuse_pickles(path: Path, safe_names: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Refuse a pickle, or a folder whose only weights are pickles.
+
+    Args:
+        path: File or folder.
+        safe_names: For known pickles, by name: the file to get instead.
+
+    Raises:
+        UserError: If it is a pickle; the message gives the reason and the file to get instead.
+    """
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    pickles = [file for file in files if file.suffix.lower() in PICKLES]
+    if any(file.suffix == ".safetensors" for file in files):
+        pickles = []
+    if pickles:
+        name = pickles[0].name
+        instead = safe_names.get(name, "the same weights as .safetensors")
+        raise UserError(
+            f"{pickles[0]} is a pickle, and reading a pickle runs the code in it; get {instead} instead of {name}"
+        )

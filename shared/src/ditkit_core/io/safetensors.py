@@ -11,18 +11,13 @@ import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import atomic_write, parse_json_object, read_json_object, readable
-
-PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle")
-"""Suffixes of files that can run code when they are read."""
-
+from ditkit_core.io.files import atomic_write, parse_json_object, read_json_object, readable, refuse_pickles
 
 _DTYPES = {
     "F64": torch.float64,
@@ -297,25 +292,3 @@ def write_safetensors(
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def refuse_pickles(path: Path, safe_names: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Refuse a pickle, or a folder whose only weights are pickles.
-
-    Args:
-        path: File or folder.
-        safe_names: For known pickles, by name: the file to get instead.
-
-    Raises:
-        UserError: If it is a pickle; the message gives the reason and the file to get instead.
-    """
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    pickles = [file for file in files if file.suffix.lower() in PICKLES]
-    if any(file.suffix == ".safetensors" for file in files):
-        pickles = []
-    if pickles:
-        name = pickles[0].name
-        instead = safe_names.get(name, "the same weights as .safetensors")
-        raise UserError(
-            f"{pickles[0]} is a pickle, and reading a pickle runs the code in it; get {instead} instead of {name}"
-        )

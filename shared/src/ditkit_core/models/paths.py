@@ -13,8 +13,7 @@ from typing import Literal
 
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import readable
-from ditkit_core.io.safetensors import SafetensorsSource, refuse_pickles
+from ditkit_core.io.files import readable, refuse_pickles
 
 # Weights, configurations and tokenizers. No code, and no second format of the same weights, which would double the download.
 _WANTED_FROM_HUB = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
@@ -28,6 +27,11 @@ def is_hub_id(value: str) -> bool:
     """Whether a path is a hub id: it looks like one, and no local file has that name."""
     # os.path.exists returns False for a name that no file system accepts; Path.exists raises.
     return _HUB_ID.fullmatch(value) is not None and not os.path.exists(value)
+
+
+def not_there(key: str, value: str) -> UserError:
+    """The error for a path of a model that neither exists nor is a hub id."""
+    return UserError(f"{key} = {value!r}: there is no such file or folder, and it is not a hub id (owner/name)")
 
 
 _MAY_FETCH = ContextVar("may fetch", default=True)
@@ -89,6 +93,9 @@ class ModelPaths:
                 path = self.locate(part)
             # The cache may contain the index of a download that was interrupted, without all of its files.
             if any(path.glob("*.safetensors.index.json")):
+                # Imported here, because it needs torch, which a mistake in a path must not wait for.
+                from ditkit_core.io.safetensors import SafetensorsSource
+
                 SafetensorsSource.open(path)
         except UserError:
             return True
@@ -168,7 +175,7 @@ class ModelPaths:
         elif match := _HUB_ID.fullmatch(value):
             path = _fetch(match["repository"], match["inner"] or "", part, key, from_base=from_base)
         else:
-            raise UserError(f"{key} = {value!r}: there is no such file or folder, and it is not a hub id (owner/name)")
+            raise not_there(key, value)
         with readable(path):
             if not path.exists():
                 raise UserError(f"{key} = {value!r} holds no {part}; {remedy} to where the {part} lies")

@@ -1,24 +1,28 @@
 """The dtype of every operation, defined in one place; casts are explicit.
 
 ditkit does not use autocast: the engine disables an outer autocast around the model, and models cast where they need to.
+
+The section `[precision]` is read before torch is imported, which takes seconds, so functions import it where they need a dtype.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, Literal
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, Literal
 
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+"""torch's names of the dtypes, by their short names."""
 
 
-def parse_dtype(name: str) -> torch.dtype:
+def parse_dtype(name: str) -> "torch.dtype":
     """The torch dtype of a short name (`bf16`, `fp16`, `fp32`, `fp64`).
 
     Raises:
@@ -26,16 +30,20 @@ def parse_dtype(name: str) -> torch.dtype:
     """
     if name not in DTYPES:
         raise UserError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+    import torch
+
+    found: torch.dtype = getattr(torch, DTYPES[name])
+    return found
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: "torch.dtype") -> str:
     """The short name of a dtype (`bf16`)."""
-    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
+    own = str(dtype).removeprefix("torch.")
+    return next((name for name, known in DTYPES.items() if known == own), own)
 
 
 _DEFAULT: Any = None
-"""Stands for the default dtype of a place, which depends on `matmul`; `__post_init__` replaces it."""
+"""Stands for the default dtype of a place, which depends on `matmul` (bf16 by default); `__post_init__` replaces it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,47 +55,51 @@ class Precision:
     dtype of matmuls. Inside a kernel, sums and statistics are always fp32 or wider.
     """
 
-    matmul: torch.dtype = torch.bfloat16
+    matmul: "torch.dtype" = _DEFAULT
     """Linear layers of the blocks, and those that project latents and text at the input."""
-    timestep: torch.dtype = _DEFAULT
+    timestep: "torch.dtype" = _DEFAULT
     """The timestep t. Its sinusoidal features are computed in this dtype too, or in fp32 if that is wider."""
-    rotary_tables: torch.dtype = _DEFAULT
+    rotary_tables: "torch.dtype" = _DEFAULT
     """Cosines and sines of positions; their angles are always fp64."""
-    rotary: torch.dtype = _DEFAULT
+    rotary: "torch.dtype" = _DEFAULT
     """Rotation of q and k (RoPE)."""
-    qk_norms: torch.dtype = _DEFAULT
+    qk_norms: "torch.dtype" = _DEFAULT
     """RMS norms of q and k. In a narrow dtype the result is rounded before it is multiplied by the weight, as in the official models."""
-    norms: torch.dtype = _DEFAULT
+    norms: "torch.dtype" = _DEFAULT
     """Layer norms of the residual stream in the blocks."""
-    modulation: torch.dtype = _DEFAULT
+    modulation: "torch.dtype" = _DEFAULT
     """Scale, shift and gate: computing them from the timestep, storing them, and applying them to the result of a norm."""
-    residual: torch.dtype = _DEFAULT
+    residual: "torch.dtype" = _DEFAULT
     """The residual stream between sub-layers; each sum is rounded to it once."""
-    entry: torch.dtype = _DEFAULT
+    entry: "torch.dtype" = _DEFAULT
     """The residual stream at the input of the first block, and the first norm there if this is narrower: the official models keep the
     dtype of the input matmul there. By default the same as `residual`."""
-    time_mlp: torch.dtype = _DEFAULT
+    time_mlp: "torch.dtype" = _DEFAULT
     """The MLP for the features of t (and of guidance)."""
-    head: torch.dtype = _DEFAULT
+    head: "torch.dtype" = _DEFAULT
     """The head: its norm, modulation and matmul, and so the prediction."""
-    attention: torch.dtype = _DEFAULT
+    attention: "torch.dtype" = _DEFAULT
     """q, k and v at the input of the attention kernel."""
-    accumulation: torch.dtype = _DEFAULT
+    accumulation: "torch.dtype" = _DEFAULT
     """Gradients of trained parameters, summed over micro-batches."""
-    optimizer: torch.dtype = _DEFAULT
+    optimizer: "torch.dtype" = _DEFAULT
     """The optimizer's moments."""
-    reduction: torch.dtype = _DEFAULT
+    reduction: "torch.dtype" = _DEFAULT
     """Gradients while they are summed over ranks."""
 
     def __post_init__(self) -> None:
+        import torch
+
+        if self.matmul is None:
+            object.__setattr__(self, "matmul", torch.bfloat16)  # the dataclass is frozen
         wide = torch.promote_types(self.matmul, torch.float32)
         entry = wide if self.residual is None else self.residual
         others = {"timestep": torch.float64, "attention": self.matmul, "entry": entry}
         for place in PLACES:
             if getattr(self, place) is None:
-                object.__setattr__(self, place, others.get(place, wide))  # the dataclass is frozen
+                object.__setattr__(self, place, others.get(place, wide))
 
-    def norms_of(self, stream: torch.dtype) -> torch.dtype:
+    def norms_of(self, stream: "torch.dtype") -> "torch.dtype":
         """The dtype of a layer norm of the residual stream; before the first sum the stream still has its `entry` dtype."""
         entering = stream != self.residual and stream.itemsize < self.norms.itemsize
         return stream if entering else self.norms
@@ -153,7 +165,7 @@ class PrecisionConfig:
     reduction: Dtype | None = setting(None, resume="stated")
     """Gradients while they are summed over ranks."""
 
-    def precision(self, matmul: torch.dtype, reference: Mapping[str, str]) -> Precision:
+    def precision(self, matmul: "torch.dtype", reference: Mapping[str, str]) -> Precision:
         """The dtypes of a run.
 
         Args:
@@ -164,13 +176,15 @@ class PrecisionConfig:
         Raises:
             UserError: If a place cannot run in fp16.
         """
+        import torch
+
         preset = {"default": {}, "reference": reference, "fast": FAST}[self.preset]
         chosen = {
-            place: matmul if name == "matmul" else torch.promote_types(matmul, DTYPES[name])
+            place: matmul if name == "matmul" else torch.promote_types(matmul, parse_dtype(name))
             for place, name in preset.items()
         }
         given = {place: getattr(self, place) for place in PLACES[1:]}
-        chosen |= {place: DTYPES[name] for place, name in given.items() if name is not None}
+        chosen |= {place: parse_dtype(name) for place, name in given.items() if name is not None}
         for place, dtype in chosen.items():
             if dtype == torch.float16 and place in _NO_FP16:
                 own = given[place] is not None
@@ -225,13 +239,13 @@ _NO_FP16: Mapping[str, str] = {
 """Why a place cannot run in fp16. The timestep and rotary tables can, because they are bounded and have no gradient."""
 
 
-def precision_of(stage: nn.Module) -> Precision:
+def precision_of(stage: "nn.Module") -> Precision:
     """The dtypes of a model, or of a stage of it."""
     found = (vars(module).get("precision") for module in stage.modules())
     return next((each for each in found if isinstance(each, Precision)), Precision())
 
 
-def set_precision(model: nn.Module, precision: Precision) -> None:
+def set_precision(model: "nn.Module", precision: Precision) -> None:
     """Change the compute dtypes of a built model; its parameters keep theirs."""
     for module in model.modules():
         if isinstance(vars(module).get("precision"), Precision):
@@ -245,6 +259,8 @@ def compute_fp32_in_fp32() -> None:
     set once per process, because autograd's threads share it. It uses the older of torch's two interfaces: after the newer one is
     written, torch's own reads of the older one raise.
     """
+    import torch
+
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
 
@@ -252,5 +268,7 @@ def compute_fp32_in_fp32() -> None:
 @contextmanager
 def autocast_disabled(device_type: str) -> Iterator[None]:
     """Disable an outer autocast, which would otherwise affect nn.Linear, adapters and the backward of every matmul."""
+    import torch
+
     with torch.autocast(device_type, enabled=False), torch.autocast("cpu", enabled=False):
         yield

@@ -17,13 +17,10 @@ are exact on every device: resumed, streamed and split runs write the same weigh
 
 import math
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-
-Rounding = Literal["nearest", "stochastic", "split"]
 
 _AT_ONCE = 2**23
 """Number of values that are rounded at once, which bounds temporary memory to 96 MiB. It is part of the random sequence: never change it."""

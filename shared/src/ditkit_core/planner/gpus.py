@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ditkit_core.config.sizes import GIB, SIZE
-from ditkit_core.engine.devices import per_device
+from ditkit_core.config.sizes import GIB, SIZE, per_device
 from ditkit_core.errors import UserError
 from ditkit_core.planner.memory import Budget
 

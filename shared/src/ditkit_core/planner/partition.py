@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from ditkit_core.adapters.inject import canonical_name
-from ditkit_core.config.sizes import parse_size
+from ditkit_core.config.sizes import parse_size, per_device
 from ditkit_core.engine.ac_policies import Full, Policy
 from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.block_swap import choose_streamed
-from ditkit_core.engine.devices import per_device
 from ditkit_core.engine.placement import Placement, place_blocks
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.read import config_from_file, open_adapter
 from ditkit_core.data.buckets import bucket_sizes
 from ditkit_core.data.dataset import Sample
@@ -24,9 +24,8 @@ from ditkit_core.planner.memory import Workload
 from ditkit_core.run.context import RunContext, with_config
 from ditkit_core.run.prepare import arch_here, build_on_meta
 from ditkit_core.sampling.prompts import Shape, shape_of
-from ditkit_core.training.ema import EMAConfig
-from ditkit_core.training.flow_matching import FlowConfig
-from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.config import EMAConfig, FlowConfig
+from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.weights.quantize import check_scaled
 
 Size = tuple[int, int, int]

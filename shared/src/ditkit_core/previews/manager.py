@@ -18,7 +18,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ditkit_core.engine.devices import choose_device, per_device
+from ditkit_core.config.sizes import per_device
+from ditkit_core.engine.devices import choose_device
 from ditkit_core.errors import Interrupted, UserError, printable
 from ditkit_core.io.console import say, warn
 from ditkit_core.io.run_dir import RunFolder

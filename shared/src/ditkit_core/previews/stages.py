@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ditkit_core.adapters.inject import AdapterConfig, trainable_parameters
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.adapters.read import MixedAdapter
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
@@ -24,8 +25,7 @@ from ditkit_core.run.model import build_model, engine_of, load_model
 from ditkit_core.run.prepare import LoadedModel, MetaModel
 from ditkit_core.run.restore import load_trained
 from ditkit_core.sampling.denoise import DenoiserStage
-from ditkit_core.training.flow_matching import FlowConfig
-from ditkit_core.training.validation import HeldOutConfig
+from ditkit_core.training.config import FlowConfig, HeldOutConfig
 
 
 @dataclass(frozen=True, kw_only=True)

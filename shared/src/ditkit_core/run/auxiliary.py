@@ -16,7 +16,7 @@ from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import parse_dtype
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.run.config import RunConfig
-from ditkit_core.training.trainer import TrainConfig
+from ditkit_core.training.config import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,46 @@
 """The configuration of a run: its sections, each owned by the module that consumes it."""
 
 from dataclasses import dataclass, field
+from typing import Literal, TypeVar
 
-from ditkit_core.adapters.export import ExportConfig
-from ditkit_core.adapters.inject import AdapterConfig
-from ditkit_core.adapters.read import BaseConfig
+from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
+from ditkit_core.config.field import setting
 from ditkit_core.data.config import DataConfig
-from ditkit_core.encoding.encode import EncodeConfig
-from ditkit_core.encoding.prior_preservation import PriorConfig
+from ditkit_core.encoding.config import EncodeConfig, PriorConfig
 from ditkit_core.io.run_dir import RunFolderConfig
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import PrecisionConfig
-from ditkit_core.run.experts import ExpertsConfig
-from ditkit_core.sampling.prompts import SampleConfig
-from ditkit_core.training.checkpoint import SaveConfig
-from ditkit_core.training.ema import EMAConfig
-from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.sampling.config import SampleConfig
+from ditkit_core.training.config import EMAConfig, FlowConfig, HeldOutConfig, SaveConfig, TrainConfig
 from ditkit_core.training.metrics import LogConfig
-from ditkit_core.training.optimizer import OptimConfig
-from ditkit_core.training.trainer import TrainConfig
-from ditkit_core.training.validation import HeldOutConfig
+from ditkit_core.training.optimizers import OptimConfig
+
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The `[experts]` section: for models of two transformers that split the noise levels between them (Wan 2.2 A14B)."""
+
+    train: Literal["both", "high_noise", "low_noise"] = setting("both", resume="refused")
+    """Which to train. Both are trained one after the other, each as a run of its own in a folder of the run, and only one is in memory."""
+    rank: tuple[int, ...] = setting((), resume="refused")
+    """adapter.rank of each, the high-noise expert's first; one number is for both, empty means adapter.rank."""
+    lr: tuple[float, ...] = setting((), resume="stated")
+    """optim.lr of each, likewise."""
+    steps: tuple[int, ...] = setting((), resume="free")
+    """train.steps of each, likewise."""
+
+    def of(self, name: str, index: int, otherwise: Number) -> Number:
+        """One expert's `rank`, `lr` or `steps`.
+
+        Args:
+            name: Which of them.
+            index: Index of the expert.
+            otherwise: The value if the section sets none.
+        """
+        values: tuple[Number, ...] = getattr(self, name)
+        return values[index if len(values) > 1 else 0] if values else otherwise
 
 
 @dataclass(frozen=True, kw_only=True)

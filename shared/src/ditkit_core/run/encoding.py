@@ -16,7 +16,7 @@ from ditkit_core.encoding.loader import files_of, split_held_out
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, warn
 from ditkit_core.run.context import RunContext
-from ditkit_core.sampling.prompts import SamplePrompt
+from ditkit_core.sampling.prompts import SamplePrompt, choose_prompts
 
 
 class Encoded(NamedTuple):
@@ -95,7 +95,8 @@ def sample_prompts(
     if readers is not None:
         # All captions are candidates here: how many of the first are unusable is only known once they are read.
         config = replace(config, captions=len(samples) if config.captions else 0)
-    found = config.scenes(
+    found = choose_prompts(
+        config,
         samples,
         size=(data.frames, data.height, data.width),
         size_step=run.spec.data.size_step,

@@ -6,50 +6,23 @@ A level reaches the model as the timestep 1000 · sigma in fp32, which decides w
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import torch
 
 from ditkit_core.adapters.read import parse_merge
-from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.spec import Expert, ModelSpec
-from ditkit_core.training.flow_matching import FlowConfig
-from ditkit_core.training.validation import HeldOutConfig, sigmas_between
-
-Number = TypeVar("Number", int, float)
+from ditkit_core.run.config import ExpertsConfig
+from ditkit_core.training.config import FlowConfig, HeldOutConfig
+from ditkit_core.training.validation import sigmas_between
 
 _NAMED = re.compile(r"(?<![a-z])(high|low)[-_. ]?noise(?![a-z])", re.IGNORECASE)
 # In upper case the word alone counts; in lower case it is part of too many other names without `noise`.
 _SHOUTED = re.compile(r"(?<![A-Za-z])(HIGH|LOW)(?![A-Za-z])")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertsConfig:
-    """The `[experts]` section: for models of two transformers that split the noise levels between them (Wan 2.2 A14B)."""
-
-    train: Literal["both", "high_noise", "low_noise"] = setting("both", resume="refused")
-    """Which to train. Both are trained one after the other, each as a run of its own in a folder of the run, and only one is in memory."""
-    rank: tuple[int, ...] = setting((), resume="refused")
-    """adapter.rank of each, the high-noise expert's first; one number is for both, empty means adapter.rank."""
-    lr: tuple[float, ...] = setting((), resume="stated")
-    """optim.lr of each, likewise."""
-    steps: tuple[int, ...] = setting((), resume="free")
-    """train.steps of each, likewise."""
-
-    def of(self, name: str, index: int, otherwise: Number) -> Number:
-        """One expert's `rank`, `lr` or `steps`.
-
-        Args:
-            name: Which of them.
-            index: Index of the expert.
-            otherwise: The value if the section sets none.
-        """
-        values: tuple[Number, ...] = getattr(self, name)
-        return values[index if len(values) > 1 else 0] if values else otherwise
 
 
 def check_experts(config: ExpertsConfig, experts: Sequence[Expert], model: ModelPaths, having: Sequence[str]) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.adapters.inject import AdapterConfig, initialise, inject, trainable_parameters
+from ditkit_core.adapters.config import AdapterConfig, BaseConfig
+from ditkit_core.adapters.inject import initialise, inject, trainable_parameters
 from ditkit_core.adapters.read import (
     AdapterFile,
-    BaseConfig,
     config_from_file,
     initial_adapter,
     merge_into,

@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import ditkit_core
-from ditkit_core.commands.cli import OPTIONS
+from ditkit_core.commands.options import OPTIONS
 from ditkit_core.previews.worker import spec_at
 
 SLOW = ("accelerate", "av", "diffusers", "huggingface_hub", "peft", "tensorboard", "torchao", "transformers")
@@ -46,7 +46,14 @@ def check_commands(name: str, package: str, folder: Path) -> None:
         (script,) = entry_points(group="console_scripts", name=f"{name}-{command}")
         assert script.attr == command, f"{script.name} calls {script.attr}"
 
-    assert spec_at(script.load().args[0].import_path) is script.load().args[0], "another process finds the same model"
+    family = script.load().args[0]
+    spec = family.spec()
+    assert spec_at(spec.import_path) is spec, "another process finds the same model"
+    assert (family.name, family.presets, family.demo) == (
+        spec.name,
+        tuple(spec.architecture.presets),
+        spec.demo.config,
+    )
     (folder / "wrong.toml").write_text("[train]\nsteps = -1\n")
     given = json.dumps([str(folder), commands, SLOW])
     done = subprocess.run([sys.executable, "-c", _PROGRAM, given], capture_output=True, text=True, check=True)

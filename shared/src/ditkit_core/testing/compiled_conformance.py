@@ -27,7 +27,7 @@ from ditkit_core.testing.conformance_levers import LEVERS
 from ditkit_core.testing.conformance_quantized import make_quantized
 from ditkit_core.testing.conformance_swap import stream, train_streamed
 from ditkit_core.testing.world import ADAPTERS, Items, make_model, train_shortly
-from ditkit_core.training.ema import EMAConfig
+from ditkit_core.training.config import EMAConfig
 
 BACKEND = "aot_eager"
 _ONE, _TWO = torch.device("cpu", 1), torch.device("cpu", 2)

@@ -24,12 +24,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.engine import ac_schedule as policy_schedule
-from ditkit_core.engine.ac_policies import Body, Full, run_block
+from ditkit_core.engine.ac_policies import Full
 from ditkit_core.engine.ac_schedule import parse_policy
 from ditkit_core.engine.engine import POLICIES, BlockEngine
-from ditkit_core.engine.selective_ac import SETS
+from ditkit_core.engine.op_names import SETS
+from ditkit_core.engine.run_block import Body, run_block
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision, autocast_disabled, compute_fp32_in_fp32
 from ditkit_core.models.protocol import StagedModel, run_plain

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.diagnostics.audit import audit as audit_module
 from ditkit_core.diagnostics.audit.audit import ACTING, Subject, audit
 from ditkit_core.diagnostics.audit.findings import AuditFindings, Errors, audit_from_json

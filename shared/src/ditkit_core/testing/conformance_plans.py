@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.profiler import profile
 from ditkit_core.testing.plans import KEPT, SENT, check_kept, check_plan, check_sent, step_of

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from ditkit_core.adapters.inject import adapter_layers
 from ditkit_core.engine.activation_offload import HostMemory
 from ditkit_core.engine.engine import BlockEngine
-from ditkit_core.engine.selective_ac import SETS
+from ditkit_core.engine.op_names import SETS
 from ditkit_core.models.precision import autocast_disabled
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn import attention

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.adapters.export import ExportConfig, export_merged
-from ditkit_core.adapters.inject import AdapterConfig, canonical_name, initialise, inject, is_adapter_name
-from ditkit_core.adapters.read import BaseConfig
+from ditkit_core.adapters.config import AdapterConfig, BaseConfig, ExportConfig
+from ditkit_core.adapters.export import export_merged
+from ditkit_core.adapters.inject import canonical_name, initialise, inject, is_adapter_name
 from ditkit_core.engine.engine import POLICIES, BlockEngine
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.io.safetensors import SafetensorsSource

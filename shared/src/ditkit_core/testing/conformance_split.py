@@ -24,7 +24,8 @@ from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.full_size import Arithmetic
 from ditkit_core.testing.pretend_devices import CountCrossings, PretendDevices, divide, on_host
 from ditkit_core.testing.world import ADAPTERS, Items, make_model, micro_batches, outcome, train_shortly
-from ditkit_core.training.flow_matching import FlowConfig, NoisedBatch, loss_weight, sample_noise, velocity_errors
+from ditkit_core.training.config import FlowConfig
+from ditkit_core.training.flow_matching import NoisedBatch, loss_weight, sample_noise, velocity_errors
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, accumulate_gradients
 

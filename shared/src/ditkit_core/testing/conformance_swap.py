@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ditkit_core.adapters.inject import AdapterConfig, trainable_parameters
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.block_swap import BlockSwap, choose_streamed
 from ditkit_core.engine.engine import POLICIES, BlockEngine
@@ -20,9 +21,8 @@ from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.live_bytes import LiveBytes
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to, on_host
 from ditkit_core.testing.world import Items, make_model, outcome, train_shortly
-from ditkit_core.training.ema import EMAConfig
-from ditkit_core.training.flow_matching import FlowConfig
-from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.config import EMAConfig, FlowConfig
+from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, StepResult, training_step

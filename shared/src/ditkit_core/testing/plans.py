@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.adapters.inject import AdapterConfig
+from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.precision import Precision
@@ -20,9 +20,8 @@ from ditkit_core.planner.profiler import MeasuredStep, measure, profile
 from ditkit_core.planner.reduced_model import reduced_model
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
 from ditkit_core.testing.world import make_model, offloadable
-from ditkit_core.training.ema import EMAConfig
-from ditkit_core.training.flow_matching import FlowConfig
-from ditkit_core.training.optimizer import OptimConfig
+from ditkit_core.training.config import EMAConfig, FlowConfig
+from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, accumulate_gradients
 

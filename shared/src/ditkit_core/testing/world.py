@@ -11,15 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ditkit_core.adapters.inject import AdapterConfig, initialise, inject, trainable_parameters
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.inject import initialise, inject, trainable_parameters
 from ditkit_core.encoding.loader import Batch
-from ditkit_core.engine.selective_ac import SEEN_BY_HOOKS
+from ditkit_core.engine.op_names import kept_results_reach_hooks
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import Engine
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.pretend_devices import on_host
-from ditkit_core.training.flow_matching import FlowConfig, to_device
-from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.config import FlowConfig
+from ditkit_core.training.flow_matching import to_device
+from ditkit_core.training.optimizer import NamedOptimizer
+from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_step import StepContext, training_step
 from ditkit_core.training.validation import validation_loss
@@ -37,7 +40,7 @@ ADAPTERS = {
 
 def offloadable(policies: Sequence[str]) -> tuple[str, ...]:
     """Those of these policies that this torch can offload: up to 2.11 it hands nobody what it keeps for named operations."""
-    return tuple(policy for policy in policies if SEEN_BY_HOOKS or not policy.startswith("ops("))
+    return tuple(policy for policy in policies if kept_results_reach_hooks() or not policy.startswith("ops("))
 
 
 def make_model(

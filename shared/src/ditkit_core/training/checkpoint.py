@@ -21,37 +21,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import file_hash, json_hash
+from ditkit_core.training.config import SaveConfig
 
 _FORMAT = {"format": "ditkit-state", "version": 1}
 _INDEX = "state.json"
 _DIGEST = "blake2b"
 """Key in the index of the digest of everything else in it. Saves of earlier versions have none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveConfig:
-    """The `[save]` section. A run saves at its end and when it is interrupted, whatever is set here."""
-
-    every_steps: int = setting(0, resume="free")
-    """Optimizer steps between two saves; 0 does not save by steps."""
-    every_minutes: float = setting(30.0, resume="free")
-    """Minutes between two saves; 0 does not save by time."""
-    keep_last: int = setting(2, resume="free")
-    """Number of newest saves to keep, at least 1. With 2, a run survives damage to one of them."""
-    keep_best: int = setting(1, resume="free")
-    """Number of saves with the lowest held-out loss to keep besides; needs held_out.clips."""
-
-    def __post_init__(self) -> None:
-        if self.every_steps < 0 or self.every_minutes < 0 or self.keep_last < 1 or self.keep_best < 0:
-            raise UserError("save.keep_last must be at least 1, the other keys of [save] at least 0")
-
-    def due(self, step: int, seconds_since_save: float) -> bool:
-        """Whether to save after `step` optimizer steps."""
-        by_step = self.every_steps > 0 and step % self.every_steps == 0
-        return by_step or 0 < self.every_minutes * 60 <= seconds_since_save
 
 
 @dataclass(frozen=True, kw_only=True)

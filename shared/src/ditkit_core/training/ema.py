@@ -2,28 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.config.field import setting
-from ditkit_core.errors import UserError
 from ditkit_core.nn.parameters import swapped
-
-
-@dataclass(frozen=True, kw_only=True)
-class EMAConfig:
-    """The `[ema]` section."""
-
-    decay: float = setting(0.0, resume="stated")
-    """Share of the average that one update keeps, in [0, 1); 0 disables averaging. 0.999 averages about a thousand updates."""
-    update_every: int = setting(1, resume="stated")
-    """Optimizer steps between two updates, at least 1."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1 or self.update_every < 1:
-            raise UserError("ema.decay must be in [0, 1), ema.update_every at least 1")
+from ditkit_core.training.config import EMAConfig
 
 
 class EMA:

@@ -9,67 +9,15 @@ levels then truncates the distribution; clamping the samples instead would pile 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.config.field import setting
-from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
+from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.train_model import TrainModel
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlowConfig:
-    """The `[flow]` section: which noise levels are trained, and how the loss weighs each."""
-
-    sampling: Literal["uniform", "logit_normal"] = setting("uniform", resume="stated")
-    """Distribution of the noise level before it is shifted."""
-    shifting: Literal["model", "none", "constant"] = setting("model", resume="stated")
-    """Shift of the sampled level: the one that the model was trained with (which may depend on the resolution), none, or
-    `shift`."""
-    shift: float = setting(1.0, resume="stated")
-    """For `constant`: sigma' = shift * sigma / (1 + (shift - 1) * sigma), above 0; more than 1 moves towards noise."""
-    logit_mean: float = setting(0.0, resume="stated")
-    """For `logit_normal`: mean of logit(sigma); adding ln(s) is the same as a shift by s."""
-    logit_std: float = setting(1.0, resume="stated")
-    """For `logit_normal`: standard deviation of logit(sigma), above 0."""
-    min_sigma: float = setting(0.0, resume="stated")
-    """Lowest noise level that is sampled, in [0, 1)."""
-    max_sigma: float = setting(1.0, resume="stated")
-    """Highest noise level that is sampled, in (0, 1]."""
-    guidance: float = setting(1.0, resume="stated")
-    """Guidance that a guidance-embedded model is conditioned on in training. 1 trains the plain conditional velocity; a higher
-    value when sampling then strengthens it."""
-    weighting: Literal["none", "bell", "cosmap", "sigma_sqrt"] = setting("none", resume="stated")
-    """Weight of a sample's loss by noise level: `bell` is highest at 0.5, 0 at 1 and 1 on average; `cosmap` is
-    2 / (pi * (1 - 2 sigma + 2 sigma^2)); `sigma_sqrt` is sigma^-2."""
-
-    def __post_init__(self) -> None:
-        if self.shift <= 0 or self.logit_std <= 0:
-            raise UserError(f"flow.shift = {self.shift} and flow.logit_std = {self.logit_std} must be above 0")
-        if not 0 <= self.min_sigma < self.max_sigma <= 1:
-            raise UserError(
-                f"flow.min_sigma = {self.min_sigma} must be below flow.max_sigma = {self.max_sigma}, both in [0, 1]"
-            )
-        if self.guidance < 0:
-            raise UserError(f"flow.guidance = {self.guidance} must not be negative; 1 is usual")
-        if self.weighting == "sigma_sqrt" and self.min_sigma == 0:
-            raise UserError("flow.weighting = sigma_sqrt grows without bound; set flow.min_sigma above 0")
-        if (self.logit_mean, self.logit_std) != (0, 1) and self.sampling != "logit_normal":
-            raise UserError(
-                f"flow.logit_mean = {self.logit_mean} and flow.logit_std = {self.logit_std} need flow.sampling = "
-                '"logit_normal"'
-            )
-        if self.shift != 1 and self.shifting != "constant":
-            raise UserError(f'flow.shift = {self.shift} needs flow.shifting = "constant"')
-
-    def shift_for(self, model_shift: float) -> float:
-        """The shift of a sample's noise level, given the one that its model was trained with."""
-        return {"model": model_shift, "none": 1.0, "constant": self.shift}[self.shifting]
 
 
 def shift_sigma(sigma: Tensor, shift: float) -> Tensor:

@@ -1,173 +1,21 @@
 """Optimizers by name, the learning-rate schedule, and optimizer state as plain named tensors."""
 
-import importlib
-import importlib.util
 import math
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import seed_of
 from ditkit_core.nn.parameters import swapped
-from ditkit_core.nn.stochastic_rounding import Rounding, joined, write_split, write_stochastic
+from ditkit_core.nn.stochastic_rounding import joined, write_split, write_stochastic
 from ditkit_core.training.optimizer_state import export_state, import_state
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerKind:
-    """One row of `OPTIMIZERS`: how an optimizer is built, and its properties that other modules need."""
-
-    build: "Callable[[list[dict[str, Any]], OptimConfig], torch.optim.Optimizer]"
-    progress: tuple[str, ...] = ()
-    """Scalars of its parameter groups that change as it steps, and are therefore saved as state."""
-    averages: bool = False
-    """Whether the weights to use differ from the trained ones, with `train()` and `eval()` to switch between them."""
-    compiles: bool = False
-    """Whether its step uses torch's compiler, which only one thread may enter at a time."""
-    one_by_one: bool = False
-    """Whether it can update one weight at a time, so that only that weight exists in fp32."""
-    averages_in_8_bits: bool = False
-    """Whether it keeps its averages of the gradient and of its square in 8 bits, not in fp32."""
-    streams: bool = False
-    """Whether its state can be streamed with the weights of a block."""
-    estimates_rate: bool = False
-    """Whether it estimates the learning rate from all gradients together; `optim.lr` multiplies the estimate."""
-    rest: str = ""
-    """The optimizer for parameters other than the blocks' weight matrices; empty if it trains all parameters itself."""
-
-
-def _from_extra(module: str, cls: str) -> Any:
-    try:
-        return getattr(importlib.import_module(module), cls)
-    except ImportError as error:
-        raise UserError(f"this optimizer needs the package {module}; pip install 'ditkit-core[optimizers]'") from error
-
-
-def _adamw(groups: list[dict[str, Any]], config: "OptimConfig") -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-
-
-def _adamw8bit(groups: list[dict[str, Any]], config: "OptimConfig") -> torch.optim.Optimizer:
-    from torchao.optim import AdamW8bit
-
-    on_gpu = any(parameter.device.type == "cuda" for group in groups for parameter in group["params"])
-    if on_gpu and importlib.util.find_spec("triton") is None:
-        raise UserError("optim.name = adamw8bit compiles its step with triton, which is not installed; use adamw")
-    return AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-
-
-def _muon(groups: list[dict[str, Any]], config: "OptimConfig") -> torch.optim.Optimizer:
-    # Scales its updates to the size of AdamW's, so that one learning rate and one weight decay suit both parts.
-    return torch.optim.Muon(groups, lr=config.lr, adjust_lr_fn="match_rms_adamw")
-
-
-def _adafactor(groups: list[dict[str, Any]], config: "OptimConfig") -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(groups, lr=config.lr)
-
-
-def _prodigy(groups: list[dict[str, Any]], config: "OptimConfig") -> torch.optim.Optimizer:
-    cls = _from_extra("prodigyopt", "Prodigy")
-    # Its authors advise this for diffusion models; without the safeguard a warm-up spoils the estimated rate.
-    return cls(
-        groups, lr=config.lr, betas=config.betas, eps=config.eps, use_bias_correction=True, safeguard_warmup=True
-    )
-
-
-def _schedulefree(groups: list[dict[str, Any]], config: "OptimConfig") -> torch.optim.Optimizer:
-    cls = _from_extra("schedulefree", "AdamWScheduleFree")
-    # Its foreach path passes all tensors to one operation, which needs a single device; torch's own optimizers group by device.
-    at_once = len({parameter.device for group in groups for parameter in group["params"]}) == 1
-    return cls(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=at_once)
-
-
-OPTIMIZERS = {
-    "adamw": OptimizerKind(build=_adamw, one_by_one=True, streams=True),
-    # torchao compiles its step with the state as constants, so the state cannot be moved between two steps
-    "adamw8bit": OptimizerKind(build=_adamw8bit, one_by_one=True, compiles=True, averages_in_8_bits=True),
-    "adafactor": OptimizerKind(build=_adafactor, one_by_one=True, streams=True),
-    "muon": OptimizerKind(build=_muon, one_by_one=True, streams=True, rest="adamw"),
-    "prodigy": OptimizerKind(
-        build=_prodigy, estimates_rate=True, progress=("k", "d", "d_max", "d_numerator", "d_denom", "d_hat")
-    ),
-    # eval() and train() convert all weights at once, so none can be streamed
-    "schedulefree_adamw": OptimizerKind(
-        build=_schedulefree, averages=True, progress=("k", "weight_sum", "lr_max", "scheduled_lr", "train_mode")
-    ),
-}
-"""All optimizers by `optim.name`. A new one is added here and nowhere else."""
-
-if TYPE_CHECKING:
-    OptimizerName = str  # a checker cannot read a table
-else:
-    OptimizerName = Literal[tuple(OPTIMIZERS)]
-
-
-def optimizers_that(can: Callable[[OptimizerKind], bool]) -> list[str]:
-    """The names of the optimizers with some property."""
-    return [name for name, kind in OPTIMIZERS.items() if can(kind)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """The `[optim]` section."""
-
-    name: OptimizerName = setting("adamw", resume="refused")
-    """`adamw` (fused), `adamw8bit` (torchao), `muon` (block matrices by Muon, the rest by AdamW; full fine-tune only),
-    `adafactor`, or from the extra ditkit-core[optimizers]: `prodigy` (use lr = 1), `schedulefree_adamw`."""
-    lr: float = setting(1e-4, resume="stated")
-    """Highest learning rate, above 0; with `prodigy` it multiplies the estimated rate."""
-    weight_decay: float = setting(0.01, resume="stated")
-    """Decoupled weight decay; vectors (biases, norms) have none."""
-    betas: tuple[float, float] = setting((0.9, 0.999), resume="stated")
-    """Decay of the averages of the gradient and of its square, in [0, 1); Muon and Adafactor use their own values."""
-    eps: float = setting(1e-8, resume="stated")
-    """Added to the denominator, above 0."""
-    schedule: Literal["constant", "cosine", "linear"] = setting("constant", resume="stated")
-    """Shape of the decay of the learning rate from `lr` to `final_lr_fraction` of it, over all of `train.steps`."""
-    warmup_steps: int = setting(0, resume="stated")
-    """Optimizer steps over which the learning rate rises linearly from 0, before the schedule."""
-    final_lr_fraction: float = setting(0.0, resume="stated")
-    """Learning rate at the last step of `cosine` and `linear`, as a fraction of `lr`."""
-    fused_backward: bool = setting(False, resume="stated")
-    """Update each parameter in the backward as soon as its gradient is complete, so that no full set of gradients exists. Needs
-    train.clip_norm = 0 and train.accumulation = 1."""
-    rounding: Rounding = setting("nearest", resume="stated")
-    """Rounding of updated bf16 weights (full fine-tune with model.dtype = bf16): `stochastic`, or `split`, which stores the bits that bf16
-    drops in 2 more bytes per weight. `nearest` loses most updates and is for fp32. The optimizer computes in fp32."""
-
-    def __post_init__(self) -> None:
-        if self.lr <= 0 or self.eps <= 0 or self.weight_decay < 0 or self.warmup_steps < 0:
-            raise UserError("optim.lr and optim.eps must be above 0, weight_decay and warmup_steps at least 0")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise UserError(f"optim.betas = {self.betas} must be in [0, 1)")
-        if self.kind.estimates_rate and self.lr < 0.01:
-            raise UserError(f"optim.lr = {self.lr:g} multiplies the rate that {self.name} estimates; set optim.lr = 1")
-        if self.kind.averages and self.schedule != "constant":
-            raise UserError(f"optim.schedule = {self.schedule} does not go with {self.name}; use constant")
-        if self.rounding != "nearest" and not self.kind.one_by_one:
-            raise UserError(
-                f"optim.rounding = {self.rounding} does not go with optim.name = {self.name}, which updates all weights together or "
-                f"computes the weights to use from the trained ones; use {', '.join(optimizers_that(lambda kind: kind.one_by_one))}"
-            )
-        if self.kind.estimates_rate and self.fused_backward:
-            *others, last = optimizers_that(lambda kind: not kind.estimates_rate)
-            raise UserError(
-                f"optim.fused_backward does not go with {self.name}, which estimates one rate from all gradients together; "
-                f"use {', '.join(others)} or {last}"
-            )
-
-    @property
-    def kind(self) -> OptimizerKind:
-        """The row of `OPTIMIZERS`."""
-        return OPTIMIZERS[self.name]
-
+from ditkit_core.training.optimizers import OPTIMIZERS, OptimConfig, OptimizerKind
 
 _REST = "rounding_rest"
 """Entry of a parameter's state: the bits that `split` keeps."""

@@ -12,8 +12,10 @@ from ditkit_core.models.precision import precision_of
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.parameters import copy_values
 from ditkit_core.training.checkpoint import State
-from ditkit_core.training.ema import EMA, EMAConfig
-from ditkit_core.training.optimizer import NamedOptimizer, OptimConfig
+from ditkit_core.training.config import EMAConfig
+from ditkit_core.training.ema import EMA
+from ditkit_core.training.optimizer import NamedOptimizer
+from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.validation import ValidationHistory
 
 

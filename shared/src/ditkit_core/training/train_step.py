@@ -14,8 +14,8 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.memory import is_out_of_memory
 from ditkit_core.io.rng import seed_of
 from ditkit_core.models.precision import autocast_disabled
+from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.flow_matching import (
-    FlowConfig,
     NoisedBatch,
     loss_weight,
     sample_noise,

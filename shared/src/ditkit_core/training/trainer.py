@@ -2,28 +2,24 @@
 
 import json
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ditkit_core.config.field import setting
-from ditkit_core.engine.ac_schedule import ACSchedule, check_sizes, parse_schedule
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import write_text
 from ditkit_core.io.memory import peak_memory_bytes, restart_peak
 from ditkit_core.io.signals import Interrupts
 from ditkit_core.nn.context import AttentionCalls, counted_calls
-from ditkit_core.training.checkpoint import SaveConfig, latest, load_state, prune_saves, save_state
-from ditkit_core.training.ema import EMAConfig
-from ditkit_core.training.flow_matching import FlowConfig
+from ditkit_core.training.checkpoint import latest, load_state, prune_saves, save_state
+from ditkit_core.training.config import EMAConfig, FlowConfig, SaveConfig, TrainConfig
 from ditkit_core.training.metrics import LogConfig, MetricsLog
-from ditkit_core.training.optimizer import OptimConfig, learning_rate, optimizers_that
+from ditkit_core.training.optimizer import learning_rate
+from ditkit_core.training.optimizers import OptimConfig, optimizers_that
 from ditkit_core.training.tensor_stats import DriftMonitor, StatsRecorder
 from ditkit_core.training.train_model import MicroBatch, TrainModel
 from ditkit_core.training.train_state import TrainState
@@ -31,92 +27,6 @@ from ditkit_core.training.train_step import NonFiniteLoss, StepContext, training
 from ditkit_core.training.validation import ValidationResult, Validator
 
 _LOGGER = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """The `[train]` section."""
-
-    steps: int = setting(1000, resume="free")
-    """Optimizer steps of the whole run, including those before it was resumed. 0 trains nothing: the initial model is exported and
-    sampled."""
-    batch_size: int = setting(1, resume="stated")
-    """Samples in a micro-batch. All have the same shape, so a micro-batch can be smaller if shapes differ."""
-    batch_tokens: int = setting(0, resume="stated")
-    """Tokens in a micro-batch, instead of batch_size: as many samples as fit, at least one. 0 uses batch_size."""
-    accumulation: int = setting(1, resume="stated")
-    """Micro-batches in an optimizer step."""
-    clip_norm: float = setting(1.0, resume="stated")
-    """Maximum global gradient norm; larger gradients are scaled down. 0 disables clipping."""
-    seed: int = setting(0, resume="refused")
-    """Seed of initial adapters, data order, noise and dropout."""
-    caption_dropout: float = setting(0.0, resume="stated")
-    """Share of samples whose caption is replaced by the empty one, in [0, 1]."""
-    control_dropout: float = setting(-1.0, resume="stated")
-    """Share of samples whose optional conditions (a first frame, where text alone is enough) are left out, in [0, 1]. -1 means the
-    model's own: half of the samples if it generates from text alone as well as from an image (TI2V), else none."""
-    device: str = setting("auto", resume="free")
-    """Where to train: `auto` (the first GPU, else the CPU), `cpu`, `cuda:1`."""
-    devices: tuple[str, ...] = setting((), resume="free")
-    """Devices to split the model across, in order, instead of `device`: `["cuda:0", "cuda:1"]`, or `["all"]` for all GPUs of this
-    machine. The embedding is on the first, the head on the last. Each gets at least one block; omit a device to leave it unused."""
-    split_points: tuple[int, ...] = setting((), resume="free", formerly=("cuts",))
-    """Blocks before which the next device begins. Empty chooses them so that the fullest device is as empty as possible for its size."""
-    reserve: tuple[float, ...] = setting((), resume="free")
-    """GiB of each GPU, in order, that are left to other programs (a desktop, for example); one number is for all GPUs. Split points and
-    plans use the rest."""
-    swap_blocks: tuple[int, ...] = setting((), resume="free")
-    """Streamed blocks on each device, in order: their weights stay in host memory and are prefetched; one number is for all devices.
-    Results are bitwise identical. A full fine-tune needs optim.fused_backward, and also keeps their optimizer state on the host."""
-    pipelined: bool = setting(False, resume="stated")
-    """Run the forwards of all micro-batches of a step, then one backward, so that the devices of a split model work at the same time.
-    Needs accumulation of at least 2, and memory for the activations of all micro-batches."""
-    threads: int = setting(0, resume="stated")
-    """CPU threads of torch; 0 is torch's default. On a CPU the last bits of sums depend on it."""
-    checkpointing: str = setting("none", resume="free")
-    """Activation checkpointing: what the backward recomputes instead of keeping. One policy for all blocks, or by blocks or devices:
-    `full, 0-9=none`. Results are bitwise identical."""
-    attention: str = setting("sdpa", resume="stated")
-    """Attention backend."""
-    compile: bool | str = setting(False, resume="stated")
-    """Compile the blocks with torch.compile. The first step takes minutes; the speedup is not measured yet. A string names a backend
-    other than `inductor`. Changes the last bits of results, and with inductor also the masks of dropout, which then depend on
-    train.checkpointing."""
-    sentinels: int = setting(50, resume="free")
-    """Optimizer steps between two checks of activations and gradients, the first step included, for metrics.jsonl: the largest
-    activation of each block and its drift, values that are not finite, gradients that underflow. 0 disables the checks."""
-
-    def __post_init__(self) -> None:
-        if self.sentinels < 0:
-            raise UserError(f"train.sentinels = {self.sentinels} must be steps between two checks, or 0 for none")
-        for name, least in {"batch_size": 1, "accumulation": 1, "steps": 0, "clip_norm": 0, "threads": 0}.items():
-            # `not … >=` also refuses NaN, which compares false.
-            if not getattr(self, name) >= least:
-                raise UserError(f"train.{name} = {getattr(self, name)} must be at least {least}")
-        if self.batch_tokens < 0:
-            raise UserError(f"train.batch_tokens = {self.batch_tokens} must be at least 0, which uses train.batch_size")
-        if self.batch_tokens and self.batch_size != 1:
-            raise UserError(
-                f"train.batch_tokens = {self.batch_tokens} takes the place of train.batch_size = {self.batch_size}; leave one of them out"
-            )
-        if self.threads > 256:
-            raise UserError(
-                f"train.threads = {self.threads}: torch would start as many; give the number of cores, or 0"
-            )
-        check_sizes(self.schedule.budget or ())
-        if not all(0 <= reserve < math.inf for reserve in self.reserve):
-            raise UserError(f"train.reserve = {list(self.reserve)} must be GiB of at least 0")
-        if not 0 <= self.caption_dropout <= 1:
-            raise UserError(f"train.caption_dropout = {self.caption_dropout} must be in [0, 1]")
-        if not 0 <= self.control_dropout <= 1 and self.control_dropout != -1:
-            raise UserError(
-                f"train.control_dropout = {self.control_dropout} must be in [0, 1], or -1 for the model's own"
-            )
-
-    @cached_property
-    def schedule(self) -> ACSchedule:
-        """`checkpointing`, parsed once for checks, planner and engine."""
-        return parse_schedule(self.checkpointing)
 
 
 def check_fused_backward(config: TrainConfig, optim: OptimConfig, *, prior: bool = False) -> None:

@@ -11,48 +11,21 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
 from ditkit_core.io.rng import generator
 from ditkit_core.models.protocol import StagedModel
+from ditkit_core.training.config import HeldOutConfig
 from ditkit_core.training.flow_matching import NoisedBatch, to_device, velocity_errors
 from ditkit_core.training.train_model import MicroBatch, TrainModel
 
 _SEED = 0
 """The grid's own seed: runs with different `train.seed` are validated with the same noise."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldOutConfig:
-    """The `[held_out]` section."""
-
-    clips: int = setting(0, resume="refused")
-    """Least number of clips that are not trained on but validated; all windows of a file stay together. 0 disables validation."""
-    sigmas: tuple[float, ...] = setting((0.1, 0.3, 0.5, 0.7, 0.9), resume="refused")
-    """Noise levels at which each clip is measured, in [0, 1]."""
-    every_steps: int = setting(0, resume="free")
-    """Optimizer steps between two validations; 0 validates at each scheduled save. A run always validates before and after training."""
-
-    def __post_init__(self) -> None:
-        if self.clips < 0 or self.every_steps < 0:
-            raise UserError("held_out.clips and held_out.every_steps must be at least 0")
-        if not self.sigmas or not all(0 <= sigma <= 1 for sigma in self.sigmas):
-            raise UserError(f"held_out.sigmas = {list(self.sigmas)} must be noise levels in [0, 1], at least one")
-        if len({f"{sigma:g}" for sigma in self.sigmas}) < len(self.sigmas):
-            raise UserError(
-                f"held_out.sigmas = {list(self.sigmas)} has a noise level twice, to six digits; leave one of them out"
-            )
-
-    def due(self, step: int, *, saving: bool) -> bool:
-        """Whether to validate after `step` optimizer steps, given whether the run saves there."""
-        return step % self.every_steps == 0 if self.every_steps else saving
 
 
 def sigmas_between(sigmas: Sequence[float], low: float, high: float) -> tuple[float, ...]:

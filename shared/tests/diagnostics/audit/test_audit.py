@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from toy_world import World
 
-from ditkit_core.adapters.inject import AdapterConfig, trainable_parameters
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.commands import audit as audit_stage
 from ditkit_core.diagnostics.audit import audit as audit_module
 from ditkit_core.diagnostics.audit.audit import (

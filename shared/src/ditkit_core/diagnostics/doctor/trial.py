@@ -29,7 +29,8 @@ from ditkit_core.run.encoding import encode_samples
 from ditkit_core.run.expert_runs import is_joint
 from ditkit_core.run.model import build_model, engine_of, load_model
 from ditkit_core.run.prepare import MetaModel, check_item, check_items
-from ditkit_core.training.checkpoint import SaveConfig, latest, load_state, save_state
+from ditkit_core.training.checkpoint import latest, load_state, save_state
+from ditkit_core.training.config import SaveConfig
 from ditkit_core.training.tensor_stats import StatsRecorder
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState

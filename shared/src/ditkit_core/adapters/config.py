@@ -1,0 +1,89 @@
+"""The sections `[adapter]`, `[base]` and `[export]` of a configuration; this module needs no torch."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ditkit_core.config.field import setting
+from ditkit_core.errors import UserError
+
+FP8_SCALED = "fp8_scaled"
+"""The dtype of an export whose matrices have 8 bits and a scale."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseConfig:
+    """The `[base]` section: how the frozen base is changed before training."""
+
+    merge: tuple[str, ...] = setting((), resume="refused", holds="path")
+    """Existing LoRA files to merge into the base before training, each as `FILE` or `FILE@strength`."""
+    quantize: Literal["none", "int8", "fp8", "nf4"] = setting("none", resume="stated")
+    """Format of the blocks' frozen matrices: 8 or 4 bits, converted to model.dtype for each product."""
+    quantized_cache: str = setting("", resume="free", holds="path")
+    """Folder that keeps the quantized base (one copy for each `quantize`, base and merge), so that it is converted only once; empty
+    keeps none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """The `[adapter]` section: which parameters are trained."""
+
+    method: Literal["lora", "full"] = setting("lora", resume="refused")
+    """`lora` trains low-rank adapters over a frozen base, `full` every parameter."""
+    rank: int = setting(32, resume="refused")
+    """Rank of the adapters."""
+    alpha: float = setting(0.0, resume="refused")
+    """The adapter is scaled by alpha / rank; 0 means alpha = rank."""
+    dropout: float = setting(0.0, resume="stated")
+    """Probability of dropping an input of the adapter in training, 0 to below 1."""
+    targets: tuple[str, ...] = setting((), resume="refused")
+    """A named set, name endings (`self_attn.q`) or glob patterns (`layers.1*.ffn.*`); empty means the model's first set."""
+    use_rslora: bool = setting(False, resume="refused")
+    """Scale by alpha / sqrt(rank)."""
+    use_dora: bool = setting(False, resume="refused")
+    """Also train the norm of each output's weights (DoRA)."""
+    init: str = setting("", resume="refused", holds="path")
+    """An existing LoRA file to start from; rank and alpha are taken from it."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.alpha < 0 or not 0 <= self.dropout < 1:
+            raise UserError(
+                f"adapter.rank = {self.rank}, adapter.alpha = {self.alpha}, adapter.dropout = {self.dropout}: "
+                "the rank is at least 1, alpha not negative, dropout from 0 to below 1"
+            )
+
+    @property
+    def scaling(self) -> float:
+        """The factor of B·A."""
+        return (self.alpha or self.rank) / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """The `[export]` section: what is written next to each save and at the end."""
+
+    forms: tuple[str, ...] = setting(("official",), resume="free")
+    """Names in the files: `official` (ComfyUI and diffusers load it), `diffusers`, `diffsynth`, `musubi`, or several of them. A complete
+    transformer is written only in the first two."""
+    dtype: str = setting("bf16", resume="free")
+    """Dtype of the files: bf16 or fp32; or fp8_scaled for a complete transformer as ComfyUI reads it, with the blocks' matrices in 8 bits
+    with a scale and the rest in bf16 (adapters next to it are in bf16)."""
+    merged: bool = setting(False, resume="free")
+    """Also write the complete transformer with the adapter merged in, as a full fine-tune does: next to each save and at the end."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("bf16", "fp32", FP8_SCALED):
+            raise UserError(f"export.dtype = {self.dtype!r}: choose bf16, fp32 or {FP8_SCALED}")
+        if not self.forms or len(set(self.forms)) < len(self.forms):
+            raise UserError(f"export.forms = {list(self.forms)}: name at least one form, and each once")
+        # No other program reads these files, so a second form would be a file that nobody can load.
+        if self.scaled and self.forms != ("official",):
+            raise UserError(
+                f"export.dtype = {FP8_SCALED} is for ComfyUI, which reads the official form; set export.forms = ['official'] "
+                "(--to official), or another dtype"
+            )
+
+    @property
+    def scaled(self) -> bool:
+        """Whether matrices of complete transformers are written in 8 bits with a scale."""
+        return self.dtype == FP8_SCALED

@@ -1,0 +1,70 @@
+"""Looks at the files and folders that a configuration and its options name, before torch is imported, which takes seconds.
+
+It only sees what is missing. What is wrong with a file that exists is said where the file is read.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from ditkit_core.data.config import folder_error
+from ditkit_core.errors import UserError
+from ditkit_core.io.run_dir import RunFolder
+from ditkit_core.models.paths import is_hub_id, not_there
+from ditkit_core.run.config import RunConfig
+
+_ENCODERS = ("base", "vae", "text_encoder", "tokenizer")
+_NEEDED = {"train": (*_ENCODERS, "transformer"), "encode": _ENCODERS, "sample": (*_ENCODERS, "transformer")}
+"""Keys of `[model]` whose files a command reads, whatever the architecture."""
+
+
+def check_paths(command: str, verb: str, config: RunConfig, options: Any) -> None:
+    """Refuse a file or folder that is needed and does not exist.
+
+    Args:
+        command: `train`, `encode`, `sample` or `export`.
+        verb: The option that selects other work of the command (`plan`, `check`, …), or empty.
+        config: The configuration.
+        options: The command's options.
+
+    Raises:
+        UserError: For the first one that is missing.
+    """
+    for flag, path in _files(options):
+        if _is_missing(path):
+            raise UserError(f"{flag} {path}: there is no such file or folder; check the path")
+    # Plans need no files, a check reports what is missing, and the demo writes its own.
+    if verb or options.demo:
+        return
+    is_complete = command == "train" and RunFolder(Path(config.run.folder)).completed_step() is not None
+    if command in ("train", "encode") and not is_complete:
+        _check_data(config)
+    for part in () if is_complete else _NEEDED.get(command, ()):
+        path = getattr(config.model, part)
+        if path and not is_hub_id(path) and _is_missing(path):
+            raise not_there(f"model.{part}", path)
+
+
+def _check_data(config: RunConfig) -> None:
+    for folder in config.data.folders or (config.data.folder,):
+        if not folder or _is_missing(folder):
+            raise folder_error(folder, "data.folders" if config.data.folders else "data.folder")
+
+
+def _files(options: Any) -> Iterator[tuple[str, str]]:
+    """Flag and path of the options that name a file to read."""
+    for field in fields(options):
+        if field.metadata.get("reads") and (path := getattr(options, field.name)):
+            yield f"--{field.name.replace('_', '-')}", path
+
+
+def _is_missing(path: str) -> bool:
+    try:
+        os.stat(Path(path).expanduser())
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except (OSError, ValueError, RuntimeError):  # not readable, or no path at all: said where it is read
+        return False
+    return False

@@ -1,0 +1,110 @@
+"""The section `[sample]` of a configuration; this module needs no torch."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ditkit_core.config.field import setting
+from ditkit_core.errors import UserError
+
+if TYPE_CHECKING:
+    from ditkit_core.models.spec import SampleDefaults
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """The `[sample]` section: the samples that are generated when training ends, and by the sample command."""
+
+    prompts: tuple[str, ...] = setting((), resume="free")
+    """Prompts to sample. If empty, the captions of the first `captions` samples are used, with their own references."""
+    captions: int = setting(2, resume="free")
+    """Number of the dataset's captions to sample when there are no prompts; 0 generates no samples."""
+    references: tuple[str, ...] = setting((), resume="free", holds="path")
+    """Images to edit; every prompt is sampled with all of them."""
+    controls: tuple[str, ...] = setting((), resume="free", holds="path")
+    """Extra conditions of every prompt, as column=path: `input_image=cat.png` for a model that starts from an image. Without prompts,
+    each caption is sampled with the conditions of its own clip."""
+    images: int = setting(1, resume="free")
+    """Number of samples per prompt, with the seeds `seed`, `seed` + 1, …; more than one image is also shown in a grid."""
+    negative: str = setting("", resume="free")
+    """Negative prompt of classifier-free guidance."""
+    guidance: float = setting(0.0, resume="free")
+    """Guidance strength; 1 turns guidance off (classifier-free guidance takes twice the time), 0 means the model's default."""
+    steps: int = setting(0, resume="free")
+    """Steps of the scheduler; 0 means the model's default."""
+    shift: float = setting(0.0, resume="free")
+    """Noise-level shift of the scheduler; 0 means the checkpoint's default."""
+    frames: int = setting(0, resume="free")
+    """Frames per sample; 0 means as many as in training, 1 writes a PNG. Condition videos must have as many frames."""
+    height: int = setting(0, resume="free")
+    """Height in pixels; 0 means that of training; if the width is 0 as well, the shape of the first reference."""
+    width: int = setting(0, resume="free")
+    """Width in pixels; 0 works as for the height."""
+    seed: int = setting(0, resume="free")
+    """Seed of the initial noise."""
+    vae_tiling: bool = setting(False, resume="free")
+    """Whether the VAE decodes overlapping tiles and blends them: takes less memory, but seams may be visible."""
+    every_steps: int = setting(0, resume="free")
+    """Optimizer steps between two previews, which sample the same prompts during training, the first before it starts. 0 samples at the
+    end only."""
+    device: str = setting("", resume="free")
+    """Device that generates previews in a separate process while training continues: `cuda:1`, a device that does not train, or `cpu`.
+    Empty generates them on the devices that train, and training waits."""
+
+    def __post_init__(self) -> None:
+        least = {"images": 1} | dict.fromkeys(
+            ("captions", "steps", "guidance", "shift", "frames", "height", "width", "every_steps"), 0
+        )
+        for name, value in least.items():
+            if not getattr(self, name) >= value:
+                raise UserError(f"sample.{name} = {getattr(self, name)} must be at least {value}")
+
+        if not re.fullmatch("|cpu|cuda(:[0-9]{1,3})?", self.device, re.ASCII):
+            raise UserError(
+                f"sample.device = {self.device!r} must be a device that does not train, such as cuda:1, or cpu; if it is empty, previews "
+                "are generated on the devices that train"
+            )
+
+    def check(self, *, frame_step: int, size_step: int, takes_references: bool) -> None:
+        """Refuse settings that the model cannot sample with.
+
+        Args:
+            frame_step: Frames per latent frame of the model; 0 if it only generates images.
+            size_step: The model's step of height and width, in pixels.
+            takes_references: Whether the model edits images.
+
+        Raises:
+            UserError: If a size is impossible, naming the nearest possible one, or if references are not used.
+        """
+        if not frame_step and self.frames > 1:
+            raise UserError(f"sample.frames = {self.frames}: this model generates images; set 1, or 0")
+        if frame_step and self.frames and (self.frames - 1) % frame_step:
+            near = max(1, round((self.frames - 1) / frame_step) * frame_step + 1)
+            raise UserError(f"sample.frames = {self.frames}: frames are 1 + a multiple of {frame_step}; try {near}")
+        # Refused and not rounded: a sample of another size than asked for would go unnoticed.
+        for key, size in (("height", self.height), ("width", self.width)):
+            if size % size_step:
+                near = max(size_step, round(size / size_step) * size_step)
+                raise UserError(f"sample.{key} = {size} must be a multiple of {size_step}; try {near}")
+        if self.references and not takes_references:
+            raise UserError("sample.references: this model takes no reference images; leave it empty")
+
+    def resolved(self, defaults: "SampleDefaults", warn: Callable[[str], None]) -> "SampleConfig":
+        """The section with the model's defaults for unset values.
+
+        Args:
+            defaults: The settings of the model's authors.
+            warn: Called with one line for each setting that this model does not use.
+        """
+        guidance = self.guidance or defaults.guidance
+        if defaults.guided_by == "nothing" and guidance != defaults.guidance:
+            warn(f"sample.guidance = {self.guidance:g} is not used: this is a distilled model, which samples without")
+            guidance = defaults.guidance
+        if defaults.guided_by != "negative" and self.negative:
+            warn("sample.negative is not used: this model is not guided by a negative prompt; leave it empty")
+        return replace(self, steps=self.steps or defaults.steps, guidance=guidance)
+
+    def uses_negative(self, defaults: "SampleDefaults") -> bool:
+        """Whether sampling also calls the model with the negative prompt; the section must be resolved."""
+        return defaults.guided_by == "negative" and self.guidance > 1

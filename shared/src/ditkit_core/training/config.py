@@ -1,0 +1,209 @@
+"""The sections `[flow]`, `[ema]`, `[train]`, `[save]` and `[held_out]` of a configuration; this module needs no torch."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from ditkit_core.config.field import setting
+from ditkit_core.engine.ac_schedule import ACSchedule, check_sizes, parse_schedule
+from ditkit_core.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowConfig:
+    """The `[flow]` section: which noise levels are trained, and how the loss weighs each."""
+
+    sampling: Literal["uniform", "logit_normal"] = setting("uniform", resume="stated")
+    """Distribution of the noise level before it is shifted."""
+    shifting: Literal["model", "none", "constant"] = setting("model", resume="stated")
+    """Shift of the sampled level: the one that the model was trained with (which may depend on the resolution), none, or
+    `shift`."""
+    shift: float = setting(1.0, resume="stated")
+    """For `constant`: sigma' = shift * sigma / (1 + (shift - 1) * sigma), above 0; more than 1 moves towards noise."""
+    logit_mean: float = setting(0.0, resume="stated")
+    """For `logit_normal`: mean of logit(sigma); adding ln(s) is the same as a shift by s."""
+    logit_std: float = setting(1.0, resume="stated")
+    """For `logit_normal`: standard deviation of logit(sigma), above 0."""
+    min_sigma: float = setting(0.0, resume="stated")
+    """Lowest noise level that is sampled, in [0, 1)."""
+    max_sigma: float = setting(1.0, resume="stated")
+    """Highest noise level that is sampled, in (0, 1]."""
+    guidance: float = setting(1.0, resume="stated")
+    """Guidance that a guidance-embedded model is conditioned on in training. 1 trains the plain conditional velocity; a higher
+    value when sampling then strengthens it."""
+    weighting: Literal["none", "bell", "cosmap", "sigma_sqrt"] = setting("none", resume="stated")
+    """Weight of a sample's loss by noise level: `bell` is highest at 0.5, 0 at 1 and 1 on average; `cosmap` is
+    2 / (pi * (1 - 2 sigma + 2 sigma^2)); `sigma_sqrt` is sigma^-2."""
+
+    def __post_init__(self) -> None:
+        if self.shift <= 0 or self.logit_std <= 0:
+            raise UserError(f"flow.shift = {self.shift} and flow.logit_std = {self.logit_std} must be above 0")
+        if not 0 <= self.min_sigma < self.max_sigma <= 1:
+            raise UserError(
+                f"flow.min_sigma = {self.min_sigma} must be below flow.max_sigma = {self.max_sigma}, both in [0, 1]"
+            )
+        if self.guidance < 0:
+            raise UserError(f"flow.guidance = {self.guidance} must not be negative; 1 is usual")
+        if self.weighting == "sigma_sqrt" and self.min_sigma == 0:
+            raise UserError("flow.weighting = sigma_sqrt grows without bound; set flow.min_sigma above 0")
+        if (self.logit_mean, self.logit_std) != (0, 1) and self.sampling != "logit_normal":
+            raise UserError(
+                f"flow.logit_mean = {self.logit_mean} and flow.logit_std = {self.logit_std} need flow.sampling = "
+                '"logit_normal"'
+            )
+        if self.shift != 1 and self.shifting != "constant":
+            raise UserError(f'flow.shift = {self.shift} needs flow.shifting = "constant"')
+
+    def shift_for(self, model_shift: float) -> float:
+        """The shift of a sample's noise level, given the one that its model was trained with."""
+        return {"model": model_shift, "none": 1.0, "constant": self.shift}[self.shifting]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EMAConfig:
+    """The `[ema]` section."""
+
+    decay: float = setting(0.0, resume="stated")
+    """Share of the average that one update keeps, in [0, 1); 0 disables averaging. 0.999 averages about a thousand updates."""
+    update_every: int = setting(1, resume="stated")
+    """Optimizer steps between two updates, at least 1."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1 or self.update_every < 1:
+            raise UserError("ema.decay must be in [0, 1), ema.update_every at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The `[train]` section."""
+
+    steps: int = setting(1000, resume="free")
+    """Optimizer steps of the whole run, including those before it was resumed. 0 trains nothing: the initial model is exported and
+    sampled."""
+    batch_size: int = setting(1, resume="stated")
+    """Samples in a micro-batch. All have the same shape, so a micro-batch can be smaller if shapes differ."""
+    batch_tokens: int = setting(0, resume="stated")
+    """Tokens in a micro-batch, instead of batch_size: as many samples as fit, at least one. 0 uses batch_size."""
+    accumulation: int = setting(1, resume="stated")
+    """Micro-batches in an optimizer step."""
+    clip_norm: float = setting(1.0, resume="stated")
+    """Maximum global gradient norm; larger gradients are scaled down. 0 disables clipping."""
+    seed: int = setting(0, resume="refused")
+    """Seed of initial adapters, data order, noise and dropout."""
+    caption_dropout: float = setting(0.0, resume="stated")
+    """Share of samples whose caption is replaced by the empty one, in [0, 1]."""
+    control_dropout: float = setting(-1.0, resume="stated")
+    """Share of samples whose optional conditions (a first frame, where text alone is enough) are left out, in [0, 1]. -1 means the
+    model's own: half of the samples if it generates from text alone as well as from an image (TI2V), else none."""
+    device: str = setting("auto", resume="free")
+    """Where to train: `auto` (the first GPU, else the CPU), `cpu`, `cuda:1`."""
+    devices: tuple[str, ...] = setting((), resume="free")
+    """Devices to split the model across, in order, instead of `device`: `["cuda:0", "cuda:1"]`, or `["all"]` for all GPUs of this
+    machine. The embedding is on the first, the head on the last. Each gets at least one block; omit a device to leave it unused."""
+    split_points: tuple[int, ...] = setting((), resume="free", formerly=("cuts",))
+    """Blocks before which the next device begins. Empty chooses them so that the fullest device is as empty as possible for its size."""
+    reserve: tuple[float, ...] = setting((), resume="free")
+    """GiB of each GPU, in order, that are left to other programs (a desktop, for example); one number is for all GPUs. Split points and
+    plans use the rest."""
+    swap_blocks: tuple[int, ...] = setting((), resume="free")
+    """Streamed blocks on each device, in order: their weights stay in host memory and are prefetched; one number is for all devices.
+    Results are bitwise identical. A full fine-tune needs optim.fused_backward, and also keeps their optimizer state on the host."""
+    pipelined: bool = setting(False, resume="stated")
+    """Run the forwards of all micro-batches of a step, then one backward, so that the devices of a split model work at the same time.
+    Needs accumulation of at least 2, and memory for the activations of all micro-batches."""
+    threads: int = setting(0, resume="stated")
+    """CPU threads of torch; 0 is torch's default. On a CPU the last bits of sums depend on it."""
+    checkpointing: str = setting("none", resume="free")
+    """Activation checkpointing: what the backward recomputes instead of keeping. One policy for all blocks, or by blocks or devices:
+    `full, 0-9=none`. Results are bitwise identical."""
+    attention: str = setting("sdpa", resume="stated")
+    """Attention backend."""
+    compile: bool | str = setting(False, resume="stated")
+    """Compile the blocks with torch.compile. The first step takes minutes; the speedup is not measured yet. A string names a backend
+    other than `inductor`. Changes the last bits of results, and with inductor also the masks of dropout, which then depend on
+    train.checkpointing."""
+    sentinels: int = setting(50, resume="free")
+    """Optimizer steps between two checks of activations and gradients, the first step included, for metrics.jsonl: the largest
+    activation of each block and its drift, values that are not finite, gradients that underflow. 0 disables the checks."""
+
+    def __post_init__(self) -> None:
+        if self.sentinels < 0:
+            raise UserError(f"train.sentinels = {self.sentinels} must be steps between two checks, or 0 for none")
+        for name, least in {"batch_size": 1, "accumulation": 1, "steps": 0, "clip_norm": 0, "threads": 0}.items():
+            # `not … >=` also refuses NaN, which compares false.
+            if not getattr(self, name) >= least:
+                raise UserError(f"train.{name} = {getattr(self, name)} must be at least {least}")
+        if self.batch_tokens < 0:
+            raise UserError(f"train.batch_tokens = {self.batch_tokens} must be at least 0, which uses train.batch_size")
+        if self.batch_tokens and self.batch_size != 1:
+            raise UserError(
+                f"train.batch_tokens = {self.batch_tokens} takes the place of train.batch_size = {self.batch_size}; leave one of them out"
+            )
+        if self.threads > 256:
+            raise UserError(
+                f"train.threads = {self.threads}: torch would start as many; give the number of cores, or 0"
+            )
+        check_sizes(self.schedule.budget or ())
+        if not all(0 <= reserve < math.inf for reserve in self.reserve):
+            raise UserError(f"train.reserve = {list(self.reserve)} must be GiB of at least 0")
+        if not 0 <= self.caption_dropout <= 1:
+            raise UserError(f"train.caption_dropout = {self.caption_dropout} must be in [0, 1]")
+        if not 0 <= self.control_dropout <= 1 and self.control_dropout != -1:
+            raise UserError(
+                f"train.control_dropout = {self.control_dropout} must be in [0, 1], or -1 for the model's own"
+            )
+
+    @cached_property
+    def schedule(self) -> ACSchedule:
+        """`checkpointing`, parsed once for checks, planner and engine."""
+        return parse_schedule(self.checkpointing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveConfig:
+    """The `[save]` section. A run saves at its end and when it is interrupted, whatever is set here."""
+
+    every_steps: int = setting(0, resume="free")
+    """Optimizer steps between two saves; 0 does not save by steps."""
+    every_minutes: float = setting(30.0, resume="free")
+    """Minutes between two saves; 0 does not save by time."""
+    keep_last: int = setting(2, resume="free")
+    """Number of newest saves to keep, at least 1. With 2, a run survives damage to one of them."""
+    keep_best: int = setting(1, resume="free")
+    """Number of saves with the lowest held-out loss to keep besides; needs held_out.clips."""
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 0 or self.every_minutes < 0 or self.keep_last < 1 or self.keep_best < 0:
+            raise UserError("save.keep_last must be at least 1, the other keys of [save] at least 0")
+
+    def due(self, step: int, seconds_since_save: float) -> bool:
+        """Whether to save after `step` optimizer steps."""
+        by_step = self.every_steps > 0 and step % self.every_steps == 0
+        return by_step or 0 < self.every_minutes * 60 <= seconds_since_save
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutConfig:
+    """The `[held_out]` section."""
+
+    clips: int = setting(0, resume="refused")
+    """Least number of clips that are not trained on but validated; all windows of a file stay together. 0 disables validation."""
+    sigmas: tuple[float, ...] = setting((0.1, 0.3, 0.5, 0.7, 0.9), resume="refused")
+    """Noise levels at which each clip is measured, in [0, 1]."""
+    every_steps: int = setting(0, resume="free")
+    """Optimizer steps between two validations; 0 validates at each scheduled save. A run always validates before and after training."""
+
+    def __post_init__(self) -> None:
+        if self.clips < 0 or self.every_steps < 0:
+            raise UserError("held_out.clips and held_out.every_steps must be at least 0")
+        if not self.sigmas or not all(0 <= sigma <= 1 for sigma in self.sigmas):
+            raise UserError(f"held_out.sigmas = {list(self.sigmas)} must be noise levels in [0, 1], at least one")
+        if len({f"{sigma:g}" for sigma in self.sigmas}) < len(self.sigmas):
+            raise UserError(
+                f"held_out.sigmas = {list(self.sigmas)} has a noise level twice, to six digits; leave one of them out"
+            )
+
+    def due(self, step: int, *, saving: bool) -> bool:
+        """Whether to validate after `step` optimizer steps, given whether the run saves there."""
+        return step % self.every_steps == 0 if self.every_steps else saving
