@@ -27,7 +27,7 @@ from ditkit_core.planner.autotune import (
     least_missing,
     levers,
 )
-from ditkit_core.planner.auxiliary import plan_auxiliary
+from ditkit_core.planner.auxiliary import AuxiliaryRow, plan_auxiliary
 from ditkit_core.planner.gpus import GPU, gpus_here, keeping_reserves, parse_gpus
 from ditkit_core.planner.memory import Profile
 from ditkit_core.planner.partition import host_limit
@@ -76,10 +76,8 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
         warn(line)
     if not options.gpus:  # a GPU that train.device or train.devices names may be the one that generates previews
         check_preview_device(create_run(spec, fitted))
-    streamed = found.chosen.weights_on_host
     # The search is about training steps; encoders and samples get the memory that it leaves, and are checked afterwards.
-    step = planned_step(create_run(spec, fitted))
-    auxiliary = plan_auxiliary(step, found.chosen.plan, gpus=bool(options.gpus), streamed=streamed)
+    auxiliary = auxiliary_of(create_run(spec, fitted), found.chosen, gpus=bool(options.gpus))
     lacking = [row for row in auxiliary if row.fits is False]
     for row in lacking:
         warn(describe_shortfall(row, bool(fitted.sample.every_steps and not fitted.sample.device)))
@@ -92,6 +90,11 @@ def fit_run(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
         write_text(out, text)
         warn(f"written to {out}")
     return DOES_NOT_FIT if lacking else 0
+
+
+def auxiliary_of(run: RunContext, chosen: Candidate, *, gpus: bool) -> tuple[AuxiliaryRow, ...]:
+    """Memory of encoding and sampling next to the chosen steps, for a run with their settings."""
+    return plan_auxiliary(planned_step(run), chosen.plan, gpus=gpus, streamed=chosen.weights_on_host)
 
 
 def gpus_to_fit(config: RunConfig, gpus: str) -> tuple[tuple[GPU, ...], tuple[str, ...]]:
