@@ -378,7 +378,7 @@ def test_before_training_the_same_is_said_in_brief(world: World, capsys: pytest.
     assert "data: 6 samples (6 of 1 x 16 x 16), 1 left out; toy-train --check examines them" in said.out
     found = [line for line in said.err.splitlines() if line.startswith("D")]
     assert [line[:3] for line in found] == ["D04", "D14"]
-    assert "again, wordy: these files have the same content" in found[0] and "1 captions" in found[1]
+    assert "again, wordy: these files have the same content" in found[0] and "1 caption:" in found[1]
 
 
 def _bad(world: World, draw: random.Random, name: str) -> None:

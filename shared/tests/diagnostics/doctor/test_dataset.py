@@ -157,7 +157,7 @@ def test_a_page_of_nothing_is_a_page() -> None:
 def test_what_is_printed_lists_tables_and_findings(capsys: pytest.CaptureFixture[str]) -> None:
     print_check(a_checkup())
     said = capsys.readouterr().out
-    assert "toy: 3 samples of 1 files, 1 micro-batches in an epoch; 9 frames are used, 23 are not" in said
+    assert "toy: 3 samples of 1 file, 1 micro-batch in an epoch; 9 frames are used, 23 are not" in said
     row = next(line for line in said.splitlines() if line.startswith("data  "))
     assert row.split() == ["data", "9", "64", "64", "0", "3", "1", "48", "2", "1"]
     assert f"warning: D06 {HOSTILE}: a cut; cut it" in said and "not tried" in said
@@ -168,12 +168,45 @@ def test_what_is_printed_lists_tables_and_findings(capsys: pytest.CaptureFixture
 
 
 def test_many_findings_are_counted_and_not_all_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    found = [Finding(code="D07", severity="warning", where=f"clip {i}", what="black", remedy="") for i in range(50)]
+    found = [
+        Finding(code="D07", severity="warning", where=f"clip {i}", what=f"black {chr(65 + i)}", remedy="")
+        for i in range(50)
+    ]
     last = Finding(code="D14", severity="warning", where="z", what="too long", remedy="")
     print_check(CheckReport(model="toy", samples=50, fps=8.0, findings=(*found, last)))
     said = capsys.readouterr().out
     assert said.count("black") == 8 and "warning: D07 and 42 more, which are in the files" in said
     assert "warning: D14 z: too long" in said, "one thing of every file does not hide another"
+
+
+def test_findings_that_repeat_are_one_line_with_the_smallest_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    short = [
+        Excluded(
+            name=f"{i}.mp4",
+            reason=f"/x/{i}.mp4 has {i + 8} frames, but data.frames asks for 81; set data.frames = {i}",
+            stops=True,
+        )
+        for i in (3, 1, 2)
+    ]
+    blank = [Finding.warning("D08", f"clip {i}", "nothing moves in its 9 frames", "remove it") for i in range(9)]
+    findings = (*check_excluded(short), *blank, Finding.warning("D08", "z", "another text", "remove it"))
+    print_check(CheckReport(model="toy", samples=1, fps=8.0, excluded=tuple(short), findings=findings))
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "toy: 1 sample of 0 files" and "not trained on: 3" in said
+    asked = "but data.frames asks for 81; set data.frames = 1"
+    assert said[-4:] == [
+        f'error: D02 /x/1.mp4 has 9 frames, {asked}, or leave it out: data.on_bad = "skip" (and 2 more: 2.mp4, 3.mp4)',
+        "warning: D08 clip 0: nothing moves in its 9 frames; remove it (and 8 more: clip 1, clip 2, clip 3, clip 4, clip 5 and 3 more)",
+        "warning: D08 z: another text; remove it",
+        "cannot be trained as it is (3 errors, 10 warnings); checked in 0 s",
+    ]
+
+
+def test_the_page_does_not_break_words_in_tables() -> None:
+    rules = re.findall(r"(?m)^([^{}@]+) \{([^}]*)\}", check_page(CheckReport(model="toy", samples=0, fps=8.0)))
+    of_cells = [style for names, style in rules if "td" in re.split(r"[ ,]+", names)]
+    assert any("overflow-wrap: normal" in style for style in of_cells)
+    assert not any("overflow-wrap: anywhere" in style or "word-break" in style for style in of_cells)
 
 
 def test_frames_of_windows_that_overlap_are_counted_once() -> None:

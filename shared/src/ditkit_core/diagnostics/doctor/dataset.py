@@ -26,6 +26,9 @@ from ditkit_core.diagnostics.doctor.findings import (
     Excluded,
     FileRow,
     Finding,
+    grouped,
+    one_line,
+    plural,
 )
 from ditkit_core.diagnostics.doctor.media import Fingerprint, WindowLook, look_at_window, near_duplicates
 from ditkit_core.diagnostics.doctor.rules import (
@@ -140,12 +143,12 @@ def summarize_data(run: RunContext, encoded: Sequence[EncodedSample]) -> None:
     """
     ids = {each.id for each in encoded}
     samples = [sample for sample in run.data.dataset.samples if sample.id in ids]
-    shapes = Counter((sample.frames, sample.height, sample.width) for sample in samples)
-    listed = ", ".join(
-        f"{count} of {frames} x {height} x {width}" for (frames, height, width), count in sorted(shapes.items())
-    )
+    counts = Counter((sample.frames, sample.height, sample.width) for sample in samples)
+    shapes = ", ".join(f"{count} of {' x '.join(map(str, shape))}" for shape, count in sorted(counts.items()))
     missing = len(run.data.dataset.excluded) + len(run.data.dataset.samples) - len(samples)
-    say(f"data: {len(samples)} samples ({listed}), {missing} left out; {run.spec.name}-train --check examines them")
+    say(
+        f"data: {plural(len(samples), 'sample')} ({shapes}), {missing} left out; {run.spec.name}-train --check examines them"
+    )
     keys: dict[str, list[str]] = defaultdict(list)
     for each in encoded:
         keys[each.media_key].append(each.id)
@@ -155,12 +158,12 @@ def summarize_data(run: RunContext, encoded: Sequence[EncodedSample]) -> None:
     encoder = run.auxiliary.encoders[1]
     if isinstance(encoder, CutsCaptions) and (cut := len(encoder.truncated)):
         what = "they are too long for the text encoder and were truncated"
-        findings.append(Finding.warning("D14", f"{cut} captions", what, "shorten them"))
-    shown = [finding for finding in findings if finding.severity == "warning"]
-    for finding in shown[:_MOST_IN_BRIEF]:
-        warn(str(finding))
-    if len(shown) > _MOST_IN_BRIEF:
-        warn(f"and {len(shown) - _MOST_IN_BRIEF} more; see {run.spec.name}-train --check")
+        findings.append(Finding.warning("D14", plural(cut, "caption"), what, "shorten them"))
+    groups = grouped([finding for finding in findings if finding.severity == "warning"])
+    for group in groups[:_MOST_IN_BRIEF]:
+        warn(one_line(group))
+    if more := sum(map(len, groups[_MOST_IN_BRIEF:])):
+        warn(f"and {more} more; see {run.spec.name}-train --check")
 
 
 def _unusable(run: RunContext, why: UserError, excluded: Sequence[Excluded]) -> ExaminedDataset:
@@ -397,6 +400,8 @@ def _too_few(run: RunContext, samples: Sequence[Sample]) -> Iterator[Finding]:
             what = "nothing is left to train on: every sample is left out"
             yield Finding.error("D01", "", what, "fix the files in the table of excluded files")
             return
-        there = f"{len(samples)} samples can be trained on, and {count} are held out, windows of a file together"
+        there = (
+            f"{plural(len(samples), 'sample')} can be trained on, and {count} are held out, windows of a file together"
+        )
         remedy = "add clips, fix those that are left out, or lower held_out.clips"
         yield Finding.error("D01", "held_out.clips", f"{there}: none is left", remedy)

@@ -3,7 +3,9 @@
 Every finding has a code that never changes its meaning, so that programs can rely on it; docs/doctor.md lists them.
 """
 
-from collections.abc import Mapping
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -49,6 +51,10 @@ CODES: Mapping[str, str] = {
 """The subject of each code."""
 
 
+_NAME_THEIR_FILE = ("D02", "D03", "D27")
+"""Codes whose findings quote another message, which usually begins with the file's name; it is then not printed twice."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """One thing to know or to fix."""
@@ -80,8 +86,42 @@ class Finding:
         return cls(code=code, severity="note", where=where, what=what, remedy=remedy)
 
     def __str__(self) -> str:
-        text = f"{self.code} {self.where}: {self.what}" if self.where else f"{self.code} {self.what}"
+        named = not self.where or (self.code in _NAME_THEIR_FILE and self.where in self.what)
+        text = f"{self.code} {self.what}" if named else f"{self.code} {self.where}: {self.what}"
         return f"{text}; {self.remedy}" if self.remedy else text
+
+
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def plural(count: int, noun: str) -> str:
+    """A number with its noun: `1 sample`, `2 samples`, `2 micro-batches`."""
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{ending * (count != 1)}"
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """The first names, and the number of the others, on one line."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
+    """Findings that differ only in names and numbers, together; in each group the smallest numbers come first."""
+    groups: dict[tuple[str, ...], list[Finding]] = defaultdict(list)
+    for each in findings:
+        text = re.sub(rf"\S*{re.escape(each.where)}\S*", "", each.what) if each.where else each.what
+        groups[each.severity, each.code, _NUMBER.sub("", text), _NUMBER.sub("", each.remedy)].append(each)
+    return [
+        sorted(group, key=lambda each: [float(number) for number in _NUMBER.findall(each.what.replace(each.where, ""))])
+        for group in groups.values()
+    ]
+
+
+def one_line(group: Sequence[Finding]) -> str:
+    """One of the groups of `grouped` as a line: the first finding, and the names of the others."""
+    others = [each.where for each in group[1:]]
+    return f"{group[0]} (and {len(others)} more: {listed(others)})" if others else str(group[0])
 
 
 @dataclass(frozen=True, kw_only=True)

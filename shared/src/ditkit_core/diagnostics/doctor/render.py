@@ -13,6 +13,9 @@ from ditkit_core.diagnostics.doctor.findings import (
     MemoryPlan,
     StepRow,
     check_json,
+    grouped,
+    one_line,
+    plural,
 )
 from ditkit_core.diagnostics.rendering import element, html_page, html_table, json_text
 from ditkit_core.io.console import say
@@ -20,13 +23,9 @@ from ditkit_core.io.files import write_text
 from ditkit_core.io.run_dir import CHECKS
 from ditkit_core.io.tables import Table
 
-_MOST_LINES = 20
-"""Largest number of table lines to print; the files have all of them."""
 _MOST_OF_CODE = 8
 """Largest number of findings of one code and severity to print."""
 _ORDER = ("error", "warning", "note")
-_IN_TABLE = ("D02", "D03")
-"""Codes of excluded files, which have a table of their own."""
 
 Titled = tuple[str, Table | None]
 """A title line, and the table below it, if there is one."""
@@ -40,21 +39,21 @@ def print_check(checkup: CheckReport) -> None:
             table.show()
         say("")
     for severity in _ORDER:
-        found = [each for each in checkup.findings if each.severity == severity and each.code not in _IN_TABLE]
+        groups = grouped([each for each in checkup.findings if each.severity == severity])
         # Limited per code: a finding about every file must not hide the others.
-        for code in dict.fromkeys(each.code for each in found):
-            its = [each for each in found if each.code == code]
-            for finding in its[:_MOST_OF_CODE]:
-                say(f"{severity}: {finding}")
-            if len(its) > _MOST_OF_CODE:
-                say(f"{severity}: {code} and {len(its) - _MOST_OF_CODE} more, which are in the files")
+        for code in dict.fromkeys(group[0].code for group in groups):
+            its = [group for group in groups if group[0].code == code]
+            for group in its[:_MOST_OF_CODE]:
+                say(f"{severity}: {one_line(group)}")
+            if more := sum(map(len, its[_MOST_OF_CODE:])):
+                say(f"{severity}: {code} and {more} more, which are in the files")
     say(check_verdict(checkup))
 
 
 def check_verdict(checkup: CheckReport) -> str:
     """The last line: whether the run can be trained, and the number of findings."""
     counts = {severity: sum(each.severity == severity for each in checkup.findings) for severity in _ORDER}
-    counted = ", ".join(f"{count} {severity}{'s' * (count != 1)}" for severity, count in counts.items() if count)
+    counted = ", ".join(plural(count, severity) for severity, count in counts.items() if count)
     found = f" ({counted})" if counted else ""
     return f"{'can be trained' if checkup.trainable else 'cannot be trained as it is'}{found}; checked in {checkup.seconds:.0f} s"
 
@@ -93,14 +92,16 @@ def check_page(checkup: CheckReport) -> str:
 
 
 def _tables(checkup: CheckReport, *, files: bool = False) -> list[Titled]:
-    """All tables with their titles; `files` adds the table of files, which may be long, and the full length of the others."""
+    """All tables with their titles; `files` adds those that may be long."""
     tables = [_buckets(checkup)]
     if files and checkup.files:
         tables.append(("files", _of_rows(checkup.files)))
     if checkup.excluded:
         rows = [[each.name, each.reason, "stops the run" if each.stops else "left out"] for each in checkup.excluded]
-        table = Table(head=["file", "reason", ""], rows=rows if files else rows[:_MOST_LINES])
-        tables.append((f"not trained on: {len(rows)}", table))
+        # The terminal has them among the findings.
+        tables.append(
+            (f"not trained on: {len(rows)}", Table(head=["file", "reason", ""], rows=rows) if files else None)
+        )
     if (captions := checkup.captions) is not None:
         cut = "length not checked" if captions.cut is None else f"{len(captions.cut)} too long for the text encoder"
         counted = f"captions: {captions.count}, {captions.distinct} different, {captions.empty} empty, {cut}"
@@ -118,11 +119,12 @@ def _tables(checkup: CheckReport, *, files: bool = False) -> list[Titled]:
 
 def _buckets(checkup: CheckReport) -> Titled:
     total = sum(row.micro_batches or 0 for row in checkup.buckets)
-    epoch = f", {total} micro-batches in an epoch" if total else ""
+    epoch = f", {plural(total, 'micro-batch')} in an epoch" if total else ""
     kept, dropped = checkup.kept, checkup.dropped
     frames = f"; {kept} frames are used, {dropped} are not" if kept + dropped else ""
-    classes = f" and {checkup.class_pictures} class images" if checkup.class_pictures else ""
-    title = f"{checkup.model}: {checkup.samples} samples{classes} of {len(checkup.files)} files{epoch}{frames}"
+    classes = f" and {plural(checkup.class_pictures, 'class image')}" if checkup.class_pictures else ""
+    of = f"{plural(checkup.samples, 'sample')}{classes} of {plural(len(checkup.files), 'file')}"
+    title = f"{checkup.model}: {of}{epoch}{frames}"
     return title, _of_rows(checkup.buckets)
 
 

@@ -20,6 +20,8 @@ from ditkit_core.diagnostics.doctor.findings import (
     Excluded,
     FileRow,
     Finding,
+    listed,
+    plural,
 )
 from ditkit_core.diagnostics.doctor.media import WindowLook
 from ditkit_core.errors import UserError
@@ -88,9 +90,7 @@ def check_excluded(excluded: Sequence[Excluded], code: str = "D02") -> Iterator[
             what, remedy = each.reason, "fix it or remove it"
         if each.stops:
             remedy += ', or leave it out: data.on_bad = "skip"' * ("data.on_bad" not in remedy)
-        # Most reasons begin with the file's name, which is then not printed twice.
-        where = "" if each.name in what else each.name
-        yield (Finding.error if each.stops else Finding.warning)(code, where, what, remedy)
+        yield (Finding.error if each.stops else Finding.warning)(code, each.name, what, remedy)
 
 
 def check_file(row: FileRow, *, is_hdr: bool = False) -> Iterator[Finding]:
@@ -113,7 +113,7 @@ def check_damaged_rest(file: str, info: MediaInfo, damage: Exception) -> Iterato
     """The finding about a video that is damaged after the part that is trained."""
     what, _, remedy = str(damage).rpartition("; ")
     readable = f"{what}; the part that is trained, up to {info.seconds:.2f} s, can be read"
-    yield Finding.warning("D27", "" if file in what else file, readable, remedy)
+    yield Finding.warning("D27", file, readable, remedy)
 
 
 def check_coverage(rows: Sequence[FileRow]) -> Iterator[Finding]:
@@ -154,10 +154,10 @@ def check_duplicates(same: Sequence[Sequence[str]], alike: Sequence[Sequence[str
     """Findings about groups of samples with the same content, or nearly."""
     for group in same:
         remedy = "keep one, and give it several captions or repeats if it should count more"
-        yield Finding.warning("D04", _listed(group), "these files have the same content", remedy)
+        yield Finding.warning("D04", listed(group), "these files have the same content", remedy)
     for group in alike:
         yield Finding.warning(
-            "D05", _listed(group), "these look nearly alike", "keep the best of them, unless this is intended"
+            "D05", listed(group), "these look nearly alike", "keep the best of them, unless this is intended"
         )
 
 
@@ -175,12 +175,12 @@ def check_captions(
     """Findings about captions. Class images may share one: it names their class."""
     for cut in row.cut or ():
         read = _short(cut.kept, 40, keep_end=True)
-        what = f"the text encoder does not read the last {cut.tokens} tokens of its caption, after {read}"
+        what = f"the text encoder does not read the last {plural(cut.tokens, 'token')} of its caption, after {read}"
         yield Finding.warning("D14", cut.sample, what, "shorten the caption")
     if empty := [each.id for each in (*samples, *class_pictures) for text in each.captions if not text.strip()]:
         what = "its caption is empty" if len(empty) == 1 else "their captions are empty"
         yield Finding.warning(
-            "D16", _listed(empty), what, "write one; for training without captions set train.caption_dropout"
+            "D16", listed(empty), what, "write one; for training without captions set train.caption_dropout"
         )
     using: dict[str, set[Path]] = defaultdict(set)  # files, because the windows of one file always share its caption
     for sample in samples:
@@ -213,7 +213,7 @@ def check_buckets(rows: Sequence[BucketRow]) -> Iterator[Finding]:
     for row in rows:
         trained = row.samples - row.held_out if row.dataset == "data" else 0
         if row.batch_size and 0 < trained < row.batch_size and len(rows) > 1:
-            what = f"{trained} samples have this shape, and a micro-batch has {row.batch_size}: it runs smaller"
+            what = f"{plural(trained, 'sample')} of this shape, and a micro-batch has {row.batch_size}: it runs smaller"
             remedy = "add samples of this shape, or make data.bucket_step larger"
             yield Finding.note("D17", f"{row.frames} x {row.height} x {row.width}", what, remedy)
 
@@ -301,12 +301,6 @@ def same_content(hashes: Mapping[str, tuple[str, Path]]) -> list[tuple[str, ...]
         # Windows of one file share its hash, but are no copies of each other.
         groups[content].setdefault(file, id)
     return [tuple(files.values()) for files in groups.values() if len(files) > 1]
-
-
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    """The first names, and the number of the others, on one line."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _short(text: str, most: int, *, keep_end: bool = False) -> str:
