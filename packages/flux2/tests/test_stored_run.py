@@ -97,7 +97,7 @@ def _write_checkpoint(folder: Path, caption: str) -> None:
     transformer.save_pretrained(folder / "transformer")
     for file in folder.glob("*/*.safetensors"):
         save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file)
-    write_index(folder, {"_class_name": "Flux2KleinPipeline", "is_distilled": False})
+    write_index(folder, "Flux2KleinPipeline", {"is_distilled": False})
 
 
 def test_a_stored_run_is_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

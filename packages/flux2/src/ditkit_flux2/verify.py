@@ -23,19 +23,10 @@ _SIGMA, _GUIDANCE = 0.5, 1.0
 
 
 def verify_export(adapter_file: Path, components: ModelPaths, model: Any, engine: Engine) -> str:
-    """Load an adapter file with diffusers over our own base weights, and compare outputs on fixed random inputs.
+    """Load an adapter file in official or diffusers form with diffusers, and compare outputs on fixed random inputs.
 
-    The inputs have a reference image. diffusers' model shares the base's tensors in memory under its own names: that costs no memory,
-    keeps merged adapters, and works for bases in any layout.
-
-    Args:
-        adapter_file: The file, in official or diffusers form.
-        components: Paths of the model's files, for messages.
-        model: Our model with the adapter that the file should contain, on any device.
-        engine: The engine that runs our model.
-
-    Returns:
-        One line that says what was compared and how close it was.
+    Arguments and result are those of `AdapterSpec.verify`. The inputs have a reference image. diffusers' model shares the base's tensors in memory under its own
+    names: that costs no memory, keeps merged adapters, and works for bases in any layout.
 
     Raises:
         UserError: If diffusers rejects the file or skips a part of it, or the outputs differ. They also differ if the adapter

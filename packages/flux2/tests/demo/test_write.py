@@ -16,7 +16,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.files import file_hash
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.run.config import RunConfig
-from ditkit_flux2.demo.media import EXAMPLES, draw
+from ditkit_flux2.demo.media import EXAMPLES, render
 from ditkit_flux2.demo.write import TEXT_DIM, WIDTH, write_demo
 from ditkit_flux2.encoders.text import TextEncoder
 from ditkit_flux2.encoders.vae import VaeEncoder
@@ -100,11 +100,11 @@ def test_the_tokenizer_knows_the_captions_words_and_spells_others(inputs):
 def test_the_pictures_are_of_many_sizes_and_both_kinds_of_file(inputs):
     seen = set()
     for example in EXAMPLES:
-        for name, picture in ((example.file, example.picture), *example.references):
+        for name, picture in ((example.file, example.image), *example.references):
             with Image.open(inputs / "pictures" / name) as image:
                 seen.add((image.format, image.size))
                 # JPEG halves the resolution of colour and rounds: the shapes stay what they were
-                assert np.abs(np.array(image).astype(float) - draw(picture)).mean() < (
+                assert np.abs(np.array(image).astype(float) - render(picture)).mean() < (
                     0.1 if image.format == "PNG" else 3
                 )
     assert {format for format, _ in seen} == {"PNG", "JPEG"} and len(seen) > 8
@@ -123,7 +123,7 @@ def test_our_reader_finds_buckets_several_captions_and_editing_pairs(inputs, dat
 def test_an_edit_changes_what_its_instruction_names_and_nothing_else():
     for example in EXAMPLES:
         for _, before in example.references:
-            after = example.picture
+            after = example.image
             changed = [
                 name for name in ("colour", "shape", "background") if getattr(before, name) != getattr(after, name)
             ]

@@ -16,23 +16,14 @@ from ditkit_wan.state_dict import NAMES
 
 
 def verify_export(adapter_file: Path, components: ModelPaths, model: Any, engine: Engine) -> str:
-    """Load an adapter file with diffusers over our own base weights, and compare outputs on fixed random inputs.
+    """Load an adapter file in official or diffusers form with diffusers, and compare outputs on fixed random inputs.
 
-    diffusers' model shares the base's tensors in memory under its own names: that costs no memory, keeps merged adapters,
-    and works for bases in any layout.
-
-    Args:
-        adapter_file: The file, in official or diffusers form.
-        components: Paths of the model's files, for messages.
-        model: Our model with the adapter that the file should contain, on any device.
-        engine: The engine that runs our model.
-
-    Returns:
-        One line that says what was compared and how close it was.
+    Arguments and result are those of `AdapterSpec.verify`. diffusers' model shares the base's tensors in memory under its own
+    names: that costs no memory, keeps merged adapters, and works for bases in any layout.
 
     Raises:
-        UserError: If diffusers rejects the file, or the outputs differ. They also differ if the adapter has an effect in our
-            model alone.
+        UserError: If diffusers rejects the file or skips a part of it, or the outputs differ. They also differ if the adapter
+            has an effect in our model alone.
     """
     from diffusers import WanPipeline
 

@@ -14,7 +14,7 @@ from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import file_hash
 from ditkit_core.models.paths import ModelPaths
-from ditkit_wan.demo.media import CLIPS, draw
+from ditkit_wan.demo.media import CLIPS, render
 from ditkit_wan.demo.models import FRAMES, PIXELS
 from ditkit_wan.demo.write import write_demo
 from ditkit_wan.encoders.vae import VaeEncoder
@@ -89,7 +89,7 @@ def test_the_clips_are_real_videos_of_many_sizes_rates_and_lengths(inputs: Path)
         assert (frames[0].height, frames[0].width) == (clip.height, clip.width)
         decoded = np.stack([frame.to_ndarray(format="rgb24") for frame in frames])
         # yuv420p halves the colour's resolution, H.264 rounds: the shapes stay what they were
-        assert np.abs(decoded.astype(float) - draw(clip)).mean() < 6
+        assert np.abs(decoded.astype(float) - render(clip)).mean() < 6
         assert path.with_suffix(".txt").read_text(encoding="utf-8") == clip.caption + "\n"
         seen.add((clip.height, clip.width, clip.fps, clip.frames))
     assert len(seen) == len(CLIPS) == 12 and len({clip.caption for clip in CLIPS}) == 12
@@ -97,7 +97,7 @@ def test_the_clips_are_real_videos_of_many_sizes_rates_and_lengths(inputs: Path)
 
 def test_the_shape_moves_as_its_caption_says() -> None:
     for clip in CLIPS:
-        frames = draw(clip).astype(float)
+        frames = render(clip).astype(float)
         weight = np.abs(frames - frames[0, 0, 0]).sum(-1)
         rows, columns = np.mgrid[: clip.height, : clip.width]
         first, last = (

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ditkit_core.data.media.synthetic import drawn, isometry, write_index, write_inputs, write_text_encoder
-from ditkit_flux2.demo.media import EXAMPLES, Picture, draw, write_dataset
+from ditkit_flux2.demo.media import EXAMPLES, DemoImage, render, write_dataset
 
 HEADS, AXES = 4, (4, 4, 4, 4)
 WIDTH = HEADS * sum(AXES)
@@ -35,16 +35,7 @@ CHAT_TEMPLATE = (
 
 
 def write_demo(folder: Path) -> None:
-    """Write the demo's inputs: `checkpoint/` and `pictures/`, the same bytes every time.
-
-    A complete folder is left alone; an incomplete one is written again.
-
-    Args:
-        folder: Where to write; created if needed.
-
-    Raises:
-        UserError: If it cannot be written.
-    """
+    """Write the demo's inputs, as `write_inputs`: `checkpoint/` and `pictures/`, the same bytes every time."""
     captions = [caption for example in EXAMPLES for caption in example.captions]
     write_inputs(folder, {"pictures": write_dataset, "checkpoint": lambda part: write_checkpoint(part, captions)})
 
@@ -56,7 +47,6 @@ def write_checkpoint(folder: Path, captions: list[str]) -> None:
         folder: The folder to write.
         captions: Sentences whose words become tokens; other words are spelled in bytes.
     """
-    import diffusers
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     tokenizer = build_tokenizer(captions)
@@ -75,8 +65,6 @@ def write_checkpoint(folder: Path, captions: list[str]) -> None:
         max_image_seq_len=4096,
     ).save_pretrained(folder / "scheduler")
     index = {
-        "_class_name": "Flux2KleinPipeline",
-        "_diffusers_version": diffusers.__version__,
         "is_distilled": False,
         "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
         "text_encoder": ["transformers", "Qwen3ForCausalLM"],
@@ -84,7 +72,7 @@ def write_checkpoint(folder: Path, captions: list[str]) -> None:
         "transformer": ["diffusers", "Flux2Transformer2DModel"],
         "vae": ["diffusers", "AutoencoderKLFlux2"],
     }
-    write_index(folder, index)
+    write_index(folder, "Flux2KleinPipeline", index)
 
 
 def build_tokenizer(captions: list[str]) -> Any:
@@ -142,7 +130,7 @@ def build_vae() -> Any:
     from diffusers import AutoencoderKLFlux2
 
     vae = drawn("vae", AutoencoderKLFlux2, **VAE_DIMS, latent_channels=LATENT_CHANNELS).requires_grad_(False)
-    modes = [vae.encode(_pixels(example.picture)).latent_dist.mode() for example in EXAMPLES]
+    modes = [vae.encode(_pixels(example.image)).latent_dist.mode() for example in EXAMPLES]
     patches = torch.cat([functional.pixel_unshuffle(mode, 2)[0].flatten(1) for mode in modes], dim=1)
     vae.bn.running_mean.copy_(patches.mean(dim=1))
     vae.bn.running_var.copy_(patches.var(dim=1))
@@ -182,7 +170,7 @@ def build_transformer() -> Any:
     return model
 
 
-def _pixels(picture: Picture) -> Float[Tensor, "1 3 height width"]:
+def _pixels(image: DemoImage) -> Float[Tensor, "1 3 height width"]:
     """An image at the side `PIXELS`, in [-1, 1]."""
-    pixels = torch.from_numpy(draw(picture)).permute(2, 0, 1)[None].float() / 127.5 - 1
+    pixels = torch.from_numpy(render(image)).permute(2, 0, 1)[None].float() / 127.5 - 1
     return functional.interpolate(pixels, size=(PIXELS, PIXELS), mode="bilinear", antialias=True)

@@ -16,7 +16,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import ClipInputs
 from ditkit_wan.conditioning import camera
 from ditkit_wan.conditioning.images import FIRST, ClipConditioner, ClipVision, VaeConditioner
-from ditkit_wan.conditioning.media import column_or_own, lacking, picture, picture_or_own, video
+from ditkit_wan.conditioning.media import column_image, column_or_own, image_or_own, lacking, video
 
 CONTROL, REFERENCE = "control_video", "reference_image"
 _ROUNDING = 0.01  # of a frame: its start time is rounded, so a time just below it is meant as this frame
@@ -45,7 +45,7 @@ class Control(VaeConditioner):
         control = self.latents(video(controls, CONTROL))
         begin = torch.zeros_like(control)
         if FIRST in controls.files:
-            begin[:, :1] = self.latents(picture(controls, FIRST))
+            begin[:, :1] = self.latents(column_image(controls, FIRST))
         return {"y": torch.cat([control, begin])}
 
 
@@ -59,7 +59,7 @@ class FirstLatent(VaeConditioner):
         return (column_or_own(controls, FIRST, why="a moving camera"),)
 
     def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
-        begin = self.latents(picture_or_own(controls, FIRST))
+        begin = self.latents(image_or_own(controls, FIRST))
         later = begin.new_zeros(len(begin), (controls.frames - 1) // self.vae.strides[0], *begin.shape[2:])
         return {"y": torch.cat([begin, later], dim=1)}
 
@@ -75,7 +75,7 @@ class Reference(VaeConditioner):
         return (REFERENCE,) if REFERENCE in controls.files else ()
 
     def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
-        return {"reference": self.latents(picture(controls, REFERENCE))}
+        return {"reference": self.latents(column_image(controls, REFERENCE))}
 
 
 class ControlVision(ClipVision):
@@ -85,10 +85,10 @@ class ControlVision(ClipVision):
         """The column of the image that is encoded; "" for none, which is a condition too."""
         return (self._column(controls) or "",)
 
-    def pictures(self, controls: ClipInputs) -> list[Float[Tensor, "3 1 height width"]]:
+    def images(self, controls: ClipInputs) -> list[Float[Tensor, "3 1 height width"]]:
         """The image that is encoded; empty if there is none."""
         column = self._column(controls)
-        return [] if column is None else [picture(controls, column)]
+        return [] if column is None else [column_image(controls, column)]
 
     def _column(self, controls: ClipInputs) -> str | None:
         return next((column for column in self.columns if column in controls.files), None)

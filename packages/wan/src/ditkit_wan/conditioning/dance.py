@@ -16,7 +16,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.models.conditions import ClipInputs
 from ditkit_wan.conditioning import music_features
 from ditkit_wan.conditioning.images import ClipConditioner, ClipVision, VaeConditioner, known_frames_mask
-from ditkit_wan.conditioning.media import column_or_own, lacking, picture_or_own, video
+from ditkit_wan.conditioning.media import column_or_own, image_or_own, lacking, video
 
 _ROUNDING = 2e-3  # in rows per frame: 29.97 frames per second are taken as 30
 MUSIC, DANCER = "wantodance_music_path", "wantodance_reference_image"
@@ -106,7 +106,7 @@ class Keyframes(VaeConditioner):
             pixels, known = video(controls, KEYFRAMES), _known(controls)
         else:
             pixels = -torch.ones(3, controls.frames, controls.height, controls.width)  # black
-            pixels[:, :1] = picture_or_own(controls, DANCER)
+            pixels[:, :1] = image_or_own(controls, DANCER)
             known = [True] + [False] * (controls.frames - 1)
         latents = self.latents(pixels)
         return {"y": torch.cat([known_frames_mask(known, *latents.shape[2:]), latents])}
@@ -119,11 +119,11 @@ class KeyframeVision(ClipVision):
         """The video of keyframes, or the image of the first frame."""
         return (KEYFRAMES,) if KEYFRAMES in controls.files else super().uses(controls)
 
-    def pictures(self, controls: ClipInputs) -> list[Float[Tensor, "3 1 height width"]]:
+    def images(self, controls: ClipInputs) -> list[Float[Tensor, "3 1 height width"]]:
         """The one image that is encoded."""
         if KEYFRAMES in controls.files:
             return [video(controls, KEYFRAMES, frames=1)]
-        return super().pictures(controls)
+        return super().images(controls)
 
 
 def _known(controls: ClipInputs) -> list[bool]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ditkit_core.encoding.cache import key
 from ditkit_core.io.console import NullProgress
 from ditkit_core.models.conditions import ClipInputs
-from ditkit_wan.conditioning.media import column_or_own, picture_or_own
+from ditkit_wan.conditioning.media import column_or_own, image_or_own
 from ditkit_wan.encoders.clip import ImageEncoder
 from ditkit_wan.encoders.vae import VaeEncoder
 
@@ -179,10 +179,10 @@ class FirstLast(VaeConditioner):
     def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
         frames = controls.frames
         pixels = torch.zeros(3, frames, controls.height, controls.width)
-        pixels[:, :1] = picture_or_own(controls, FIRST)
+        pixels[:, :1] = image_or_own(controls, FIRST)
         known = [True] + [False] * (frames - 1)
         if self._has_last(controls):
-            pixels[:, -1:] = picture_or_own(controls, LAST, last=True)
+            pixels[:, -1:] = image_or_own(controls, LAST, last=True)
             known[-1] = True
         latents = self.latents(pixels)
         return {"y": torch.cat([known_frames_mask(known, *latents.shape[2:]), latents])}
@@ -204,7 +204,7 @@ class FirstFrame(VaeConditioner):
         return () if controls.clip is None else ("",)
 
     def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
-        return {"first_frame": self.latents(picture_or_own(controls, FIRST))}
+        return {"first_frame": self.latents(image_or_own(controls, FIRST))}
 
 
 class ClipVision(ClipConditioner):
@@ -248,15 +248,15 @@ class ClipVision(ClipConditioner):
         self.encoder.unload()
 
     def condition(self, controls: ClipInputs) -> dict[str, Tensor]:
-        tokens = [self.encoder.encode([image])[0]["image"] for image in self.pictures(controls)]
+        tokens = [self.encoder.encode([image])[0]["image"] for image in self.images(controls)]
         return {self.name: torch.cat(tokens or [torch.zeros(self.encoder.tokens, self.encoder.dim)])}
 
     def check(self, controls: ClipInputs) -> None:
         """Read the images."""
         if self.uses(controls):
-            self.pictures(controls)
+            self.images(controls)
 
-    def pictures(self, controls: ClipInputs) -> list[Float[Tensor, "3 1 height width"]]:
+    def images(self, controls: ClipInputs) -> list[Float[Tensor, "3 1 height width"]]:
         """The images of a clip that are encoded, in order."""
         used = [column for column in self.columns if self.own or column in controls.files]
-        return [picture_or_own(controls, column, last=column == LAST) for column in used]
+        return [image_or_own(controls, column, last=column == LAST) for column in used]

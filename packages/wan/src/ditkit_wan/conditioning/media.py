@@ -16,7 +16,7 @@ from ditkit_core.models.conditions import ClipInputs
 _ANY_RATE = 1.0  # of a single frame: only its start time matters
 
 
-def picture(controls: ClipInputs, column: str) -> Float[Tensor, "3 1 height width"]:
+def column_image(controls: ClipInputs, column: str) -> Float[Tensor, "3 1 height width"]:
     """The image of a column, or the first frame of its video, cropped to the clip's size; pixels in [-1, 1].
 
     Raises:
@@ -45,13 +45,13 @@ def own_frame(controls: ClipInputs, *, last: bool = False) -> Float[Tensor, "3 1
     )
 
 
-def picture_or_own(controls: ClipInputs, column: str, *, last: bool = False) -> Float[Tensor, "3 1 height width"]:
+def image_or_own(controls: ClipInputs, column: str, *, last: bool = False) -> Float[Tensor, "3 1 height width"]:
     """The image of a column if the clip has one, otherwise the clip's first or last frame."""
-    return picture(controls, column) if column in controls.files else own_frame(controls, last=last)
+    return column_image(controls, column) if column in controls.files else own_frame(controls, last=last)
 
 
 def column_or_own(controls: ClipInputs, column: str, *, why: str) -> str:
-    """The source that `picture_or_own` reads: the column, or "" for the clip itself.
+    """The source that `image_or_own` reads: the column, or "" for the clip itself.
 
     Args:
         controls: The clip.
@@ -96,7 +96,7 @@ def video(controls: ClipInputs, column: str, *, frames: int = 0) -> Float[Tensor
     """
     path, frames = Path(controls.files[column]), frames or controls.frames
     if media_kind(path) == "image":
-        return picture(controls, column).expand(-1, frames, -1, -1)
+        return column_image(controls, column).expand(-1, frames, -1, -1)
     return read_clip(
         path,
         frames=frames,

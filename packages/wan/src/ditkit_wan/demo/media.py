@@ -61,7 +61,7 @@ CLIPS = (
 """Sizes from 64 to 128 pixels, 12 to 30 frames per second, 0.7 to 2 seconds."""
 
 
-def draw(clip: Clip) -> np.ndarray:
+def render(clip: Clip) -> np.ndarray:
     """The frames of a clip, uint8 [frames, height, width, 3]: the shape crosses the image once."""
     step_down, step_right = DIRECTIONS[clip.direction]
     frames = np.empty((clip.frames, clip.height, clip.width, 3), dtype=np.uint8)
@@ -89,7 +89,7 @@ def write_clip(path: Path, clip: Clip) -> None:
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=clip.fps, options=options)
         stream.height, stream.width, stream.pix_fmt = clip.height, clip.width, "yuv420p"
-        for frame in draw(clip):
+        for frame in render(clip):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode(None))
     write_text(path.with_suffix(".txt"), clip.caption + "\n")

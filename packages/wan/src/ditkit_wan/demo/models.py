@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ditkit_core.data.media.synthetic import drawn, isometry
-from ditkit_wan.demo.media import CLIPS, draw
+from ditkit_wan.demo.media import CLIPS, render
 from ditkit_wan.encoders.vae_kinds import WAN_2_2
 from ditkit_wan.presets import MUSIC_LAYERS, MusicArch, WanArch
 from ditkit_wan.state_dict import to_official
@@ -197,7 +197,7 @@ def _clip_pixels() -> list[Float[Tensor, "3 frames height width"]]:
     """The demo's clips at the training size, in [-1, 1], before encoding to mp4."""
     clips = []
     for clip in CLIPS:
-        frames = torch.from_numpy(draw(clip)[:FRAMES]).permute(0, 3, 1, 2).float() / 127.5 - 1
+        frames = torch.from_numpy(render(clip)[:FRAMES]).permute(0, 3, 1, 2).float() / 127.5 - 1
         resized = torch.nn.functional.interpolate(frames, size=(PIXELS, PIXELS), mode="bilinear", antialias=True)
         clips.append(resized.transpose(0, 1))
     return clips

@@ -16,16 +16,7 @@ from ditkit_wan.demo.models import VARIANTS
 
 
 def write_demo(folder: Path) -> None:
-    """Write the demo's inputs: `checkpoint/` and `clips/`, the same bytes every time.
-
-    A complete folder is left alone; an incomplete one is written again.
-
-    Args:
-        folder: Where to write; created if needed.
-
-    Raises:
-        UserError: If it cannot be written.
-    """
+    """Write the demo's inputs, as `write_inputs`: `checkpoint/` and `clips/`, the same bytes every time."""
     captions = [clip.caption for clip in CLIPS]
     write_inputs(folder, {"clips": _write_clips, "checkpoint": lambda part: write_checkpoint(part, captions)})
 
@@ -43,7 +34,6 @@ def write_checkpoint(folder: Path, captions: list[str], variant: str = "t2v") ->
         captions: Sentences whose words become the tokenizer's vocabulary.
         variant: One of `VARIANTS`.
     """
-    import diffusers
     from diffusers import UniPCMultistepScheduler
     from safetensors.torch import save_file
 
@@ -62,8 +52,6 @@ def write_checkpoint(folder: Path, captions: list[str], variant: str = "t2v") ->
         prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
     ).save_pretrained(folder / "scheduler")
     index = {
-        "_class_name": kind.pipeline,
-        "_diffusers_version": diffusers.__version__,
         "boundary_ratio": None,
         "scheduler": ["diffusers", "UniPCMultistepScheduler"],
         "text_encoder": ["transformers", "UMT5EncoderModel"],
@@ -80,7 +68,7 @@ def write_checkpoint(folder: Path, captions: list[str], variant: str = "t2v") ->
             "image_encoder": ["transformers", "CLIPVisionModel"],
             "image_processor": ["transformers", "CLIPImageProcessor"],
         }
-    write_index(folder, index | dict(kind.index))
+    write_index(folder, kind.pipeline, index | dict(kind.index))
 
 
 def _write_image_encoder(folder: Path) -> None:

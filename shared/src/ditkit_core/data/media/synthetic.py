@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,9 @@ def write_text_encoder(folder: Path, model: Any, *, tied: str) -> None:
     save_file(state, folder / "text_encoder" / "model.safetensors", metadata={"format": "pt"})
 
 
-def write_index(folder: Path, index: Mapping[str, Any]) -> None:
-    """Write the `model_index.json` of a checkpoint in diffusers layout."""
+def write_index(folder: Path, pipeline: str, parts: Mapping[str, Any]) -> None:
+    """Write the `model_index.json` of a checkpoint in diffusers layout, for a pipeline of diffusers."""
+    index = {"_class_name": pipeline, "_diffusers_version": version("diffusers"), **parts}
     write_text(folder / "model_index.json", json.dumps(index, indent=2) + "\n")
 
 
