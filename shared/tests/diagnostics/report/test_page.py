@@ -4,87 +4,16 @@ import base64
 import hashlib
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from made_runs import HOSTILE, SIGMAS, write_run, write_samples
+from report_pages import Page, check_numbers, metrics, read
 from toy_world import World
 from two_experts import TwoExperts
 
-from ditkit_core.diagnostics.report import samples as samples_part
-from ditkit_core.diagnostics.report.data import Section, Series
-from ditkit_core.diagnostics.report.overview import section_verdict
 from ditkit_core.diagnostics.report.page import write_report
-from ditkit_core.diagnostics.report.samples import MEDIA_BYTES, small_jpeg
-
-
-class Page(HTMLParser):
-    """A page in pieces."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.text = text
-        self.elements: list[tuple[str, dict[str, str]]] = []
-        self.scripts: list[str] = []
-        self.shown = ""
-        self.titles: list[str] = []
-        self._open: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, {name: value or "" for name, value in attrs}))
-        if tag not in ("img", "meta"):
-            self._open.append(tag)
-        if tag == "script":
-            self.scripts.append("")
-        if tag in ("h1", "h2", "summary"):
-            self.titles.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag, f"{tag} closes what it did not open"
-
-    def handle_data(self, data: str) -> None:
-        if self._open and self._open[-1] == "script":
-            self.scripts[-1] += data
-        elif self._open and self._open[-1] != "style":
-            self.shown += data
-            if self._open[-1] in ("h1", "h2", "summary"):
-                self.titles[-1] += data
-
-    @property
-    def numbers(self) -> list[dict]:
-        return json.loads(self.scripts[0])["sections"]
-
-    def all(self, tag: str) -> list[dict[str, str]]:
-        return [attributes for name, attributes in self.elements if name == tag]
-
-
-def read(folder: Path) -> Page:
-    return Page(write_report(folder).read_text(encoding="utf-8"))
-
-
-def metrics(folder: Path) -> dict[tuple[str, int], float]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {(name, row["step"]): value for row in rows for name, value in row.items() if not isinstance(value, str)}
-
-
-def check_numbers(page: Page, folder: Path) -> None:
-    """Every number of the page is the metrics file's, and every series of the file is on the page."""
-    truth = metrics(folder)
-    (section,) = page.numbers
-    embedded = {
-        (name, step): value
-        for name, found in section["series"].items()
-        for step, value in zip(found["steps"], found["values"], strict=True)
-    }
-    assert embedded == {key: value for key, value in truth.items() if key[0] != "step"}
-    cells = page.all("data")
-    assert len(cells) > 10
-    for cell in cells:
-        assert float(cell["value"]) == truth[cell["data-key"], int(cell["data-step"])]
 
 
 def test_numbers_are_those_of_the_metrics_file(tmp_path: Path) -> None:
@@ -221,68 +150,6 @@ def test_a_long_run_makes_no_long_page(tmp_path: Path) -> None:
         assert found["steps"][-1] == max(step for key, step in truth if key == name)
 
 
-def test_images_are_made_to_take_little() -> None:
-    noise = np.random.default_rng(0).integers(0, 256, (3000, 2000, 3), dtype=np.uint8)
-    assert len(small_jpeg(noise, (640, 640), 150_000)) <= 150_000
-
-
-def test_images_are_embedded_and_lead_to_their_files(tmp_path: Path) -> None:
-    run = write_run(tmp_path)
-    for step in (0, 40):
-        write_samples(run / "samples", step, ("a cat", "50% & <b>"), suffix=".png")
-    page = read(run)
-    assert [image["alt"] for image in page.all("img")] == ["a cat", "a cat", "50% & <b>", "50% & <b>"]
-    assert all(image["src"].startswith("data:image/jpeg;base64,") for image in page.all("img"))
-    assert [link["href"] for link in page.all("a")][:2] == ["samples/step-000000-0.png"] * 2, "the image, and its label"
-
-
-def test_large_videos_are_a_link_and_the_page_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link works where the page is in the folder of the run. The newest samples and those before training go first."""
-    run = write_run(tmp_path)
-    for step in range(1, 8):
-        write_samples(run / "samples", step, ("a cat", "a dog"))
-    size = max(path.stat().st_size for path in (run / "samples").glob("*.mp4"))
-    monkeypatch.setattr(samples_part, "MEDIA_BYTES", 6 * size)
-    page = read(run)
-    embedded = {video["src"]: video["aria-label"] for video in page.all("video")}
-    assert 1 <= len(embedded) and 4 <= len(page.all("video")) <= 6
-    strip = page.text[page.text.index("a cat (seed 0)") : page.text.index("a dog (seed 0)")]
-    tiles = strip.split('<figure class="tile">')[1:]
-    assert len(tiles) == 9 and [("<video" in tile) for tile in (tiles[0], tiles[-1], tiles[1])] == [True, True, False]
-    assert all('href="samples/step-' in tile for tile in tiles) and "in the run&#x27;s folder" in tiles[1]
-    spent = sum(
-        len(base64.b64decode(each["src"].split(",")[1]))
-        for kind in ("video", "img")
-        for each in page.all(kind)
-        if each.get("src")
-    )
-    assert spent <= 6 * size < MEDIA_BYTES
-    monkeypatch.undo()
-    monkeypatch.setattr(samples_part, "VIDEO_BYTES", 10)
-    page = read(run)
-    assert not page.all("video") and len(page.all("img")) == 18, "the first frame of each, which leads to the file"
-
-
-def test_samples_that_cannot_be_shown_are_a_line_on_the_page(tmp_path: Path) -> None:
-    run = write_run(tmp_path)
-    secret = tmp_path.parent / "secret.mp4"
-    secret.write_bytes(b"secret")
-    (run / "samples" / "step-000000-0.mp4").unlink()
-    (run / "samples" / "step-000000-1.mp4").unlink()
-    (run / "samples" / "step-000000-1.mp4").symlink_to(secret)
-    write_samples(run / "samples", 20, ("a cat", "a dog"), suffix=".png")
-    (run / "samples" / "step-000020-0.png").write_bytes(b"no image")
-    page = read(run)
-    assert "step-000000-0.mp4 is missing" in page.shown and "step-000000-1.mp4 is missing" in page.shown
-    assert "cannot be read as an image" in page.shown and base64.b64encode(b"secret").decode() not in page.text
-    assert len(page.all("video")) == 2 and len(page.all("img")) == 1
-    assert "Samples of the sample command" not in page.shown
-    write_samples(run / "samples", 40, ("my prompt",), name="drawn-001-step-000040")
-    page = read(run)
-    assert page.titles.index("Samples") < page.titles.index("Samples of the sample command") < page.titles.index("Loss")
-    assert "drawn-001-step-000040" in page.shown and page.all("video")[-1]["aria-label"] == "my prompt"
-
-
 @pytest.mark.parametrize("about", ["[]", "{", '{"environments": 3, "model": [], "data": {"shapes": {"a": 1}, "excluded": [3]}}',
     '{"environments": [{"devices": null}, 7], "model": {"trained_parameters": "x"}, "data": {"shapes": [{"frames": "9"}], "fps": "x"}}'])  # fmt: skip
 def test_a_damaged_description_of_a_run_does_not_prevent_its_page(tmp_path: Path, about: str) -> None:
@@ -292,27 +159,6 @@ def test_a_damaged_description_of_a_run_does_not_prevent_its_page(tmp_path: Path
         '{"samples": [3, {"file": null}, {"prompt": ["a"]}, {"file": "/etc/hosts"}]}'
     )
     check_numbers(read(run), run)
-
-
-def test_the_verdict_says_what_the_interval_says() -> None:
-    def said(after: float, low: float | None, high: float | None) -> str:
-        series = {"held_out": Series(steps=[0, 5, 10], values=[2.0, 1.9, after])}
-        if low is not None and high is not None:
-            series |= {
-                "held_out_low": Series(steps=[10], values=[low]),
-                "held_out_high": Series(steps=[10], values=[high]),
-            }
-        verdict, details = section_verdict(Section(name="", series=series))
-        return " ".join([verdict.kind, verdict.words, *details])
-
-    assert said(1.5, 1.2, 1.8).startswith("fell validation loss fell 25 % (95 % confidence 10–40 %)")
-    assert "2 before training, 1.5 at step 10." in said(1.5, 1.2, 1.8)
-    assert said(1.5, 0.9, 2.1).startswith("unclear validation loss did not change beyond chance")
-    assert said(3.0, 2.5, 3.5).startswith("rose validation loss rose 50 % (95 % confidence 25–75 %)")
-    assert "lowest at step 5: 1.9" in said(3.0, 2.5, 3.5)
-    assert "no confidence interval" in said(1.5, None, None)
-    verdict, details = section_verdict(Section(name="", series={}))
-    assert verdict.kind == "unclear" and "does not show" in " ".join(details)
 
 
 # In a run

@@ -91,9 +91,9 @@ def audit(subject: Subject, *, advance: Callable[[], None], notes: Sequence[str]
     Raises:
         UserError: If the loss or a gradient is not finite in fp64.
     """
-    low, acting = subject.lowered, [place for place in PLACES if place not in NOT_IN_A_BATCH]
+    low = subject.lowered
     # Alone shows the error that a place adds; all but one shows what raising only this place would gain.
-    everywhere, lowered = dict.fromkeys(acting, _TRUTH), dict.fromkeys(acting, low)
+    everywhere, lowered = dict.fromkeys(ACTING, _TRUTH), dict.fromkeys(ACTING, low)
     cases: dict[str, Mapping[str, torch.dtype] | None] = {"own": None, "all lowered": lowered}
     cases |= {f"alone {place}": {**everywhere, place: low} for place in ACTING}
     cases |= {f"all but {place}": {**lowered, place: _TRUTH} for place in ACTING}
@@ -259,16 +259,12 @@ def _measure(
     loss.backward()
     measured.velocities = [velocity.detach().to(_HOST, _TRUTH) for velocity in velocities]
     measured.loss = float(loss.detach())
-    if truth is None and not all(map(_is_finite, [loss.detach(), *measured.gradients.values()])):
+    if truth is None and not all(x.isfinite().all() for x in (loss.detach(), *measured.gradients.values())):
         raise UserError(
             "the loss or a gradient is not finite in fp64, so there is no reference to compare with; check the weights and the samples "
             f"{', '.join(subject.ids)}"
         )
     return measured
-
-
-def _is_finite(x: Tensor) -> bool:
-    return bool(x.isfinite().all())
 
 
 def _forward(

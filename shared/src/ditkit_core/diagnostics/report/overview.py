@@ -48,8 +48,9 @@ def section_verdict(section: Section) -> tuple[Verdict, list[str]]:
     if len(measured.steps) == 1 or measured.steps[0] or not first:
         at = f"{format_number(last)} at step {measured.steps[-1]}"
         return Verdict(f"validation loss is {at}", "unclear"), ["It was not measured before and after training."]
-    low, high = section.series.get("held_out_low"), section.series.get("held_out_high")
-    interval = None if low is None or high is None else (low.last, high.last)
+    ends = [section.series[name] for name in ("held_out_low", "held_out_high") if name in section.series]
+    # The grid of noise levels may have changed since an interval was measured.
+    interval = [end.last for end in ends] if {end.steps[-1] for end in ends[1:]} == {measured.steps[-1]} else None
     place = min(range(len(measured.values)), key=measured.values.__getitem__)
     details = f"{format_number(first)} before training, {format_number(last)} at step {measured.steps[-1]}"
     if measured.values[place] < last:

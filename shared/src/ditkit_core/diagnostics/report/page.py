@@ -44,7 +44,7 @@ def report_page(folder: Path, sections: Sequence[Section]) -> str:
         element(
             "main",
             *(overview(section) for section in sections if section.series),
-            *samples_part(sections, folder),
+            *samples_part(sorted(sections, key=lambda each: bool(each.name)), folder),
             *(_numbers(section, index) for index, section in enumerate(sections)),
         ),
         json_script({"sections": [section.to_json() for section in sections]}, id="numbers"),
@@ -58,7 +58,9 @@ def _numbers(section: Section, index: int) -> Html:
     shown = groups(section)
     parts = [_group(group, index) for group in shown if not group.is_folded]
     folded = [_group(group, index) for group in shown if group.is_folded]
-    return element("section", *heading, *parts, constants(section), *folded, *tables(section), data_name=section.name)
+    return element(
+        "section", *heading, *parts, constants(section, shown), *folded, *tables(section), data_name=section.name
+    )
 
 
 def _group(group: Group, index: int) -> Html:

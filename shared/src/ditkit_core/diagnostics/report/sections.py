@@ -46,9 +46,9 @@ class Group:
 def groups(section: Section) -> list[Group]:
     """The charts by group, the important ones first; what is constant has none, and neither has a group without any."""
     series = section.series
-    levels = [f"{PER_SIGMA}{sigma:g}" for sigma in section.sigmas]
-    known = {"loss", *_NAMES, *(name for name in series if name.startswith("held_out"))}
-    broken = max(series["nonfinite"].values) if "nonfinite" in series else 0
+    levels = {f"{PER_SIGMA}{sigma:g}": f"σ {sigma:g}" for sigma in section.sigmas}
+    changes = (_change(series[name], title) for name, title in levels.items())
+    others = {name: name for name in series if name not in _NAMES and not name.startswith("held_out")}
     found = [
         Group(
             title="Loss", charts=[*_loss(series), *_validation(series, "held_out", "validation loss")], is_folded=False
@@ -56,22 +56,21 @@ def groups(section: Section) -> list[Group]:
         Group(title="Training", charts=_curves(series, _TRAINING), is_folded=False),
         Group(
             title="Validation loss by noise level",
-            charts=[chart for name in levels for chart in _validation(series, name, _sigma(name))],
-            note=", ".join(change for name in levels if (change := _change(series[name], _sigma(name)))),
+            charts=[chart for name, title in levels.items() for chart in _validation(series, name, title)],
+            note=", ".join(filter(None, changes)),
         ),
-        Group(
-            title="Sentinels",
-            charts=_curves(series, _SENTINELS),
-            is_folded=not broken,
-            note=f"up to {broken:g} activations are not finite"
-            if broken
-            else "all activations are finite"
-            if "nonfinite" in series
-            else "",
-        ),
-        Group(title="Other numbers", charts=_curves(series, {name: name for name in series if name not in known})),
+        _sentinels(series),
+        Group(title="Other numbers", charts=_curves(series, others)),
     ]
     return [group for group in found if group.charts]
+
+
+def _sentinels(series: Mapping[str, Series]) -> Group:
+    charts, broken = _curves(series, _SENTINELS), max(series["nonfinite"].values) if "nonfinite" in series else None
+    if broken:
+        note = f"up to {broken:g} activations are not finite"
+        return Group(title="Sentinels", charts=charts, is_folded=False, note=note)
+    return Group(title="Sentinels", charts=charts, note="all activations are finite" if broken == 0 else "")
 
 
 def _curves(series: Mapping[str, Series], names: Mapping[str, str]) -> list[Chart]:
@@ -98,10 +97,6 @@ def _loss(series: Mapping[str, Series]) -> list[Chart]:
     return [Chart(name="loss", title="training loss", series=raw.smoothed(points), raw=raw, note=note)]
 
 
-def _sigma(name: str) -> str:
-    return f"σ {name.removeprefix(PER_SIGMA)}"
-
-
 def _change(series: Series, title: str) -> str:
     if series.steps[0] or len(series.steps) == 1 or not series.values[0]:
         return ""
@@ -121,40 +116,32 @@ def _validation(series: Mapping[str, Series], name: str, title: str) -> list[Cha
     return [Chart(name=name, title=title, series=measured, band=ends, level=level, note="; ".join(notes))]
 
 
-def constants(section: Section) -> Html:
-    """A line with what did not change, and what was measured once; empty without any."""
-    shown = {chart.name for group in groups(section) for chart in group.charts}
-    flat = {
-        name: series
-        for name, series in section.series.items()
-        if name not in shown and not name.endswith(("_low", "_high"))
-    }
+def constants(section: Section, shown: Sequence[Group]) -> Html:
+    """A line with what did not change, and what was measured once; empty without any.
+
+    Args:
+        section: The section.
+        shown: Its charts.
+    """
+    names = {chart.name for group in shown for chart in group.charts}
+    flat = [name for name in section.series if name not in names and not name.endswith(("_low", "_high"))]
     said = [
-        join_html(_NAMES.get(name, name), " ", _cell(name, series.steps[-1], series.last))
-        for name, series in flat.items()
+        join_html(" · " if i else "", _NAMES.get(name, name), " ", _newest(section, name))
+        for i, name in enumerate(flat)
     ]
-    if not said:
-        return Html()
-    listed = [part for each in said for part in (" · ", each)][1:]
-    return element("p", element("strong", "Constant: "), *listed, class_="constant")
+    return element("p", element("strong", "Constant: "), *said, class_="constant") if said else Html()
 
 
-def newest(section: Section) -> Html:
-    """A table of the newest value of each number."""
-    rows = [
-        [_NAMES.get(name, name), _cell(name, series.steps[-1], series.last), str(series.steps[-1])]
-        for name, series in section.series.items()
-        if not name.startswith("held_out/") and not name.endswith(("_low", "_high"))
-    ]
-    rows += [[name, text, str(step)] for name, (step, text) in section.texts.items()]
-    return html_table(Table(head=["", "newest value", "step"], rows=rows), row_titles=True)
+def _newest(section: Section, name: str) -> Html:
+    series = section.series[name]
+    return _cell(name, series.steps[-1], series.last)
 
 
 def tables(section: Section) -> list[Html]:
     """The tables that a reader can unfold: newest numbers, validation losses, data, environment, configuration."""
     config = {key: json.dumps(value, ensure_ascii=False, default=str) for key, value in section.config.items()}
     titled = {
-        "Newest numbers": [newest(section)] if section.series else [],
+        "Newest numbers": _numbers(section),
         "Validation loss in numbers": _measurements(section),
         "Data": _data(section.data),
         "Environment": [_pairs(each) for each in section.environments],
@@ -163,8 +150,19 @@ def tables(section: Section) -> list[Html]:
     return [element("details", element("summary", title), *parts) for title, parts in titled.items() if parts]
 
 
+def _numbers(section: Section) -> list[Html]:
+    """A table of the newest value of each number."""
+    rows = [
+        [_NAMES.get(name, name), _newest(section, name), str(series.steps[-1])]
+        for name, series in section.series.items()
+        if not name.startswith("held_out/") and not name.endswith(("_low", "_high"))
+    ]
+    rows += [[name, text, str(step)] for name, (step, text) in section.texts.items()]
+    return [html_table(Table(head=["", "newest value", "step"], rows=rows), row_titles=True)] if rows else []
+
+
 def _measurements(section: Section) -> list[Html]:
-    """A table of the held-out measurements."""
+    """A table of the validation losses."""
     names = ["held_out", *(f"{PER_SIGMA}{s:g}" for s in section.sigmas)]
     columns = [f"{name}{end}" for name in names for end in ("", "_low", "_high") if f"{name}{end}" in section.series]
     if not columns:
