@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ditkit_core.models.spec import DataSpec, Expert, SampleDefaults, TrainingSpec
-from ditkit_wan.conditioning.columns import is_told_first_latent
+from ditkit_wan.conditioning.columns import is_given_first_latent
 from ditkit_wan.presets import WanArch
 
 _GUIDANCE = {"text": (4.0, 3.0), "image": (3.5, 3.5)}
@@ -21,7 +21,7 @@ def training_of(training: TrainingSpec, arch: WanArch) -> TrainingSpec:
         # One model generates from text or from an image, so half of the samples are trained without the image, as in VideoX-Fun.
         return replace(training, control_dropout=0.5)
     # The first latent frame is given, so a clip of fewer than 5 frames has nothing left to learn.
-    return replace(training, fewest_frames=5) if is_told_first_latent(arch) and not arch.music else training
+    return replace(training, fewest_frames=5) if is_given_first_latent(arch) and not arch.music else training
 
 
 def data_of(data: DataSpec, arch: WanArch) -> DataSpec:

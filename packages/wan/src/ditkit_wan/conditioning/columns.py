@@ -179,7 +179,7 @@ def conditioners(
     return found
 
 
-def is_told_first_latent(arch: WanArch) -> bool:
+def is_given_first_latent(arch: WanArch) -> bool:
     """Whether `y` gives the model the first latent frame of every clip; for a single image that is all of it."""
     extra = _extra_channels(arch)
     follows = extra == 2 * arch.out_channels and not arch.camera_channels

@@ -20,14 +20,9 @@ _MOST_EXCLUDED = 1000  # bounds the file, and the report that shows the list
 
 
 def describe_environment(devices: Sequence[torch.device]) -> dict[str, str]:
-    """Versions and devices, without names of machines or users: reports are shared.
-
-    Args:
-        devices: The devices that train, in order.
-    """
-    named = [_device(device) for device in devices]
+    """Versions and devices, without names of machines or users: reports are shared."""
     return {
-        "devices": ", ".join(named),
+        "devices": ", ".join(map(_device, devices)),
         "ditkit": version("ditkit-core"),
         "torch": torch.__version__,
         "CUDA": torch.version.cuda or "none",
@@ -45,12 +40,7 @@ def _device(device: torch.device) -> str:
 
 
 def model_summary(family: str, prepared: LoadedModel) -> dict[str, Any]:
-    """Summarize what is trained.
-
-    Args:
-        family: Name of the model's family.
-        prepared: The loaded model.
-    """
+    """Summarize what is trained: `family` is the name of the model's family."""
     trained = sum(parameter.numel() for parameter in prepared.trainable.values())
     return {"family": family, "preset": prepared.preset, "trained_parameters": trained}
 
@@ -61,7 +51,7 @@ def data_summary(dataset: Dataset, encoded: Collection[str], held_out: Sequence[
     Args:
         dataset: The dataset.
         encoded: Ids of the samples that were encoded.
-        held_out: Ids of the samples that are held out for validation.
+        held_out: Ids of those that are held out for validation.
     """
     used = [sample for sample in dataset.samples if sample.id in encoded]
     shapes = Counter((sample.frames, sample.height, sample.width) for sample in used)

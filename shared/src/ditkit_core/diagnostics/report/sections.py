@@ -117,12 +117,7 @@ def _validation(series: Mapping[str, Series], name: str, title: str) -> list[Cha
 
 
 def constants(section: Section, shown: Sequence[Group]) -> Html:
-    """A line with what did not change, and what was measured once; empty without any.
-
-    Args:
-        section: The section.
-        shown: Its charts.
-    """
+    """A line with the numbers that have no chart in `shown`: they did not change, or were measured once. Empty without any."""
     names = {chart.name for group in shown for chart in group.charts}
     flat = [name for name in section.series if name not in names and not name.endswith(("_low", "_high"))]
     said = [
