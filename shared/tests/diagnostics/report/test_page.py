@@ -40,7 +40,7 @@ def test_what_was_trained_the_verdict_and_the_samples_come_first(tmp_path: Path)
         "17 frames, 64 × 96, 16 fps",
         "40 steps",
     ]
-    wanted += ["learning rate 0.0001, adamw", "per step", "CPU, 1 of 2 threads", "peak memory 1 GiB"]
+    wanted += ["learning rate 0.0001, adamw", "1 sample per step", "CPU, 1 of 2 threads", "peak memory 1 GiB"]
     wanted += ["Validation loss fell ", "before training, ", "a cat (seed 0)", "a dog (seed 0)"]
     wanted += ["training loss", "dashed: before training", "gradient norm", "Constant: "]
     places = [page.shown.index(text) for text in wanted]

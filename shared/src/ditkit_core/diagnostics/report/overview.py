@@ -7,7 +7,7 @@ from typing import Any
 from ditkit_core.config.sizes import GIB
 from ditkit_core.diagnostics.rendering import Html, element
 from ditkit_core.diagnostics.report.data import Section, mappings
-from ditkit_core.diagnostics.report.words import Verdict, format_duration, format_number, judge_change
+from ditkit_core.diagnostics.report.words import Verdict, counted, format_duration, format_number, judge_change
 
 
 def overview(section: Section) -> Html:
@@ -93,7 +93,7 @@ def _data(section: Section) -> list[str]:
         parts += [f"{fps:g} fps"] if isinstance(fps := data.get("fps"), int | float) else []
     held_out, excluded = data.get("held_out"), data.get("num_excluded")
     return _said(
-        f"{data['samples']} {'clips' if of_clips else 'images'}" if "samples" in data else "",
+        counted(data["samples"], "clip" if of_clips else "image") if "samples" in data else "",
         f"folder {folder}" if folder else "",
         ", ".join(parts),
         f"{len(held_out)} held out for validation" if isinstance(held_out, list) and held_out else "",
@@ -102,16 +102,16 @@ def _data(section: Section) -> list[str]:
 
 
 def _training(section: Section) -> list[str]:
-    config = section.config
-    lr, batch = config.get("optim.lr"), config.get("train.batch_size")
-    rate = f"learning rate {lr:g}, {config.get('optim.name')}" if isinstance(lr, float) else ""
-    each = f"{batch * config.get('train.accumulation', 1)} samples per step" if isinstance(batch, int) else ""
-    seconds = section.series.get("seconds")
-    spent = ""
-    if seconds is not None:
-        per_step = fmean(seconds.values)
-        spent = f"about {format_duration(per_step * section.step)}, {format_duration(per_step)} per step"
-    return _said(f"{section.step} steps", rate, each, spent)
+    config, seconds = section.config, section.series.get("seconds")
+    lr, batch, times = (config.get(key) for key in ("optim.lr", "train.batch_size", "train.accumulation"))
+    samples = batch * times if isinstance(batch, int) and isinstance(times, int) else 0
+    per_step = fmean(seconds.values) if seconds else 0.0
+    return _said(
+        counted(section.step, "step"),
+        f"learning rate {lr:g}, {config.get('optim.name')}" if isinstance(lr, float) else "",
+        f"{counted(samples, 'sample')} per step" if samples and not config.get("train.batch_tokens") else "",
+        f"about {format_duration(per_step * section.step)}, {format_duration(per_step)} per step" if seconds else "",
+    )
 
 
 def _device(section: Section) -> list[str]:

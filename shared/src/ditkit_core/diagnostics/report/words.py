@@ -9,6 +9,11 @@ def format_number(value: float) -> str:
     return f"{float(f'{value:.3g}'):.10g}" if abs(value) < 1e9 else f"{value:.2e}"
 
 
+def counted(count: object, noun: str) -> str:
+    """A number of things: `1 step`, `2 steps`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def format_duration(seconds: float) -> str:
     """A time in seconds, minutes, or hours and minutes."""
     if seconds < 60:
