@@ -20,6 +20,7 @@ from ditkit_core.commands import cli, stage
 from ditkit_core.commands.options import OPTIONS, STAGES, ExportOptions, SampleOptions, TrainOptions
 from ditkit_core.errors import UserError
 from ditkit_core.io import console
+from ditkit_core.io.run_dir import RunFolderConfig
 from ditkit_core.run.config import RunConfig
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY
@@ -192,7 +193,29 @@ def test_what_print_config_prints_is_a_run_file(
     (tmp_path / "run.toml").write_text(capsys.readouterr().out)
     assert stages.called is None
     assert cli.run(TOY, "train", [str(tmp_path / "run.toml")]) == 0
-    assert stages.called[1] == RunConfig(adapter=AdapterConfig(rank=7))
+    assert stages.called[1] == RunConfig(run=RunFolderConfig(folder="runs/toy"), adapter=AdapterConfig(rank=7))
+
+
+def test_a_run_has_the_name_of_its_run_file_unless_one_is_set(
+    stages: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def folder(*argv: str) -> str:
+        assert cli.run(TOY, "train", argv) == 0
+        return str(stages.called[1].run.folder)
+
+    Path("my_cat.toml").write_text("[train]\nsteps = 3\n")
+    Path("named.toml").write_text('[run]\nfolder = "elsewhere/dog"\n')
+    assert folder("my_cat.toml") == "runs/my_cat"
+    assert folder("named.toml") == "elsewhere/dog"
+    assert folder("my_cat.toml", "--run.folder", "other") == "other"
+    assert folder("--train.steps", "3") == "runs/toy"
+    stored = tmp_path / "runs" / "run"
+    stored.mkdir(parents=True)
+    (stored / "config.toml").write_text('[run]\nfolder = "runs/run"\n')
+    assert folder("--run", "runs/run") == "runs/run"
+    assert folder("my_cat.toml", "--run", "runs/run") == "runs/run", "a stored run goes on where it is"
 
 
 def test_help_version_and_mistakes_answer_before_slow_libraries_are_imported() -> None:

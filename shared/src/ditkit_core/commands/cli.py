@@ -124,6 +124,7 @@ def _resolve(prog: str, family: Family, flags: Flags) -> RunConfig:
         stored=Path(common.run) if common.run else None,
         file=Path(common.config) if common.config else None,
         flags=flags.values,
+        name=spec.name,
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ditkit_core.config.cli_args import WHERE
-from ditkit_core.config.schema import config_fields, config_sections
+from ditkit_core.config.schema import config_sections
 from ditkit_core.config.toml import read_config_file
 from ditkit_core.errors import UserError
 
@@ -29,6 +29,7 @@ def resolve(
     stored: Path | None = None,
     file: Path | None = None,
     flags: Mapping[str, Any] | None = None,
+    name: str = "run",
 ) -> Tree:
     """Resolve a configuration.
 
@@ -38,6 +39,7 @@ def resolve(
         stored: Folder of a run to continue: its stored configuration is read, and `run.folder` is this folder.
         file: The run file.
         flags: Checked values from the command line.
+        name: Names the run's folder in `runs/` if neither a layer nor the run file's name does.
 
     Returns:
         The configuration.
@@ -45,7 +47,10 @@ def resolve(
     Raises:
         UserError: If a file cannot be read, a key is unknown, or a value has the wrong type or is refused by its section.
     """
-    layers = [] if stored is None else [_stored_layer(tree, stored)]
+    # So that the runs of two run files never share a folder; a stored run has its own.
+    layers = [Layer("by default", {"run.folder": f"runs/{name if file is None else file.stem}"})]
+    if stored is not None:
+        layers.append(_stored_layer(tree, stored))
     if file is not None:
         layers.append(Layer(f"in {file}", read_config_file(tree, file)))
     layers.append(Layer(WHERE, flags or {}))
@@ -54,10 +59,9 @@ def resolve(
     if demo is not None:
         values = read_config_file(tree, demo)
         # The demo writes its inputs into the run's folder, and a later layer may set another folder.
-        default = config_fields(tree)["run.folder"].default
-        folder = (values | _merged(layers)).get("run.folder", default)
+        folder = _merged([layers[0], Layer("", values), *layers[1:]])["run.folder"]
         placed = {key: _placed(value, folder) for key, value in values.items()}
-        layers.insert(0, Layer("in the demo's run file", placed))
+        layers.insert(1, Layer("in the demo's run file", placed))
     return build_config(tree, layers)
 
 

@@ -81,7 +81,8 @@ class RunFolderConfig:
     """The `[run]` section: the folder of the run."""
 
     folder: str = setting("runs/run", resume="free", holds="path")
-    """Folder of the run, for its resolved configuration, saved states, exports, samples and metrics. An existing run is continued."""
+    """Folder of the run, for its resolved configuration, saved states, exports, samples and metrics. An existing run is continued. By default
+    it is in `runs/` and has the name of the run file. Exports bear its name."""
 
     def __post_init__(self) -> None:
         if not self.folder.strip() or "\0" in self.folder:
