@@ -124,7 +124,7 @@ class Late(BlockSwap):
 
     def pre_forward(self, index, block):
         for queue in self._queues.values():
-            queue.held = True
+            queue.is_full = True
         super().pre_forward(index, block)
 
 

@@ -24,6 +24,8 @@ class Policy:
 
     offload: bool = False
     """Whether the kept tensors are moved to host memory until the backward."""
+    names: tuple[str, ...] = ()
+    """Its arguments in parentheses, if it takes any."""
     kind: ClassVar[str] = "none"
     recomputes: ClassVar[bool] = False
     """Whether the backward runs any of the block's forward again."""
@@ -34,11 +36,6 @@ class Policy:
     def kept_attention(self) -> tuple[str, ...] | None:
         """Names of the `attend` calls that an enclosing checkpoint keeps, empty for all; None keeps no region."""
         return None
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """The arguments in parentheses."""
-        return ()
 
     def checkpoint(self, body: "Body", tensors: "list[Tensor]", name: str) -> "tuple[Tensor, ...]":
         """Run the body under the policy.
@@ -52,7 +49,7 @@ class Policy:
 
     def __str__(self) -> str:
         """The policy as a configuration writes it."""
-        inside = f"({', '.join(self.arguments)})" if self.arguments else ""
+        inside = f"({', '.join(self.names)})" if self.names else ""
         return f"{self.kind}{inside}{'+offload' if self.offload else ''}"
 
 
@@ -71,20 +68,14 @@ class Full(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOnly(Policy):
-    """Keeps the block's inputs and the results of attention; no attention runs again."""
+    """Keeps the block's inputs and the results of attention; no attention of these names (without names, none) runs again."""
 
     kind: ClassVar[str] = "attn_only"
     recomputes: ClassVar[bool] = True
     argument: ClassVar[str] = "names of attention, such as self"
-    names: tuple[str, ...] = ()
-    """Names of the `attend` calls to keep; empty keeps all."""
 
     @property
     def kept_attention(self) -> tuple[str, ...] | None:
-        return self.names
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
         return self.names
 
     def checkpoint(self, body: "Body", tensors: "list[Tensor]", name: str) -> "tuple[Tensor, ...]":
@@ -95,13 +86,11 @@ class AttentionOnly(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class Ops(Policy):
-    """Keeps the block's inputs and the results of named operations; the others run again."""
+    """Keeps the block's inputs and the results of named operations, or sets of them (`op_names.SETS`); the others run again."""
 
     kind: ClassVar[str] = "ops"
     recomputes: ClassVar[bool] = True
     argument: ClassVar[str] = "matmul, attention, collectives, or names such as aten.mm.default"
-    names: tuple[str, ...]
-    """Names of sets (`op_names.SETS`) or of single operations."""
 
     def __post_init__(self) -> None:
         # Refused here because older versions of torch would keep the results on the device without a word.
@@ -112,10 +101,6 @@ class Ops(Policy):
                 f"this torch, {torch.__version__}, cannot move what named operations return; update it, write attn_only+offload, or "
                 "leave out +offload"
             )
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        return self.names
 
     def checkpoint(self, body: "Body", tensors: "list[Tensor]", name: str) -> "tuple[Tensor, ...]":
         from ditkit_core.engine.run_block import keeping_ops

@@ -5,6 +5,7 @@ is not yet a schedule of blocks; the planner turns it into one.
 """
 
 import difflib
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -89,17 +90,11 @@ class ACSchedule:
     @classmethod
     def of_blocks(cls, policies: Sequence[Policy]) -> "ACSchedule":
         """The shortest schedule with these policies, one per block."""
-        # First and last block of each run of equal policies.
-        spans: list[tuple[int, int]] = []
-        for i, policy in enumerate(policies):
-            if spans and policies[spans[-1][0]] == policy:
-                spans[-1] = spans[-1][0], i
-            else:
-                spans.append((i, i))
+        spans = [list(span) for _, span in itertools.groupby(range(len(policies)), key=lambda i: policies[i])]
         if len(spans) == 1:
             return cls.everywhere(policies[0])
-        where = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
-        return cls(rules=tuple(ACRule(where=w, policy=policies[a]) for w, (a, _) in zip(where, spans, strict=True)))
+        names = (str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
+        return cls(rules=tuple(ACRule(where=n, policy=policies[s[0]]) for n, s in zip(names, spans, strict=True)))
 
     def __str__(self) -> str:
         """The text that `parse_schedule` reads as this schedule."""
@@ -150,7 +145,9 @@ class ACSchedule:
         """
         if self.budget is not None:
             raise UserError(f"{KEY} = budget: a plan must resolve it into policies before a model runs")
-        devices = _fill_devices(devices)
+        # A block without parameters runs where the carry is.
+        here: torch.device | None = None
+        devices = [here := here if device is None else device for device in devices]
         # Rules that name blocks come first: the default applies to whatever they left.
         found: dict[int, Policy] = {}
         for rule in (rule for rule in self.rules if rule.where):
@@ -167,14 +164,6 @@ class ACSchedule:
         if default is not None:
             found |= _policies_of(default, rest)
         return tuple(found[i] for i in range(len(devices)))
-
-
-def _fill_devices(devices: "Sequence[torch.device | None]") -> "list[torch.device | None]":
-    """Devices with each None replaced by the one before it: a block without parameters runs where the carry is."""
-    found: list[torch.device | None] = []
-    for device in devices:
-        found.append(device if device is not None or not found else found[-1])
-    return found
 
 
 def _policies_of(rule: ACRule, named: Sequence[int]) -> dict[int, Policy]:

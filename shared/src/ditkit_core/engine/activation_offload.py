@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -91,9 +90,7 @@ class HostStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._hooks.close()
 
     def pre_forward(self, index: int, block: nn.Module) -> None:
@@ -104,7 +101,7 @@ class HostStore:
         group = self._groups[index] = _Group(self._memory.store(device))
         # A block that does not offload has a group, too: the backward of the block behind it starts copies for the group before.
         if self._offloaded[index]:
-            self._hooks.enter_context(saved_tensors_hooks(partial(self._pack, group), _unpack))
+            self._hooks.enter_context(saved_tensors_hooks(partial(self._pack, group), lambda packed: packed.unpacked()))
 
     def post_forward(self, index: int, block: nn.Module, carry: Any) -> None:
         """Copy what the block keeps and the carry no longer has."""
@@ -248,10 +245,6 @@ class _View:
 
 
 _Packed = _Stays | _View
-
-
-def _unpack(packed: _Packed) -> Tensor:
-    return packed.unpacked()
 
 
 def _check_version(tensor: Tensor, version: int) -> None:

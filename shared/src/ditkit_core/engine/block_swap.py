@@ -36,15 +36,12 @@ class KeepsState(Protocol):
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """The parameters that it updates, by name."""
-        ...
 
     def state_of(self, name: str) -> MutableMapping[str, Any]:
         """Its state of a parameter, by entry; empty before the first update."""
-        ...
 
     def is_kept_on_host(self, name: str, entry: str) -> bool:
         """Whether an entry stays on the host wherever the parameter is."""
-        ...
 
 
 def base_device_map(model: StagedModel, placement: Placement) -> Callable[[str], torch.device]:
@@ -108,7 +105,7 @@ class BlockSwap(BlockHooks):
             if index in placement.streamed and (weights := _weights(block, trained=trained)):
                 device = placement.blocks[index]
                 self._queues.setdefault(device, BlockQueue(device, self._pages)).add(index, weights)
-        self._device = {i: device for i, device in enumerate(placement.blocks) if device in self._queues}
+        self._queue_of = {i: self._queues[d] for i, d in enumerate(placement.blocks) if d in self._queues}
         each = [streamed for queue in self._queues.values() for streamed in queue.blocks.values()]
         self.buffers = [streamed.buffer for streamed in each]
         self.host_buffers = [streamed.host for streamed in each]
@@ -147,12 +144,12 @@ class BlockSwap(BlockHooks):
 
         After the forward they stay, because a backward may begin with this block.
         """
-        if (queue := self._queue(index)) is not None:
+        if (queue := self._queue_of.get(index)) is not None:
             queue.pre_forward(index)
 
     def pre_backward(self, index: int, block: nn.Module) -> None:
         """Wait for the block's weights before its backward, which may recompute it, and start the copy of the next block's."""
-        if (queue := self._queue(index)) is not None:
+        if (queue := self._queue_of.get(index)) is not None:
             queue.pre_backward(index)
 
     @contextmanager
@@ -173,7 +170,7 @@ class BlockSwap(BlockHooks):
             yield
         finally:
             for queue in self._queues.values():
-                queue.held = False
+                queue.is_full = False
                 queue.clear()
 
     def describe(self) -> str:
@@ -182,10 +179,6 @@ class BlockSwap(BlockHooks):
         what = "weights, and in training what the optimizer keeps of them," if self._hosts else "weights"
         line = f"{count} blocks are streamed: {self.num_bytes / 2**30:.2f} GiB of {what} stay in host memory"
         return line if self.locked else f"{line}, which could not be page-locked: copies will be waited for"
-
-    def _queue(self, index: int) -> "BlockQueue | None":
-        device = self._device.get(index)
-        return None if device is None else self._queues[device]
 
     def _put(self, *, on_host: bool) -> None:
         for queue in self._queues.values():
@@ -202,7 +195,7 @@ class BlockQueue:
         self.blocks: dict[int, Streamed] = {}
         self.states: dict[int, list[Streamed]] = {}
         """Optimizer state of a block's weights; more than one entry if a weight had its first gradient later than others."""
-        self.held = False
+        self.is_full = False
         """Whether all blocks stay on the device, as inside `BlockSwap.whole`."""
         self.lane = CopyLane(device)
         self._pages = pages
@@ -279,7 +272,7 @@ class BlockQueue:
 
     def fill(self) -> None:
         """Fetch all blocks, to stay."""
-        self.held = True
+        self.is_full = True
         for index in self.blocks:
             self._fetch(index)
             self._wait_for(index)
@@ -312,7 +305,7 @@ class BlockQueue:
             self.lane.wait_for(event)
 
     def _keep_only(self, *indices: int | None) -> None:
-        gone = [] if self.held else [index for index in self._there if index not in indices]
+        gone = [] if self.is_full else [index for index in self._there if index not in indices]
         if gone:
             # The work that reads and updates these blocks is launched by now. The side stream waits for it, copies the new values to the
             # host, and only then uses the memory again.

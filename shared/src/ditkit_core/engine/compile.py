@@ -72,7 +72,8 @@ def check_compiler(backend: str, devices: Collection[str] = ()) -> None:
         return
     # Inductor writes C++ for CPUs and Triton for GPUs. A missing compiler would show only in the first
     # step, as a long trace.
-    if "cpu" in devices and not any(map(shutil.which, _compilers())):
+    named = os.environ.get("CXX")  # replaces inductor's search
+    if "cpu" in devices and not any(map(shutil.which, [named] if named else ["g++", "clang++", "c++"])):
         raise UserError(
             f"{KEY} needs a C++ compiler for a CPU, and found none; install g++, set CXX, or leave {KEY} out"
         )
@@ -84,12 +85,6 @@ _UNFIT = {
     "eager": "compiles no backward, so it would ignore every checkpointing policy",
     "cudagraphs": "uses memory at fixed addresses, so a step's micro-batches would overwrite each other",
 }
-
-
-def _compilers() -> list[str]:
-    # In inductor's own order: CXX replaces its search.
-    named = os.environ.get("CXX")
-    return [named] if named else ["g++", "clang++", "c++"]
 
 
 def check_compiled(backend: str, policies: Collection[Policy], *, quantized: bool = False) -> None:
@@ -115,7 +110,7 @@ def check_compiled(backend: str, policies: Collection[Policy], *, quantized: boo
                 f"train.checkpointing: {policy} with {KEY} keeps every weight of a quantized base a second time, in model.dtype; use full or "
                 f"attn_only for all blocks, or leave {KEY} out"
             )
-        if isinstance(policy, Ops) and kept_ops(policy.names).may_draw:
+        if isinstance(policy, Ops) and kept_ops(policy.names).may_sample:
             raise UserError(
                 f"train.checkpointing: {policy} names an operation that samples random numbers, and compiled blocks sample them in another way; "
                 f"name others, or leave {KEY} out"
@@ -128,7 +123,6 @@ class CompiledRunner:
 
     eager: EagerRunner
     backend: str
-    """The compiler's backend."""
 
     def __call__(self, index: int, block: nn.Module, carry: Any, *, policy: Policy, device: torch.device | None) -> Any:
         eager = partial(self.eager, index, policy=policy, device=device)
@@ -150,7 +144,7 @@ def run_compiled(
     """Run one block under a policy, compiled.
 
     Args:
-        block: Its output carry has the type of its input, and the same values besides tensors (`check_traced`).
+        block: Its output carry has the type of its input, and the same values other than tensors (`check_traced`).
         carry: A NamedTuple. Tensors that the block passes on unchanged keep their identity.
         policy: A policy that `check_compiled` accepts.
         device: The block's device. Each graph is of one device, so that the limit on graphs counts per device.
@@ -271,14 +265,14 @@ def check_traced(block: nn.Module, carry: Any, run: Callable[[nn.Module, Any], A
     """Run a block's forward on tensors without memory, to count its attention calls: a compiled one reports none.
 
     Raises:
-        UserError: If values of its output carry besides tensors differ from those of its input.
+        UserError: If values of its output carry other than tensors differ from those of its input.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch_remat compares addresses
         after = run(block, tree_map_only(Tensor, mode.from_tensor, carry))
-    # Compared for the first block of a kind only: values besides tensors are those of the input from then
+    # Compared for the first block of a kind only: values other than tensors are those of the input from then
     # on.
     names = [name for name, part in carry._asdict().items() if _static(getattr(after, name, None)) != _static(part)]
     if names:

@@ -15,9 +15,7 @@ class World:
     """The processes that train together."""
 
     rank: int
-    """Rank of this process, from 0."""
     size: int
-    """Number of processes."""
 
 
 def world() -> World | None:

@@ -11,7 +11,7 @@ The engine itself only calls, stage by stage, small objects with one job each:
 No module is wrapped, and no parameter changes its name.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -38,7 +38,7 @@ POLICIES = ("none", "full", "attn_only")
 class BlockEngine:
     """Runs a complete forward, each block under its checkpointing policy and with the attention backend.
 
-    Passed to a model's `forward` as `run`. It is a plain value: it has no parameters, and no state besides host memory for reuse.
+    Passed to a model's `forward`. It is a plain value: it has no parameters, and no state but host memory for reuse.
     """
 
     policy: ScheduleLike = "none"
@@ -68,7 +68,8 @@ class BlockEngine:
     def __call__(self, model: StagedModel, inputs: Any) -> Any:
         blocks = model.blocks()
         devices = [device_of(block) for block in blocks]
-        policies = self._policies(devices)
+        # Without a backward nothing is kept. A schedule may also name devices of the training that this machine lacks.
+        policies = self.schedule.policies(devices) if torch.is_grad_enabled() else (Policy(),) * len(devices)
         # A model casts explicitly. An autocast of the caller would change the dtype of its matmuls without a word.
         autocast_off = autocast_disabled(next(iter(model.head.parameters())).device.type)
         with offloading(self.host, model, policies, devices) as stores, autocast_off:
@@ -84,12 +85,6 @@ class BlockEngine:
                 # After the last block, when every attention call of the step was counted.
                 calls.check()
             return self._head(model, carry)
-
-    def _policies(self, devices: Sequence[torch.device | None]) -> Sequence[Policy]:
-        if not torch.is_grad_enabled():
-            # Without a backward nothing is kept. A schedule may also name devices of the training that this machine lacks.
-            return (Policy(),) * len(devices)
-        return self.schedule.policies(devices)
 
     # Methods of their own, so that `planner/profiler.py` can measure each stage.
     def _embed(self, model: StagedModel, inputs: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from ditkit_core.engine.selective_ac import Region, kept_ops
+from ditkit_core.engine.selective_ac import GeneratorHook, Region, kept_ops
 from ditkit_core.errors import UserError
 from ditkit_core.nn.context import AttentionSettings, attention_settings, calls_in_force, scope_set
 from ditkit_core.nn.remat import RecomputeDone, RecomputeScope
@@ -86,24 +86,6 @@ def keeping_ops(names: tuple[str, ...], body: Body, tensors: list[Tensor], name:
     return made
 
 
-@dataclass(frozen=True)
-class GeneratorHook:
-    """The random generator of a block: that of its own device and no other, because backwards of several devices run at the same time."""
-
-    device: torch.device
-
-    def snapshot(self) -> Tensor:
-        """The generator's state."""
-        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
-
-    def restore(self, state: Tensor) -> None:
-        """Put a snapshot back."""
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state, self.device)
-        else:
-            torch.set_rng_state(state)
-
-
 _REPLAY_LOCKS: dict[str, Any] = {}
 """A lock for each generator. A recompute owns its generator until it is done: two backwards in two threads would otherwise consume each
 other's random numbers. Locks are re-entrant, because a recompute may run a checkpoint of its own."""
@@ -124,7 +106,7 @@ class Replayed:
         if self._at_entry is None:
             self._at_entry = self._hook.snapshot()
             return self._run(tensors)
-        with _REPLAY_LOCKS.setdefault(generator_of(self._hook.device), threading.RLock()):
+        with _REPLAY_LOCKS.setdefault(self._hook.generator, threading.RLock()):
             outside = self._hook.snapshot()
             self._hook.restore(self._at_entry)
             try:
@@ -147,11 +129,6 @@ class Replayed:
         """Put a snapshot back."""
         if state is not None:
             self._hook.restore(state)
-
-
-def generator_of(device: torch.device) -> str:
-    """Name of the generator that a device uses; all CPU devices share one."""
-    return str(device) if device.type == "cuda" else "cpu"
 
 
 @dataclass(frozen=True)
@@ -233,7 +210,7 @@ class _BlockBody:
         position = {id(tensor): index for index, tensor in enumerate(tensors)}
         self.after = [_Given(position[id(x)]) if id(x) in position else _static(x) for x in after]
         results = [x for x, static in zip(after, self.after, strict=True) if static is _MADE]
-        self._scope.hold(results)
+        self._scope.keep_results(results)
         self._results = [(x.dtype, x.requires_grad) for x in results]
         return after
 

@@ -6,10 +6,12 @@ attention that is made of several, with dropout or in the math kernel, is not ke
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -22,7 +24,7 @@ class Decision(NamedTuple):
 
     keep: bool
     is_attention: bool
-    draws: bool
+    samples: bool
     """Whether it may sample random numbers. If it is kept, the generator has to be advanced as if it had run again."""
     dropout: int | None
     """Index of its argument with a dropout probability; the operation runs again if that is above 0."""
@@ -36,7 +38,7 @@ class KeptOps:
         self._kept = self._named.union(*(SETS[name] for name in names if name in SETS))
         # By identity, because not every operation can be hashed. The operation is stored as well, so that its identity is not reused.
         self._decisions: dict[int, tuple[Any, Decision]] = {}
-        self.may_draw = any(_may_draw(name) for name in self._named)
+        self.may_sample = any(_may_sample(name) for name in self._named)
         """Whether an operation that is named itself may sample random numbers."""
 
     def decision(self, op: Any) -> Decision:
@@ -57,10 +59,10 @@ class KeptOps:
         # Dropout inside a set's attention is found by its argument; an operation that is named itself is kept as the user asked.
         arguments = op._schema.arguments if isinstance(op, torch._ops.OpOverload) and not named else ()
         indices = (index for index, argument in enumerate(arguments) if argument.name in ("dropout_p", "p_dropout"))
-        return Decision(name in self._kept, name in SETS["attention"], named and _may_draw(name), next(indices, None))
+        return Decision(name in self._kept, name in SETS["attention"], named and _may_sample(name), next(indices, None))
 
 
-def _may_draw(name: str) -> bool:
+def _may_sample(name: str) -> bool:
     """Whether an operation may sample random numbers. torch tags its own operations; those of libraries may lack the tag."""
     namespace, *rest = name.split(".")
     found: Any = getattr(torch.ops, namespace)
@@ -73,20 +75,33 @@ kept_ops = lru_cache(maxsize=64)(KeptOps)
 """(names) to the operations to keep; the same object for the same names."""
 
 
-class Generator(Protocol):
-    """A block's random generator."""
+@dataclass(frozen=True)
+class GeneratorHook:
+    """The random generator of a block: that of its own device and no other, because backwards of several devices run at the same time."""
 
-    def snapshot(self) -> Any:
+    device: torch.device
+
+    @property
+    def generator(self) -> str:
+        """Its name; all CPU devices share one."""
+        return str(self.device) if self.device.type == "cuda" else "cpu"
+
+    def snapshot(self) -> Tensor:
         """The generator's state."""
+        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
 
-    def restore(self, state: Any) -> None:
-        """Set the generator's state."""
+    def restore(self, state: Tensor) -> None:
+        """Put a snapshot back."""
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state, self.device)
+        else:
+            torch.set_rng_state(state)
 
 
 class Region:
     """One run of a block, and the results that are kept of it until its backward."""
 
-    def __init__(self, ops: KeptOps, generator: Generator):
+    def __init__(self, ops: KeptOps, generator: GeneratorHook):
         self.num_attention = 0
         """Number of attention calls that are kept."""
         self._ops = ops
@@ -95,7 +110,7 @@ class Region:
         if kept_results_reach_hooks():
             # `checkpoint` sets this from its argument of the same name, but only on torch's own context, and ours is a wrapper.
             forward[0].respect_saved_tensors_hooks = True
-        if ops.may_draw:
+        if ops.may_sample:
             forward.append(_Aligned(ops, lambda: states.append(generator.snapshot())))
             recompute.append(_Aligned(ops, lambda: generator.restore(states.pop(0))))
         self.contexts = _Modes(forward), _Modes(recompute)
@@ -127,7 +142,7 @@ class _Aligned(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if self._ops.decision(func).draws:
+        if self._ops.decision(func).samples:
             self._after()
         return out
 

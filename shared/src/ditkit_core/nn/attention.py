@@ -5,6 +5,7 @@ A model calls `attend(q, k, v, name="self")` and nothing else. The engine's sett
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -31,7 +32,6 @@ def attend(
     Args:
         q: Queries, in the matmuls' dtype.
         k: Keys; k and v may be longer or shorter than q.
-        v: Values.
         name: Unique within a block (`self`, `cross`); a checkpoint recognises the call by it.
         padding_mask: True where a key may be attended to; None if all may.
         dropout: Probability of dropping an attention weight, 0 to 1.
@@ -40,8 +40,8 @@ def attend(
         One row per query, in the dtype of q.
 
     Raises:
-        UserError: If the current backend does not support a mask, dropout, this dtype or this device; or if a call that a policy keeps
-            would run again.
+        UserError: If the current backend does not support a mask, dropout, this dtype or this device; or if a call that
+            a policy keeps would run again.
     """
     settings = settings_in_force()
     backend = BACKENDS[settings.backend]
@@ -57,16 +57,12 @@ def attend(
 def kept(function: Callable[..., Tensor], name: str, *given: Any) -> Tensor:
     """Call a function that must not run again where attention is kept, such as a collective between ranks behind an MLP.
 
-    Policies that keep attention also keep what this call saves and returns, whatever names of attention they list. Other policies treat
-    it as any other part of the block.
+    Policies that keep attention also keep what this call saves and returns, whatever names of attention they list.
+    Other policies treat it as any other part of the block.
 
     Args:
         function: Returns one tensor. It takes all tensors that it needs as arguments, and closes over none.
         name: Unique within a block, among the names of attention as well.
-        given: The function's arguments.
-
-    Returns:
-        The function's result.
     """
     if settings_in_force().keep is None:
         return function(*given)
@@ -76,20 +72,17 @@ def kept(function: Callable[..., Tensor], name: str, *given: Any) -> Tensor:
 def _kept(function: Callable[..., Tensor], what: str, name: str, *given: Any) -> Tensor:
     # A checkpoint that keeps the call never runs the function in the recompute. If it does run, the checkpoint has missed the region, and
     # the failure must be loud: the numbers would be right, at the full cost of a recompute.
-    called = _never(what) if settings_in_force().recomputing else function
+    called = partial(_refuse, what) if settings_in_force().recomputing else function
     out: Tensor = remat.region(called, name, recompute=False)(*given)
     remat.recompute_needs_tensor(out)  # the operations behind it are recomputed from it
     return out
 
 
-def _never(what: str) -> Callable[..., NoReturn]:
-    def kernel(*given: object) -> NoReturn:
-        raise UserError(
-            f"{what} should have been kept but is computed again: the checkpoint around the block does not see its mark. "
-            "Write train.checkpointing = full to recompute everything, and report this policy"
-        )
-
-    return kernel
+def _refuse(what: str, *given: object) -> NoReturn:
+    raise UserError(
+        f"{what} should have been kept but is computed again: the checkpoint around the block does not see its mark. "
+        "Write train.checkpointing = full to recompute everything, and report this policy"
+    )
 
 
 def _check(name: str, backend: Backend, q: Tensor, padding_mask: Tensor | None, dropout: float) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ditkit_core.errors import UserError
+from ditkit_core.io.tables import Table
 from ditkit_core.nn.attention_reference import exact_attention
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
@@ -202,12 +203,9 @@ def is_installed(module: str | None) -> bool:
 
 
 def check_backend(name: str, *, training: bool, devices: Collection[str] = ()) -> None:
-    """Refuse, before the first step, a backend that is unknown or not installed, does not run on these devices, or has no backward.
+    """Refuse, before the first step, a backend that is unknown, not installed, or does not run on these types of device.
 
-    Args:
-        name: The backend.
-        training: Whether a backward is needed.
-        devices: Types of device to run on; without any, no device is checked.
+    One without a backward is refused for training. Without `devices`, no device is checked.
 
     Raises:
         UserError: With the names of the backends that would work.
@@ -234,26 +232,20 @@ def _obstacle(name: str, training: bool, devices: Collection[str]) -> str | None
 
 def support_matrix() -> str:
     """A table of what each backend supports, for help texts."""
+    word = {True: "yes", False: "no"}
     head = ("backend", "backward", "key mask", "dropout", "dtype", "device", "needs", "attn_only keeps it")
     rows = [
         (
             name,
-            _word(b.has_backward),
-            _word(b.takes_mask),
-            _word(b.takes_dropout),
+            word[b.has_backward],
+            word[b.takes_mask],
+            word[b.takes_dropout],
             "bf16 fp16" if b.half_only else "any",
             " ".join(b.devices) or "any",
             b.module or "torch",
-            _word(b.has_backward),
+            word[b.has_backward],
         )
         for name, b in BACKENDS.items()
     ]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
-    ]
+    lines = Table(head=head, rows=rows, num_left=len(head)).lines()
     return "\n".join(["Attention backends (train.attention):", *(f"  {line}" for line in lines)])
-
-
-def _word(can: bool) -> str:
-    return "yes" if can else "no"

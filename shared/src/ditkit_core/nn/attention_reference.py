@@ -22,15 +22,10 @@ def exact_attention(
     padding_mask: Bool[Tensor, "batch keys"] | None,
     dropout: float,
 ) -> Float[Tensor, "batch queries heads head_dim"]:
-    """softmax(q kᵀ / √head_dim) v, in the dtype of q.
+    """softmax(q kᵀ / √head_dim) v, in the dtype of q, k and v.
 
-    Args:
-        q, k, v: Queries, keys and values of one dtype.
-        padding_mask: True where a key may be attended to; None if all may.
-        dropout: Always 0; not supported. It is here because all kernels have one signature.
-
-    Returns:
-        One row per query, in the dtype of q.
+    `padding_mask` is True where a key may be attended to; None if all may. `dropout` is always 0: all kernels have one
+    signature.
     """
     out: Tensor = _Exact.apply(q, k, v, padding_mask)
     return out

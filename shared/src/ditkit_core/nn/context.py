@@ -113,7 +113,6 @@ class AttentionSettings:
     recomputing: bool = False
     """Whether a block runs again for its backward."""
     calls: AttentionCalls | None = None
-    """The counter of calls."""
 
     def keeps(self, name: str) -> bool:
         """Whether the call with this name is kept."""

@@ -29,12 +29,8 @@ def normalised_heads(
     Args:
         x: Output of the q or k projection.
         norm: As wide as `x`, or as one head; each head is then normalised on its own.
-        heads: Number of heads.
         precision: The dtypes of norm (`qk_norms`), rotation (`rotary`) and result (`attention`).
         rotary: Cosines and sines [tables, tokens, 1, pairs]; None applies no positions (cross-attention).
-
-    Returns:
-        The heads, in `precision.attention`.
     """
     dtype = precision.qk_norms
     # Complex numbers exist for fp32 and fp64 only, and a rounding between norm and rotation needs two steps.
@@ -117,17 +113,11 @@ def modulated_norm(
     eps: float,
     norms: torch.dtype,
 ) -> Float[Tensor, "batch tokens dim"]:
-    """Layer norm without weights, times (1 + scale), plus shift.
+    """Layer norm without weights in the dtype `norms`, times (1 + scale), plus shift; in the dtype of scale and shift.
 
     Args:
         x: The residual stream.
-        scale: One row per sample, per timestep or per token.
-        shift: Of the same shape and dtype.
-        eps: Added to the variance.
-        norms: The dtype of the norm.
-
-    Returns:
-        The result in the dtype of scale and shift.
+        scale: One row per sample, per timestep or per token; `shift` has its shape and dtype.
     """
     x = x.to(norms)
     if norms != scale.dtype:
@@ -152,18 +142,15 @@ def gated_sum(
 ) -> Float[Tensor, "batch tokens dim"]:
     """x + y · gate, rounded once to the residual's dtype.
 
-    With one or two gates per sample, the backward keeps them outside autograd's saved tensors. That costs a row or two per block, and it
-    lets a checkpoint that recomputes the block stop before the matmul that made `y`, a tenth to a seventh of its forward. A gate per
-    token is as large as the tokens and is saved as usual.
+    With one or two gates per sample, the backward keeps them outside autograd's saved tensors. That costs a row or two
+    per block, and it lets a checkpoint that recomputes the block stop before the matmul that made `y`, a tenth to a
+    seventh of its forward. A gate per token is as large as the tokens and is saved as usual.
 
     Args:
         y: The output of a sub-layer, in the matmuls' dtype.
         x: The residual stream.
         gate: One row per sample or per token, or two per sample, in the modulation's dtype.
         late: With two rows per sample, the tokens that take the second.
-
-    Returns:
-        The new residual stream.
     """
     if (late is None and gate.shape[1] != 1) or torch.compiler.is_compiling():
         return _sum(y, x, per_token(gate, late))

@@ -37,8 +37,8 @@ def low_rank_sum(
 ) -> Float[Tensor, "*batch out"]:
     """base() + scaling · x Aᵀ Bᵀ, summed in the adapter's dtype and rounded once to the dtype of `base()`.
 
-    Everything that the backward needs is saved before `base` runs, and nothing after it. So where this is a block's last layer, a
-    checkpoint stops its recompute before the frozen matmul, the most expensive operation of the layer.
+    Everything that the backward needs is saved before `base` runs, and nothing after it. So where this is a block's
+    last layer, a checkpoint stops its recompute before the frozen matmul, the most expensive operation of the layer.
 
     Args:
         x: Input of the layer, after adapter dropout.
@@ -46,9 +46,6 @@ def low_rank_sum(
         up: B.
         scaling: alpha / rank.
         base: Calls the frozen layer on its input.
-
-    Returns:
-        The sum, in the dtype of `base()`.
     """
     if torch.compiler.is_compiling():
         # The compiler finds by itself what the backward needs. That of torch 2.11 keeps everything that an autograd function returns, inside
@@ -165,27 +162,23 @@ def lora_linear_class() -> type:
     class LoraLinear(PlainLora, Linear):
         """Uses our product for one active, unmerged, plain LoRA and leaves every other case to peft."""
 
-        def is_plain(self) -> bool:
+        def _alone(self) -> str | None:
+            """The name of the only active adapter, if it is unmerged and without a variant."""
             names = [name for name in self.active_adapters if name in self.lora_A]
-            short = not self.disable_adapters and not self.merged and len(names) == 1
-            if not short or names[0] in self.lora_variant:
+            is_short = not self.disable_adapters and not self.merged and len(names) == 1
+            return names[0] if is_short and names[0] not in self.lora_variant else None
+
+        def is_plain(self) -> bool:
+            if (name := self._alone()) is None:
                 return False
-            dropout = self.lora_dropout[names[0]]
+            dropout = self.lora_dropout[name]
             return not (self.training and isinstance(dropout, nn.Dropout) and dropout.p > 0)
 
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            active = [name for name in self.active_adapters if name in self.lora_A]
-            if (
-                args
-                or kwargs
-                or self.disable_adapters
-                or self.merged
-                or len(active) != 1
-                or active[0] in self.lora_variant
-            ):
+            name = self._alone()
+            if args or kwargs or name is None:
                 result: Tensor = super().forward(x, *args, **kwargs)
                 return result
-            (name,) = active
             down: Any = self.lora_A[name]
             up: Any = self.lora_B[name]
             dropout = self.lora_dropout[name]

@@ -8,11 +8,7 @@ from torch import Tensor
 
 
 def padding_mask(lengths: Sequence[int], device: torch.device) -> Bool[Tensor, "batch tokens"] | None:
-    """The mask of a padded batch.
-
-    Args:
-        lengths: Number of tokens of each sample.
-        device: The device of the mask.
+    """The mask of a padded batch, from the number of tokens of each sample.
 
     Returns:
         False on the padding of samples that are shorter than the longest; None if all have one length.

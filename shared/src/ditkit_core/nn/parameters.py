@@ -11,11 +11,8 @@ from torch import Tensor, nn
 def swapped(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> Iterator[None]:
     """Give parameters other values inside the `with` block, and afterwards exactly those from before.
 
-    The values are copied into the parameters' own storage, so placement, sharding and every reference to a parameter see them.
-
-    Args:
-        parameters: Parameters by name.
-        values: The other values, by name; parameters without one stay as they are.
+    The values are copied into the parameters' own storage, so placement, sharding and every reference to a parameter
+    see them. Parameters without a value of their name stay as they are.
     """
     before = {name: parameters[name].detach().clone() for name in values}
     try:

@@ -52,14 +52,7 @@ class QuantizedLinear(KeepsOnlyItsInput, nn.Linear):
     """
 
     def __init__(self, num_in: int, num_out: int, kind: str, *, bias: bool):
-        """Build a layer without values.
-
-        Args:
-            num_in: Number of input features.
-            num_out: Number of output features.
-            kind: One of `LAYOUTS`.
-            bias: Whether it has a bias, which is not quantized.
-        """
+        """Build a layer without values; `kind` is one of `LAYOUTS`. A bias is not quantized."""
         # Not nn.Linear's: it would allocate and initialise a dense weight.
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.kind = num_in, num_out, kind
@@ -152,14 +145,9 @@ def quantized_weights(model: nn.Module | StagedModel) -> dict[str, QuantizedLine
 
 
 def without_scales(state: Mapping[str, Tensor], model: nn.Module | StagedModel) -> dict[str, Tensor]:
-    """A model's parameters as in files: a quantized weight is a tensor on `meta` with the dense shape, and there are no scales.
+    """A model's parameters as in files: a quantized weight is a tensor on `meta` with the dense shape, and has no scales.
 
-    Args:
-        state: Parameters and buffers, by their names in files.
-        model: The model.
-
-    Returns:
-        The parameters by name.
+    `state` has the parameters and buffers by their names in files.
     """
     quantized = quantized_weights(model)
     scales = {

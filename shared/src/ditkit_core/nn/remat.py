@@ -27,32 +27,20 @@ class RecomputeDone(Exception):
 
 
 def recompute_boundary(layer: nn.Module, x: Tensor, *needed: Tensor) -> Tensor:
-    """Call a block's last layer, behind which nothing has to be recomputed.
+    """Call a block's last layer, a matmul, behind which nothing has to be recomputed.
 
-    That is free if the layer keeps nothing for its backward but its input. A layer that keeps more (adapter dropout, DoRA), or is trained,
-    so that a gate behind it needs its output, is recomputed like the rest, and so is everything behind it.
+    That is free if the layer keeps nothing for its backward but its input. A layer that keeps more (adapter dropout,
+    DoRA), or is trained, so that a gate behind it needs its output, is recomputed like the rest, and so is everything
+    behind it.
 
-    Args:
-        layer: The block's last layer, a matmul.
-        x: Its input.
-        needed: Large tensors from before the boundary that an operation behind it saves for its backward. They are recomputed, not kept.
-
-    Returns:
-        `layer(x)`.
+    `needed` are large tensors from before the boundary that an operation behind it saves for its backward. They are
+    recomputed, not kept.
     """
     return recompute_boundaries([(layer, x)], *needed)[0]
 
 
 def recompute_boundaries(last: Sequence[tuple[nn.Module, Tensor]], *needed: Tensor) -> list[Tensor]:
-    """`recompute_boundary` for a block of several streams, whose last layers are called together.
-
-    Args:
-        last: Each stream's last layer, with its input.
-        needed: As for `recompute_boundary`.
-
-    Returns:
-        Each layer's output.
-    """
+    """`recompute_boundary` for a block of several streams, whose last layers are called together, each on its input."""
     settings = settings_in_force()
     # The compiler finds by itself what the backward needs. A region would make it keep the outputs.
     is_plain = torch.compiler.is_compiling() or settings.keep is None
@@ -85,12 +73,8 @@ def handed_on(function: Callable[..., Tensor], *given: Any, name: str) -> Tensor
     That result is in memory anyway, so a recompute takes it from the forward and goes on behind the part.
 
     Args:
-        function: The part.
-        given: Its arguments; the first is a tensor.
+        given: The part's arguments; the first is a tensor.
         name: Unique within the block.
-
-    Returns:
-        The part's result.
     """
     settings = settings_in_force()
     if torch.compiler.is_compiling() or settings.keep is None:
@@ -139,11 +123,7 @@ class RecomputeScope:
     """What a block, or a part of one (`handed_on`), saves behind its boundary. Its forward runs inside the `with` block."""
 
     def __init__(self, hooks: Hooks | None = None):
-        """Start before the boundary.
-
-        Args:
-            hooks: The saved-tensor hooks around the checkpoint, if there are any; they get what is kept.
-        """
+        """Start before the boundary. Saved-tensor hooks around the checkpoint, if there are any, get what is kept."""
         self.hooks = hooks
         self.is_reached = False
         self.parts: dict[str, RecomputeScope] = {}
@@ -165,7 +145,7 @@ class RecomputeScope:
         self.is_reached, self._needed = True, needed
         self._open.enter_context(saved_tensors_hooks(self._pack, self._unpack))
 
-    def hold(self, results: Sequence[Tensor]) -> None:
+    def keep_results(self, results: Sequence[Tensor]) -> None:
         """Keep the block's results until its recompute. That is free where the next block keeps them too, and plans count it."""
         if self.is_reached:
             self._results = [x.detach() if self.hooks is None else self.hooks[0](x.detach()) for x in results]
@@ -191,10 +171,8 @@ class RecomputeScope:
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _Again):
-            value, packed.value = (
-                packed.value,
-                None,
-            )  # read once, so that its memory is freed with the backward of the operation
+            # Read once, so that its memory is freed with the backward of the operation.
+            value, packed.value = packed.value, None
             assert value is not None, "no recompute came before"
             return value
         if self.hooks is not None:

@@ -33,15 +33,13 @@ def timestep_features(
 ) -> Float[Tensor, "*batch dim"]:
     """Sinusoidal features of t = 1000 · σ: cosines, then sines, in `dtype`, or in fp32 if that is wider.
 
-    fp32 costs an error of at most 7.6e-5; a timestep that is rounded to bf16 costs 1.7, and no later precision brings that back.
+    fp32 costs an error of at most 7.6e-5; a timestep that is rounded to bf16 costs 1.7, and no later precision restores
+    it.
 
     Args:
         timestep: t, 0 to 1000; rounded to `dtype` first.
         dim: Number of features; even.
         dtype: The dtype of `Precision.timestep`.
-
-    Returns:
-        The features.
 
     Source: `sinusoidal_embedding_1d` in Wan-Video/Wan2.1, wan/modules/model.py; `timestep_embedding` in
     black-forest-labs/flux2, src/flux2/model.py.
@@ -60,15 +58,9 @@ def rotate(
     cos: Float[Tensor, "tables tokens 1 pairs"],
     sin: Float[Tensor, "tables tokens 1 pairs"],
 ) -> Float[Tensor, "batch tokens heads head_dim"]:
-    """Rotate adjacent pairs of features.
+    """Rotate adjacent pairs of features, in the wider dtype of `x` (queries or keys) and the tables.
 
-    Args:
-        x: Queries or keys.
-        cos: Cosines; `tables` is 1 if all samples have one layout, else the number of samples.
-        sin: Sines.
-
-    Returns:
-        The rotated features, in the wider dtype of `x` and the tables.
+    `tables` is 1 if all samples have one layout, else the number of samples.
     """
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)

@@ -30,21 +30,17 @@ _KEPT = -1 << 16
 
 
 def random_bits(count: int, key: int, device: torch.device | str, *, start: int = 0) -> Int[Tensor, "count"]:
-    """Random numbers of 16 bits, as a function of `key` and the index alone.
+    """Random numbers of 16 bits, int32 from 0 to 65535, as a function of `key` and the index alone.
 
-    A counter is mixed twice, with each half of the key, by the 32-bit finalizer `lowbias32`; each result gives two numbers.
+    A counter is mixed twice, with each half of the key, by the 32-bit finalizer `lowbias32`; each result gives two
+    numbers.
 
     Args:
-        count: Number of numbers.
         key: 0 to 2**64 - 1, itself well mixed, like the result of `seed_of`.
-        device: The device to compute on.
         start: First value of the counter; each value gives two numbers.
 
-    Returns:
-        int32 numbers, 0 to 65535.
-
-    Source: `lowbias32` with its later constants in C. Wellons, "hash-prospector": each bit of the result depends on each bit of the input
-    with a probability within 0.11 % of one half.
+    Source: `lowbias32` with its later constants in C. Wellons, "hash-prospector": each bit of the result depends on
+    each bit of the input with a probability within 0.11 % of one half.
     """
     half = (count + 1) // 2
     mixed = torch.arange(start, start + half, dtype=torch.int32, device=device)
@@ -111,15 +107,7 @@ def write_split(weight: Tensor, values: Tensor, rest: Tensor) -> None:
 
 @torch.no_grad()
 def joined(weight: Tensor, rest: Tensor | None) -> Tensor:
-    """Restore split values, bitwise identical.
-
-    Args:
-        weight: The bf16 weight.
-        rest: The remainder; None if there is none.
-
-    Returns:
-        fp32 values in new memory; those of the weight if there is no remainder.
-    """
+    """Restore split values, bitwise identical: fp32 in new memory; those of the weight without a remainder."""
     values = weight.float()
     if rest is not None:
         values.view(torch.int32).add_(rest)

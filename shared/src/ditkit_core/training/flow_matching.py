@@ -49,9 +49,8 @@ def sigma_at(probability: Float[Tensor, "*shape"], config: FlowConfig, shift: fl
     u = low + (high - low) * probability.double()
     if config.sampling == "logit_normal":
         u = torch.sigmoid(config.logit_mean + config.logit_std * torch.special.ndtri(u))
-    return shift_sigma(u, shift).clamp(
-        config.min_sigma, config.max_sigma
-    )  # only against rounding: the range was applied to the probability
+    # Clamped only against rounding: the range was applied to the probability.
+    return shift_sigma(u, shift).clamp(config.min_sigma, config.max_sigma)
 
 
 def sample_noise(

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from ditkit_core.config.field import setting
@@ -124,9 +123,7 @@ class MetricsLog:
         """Whether a step gets a line."""
         return step % self._config.every_steps == 0
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         with suppress(OSError):  # it writes what `write` could not, which has been reported
             self._file.close()
 

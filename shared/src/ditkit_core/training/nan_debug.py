@@ -23,15 +23,8 @@ from ditkit_core.models.protocol import StagedModel
 from ditkit_core.training.tensor_stats import magnitudes
 
 _MAKES_INFINITIES = (
-    "empty",
-    "new_empty",
-    "full",
-    "new_full",
-    "fill",
-    "masked_fill",
-    "scalar_tensor",
-    "where",
-    "resize",
+    *("empty", "new_empty", "resize", "full", "new_full", "fill", "masked_fill"),
+    *("scalar_tensor", "where"),
 )
 """Operations that may return infinities on purpose: masks of -inf, and memory that is filled later."""
 
@@ -51,9 +44,8 @@ def find_first_nonfinite(model: StagedModel, loss_of: Callable[[], Tensor]) -> d
     """
     probe = _Probe(model)
     with ExitStack() as stack:
-        stack.enter_context(
-            torch.compiler.set_stance("force_eager")
-        )  # a dispatch mode does not see operations inside compiled code
+        # A dispatch mode does not see operations inside compiled code.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(probe.watching())
         loss = loss_of()
         if probe.found is None and bool(loss.isfinite()):
@@ -120,9 +112,8 @@ class _Probe(TorchDispatchMode):
         outer = self._local.stack[-1][0] if self._local.stack else "inputs"
         stage = self._tops.get(id(module), outer)
         self._local.stack.append((stage, name))
-        if (
-            id(module) in self._tops and self.found is None
-        ):  # checked only now: the weights of a streamed block are not on the device before
+        # Checked only now: the weights of a streamed block are not on the device before.
+        if id(module) in self._tops and self.found is None:
             own = module.named_parameters(prefix=name)
             self._broken_weights = [canonical_name(one) for one, weight in own if not self._is_finite(weight)]
 
@@ -155,9 +146,8 @@ class _Probe(TorchDispatchMode):
         in_place = isinstance(func, OpOverload) and func._schema.is_mutable
         masked = in_place and self._has_masks(given)  # before an in-place operation overwrites them
         out = func(*args, **(kwargs or {}))
-        made = tree_leaves(out)[
-            : 1 if "attention" in name else None
-        ]  # its other results have padding that is never written
+        # The other results of attention have padding that is never written.
+        made = tree_leaves(out)[: 1 if "attention" in name else None]
         broken = [leaf for leaf in made if isinstance(leaf, Tensor) and not self._is_finite(leaf)]
         if broken and not (all(map(self._is_masked, broken)) and (masked or not in_place and self._has_masks(given))):
             self._note(operation)

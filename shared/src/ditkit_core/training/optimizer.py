@@ -79,12 +79,12 @@ class NamedOptimizer:
         self.parameters = dict(parameters)
         self.fused_backward = config.fused_backward
         self._rounding = config.rounding
-        self._draw: tuple[int, int] = (0, 0)
-        self._held = {name: self._stand_in(parameter, config) for name, parameter in self.parameters.items()}
+        self._rounding_at: tuple[int, int] = (0, 0)
+        self._proxies = {name: self._stand_in(parameter, config) for name, parameter in self.parameters.items()}
         # With `fused_backward` a step has one micro-batch, so nothing is summed.
         self._accumulation = None if config.fused_backward else accumulation
         self._expect_gradients()
-        self._rounds = any(self._held[name] is not parameter for name, parameter in self.parameters.items())
+        self._rounds = any(self._proxies[name] is not parameter for name, parameter in self.parameters.items())
         self._kinds: list[OptimizerKind] = []
         self.parts: list[torch.optim.Optimizer] = []
         self._singles: dict[str, _Single] = {}
@@ -113,7 +113,7 @@ class NamedOptimizer:
         return nn.Parameter(torch.empty((0,) * parameter.ndim, dtype=torch.float32, device=parameter.device))
 
     def _add(self, name: str, parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> None:
-        parameters = {one: self._held[one] for one in parameters}
+        parameters = {one: self._proxies[one] for one in parameters}
         wide = [parameter for parameter in parameters.values() if parameter.ndim > 1]
         flat = [parameter for parameter in parameters.values() if parameter.ndim <= 1]
         groups = [
@@ -154,12 +154,12 @@ class NamedOptimizer:
 
     def begin(self, seed: int, step: int) -> None:
         """Set seed and step: the random numbers of stochastic rounding are a function of them and the parameter's name."""
-        self._draw = seed, step
+        self._rounding_at = seed, step
 
     def step(self, lr: float) -> None:
         """Update the parameters from their gradients, at this learning rate."""
         for name, parameter in self.parameters.items():
-            own = self._held[name] is parameter  # a stand-in takes its gradient in fp32
+            own = self._proxies[name] is parameter  # a stand-in takes its gradient in fp32
             if own and (gradient := parameter.grad) is not None and gradient.dtype != parameter.dtype:
                 parameter.grad = None
                 parameter.grad_dtype = parameter.dtype  # torch refuses a gradient of another dtype
@@ -188,7 +188,7 @@ class NamedOptimizer:
     @contextmanager
     def _in_fp32(self, name: str) -> Iterator[None]:
         """Inside the block the stand-in of a bf16 parameter has its values and gradient in fp32; afterwards they are rounded back."""
-        parameter, wide = self.parameters[name], self._held[name]
+        parameter, wide = self.parameters[name], self._proxies[name]
         if wide is parameter or parameter.grad is None:
             yield
             return
@@ -198,7 +198,7 @@ class NamedOptimizer:
             yield
             wide.grad = None
             if self._rounding == "stochastic":
-                seed, step = self._draw
+                seed, step = self._rounding_at
                 write_stochastic(parameter, wide.data, seed_of(seed, "rounding", step, name))
             elif self._rounding == "split":
                 state = self.state_of(name)
@@ -225,7 +225,7 @@ class NamedOptimizer:
         it is back on the parameter's device for the update.
         """
         for part in self.parts:
-            if (state := part.state.get(self._held[name])) is not None:
+            if (state := part.state.get(self._proxies[name])) is not None:
                 found: MutableMapping[str, Any] = state
                 return found
         return {}
@@ -268,7 +268,7 @@ class NamedOptimizer:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything that `load_state` needs to resume bitwise identically: tensors by name, and values for JSON."""
-        return export_state(self.parts, self._progress(), self._held)
+        return export_state(self.parts, self._progress(), self._proxies)
 
     def load_state(
         self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], *, on_host: Collection[str] = ()
@@ -278,12 +278,12 @@ class NamedOptimizer:
         Raises:
             UserError: If it is the state of other parameters or another optimizer.
         """
-        import_state(self.parts, self._progress(), self._held, tensors, values, untouched=on_host)
+        import_state(self.parts, self._progress(), self._proxies, tensors, values, untouched=on_host)
         for name, parameter in self.parameters.items():
             state = self.state_of(name)
             if _REST in state:  # torch casts state to the dtype of its parameter
                 rest = state.pop(_REST)
-                if self._rounding == "split" and self._held[name] is not parameter:
+                if self._rounding == "split" and self._proxies[name] is not parameter:
                     state[_REST] = rest.to(torch.int16)
         self._share_state()  # loading gives the parts new dictionaries
 

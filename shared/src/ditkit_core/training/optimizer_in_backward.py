@@ -12,7 +12,6 @@ not call it again: gradients arrive through the graph of the forward.
 import math
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -59,9 +58,7 @@ class OptimizerInBackward:
             self._handles.append(handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         for handle in self._handles:
             handle.remove()
         if error is None and self._sound:

@@ -43,7 +43,7 @@ def export_state(
                 elif type(value).__name__ in _SUBCLASSES:
                     inner, attributes = value.__tensor_flatten__()  # type: ignore[attr-defined]
                     tensors |= {f"{key}|{one}": getattr(value, one).contiguous() for one in inner}
-                    subclasses[key] = [type(value).__name__, [_to_json(attribute) for attribute in attributes]]
+                    subclasses[key] = [type(value).__name__, list(map(_to_json, attributes))]
                 else:
                     tensors[key] = value.detach().contiguous()
     groups = [
@@ -86,9 +86,7 @@ def import_state(
         groups = part.state_dict()["param_groups"]
         for group, scalars in zip(groups, saved, strict=True):
             group.update({key: scalars[key] for key in keys if key in scalars})
-        part.load_state_dict(
-            {"state": state, "param_groups": groups}
-        )  # torch's own, which moves each entry to its device
+        part.load_state_dict({"state": state, "param_groups": groups})  # moves each entry to its device
         # State that stays on the host bypasses torch's loading, which would move it to the parameter's device.
         part.state.update({order[i]: found for i, found in known.items() if i not in state})
 

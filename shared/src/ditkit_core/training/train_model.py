@@ -18,7 +18,6 @@ class TrainModel:
 
     module: StagedModel
     engine: Engine
-    """Runs its forward."""
     spec: ModelSpec
     trainable: Mapping[str, nn.Parameter] = field(default_factory=dict, repr=False)
     """The parameters to train, by name; no two names share one. A forward alone needs none."""
@@ -35,19 +34,15 @@ class MicroBatch(Protocol):
     @property
     def ids(self) -> Sequence[str]:
         """Stable names of the samples."""
-        ...
 
     @property
     def items(self) -> Sequence[Mapping[str, Tensor]]:
         """Their tensors: `latents` [channels, frames, height, width] and the model's own."""
-        ...
 
     @property
     def weights(self) -> Sequence[float]:
         """Factor of each sample's loss; empty: 1 each."""
-        ...
 
     @property
     def counted(self) -> float | None:
         """Number of samples that it counts for in the step's mean: None for as many as it has, 0 if its loss is added to the mean."""
-        ...

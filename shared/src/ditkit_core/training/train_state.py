@@ -89,9 +89,8 @@ class TrainState:
         if self._swap is not None:
             self._swap.attach(self.optimizer)
             self._swap.host_changed()
-        self.average = EMA(
-            self.values, self._ema_config
-        )  # new, so that an average that was not saved starts from these weights
+        # New, so that an average that was not saved starts from these weights.
+        self.average = EMA(self.values, self._ema_config)
         self.average.load(state.tensors.get("ema", {}))
         self.step, self.held_out = state.step, state.held_out
         self.history = ValidationHistory(state.values)

@@ -47,9 +47,7 @@ class StepContext:
     step: int
     """Optimizer steps done before this one."""
     seed: int
-    """The run's seed."""
     flow: FlowConfig
-    """Noise levels and weights."""
     pipelined: bool = False
     """Run all forwards, then one backward over the sum of the losses. Forwards are launched without waiting, and autograd runs the
     backwards of different devices in parallel, so the devices of a split model work at the same time. The activations of all

@@ -75,7 +75,6 @@ class DataLoader(Protocol):
 
     def micro_batches(self, index: int) -> Sequence[MicroBatch]:
         """Micro-batch `index` of the run, counted from 0 over all steps, and that of class images with it, if any."""
-        ...
 
 
 class Callback:
@@ -122,11 +121,9 @@ class Progress(Protocol):
 
     def advance(self, amount: float = 1) -> None:
         """Count optimizer steps."""
-        ...
 
     def update(self, **fields: Any) -> None:
         """Show the latest metrics by name."""
-        ...
 
 
 class ProgressBar(Callback):
@@ -169,11 +166,9 @@ class TrainResult:
     held_out_before: float | None
     """Held-out loss before the first step of the run, however often it was resumed."""
     held_out: float | None
-    """Last held-out loss."""
     held_out_interval: tuple[float, float] | None
     """Its 95 % confidence interval, as `validation.py` defines it; None with clips of fewer than two files, or before the first step."""
     save: Path | None
-    """The newest save."""
 
 
 class Trainer:
@@ -239,9 +234,8 @@ class Trainer:
                 if saving:
                     self._save(metrics)
                     saved_at = time.monotonic()
-                stopping = (
-                    interrupts.requested
-                )  # read once: a signal that comes during the preview ends the loop after the next step
+                # Read once: a signal that comes during the preview ends the loop after the next step.
+                stopping = interrupts.requested
                 if stopping and not saving:
                     self._save(metrics)
                 self._preview(stopping=stopping)
@@ -332,13 +326,10 @@ class Trainer:
 
     def _preview(self, *, stopping: bool) -> None:
         step = self._state.step
-        if (
-            step < self._config.train.steps
-        ):  # after the last step, the samples of the finished model take the place of a preview
-            self._call(
-                lambda callback: callback.on_preview(step),
-                [callback for callback in self._callbacks if callback.wants_preview(step, stopping=stopping)],
-            )
+        # After the last step, the samples of the finished model take the place of a preview.
+        if step < self._config.train.steps:
+            wanting = [callback for callback in self._callbacks if callback.wants_preview(step, stopping=stopping)]
+            self._call(lambda callback: callback.on_preview(step), wanting)
 
     def _call(self, act: Callable[[Callback], None], callbacks: Sequence[Callback] | None = None) -> None:
         """Call `act` on the callbacks, by default all, while the parameters are those to export."""
