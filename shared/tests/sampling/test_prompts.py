@@ -136,7 +136,7 @@ def test_captions_take_the_place_of_prompts_with_their_own_size_and_references()
 def test_what_is_given_takes_the_place_of_what_a_clip_says_in_another_way(tmp_path: Path) -> None:
     columns = [
         Column(name="way", kind="text"), Column(name="speed", kind="text"), Column(name="cat", kind="text"),
-        Column(name="path", kind="table", aliases=("poses",), instead_of=("way", "speed")),
+        Column(name="path", kind="table", aliases=("poses",), alternative_to=("way", "speed")),
     ]  # fmt: skip
     file = str(tmp_path / "p.txt")
     Path(file).write_text("1")

@@ -66,7 +66,7 @@ def examine_run(run: RunContext) -> CheckReport:
     examined = examine_dataset(run)
     checkup = examined.checkup
     if examined.samples:
-        memory, lacking = plan_memory(run, examined.samples, examined.class_pictures)
+        memory, lacking = plan_memory(run, examined.samples, examined.class_images)
         checkup = replace(checkup, memory=memory, findings=(*checkup.findings, *lacking))
     for each in runs_of(run) if examined.samples else ():  # class images alone are no training data
         step, found = try_step(each, examined)

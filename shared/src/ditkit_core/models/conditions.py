@@ -24,7 +24,7 @@ class Column:
     """Frame of the clip that an image shows, if any; then the image fits only one window of a file."""
     in_front: bool = False
     """Whether it adds a latent frame in front of the clip's; `TrainingSpec.empty_item` gets it as a reference of the clip's size."""
-    instead_of: tuple[str, ...] = ()
+    alternative_to: tuple[str, ...] = ()
     """Columns that give the same condition in another form. If a clip has both, this column is used. A column given for a generated
     sample replaces the clip's own columns of the other form."""
     doc: str = ""
@@ -41,13 +41,13 @@ def named_columns(columns: Sequence[Column]) -> dict[str, list[Column]]:
 
 
 def alternatives_of(columns: Sequence[Column], given: Collection[str]) -> set[str]:
-    """The columns that give the same conditions as some given columns, in another form (`Column.instead_of`, in both directions).
+    """The columns that give the same conditions as some given columns, in another form (`Column.alternative_to`, in both directions).
 
     Args:
         columns: The model's columns.
         given: Names of some of them.
     """
-    pairs = [(column.name, other) for column in columns for other in column.instead_of]
+    pairs = [(column.name, other) for column in columns for other in column.alternative_to]
     return {other for name, other in pairs if name in given} | {name for name, other in pairs if other in given}
 
 

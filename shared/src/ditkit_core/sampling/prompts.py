@@ -102,7 +102,7 @@ def control_files(config: SampleConfig, columns: Sequence[Column]) -> dict[str, 
                 raise UserError(f"sample.controls: {name} = {value} does not exist; correct the path")
         files[known[name].name] = value
     for column in columns:
-        if column.name in files and (twice := next((other for other in column.instead_of if other in files), "")):
+        if column.name in files and (twice := next((other for other in column.alternative_to if other in files), "")):
             raise UserError(
                 f"sample.controls: {column.name} and {twice} give the same condition; leave one of them out"
             )

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from ditkit_core.data.media.synthetic import drawn, isometry, write_index, write_inputs, write_text_encoder
+from ditkit_core.data.media.synthetic import isometry, random_model, write_index, write_inputs, write_text_encoder
 from ditkit_flux2.demo.media import EXAMPLES, DemoImage, render, write_dataset
 
 HEADS, AXES = 4, (4, 4, 4, 4)
@@ -122,14 +122,14 @@ def build_text_encoder(vocabulary_size: int, pad_token_id: int) -> Any:
         architectures=["Qwen3ForCausalLM"],
         dtype="float32",
     )
-    return drawn("text encoder", Qwen3ForCausalLM, config)
+    return random_model("text encoder", Qwen3ForCausalLM, config)
 
 
 def build_vae() -> Any:
     """A VAE of few channels whose latents of the demo's images have mean 0 and variance 1 in every channel."""
     from diffusers import AutoencoderKLFlux2
 
-    vae = drawn("vae", AutoencoderKLFlux2, **VAE_DIMS, latent_channels=LATENT_CHANNELS).requires_grad_(False)
+    vae = random_model("vae", AutoencoderKLFlux2, **VAE_DIMS, latent_channels=LATENT_CHANNELS).requires_grad_(False)
     modes = [vae.encode(_pixels(example.image)).latent_dist.mode() for example in EXAMPLES]
     patches = torch.cat([functional.pixel_unshuffle(mode, 2)[0].flatten(1) for mode in modes], dim=1)
     vae.bn.running_mean.copy_(patches.mean(dim=1))
@@ -142,7 +142,7 @@ def build_transformer() -> Any:
     from diffusers import Flux2Transformer2DModel
 
     channels = 4 * LATENT_CHANNELS
-    model = drawn(
+    model = random_model(
         "transformer",
         Flux2Transformer2DModel,
         in_channels=channels,

@@ -53,7 +53,7 @@ _EVERY = (
         name="camera_file",
         kind="table",
         aliases=("control_file_path", "pose_file"),
-        instead_of=("camera_control_direction", "camera_control_speed"),
+        alternative_to=("camera_control_direction", "camera_control_speed"),
         doc="A text file of camera poses in RealEstate10K's format, in place of direction and speed.",
     ),
     Column(

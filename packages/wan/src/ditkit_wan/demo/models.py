@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ditkit_core.data.media.synthetic import drawn, isometry
+from ditkit_core.data.media.synthetic import isometry, random_model
 from ditkit_wan.demo.media import CLIPS, render
 from ditkit_wan.encoders.vae_kinds import WAN_2_2
 from ditkit_wan.presets import MUSIC_LAYERS, MusicArch, WanArch
@@ -126,7 +126,7 @@ def build_text_encoder(vocabulary_size: int) -> Any:
         eos_token_id=1,
         architectures=["UMT5EncoderModel"],
     )
-    return drawn("text encoder", UMT5EncoderModel, config)
+    return random_model("text encoder", UMT5EncoderModel, config)
 
 
 def build_image_encoder() -> Any:
@@ -142,14 +142,14 @@ def build_image_encoder() -> Any:
         patch_size=14,
         hidden_act="gelu",
     )
-    return drawn("image encoder", CLIPVisionModel, config)
+    return random_model("image encoder", CLIPVisionModel, config)
 
 
 def build_vae(variant: Variant) -> Any:
     """A Wan VAE of few channels whose latents of the demo's clips have mean 0 and variance 1 in every channel."""
     from diffusers import AutoencoderKLWan
 
-    vae = drawn("vae", AutoencoderKLWan, **{**variant.vae, **VAE_DIMS}).requires_grad_(False)
+    vae = random_model("vae", AutoencoderKLWan, **{**variant.vae, **VAE_DIMS}).requires_grad_(False)
     latents = torch.cat([vae.encode(clip[None]).latent_dist.mean[0].flatten(1) for clip in _clip_pixels()], dim=1)
     vae.register_to_config(latents_mean=_rounded(latents.mean(dim=1)), latents_std=_rounded(latents.std(dim=1)))
     return vae
@@ -170,7 +170,7 @@ def build_transformer(variant: Variant, expert: int = 0) -> Any:
         "rope_max_seq_len": 1024,
     } | dict(variant.config)
     name = "transformer" if expert == 0 else f"transformer {expert}"
-    model = drawn(name, getattr(diffusers, variant.transformer), **settings)
+    model = random_model(name, getattr(diffusers, variant.transformer), **settings)
     dim, channels = settings["num_attention_heads"] * HEAD_DIM, settings["out_channels"]
     with torch.no_grad():
         model.condition_embedder.time_embedder.linear_2.weight.mul_(0.5)
@@ -189,7 +189,7 @@ def build_official(arch: WanArch) -> dict[str, Tensor]:
     from ditkit_core.models.precision import Precision
     from ditkit_wan.model.transformer import WanTransformer
 
-    model = drawn("transformer", WanTransformer, arch, Precision(matmul=torch.float32))
+    model = random_model("transformer", WanTransformer, arch, Precision(matmul=torch.float32))
     return {to_official(name): tensor.contiguous() for name, tensor in model.state_dict().items()}
 
 

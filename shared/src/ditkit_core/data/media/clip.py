@@ -19,6 +19,7 @@ from torch.nn import functional
 from ditkit_core.data.media import image as still
 from ditkit_core.data.media import video
 from ditkit_core.data.media.files import is_folder, is_regular
+from ditkit_core.data.media.image import RgbImage
 from ditkit_core.data.media.image_sequence import open_folder
 from ditkit_core.data.media.timestamps import SLACK_SECONDS
 from ditkit_core.errors import UserError
@@ -162,12 +163,12 @@ def read_clip(
         UserError: If the file cannot be read, or ends before the last frame.
     """
     clip = torch.empty(3, frames, height, width)
-    for i, image in enumerate(pictures(path, frames=frames, fps=fps, start_seconds=start_seconds)):
+    for i, image in enumerate(stored_images(path, frames=frames, fps=fps, start_seconds=start_seconds)):
         clip[:, i] = _fit(image, height, width)
     return clip
 
 
-def pictures(path: Path, *, frames: int, fps: float, start_seconds: float = 0.0) -> Iterator[video.Picture]:
+def stored_images(path: Path, *, frames: int, fps: float, start_seconds: float = 0.0) -> Iterator[RgbImage]:
     """The images of a clip at their stored size; if an image stays on screen, the same object is yielded again.
 
     Args, and the errors raised, are those of `read_clip`.
@@ -194,7 +195,7 @@ def _checked(path: Path) -> Kind:
     return kind
 
 
-def _fit(image: video.Picture, height: int, width: int) -> Float[Tensor, "3 height width"]:
+def _fit(image: RgbImage, height: int, width: int) -> Float[Tensor, "3 height width"]:
     """Scale to cover the size (antialiased), crop to the centre, map 0…255 to [-1, 1]."""
     pixels = torch.from_numpy(np.ascontiguousarray(_without_far_ends(image, height, width))).permute(2, 0, 1).float()
     scale = max(height / pixels.shape[1], width / pixels.shape[2])
@@ -206,7 +207,7 @@ def _fit(image: video.Picture, height: int, width: int) -> Float[Tensor, "3 heig
     return pixels[:, top : top + height, left : left + width] / 127.5 - 1
 
 
-def _without_far_ends(image: video.Picture, height: int, width: int) -> video.Picture:
+def _without_far_ends(image: RgbImage, height: int, width: int) -> RgbImage:
     """The middle of a very long image, from which resizing and cropping give the same part; any other image as it is.
 
     Resized as a whole, 1000 x 1 pixels at 480 x 832 would take 5 GB.
@@ -232,7 +233,7 @@ def write_video(path: Path, pixels: Float[Tensor, "3 frames height width"], fps:
         UserError: If the file cannot be written.
     """
     height, width = pixels.shape[2:]
-    images: list[video.Picture] = list(_bytes(pixels).permute(1, 2, 3, 0).numpy())
+    images: list[RgbImage] = list(_bytes(pixels).permute(1, 2, 3, 0).numpy())
     even = [np.pad(image, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge") for image in images]
     video.write_h264(path, even, fps=fps)
 

@@ -18,7 +18,7 @@ from ditkit_core.io.files import atomic_write
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Picture = NDArray[np.uint8]
+RgbImage = NDArray[np.uint8]
 """One upright image: height × width × RGB."""
 
 MOST_PIXELS = 2**27
@@ -114,7 +114,7 @@ def image_size(path: Path) -> tuple[int, int]:
     return (width, height) if rotated else (height, width)
 
 
-def read_image(path: Path) -> Picture:
+def read_image(path: Path) -> RgbImage:
     """An upright image, height × width × RGB; transparency is composited on white.
 
     Raises:
@@ -130,7 +130,7 @@ def read_image(path: Path) -> Picture:
         return np.array(upright.convert("RGB"))
 
 
-def save_image(path: Path, picture: Picture) -> None:
+def save_image(path: Path, image: RgbImage) -> None:
     """Write a png atomically.
 
     Raises:
@@ -139,4 +139,4 @@ def save_image(path: Path, picture: Picture) -> None:
     from PIL import Image
 
     with atomic_write(path) as temporary:
-        Image.fromarray(picture).save(temporary, format="PNG")
+        Image.fromarray(image).save(temporary, format="PNG")

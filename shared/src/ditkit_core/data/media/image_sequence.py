@@ -46,7 +46,7 @@ class ImageFolder:
         """Number of frames at a frame rate."""
         return max(1, math.ceil(len(self.files) * fps / (self.fps or fps) - _ROUNDING))
 
-    def at(self, times: Sequence[float], fps: float) -> Iterator[still.Picture]:
+    def at(self, times: Sequence[float], fps: float) -> Iterator[still.RgbImage]:
         """The image on screen at each time.
 
         Args:

@@ -59,7 +59,7 @@ def write_inputs(folder: Path, parts: Mapping[str, Callable[[Path], None]]) -> N
         ) from error
 
 
-def drawn(name: str, kind: Callable[..., Any], *given: Any, **settings: Any) -> Any:
+def random_model(name: str, kind: Callable[..., Any], *given: Any, **settings: Any) -> Any:
     """A module of a library, in eval mode, with random weights seeded by `name`.
 
     Args:

@@ -43,17 +43,17 @@ def is_dolby_alone(entry: str, transfer: int) -> bool:
     return entry in _DOLBY and transfer == _UNSPECIFIED
 
 
-def to_sdr(picture: NDArray[np.uint16], transfer: int) -> NDArray[np.uint8]:
+def to_sdr(image: NDArray[np.uint16], transfer: int) -> NDArray[np.uint8]:
     """Convert an HDR image to SDR.
 
     Args:
-        picture: HDR image, [height, width, RGB] in BT.2020 with 16 bits.
+        image: HDR image, [height, width, RGB] in BT.2020 with 16 bits.
         transfer: `PQ` or `HLG`.
 
     Returns:
         SDR image, [height, width, RGB] in BT.709 with 8 bits.
     """
-    light: Light = _light(transfer)[picture]
+    light: Light = _light(transfer)[image]
     if transfer == HLG:
         light = (
             light * np.maximum(light @ _LUMINANCE, 1e-6)[..., None] ** np.float32(0.2) * np.float32(_HLG_PEAK / _WHITE)

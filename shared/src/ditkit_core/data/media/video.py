@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ditkit_core.data.media import image as still
 from ditkit_core.data.media import tonemap as hdr
 from ditkit_core.data.media.decoder import decoder
 from ditkit_core.data.media.files import refuse_shortage
+from ditkit_core.data.media.image import RgbImage
 from ditkit_core.data.media.keyframes import SeekPoint, find_entry
 from ditkit_core.data.media.timestamps import SLACK_SECONDS, Timeline
 from ditkit_core.errors import UserError
@@ -33,9 +33,6 @@ _MOST_PIXELS = 2**26
 """Largest frame: twice 8K. Lower than for still images, because decoding keeps several copies of a frame, with 16 bits per channel for HDR."""
 _LONGEST_SHOWN = 600.0
 """Longest average display time of a frame in seconds: with damaged timestamps a file could seem days long and give millions of windows."""
-
-Picture = NDArray[np.uint8]
-"""One upright image with square pixels: height × width × RGB."""
 
 # libav also reads playlists and scripts, whatever the file's extension: a text file named clip.mp4 could refer to any other
 # file or host. So only real containers are opened, and only the file itself.
@@ -154,7 +151,7 @@ def is_hdr(path: Path) -> bool:
         return stream.codec_context.color_trc in (hdr.PQ, hdr.HLG)
 
 
-def frames_at(path: Path, times: Sequence[float]) -> Iterator[Picture]:
+def frames_at(path: Path, times: Sequence[float]) -> Iterator[RgbImage]:
     """The image on screen at each time; bitwise identical wherever the times begin.
 
     MP4 and Matroska are decoded only from the keyframe before the first time to the last time. In other containers a seek does
@@ -179,11 +176,11 @@ def frames_at(path: Path, times: Sequence[float]) -> Iterator[Picture]:
 
 def _on_screen(
     path: Path, container: "InputContainer", stream: "VideoStream", times: Sequence[float], entry: SeekPoint | None
-) -> Iterator[Picture]:
+) -> Iterator[RgbImage]:
     pending = deque(times)
     stop = 0.0
     for frame, stop in _shown(path, container, stream, entry):
-        image: Picture | None = None
+        image: RgbImage | None = None
         while pending and pending[0] + SLACK_SECONDS < stop:
             if image is None:  # converted only if some time falls into this frame
                 image = _upright(frame, stream)
@@ -206,7 +203,7 @@ def _shown(
     for packet in _packets(path, container, stream, timeline):
         for frame in decode(packet):
             if entry is not None and frame.time is not None and frame.time < entry.time - SLACK_SECONDS / 2:
-                continue  # a leading picture: it is shown before the keyframe, but needs earlier packets to be decoded
+                continue  # a leading frame: it is shown before the keyframe, but needs earlier packets to be decoded
             if frame.is_corrupt:
                 raise UserError(f"{path} is damaged: a frame cannot be decoded; {remedy}")
             if frame.time is None or (shown is not None and frame.time < shown.time):
@@ -221,7 +218,7 @@ def _shown(
     yield shown, timeline.end - origin
 
 
-def _upright(frame: "VideoFrame", stream: "VideoStream") -> Picture:
+def _upright(frame: "VideoFrame", stream: "VideoStream") -> RgbImage:
     """The frame as a player shows it: square pixels, the container's rotation applied, transparency on white, HDR as SDR."""
     width = round(frame.width * (stream.sample_aspect_ratio or 1))
     if any(part.is_alpha for part in frame.format.components):
@@ -240,7 +237,7 @@ def _quarter_turns(frame: "VideoFrame") -> int:
     return round(frame.rotation / 90) % 4
 
 
-def write_h264(path: Path, pictures: Sequence[Picture], *, fps: float) -> None:
+def write_h264(path: Path, images: Sequence[RgbImage], *, fps: float) -> None:
     """Write images of one even height and width as an H.264 mp4, atomically. The index comes first, so that browsers play it while it loads.
 
     Raises:
@@ -253,12 +250,12 @@ def write_h264(path: Path, pictures: Sequence[Picture], *, fps: float) -> None:
         # With macroblock-tree rate control x264 encodes the same small video differently from one call to the next.
         encoder = {"crf": "16", "x264-params": "mbtree=0"}
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options=encoder)
-        stream.height, stream.width = pictures[0].shape[:2]
+        stream.height, stream.width = images[0].shape[:2]
         stream.pix_fmt = "yuv420p"
         # Converted to BT.709 and tagged so: without the tag players guess the colour matrix.
         context = stream.codec_context
         context.colorspace = context.color_primaries = context.color_trc = context.color_range = 1
-        for image in pictures:
+        for image in images:
             frame = av.VideoFrame.from_ndarray(image, format="rgb24")
             yuv = frame.reformat(format="yuv420p", dst_colorspace="ITU709", dst_color_range="MPEG")
             container.mux(stream.encode(yuv))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ditkit_core.data.config import DataConfig
 from ditkit_core.data.dataset import Dataset, NothingToTrain, Sample
-from ditkit_core.data.media.clip import MediaInfo, available, media_kind, pictures, probe
+from ditkit_core.data.media.clip import MediaInfo, available, media_kind, probe, stored_images
 from ditkit_core.data.media.video import is_hdr
 from ditkit_core.diagnostics.doctor.findings import (
     BucketRow,
@@ -73,7 +73,7 @@ class ExaminedDataset:
     checkup: CheckReport
     samples: list[Sample]
     """Usable samples, in the order of their ids."""
-    class_pictures: list[Sample] = field(default_factory=list)
+    class_images: list[Sample] = field(default_factory=list)
     """Usable class images for prior preservation."""
     largest: list[Sample] = field(default_factory=list)
     """The samples of the micro-batch with the most tokens, of data or class images."""
@@ -131,7 +131,7 @@ def examine_dataset(run: RunContext) -> ExaminedDataset:
         alike=tuple(alike),
         findings=tuple(findings),
     )
-    return ExaminedDataset(checkup=checkup, samples=samples, class_pictures=class_images, largest=largest)
+    return ExaminedDataset(checkup=checkup, samples=samples, class_images=class_images, largest=largest)
 
 
 def summarize_data(run: RunContext, encoded: Sequence[EncodedSample]) -> None:
@@ -202,7 +202,7 @@ class _Looks:
         try:
             seen = look_at_window(sample.media, frames=sample.frames, fps=fps, start_seconds=sample.start_seconds)
             for reference in sample.references:
-                for _ in pictures(reference, frames=1, fps=0.0):
+                for _ in stored_images(reference, frames=1, fps=0.0):
                     pass  # decoding is the check
             if self.run.auxiliary.readers is not None:
                 self.run.auxiliary.readers.check(clip_inputs_of(sample, self.fps))

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ditkit_core.data.media import video
-from ditkit_core.data.media.clip import pictures
+from ditkit_core.data.media.clip import stored_images
+from ditkit_core.data.media.image import RgbImage
 
 SIDE = 32
 """Side of a thumbnail, in pixels."""
@@ -90,23 +90,23 @@ def look_at_window(path: Path, *, frames: int, fps: float, start_seconds: float 
     Raises:
         UserError: If a frame of the window cannot be decoded; encoding would fail in the same way.
     """
-    shown = pictures(path, frames=frames, fps=fps, start_seconds=start_seconds)
+    shown = stored_images(path, frames=frames, fps=fps, start_seconds=start_seconds)
     return judge_thumbnails(np.stack(list(_thumbnails(shown))), fps=fps, start_seconds=start_seconds)
 
 
-def thumbnail(picture: video.Picture) -> Floats:
+def thumbnail(image: RgbImage) -> Floats:
     """An image resized to [32, 32, 3], in levels; the aspect ratio is not kept."""
     from PIL import Image
 
-    small = Image.fromarray(np.ascontiguousarray(picture)).resize((SIDE, SIDE), Image.Resampling.BOX, reducing_gap=2.0)
+    small = Image.fromarray(np.ascontiguousarray(image)).resize((SIDE, SIDE), Image.Resampling.BOX, reducing_gap=2.0)
     return np.asarray(small, dtype=np.float32)
 
 
-def _thumbnails(shown: Iterable[video.Picture]) -> Iterator[Floats]:
+def _thumbnails(shown: Iterable[RgbImage]) -> Iterator[Floats]:
     last, small = None, None
-    for picture in shown:
-        if picture is not last or small is None:  # the decoder yields the same object again for a repeated frame
-            last, small = picture, thumbnail(picture)
+    for image in shown:
+        if image is not last or small is None:  # the decoder yields the same object again for a repeated frame
+            last, small = image, thumbnail(image)
         yield small
 
 

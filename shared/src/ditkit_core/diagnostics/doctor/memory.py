@@ -14,7 +14,7 @@ _REMEDY = "--fit finds settings that fit, and --plan prints the memory of each d
 
 
 def plan_memory(
-    run: RunContext, samples: Sequence[Sample], class_pictures: Sequence[Sample]
+    run: RunContext, samples: Sequence[Sample], class_images: Sequence[Sample]
 ) -> tuple[MemoryPlan, list[Finding]]:
     """Plan a run on the accelerators of this machine, as `--plan` does. Nothing is downloaded, and nothing is placed on a device.
 
@@ -23,7 +23,7 @@ def plan_memory(
     Args:
         run: The run, checked.
         samples: All samples that it trains on, at least one.
-        class_pictures: Its class images for prior preservation; may be empty.
+        class_images: Its class images for prior preservation; may be empty.
 
     Returns:
         The plan, and a finding for each device, encoder or sample that does not fit.
@@ -31,7 +31,7 @@ def plan_memory(
     if run.devices[0].type == "cpu":
         return MemoryPlan(why_not="a run on the CPU shares memory with other programs; --plan prints its peak"), []
     try:
-        report = report_of(run, samples=samples, class_images=class_pictures)
+        report = report_of(run, samples=samples, class_images=class_images)
     except UserError as error:
         return MemoryPlan(why_not=str(error)), []
     rows = tuple(

@@ -170,14 +170,14 @@ def count_captions(samples: Sequence[Sample], cut: Sequence[CutCaption] | None) 
 
 
 def check_captions(
-    samples: Sequence[Sample], row: CaptionRow, class_pictures: Sequence[Sample] = ()
+    samples: Sequence[Sample], row: CaptionRow, class_images: Sequence[Sample] = ()
 ) -> Iterator[Finding]:
     """Findings about captions. Class images may share one: it names their class."""
     for cut in row.cut or ():
         read = _short(cut.kept, 40, keep_end=True)
         what = f"the text encoder does not read the last {plural(cut.tokens, 'token')} of its caption, after {read}"
         yield Finding.warning("D14", cut.sample, what, "shorten the caption")
-    if empty := [each.id for each in (*samples, *class_pictures) for text in each.captions if not text.strip()]:
+    if empty := [each.id for each in (*samples, *class_images) for text in each.captions if not text.strip()]:
         what = "its caption is empty" if len(empty) == 1 else "their captions are empty"
         yield Finding.warning(
             "D16", listed(empty), what, "write one; for training without captions set train.caption_dropout"

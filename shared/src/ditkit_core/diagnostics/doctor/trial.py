@@ -86,7 +86,7 @@ def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Find
     if is_joint(run):
         raise UserError("the weights show that this model has several experts; name it with model.preset")
     placement = place(run, unloaded, training=True)
-    _check_shapes(run, unloaded, [*examined.samples, *examined.class_pictures])
+    _check_shapes(run, unloaded, [*examined.samples, *examined.class_images])
     check_parts(run, examined.samples)
     encoded = encode_samples(run, largest, run.data.fps)
     if len(encoded) < len(largest):

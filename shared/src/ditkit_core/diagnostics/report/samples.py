@@ -143,7 +143,7 @@ class _Media:
         return element("figure", shown.element, element("figcaption", named, *note, dir="auto"), class_="tile")
 
 
-def small_jpeg(pixels: still.Picture, size: tuple[int, int], most_bytes: int) -> bytes:
+def small_jpeg(pixels: still.RgbImage, size: tuple[int, int], most_bytes: int) -> bytes:
     """An image as a JPEG in a bounding box, with lower quality until it is small enough."""
     image = Image.fromarray(pixels)
     image.thumbnail(size)
