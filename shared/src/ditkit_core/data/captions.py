@@ -16,12 +16,7 @@ _MOST_TRIES = 1024
 
 
 def captions_of(written: tuple[str, ...], config: DataConfig) -> tuple[str, ...]:
-    """The different captions that a sample is trained with; the first one keeps its tags in the written order.
-
-    Args:
-        written: The captions in the dataset.
-        config: The `[data]` section.
-    """
+    """The different captions that a sample is trained with; the first one keeps its tags in the written order."""
     found: dict[str, None] = {}  # a dict and not a set: the order is part of the result
     for caption in written:
         orders = tag_orders(caption, config) if config.shuffle_tags else (caption,)

@@ -49,12 +49,6 @@ def media_columns(found: Iterable[str]) -> tuple[str, ...]:
 def only_column(where: str, found: Iterable[str], accepted: tuple[str, ...], what: str) -> str:
     """The one accepted column among the headers.
 
-    Args:
-        where: File and line, for messages.
-        found: The headers that are present.
-        accepted: The names that the column may have.
-        what: The purpose of the column, for messages.
-
     Raises:
         UserError: If none of the accepted columns is present, or several are.
     """
@@ -81,10 +75,7 @@ def reference_columns(
     has columns of its own, because it may mean any of them.
 
     Args:
-        where: File and line, for messages.
         found: The headers that are present, without the model's own columns.
-        edits: Whether the model takes references.
-        model_columns: Names of the model's own columns.
 
     Raises:
         UserError: If a header is a misspelt reference column, is ambiguous, or occurs twice.

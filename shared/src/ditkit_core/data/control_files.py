@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import os
 import stat
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import NamedTuple
 
 from ditkit_core.data.columns import NUMBERED_REFERENCES, number_of
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, media_kind
-from ditkit_core.data.media.files import is_folder, read_dataset_text, status
+from ditkit_core.data.media.files import is_folder, read_dataset_text, status, walk
 from ditkit_core.data.media.image_sequence import check_inside
 from ditkit_core.data.windows import Window
 from ditkit_core.errors import UserError
@@ -43,9 +42,6 @@ def control_headers(
     A misspelt header is refused: ignoring it would train without the condition, and nothing would show it.
 
     Args:
-        where: File and line, for messages.
-        headers: Headers of the metadata.
-        columns: The model's columns.
         media: Headers that name the clip itself, unless another of them is present as well (`image` next to `video`).
         other: Headers that are allowed even though they are not columns of the model.
 
@@ -95,12 +91,6 @@ def control_values(
     """The values of one row for the model's columns, as written; empty fields are omitted.
 
     A list fills the columns that have no value of their own, in order.
-
-    Args:
-        where: File and line, for messages.
-        row: Values by header.
-        columns: The model's columns.
-        headers: The result of `control_headers`.
 
     Returns:
         Path or text by column name, in the order of `columns`.
@@ -191,9 +181,6 @@ def controls_by_name(
 
     Args:
         folders: Folders by column; a clip in a subfolder of the dataset has its file in the same subfolder there.
-        columns: The model's columns.
-        ids: Ids of the clips.
-        dataset: The folder of the clips, for messages.
 
     Returns:
         The file of each clip by id and column, and the files that match no clip.
@@ -227,19 +214,12 @@ def controls_by_name(
 
 
 def _files(folder: Path, ids: Collection[str]) -> Iterator[str]:
-    """Relative paths of files, and of folders that have the name of a clip; hidden ones are ignored, links followed once."""
-    visited = set()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(place)
-        relative = Path(place).relative_to(folder).as_posix()
-        if real in visited or relative in ids:
-            folders.clear()
-            if relative in ids and real not in visited:
-                yield relative
-            continue
-        visited.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from ((Path(place) / name).relative_to(folder).as_posix() for name in sorted(names) if name[0] != ".")
+    """Relative paths of files, and of folders that have the name of a clip."""
+    for place, folders, names in walk(folder):
+        here = place.relative_to(folder)
+        clips = [name for name in folders if (here / name).as_posix() in ids]
+        yield from ((here / name).as_posix() for name in clips + names)
+        folders[:] = [name for name in folders if name not in clips]
 
 
 def _only(folder: Path, column: Column, id: str, names: Sequence[str]) -> str | UserError:
@@ -254,11 +234,6 @@ def checked_control(
     """Check that a condition exists, has the right kind and is long enough.
 
     Args:
-        folder: Folder that the path is relative to.
-        name: Path or text as written.
-        column: Column that it is for.
-        allow_outside: Whether the file may be outside the folder.
-        fps: Frames per second that clips are read at.
         windows: Windows of the clip's file; a control video must reach to the end of the last one.
 
     Returns:

@@ -121,13 +121,9 @@ def scan(
     """Check the folders of a dataset and list its samples.
 
     Args:
-        config: The `[data]` section.
         frame_step: Clips have 1 + k * frame_step frames; 0 if the model takes still images only.
         size_step: Height and width are multiples of this many pixels.
         fps: The model's own frame rate, used if the configuration sets none.
-        reference_size: `DataSpec.reference_size`; None if samples have no references.
-        columns: `DataSpec.columns` of the architecture, the conditions that come from files.
-        key: The setting that names the folder, for messages.
 
     Returns:
         The samples and the files that were left out.

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, called_like_media
-from ditkit_core.data.media.files import MOST_LIST_BYTES, is_folder, is_regular, read_dataset_text, status
+from ditkit_core.data.media.files import MOST_LIST_BYTES, is_folder, is_regular, read_dataset_text, status, walk
 from ditkit_core.data.media.image import HEIC_SUFFIXES
 from ditkit_core.data.media.image_sequence import numbered
 from ditkit_core.data.metadata import Reader, Record, csv_rows, json_lines, json_list
@@ -50,7 +50,6 @@ def list_records(reader: Reader, metadata: str) -> tuple[list[Record], list[tupl
     """The records of a dataset folder, in a fixed order; errors in single entries are part of the list.
 
     Args:
-        reader: How the folder is read.
         metadata: A .jsonl, .csv or .json file, or a media list with a caption list next to it, relative to the folder. If empty, the
             one that the folder has is used, otherwise every media file with a caption file of the same name next to it.
 
@@ -100,11 +99,6 @@ def lists_of(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool = F
 
     Metadata takes precedence over caption files next to the clips, and those over parallel lists and a Parquet table. So a notes file
     that happens to be in the folder does not change what is read.
-
-    Args:
-        folder: The dataset folder.
-        skip: Folders whose media are not samples.
-        image_folders: Whether a folder of numbered images counts as one clip.
 
     Returns:
         Usually one name or none; several if `data.metadata` has to choose.
@@ -236,42 +230,26 @@ def media_files(folder: Path, *, skip: Sequence[Path] = (), image_folders: bool 
     """Relative paths of media files, and of folders with the name of one; hidden ones are ignored, links followed once.
 
     Args:
-        folder: Folder to search, with its subfolders.
-        skip: Folders that are not searched.
         image_folders: Whether a subfolder that contains only numbered images is listed instead of its images.
 
     Raises:
         UserError: If a folder cannot be read.
     """
-    for place, folders, names in _walk(folder, skip):
+    for place, folders, names in walk(folder, skip=skip):
         if image_folders and place != Path(folder) and not folders and numbered(names):
             yield place.relative_to(folder).as_posix()
             continue
-        for name in sorted(folders + names):
-            if _is_media(name):
-                yield (place / name).relative_to(folder).as_posix()
-
-
-def _walk(folder: Path, skip: Sequence[Path]) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """Each folder below a folder, with the names of its folders and of its files; hidden folders and those to skip are left out."""
-    visited = {os.path.realpath(each) for each in skip}
-    for place, folders, names in os.walk(folder, onerror=_cannot_list, followlinks=True):
-        real = os.path.realpath(place)
-        # A link may lead back to a folder above it, which would never end. Two links to one folder would list its clips twice.
-        if real in visited:
-            folders.clear()
-            continue
-        visited.add(real)
-        yield Path(place), folders, names
-        # In place, because os.walk continues with this list; sorted, because the order of a file system is arbitrary.
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and not _is_media(name))
+        yield from (
+            (place / name).relative_to(folder).as_posix() for name in sorted(folders + names) if called_like_media(name)
+        )
+        folders[:] = [name for name in folders if not called_like_media(name)]
 
 
 def _not_read(reader: Reader) -> list[tuple[str, str]]:
     """The images and videos of formats that are not read, and other files with a caption: for each format its files and the reason."""
     by_format: dict[str, list[str]] = defaultdict(list)
-    for place, _, names in _walk(reader.folder, reader.skip):
-        paths = [Path(name) for name in sorted(names) if not name.startswith(".")]
+    for place, _, names in walk(reader.folder, skip=reader.skip):
+        paths = list(map(Path, names))
         read = {path.stem for path in paths if called_like_media(path)}
         captioned = {path.stem for path in paths if path.suffix.lower() in CAPTION_SUFFIXES} - read
         for path in paths:
@@ -285,16 +263,6 @@ def _not_read(reader: Reader) -> list[tuple[str, str]]:
         extra = ", or install the extra heic of ditkit-core (pillow-heif)" if suffix in HEIC_SUFFIXES else ""
         found.append((files[0] + more, f"{suffix} is not read; convert to png, jpg or mp4{extra}"))
     return found
-
-
-def _is_media(name: str) -> bool:
-    return not name.startswith(".") and called_like_media(name)
-
-
-def _cannot_list(error: OSError) -> None:
-    raise UserError(
-        f"folder {error.filename} cannot be read ({error.strerror}); correct its permissions or remove it"
-    ) from error
 
 
 def _line_lists(reader: Reader, path: Path, text: str) -> Iterator[Record]:

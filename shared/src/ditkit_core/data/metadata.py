@@ -112,23 +112,9 @@ def json_lines(reader: Reader, path: Path, text: str) -> Iterator[Record]:
     """The records of a file with one JSON object per line."""
     # Not splitlines(): it also splits at U+2028 and others, which JSON allows inside a string.
     for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path} line {number}"
-        try:
-            row = json.loads(line, object_pairs_hook=functools.partial(_object, where))
-            if not isinstance(row, dict):
-                raise UserError(f'{where} is not a JSON object; write {{"file_name": "clip.mp4", "text": "caption"}}')
-            yield _row(reader, where, row, _json_paths)
-        except json.JSONDecodeError as error:
-            reason = f"{error.msg}, column {error.colno}"
-            yield Record(media=where, problem=UserError(f"{where} is not valid JSON ({reason}); correct the line"))
-        except RecursionError:
-            yield Record(media=where, problem=UserError(f"{where} is nested too deeply; correct the line"))
-        except ValueError:  # Python's limit on the digits of an integer
-            yield Record(media=where, problem=UserError(f"{where} has a number with too many digits; correct the line"))
-        except UserError as error:
-            yield Record(media=where, problem=error)
+        if line.strip():
+            where = f"{path} line {number}"
+            yield _record(reader, where, functools.partial(_json, where, line, "line"), _json_paths)
 
 
 def json_list(reader: Reader, path: Path, text: str) -> Iterator[Record]:
@@ -137,24 +123,25 @@ def json_list(reader: Reader, path: Path, text: str) -> Iterator[Record]:
     Raises:
         UserError: If the text is not a JSON list; errors in single entries are part of the records.
     """
-    try:
-        rows = json.loads(text, object_pairs_hook=functools.partial(_object, str(path)))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} line {error.lineno} is not valid JSON ({error.msg}); correct the file") from error
-    except (RecursionError, ValueError) as error:  # ValueError: Python's limit on the digits of an integer
-        raise UserError(
-            f"{path} is nested too deeply or has a number with too many digits; correct the file"
-        ) from error
+    rows = _json(str(path), text, "file")
     if not isinstance(rows, list):
         raise UserError(f'{path} is not a JSON list; write [{{"file_path": "clip.mp4", "text": "caption"}}, …]')
-    for number, row in enumerate(rows, start=1):
-        where = f"{path} entry {number}"
-        try:
-            if not isinstance(row, dict):
-                raise UserError(f'{where} is not a JSON object; write {{"file_path": "clip.mp4", "text": "caption"}}')
-            yield _row(reader, where, row, _json_paths)
-        except UserError as error:
-            yield Record(media=where, problem=error)
+    for index in range(len(rows)):
+        yield _record(reader, f"{path} entry {index + 1}", functools.partial(rows.__getitem__, index), _json_paths)
+
+
+def _json(where: str, text: str, what: str) -> object:
+    """The value of a JSON text; `what` it is, a line or a file, is for messages."""
+    try:
+        return json.loads(text, object_pairs_hook=functools.partial(_object, where))
+    except json.JSONDecodeError as error:
+        where += f" line {error.lineno}" if what == "file" else ""
+        reason = f"is not valid JSON ({error.msg}, column {error.colno})"
+    except RecursionError:
+        reason = "is nested too deeply"
+    except ValueError:  # Python's limit on the digits of an integer
+        reason = "has a number with too many digits"
+    raise UserError(f"{where} {reason}; correct the {what}")
 
 
 def _object(where: str, pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -184,23 +171,33 @@ def csv_rows(reader: Reader, path: Path, text: str) -> Iterator[Record]:
         _reference_columns(reader, where, plain)
         for row in rows:
             where = f"{path} line {rows.line_num}"
-            try:
-                if None in row:  # DictReader collects surplus fields under the key None
-                    raise UserError(
-                        f"{where} has more fields than the header; put captions that contain commas in double quotes"
-                    )
-                given = {name: _csv_list(f"{where}: {name!r}", row[name]) for name in lists}
-                yield _row(reader, where, {**row, **given}, _csv_paths)
-            except UserError as error:
-                yield Record(media=where, problem=error)
+            yield _record(reader, where, functools.partial(_csv_row, where, row, lists), _csv_paths)
     except csv.Error as error:
         raise UserError(f"{path} line {rows.line_num} is not valid CSV ({error}); correct the file") from error
 
 
-def _row(
-    reader: Reader, where: str, row: Mapping[str, object], paths: Callable[[str, object], tuple[str, ...]]
-) -> Record:
-    """The record of one row of metadata; `paths` reads its reference columns."""
+def _csv_row(where: str, row: Mapping[str, object], lists: Sequence[str]) -> Mapping[str, object]:
+    if None in row:  # DictReader collects surplus fields under the key None
+        raise UserError(f"{where} has more fields than the header; put captions that contain commas in double quotes")
+    return {**row, **{name: _csv_list(f"{where}: {name!r}", row[name]) for name in lists}}
+
+
+Paths = Callable[[str, object], tuple[str, ...]]
+"""From the place, for messages, and the value of a reference column to its paths."""
+
+
+def _record(reader: Reader, where: str, row_of: Callable[[], object], paths: Paths) -> Record:
+    """The record of one row of metadata, or its error."""
+    try:
+        row = row_of()
+        if not isinstance(row, Mapping):
+            raise UserError(f'{where} is not a JSON object; write {{"file_name": "clip.mp4", "text": "caption"}}')
+        return _row(reader, where, row, paths)
+    except UserError as error:
+        return Record(media=where, problem=error)
+
+
+def _row(reader: Reader, where: str, row: Mapping[str, object], paths: Paths) -> Record:
     headers = control_headers(where, row, reader.columns, media=media_columns(row), other=_OTHER)
     plain = {name: value for name, value in row.items() if name not in headers}
     column = only_column(where, plain, media_columns(plain), "media")

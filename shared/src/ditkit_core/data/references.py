@@ -24,7 +24,6 @@ def references_by_name(
     A sample in a subfolder of the dataset has its references in the same subfolder there.
 
     Args:
-        config: The `[data]` section, of one folder.
         ids: Ids of the samples; a sample whose own name ends with a number takes precedence.
 
     Returns:

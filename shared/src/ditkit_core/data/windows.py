@@ -28,7 +28,6 @@ def windows_of(there: int, config: DataConfig, name: str) -> list[Window]:
 
     Args:
         there: Number of frames of the file at the clips' frame rate; enough for one window.
-        config: The `[data]` section.
         name: Id of the file, which seeds random windows.
 
     Returns:

@@ -36,7 +36,6 @@ def epoch_order(seed: int, epoch: int, ids: Sequence[str]) -> list[int]:
     they are given, and adding a sample does not change the order of the others.
 
     Args:
-        seed: The run's seed.
         epoch: Epochs since the start of the run.
         ids: Sample ids, all different.
     """
@@ -55,7 +54,6 @@ class Epochs:
 
         Args:
             ids: Sample ids, all different.
-            seed: The run's seed.
             repeats: Average uses of each sample per epoch, above 0; empty means 1 each.
         """
         assert ids and all(each > 0 for each in repeats) and len(repeats) in (0, len(ids))
@@ -145,10 +143,7 @@ class BucketBatchSampler:
 
         Args:
             ids: Sample ids, all different.
-            seed: The run's seed.
-            groups: The group of each sample.
             sizes: Samples per micro-batch, by group.
-            repeats: As for `Epochs`.
         """
         self._ids, self._seed, self._epochs = ids, seed, Epochs(ids, seed, repeats)
         members: dict[Hashable, list[int]] = defaultdict(list)

@@ -159,10 +159,6 @@ class Cache:
         """Read an entry that was encoded before, with `get` or `shapes`.
 
         Args:
-            read: `get` or `shapes`.
-            kind: Kind of the entry.
-            key: Its key.
-            name: Its name in messages.
             encode_again: Called if the entry was damaged, to store it again.
 
         Raises:

@@ -36,7 +36,6 @@ def verify(cache: Cache, advance: Callable[[float], None] = NullProgress.advance
     """Compare every entry with its stored digest; damaged entries are removed, and encoded again when they are needed.
 
     Args:
-        cache: The cache.
         advance: Called with 1.0 after each entry.
 
     Raises:
@@ -103,9 +102,6 @@ def prune(cache: Cache, rule: Rule, keep: Collection[str] = (), *, now: float | 
     """Remove entries by a rule. Entries used within the last hour always stay, because another run may be in progress.
 
     Args:
-        cache: The cache.
-        rule: Which entries to remove.
-        keep: Keys of entries that stay.
         now: Current time in seconds since the epoch; None reads the clock.
 
     Returns:

@@ -64,9 +64,6 @@ def encode(
     """Encode everything that the cache lacks: clips and references, then conditions, then captions and the empty caption.
 
     Args:
-        samples: The samples to encode.
-        encoders: The encoders.
-        cache: Where results are stored.
         extra_captions: Further captions, such as prompts of previews; find them in the cache by `text_key`.
         progress: Shows the stages `hash` (if it takes seconds), `media`, each kind of condition, and `text`.
         on_bad: Called with each sample that cannot be encoded, which is then left out; None makes the first one an error.
@@ -127,10 +124,7 @@ def encode_references(
 
     Args:
         paths: The images, in order.
-        cache: Where results are stored.
         media_encoder: From pixels to `latents`; loaded only if an image is missing in the cache.
-        reference_size: `DataSpec.reference_size`.
-        progress: As for `encode`.
 
     Returns:
         The latents of each image, in order.
@@ -171,10 +165,7 @@ class Conditioning:
         Args:
             given: The clips, by any name.
             all_used: The result of `used` for these clips; it may contain more.
-            cache: Where results are stored.
             failures: Receives, by cache key, the reason why a condition could not be encoded; stays empty unless `keep_going`.
-            progress: Shows the kinds of conditions.
-            keep_going: Whether to continue after a failure.
 
         Returns:
             By name, the conditions' places in the cache, including those that failed.

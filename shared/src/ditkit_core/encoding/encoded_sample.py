@@ -55,7 +55,6 @@ class EncodedSample:
         """Read the sample as a training item: `latents`, `reference.0`, … and the model's own tensors, on the CPU.
 
         Args:
-            caption: Index of the caption.
             drop_caption: Use the empty caption instead of the sample's own.
             drop_controls: Leave out optional conditions.
 

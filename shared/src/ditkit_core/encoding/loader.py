@@ -51,7 +51,6 @@ def split_held_out(
     because windows of one file look alike; so there may be more held-out samples than requested.
 
     Args:
-        ids: Sample ids.
         count: Minimum number of held-out samples.
         files: The result of `files_of`; a sample that is not in it counts as a file of its own.
 
@@ -99,7 +98,6 @@ class CaptionSampler:
         """Set the probabilities.
 
         Args:
-            seed: The run's seed.
             dropout: Probability in [0, 1] of the empty caption.
             control_dropout: Probability in [0, 1] that optional conditions are dropped.
         """
@@ -110,8 +108,6 @@ class CaptionSampler:
         """Read a sample for the micro-batch of this index, which may contain it several times.
 
         Args:
-            sample: The sample.
-            index: Index of the micro-batch.
             copy: Number of earlier uses of the sample in the micro-batch.
         """
         # The first copy has the seed of a sample that occurs once, so that repeats do not change its caption.
@@ -143,8 +139,6 @@ class TrainDataLoader:
 
         Args:
             samples: The samples to train on, at least one.
-            seed: The run's seed.
-            batch_size: Samples per micro-batch.
             caption_dropout: Probability in [0, 1] that a sample gets the empty caption.
             control_dropout: Probability in [0, 1] that a sample is used without its optional conditions.
         """

@@ -57,9 +57,6 @@ def encode_missing(
 ) -> dict[str, UserError]:
     """Encode the items that the cache lacks; the encoder is loaded for the first item that can be read.
 
-    Args:
-        keep_going: Whether to continue after an item that cannot be read.
-
     Returns:
         By cache key, the reason why an item could not be read; empty unless `keep_going`.
 

@@ -26,11 +26,6 @@ def dump(
     `NAME.reference_0.png`. A png has exactly the encoded pixels, rounded to 8 bits; an mp4 is compressed with H.264.
 
     Args:
-        samples: The result of `scan`.
-        folder: Folder to write to.
-        fps: Frames per second that clips are read at.
-        columns: `DataSpec.columns` of the architecture.
-        reference_size: `DataSpec.reference_size`; required if samples have references.
         advance: Called with 1.0 after each sample.
 
     Returns:

@@ -48,11 +48,8 @@ class PriorDataLoader:
         """Combine the instance's data with class images.
 
         Args:
-            data: The instance's data.
             samples: The class images, at least one.
-            seed: The run's seed.
             batch_size: Limit on the class images of one shape in a micro-batch.
-            weight: Weight of the class in the loss.
             caption_dropout: Probability in [0, 1] that a class image gets the empty caption.
             control_dropout: Probability in [0, 1] that a class image is used without its optional conditions.
         """

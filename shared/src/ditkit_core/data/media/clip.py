@@ -23,6 +23,7 @@ from ditkit_core.data.media.image import RgbImage
 from ditkit_core.data.media.image_sequence import open_folder
 from ditkit_core.data.media.timestamps import SLACK_SECONDS
 from ditkit_core.errors import UserError
+from ditkit_core.io.files import atomic_write
 
 Kind = Literal["video", "image"]
 
@@ -124,8 +125,6 @@ def available(path: Path, fps: float, *, at_most: int | None = None) -> Availabl
     """Number and size of the frames that a file has at a frame rate.
 
     Args:
-        path: A media file.
-        fps: Frames per second that the file is read at.
         at_most: Stop reading when this many frames are found; None reads the whole file.
 
     Raises:
@@ -149,9 +148,7 @@ def read_clip(
     """Read a clip: frame i is the image shown at `start_seconds + i / fps`, resized to cover the size and centre cropped.
 
     Args:
-        path: A media file.
         frames: Number of frames; 1 for an image.
-        fps: Frames per second of the clip.
         height: Pixels.
         width: Pixels.
         start_seconds: Time of the first frame, counted from the file's first frame.
@@ -225,9 +222,7 @@ def write_video(path: Path, pixels: Float[Tensor, "3 frames height width"], fps:
     """Write an mp4 (H.264, yuv420p) atomically; for an odd size the last row or column is repeated, because yuv420p needs even sizes.
 
     Args:
-        path: File to write.
         pixels: Values in [0, 1]; values outside are clamped.
-        fps: Frames per second.
 
     Raises:
         UserError: If the file cannot be written.
@@ -242,13 +237,15 @@ def write_image(path: Path, pixels: Float[Tensor, "3 height width"]) -> None:
     """Write a png atomically.
 
     Args:
-        path: File to write.
         pixels: Values in [0, 1]; values outside are clamped.
 
     Raises:
         UserError: If the file cannot be written.
     """
-    still.save_image(path, _bytes(pixels).permute(1, 2, 0).numpy())
+    from PIL import Image
+
+    with atomic_write(path) as temporary:
+        Image.fromarray(_bytes(pixels).permute(1, 2, 0).numpy()).save(temporary, format="PNG")
 
 
 def _bytes(pixels: Tensor) -> Tensor:

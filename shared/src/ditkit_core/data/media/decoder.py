@@ -27,7 +27,6 @@ def decoder(path: Path, stream: "VideoStream") -> Callable[["VideoPacket"], Sequ
     """A function that decodes the packets of one stream, in order; the empty packet at the end flushes it.
 
     Args:
-        path: The file, for messages.
         stream: Stream of an open container, with the options of its decoder set.
 
     Raises:

@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ditkit_core.errors import EnvironmentFault, UserError
@@ -60,6 +61,31 @@ def is_folder(path: Path) -> bool:
     return found is not None and stat.S_ISDIR(found.st_mode)
 
 
+def walk(folder: Path, *, skip: Iterable[Path] = ()) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """Each folder below a folder, with the sorted names of its folders and files; hidden ones are left out, links followed once.
+
+    As with `os.walk`, folders that the caller removes from the list are not entered.
+
+    Raises:
+        UserError: If a folder cannot be read.
+    """
+    visited = {os.path.realpath(each) for each in skip}
+    for place, folders, names in os.walk(folder, onerror=_cannot_list, followlinks=True):
+        real = os.path.realpath(place)
+        # A link may lead back to a folder above it, which would never end. Two links to one folder would list its clips twice.
+        folders[:] = [] if real in visited else sorted(name for name in folders if name[0] != ".")
+        if real not in visited:
+            visited.add(real)
+            yield Path(place), folders, sorted(name for name in names if name[0] != ".")
+
+
+def _cannot_list(error: OSError) -> None:
+    refuse_shortage(Path(error.filename), error)
+    raise UserError(
+        f"folder {error.filename} cannot be read ({error.strerror}); correct its permissions or remove it"
+    ) from error
+
+
 def read_dataset_text(
     folder: Path, name: str, *, allow_outside: bool = False, most_bytes: int = MOST_TEXT_BYTES
 ) -> str:
@@ -68,7 +94,6 @@ def read_dataset_text(
     Args:
         folder: The folder that the file must be in.
         name: Its path, relative to the folder or absolute.
-        allow_outside: Whether it may be outside.
         most_bytes: Largest size that is read.
 
     Raises:

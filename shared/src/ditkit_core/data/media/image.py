@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from ditkit_core.data.media.files import refuse_shortage
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import atomic_write
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -128,15 +127,3 @@ def read_image(path: Path) -> RgbImage:
             rgba = upright.convert("RGBA")
             upright = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
         return np.array(upright.convert("RGB"))
-
-
-def save_image(path: Path, image: RgbImage) -> None:
-    """Write a png atomically.
-
-    Raises:
-        UserError: If the file cannot be written.
-    """
-    from PIL import Image
-
-    with atomic_write(path) as temporary:
-        Image.fromarray(image).save(temporary, format="PNG")

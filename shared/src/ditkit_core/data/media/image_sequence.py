@@ -65,8 +65,8 @@ class ImageFolder:
             yield still.read_image(self.files[min(math.floor(place + _ROUNDING), len(self.files) - 1)])
 
 
-def numbered(names: Sequence[str]) -> list[str]:
-    """The images among the names of a folder, in order of their numbers, if the folder is one clip.
+def numbered(names: Sequence[str]) -> dict[int, str]:
+    """The images among the names of a folder by number, in order, if the folder is one clip.
 
     A folder is a clip if all its images have the same prefix and a number, and there is no other file but `fps.txt`.
 
@@ -74,7 +74,7 @@ def numbered(names: Sequence[str]) -> list[str]:
         names: Names of the files in the folder; hidden files are ignored.
 
     Returns:
-        At least two names; empty if the folder is not a clip.
+        At least two; empty if the folder is not a clip.
     """
     images: dict[tuple[str, int], str] = {}
     for name in names:
@@ -83,12 +83,12 @@ def numbered(names: Sequence[str]) -> list[str]:
             continue
         match = _NUMBERED.fullmatch(path.stem)
         if match is None or path.suffix.lower() not in still.SUFFIXES:
-            return []
+            return {}
         if images.setdefault((match[1], int(match[2])), name) != name:  # 1.png and 01.png: the order would be a guess
-            return []
+            return {}
     if len(images) < 2 or len({prefix for prefix, _ in images}) > 1:
-        return []
-    return [images[place] for place in sorted(images)]
+        return {}
+    return {number: images[prefix, number] for prefix, number in sorted(images)}
 
 
 def open_folder(folder: Path) -> ImageFolder:
@@ -98,22 +98,21 @@ def open_folder(folder: Path) -> ImageFolder:
         UserError: If the folder does not contain numbered images only, a number is missing, or `fps.txt` is not a rate.
     """
     try:
-        names = numbered(sorted(os.listdir(folder)))
+        images = numbered(sorted(os.listdir(folder)))
     except OSError as error:
         refuse_shortage(folder, error)
         raise UserError(f"{folder} cannot be read ({error.strerror}); correct its permissions or remove it") from error
-    if not names:
+    if not images:
         raise UserError(
             f"{folder} does not contain only numbered images (0001.png, 0002.png, …); rename the images or move other files away"
         )
-    numbers = [int(Path(name).stem[len(_prefix(name)) :]) for name in names]
-    for number, there, name in zip(range(numbers[0], numbers[-1] + 1), numbers, names, strict=False):
+    for number, (there, name) in enumerate(images.items(), start=min(images)):
         if number != there:
             # A missing image is an error and not skipped: motion would jump there, and nothing would show it.
             raise UserError(
                 f"{folder} has no image {number}, before {name}; add it, or number the images without a gap"
             )
-    files = [folder / name for name in names]
+    files = [folder / name for name in images.values()]
     for file in [*files, *_rate_files(folder)]:
         if not is_regular(file):
             raise UserError(f"{file} is not a regular file; remove it from the images")
@@ -124,9 +123,7 @@ def check_inside(images: Path, folder: Path, *, allow_outside: bool) -> None:
     """Refuse images (and `fps.txt`) that are links to files outside a folder.
 
     Args:
-        images: The folder of images.
         folder: The folder that the files must be in.
-        allow_outside: Whether files outside are allowed.
 
     Raises:
         UserError: If a file is outside; the message names it. Also the errors of `open_folder`.
@@ -138,12 +135,6 @@ def check_inside(images: Path, folder: Path, *, allow_outside: bool) -> None:
 def _rate_files(folder: Path) -> list[Path]:
     path = folder / FPS_FILE
     return [path] if os.path.lexists(path) else []
-
-
-def _prefix(name: str) -> str:
-    match = _NUMBERED.fullmatch(Path(name).stem)
-    assert match is not None
-    return match[1]
 
 
 def _fps(folder: Path) -> float:

@@ -37,7 +37,6 @@ def find_entry(container: "InputContainer", stream: "VideoStream", seconds: floa
 
     Args:
         container: An open container, from which nothing was read yet.
-        stream: Its video stream.
         seconds: Time since the first frame shown.
 
     Returns:
@@ -88,7 +87,6 @@ def h264_units(data: bytes, extradata: bytes) -> set[int]:
     """The types of the NAL units in one H.264 packet.
 
     Args:
-        data: The packet.
         extradata: The stream's header, which gives the size of the length fields; a header that is not avcC gives no units.
 
     Source: ISO 14496-15, 5.3.3.1.

@@ -64,9 +64,6 @@ def random_model(name: str, kind: Callable[..., Any], *given: Any, **settings: A
 
     Args:
         name: Seed of the weights, besides their own names.
-        kind: The module's class.
-        given: Positional arguments of the class.
-        settings: Keyword arguments of the class.
     """
     # The library's own initialisation also uses the global generator; forking keeps the caller's random state as it was.
     with torch.random.fork_rng(devices=[]):
@@ -81,8 +78,6 @@ def write_text_encoder(folder: Path, model: Any, *, tied: str) -> None:
     The library's own `save_pretrained` shows a progress bar, so the weights are written here.
 
     Args:
-        folder: Folder of the checkpoint.
-        model: The encoder.
         tied: Name of the weight that is tied to another one, and so not stored.
     """
     model.config.save_pretrained(folder / "text_encoder")
@@ -125,8 +120,6 @@ def paint(
     """An image of one shape.
 
     Args:
-        height: Pixels.
-        width: Pixels.
         shape: One of `SHAPES`; a triangle points up.
         colour: Of the shape, one of `COLOURS`.
         background: One of `BACKGROUNDS`.

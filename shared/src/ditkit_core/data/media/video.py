@@ -115,7 +115,6 @@ def survey(path: Path, *, until_seconds: float = float("inf")) -> Survey:
     """Read the display times of a video's frames, and decode the first frame for its size.
 
     Args:
-        path: A video file.
         until_seconds: Stop reading when this many seconds are found; by default the whole file is read.
 
     Raises:
@@ -158,7 +157,6 @@ def frames_at(path: Path, times: Sequence[float]) -> Iterator[RgbImage]:
     not land on a known frame, so they are decoded from the start.
 
     Args:
-        path: A video file.
         times: Seconds since the first frame; ascending, not negative.
 
     Raises:

@@ -138,7 +138,6 @@ def summarize_data(run: RunContext, encoded: Sequence[EncodedSample]) -> None:
     """Print a summary of the data before training, and warnings about likely mistakes that encoding has revealed.
 
     Args:
-        run: The run.
         encoded: The samples that were encoded. No file is read again.
     """
     ids = {each.id for each in encoded}
@@ -318,9 +317,6 @@ def _buckets(
     """Group samples by shape and find the largest micro-batch.
 
     Args:
-        run: The run.
-        samples: The samples of one dataset.
-        dataset: The dataset.
         at_most: Largest number of samples in a micro-batch: each of the data is followed by as many class images as it has samples.
     """
     train = run.config.train

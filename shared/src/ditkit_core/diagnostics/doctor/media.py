@@ -82,7 +82,6 @@ def look_at_window(path: Path, *, frames: int, fps: float, start_seconds: float 
     """Decode a window at low size and measure it.
 
     Args:
-        path: A media file.
         frames: Frames of the window; 1 for an image.
         fps: Frames per second of the window; 0 for an image.
         start_seconds: Time of its first frame, counted from the file's first.
@@ -116,7 +115,6 @@ def judge_thumbnails(thumbnails: Floats, *, fps: float, start_seconds: float = 0
     Args:
         thumbnails: In levels of 0…255.
         fps: Frames per second; 0 for a still image.
-        start_seconds: As for `look_at_window`.
     """
     count = len(thumbnails)
     blank = thumbnails.reshape(count, -1, 3).std(axis=1).max(axis=1) < BLANK_LEVELS

@@ -21,7 +21,6 @@ def plan_memory(
     A plan that does not fit is only a warning: it is an estimate, and the trial of the largest micro-batch decides.
 
     Args:
-        run: The run, checked.
         samples: All samples that it trains on, at least one.
         class_images: Its class images for prior preservation; may be empty.
 

@@ -55,11 +55,7 @@ def file_row(
     """Compute which part of a file is trained.
 
     Args:
-        file: The file's name.
-        info: Its properties.
         samples: Its windows, which may overlap.
-        fps: Frames per second that videos are read at.
-        dataset: The dataset that it belongs to.
     """
     is_video = info.kind == "video"
     there = max(1, math.ceil((info.seconds - SLACK_SECONDS) * fps)) if is_video else 1
@@ -130,8 +126,6 @@ def check_frames(where: str, look: WindowLook, fps: float) -> Iterator[Finding]:
     """Findings about the frames of a window.
 
     Args:
-        where: The sample.
-        look: What was measured on its thumbnails.
         fps: Frames per second of the window; 0 for an image.
     """
     if look.cuts:
@@ -197,7 +191,6 @@ def check_fewest_frames(samples: Sequence[Sample], fewest: int) -> Iterator[Find
     """The finding about clips whose frames are all part of the condition.
 
     Args:
-        samples: All samples that are trained on.
         fewest: `ModelSpec.training.fewest_frames`.
     """
     count = sum(sample.frames < fewest for sample in samples)
@@ -223,7 +216,6 @@ def check_boundary_images(sample: Sample, columns: Sequence[Column], fps: float)
 
     Args:
         sample: The clip; its conditions have been read without an error.
-        columns: The model's condition columns.
         fps: Frames per second of the clip; 0 for a still image.
 
     Raises:
@@ -250,12 +242,7 @@ def check_boundary_images(sample: Sample, columns: Sequence[Column], fps: float)
 
 
 def check_control_videos(sample: Sample, columns: Sequence[Column]) -> Iterator[Finding]:
-    """Findings about control videos and masks that do not match their clip in time or shape.
-
-    Args:
-        sample: The clip.
-        columns: The model's condition columns.
-    """
+    """Findings about control videos and masks that do not match their clip in time or shape."""
     for column in columns:
         path = Path(sample.controls[column.name]) if column.name in sample.controls else None
         if path is None or column.kind != "video":

@@ -6,6 +6,7 @@ step, after the second matrix was updated. Nothing is kept: the model ends with 
 
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ditkit_core.data.dataset import Sample
 from ditkit_core.diagnostics.doctor.dataset import ExaminedDataset, empty_item_of, refusal, shape_for
-from ditkit_core.diagnostics.doctor.findings import Finding, StepRow
+from ditkit_core.diagnostics.doctor.findings import Finding, StepRow, listed
 from ditkit_core.encoding.loader import BatchSize, TrainDataLoader
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import warn
@@ -45,7 +46,6 @@ def try_step(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow | None
     """Train two steps on the largest micro-batch, which is encoded if necessary. Nothing is downloaded.
 
     Args:
-        run: The run of one transformer.
         examined: Its data: one sample of each shape is tried on the model without weights, then the largest micro-batch is trained.
 
     Returns:
@@ -111,7 +111,7 @@ def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Find
     # Compiling takes minutes, and the tests compare compiled blocks with eager ones.
     engine = replace(engine_of(run, prepared, placement.checkpointing), compile=False)
     losses, norms = [], []
-    gradients = _GradientRecord()
+    gradients: dict[str, list[Tensor]] = defaultdict(list)
     for step in range(STEPS):
         with counted_calls(AttentionCalls() if step == 0 else None):
             result = training_step(
@@ -121,12 +121,12 @@ def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Find
                 StepContext(step=step, seed=config.seed, flow=run.config.flow, pipelined=config.pipelined),
                 lr=run.config.optim.lr,
                 clip_norm=config.clip_norm,
-                watch=gradients.watch(),
+                watch=_GradientRecorder(gradients),
             )
         trained.optimizer.zero_grad()
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    without_gradient = tuple(name for name in trained.parameters if name not in gradients.names())
+    without_gradient = tuple(name for name in trained.parameters if not any(map(bool, gradients.get(name, ()))))
     peak = float(peak_memory_bytes(devices))  # before the save, which is no part of a step
     reloaded = _reloads(trained)
     first = largest[0]
@@ -157,22 +157,9 @@ def _check_shapes(run: RunContext, unloaded: MetaModel, samples: Sequence[Sample
             raise UserError(f"{sample.id}: {error}") from error
 
 
-class _GradientRecord:
-    """Records which parameters got a gradient with a value other than zero."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, list[Tensor]] = {}
-
-    def watch(self) -> StatsRecorder:
-        """A recorder for the gradients of one step."""
-        return _GradientRecorder(self._found)
-
-    def names(self) -> set[str]:
-        """The names of the parameters with a gradient."""
-        return {name for name, found in self._found.items() if any(map(bool, found))}
-
-
 class _GradientRecorder(StatsRecorder):
+    """Records for each parameter whether its gradients, one per step, had a value other than zero."""
+
     def __init__(self, found: dict[str, list[Tensor]]):
         super().__init__()
         self._found_gradients = found
@@ -180,7 +167,7 @@ class _GradientRecorder(StatsRecorder):
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Record a parameter's gradient before clipping, as a flag on its device: reading it here would wait for the GPU."""
         super().gradient(name, gradient)
-        self._found_gradients.setdefault(name, []).append(gradient.detach().any())
+        self._found_gradients[name].append(gradient.detach().any())
 
 
 def _reloads(trained: TrainState) -> bool | None:
@@ -218,7 +205,7 @@ def _findings(row: StepRow, method: str) -> list[Finding]:
     found = []
     if row.without_gradient:
         names = row.without_gradient
-        first = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        first = listed(names, 3)
         # Full fine-tuning may include parameters for inputs that this data does not have; an adapter names its targets.
         make = Finding.error if method == "lora" or len(names) == row.parameters else Finding.warning
         what = (
