@@ -211,3 +211,10 @@ def test_what_the_hub_refuses_is_said_in_one_line_with_the_key(monkeypatch, rais
     message = one_line(error)
     assert said in message
     assert "model.base" in message
+
+
+@pytest.mark.parametrize("value", ["~nobody-here/model", "~nobody\0/model", "a\0b", "x" * 5000])
+def test_a_path_that_no_system_has_is_one_line(value: str) -> None:
+    for model in (ModelPaths(base=value), ModelPaths(vae=value)):
+        with pytest.raises(UserError, match=r"model\.|no preset|cannot be read"):
+            model.locate("vae")

@@ -158,14 +158,14 @@ def _of_data(draw: random.Random) -> Case:
     entries = tuple(draw.sample(ENTRIES, draw.randint(1, 5)))
     if draw.random() < 0.1:
         entries = (draw.choice(WHOLE),)
-    lines = tuple(_line(draw) for _ in range(draw.choice([0, 0, 1, 3])))
+    lines = tuple(line_of_metadata(draw) for _ in range(draw.choice([0, 0, 1, 3])))
     return Case(
         seed=0, flags=tuple(flags), entries=entries, lines=() if entries[0] in WHOLE else lines, sound=draw.randint(0, 3),
         steps=("check",),
     )  # fmt: skip
 
 
-def _line(draw: random.Random) -> str:
+def line_of_metadata(draw: random.Random) -> str:
     """A line of metadata."""
     values: list[Any] = [
         None, True, 0, -1.5, float("nan"), 10**40, "", " ", "x", "good0.png", "good1.png", ".", "..", "/", "C:\\a.png", "a\0.png", "\ud800",

@@ -29,6 +29,7 @@ from ditkit_core.adapters.alpha import AlphaHeader
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.keys import KnownNames
 from ditkit_core.errors import UserError
+from ditkit_core.io.files import local_path
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.state_dict import StateDictNames, TensorSlice
 from ditkit_core.weights.fused_tensors import FusedTensors, LoraMatrices, columns_of_owners, join
@@ -279,14 +280,14 @@ def parse_merge(entry: str) -> tuple[Path, float]:
     # A file whose own name has an @ counts as a file.
     file, at, strength = entry.rpartition("@")
     if not at or Path(entry).is_file():
-        return Path(entry).expanduser(), 1.0
+        return local_path(entry), 1.0
     try:
         value = float(strength)
     except ValueError as error:
         raise UserError(f"base.merge: {entry!r} is not FILE@strength; write a number after the @") from error
     if not abs(value) <= MAX_STRENGTH:
         raise UserError(f"base.merge: the strength of {entry!r} is not between -{MAX_STRENGTH} and {MAX_STRENGTH}")
-    return Path(file).expanduser(), value
+    return local_path(file), value
 
 
 def merge_into(files: Sequence[tuple[AdapterFile, float]]) -> dict[str, Callable[[Tensor], None]]:

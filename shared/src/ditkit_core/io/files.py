@@ -172,6 +172,13 @@ def refuse_backslashes(path: str) -> None:
     raise UserError(f"{path} is written with backslashes, as on Windows; write {slashes}")
 
 
+def local_path(path: str) -> Path:
+    """A path as a user writes it, with `~` replaced; `~name` stays as it is if there is no such user."""
+    with suppress(ValueError):  # of a character that no path can have
+        path = os.path.expanduser(path)  # Path.expanduser raises RuntimeError if there is no such user
+    return Path(path)
+
+
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Turn what the operating system says about a file or folder, while it is looked at or read, into one line.

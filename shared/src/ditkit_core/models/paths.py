@@ -13,7 +13,7 @@ from typing import Literal
 
 from ditkit_core.config.field import setting
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import readable, refuse_pickles
+from ditkit_core.io.files import local_path, readable, refuse_pickles
 
 # Weights, configurations and tokenizers. No code, and no second format of the same weights, which would double the download.
 _WANTED_FROM_HUB = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
@@ -76,7 +76,7 @@ class ModelPaths:
         own = self._own.get(part, "")
         if not (own or self.base):
             return None
-        path = Path(own).expanduser() if own else Path(self.base).expanduser() / part
+        path = local_path(own) if own else local_path(self.base) / part
         with readable(path):
             return path if path.exists() else None
 
@@ -167,7 +167,7 @@ class ModelPaths:
                 f"the model has no {part}: {remedy} to its file or folder, or model.base to a folder in diffusers layout"
             )
         from_base = key == "model.base"
-        path = Path(value).expanduser()
+        path = local_path(value)
         with readable(path):
             is_local = path.exists()
         if is_local:

@@ -6,7 +6,6 @@ A step with fewer tokens needs less memory. Nothing is loaded: sizes come from t
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from ditkit_core.data.buckets import bucket_sizes
 from ditkit_core.data.dataset import Sample
 from ditkit_core.encoding.prior_preservation import count_media
 from ditkit_core.engine.ac_schedule import ACSchedule, ScheduleLike, as_schedule
+from ditkit_core.io.files import local_path
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.memory import Workload
@@ -163,9 +163,7 @@ def _adapter(run: RunContext, arch: Any) -> AdapterConfig:
         return adapter
     model = build_on_meta(run.spec, arch, Precision())
     linears = {name: tuple(m.weight.shape) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    return config_from_file(
-        adapter, open_adapter(Path(adapter.init).expanduser(), run.spec.architecture.names, linears)
-    )[0]
+    return config_from_file(adapter, open_adapter(local_path(adapter.init), run.spec.architecture.names, linears))[0]
 
 
 def largest_bucket(
@@ -256,4 +254,4 @@ def missing_class_images(run: RunContext) -> Generated:
 def has_data(run: RunContext) -> bool:
     """Whether the dataset is on this machine."""
     folders = run.config.data.folders or (run.config.data.folder,)
-    return all(folder and Path(folder).expanduser().is_dir() for folder in folders)
+    return all(folder and local_path(folder).is_dir() for folder in folders)

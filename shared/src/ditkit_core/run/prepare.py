@@ -29,7 +29,7 @@ from ditkit_core.encoding.loader import shapes_of
 from ditkit_core.engine.block_swap import BlockSwap, base_device_map
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import read_json_object, readable
+from ditkit_core.io.files import local_path, read_json_object, readable
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.precision import Precision
@@ -174,7 +174,7 @@ def _init_path(adapter: AdapterConfig) -> Path:
         raise UserError(
             f"adapter.init = {adapter.init} needs adapter.method = 'lora'; for a full fine-tune add it to base.merge"
         )
-    return Path(adapter.init).expanduser()
+    return local_path(adapter.init)
 
 
 def _quantize_blocks(
@@ -408,7 +408,7 @@ def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -
     path = components.here("transformer") or (components.fetched_description("transformer") if fetch else None)
     path = path or components.here("transformer_2")  # enough to train the second expert alone
     if path is None:
-        is_here = bool(components.base) and Path(components.base).expanduser().exists()
+        is_here = bool(components.base) and local_path(components.base).exists()
         lacks = "contains no transformer" if is_here else "is not here"
         remedy = "set model.transformer to its file, and if need be " if is_here else "set "
         raise UserError(

@@ -95,8 +95,11 @@ def given_to_library(what: str, remedy: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    # Every exception, as nowhere else: damaged content may fail anywhere in the library, and tokenizers raises plain `Exception`.
-    except Exception as error:
+    # Every exception, as nowhere else: damaged content may fail anywhere in the library. tokenizers raises plain `Exception`, and where its
+    # Rust code panics a `BaseException` of a type that has no module to import it from.
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(f"{what} ({reason}); {remedy}") from error
 
@@ -197,6 +200,8 @@ class FrozenModule:
     """The setting that names the component, for messages."""
     ignore: frozenset[str] = frozenset()
     """Names in the file that may be left over."""
+    try_out: Callable[[Any], object] = lambda module: None
+    """Called with the loaded module: uses the values of its configuration that the library does not look at when it builds it."""
     module: Any = field(default=None, init=False)
     """None while it is not loaded. `Any`, because only the caller knows the library's class."""
 
@@ -218,6 +223,10 @@ class FrozenModule:
             key=self.key,
             ignore=self.ignore,
         )
+        with given_to_library(
+            f"{self.source.path}: its configuration has a damaged value", "fetch its config.json again"
+        ):
+            self.try_out(module)
         # Set last: a module whose weights could not all be read never counts as loaded.
         self.module = module
 

@@ -62,6 +62,7 @@ _PUBLISHED = {
     },
 }
 _KNOWN = re.compile(r"embed_tokens\.|layers\.(\d+)\.")
+_MOST_FREQUENCIES = 2**16
 _HEAD_DIM = 128  # of the Mistral models in single files; Qwen3's is the width of a norm
 _GET = "set model.text_encoder to the text_encoder folder of FLUX.2, or a bf16 file of its Mistral or Qwen3"
 _REMEDY = "set model.text_encoder to a whole folder or file of it"
@@ -176,6 +177,10 @@ def build_layers(family: TextFamily, config: Mapping[str, Any]) -> nn.Module:
 def rotary_of(model: Any, device: torch.device) -> nn.Module:
     """The module that computes a model's rotary tables, on a device: files do not store its frequencies."""
     with given_to_library("the text encoder's config.json has no valid rotary embedding", _GET):
+        with torch.device("meta"):
+            num_frequencies = type(model.rotary_emb)(config=model.config).inv_freq.numel()
+        if num_frequencies > _MOST_FREQUENCIES:
+            raise ValueError(f"{num_frequencies} frequencies")
         return type(model.rotary_emb)(config=model.config).to(device)  # type: ignore[no-any-return]
 
 

@@ -96,6 +96,7 @@ class VaeEncoder:
             torch.float32,
             key="model.vae",
             ignore=frozenset({"bn.num_batches_tracked"}),
+            try_out=_statistics,
         )
 
     @cached_property

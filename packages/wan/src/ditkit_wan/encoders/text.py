@@ -130,6 +130,7 @@ class TextEncoder:
             self._tokenizer = AutoTokenizer.from_pretrained(
                 str(self._tokenizer_path), local_files_only=True, trust_remote_code=False
             )
+            self._tokenizer.decode(self._tokenizer("a caption").input_ids)  # some faults show only in use
         if self._tokenizer.pad_token is None:
             raise UserError(
                 f"{self._tokenizer_path} has no padding token: tokenizer_config.json is not the model's; fetch it "
@@ -175,6 +176,11 @@ class TextEncoder:
         """
         (item,) = items
         ids = self._tokenizer(clean(item), verbose=False).input_ids
+        if max(ids) >= self._model.config.vocab_size:
+            raise UserError(
+                f"{self._tokenizer_path} has token {max(ids)}, and the text encoder knows {self._model.config.vocab_size}: they do "
+                "not belong together; set model.tokenizer to the one that came with the text encoder"
+            )
         if len(ids) > TEXT_TOKENS:
             self.truncated.append(f"{item[:60]!r}… is {len(ids)} tokens long: {len(ids) - TEXT_TOKENS} were cut")
             warn(self.truncated[-1])
@@ -209,7 +215,12 @@ def build(config: Mapping[str, Any]) -> Any:
     """The encoder of a configuration, on the default device."""
     from transformers import UMT5Config, UMT5EncoderModel
 
-    return UMT5EncoderModel(UMT5Config.from_dict(dict(config)))
+    made = UMT5Config.from_dict(dict(config))
+    if not made.relative_attention_max_distance > made.relative_attention_num_buckets // 4 > 0:
+        raise ValueError(
+            f"relative_attention_max_distance is {made.relative_attention_max_distance}"
+        )  # NaN in the library
+    return UMT5EncoderModel(made)
 
 
 def tie(model: Any) -> None:

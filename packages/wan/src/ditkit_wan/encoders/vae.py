@@ -60,7 +60,16 @@ class VaeEncoder:
                 f"set model.vae to the model's own: {remedy}"
             )
         self._device, self._tiled = device, tiled
-        self._vae = FrozenModule(build, self.config, self._source, VAE_NAMES, device, torch.float32, key="model.vae")
+        self._vae = FrozenModule(
+            build,
+            self.config,
+            self._source,
+            VAE_NAMES,
+            device,
+            torch.float32,
+            key="model.vae",
+            try_out=self._try_out,
+        )
 
     @cached_property
     def identity(self) -> str:
@@ -85,6 +94,12 @@ class VaeEncoder:
             UserError: If the weights do not fit the configuration, or a file is damaged.
         """
         self._vae.load()
+
+    def _try_out(self, vae: Any) -> None:
+        for statistic in _statistics(vae, self._device):
+            statistic.expand(self.channels, 1, 1, 1)
+        for size in (*self.strides, vae.config.patch_size or 1):
+            Fraction(1, size)
 
     def unload(self) -> None:
         """Free the weights."""
