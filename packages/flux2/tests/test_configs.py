@@ -10,7 +10,7 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.run.checks import check_run, check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
-from ditkit_core.testing.run_files import check_planned
+from ditkit_core.testing.run_files import check_planned, check_schema
 from ditkit_flux2.spec import FLUX2
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
@@ -58,3 +58,7 @@ def test_a_run_file_names_its_own_folder_and_the_base_of_its_preset(file):
 )
 def test_a_run_file_can_be_planned_as_it_stands(file):
     check_planned(FLUX2, file, most_bytes=2.5)
+
+
+def test_the_schema_next_to_the_run_files_is_todays_and_they_conform():
+    check_schema("ditkit_flux2", CONFIGS[0].parent)

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from ditkit_core.data.media.synthetic import drawn, write_index, write_text_encoder
+from ditkit_core.data.media.synthetic import random_model, write_index, write_text_encoder
 from ditkit_core.testing.stored_run import StoredRun, keep
 from ditkit_flux2.demo.write import build_tokenizer
 from ditkit_flux2.spec import FLUX2
@@ -79,8 +79,8 @@ def _write_checkpoint(folder: Path, caption: str) -> None:
         num_key_value_heads=1, head_dim=4, max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=None,
         eos_token_id=None, pad_token_id=tokenizer.pad_token_id, architectures=["Qwen3ForCausalLM"], dtype="float32",
     )  # fmt: skip
-    write_text_encoder(folder, drawn("text encoder", Qwen3ForCausalLM, config), tied="lm_head.weight")
-    vae = drawn(
+    write_text_encoder(folder, random_model("text encoder", Qwen3ForCausalLM, config), tied="lm_head.weight")
+    vae = random_model(
         "vae",
         AutoencoderKLFlux2,
         block_out_channels=(4, 4, 4, 4),
@@ -89,7 +89,7 @@ def _write_checkpoint(folder: Path, caption: str) -> None:
         latent_channels=2,
     )
     vae.save_pretrained(folder / "vae")
-    transformer = drawn(
+    transformer = random_model(
         "transformer", Flux2Transformer2DModel, in_channels=8, num_layers=1, num_single_layers=1, num_attention_heads=2,
         attention_head_dim=8, joint_attention_dim=12, timestep_guidance_channels=16, axes_dims_rope=(2, 2, 2, 2),
         guidance_embeds=False,

@@ -10,7 +10,7 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.run.checks import check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
-from ditkit_core.testing.run_files import check_planned
+from ditkit_core.testing.run_files import check_planned, check_schema
 from ditkit_wan.presets import PRESETS
 from ditkit_wan.spec import WAN
 
@@ -113,3 +113,7 @@ def test_every_kind_of_architecture_is_planned_once():
 )
 def test_a_run_file_can_be_planned_as_it_stands(file):
     check_planned(WAN, file, most_bytes=2.2)
+
+
+def test_the_schema_next_to_the_run_files_is_todays_and_they_conform():
+    check_schema("ditkit_wan", CONFIGS[0].parent)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from ditkit_core.data.media.synthetic import drawn, write_index, write_text_encoder
+from ditkit_core.data.media.synthetic import random_model, write_index, write_text_encoder
 from ditkit_core.testing.stored_run import StoredRun, keep
 from ditkit_wan.demo.media import CLIPS, write_clip
 from ditkit_wan.demo.models import build_tokenizer
@@ -77,10 +77,12 @@ def _write_checkpoint(folder: Path, captions: list[str]) -> None:
         vocab_size=len(tokenizer), d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, tie_word_embeddings=False,
         feed_forward_proj="gated-gelu", pad_token_id=0, eos_token_id=1, architectures=["UMT5EncoderModel"],
     )  # fmt: skip
-    write_text_encoder(folder, drawn("text encoder", UMT5EncoderModel, config), tied="encoder.embed_tokens.weight")
-    vae = drawn("vae", AutoencoderKLWan, base_dim=2, dim_mult=[1, 1, 1, 1], num_res_blocks=1, z_dim=16)
+    write_text_encoder(
+        folder, random_model("text encoder", UMT5EncoderModel, config), tied="encoder.embed_tokens.weight"
+    )
+    vae = random_model("vae", AutoencoderKLWan, base_dim=2, dim_mult=[1, 1, 1, 1], num_res_blocks=1, z_dim=16)
     vae.save_pretrained(folder / "vae")
-    transformer = drawn(
+    transformer = random_model(
         "transformer", WanTransformer3DModel, num_attention_heads=2, attention_head_dim=12, in_channels=16, out_channels=16,
         text_dim=8, freq_dim=16, ffn_dim=32, num_layers=1,
     )  # fmt: skip

@@ -218,6 +218,19 @@ def test_a_run_has_the_name_of_its_run_file_unless_one_is_set(
     assert folder("my_cat.toml", "--run", "runs/run") == "runs/run", "a stored run goes on where it is"
 
 
+def test_print_config_changed_prints_the_shortest_run_file(
+    stages: Stages, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(TOY, "train", ["--print-config", "--changed", "--adapter.rank", "7", "--train.compile", "true"]) == 0
+    text = capsys.readouterr().out
+    assert (
+        text == '[run]\nfolder = "runs/toy"\n\n[adapter]\nrank = 7\n\n[train]\ncompile = true\n'
+        and stages.called is None
+    )
+    assert cli.run(TOY, "train", ["--changed", "--adapter.rank", "7", "--train.compile", "true"]) == 0
+    assert capsys.readouterr().out == text
+
+
 def test_help_version_and_mistakes_answer_before_slow_libraries_are_imported() -> None:
     program = """
 import sys

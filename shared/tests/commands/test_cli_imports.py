@@ -27,7 +27,11 @@ print(json.dumps([status, sorted(set(slow) & sys.modules.keys())]))
 """
 ANSWERS = [
     ("train", ["--version"], 0, ""),
-    ("export", ["--help"], 0, ""),
+    ("train", ["--help"], 0, ""),
+    ("export", ["--help", "all"], 0, ""),
+    ("train", ["--print-schema"], 0, ""),
+    ("sample", [], 2, "name a run (toy-sample --run RUN --prompt TEXT), or a model and an adapter"),
+    ("export", [], 2, "name a run (toy-export --run RUN), or an adapter file (toy-export --adapter FILE"),
     ("train", ["--print-config", "--train.checkpointing", "full, 0-9=attn_only(self)", "--optim.name", "muon"], 0, ""),
     ("train", [], 2, "nothing to work on"),
     ("train", ["--adapter.rnak", "3"], 2, "unknown key --adapter.rnak"),

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING
 import ditkit_core
 from ditkit_core.commands.options import OPTIONS, ExportOptions, check_combination, verb_of
 from ditkit_core.commands.preflight import check_paths
-from ditkit_core.config.cli_args import Flags, format_help, read_flags
+from ditkit_core.config.cli_args import CommonOptions, Flags, read_flags
+from ditkit_core.config.help import format_help
+from ditkit_core.config.json_schema import json_schema
 from ditkit_core.config.resolve import resolve
-from ditkit_core.config.toml import to_toml
+from ditkit_core.config.toml import changes_to_toml, to_toml
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import hush_libraries, prepare_streams, say, warn
 from ditkit_core.io.signals import terminated_like_interrupted
-from ditkit_core.run.config import RunConfig
+from ditkit_core.run.config import KEYS_THAT_MATTER, RunConfig
 
 if TYPE_CHECKING:
     from ditkit_core.models.spec import ModelSpec
@@ -33,6 +35,13 @@ ABOUT = {
     "sample": "Generate samples with a trained adapter.",
     "export": "Write a run's adapter for other programs; or inspect, convert, reduce, merge or extract adapter files.",
 }
+
+_STARTS = dict.fromkeys(("train", "encode"), "give a run file ({prog} run.toml), or try {prog} --demo") | {
+    "sample": "name a run ({prog} --run RUN --prompt TEXT), or a model and an adapter ({prog} --model.base BASE --adapter FILE "
+    "--prompt TEXT), or try {prog} --demo",
+    "export": "name a run ({prog} --run RUN), or an adapter file ({prog} --adapter FILE --to FORM, or --inspect FILE), or try {prog} --demo",
+}
+"""What each command can start from, for a call that names nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,22 +95,27 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
     prog = f"{family.name}-{command}"
     try:
         flags = read_flags(argv, RunConfig, OPTIONS[command])
-        if flags.common.help:
-            say(format_help(prog, ABOUT[command], RunConfig, OPTIONS[command]).rstrip("\n"))
-            if command == "train":
-                from ditkit_core.nn.attention_backends import support_matrix
+        if topic := flags.common.help:
+            kinds = OPTIONS[command], CommonOptions
+            say(format_help(prog, ABOUT[command], RunConfig, kinds, topic=topic, keys=KEYS_THAT_MATTER[command]))
+            if topic == "train":
+                from ditkit_core.nn.attention_backends import support_matrix  # needs torch, as no other help does
 
                 say(f"\n{support_matrix()}")
             return 0
         if flags.common.version:
             say(f"{prog} {ditkit_core.__version__} (torch {version('torch')}, Python {platform.python_version()})")
             return 0
+        if flags.common.print_schema:
+            title = f"Run files of ditkit's {family.name} commands"
+            say(json_schema(RunConfig, title, {"model.preset": family.presets}).rstrip("\n"))
+            return 0
         check_combination(flags.options)
-        config = _resolve(prog, family, flags)
+        config = _resolve(family, command, flags)
     except UserError as error:
         return _complain(error, 2)
-    if flags.common.print_config:
-        say(to_toml(config).rstrip("\n"))
+    if flags.common.print_config or flags.common.changed:
+        say((changes_to_toml if flags.common.changed else to_toml)(config).rstrip("\n"))
         return 0
     verb = verb_of(command, flags.options)
     try:
@@ -113,18 +127,19 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
     return run_stage(family.spec(), command, config, flags.options)
 
 
-def _resolve(prog: str, family: Family, flags: Flags) -> RunConfig:
+def _resolve(family: Family, command: str, flags: Flags) -> RunConfig:
+    prog = f"{family.name}-{command}"
     common, demo = flags.common, flags.options.demo
     on_files = isinstance(flags.options, ExportOptions) and flags.options.on_files
-    if not (flags.values or common.config or common.run or common.print_config or demo or on_files):
-        raise UserError(f"nothing to work on: give a run file ({prog} run.toml), or try {prog} --demo")
+    if not (flags.values or common.config or common.run or common.print_config or common.changed or demo or on_files):
+        raise UserError(f"nothing to work on: {_STARTS[command].format(prog=prog)}")
     return resolve(
         RunConfig,
         demo=family.demo if demo else None,
         stored=Path(common.run) if common.run else None,
         file=Path(common.config) if common.config else None,
         flags=flags.values,
-        name=spec.name,
+        name=family.name,
     )
 
 

@@ -1,13 +1,12 @@
-"""The flags of a command: reading them from argv, and the help text."""
+"""The flags of a command, read from argv."""
 
-from argparse import SUPPRESS
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
-from jsonargparse import ArgumentParser
-
-from ditkit_core.config.schema import config_fields, config_sections, field_docs, renamed_keys
+from ditkit_core.config.help import SHORT
+from ditkit_core.config.schema import config_fields, renamed_keys
 from ditkit_core.config.validation import unknown_key, value_from_text
 from ditkit_core.errors import UserError
 
@@ -24,10 +23,14 @@ class CommonOptions:
     """Run folder to continue: its stored configuration is read, and other settings take precedence over it."""
     print_config: bool = False
     """Print the resolved configuration as TOML and stop."""
+    changed: bool = False
+    """Print only what differs from the defaults; for --print-config, which it implies."""
+    print_schema: bool = False
+    """Print the JSON Schema of run files, by which editors complete and check them, and stop."""
     version: bool = False
     """Print versions and stop."""
-    help: bool = False
-    """Print this help and stop."""
+    help: str = ""
+    """Print this help and stop; `--help all`, `--help data` (a section) and `--help data.fps` (a key) explain more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +80,9 @@ def read_flags(argv: Sequence[str], tree: type, options_type: type) -> Flags:
 def _split(argv: Sequence[str], hints: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, list[str]]:
     """The texts that each flag was given, in order; the argument without a flag is the run file."""
     texts: dict[str, list[str]] = {}
-    rest = iter(argv)
-    for argument in rest:
+    rest = deque(argv)
+    while rest:
+        argument = rest.popleft()
         name, equals, text = argument.removeprefix("--").partition("=")
         if argument == "-h":
             name = "help"
@@ -90,8 +94,11 @@ def _split(argv: Sequence[str], hints: Mapping[str, Any], renamed: Mapping[str, 
             raise unknown_key(name, hints, WHERE, renamed=renamed, flag=True)
         if hints[name] is bool and "." not in name:  # an option is a switch; a configuration key takes true or false
             text = text if equals else "true"
+        elif name == "help" and not equals:
+            follows = rest[0] if rest else "-"
+            text = SHORT if follows.startswith("-") or follows.endswith(".toml") else rest.popleft()
         elif not equals:
-            text = next(rest, "--")
+            text = rest.popleft() if rest else "--"
             if text.startswith("--"):
                 raise UserError(f"--{name} {WHERE} lacks its value; write --{name}=VALUE if the value starts with --")
         texts.setdefault(name, []).append(text)
@@ -106,29 +113,3 @@ def _flag(name: str) -> str:
 
 def _option_hints(options_type: type) -> dict[str, Any]:
     return {_flag(name): hint for name, hint in get_type_hints(options_type).items()}
-
-
-def format_help(prog: str, about: str, tree: type, options_type: type) -> str:
-    """The help text: options, then every key of the configuration with its meaning, type and default."""
-    parser = ArgumentParser(
-        prog=prog,
-        description=about,
-        add_help=False,
-        usage="%(prog)s [run.toml] [--section.key value ...]",
-        epilog="""A list is written as in TOML, --sample.prompts '["a cat", "a dog"]', or the flag is repeated.""",
-    )
-    parser.add_argument("file", metavar="run.toml", nargs="?", default=SUPPRESS, help="the run file; flags win over it")
-    for kind in (options_type, CommonOptions):
-        for name, hint in _option_hints(kind).items():
-            form: dict[str, Any] = {"action": "store_true"} if hint is bool else {"metavar": name.upper()}
-            # A prefix keeps option names apart from section names: jsonargparse would read --adapter as the whole section [adapter].
-            form |= {"dest": f"option_{name}", "help": field_docs(kind).get(name.replace("-", "_"), "")}
-            parser.add_argument(f"--{name}", default=SUPPRESS, **form)
-    groups = {
-        section: parser.add_argument_group(f"[{section}]", (cls.__doc__ or "").strip().split("\n\n")[0])
-        for section, cls in config_sections(tree).items()
-    }
-    for key, field in config_fields(tree).items():
-        group = groups[key.split(".")[0]]
-        group.add_argument(f"--{key}", type=field.type, default=field.default, help=field.doc)
-    return parser.format_help()

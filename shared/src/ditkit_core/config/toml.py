@@ -1,6 +1,7 @@
 """Configuration as TOML: reading it strictly, and writing it so that it can be read back."""
 
 import difflib
+import re
 import textwrap
 import tomllib
 from collections.abc import Callable, Mapping
@@ -9,8 +10,8 @@ from typing import Any
 
 import tomli_w
 
-from ditkit_core.config.schema import config_fields, config_sections, config_values, renamed_keys
-from ditkit_core.config.validation import nearest_key, unknown_key, value_from_file
+from ditkit_core.config.schema import config_fields, config_sections, config_values, plain, renamed_keys
+from ditkit_core.config.validation import BACKSLASH_REMEDY, unknown_key, value_from_file
 from ditkit_core.errors import UserError
 
 
@@ -22,17 +23,27 @@ def read_toml(path: Path) -> dict[str, Any]:
     """
     try:
         # utf-8-sig: some editors on Windows write a byte order mark before the text.
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        text = Path(path).read_text(encoding="utf-8-sig")
+        return tomllib.loads(text)
     except OSError as error:
         raise UserError(f"cannot read the run file {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text; a run file is TOML, saved as UTF-8") from error
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not TOML: {' '.join(str(error).split())}") from error
+        raise UserError(
+            f"{path} is not TOML: {' '.join(str(error).split())}{_backslash_remedy(text, error)}"
+        ) from error
     except (RecursionError, ValueError) as error:  # ValueError: Python's limit on the digits of an integer
         raise UserError(
             f"{path} is nested too deeply or has a number with too many digits; correct the run file"
         ) from error
+
+
+def _backslash_remedy(text: str, error: tomllib.TOMLDecodeError) -> str:
+    """What to do if the line at fault has a backslash in double quotes, as of a path of Windows; empty if it has none."""
+    found = re.search(r"at line (\d+)", str(error))
+    line = text.splitlines()[int(found[1]) - 1] if found else ""
+    return f"; {BACKSLASH_REMEDY}" if re.search(r'"[^"]*\\', line) else ""
 
 
 def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,11 +102,11 @@ def _check_keys(tables: Mapping[str, Any], tree: type, where: str) -> None:
 
 
 def _unknown_section(section: str, table: Mapping[str, Any], tree: type, where: str) -> UserError:
-    """The error for an unknown section: it suggests the closest section, or else the key closest to the section's first key."""
-    close = difflib.get_close_matches(section, config_sections(tree), n=1)
-    if close or not table:
-        suggestion = close[0] if close else nearest_key(section, config_sections(tree))
-        return UserError(f"unknown section [{section}] {where}; did you mean [{suggestion}]?")
+    """The error for an unknown section: it suggests a close section, or else a key close to the section's first key."""
+    if close := difflib.get_close_matches(section, config_sections(tree), n=1):
+        return UserError(f"unknown section [{section}] {where}; did you mean [{close[0]}]?")
+    if not table:
+        return UserError(f"unknown section [{section}] {where}; the sections are {', '.join(config_sections(tree))}")
     return unknown_key(f"{section}.{next(iter(table))}", config_fields(tree), where)
 
 
@@ -118,6 +129,17 @@ def to_toml(
         # TOML has no null: an optional value that is not set becomes a comment.
         lines[section].append(f"# {name} =" if values[key] is None else f"{name} = {_toml_value(values[key])}")
     return "\n\n".join("\n".join(section) for section in lines.values()) + "\n"
+
+
+def changes_to_toml(config: Any) -> str:
+    """What differs from the defaults, as TOML without comments: the shortest run file of a configuration."""
+    fields = config_fields(type(config))
+    sections: dict[str, list[str]] = {}
+    for key, value in config_values(config).items():
+        if value != plain(fields[key].default):
+            section, name = key.split(".")
+            sections.setdefault(section, [f"[{section}]"]).append(f"{name} = {_toml_value(value)}")
+    return "\n\n".join(map("\n".join, sections.values())) + "\n"
 
 
 def _toml_value(value: Any) -> str:

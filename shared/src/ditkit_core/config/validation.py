@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType, NoneType, UnionType
@@ -16,6 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 
+from ditkit_core.config.foreign_words import FOREIGN_WORDS
 from ditkit_core.config.schema import ConfigField, plain
 from ditkit_core.errors import UserError
 
@@ -23,8 +25,16 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 4000
 """Longest file name and longest path in bytes that systems accept; the path leaves room for the names of files below it."""
 
 
+BACKSLASH_REMEDY = (
+    "in double quotes a backslash begins an escape; write the path in single quotes, or with forward slashes"
+)
+
+_CLOSE = 0.65
+"""Least likeness of a suggested name: `rnak` has 0.75 with `rank`. A bad guess is worse than none."""
+
+
 def nearest_key(key: str, keys: Iterable[str]) -> str:
-    """The valid key that an unknown key most likely means.
+    """The valid key that an unknown key most likely means; empty if none is close.
 
     The last part of the name counts twice as much as the section, so `optim.rank` finds `adapter.rank`. Initials count as the name, so
     `learning_rate` finds `lr`.
@@ -32,12 +42,13 @@ def nearest_key(key: str, keys: Iterable[str]) -> str:
     section, _, name = key.rpartition(".")
     initials = "".join(word[:1] for word in name.split("_"))
 
-    def likeness(candidate: str) -> float:
+    def likeness(candidate: str) -> tuple[float, float]:
         its_section, _, its_name = candidate.rpartition(".")
         same_name = 1.0 if its_name == initials else _likeness(name, its_name)
-        return same_name + _likeness(section, its_section) / 2
+        return same_name + _likeness(section, its_section) / 2, same_name
 
-    return max(keys, key=likeness)
+    nearest = max(keys, key=likeness)
+    return nearest if likeness(nearest)[1] >= _CLOSE else ""
 
 
 def _likeness(one: str, other: str) -> float:
@@ -66,6 +77,10 @@ def value_from_file(field: ConfigField, raw: Any, where: str) -> Any:
     except argparse.ArgumentError as error:
         raise UserError(f"{field.key} {where} must be {expected(field.type)}, not {_shown(raw)}") from error
     _check_texts(field.key, value, where, is_path=field.holds != "value")
+    for text in value if isinstance(value, tuple) else (value,):
+        # A path of Windows with one backslash before n or t is valid TOML, and says something else.
+        if field.holds != "value" and isinstance(text, str) and re.search(r"[\b\t\n\f\r]", text):
+            raise UserError(f"{field.key} {where} has a tab or a line break: {BACKSLASH_REMEDY}")
     return value
 
 
@@ -174,4 +189,11 @@ def unknown_key(
     dashes = "--" if flag else ""
     if key in renamed:
         return UserError(f"{dashes}{key} {where} is now named {dashes}{renamed[key]}; rename it")
-    return UserError(f"unknown key {dashes}{key} {where}; did you mean {dashes}{nearest_key(key, keys)}?")
+    known = list(keys)
+    ours = FOREIGN_WORDS.get(key.rpartition(".")[2].replace("-", "_"), "")
+    meant = ours if ours in known else nearest_key(key, known)
+    if " " in ours:
+        hint = ours
+    else:
+        hint = f"did you mean {dashes}{meant}?" if meant else "--help all explains every key"
+    return UserError(f"unknown key {dashes}{key} {where}; {hint}")

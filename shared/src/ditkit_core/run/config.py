@@ -1,5 +1,6 @@
 """The configuration of a run: its sections, each owned by the module that consumes it."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -70,3 +71,43 @@ class RunConfig:
     def micro_batches(self) -> int:
         """How many micro-batches a step accumulates; prior preservation adds one to each."""
         return self.train.accumulation * (2 if self.prior.wanted else 1)
+
+
+KEYS_THAT_MATTER: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "train": {
+        "Model and data": (
+            "model.base",
+            "data.folder",
+            "data.frames",
+            "data.height",
+            "data.width",
+            "data.buckets",
+            "data.trigger",
+        ),
+        "What is trained": ("adapter.method", "adapter.rank", "adapter.alpha", "adapter.init"),
+        "Training": ("train.steps", "train.batch_size", "train.accumulation", "optim.name", "optim.lr"),
+        "Memory": ("train.checkpointing", "train.devices", "train.swap_blocks", "base.quantize"),
+        "Results": ("run.folder", "save.every_steps", "held_out.clips", "sample.prompts", "sample.every_steps"),
+    },
+    "encode": {
+        "Model and data": ("model.base", "data.folder", "data.frames", "data.height", "data.width", "data.on_bad"),
+        "Encoders": ("encode.cache", "encode.device", "encode.text_dtype", "encode.vae_tiling"),
+    },
+    "sample": {
+        "Samples": (
+            "sample.prompts",
+            "sample.images",
+            "sample.seed",
+            "sample.frames",
+            "sample.height",
+            "sample.width",
+            "sample.steps",
+            "sample.guidance",
+            "sample.negative",
+            "sample.vae_tiling",
+        ),
+        "Model": ("model.base", "train.devices", "base.quantize"),
+    },
+    "export": {"Files": ("export.forms", "export.dtype", "export.merged"), "Model": ("model.base", "model.preset")},
+}
+"""The keys that the short help of each command explains, by title."""

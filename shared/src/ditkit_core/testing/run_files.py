@@ -1,8 +1,13 @@
 """Checks of the run files that a package ships."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 from ditkit_core.config.resolve import resolve
+from ditkit_core.config.toml import read_toml
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.plan import make_report
@@ -32,3 +37,52 @@ def check_planned(spec: ModelSpec, file: Path, *, most_bytes: float) -> None:
         assert 2 * count <= held["weights"] < most_bytes * count and held["adapters"] < 0.2 * count, (held, count)
     assert report.fits, held
     assert report.work.micro_batches == config.train.accumulation and config.model.preset in report.model, report.model
+
+
+def check_schema(package: str, folder: Path) -> None:
+    """Check that the schema next to the shipped run files is what the command prints, and that every run file points to it and conforms.
+
+    Args:
+        package: The package's import name, such as `ditkit_wan`.
+        folder: The folder of its run files.
+    """
+    file = folder / "schema.json"
+    program = f"import sys; from {package}.cli import train; sys.argv = ['train', '--print-schema']; train()"
+    printed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, encoding="utf-8", check=True
+    ).stdout
+    assert printed == file.read_text(encoding="utf-8"), f"{file} is stale: write it with --print-schema > {file.name}"
+    schema = json.loads(printed)
+    for shipped in sorted(folder.glob("*.toml")):
+        assert shipped.read_text(encoding="utf-8").startswith("#:schema ./schema.json\n"), shipped
+        assert faults(schema, read_toml(shipped)) == [], shipped
+    assert faults(
+        schema, {"trian": {}, "train": {"stepz": 1, "steps": 1.5}, "optim": {"betas": [0.9], "name": "adam"}}
+    ) == [
+        "trian",
+        "train.stepz",
+        "train.steps",
+        "optim.betas",
+        "optim.name",
+    ]
+
+
+def faults(schema: Any, value: Any, at: str = "") -> list[str]:
+    """Dotted paths of what does not conform to a schema, as far as ours go."""
+    if "anyOf" in schema:
+        return [] if any(not faults(each, value) for each in schema["anyOf"]) else [at]
+    if "enum" in schema:
+        return [] if value in schema["enum"] else [at]
+    kinds: dict[str, Any] = {"integer": int, "number": (int, float), "boolean": bool, "string": str}
+    kinds |= {"array": list, "object": dict}
+    if not isinstance(value, kinds[schema["type"]]) or (isinstance(value, bool) and schema["type"] != "boolean"):
+        return [at]
+    if schema["type"] == "array":
+        heads = schema.get("prefixItems", [schema["items"]] * len(value))
+        wrong = len(heads) != len(value) or any(faults(kind, each) for kind, each in zip(heads, value, strict=True))
+        return [at] * wrong
+    found = []
+    for key, each in value.items() if schema["type"] == "object" else ():
+        path = f"{at}.{key}".lstrip(".")
+        found += faults(schema["properties"][key], each, path) if key in schema["properties"] else [path]
+    return found

@@ -1,0 +1,111 @@
+"""The help texts of a command: the keys that matter by default, a section or one key or everything on request."""
+
+import json
+import re
+import shutil
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+from ditkit_core.config.schema import ConfigField, config_fields, config_sections, field_docs, plain
+from ditkit_core.config.validation import expected
+from ditkit_core.errors import UserError
+
+SHORT, ALL = "short", "all"
+_LEFT, _WIDEST = 27, 120
+"""Columns of the flags, and of a line."""
+
+Row = tuple[str, str]
+"""A flag with its value, and what it does."""
+
+
+def format_help(
+    prog: str, about: str, tree: type, options: Sequence[type], *, topic: str = SHORT, keys: Mapping[str, Sequence[str]]
+) -> str:
+    """The help text.
+
+    Args:
+        prog: Name of the program.
+        about: What it does.
+        tree: The configuration's dataclass.
+        options: Dataclasses of the command's options.
+        topic: What is asked for: `all`, a section, a key, or `short` for the options and the keys that matter.
+        keys: The keys that matter, by title.
+
+    Raises:
+        UserError: If there is no such topic.
+    """
+    known, sections = config_fields(tree), config_sections(tree)
+    if topic in known:
+        return _rows([_row(known[topic])])
+    if topic in sections:
+        return _section(tree, topic)
+    parts = [_opening(prog, about), "Options:\n" + _rows(_options(options, complete=topic == ALL))]
+    if topic == ALL:
+        return "\n\n".join([*parts, *(_section(tree, section) for section in sections)])
+    if topic != SHORT:
+        raise UserError(
+            f"--help {topic}: there is no such topic; name a key, {ALL}, or a section: {', '.join(sections)}"
+        )
+    parts += [f"{title}:\n{_rows(_short(known[key]) for key in named)}" for title, named in keys.items()]
+    more = f"{prog} --help {ALL} explains every key, --help SECTION those of a section: {', '.join(sections)}."
+    return "\n\n".join([*parts, "\n".join(textwrap.wrap(more, _width()))])
+
+
+def _section(tree: type, section: str) -> str:
+    title = " ".join((config_sections(tree)[section].__doc__ or "").split("\n\n")[0].split())
+    rows = [_row(field) for key, field in config_fields(tree).items() if key.startswith(f"{section}.")]
+    return "\n".join([*textwrap.wrap(title, _width()), _rows(rows)])
+
+
+def _opening(prog: str, about: str) -> str:
+    return (
+        f"usage: {prog} [run.toml] [--section.key VALUE ...] [--option ...]\n\n{about}\n"
+        """A list is written as in TOML, --sample.prompts '["a cat", "a dog"]', or the flag is repeated."""
+    )
+
+
+def _options(kinds: Sequence[type], *, complete: bool) -> Iterable[Row]:
+    for kind in kinds:
+        hints, docs = get_type_hints(kind), field_docs(kind)
+        for field in fields(kind):
+            flag = f"--{field.name.replace('_', '-')}"
+            doc = docs.get(field.name, "")
+            value = "" if hints[field.name] is bool else " VALUE"
+            yield flag + value, doc if complete else _sentence(doc)
+
+
+def _row(field: ConfigField) -> Row:
+    known = "" if field.default is None else f"; default {_shown(field.default)}"
+    return f"--{field.key}", f"{field.doc} ({expected(field.type)}{known})"
+
+
+def _short(field: ConfigField) -> Row:
+    known = f" [{_shown(field.default)}]" if field.default else ""
+    return f"--{field.key}", _sentence(field.doc) + known
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(plain(value), ensure_ascii=False)
+
+
+def _sentence(doc: str) -> str:
+    """The first sentence, which is enough to choose by."""
+    return re.split(r"(?<=[.;:])\s(?![^()]*\))", doc, maxsplit=1)[0].rstrip(".;:") + "."
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size().columns, _WIDEST)
+
+
+def _rows(rows: Iterable[Row]) -> str:
+    lines = []
+    for left, text in rows:
+        wrapped = textwrap.wrap(text, max(40, _width() - _LEFT - 3)) or [""]
+        head = f"  {left:<{_LEFT}} "
+        if len(left) > _LEFT:
+            lines.append(f"  {left}")
+            head = " " * (_LEFT + 3)
+        lines += [(head + wrapped[0]).rstrip(), *(" " * (_LEFT + 3) + line for line in wrapped[1:])]
+    return "\n".join(lines)
