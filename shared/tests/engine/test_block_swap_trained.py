@@ -15,8 +15,8 @@ from toy_training import ToyBatch, ToyData, train
 
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.engine.block_swap import BlockQueue, BlockSwap
-from ditkit_core.engine.copy_lane import CopyLane
 from ditkit_core.engine.engine import POLICIES, BlockEngine
+from ditkit_core.engine.pinned_memory import CopyLane
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
 from ditkit_core.models.precision import compute_fp32_in_fp32

@@ -19,7 +19,7 @@ from ditkit_core.planner.planned_step import StepJob as Job
 from ditkit_core.planner.profiler import fake_tensors, profile
 from ditkit_core.planner.reduced_model import materialise, reduced_model
 from ditkit_core.testing.plans import divided, planned
-from ditkit_core.training.optimizer_in_backward import OptimizerInBackward
+from ditkit_core.training.optimizer import OptimizerInBackward
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, accumulate_gradients, total_norm, update

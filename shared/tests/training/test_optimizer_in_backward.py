@@ -22,8 +22,7 @@ from ditkit_core.testing.pretend_devices import PretendDevices, divide, on_host
 from ditkit_core.testing.toy import TOY, ToyArch, toy_items
 from ditkit_core.training.checkpoint import load_state
 from ditkit_core.training.config import EMAConfig, FlowConfig, SaveConfig, TrainConfig
-from ditkit_core.training.optimizer import NamedOptimizer
-from ditkit_core.training.optimizer_in_backward import OptimizerInBackward
+from ditkit_core.training.optimizer import NamedOptimizer, OptimizerInBackward
 from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState

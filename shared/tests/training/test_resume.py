@@ -30,6 +30,8 @@ def test_twenty_steps_equal_ten_and_ten(method, tmp_path):
     toy_run(tmp_path / "halves", 10, **given)
     halves = toy_run(tmp_path / "halves", 20, **given)
     assert_same_state(whole.result.save, halves.result.save)
+    index = [(run.result.save / "state.json").read_bytes() for run in (whole, halves)]
+    assert index[0] == index[1]
     for name, tensor in whole.parameters.items():
         assert torch.equal(tensor, halves.parameters[name])
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "halves")

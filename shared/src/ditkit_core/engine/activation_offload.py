@@ -35,8 +35,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from ditkit_core.engine.ac_policies import Policy
-from ditkit_core.engine.copy_lane import CopyLane
-from ditkit_core.engine.pinned_memory import HOST, HostBuffers
+from ditkit_core.engine.pinned_memory import HOST, CopyLane, HostBuffers
 from ditkit_core.models.protocol import StagedModel
 
 SMALLEST = 2**20

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from ditkit_core.config.sizes import per_device
 from ditkit_core.engine.block_hooks import BlockHooks
-from ditkit_core.engine.copy_lane import CopyLane
-from ditkit_core.engine.pinned_memory import HOST, Found, PinnedPool, Streamed
+from ditkit_core.engine.pinned_memory import HOST, CopyLane, Found, PinnedPool, Streamed
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
 from ditkit_core.models.protocol import StagedModel

@@ -30,7 +30,7 @@ from ditkit_core.planner.memory import Profile, StageCost, behind, mixed
 from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.reduced_model import ReducedModel, materialise, reduced_model
-from ditkit_core.training.optimizer_in_backward import OptimizerInBackward
+from ditkit_core.training.optimizer import OptimizerInBackward
 from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, accumulate_gradients, total_norm, update

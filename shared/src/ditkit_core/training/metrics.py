@@ -59,7 +59,9 @@ class MetricsLog:
 
     def __enter__(self) -> Self:
         kept = self._kept()
-        self._hash = hashlib.blake2b(kept.encode(), digest_size=16)
+        self._hash = hashlib.blake2b(digest_size=16)
+        for line in kept.split("\n")[:-1]:
+            self._hash.update(_lasting(json.loads(line)))
         if self._digest not in ("", self._hash.hexdigest()):
             self._warn(
                 f"{self.path} was changed or damaged since step {self._start_step} was saved; its readable lines stay"
@@ -97,14 +99,14 @@ class MetricsLog:
         Raises:
             UserError: If the disk is full.
         """
-        line = json.dumps({"step": step, **values}, allow_nan=False) + "\n"
+        row = {"step": step, **values}
         try:
-            self._file.write(line)
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
             # Flushed line by line, so that a killed run loses none.
             self._file.flush()
         except OSError as error:
             raise self._unwritable(error) from error
-        self._hash.update(line.encode())
+        self._hash.update(_lasting(row))
         if self._board is not None:
             try:
                 self._board.write(step, {name: value for name, value in values.items() if not isinstance(value, str)})
@@ -112,7 +114,7 @@ class MetricsLog:
                 self._drop_board(error)
 
     def saved(self) -> str:
-        """Flush all lines to disk, for a save of this step, and return their digest."""
+        """Flush all lines to disk, for a save of this step, and return the digest of what they say of the training."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -169,6 +171,14 @@ class _EventFile:
 
         with open(self._path, "ab") as file:
             RecordWriter(file).write(Event(wall_time=time.time(), **fields).SerializeToString())
+
+
+_OF_THE_MACHINE = ("seconds", "tokens_per_second", "peak_memory_bytes")
+
+
+def _lasting(row: Mapping[str, Any]) -> bytes:
+    """What is the same whenever and wherever a line is made, so that the saves of an interrupted run are those of an undisturbed one."""
+    return json.dumps({name: value for name, value in row.items() if name not in _OF_THE_MACHINE}).encode()
 
 
 def _step_of(line: str) -> int:

@@ -24,8 +24,7 @@ from ditkit_core.training.flow_matching import (
     velocity_target,
 )
 from ditkit_core.training.nan_debug import describe_nonfinite, find_first_nonfinite
-from ditkit_core.training.optimizer import NamedOptimizer
-from ditkit_core.training.optimizer_in_backward import OptimizerInBackward
+from ditkit_core.training.optimizer import NamedOptimizer, OptimizerInBackward
 from ditkit_core.training.tensor_stats import StatsRecorder, with_hooks
 from ditkit_core.training.train_model import MicroBatch, TrainModel
 

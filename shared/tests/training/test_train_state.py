@@ -6,7 +6,7 @@ from torch import nn
 
 from ditkit_core.errors import UserError
 from ditkit_core.training.config import EMAConfig
-from ditkit_core.training.ema import EMA
+from ditkit_core.training.train_state import EMA
 
 
 def parameters(dtype=torch.float32):
