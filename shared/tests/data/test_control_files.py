@@ -306,3 +306,13 @@ def test_sound_of_a_video_counts_as_music(folder: Path) -> None:
     rows(folder, row(music="extra/song.mp4"))
     assert look(folder).samples[0].controls == {"music": str(folder / "extra" / "song.mp4")}
     assert ".mp4" not in IMAGE_SUFFIXES
+
+
+def test_features_of_any_size_are_not_read(folder: Path) -> None:
+    (folder / "extra" / "music.npy").touch()
+    os.truncate(folder / "extra" / "music.npy", 2**30 + 1)  # sparse: it takes no room
+    rows(folder, {"video": "a.mp4", "text": "a", "music": "extra/music.npy"})
+    with pytest.raises(
+        UserError, match=r"music .*music.npy has 1073741825 bytes, more than the 1073741824 that are read"
+    ):
+        look(folder)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ditkit_core.data.columns import NUMBERED_REFERENCES, number_of
 from ditkit_core.data.media.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, available, media_kind
-from ditkit_core.data.media.files import is_folder, read_dataset_text, status, walk
+from ditkit_core.data.media.files import MOST_LIST_BYTES, is_folder, read_dataset_text, status, walk
 from ditkit_core.data.media.image_sequence import check_inside
 from ditkit_core.data.windows import Window
 from ditkit_core.errors import UserError
@@ -281,6 +281,8 @@ def checked_control(
             )
     elif not stat.S_ISREG(at.st_mode):
         raise UserError(f"{what} is a folder, not a file; correct the path")
+    elif at.st_size > MOST_LIST_BYTES and path.suffix.lower() not in VIDEO_SUFFIXES:
+        raise UserError(f"{what} has {at.st_size} bytes, more than the {MOST_LIST_BYTES} that are read; shorten it")
     return str(path)
 
 

@@ -134,8 +134,9 @@ def encode_references(
     """
     clips = _reference_clips(paths, reference_size)
     keys = _media_keys(clips, cache, media_encoder, progress)
-    _fill_media(cache, keys, media_encoder, progress, keep_going=False)
-    return [cache.found(cache.get, "media", keys[clip], str(clip.path))["latents"] for clip in clips]
+    fill = partial(_fill_media, cache, keys, media_encoder, progress, keep_going=False)
+    fill()
+    return [cache.found(cache.get, "media", keys[clip], str(clip.path), fill)["latents"] for clip in clips]
 
 
 Used = tuple[str, ...] | UserError
@@ -175,16 +176,14 @@ class Conditioning:
             for conditioner, columns_by_name in zip(self.conditioners, all_used, strict=True):
                 wanted = {}
                 for name, controls in given.items():
-                    used = columns_by_name[name]
+                    if not (used := columns_by_name[name]):
+                        continue
                     if isinstance(used, UserError):
                         # A key of its own, under which nothing is stored, so that the failure is found like any other.
-                        address = key("no condition", conditioner.kind, name)
-                        failures[address] = used
-                        found[name].append(Condition(conditioner.kind, address, conditioner.optional))
-                    elif used:
-                        address = self._key(conditioner, controls, used, hashes)
-                        found[name].append(Condition(conditioner.kind, address, conditioner.optional))
-                        wanted[address] = controls
+                        failures[address := key("no condition", conditioner.kind, name)] = used
+                    else:
+                        wanted[address := self._key(conditioner, controls, used, hashes)] = controls
+                    found[name].append(Condition(conditioner.kind, address, conditioner.optional))
                 jobs = EncodeTask(
                     kind=conditioner.kind, wanted=wanted, encoder=conditioner, read=lambda item: item, name=_named
                 )
@@ -235,8 +234,9 @@ class Conditioning:
         """The tensors of the conditions of one clip or prompt, encoded if the cache lacks them."""
         item: dict[str, Tensor] = {}
         given = {"": controls}
-        for kind, address, _ in self.fill(given, self.used(given), cache, {}, progress)[""]:
-            item |= cache.found(cache.get, kind, address, _named(controls))
+        fill = partial(self.fill, given, self.used(given), cache, {}, progress)
+        for kind, address, _ in fill()[""]:
+            item |= cache.found(cache.get, kind, address, _named(controls), fill)
         return item
 
     def _key(self, conditioner: Conditioner, controls: ClipInputs, used: Sequence[str], hashes: MediaHashes) -> str:

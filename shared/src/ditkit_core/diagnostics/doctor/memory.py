@@ -65,7 +65,7 @@ def _findings(report: PlanReport) -> Iterator[Finding]:
 
 def _lacking(where: str, what: str, remedy: str = "") -> Finding:
     remedy = f"{remedy}; or {_REMEDY}" if remedy else _REMEDY
-    return Finding(code="D26", severity="warning", where=where, what=what, remedy=remedy)
+    return Finding.warning("D26", where, what, remedy)
 
 
 def _gib(size: int) -> str:
