@@ -13,45 +13,11 @@ from ditkit_flux2.spec import FLUX2
 
 STORED = StoredRun(FLUX2, Path(__file__).parent / "fixtures" / "run_58d647d.zip")
 
-RUN_FILE = """
-[run]
-folder = "run"
-[model]
-base = "inputs/checkpoint"
-dtype = "fp32"
-[adapter]
-rank = 1
-[data]
-folder = "inputs/pictures"
-height = 32
-width = 48
-[encode]
-cache = "cache"
-device = "cpu"
-[optim]
-lr = 5e-3
-schedule = "cosine"
-warmup_steps = 2
-[ema]
-decay = 0.9
-[train]
-device = "cpu"
-threads = 1
-steps = 6
-batch_size = 2
-accumulation = 2
-[save]
-every_steps = 3
-[held_out]
-clips = 1
-sigmas = [0.3, 0.8]
-[log]
-tensorboard = false
-[sample]
-captions = 0
-[export]
-dtype = "fp32"
-"""
+SETTINGS = {
+    "model": {"base": "inputs/checkpoint"},
+    "adapter": {"rank": 1},
+    "data": {"folder": "inputs/pictures", "height": 32, "width": 48},
+}
 
 
 def write(folder: Path, commit: str) -> StoredRun:
@@ -63,8 +29,7 @@ def write(folder: Path, commit: str) -> StoredRun:
         file = folder / "inputs" / "pictures" / f"{number}.png"
         Image.new("RGB", (48, 32), colour).save(file)
         file.with_suffix(".txt").write_text(caption, encoding="utf-8", newline="\n")
-    (folder / "run.toml").write_text(RUN_FILE, encoding="utf-8")
-    return keep(FLUX2, folder, commit=commit)
+    return keep(FLUX2, folder, commit=commit, settings=SETTINGS)
 
 
 def _write_checkpoint(folder: Path, caption: str) -> None:

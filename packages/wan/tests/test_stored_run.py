@@ -13,47 +13,12 @@ from ditkit_wan.spec import WAN
 
 STORED = StoredRun(WAN, Path(__file__).parent / "fixtures" / "run_58d647d.zip")
 
-RUN_FILE = """
-[run]
-folder = "run"
-[model]
-base = "inputs/checkpoint"
-dtype = "fp32"
-[adapter]
-rank = 2
-[data]
-folder = "inputs/clips"
-frames = 5
-height = 32
-width = 32
-[encode]
-cache = "cache"
-device = "cpu"
-text_dtype = "fp32"
-[optim]
-lr = 5e-3
-schedule = "cosine"
-warmup_steps = 2
-[ema]
-decay = 0.9
-[train]
-device = "cpu"
-threads = 1
-steps = 6
-batch_size = 2
-accumulation = 2
-[save]
-every_steps = 3
-[held_out]
-clips = 1
-sigmas = [0.3, 0.8]
-[log]
-tensorboard = false
-[sample]
-captions = 0
-[export]
-dtype = "fp32"
-"""
+SETTINGS = {
+    "model": {"base": "inputs/checkpoint"},
+    "adapter": {"rank": 2},
+    "data": {"folder": "inputs/clips", "frames": 5, "height": 32, "width": 32},
+    "encode": {"text_dtype": "fp32"},
+}
 
 
 def write(folder: Path, commit: str) -> StoredRun:
@@ -62,8 +27,7 @@ def write(folder: Path, commit: str) -> StoredRun:
     (folder / "inputs" / "clips").mkdir()
     for number, clip in enumerate(CLIPS[:3]):
         write_clip(folder / "inputs" / "clips" / f"{number}.mp4", clip)
-    (folder / "run.toml").write_text(RUN_FILE, encoding="utf-8")
-    return keep(WAN, folder, commit=commit)
+    return keep(WAN, folder, commit=commit, settings=SETTINGS)
 
 
 def _write_checkpoint(folder: Path, captions: list[str]) -> None:

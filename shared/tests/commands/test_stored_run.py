@@ -15,52 +15,13 @@ from ditkit_core.testing.world import make_model
 SPEC = altered(TOY, presets={"tiny": ToyArch(dim=16)})
 STORED = StoredRun(SPEC, Path(__file__).parents[1] / "fixtures" / "run_58d647d.zip")
 
-RUN_FILE = """
-[run]
-folder = "run"
-[model]
-preset = "tiny"
-transformer = "inputs/toy.safetensors"
-dtype = "fp32"
-[adapter]
-rank = 2
-dropout = 0.1
-[data]
-folder = "inputs/clips"
-frames = 1
-height = 16
-width = 16
-[encode]
-cache = "cache"
-device = "cpu"
-[flow]
-weighting = "bell"
-[optim]
-lr = 5e-3
-schedule = "cosine"
-warmup_steps = 2
-[ema]
-decay = 0.9
-[train]
-device = "cpu"
-threads = 1
-steps = 6
-batch_size = 2
-accumulation = 2
-caption_dropout = 0.2
-seed = 5
-[save]
-every_steps = 3
-[held_out]
-clips = 1
-sigmas = [0.3, 0.8]
-[log]
-tensorboard = false
-[sample]
-captions = 0
-[export]
-dtype = "fp32"
-"""
+SETTINGS = {
+    "model": {"preset": "tiny", "transformer": "inputs/toy.safetensors"},
+    "adapter": {"rank": 2, "dropout": 0.1},
+    "data": {"folder": "inputs/clips", "frames": 1, "height": 16, "width": 16},
+    "flow": {"weighting": "bell"},
+    "train": {"caption_dropout": 0.2, "seed": 5},
+}
 
 
 def write(folder: Path, commit: str) -> StoredRun:
@@ -72,8 +33,7 @@ def write(folder: Path, commit: str) -> StoredRun:
     for number, colour in enumerate(("teal", "red", "navy", "gold", "white")):
         file = picture(folder / "inputs" / "clips" / f"{number}.png", (16, 16), colour)
         file.with_suffix(".txt").write_text(f"a {colour} picture", encoding="utf-8", newline="\n")
-    (folder / "run.toml").write_text(RUN_FILE, encoding="utf-8")
-    return keep(SPEC, folder, commit=commit)
+    return keep(SPEC, folder, commit=commit, settings=SETTINGS)
 
 
 def test_a_stored_run_is_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conditions_help import CPU, FRAMES, controls, encoded, picture_file, video_file
-from narrow_vae import narrow
+from narrow_vae import NARROW_2_2, narrow
 
 from ditkit_core.data.columns import OF_THE_MODEL, reference_columns
 from ditkit_core.data.control_files import control_headers, control_values
@@ -53,7 +53,7 @@ def test_every_variant_encodes_what_its_model_takes(
     arch = replace(arch, image_dim=IMAGE_DIM if arch.image_dim else 0, text_dim=32)
     assert [column.name for column in columns(arch)] == names
     assert all(column.doc.endswith(".") for column in columns(arch))
-    vae = narrow(tmp_path / "vae") if arch.token_times else checkpoint / "vae"
+    vae = narrow(tmp_path / "vae", **NARROW_2_2) if arch.token_times else checkpoint / "vae"
     found = conditioners(arch, ModelPaths(vae=str(vae), image_encoder=str(clip_folder)), CPU, False)
     clip = video_file(tmp_path / "clip.mp4", 1)
     files = {column.name: value for column in columns(arch) if (value := given(column.name, column.kind, tmp_path))}

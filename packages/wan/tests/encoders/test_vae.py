@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from narrow_vae import clip, narrow, official_within_blocks
 from safetensors.torch import load_file, save_file
 
 from ditkit_core.errors import UserError
@@ -20,35 +21,18 @@ CPU = torch.device("cpu")
 
 def official_name(name: str) -> str:
     """The official name of a diffusers parameter, written the other way round than the code under test."""
-    residual = {"norm1": "residual.0", "conv1": "residual.2", "norm2": "residual.3", "conv2": "residual.6"}
     stage = re.match(r"decoder\.up_blocks\.(\d)\.(resnets|upsamplers)\.(\d)\.", name)
     if stage:
         index = 4 * int(stage[1]) + (3 if stage[2] == "upsamplers" else int(stage[3]))
         name = f"decoder.upsamples.{index}." + name[stage.end() :]
     name = name.replace("encoder.down_blocks.", "encoder.downsamples.")
-    name = name.replace("mid_block.attentions.0", "middle.1").replace("conv_shortcut", "shortcut")
-    name = name.replace("mid_block.resnets.0", "middle.0").replace("mid_block.resnets.1", "middle.2")
-    for half in ("encoder", "decoder"):
-        for theirs, ours in (("conv_in", "conv1"), ("norm_out", "head.0"), ("conv_out", "head.2")):
-            name = name.replace(f"{half}.{theirs}.", f"{half}.{ours}.")
-    if name.startswith(("quant_conv", "post_quant_conv")):
-        return name.replace("post_quant_conv", "conv2").replace("quant_conv", "conv1")
-    parts = name.split(".")
-    in_block = any(part in ("downsamples", "upsamples", "middle") for part in parts)
-    return ".".join(residual.get(part, part) if in_block else part for part in parts)
+    return official_within_blocks(name)
 
 
 @pytest.fixture(scope="module")
 def narrow_vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a VAE of Wan 2.1's structure, four channels wide."""
-    from diffusers import AutoencoderKLWan
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        vae = AutoencoderKLWan(base_dim=4)
-    folder = tmp_path_factory.mktemp("vae") / "vae"
-    vae.save_pretrained(folder)
-    return folder
+    return narrow(tmp_path_factory.mktemp("vae") / "vae", base_dim=4)
 
 
 def single_file(folder: Path, target: Path) -> Path:
@@ -61,10 +45,6 @@ def loaded(**where: Any) -> VaeEncoder:
     encoder = VaeEncoder(ModelPaths(**where), CPU)
     encoder.load()
     return encoder
-
-
-def clip(frames: int = 5, size: int = 32) -> torch.Tensor:
-    return torch.rand(3, frames, size, size, generator=torch.Generator().manual_seed(1)) * 2 - 1
 
 
 def test_every_parameter_of_the_wan_vae_has_an_official_name_and_finds_back() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from narrow_vae import narrow
+from narrow_vae import NARROW_2_2, clip, narrow, official_within_blocks
 from safetensors.torch import load_file, save_file
 
 from ditkit_core.errors import UserError
@@ -19,7 +19,6 @@ CPU = torch.device("cpu")
 
 def official_name(name: str) -> str:
     """The official name of a parameter of the 2.2 VAE, from diffusers' name: the other way round than the code under test."""
-    residual = {"norm1": "residual.0", "conv1": "residual.2", "norm2": "residual.3", "conv2": "residual.6"}
     for half, way, last in (("encoder", "down", 2), ("decoder", "up", 3)):
         name = re.sub(
             rf"^{half}\.{way}_blocks\.(\d)\.resnets\.(\d)\.", rf"{half}.{way}samples.\1.{way}samples.\2.", name
@@ -27,20 +26,12 @@ def official_name(name: str) -> str:
         name = re.sub(
             rf"^{half}\.{way}_blocks\.(\d)\.{way}sampler\.", rf"{half}.{way}samples.\1.{way}samples.{last}.", name
         )
-        for theirs, ours in (("conv_in", "conv1"), ("norm_out", "head.0"), ("conv_out", "head.2")):
-            name = name.replace(f"{half}.{theirs}.", f"{half}.{ours}.")
-    name = name.replace("mid_block.attentions.0", "middle.1").replace("conv_shortcut", "shortcut")
-    name = name.replace("mid_block.resnets.0", "middle.0").replace("mid_block.resnets.1", "middle.2")
-    if name.startswith(("quant_conv", "post_quant_conv")):
-        return name.replace("post_quant_conv", "conv2").replace("quant_conv", "conv1")
-    parts = name.split(".")
-    in_block = any(part in ("downsamples", "upsamples", "middle") for part in parts)
-    return ".".join(residual.get(part, part) if in_block else part for part in parts)
+    return official_within_blocks(name)
 
 
 @pytest.fixture(scope="module")
 def narrow_vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return narrow(tmp_path_factory.mktemp("vae22") / "vae")
+    return narrow(tmp_path_factory.mktemp("vae22") / "vae", **NARROW_2_2)
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +46,6 @@ def loaded(path: Path, **how: Any) -> VaeEncoder:
     encoder = VaeEncoder(ModelPaths(vae=str(path)), CPU, **how)
     encoder.load()
     return encoder
-
-
-def clip(frames: int = 5, size: int = 32) -> torch.Tensor:
-    return torch.rand(3, frames, size, size, generator=torch.Generator().manual_seed(1)) * 2 - 1
 
 
 def test_every_parameter_has_the_official_name_that_files_give_it() -> None:

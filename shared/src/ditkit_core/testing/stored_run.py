@@ -17,13 +17,14 @@ import platform
 import shutil
 import signal
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -34,6 +35,21 @@ from ditkit_core.models.spec import ModelSpec
 
 HALF, STEPS = 3, 6
 """Optimizer steps after which a run is interrupted, and of the whole run: `train.steps` of its run file. It saves every `HALF` steps."""
+
+_RUN_FILE: dict[str, dict[str, Any]] = {
+    "run": {"folder": "run"},
+    "model": {"dtype": "fp32"},
+    "encode": {"cache": "cache", "device": "cpu"},
+    "optim": {"lr": 5e-3, "schedule": "cosine", "warmup_steps": 2},
+    "ema": {"decay": 0.9},
+    "train": {"device": "cpu", "threads": 1, "steps": STEPS, "batch_size": 2, "accumulation": 2},
+    "save": {"every_steps": HALF},
+    "held_out": {"clips": 1, "sigmas": [0.3, 0.8]},
+    "log": {"tensorboard": False},
+    "sample": {"captions": 0},
+    "export": {"dtype": "fp32"},
+}
+"""What every stored run sets."""
 
 WEIGHT_TOLERANCE, MOMENT_TOLERANCE, METRIC_TOLERANCE = 1e-3, 1e-4, 1e-5
 """What the second half may differ by on another processor, where gradients differ by their last bits, 1e-6 of their norm. A weight, in learning
@@ -103,16 +119,18 @@ class StoredRun:
         assert _train(self.spec, "scratch") == 0
 
 
-def keep(spec: ModelSpec, folder: Path, *, commit: str) -> StoredRun:
-    """Train the run in `folder`, interrupt it half-way, and store the run and its later results in `folder/run_COMMIT.zip`.
+def keep(spec: ModelSpec, folder: Path, *, commit: str, settings: Mapping[str, Mapping[str, Any]]) -> StoredRun:
+    """Train a run in `folder`, interrupt it half-way, and store the run and its later results in `folder/run_COMMIT.zip`.
 
     Args:
         spec: The family.
-        folder: Has `inputs/` and `run.toml`, whose paths are relative to it: `run.folder = "run"`, `encode.cache = "cache"`. The run file
-            has `train.steps` 6, `save.every_steps` 3, an average, and `export.dtype` fp32.
+        folder: Contains `inputs/`.
         commit: The version that does this.
+        settings: By section of the run file, what the family sets in addition; paths are relative to `folder`.
     """
+    sections = {name: {**_RUN_FILE.get(name, {}), **settings.get(name, {})} for name in {**_RUN_FILE, **settings}}
     with chdir(folder):
+        Path("run.toml").write_text(tomli_w.dumps(sections), encoding="utf-8")
         with _interrupted(HALF):
             assert cli.run(spec, "train", ["run.toml"]) == 130, "the interrupt ends it"
         shutil.copytree("run", "later")
