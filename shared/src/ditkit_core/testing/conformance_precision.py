@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ditkit_core.engine.engine import POLICIES, BlockEngine
@@ -16,6 +15,7 @@ from ditkit_core.models.precision import FAST, PLACES, Precision, autocast_disab
 from ditkit_core.models.protocol import run_plain
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.combinations import every_pair, every_value
+from ditkit_core.testing.observer import Observer
 from ditkit_core.testing.world import ADAPTERS, Items, make_model, outcome
 
 MODEL_PLACES = tuple(place for place in PLACES if place not in ("accumulation", "optimizer", "reduction"))
@@ -40,7 +40,7 @@ _OPERATIONS = {
 }
 
 
-class _Dtypes(TorchDispatchMode):
+class _Dtypes(Observer):
     """Counts operations by name and dtype of their result."""
 
     def __init__(self) -> None:

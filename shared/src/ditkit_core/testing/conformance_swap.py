@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import trainable_parameters
@@ -19,6 +18,7 @@ from ditkit_core.engine.placement import Placement
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.live_bytes import LiveBytes
+from ditkit_core.testing.observer import Observer
 from ditkit_core.testing.pretend_devices import PretendDevices, move_to, on_host
 from ditkit_core.testing.world import Items, make_model, outcome, train_shortly
 from ditkit_core.training.config import EMAConfig, FlowConfig
@@ -37,7 +37,7 @@ _STREAMED = {"all": 1, "every other": 2}
 """Of how many blocks one is streamed."""
 
 
-class Watched(TorchDispatchMode):
+class Watched(Observer):
     """Inside the block every operation is held against the weights that are there.
 
     Attributes:

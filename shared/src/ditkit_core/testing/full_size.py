@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn import lora as lora_linear
 from ditkit_core.planner import reduced_model as thinned
+from ditkit_core.testing.observer import Observer
 
 DEVICE = torch.device("cpu:1")
 """Under fake tensors another device than the host."""
@@ -17,7 +17,7 @@ DEVICE = torch.device("cpu:1")
 _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.mm.out, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 
 
-class Arithmetic(TorchDispatchMode):
+class Arithmetic(Observer):
     """Counts FLOPs of matmuls by dtype and device, and operations that make the host wait for the device."""
 
     def __init__(self) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ditkit_core.adapters.config import AdapterConfig
@@ -25,6 +24,7 @@ from ditkit_core.planner.memory_tracker import MemoryTracker
 from ditkit_core.planner.partition import choose_split_points, weights_profile
 from ditkit_core.planner.reduced_model import materialise
 from ditkit_core.run.prepare import build_on_meta
+from ditkit_core.testing.observer import Observer
 from ditkit_core.training.config import EMAConfig, FlowConfig
 from ditkit_core.training.optimizers import OptimConfig
 from ditkit_core.training.train_model import TrainModel
@@ -38,7 +38,7 @@ STATE_OF_ADAMW = 2
 """Tensors as large as a parameter, besides a number that counts its steps."""
 
 
-class Crossings(TorchDispatchMode):
+class Crossings(Observer):
     """Counts copies between devices, and their bytes, by (from, to) and by whether the backward was running."""
 
     def __init__(self) -> None:

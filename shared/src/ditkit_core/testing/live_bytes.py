@@ -4,11 +4,12 @@ import weakref
 from typing import Any
 
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ditkit_core.testing.observer import Observer
 
-class LiveBytes(TorchDispatchMode):
+
+class LiveBytes(Observer):
     """Inside the block, every storage that an operation makes is followed until it is freed.
 
     A storage that several tensors share is counted once. Hooks for saved tensors would not see what an autograd function or

@@ -7,13 +7,14 @@ sees the call. Code that is to be tested uses `torch.full`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ditkit_core.testing.observer import Observer
 
 HOST = torch.device("cpu")
 
@@ -48,54 +49,47 @@ class PretendTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
         if func is _aten._conj.default:  # lazy conjugation is resolved above this place, where it cannot be seen
             func = _aten.conj_physical.default
-        leaves = [*_tensors(args), *_tensors(kwargs)]
-        pretended = [leaf for leaf in leaves if isinstance(leaf, cls)]
+        known: dict[int, Tensor] = {}
+        data = _on_host(args, known)
+        named = {key: _on_host(value, known) for key, value in kwargs.items()} if kwargs else {}
         if func not in _COPIES:
-            _refuse_mixed(func, args, leaves)
-        target = pretended[0].device
-        if kwargs.get("device") is not None:
-            target, kwargs["device"] = torch.device(kwargs["device"]), HOST
-
-        # what an operation changed in place keeps its identity, on whatever device it is
-        known = {id(leaf.data_) if isinstance(leaf, cls) else id(leaf): leaf for leaf in leaves}
-        out = func(*_mapped(_data, args), **_mapped(_data, kwargs))
-        return _mapped(lambda leaf: known[id(leaf)] if id(leaf) in known else _on(leaf, target), out)
+            _refuse_mixed(func, args, known.values())
+        if named.get("device") is not None:
+            target, named["device"] = torch.device(named["device"]), HOST
+        else:
+            target = next(leaf.device for leaf in known.values() if isinstance(leaf, cls))
+        return _presented(func(*data, **named), known, target)
 
 
-def _data(tensor: Any) -> Tensor:
-    return tensor.data_ if isinstance(tensor, PretendTensor) else tensor
+# An operation's arguments and results are tensors in lists at most; torch's general trees took most of a test's time.
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """Tensors of an operation's arguments, which are in lists at most; torch's general trees took most of a test's time."""
+def _on_host(value: Any, known: dict[int, Tensor]) -> Any:
+    """An argument with tensors of the host in place of pretended ones; adds each argument to `known`, by the identity of its replacement."""
     if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return []
-    return [leaf for each in value for leaf in _tensors(each)]
+        data = value.data_ if isinstance(value, PretendTensor) else value
+        known[id(data)] = value
+        return data
+    kind = type(value)
+    return kind([_on_host(each, known) for each in value]) if kind is tuple or kind is list else value
 
 
-def _mapped(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """An operation's arguments or results, each tensor of them changed."""
+def _presented(value: Any, known: Mapping[int, Tensor], device: torch.device) -> Any:
+    """A result as tensors of the device; what an operation changed in place keeps its identity, on whatever device it is."""
     if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _mapped(change, each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(change, each) for each in value)
-    return value
+        leaf = known.get(id(value))
+        return _on(value, device) if leaf is None else leaf
+    kind = type(value)
+    return kind([_presented(each, known, device) for each in value]) if kind is tuple or kind is list else value
 
 
 def _on(data: Tensor, device: torch.device) -> Tensor:
     return data if device.index is None else PretendTensor(data, device)
 
 
-def _refuse_mixed(func: Any, args: Any, leaves: Sequence[Tensor]) -> None:
+def _refuse_mixed(func: Any, args: Any, leaves: Collection[Tensor]) -> None:
     """Raise where an accelerator would: at two devices, at a tensor of the host, and at a number of the host that is to be changed."""
     into_host = _is_in_place(func) and isinstance(args[0], Tensor) and args[0].device == HOST
     devices = {leaf.device for leaf in leaves if isinstance(leaf, PretendTensor) or leaf.dim() or into_host}
@@ -111,7 +105,7 @@ def _is_in_place(func: Any) -> bool:
     return bool(arguments and (alias := arguments[0].alias_info) and alias.is_write)
 
 
-class PretendDevices(TorchDispatchMode):
+class PretendDevices(Observer):
     """Inside the block `torch.empty(..., device="cpu:1")` and `x.to("cpu:2")` make tensors of these devices."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,10 +114,10 @@ class PretendDevices(TorchDispatchMode):
         if device is None or torch.device(device).index is None or PretendTensor in types:
             return func(*args, **kwargs)
         out = func(*args, **{**kwargs, "device": HOST})
-        return _mapped(lambda leaf: PretendTensor(leaf, torch.device(device)), out)
+        return _presented(out, {}, torch.device(device))
 
 
-class CountCrossings(TorchDispatchMode):
+class CountCrossings(Observer):
     """Counts tensors that are copied from one device to another.
 
     Attributes:

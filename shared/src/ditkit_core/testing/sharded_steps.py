@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditkit_core.engine.ac_schedule import MAKERS, parse_schedule
 from ditkit_core.engine.engine import BlockEngine
@@ -20,6 +19,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import Engine as Run
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.testing.observer import Observer
 from ditkit_core.testing.world import ADAPTERS, Items, make_model, offloadable
 
 ARGUMENTS = {"ops": "(matmul, attention)"}
@@ -42,7 +42,7 @@ def policies() -> list[str]:
     return ["none", *(text for text in found if text != "none")]
 
 
-class Calls(TorchDispatchMode):
+class Calls(Observer):
     """Counts operations below autograd: collectives by their names, and forwards of attention."""
 
     def __init__(self) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.adapters.inject import initialise, inject, trainable_parameters
@@ -18,6 +17,7 @@ from ditkit_core.engine.op_names import kept_results_reach_hooks
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import Engine
 from ditkit_core.models.spec import ModelSpec
+from ditkit_core.testing.observer import Observer
 from ditkit_core.testing.pretend_devices import on_host
 from ditkit_core.training.config import FlowConfig
 from ditkit_core.training.flow_matching import to_device
@@ -180,7 +180,7 @@ def counted(work: Callable[[], Outcome]) -> tuple[Outcome, Counter[str]]:
         return work(), count.ran
 
 
-class _CountAll(TorchDispatchMode):
+class _CountAll(Observer):
     """Counts operations that run: what a checkpoint hands out does not."""
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class _CountAll(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _CountAttention(TorchDispatchMode):
+class _CountAttention(Observer):
     """Counts attention forwards below autograd; with dropout the CPU composes attention, and its softmax is counted."""
 
     def __init__(self) -> None:
