@@ -1,11 +1,14 @@
-"""What the core's tests share."""
+"""What the core's tests share. Imports no torch: pytest-xdist's controller, which runs no test, reads it too."""
+
+from typing import TYPE_CHECKING
 
 import pytest
 
-from ditkit_core.planner.memory import Profile
-from ditkit_core.planner.planned_step import StepJob
+if TYPE_CHECKING:
+    from ditkit_core.planner.memory import Profile
+    from ditkit_core.planner.planned_step import StepJob
 
-_PROFILES: dict[tuple[str, int | None], tuple[StepJob, Profile]] = {}
+_PROFILES: "dict[tuple[str, int | None], tuple[StepJob, Profile]]" = {}
 
 
 @pytest.fixture
@@ -19,7 +22,7 @@ def equal_steps_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     profile = profiler.profile
 
-    def remembered(job: StepJob, *, of_each: int | None = 3) -> Profile:
+    def remembered(job: "StepJob", *, of_each: int | None = 3) -> "Profile":
         key = repr(job), of_each
         if key not in _PROFILES:
             _PROFILES[key] = job, profile(job, of_each=of_each)

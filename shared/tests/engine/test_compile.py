@@ -16,6 +16,7 @@ from ditkit_core.run.checks import check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.testing.compiled_runs import check_levers, printed
+from ditkit_core.testing.ranks import once
 from ditkit_core.testing.toy import TOY, ToyBlock
 
 SCRIPT = Path(__file__).parents[1] / "support" / "compiled_toy.py"
@@ -40,8 +41,14 @@ def check_in_force(found: Any, *, graphs: int, tolerance: float) -> None:
     assert max(under["from_eager"] for under in found.values()) <= tolerance, found
 
 
-def test_policies_are_in_force_in_compiled_blocks_and_exact_with_dropout():
-    check_in_force(printed(SCRIPT, "policies"), graphs=1, tolerance=2e-6)
+@pytest.fixture(scope="module")
+def daily(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the script prints of policies and levers."""
+    return once(tmp_path_factory.getbasetemp(), "compiled_toy", lambda folder: printed(SCRIPT, "daily"))
+
+
+def test_policies_are_in_force_in_compiled_blocks_and_exact_with_dropout(daily: Any):
+    check_in_force(daily["policies"], graphs=1, tolerance=2e-6)
 
 
 @pytest.mark.slow
@@ -50,8 +57,8 @@ def test_they_are_with_adapters_that_drop_in_bf16_and_samples_of_two_sizes():
     check_in_force(printed(SCRIPT, "adapters"), graphs=2, tolerance=0.02)
 
 
-def test_compiled_blocks_go_with_weights_that_come_and_go_offloading_schedules_and_new_sizes():
-    found = printed(SCRIPT, "levers")
+def test_compiled_blocks_go_with_weights_that_come_and_go_offloading_schedules_and_new_sizes(daily: Any):
+    found = daily["levers"]
     for policy in ("none", "full", "attn_only"):
         assert found[f"swap {policy}"] and found[f"refilled {policy}"] > 0
         assert found[f"offload {policy}"] and found[f"moved {policy}"] > 0
@@ -61,12 +68,17 @@ def test_compiled_blocks_go_with_weights_that_come_and_go_offloading_schedules_a
     assert found["forwards of force_eager"] == 6
     assert found["graphs without a backward"] == 0
     assert "slef" in found["unknown region"] and "the blocks call cross, self" in found["unknown region"]
-    # buckets, frame counts and numbers of samples: one sample and several, each of one size and then of any; and a mask
+    assert "Shortening changes sizes" in found["changed beside tensors"]
+    assert "more kinds of input than the 1 that are compiled" in found["too many graphs"]
+
+
+@pytest.mark.slow
+def test_buckets_frame_counts_and_numbers_of_samples_take_six_graphs():
+    """One sample and several, each of one size and then of any; and a mask."""
+    found = printed(SCRIPT, "graphs")
     assert found["batches"] == 40 and found["graphs of batches"][0] <= 6
     assert found["graphs of batches"][1] == 0  # neither depth nor another model, such as a second expert, takes one
     assert not found["kept"]
-    assert "Shortening changes sizes" in found["changed beside tensors"]
-    assert "more kinds of input than the 1 that are compiled" in found["too many graphs"]
 
 
 @pytest.mark.slow

@@ -198,6 +198,7 @@ def resolved(run: RunContext):
     return division.place(run, unloaded, training=True)
 
 
+@pytest.mark.usefixtures("equal_steps_are_profiled_once")
 def test_a_run_has_the_policies_of_its_plan_and_holds_no_more_than_the_budget(monkeypatch, capsys):
     peaks = [make_report(run_of(policy)).devices[0].peak for policy in ("full", "none")]
     free = sum(peaks) // 2
@@ -214,6 +215,7 @@ def test_a_run_has_the_policies_of_its_plan_and_holds_no_more_than_the_budget(mo
     assert whole(job, ()).peaks[0] == report.devices[0].peak
 
 
+@pytest.mark.usefixtures("equal_steps_are_profiled_once")
 def test_nothing_that_fits_is_refused_in_a_line(monkeypatch):
     monkeypatch.setattr(division, "free_memory_bytes", lambda device: 2**16)
     for decide in (make_report, resolved):
@@ -223,6 +225,7 @@ def test_nothing_that_fits_is_refused_in_a_line(monkeypatch):
         check_training(run_of("budget(1GiB, 2GiB)"))
 
 
+@pytest.mark.usefixtures("equal_steps_are_profiled_once")
 def test_cards_with_names_have_policies_of_their_own():
     run = run_of("cuda:0=full, cuda:1=none")
     report = make_report(run, "2x24GiB")

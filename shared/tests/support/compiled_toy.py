@@ -4,6 +4,7 @@ import gc
 import json
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,7 +78,15 @@ def levers() -> Any:
         model(inputs, engine=BlockEngine(compile="aot_eager"))
         found["graphs without a backward"] = counters["stats"]["unique_graphs"]
     found["unknown region"] = refusal(model, items, BlockEngine(policy="attn_only(slef)", compile="aot_eager"))
-    return found | graphs()
+    return found | refusals()
+
+
+def daily() -> dict[str, Any]:
+    """What the default tests ask, in one process: starting another takes as long as half of it."""
+    found = {"policies": policies()}
+    torch._dynamo.reset()
+    compiled._compiled.cache_clear()
+    return found | {"levers": levers()}
 
 
 def refusal(model: Any, items: Any, engine: BlockEngine) -> str:
@@ -97,36 +106,46 @@ class Shortening(ToyBlock):
         return super().forward(carry)._replace(sizes=())
 
 
-def graphs() -> dict[str, Any]:
-    """Graphs of sizes and numbers of samples, of a deeper model and of one that follows; and what is refused."""
+RUN = BlockEngine(policy="full", compile="aot_eager")
+
+
+def items_of(sizes: Sequence[tuple[int, int, int]], random: torch.Generator) -> list[dict[str, torch.Tensor]]:
+    """Items of random numbers whose latents have these sizes."""
+    return [
+        {"latents": torch.randn(4, *size, generator=random), "text": torch.randn(5, 8, generator=random)}
+        for size in sizes
+    ]
+
+
+def refusals() -> dict[str, str]:
+    """What a first step is refused with where a block changes what is no tensor, and where there are too many graphs."""
     compiled._compiled.cache_clear()
-    run, random = BlockEngine(policy="full", compile="aot_eager"), torch.Generator().manual_seed(0)
+    items = items_of([(1, 4, 4)], torch.Generator().manual_seed(0))
+    model = make_model(TOY, ToyArch(depth=1))
+    numbers(TOY, model, items, RUN)
+    model.layers[0].__class__ = Shortening
+    found = {"changed beside tensors": refusal(model, items, RUN)}
+    compiled.MOST_GRAPHS = 1  # which there are by now
+    model = make_model(TOY, ToyArch(depth=1), dtype=torch.bfloat16)
+    return found | {"too many graphs": refusal(model, items, RUN)}
+
+
+def graphs() -> dict[str, Any]:
+    """Graphs of sizes and numbers of samples, and of a deeper model; whether a model is kept."""
+    random = torch.Generator().manual_seed(0)
     sizes = [(frames, height, width) for frames in (1, 2, 3) for height, width in ((4, 4), (4, 6), (2, 8), (6, 4))]
     batches = [[size] * count for count in (1, 2, 5) for size in sizes] + [sizes[:count] for count in (3, 4, 6, 9)]
-
-    def items(batch: Any) -> Any:
-        return [
-            {"latents": torch.randn(4, *size, generator=random), "text": torch.randn(5, 8, generator=random)}
-            for size in batch
-        ]
-
     found: dict[str, Any] = {"batches": len(batches), "graphs of batches": []}
     for depth in (1, 3):
         model = make_model(TOY, ToyArch(depth=depth))
         counters.clear()
         for batch in batches:
-            numbers(TOY, model, items(batch), run)
+            numbers(TOY, model, items_of(batch, random), RUN)
         found["graphs of batches"].append(counters["stats"]["unique_graphs"])
         weight = weakref.ref(model.layers[0].mlp[0].weight)
         del model
         gc.collect()
         found["kept"] = weight() is not None
-    model = make_model(TOY, ToyArch(depth=1))
-    model.layers[0].__class__ = Shortening
-    found["changed beside tensors"] = refusal(model, items(sizes[:1]), run)
-    compiled.MOST_GRAPHS = 1  # which there are by now
-    model = make_model(TOY, ToyArch(depth=1), dtype=torch.bfloat16)
-    found["too many graphs"] = refusal(model, items(sizes[:1]), run)
     return found
 
 
@@ -174,6 +193,5 @@ def inductor() -> Any:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(
-        json.dumps({work.__name__: work for work in (policies, adapters, levers, quantized, inductor)}[sys.argv[1]]())
-    )
+    works = {work.__name__: work for work in (daily, adapters, graphs, quantized, inductor)}
+    print(json.dumps(works[sys.argv[1]]()))

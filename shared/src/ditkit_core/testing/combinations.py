@@ -10,8 +10,17 @@ NIGHTLY_FOR_VARIANTS = (
     "test_policies_leave_nothing_in_a_model",
     "test_errors_come_in_the_right_order",
     "test_no_cut_changes_a_number_over_a_quantized_base",
+    "test_training_on_another_device_changes_no_number",
+    "test_a_streamed_model_trains_and_measures_alike_on_two_devices",
+    "test_one_backward_over_several_streamed_forwards",
+    "test_pipelining_changes_the_order_of_summation_alone",
+    "test_streaming_trained_weights_changes_no_bit",
+    "test_updating_in_the_backward_changes_no_bit",
+    "test_backward_may_start_in_another_thread",
+    "test_steps_on_one_batch_lower_its_loss",
 )
-"""The slowest checks, of features that all variants of a family share: `Conformance.nightly`."""
+"""The slowest checks, of features that all variants of a family share: `Conformance.nightly`. Each feature has another check that every
+variant runs daily: a division its layouts, streaming its bits, pipelining one backward over the sum, and all of them the levers together."""
 
 
 def pairwise(

@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ditkit_core.adapters.inject import adapter_layers
@@ -27,6 +27,7 @@ from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn import attention
 from ditkit_core.nn.context import AttentionSettings, attention_settings
 from ditkit_core.testing.combinations import pairwise
+from ditkit_core.testing.observer import Observer
 from ditkit_core.testing.pretend_devices import HOST, CountCrossings, PretendDevices, divide
 from ditkit_core.testing.world import ADAPTERS, Items, Outcome, make_model, offloadable, outcome
 
@@ -66,7 +67,7 @@ def _cases() -> list[Any]:
     ]
 
 
-class Arithmetic(TorchDispatchMode):
+class Arithmetic(Observer):
     """Counts runs and floating point operations, by the full name of the operation below autograd."""
 
     def __init__(self) -> None:
@@ -154,9 +155,10 @@ class PolicyChecks:
         self, policy: str, backend: str, adapter: str, dtype: torch.dtype, autocast: bool
     ) -> None:
         """Loss, outputs, gradients of parameters, latents and conditions; the generator; arithmetic and attention in the backward."""
+        checks: Any = type(self)
+        plain, every_work = _without_policy(checks, backend, adapter, dtype)
         model: Any = make_model(self.spec, self.arch, dtype=dtype, adapter=ADAPTERS[adapter])
         num = len(model.blocks())
-        plain = self._step(model, BlockEngine(backend=backend), autocast=False)
         if offload := policy.endswith(_OFFLOAD):
             divide(model, [torch.device("cpu", 1)] * (num + 2))
         with PretendDevices() if offload else nullcontext():
@@ -164,12 +166,9 @@ class PolicyChecks:
             under = self._step(model, engine, autocast=autocast)
         assert under.outcome.differences(plain.outcome) == []
         assert torch.equal(under.outcome.generator_state, plain.outcome.generator_state), "leaks random state"
-        whole: Any = make_model(self.spec, self.arch, dtype=dtype, adapter=ADAPTERS[adapter])
         kind = policy.removesuffix(_OFFLOAD)
         expected = [
-            work.again(_BY_BLOCK.get(kind, lambda i: kind)(i))
-            for i, work in enumerate(self._work(whole, backend, self._left_out(whole, adapter)))
-            if work is not None
+            work.again(_BY_BLOCK.get(kind, lambda i: kind)(i)) for i, work in enumerate(every_work) if work is not None
         ]
         assert under.backward_flops - plain.backward_flops == sum(flops for flops, _ in expected)
         assert under.outcome.num_attention - plain.outcome.num_attention == sum(again for _, again in expected)
@@ -237,6 +236,15 @@ class PolicyChecks:
             assert once.backward_flops == again.backward_flops > plain.backward_flops, policy
             assert _structure(model) == before and list(model.state_dict()) == state, policy
         assert self._step(model, BlockEngine(), autocast=False).backward_flops == plain.backward_flops
+
+
+@cache  # which depends on no policy: the cases of a class share it
+def _without_policy(kind: Any, backend: str, adapter: str, dtype: torch.dtype) -> tuple[Step, list[Work | None]]:
+    """A step that keeps everything, and the work of each block, for a class of checks."""
+    checks = kind()
+    model: Any = make_model(kind.spec, kind.arch, dtype=dtype, adapter=ADAPTERS[adapter])
+    plain = checks._step(model, BlockEngine(backend=backend), autocast=False)
+    return plain, checks._work(model, backend, checks._left_out(model, adapter))
 
 
 def _structure(model: nn.Module) -> list[tuple[Any, ...]]:

@@ -91,26 +91,40 @@ def _log(folder: Path, rank: int) -> Path:
 
 
 def run_ranks_once(script: Path, *arguments: str, base: Path) -> list[Any]:
-    """The same, once in a run of tests, whichever of its processes asks first.
+    """The same, once in a run of tests.
 
     Args:
-        base: pytest's folder for this run (`tmp_path_factory.getbasetemp()`); that of pytest-xdist's workers lies in the run's.
+        base: As for `once`.
     """
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / script.stem
+    return once(base, script.stem, lambda folder: run_ranks(script, *arguments, folder=folder))
+
+
+def once(base: Path, name: str, make: Callable[[Path], Any]) -> Any:
+    """The result of a work that is done once in a run of tests, by whichever of its processes asks first.
+
+    Args:
+        base: pytest's folder for this run (`tmp_path_factory.getbasetemp()`); those of pytest-xdist's workers are in the run's.
+        name: Of the work, unique in the run.
+        make: Does it, in a new folder; returns what JSON can hold.
+
+    Raises:
+        AssertionError: What the work failed with, in every process that asks.
+    """
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
     folder.mkdir(exist_ok=True)
     table = folder / "tables.json"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not table.exists():
             try:
-                found: Any = run_ranks(script, *arguments, folder=folder / "ranks")
-            except RanksFailed as error:
-                found = str(error)
+                found: Any = {"made": make(folder / "work")}
+            except AssertionError as error:
+                found = {"failed": str(error)}
             table.write_text(json.dumps(found))
-        tables: list[Any] | str = json.loads(table.read_text())
-    if isinstance(tables, str):
-        raise RanksFailed(tables)
-    return tables
+        known = json.loads(table.read_text())
+    if "failed" in known:
+        raise AssertionError(known["failed"])
+    return known["made"]
 
 
 def as_rank(work: Callable[[], Any]) -> None:
