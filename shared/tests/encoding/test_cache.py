@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from ditkit_core.encoding import cache as cache_module
 from ditkit_core.encoding.cache import Cache, MediaHashes, key
-from ditkit_core.errors import UserError
+from ditkit_core.errors import EnvironmentFault, UserError
 
 TENSORS = {"latents": torch.arange(24.0).reshape(2, 3, 4), "mask": torch.tensor([True, False])}
 KEY = key("something")
@@ -261,3 +261,25 @@ def test_a_damaged_entry_that_cannot_be_removed_is_one_line(cache: Cache, monkey
     monkeypatch.setattr(Path, "unlink", denied)
     with pytest.raises(UserError, match="cannot remove .*Permission denied; correct its permissions"):
         cache.get("media", KEY)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(24, "Too many open files"),
+        OSError(5, "Input/output error"),
+        MemoryError(),
+        RuntimeError("unable to mmap 8 bytes"),
+    ],
+)
+def test_a_shortage_is_no_damage_of_an_entry(cache: Cache, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    cache.put("media", KEY, TENSORS, {})
+
+    def short(path: Path, framework: str) -> None:
+        raise error
+
+    monkeypatch.setattr(cache_module, "safe_open", short)
+    with pytest.raises(EnvironmentFault, match=r"safetensors cannot be read because .*, not because of its content"):
+        cache.get("media", KEY)
+    monkeypatch.undo()
+    assert cache.get("media", KEY) is not None, "nothing was removed"

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ditkit_core.data.media.files import refuse_shortage
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import warn
 from ditkit_core.io.files import atomic_write, file_hash, write_text
@@ -74,7 +75,12 @@ def opened(path: Path) -> Iterator[Any]:
             yield file
     except FileNotFoundError:
         raise
+    except (MemoryError, RuntimeError) as error:  # torch raises a RuntimeError if there is no room to map a file
+        if isinstance(error, RuntimeError) and "unable to mmap" not in str(error):
+            raise
+        refuse_shortage(path, MemoryError())
     except OSError as error:
+        refuse_shortage(path, error)
         reason = f"cannot read {path}: {error.strerror or error}"
         raise UserError(f"{reason}; correct its permissions, or set encode.cache to another folder") from error
 
@@ -253,6 +259,7 @@ class MediaHashes:
                     return digest
             digest = file_hash(path)
         except OSError as error:
+            refuse_shortage(path, error)
             raise UserError(f"cannot read {path}: {error.strerror}; correct the path or its permissions") from error
         # A file can change twice within the resolution of modification times. So a very recent file is hashed, but not remembered.
         if time.time_ns() - stat.st_mtime_ns > _SETTLED_NANOSECONDS:
