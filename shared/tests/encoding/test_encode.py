@@ -1,5 +1,6 @@
 """The encode stage: each thing once, one encoder at a time, nothing stale."""
 
+import errno
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import av
 import pytest
 import torch
 from media_files import numbered_video, picture
@@ -19,7 +21,7 @@ from ditkit_core.encoding.cache import Cache
 from ditkit_core.encoding.encode import text_key
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.missing import _check_finite
-from ditkit_core.errors import UserError
+from ditkit_core.errors import EnvironmentFault, UserError
 
 
 class World:
@@ -306,3 +308,26 @@ def test_an_entry_damaged_after_encoding_is_encoded_again_when_it_is_read(
     assert len(said) == 2 * len(samples) and all(
         "is damaged: it is removed, and encoded again" in line for line in said
     )
+
+
+def test_a_shortage_stops_encoding_even_where_bad_clips_are_left_out(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = world.dataset().samples
+
+    def short(*args: object, **settings: object) -> None:
+        av.error.err_check(-errno.EAGAIN, "a.mp4")
+
+    monkeypatch.setattr(av, "open", short)
+    left_out: list[Sample] = []
+    encoders = {name: CountingEncoder(name, []) for name in ("media", "text")}
+    with pytest.raises(EnvironmentFault, match="memory, threads or open files are short"):
+        encode(
+            samples,
+            cache=world.cache,
+            media_encoder=encoders["media"],
+            text_encoder=encoders["text"],
+            fps=16.0,
+            on_bad=lambda sample, error: left_out.append(sample),
+        )
+    assert not left_out

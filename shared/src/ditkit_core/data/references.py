@@ -104,5 +104,5 @@ def encoded_sizes(paths: Sequence[Path], reference_size: ReferenceSize) -> list[
         try:
             sizes.append(reference_size(height, width, len(paths)))
         except UserError as error:
-            raise UserError(f"reference {path}: {error}") from error
+            raise error.at(f"reference {path}") from error
     return sizes

@@ -154,7 +154,7 @@ def _check_shapes(run: RunContext, unloaded: MetaModel, samples: Sequence[Sample
         try:
             check_item(run.spec, unloaded.model, empty_item_of(run, shape))
         except UserError as error:
-            raise UserError(f"{sample.id}: {error}") from error
+            raise error.at(sample.id) from error
 
 
 class _GradientRecorder(StatsRecorder):
