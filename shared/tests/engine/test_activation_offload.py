@@ -259,7 +259,7 @@ def test_accumulation_uses_the_same_memory_again():
 def test_trained_weights_may_be_streamed_as_well(policy, monkeypatch):
     """They are filled again in place, and updated in the backward."""
     items, hosts = toy_items(2, ragged=True), []
-    numbers, values = train_streamed(TOY, make_model(TOY, ARCH), items, policy)
+    numbers, values = train_streamed(TOY, make_model(TOY, ARCH), items, BlockEngine(policy=policy))
     model = on(whole(), adapter=None)
     for block in model.blocks():
         move_to(block, HOST)  # where what is streamed is loaded to
@@ -272,7 +272,8 @@ def test_trained_weights_may_be_streamed_as_well(policy, monkeypatch):
     with PretendDevices():
         swap = stream(model, devices=[ONE] * 4, trained=True)
         with Watched(swap) as watch:
-            other_numbers, others = train_streamed(TOY, model, items, f"{policy}+offload", swap)
+            engine = BlockEngine(policy=f"{policy}+offload", hooks=(swap,))
+            other_numbers, others = train_streamed(TOY, model, items, engine)
     assert other_numbers == numbers and same(values, others)
     assert watch.most == 2 and all(host.num_bytes >= 4 * TOKENS for host in hosts)
 

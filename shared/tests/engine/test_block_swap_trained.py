@@ -61,11 +61,13 @@ def differences(one, other):
 )
 def test_steps_are_those_of_the_ordinary_loop_to_the_bit(optimizer, policy, one_of):
     """Losses, norms, weights, and the optimizer's state."""
-    numbers, values = train_streamed(TOY, model_of(), toy_items(2), "none", optimizer=optimizer, num_steps=3)
+    numbers, values = train_streamed(TOY, model_of(), toy_items(2), BlockEngine(), optimizer=optimizer, num_steps=3)
     model = model_of()
     swap = stream(model, one_of, trained=True)
     with Watched(swap) as watch:
-        others = train_streamed(TOY, model, toy_items(2), policy, swap, optimizer=optimizer, num_steps=3)
+        others = train_streamed(
+            TOY, model, toy_items(2), BlockEngine(policy=policy, hooks=(swap,)), optimizer=optimizer, num_steps=3
+        )
     assert others[0] == numbers and differences(values, others[1]) == []
     assert any(name.startswith("optimizer layers.3.out.weight|") for name in values)
     assert watch.returned == 3 * len(swap.buffers) and watch.most == 2
@@ -77,14 +79,16 @@ def test_steps_are_those_of_the_ordinary_loop_to_the_bit(optimizer, policy, one_
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_on_devices_that_are_not_the_host(optimizer):
     devices = [ONE, ONE, TWO, TWO]
-    numbers, values = train_streamed(TOY, model_of(), toy_items(2), "none", optimizer=optimizer)
+    numbers, values = train_streamed(TOY, model_of(), toy_items(2), BlockEngine(), optimizer=optimizer)
     model = model_of()
     move_to(model.embed, devices[0])
     move_to(model.head, devices[-1])
     with PretendDevices():
         swap = stream(model, devices=devices, trained=True)
         with Watched(swap) as watch:
-            others = train_streamed(TOY, model, toy_items(2), "full", swap, optimizer=optimizer)
+            others = train_streamed(
+                TOY, model, toy_items(2), BlockEngine(policy="full", hooks=(swap,)), optimizer=optimizer
+            )
     assert others[0] == numbers and differences(values, others[1]) == []
     assert {buffer.device for buffer in swap.state_buffers} == set(devices)
     assert watch.returned == 8 and watch.most == 2 and not watch.there()
@@ -191,7 +195,7 @@ class Lazy(BlockQueue):
 def test_what_is_brought_back_is_waited_for(one_of, monkeypatch):
     """The average reads the weights on the host after each step, a save those of the optimizer; with 2 and 4 the first block stays."""
     given = {"num_steps": 3, "ema": EMAConfig(decay=0.9)}
-    numbers, values = train_streamed(TOY, model_of(), toy_items(2), "none", **given)
+    numbers, values = train_streamed(TOY, model_of(), toy_items(2), BlockEngine(), **given)
     monkeypatch.setattr("ditkit_core.engine.block_swap.BlockQueue", Lazy)
     monkeypatch.setattr("ditkit_core.engine.block_swap.CopyLane", LazyLane)
     monkeypatch.setattr("ditkit_core.engine.pinned_memory.page_lock", lambda *_: True)
@@ -200,7 +204,7 @@ def test_what_is_brought_back_is_waited_for(one_of, monkeypatch):
     swap = stream(model, one_of, trained=True)
     lane, waited = swap._queues[CPU].lane, []
     monkeypatch.setattr(lane._stream, "synchronize", lambda: (waited.append(len(lane.waiting)), lane.catch_up()))
-    others = train_streamed(TOY, model, toy_items(2), "none", swap, **given)
+    others = train_streamed(TOY, model, toy_items(2), BlockEngine(hooks=(swap,)), **given)
     assert others[0] == numbers and differences(values, others[1]) == []
     assert any(name.startswith("ema ") for name in values) and not lane.waiting
     assert len(waited) == 3 and all(waited), "once a step, and for something"
@@ -262,7 +266,7 @@ def test_no_more_than_two_blocks_are_there(policy):
 def test_the_optimizer_of_another_run_holds_nothing():
     model = model_of()
     swap = stream(model, trained=True)
-    train_streamed(TOY, model, toy_items(2), "none", swap, num_steps=1)
+    train_streamed(TOY, model, toy_items(2), BlockEngine(hooks=(swap,)), num_steps=1)
     assert swap.state_buffers
     swap.attach(None)
     assert not swap.state_buffers
@@ -286,7 +290,8 @@ def test_a_gpu_updates_streamed_weights_to_the_bit(policy):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         with sdpa_kernel(SDPBackend.MATH):  # the others sum in any order
-            results.append(train_streamed(TOY, model, toy_items(2), policy, swap, num_steps=3))
+            engine = BlockEngine(policy=policy, hooks=() if swap is None else (swap,))
+            results.append(train_streamed(TOY, model, toy_items(2), engine, num_steps=3))
         peaks.append(torch.cuda.max_memory_allocated())
         assert swap is None or swap.locked
     assert results[0][0] == results[1][0] and differences(results[0][1], results[1][1]) == []
@@ -308,7 +313,9 @@ def test_a_gpu_brings_back_what_an_average_reads():
         swap = BlockSwap(model, placement, trained=True) if streamed else None
         with sdpa_kernel(SDPBackend.MATH):  # the others sum in any order
             results.append(
-                train_streamed(TOY, model, toy_items(2), "none", swap, num_steps=3, ema=EMAConfig(decay=0.9))
+                train_streamed(
+                    TOY, model, toy_items(2), BlockEngine(hooks=(swap,)), num_steps=3, ema=EMAConfig(decay=0.9)
+                )
             )
     assert results[0][0] == results[1][0]
     averages = [{name: t for name, t in values.items() if name.startswith("ema ")} for _, values in results]
@@ -357,15 +364,15 @@ class Stale(BlockSwap):
 @pytest.mark.parametrize("wrong", [Forgetful, Hasty, Early])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_swap_that_goes_wrong_is_seen(policy, wrong, monkeypatch):
-    numbers, values = train_streamed(TOY, model_of(), toy_items(2), policy)
+    numbers, values = train_streamed(TOY, model_of(), toy_items(2), BlockEngine(policy=policy))
     monkeypatch.setattr("ditkit_core.testing.conformance_swap.BlockSwap", wrong)
     model = model_of()
     swap = stream(model, trained=True)
     if wrong is Early:
         with pytest.raises((AssertionError, RuntimeError), match="not there|out of bounds for storage"), Watched(swap):
-            train_streamed(TOY, model, toy_items(2), policy, swap)
+            train_streamed(TOY, model, toy_items(2), BlockEngine(policy=policy, hooks=(swap,)))
     else:
-        others = train_streamed(TOY, model, toy_items(2), policy, swap)
+        others = train_streamed(TOY, model, toy_items(2), BlockEngine(policy=policy, hooks=(swap,)))
         assert others[0] != numbers and "trainable layers.1.out.weight" in differences(values, others[1])
 
 

@@ -107,90 +107,91 @@ def good(folder: Path, count: int = 2) -> list[str]:
     return lines
 
 
+_HTML = b"<!doctype html><html><body><h1>404 Not Found</h1></body></html>"
+_SVG = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>'
+_PLAYLIST = b"#EXTM3U\n#EXTINF:10,\nhttp://example.com/other.ts\n#EXT-X-ENDLIST\n"
+_NOISE = bytes(range(256)) * 20
+_BAD_MEDIA = {
+    "empty video": media.of_bytes(".mp4", b""),
+    "empty picture": media.of_bytes(".png", b""),
+    "header of a video": media.header_only,
+    "video without its index": media.without_index,
+    "video cut in the middle": media.cut_in_the_middle,
+    "bytes called mp4": media.of_bytes(".mp4", _NOISE),
+    "bytes called jpg": media.of_bytes(".jpg", _NOISE),
+    "text called mp4": media.of_bytes(".mp4", b"these are no pixels\n" * 50),
+    "text called png": media.of_bytes(".png", b"these are no pixels\n" * 50),
+    "zip called mp4": media.of_bytes(".mp4", b"PK\3\4" + bytes(200)),
+    "png called mp4": media.png_called_mp4,
+    "mp4 called png": media.mp4_called_png,
+    "script called mp4": media.script_called_mp4,
+    "playlist called mp4": media.of_bytes(".mp4", _PLAYLIST),
+    "playlist called ts": media.of_bytes(".ts", _PLAYLIST),
+    "svg called png": media.of_bytes(".png", _SVG),
+    "svg called mp4": media.of_bytes(".mp4", _SVG),
+    "page called mp4": media.of_bytes(".mp4", _HTML),
+    "page called jpg": media.of_bytes(".jpg", _HTML),
+    "page called webp": media.of_bytes(".webp", _HTML),
+    "png of 100000 x 100000": media.of_bytes(".png", media.png(100_000, 100_000)),
+    "png of 12000 x 12000": media.of_bytes(".png", media.png(12_000, 12_000)),
+    "png of 0 x 0": media.of_bytes(".png", media.png(0, 0)),
+    "gif of 65535 x 65535": media.of_bytes(".gif", media.gif(65535, 65535)),
+    "gif of 16000 x 16000": media.of_bytes(".gif", media.gif(16_000, 16_000)),
+    "video of 16384 x 16384": media.huge_video,
+    "png with a bomb of text": media.text_bomb,
+    "frames of days": media.endless_frames,
+    "frames of no duration": media.frames_of_no_duration,
+    "clock of billions a second": media.timescale(0x7FFFFFFF),
+    "times that go backwards": media.backwards,
+    "one frame": media.one_frame,
+    "sound alone in mp4": media.sound(".mp4"),
+    "sound alone in mkv": media.sound(".mkv"),
+    "first frame damaged": media.without_first_packet_data,
+    "frame damaged inside": media.damaged_inside,
+    "no keyframe at the start": media.without_first_keyframe,
+    "unknown codec": media.unknown_codec,
+    "transparency beside a codec that has none": media.tagged_transparent,
+    "animated png": media.animated_png,
+    "png of 16 bits": media.deep_png,
+    "png cut": media.still(".png", 0.5),
+    "jpg cut": media.still(".jpg", 0.5),
+    "webp cut": media.still(".webp", 0.5, lossless=True),
+    "tif cut": media.still(".tif", 0.5),
+    "bmp cut": media.still(".bmp", 0.5),
+    "png with a wrong checksum": media.wrong_checksum,
+    "folder called mp4": media.folder_called_mp4,
+    "link out of the folder": media.link(media.outside),
+    "link in a circle": media.link(lambda path: path),
+    "link to nothing": media.link(lambda path: path.with_name("gone.mp4")),
+    "pipe": media.pipe,
+    "line break in the name": media.named("\nsecond line"),
+    "escape codes in the name": media.named("\x1b[31mred"),
+    "half of a character in the name": media.named("\udcff"),
+}
+_HARMLESS_MEDIA = {
+    "1 x 1": media.sized(1, 1),
+    "10000 wide": media.sized(16, 10_000),
+    "10000 high": media.sized(10_000, 16),
+    "transparent png": media.transparent_png,
+    "palette with transparency": media.palette_png,
+    "transparent mov": media.transparent_mov,
+    "hdr video": media.hdr_video,
+    "video with a long tag": media.tagged("x", 1 << 20),
+    "video with a tag in latin-1": media.tagged_in_latin_1,
+    "png with a long comment": media.commented_png,
+    "picture of a phone": media.phone_picture,
+    "picture turned": media.turned_picture,
+    "gif": media.moving_gif,
+    "times below zero": media.negative_times,
+    "clip 10000 wide": media.clip(".mp4", (16, 10_000), "libx264", "yuv420p", preset="ultrafast"),
+    "clip of 1 x 1": media.clip(".mp4", (1, 1), "libx264", "yuv444p", qp="0"),
+}
+
+
 def _media() -> Iterator[Malformed]:
-    m = media
-    html = b"<!doctype html><html><body><h1>404 Not Found</h1></body></html>"
-    svg = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>'
-    playlist = b"#EXTM3U\n#EXTINF:10,\nhttp://example.com/other.ts\n#EXT-X-ENDLIST\n"
-    noise = bytes(range(256)) * 20
-    bad = {
-        "empty video": m.of_bytes(".mp4", b""),
-        "empty picture": m.of_bytes(".png", b""),
-        "header of a video": m.header_only,
-        "video without its index": m.without_index,
-        "video cut in the middle": m.cut_in_the_middle,
-        "bytes called mp4": m.of_bytes(".mp4", noise),
-        "bytes called jpg": m.of_bytes(".jpg", noise),
-        "text called mp4": m.of_bytes(".mp4", b"these are no pixels\n" * 50),
-        "text called png": m.of_bytes(".png", b"these are no pixels\n" * 50),
-        "zip called mp4": m.of_bytes(".mp4", b"PK\3\4" + bytes(200)),
-        "png called mp4": m.png_called_mp4,
-        "mp4 called png": m.mp4_called_png,
-        "script called mp4": m.script_called_mp4,
-        "playlist called mp4": m.of_bytes(".mp4", playlist),
-        "playlist called ts": m.of_bytes(".ts", playlist),
-        "svg called png": m.of_bytes(".png", svg),
-        "svg called mp4": m.of_bytes(".mp4", svg),
-        "page called mp4": m.of_bytes(".mp4", html),
-        "page called jpg": m.of_bytes(".jpg", html),
-        "page called webp": m.of_bytes(".webp", html),
-        "png of 100000 x 100000": m.of_bytes(".png", m.png(100_000, 100_000)),
-        "png of 12000 x 12000": m.of_bytes(".png", m.png(12_000, 12_000)),
-        "png of 0 x 0": m.of_bytes(".png", m.png(0, 0)),
-        "gif of 65535 x 65535": m.of_bytes(".gif", m.gif(65535, 65535)),
-        "gif of 16000 x 16000": m.of_bytes(".gif", m.gif(16_000, 16_000)),
-        "video of 16384 x 16384": m.huge_video,
-        "png with a bomb of text": m.text_bomb,
-        "frames of days": m.endless_frames,
-        "frames of no duration": m.frames_of_no_duration,
-        "clock of billions a second": m.timescale(0x7FFFFFFF),
-        "times that go backwards": m.backwards,
-        "one frame": m.one_frame,
-        "sound alone in mp4": m.sound(".mp4"),
-        "sound alone in mkv": m.sound(".mkv"),
-        "first frame damaged": m.without_first_packet_data,
-        "frame damaged inside": m.damaged_inside,
-        "no keyframe at the start": m.without_first_keyframe,
-        "unknown codec": m.unknown_codec,
-        "transparency beside a codec that has none": m.tagged_transparent,
-        "animated png": m.animated_png,
-        "png of 16 bits": m.deep_png,
-        "png cut": m.still(".png", 0.5),
-        "jpg cut": m.still(".jpg", 0.5),
-        "webp cut": m.still(".webp", 0.5, lossless=True),
-        "tif cut": m.still(".tif", 0.5),
-        "bmp cut": m.still(".bmp", 0.5),
-        "png with a wrong checksum": m.wrong_checksum,
-        "folder called mp4": m.folder_called_mp4,
-        "link out of the folder": m.link(m.outside),
-        "link in a circle": m.link(lambda path: path),
-        "link to nothing": m.link(lambda path: path.with_name("gone.mp4")),
-        "pipe": m.pipe,
-        "line break in the name": m.named("\nsecond line"),
-        "escape codes in the name": m.named("\x1b[31mred"),
-        "half of a character in the name": m.named("\udcff"),
-    }
-    for name, write in bad.items():
+    for name, write in _BAD_MEDIA.items():
         yield Malformed(name=name, kind="media", write=write)
-    harmless = {
-        "1 x 1": m.sized(1, 1),
-        "10000 wide": m.sized(16, 10_000),
-        "10000 high": m.sized(10_000, 16),
-        "transparent png": m.transparent_png,
-        "palette with transparency": m.palette_png,
-        "transparent mov": m.transparent_mov,
-        "hdr video": m.hdr_video,
-        "video with a long tag": m.tagged("x", 1 << 20),
-        "video with a tag in latin-1": m.tagged_in_latin_1,
-        "png with a long comment": m.commented_png,
-        "picture of a phone": m.phone_picture,
-        "picture turned": m.turned_picture,
-        "gif": m.moving_gif,
-        "times below zero": m.negative_times,
-        "clip 10000 wide": m.clip(".mp4", (16, 10_000), "libx264", "yuv420p", preset="ultrafast"),
-        "clip of 1 x 1": m.clip(".mp4", (1, 1), "libx264", "yuv444p", qp="0"),
-    }
-    for name, write in harmless.items():
+    for name, write in _HARMLESS_MEDIA.items():
         yield Malformed(name=name, kind="media", write=write, outcome="accepted")
 
 
@@ -224,77 +225,78 @@ def _captions() -> Iterator[Malformed]:
         yield Malformed(name=name, kind="caption", write=write, outcome="accepted")
 
 
+_HEAD = '{"file_name": "NAME", "text": "x", '
+_GOOD0 = '"file_name": "good0.png", "text": "x"'
+_BAD_METADATA = {
+    "json cut": (texts.raw('{"file_name": "NAME", '), "not valid JSON"),
+    "json of single quotes": (texts.raw("{'file_name': 'NAME', 'text': 'x'}"), "not valid JSON"),
+    "two objects in a line": (texts.raw('{"file_name": "NAME"} {"text": "x"}'), "not valid JSON"),
+    "list in place of an object": (texts.raw('["NAME", "x"]'), "not a JSON object"),
+    "number in place of an object": (texts.raw("17"), "not a JSON object"),
+    "key twice": (texts.raw(_HEAD + '"text": "y"}'), "'text' twice"),
+    "nested deeply": (texts.raw("[" * 100_000), "nested too deeply"),
+    "number of 5000 digits": (texts.raw(_HEAD + '"id": ' + "1" * 5000 + "}"), "too many digits"),
+    "caption not a number": (texts.raw('{"file_name": "NAME", "text": NaN}'), "empty or not a text"),
+    "caption a number": (texts.row(text=3), "empty or not a text"),
+    "caption null": (texts.row(text=None), "empty or not a text"),
+    "caption an object": (texts.row(text={"en": "a dog"}), "empty or not a text"),
+    "captions none": (texts.row(text=[]), "empty or not a text"),
+    "captions with a number": (texts.row(text=["one", 2]), "empty or not a text"),
+    "caption with half of a character in json": (texts.row(text="a dog \ud83d"), "half of a character"),
+    "caption with a null byte in json": (texts.row(text="a\0dog"), "null bytes"),
+    "caption of a megabyte in json": (texts.row(text="x" * 2**20), "characters"),
+    "no caption column": (texts.without("text"), "no caption column"),
+    "caption column misspelt": (texts.without("text", captoin="x"), "no caption column"),
+    "two caption columns": (texts.row(caption="y"), "2 caption columns"),
+    "two media columns": (texts.row(video="good0.png"), "2 media columns"),
+    "no media column": (texts.without("file_name"), "no media column"),
+    "media null": (texts.row(file_name=None), "empty or not a text"),
+    "media a list": (texts.row(file_name=["a.png"]), "empty or not a text"),
+    "media a truth": (texts.row(file_name=True), "empty or not a text"),
+    "media gone": (texts.row(file_name="gone.png"), "does not exist"),
+    "media of no kind": (texts.row(file_name="notes.docx"), "does not have the extension of a media file"),
+    "media of an address": (texts.row(file_name="https://example.com/a.png"), "does not exist"),
+    "media outside": (texts.named_outside, "leaves the dataset folder"),
+    "media absolute": (texts.named_absolutely, "leaves the dataset folder"),
+    "media the folder itself": (texts.row(file_name="."), "extension"),
+    "media with a null byte": (texts.row(file_name="a\0.png"), "no file name can have"),
+    "media with half of a character": (texts.row(file_name="\ud800.png"), "no file name can have"),
+    "media with a line break": (texts.row(file_name="a\nb.png"), "line breaks"),
+    "media of a long name": (texts.row(file_name="a" * 5000 + ".png"), "File name too long"),
+    "media named twice": (texts.named_twice, "is listed 2 times"),
+    "references misspelt": (texts.row(referencs="good0.png"), "rename it to 'references'"),
+}
+_HARMLESS_METADATA = {
+    "other columns": texts.row(id=float("nan"), score=1e400, extra={"deep": [[[]]]}),
+    "blank lines between": lambda folder, name: "\n \r\n" + texts.row()(folder, name) + "\r\n",
+    "caption in a list": texts.row(text=["one"]),
+}
+_REFUSED_METADATA: dict[str, tuple[str, str | bytes]] = {
+    "csv with an open quote": ("metadata.csv", 'video,prompt\ngood0.png,"a dog\n'),
+    "csv with a stray quote": ("metadata.csv", 'video,prompt\ngood0.png,"a "good" dog"\n'),
+    "csv without a header": ("metadata.csv", "good0.png,a dog\n"),
+    "csv in latin-1": ("metadata.csv", "video,prompt\ngood0.png,café\n".encode("latin-1")),
+    "csv in UTF-16": ("metadata.csv", "video,prompt\ngood0.png,x\n".encode("utf-16")),
+    "csv empty": ("metadata.csv", ""),
+    "csv with a column twice": ("metadata.csv", "video,prompt,prompt\ngood0.png,x,y\n"),
+    "csv with two caption columns": ("metadata.csv", "video,prompt,caption\ngood0.png,x,y\n"),
+    "csv with a null byte": ("metadata.csv", b"video,pro\0mpt\ngood0.png,x\n"),
+    "json an object": ("metadata.json", f"{{{_GOOD0}}}"),
+    "json list cut": ("metadata.json", f"[{{{_GOOD0}}}, "),
+    "json list nested deeply": ("metadata.json", "[" * 100_000),
+    "json list with a key twice": ("metadata.json", f'[{{{_GOOD0}, "text": "y"}}]'),
+    "json list empty": ("metadata.json", "[]"),
+    "json lines empty": ("metadata.jsonl", ""),
+    "json lines in UTF-16": ("metadata.jsonl", f"{{{_GOOD0}}}".encode("utf-16")),
+}
+
+
 def _metadata() -> Iterator[Malformed]:
-    raw, row, without = texts.raw, texts.row, texts.without
-    head = '{"file_name": "NAME", "text": "x", '
-    bad = {
-        "json cut": (raw('{"file_name": "NAME", '), "not valid JSON"),
-        "json of single quotes": (raw("{'file_name': 'NAME', 'text': 'x'}"), "not valid JSON"),
-        "two objects in a line": (raw('{"file_name": "NAME"} {"text": "x"}'), "not valid JSON"),
-        "list in place of an object": (raw('["NAME", "x"]'), "not a JSON object"),
-        "number in place of an object": (raw("17"), "not a JSON object"),
-        "key twice": (raw(head + '"text": "y"}'), "'text' twice"),
-        "nested deeply": (raw("[" * 100_000), "nested too deeply"),
-        "number of 5000 digits": (raw(head + '"id": ' + "1" * 5000 + "}"), "too many digits"),
-        "caption not a number": (raw('{"file_name": "NAME", "text": NaN}'), "empty or not a text"),
-        "caption a number": (row(text=3), "empty or not a text"),
-        "caption null": (row(text=None), "empty or not a text"),
-        "caption an object": (row(text={"en": "a dog"}), "empty or not a text"),
-        "captions none": (row(text=[]), "empty or not a text"),
-        "captions with a number": (row(text=["one", 2]), "empty or not a text"),
-        "caption with half of a character in json": (row(text="a dog \ud83d"), "half of a character"),
-        "caption with a null byte in json": (row(text="a\0dog"), "null bytes"),
-        "caption of a megabyte in json": (row(text="x" * 2**20), "characters"),
-        "no caption column": (without("text"), "no caption column"),
-        "caption column misspelt": (without("text", captoin="x"), "no caption column"),
-        "two caption columns": (row(caption="y"), "2 caption columns"),
-        "two media columns": (row(video="good0.png"), "2 media columns"),
-        "no media column": (without("file_name"), "no media column"),
-        "media null": (row(file_name=None), "empty or not a text"),
-        "media a list": (row(file_name=["a.png"]), "empty or not a text"),
-        "media a truth": (row(file_name=True), "empty or not a text"),
-        "media gone": (row(file_name="gone.png"), "does not exist"),
-        "media of no kind": (row(file_name="notes.docx"), "does not have the extension of a media file"),
-        "media of an address": (row(file_name="https://example.com/a.png"), "does not exist"),
-        "media outside": (texts.named_outside, "leaves the dataset folder"),
-        "media absolute": (texts.named_absolutely, "leaves the dataset folder"),
-        "media the folder itself": (row(file_name="."), "extension"),
-        "media with a null byte": (row(file_name="a\0.png"), "no file name can have"),
-        "media with half of a character": (row(file_name="\ud800.png"), "no file name can have"),
-        "media with a line break": (row(file_name="a\nb.png"), "line breaks"),
-        "media of a long name": (row(file_name="a" * 5000 + ".png"), "File name too long"),
-        "media named twice": (texts.named_twice, "is listed 2 times"),
-        "references misspelt": (row(referencs="good0.png"), "rename it to 'references'"),
-    }
-    for name, (write, says) in bad.items():
+    for name, (write, says) in _BAD_METADATA.items():
         yield Malformed(name=name, kind="metadata", write=write, says=says)
-    harmless = {
-        "other columns": row(id=float("nan"), score=1e400, extra={"deep": [[[]]]}),
-        "blank lines between": lambda folder, name: "\n \r\n" + row()(folder, name) + "\r\n",
-        "caption in a list": row(text=["one"]),
-    }
-    for name, write in harmless.items():
+    for name, write in _HARMLESS_METADATA.items():
         yield Malformed(name=name, kind="metadata", write=write, outcome="accepted")
-    good0 = '"file_name": "good0.png", "text": "x"'
-    refused = {
-        "csv with an open quote": ("metadata.csv", 'video,prompt\ngood0.png,"a dog\n'),
-        "csv with a stray quote": ("metadata.csv", 'video,prompt\ngood0.png,"a "good" dog"\n'),
-        "csv without a header": ("metadata.csv", "good0.png,a dog\n"),
-        "csv in latin-1": ("metadata.csv", "video,prompt\ngood0.png,café\n".encode("latin-1")),
-        "csv in UTF-16": ("metadata.csv", "video,prompt\ngood0.png,x\n".encode("utf-16")),
-        "csv empty": ("metadata.csv", ""),
-        "csv with a column twice": ("metadata.csv", "video,prompt,prompt\ngood0.png,x,y\n"),
-        "csv with two caption columns": ("metadata.csv", "video,prompt,caption\ngood0.png,x,y\n"),
-        "csv with a null byte": ("metadata.csv", b"video,pro\0mpt\ngood0.png,x\n"),
-        "json an object": ("metadata.json", f"{{{good0}}}"),
-        "json list cut": ("metadata.json", f"[{{{good0}}}, "),
-        "json list nested deeply": ("metadata.json", "[" * 100_000),
-        "json list with a key twice": ("metadata.json", f'[{{{good0}, "text": "y"}}]'),
-        "json list empty": ("metadata.json", "[]"),
-        "json lines empty": ("metadata.jsonl", ""),
-        "json lines in UTF-16": ("metadata.jsonl", f"{{{good0}}}".encode("utf-16")),
-    }
-    for name, (file, data) in refused.items():
+    for name, (file, data) in _REFUSED_METADATA.items():
         yield Malformed(name=name, kind="metadata", write=texts.whole(file, data), outcome="refused")
     yield Malformed(name="csv with a long field", kind="metadata", write=texts.long_field, outcome="refused")
     yield Malformed(name="lists of different lengths", kind="metadata", write=texts.uneven_lists, outcome="refused")

@@ -86,21 +86,20 @@ def sizes(kind: Any) -> list[int]:
 
 def few_levers(kind: Any) -> dict[str, Any]:
     """All levers at once, and a full fine-tune that steps in the backward."""
-    return {str(_FEW): list(_together(kind, *_FEW)), "fused": list(_fused(kind, "full"))}
+    return {str(_FEW): list(_together(kind, _FEW)), "fused": list(_fused(kind, "full"))}
 
 
 def levers(kind: Any) -> dict[str, Any]:
     """Levers in every pair, and full fine-tunes that step in the backward."""
     # compiled `none` over a quantized base is refused before a run
     cases = pairwise(COMPILED_LEVERS, lambda case: case[:2] not in [("none", kind) for kind in LAYOUTS])
-    found = {str(case): list(_together(kind, *case)) for case in cases}
+    found = {str(case): list(_together(kind, case)) for case in cases}
     return found | {f"fused {policy}": list(_fused(kind, policy)) for policy in POLICIES}
 
 
-def _together(
-    kind: Any, policy: str, quantize: str, adapter: str, layout: str, one_of: int, pipelined: bool, offloads: bool, autocast: bool,
-) -> Iterator[str]:  # fmt: skip
-    """Differences from the same compiled step without levers, and levers that had no effect."""
+def _together(kind: Any, case: tuple[Any, ...]) -> Iterator[str]:
+    """Differences from the same compiled step without levers, and levers that had no effect; `case` has a value of each of `COMPILED_LEVERS`."""
+    policy, quantize, adapter, layout, one_of, pipelined, offloads, autocast = case
     dtype, trained = torch.bfloat16, ADAPTERS[adapter]
 
     def made() -> Any:
@@ -151,11 +150,10 @@ def _fused(kind: Any, policy: str) -> Iterator[str]:
     """Differences between two full fine-tunes with EMA: a step after the backward with resident blocks, and steps in it with streamed blocks."""
     items, ema = kind().items(2, ragged=True), EMAConfig(decay=0.9)
     model: Any = make_model(kind.spec, kind.arch)
-    expected, values = train_streamed(kind.spec, model, items, policy, ema=ema, compile=BACKEND)
+    expected, values = train_streamed(kind.spec, model, items, BlockEngine(policy=policy, compile=BACKEND), ema=ema)
     model = make_model(kind.spec, kind.arch)
-    found, others = train_streamed(
-        kind.spec, model, items, policy, stream(model, trained=True), ema=ema, compile=BACKEND
-    )
+    engine = BlockEngine(policy=policy, compile=BACKEND, hooks=(stream(model, trained=True),))
+    found, others = train_streamed(kind.spec, model, items, engine, ema=ema)
     if found != expected:
         yield f"numbers {found} {expected}"
     yield from (name for name, value in values.items() if not torch.equal(others[name], value))

@@ -104,26 +104,25 @@ def train_streamed(
     spec: ModelSpec,
     model: Any,
     items: Items,
-    policy: str,
-    swap: BlockSwap | None = None,
+    engine: BlockEngine,
     *,
     optimizer: str = "adamw",
     num_steps: int = 2,
     ema: EMAConfig | None = None,
-    compile: str = "",
 ) -> tuple[list[StepResult], dict[str, Tensor]]:
-    """Steps of a full fine-tune: those of the ordinary loop, or in the backward with trained weights streamed.
+    """Steps of a full fine-tune: those of the ordinary loop, or, under an engine that streams trained weights, in the backward.
 
     Returns:
         What the steps report, and the weights, the optimizer's state and the average after them, on the host.
     """
+    swap = next((hook for hook in engine.hooks if isinstance(hook, BlockSwap)), None)
     config = OptimConfig(name=optimizer, lr=1e-2, fused_backward=swap is not None)
     trained = TrainState(model, trainable_parameters(model), config, ema or EMAConfig(), swap)
     batch = Batch(ids=[f"clip {i}" for i in range(len(items))], items=[dict(item) for item in items])
     reported = []
     for step in range(num_steps):
         result = training_step(
-            TrainModel(model, BlockEngine(policy=policy, compile=compile, hooks=() if swap is None else (swap,)), spec),
+            TrainModel(model, engine, spec),
             [batch],
             trained.optimizer,
             StepContext(step=step, seed=1, flow=FlowConfig(weighting="bell")),
@@ -234,13 +233,13 @@ class SwapChecks:
     def test_streaming_trained_weights_changes_no_bit(self, policy: str) -> None:
         """A full fine-tune that updates in the backward, against the ordinary loop; weights go back once a step, and none in a forward."""
         items, num_steps = self.items(2, ragged=True), 2
-        numbers, values = train_streamed(
-            self.spec, make_model(self.spec, self.arch), items, policy, num_steps=num_steps
-        )
+        plain = make_model(self.spec, self.arch)
+        numbers, values = train_streamed(self.spec, plain, items, BlockEngine(policy=policy), num_steps=num_steps)
         model: Any = make_model(self.spec, self.arch)
         swap = stream(model, trained=True)
         with Watched(swap) as watch:
-            other_numbers, other_values = train_streamed(self.spec, model, items, policy, swap, num_steps=num_steps)
+            engine = BlockEngine(policy=policy, hooks=(swap,))
+            other_numbers, other_values = train_streamed(self.spec, model, items, engine, num_steps=num_steps)
         assert other_numbers == numbers
         assert other_values.keys() == values.keys()
         assert [name for name, value in values.items() if not torch.equal(other_values[name], value)] == []

@@ -141,35 +141,12 @@ def divided_step(
         patch: pytest's `monkeypatch`; it watches what the engine moves.
         steps: The optimizer's state exists from the second on, so that the peak is that of any later one.
     """
-    from ditkit_core.engine import engine as activation_checkpoint
-
     model = build_on_meta(spec, arch, Precision())
     inject(model, AdapterConfig(rank=rank), spec.adapters.targets)
-    placed = placement(model)
-    names = {id(module): name for name, module in model.named_modules()}
-    carried: list[Counter[str]] = []
-    moved = activation_checkpoint.move_carry
-
-    def watched(carry: Any, device: torch.device) -> Any:
-        tensors = [leaf for leaf in tree_leaves(carry) if isinstance(leaf, Tensor)]
-        gradients = sum(tensor.requires_grad for tensor in tensors)
-        sizes = sum(tensor.nbytes for tensor in tensors)
-        carried.append(Counter(tensors=len(tensors), gradients=gradients, bytes=sizes))
-        return moved(carry, device)
-
-    patch.setattr(activation_checkpoint, "move_carry", watched)
+    placed, carried = placement(model), _watched_carries(patch)
     engine, flow = BlockEngine(policy=policy), FlowConfig()
     with FakeTensorMode(), as_on("cuda"), MemoryTracker() as ledger:
-        for stage, device in zip(
-            (model.embed, *model.blocks(), model.head), (placed.embed, *placed.blocks, placed.head), strict=True
-        ):
-            materialise(stage, names[id(stage)], spec, dtype=torch.bfloat16, device=device)
-        ledger.track([p for p in model.parameters() if not p.requires_grad], "weights")
-        trained = TrainState(
-            model, {n: p for n, p in model.named_parameters() if p.requires_grad}, OptimConfig(), EMAConfig(decay=0.9)
-        )
-        ledger.track(list(trained.parameters.values()), "adapters")
-        ledger.track(list(trained.average.values.values()), "average")
+        trained = _materialised(spec, model, placed, ledger)
         made = [
             {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in item.items()} for item in items
         ]
@@ -190,6 +167,40 @@ def divided_step(
         # what the first update left behind beside the optimizer's state is gone
         ledger.track(list(trained.optimizer.state()[0].values()), "optimizer")
     return Divided(model, placed, trained, crossings, ledger, carried)
+
+
+def _watched_carries(patch: Any) -> list[Counter[str]]:
+    """A list to which each move of a carry by the engine adds what `Divided.carried` has."""
+    from ditkit_core.engine import engine as activation_checkpoint
+
+    carried: list[Counter[str]] = []
+    moved = activation_checkpoint.move_carry
+
+    def watched(carry: Any, device: torch.device) -> Any:
+        tensors = [leaf for leaf in tree_leaves(carry) if isinstance(leaf, Tensor)]
+        gradients = sum(tensor.requires_grad for tensor in tensors)
+        sizes = sum(tensor.nbytes for tensor in tensors)
+        carried.append(Counter(tensors=len(tensors), gradients=gradients, bytes=sizes))
+        return moved(carry, device)
+
+    patch.setattr(activation_checkpoint, "move_carry", watched)
+    return carried
+
+
+def _materialised(spec: ModelSpec, model: Any, placed: Placement, ledger: MemoryTracker) -> TrainState:
+    """The training state of a model whose stages get fake parameters where they are placed, counted by purpose."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for stage, device in zip(
+        (model.embed, *model.blocks(), model.head), (placed.embed, *placed.blocks, placed.head), strict=True
+    ):
+        materialise(stage, names[id(stage)], spec, dtype=torch.bfloat16, device=device)
+    ledger.track([p for p in model.parameters() if not p.requires_grad], "weights")
+    trained = TrainState(
+        model, {n: p for n, p in model.named_parameters() if p.requires_grad}, OptimConfig(), EMAConfig(decay=0.9)
+    )
+    ledger.track(list(trained.parameters.values()), "adapters")
+    ledger.track(list(trained.average.values.values()), "average")
+    return trained
 
 
 def balanced(spec: ModelSpec, num_devices: int) -> Callable[[Any], Placement]:
