@@ -291,6 +291,22 @@ def test_a_long_bar_says_after_a_minute_how_long_it_will_take(
     assert lines[-2:] == ["encode text 90/100  about 15 min left", "encode text 100/100"] and len(lines) == 11
 
 
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (3, "10 s"),
+        (64, "60 s"),
+        (89, "90 s"),
+        (100, "2 min"),
+        (3569, "59 min"),
+        (3571, "1 h 0 min"),
+        (9e4, "25 h 0 min"),
+    ],
+)
+def test_a_time_left_is_never_nothing(seconds: float, text: str) -> None:
+    assert console._time_text(seconds) == text
+
+
 def test_on_a_terminal_the_time_left_is_known_where_an_item_takes_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     now, drawn = [0.0], io.StringIO()
     monkeypatch.setattr(console, "CONSOLE", Console(file=drawn, force_terminal=True, width=200))

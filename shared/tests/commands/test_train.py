@@ -49,6 +49,45 @@ def test_training_goes_from_files_to_an_adapter_with_its_history(
     assert str(world.folder) in (run / "config.toml").read_text(), "the run itself goes on from its paths"
 
 
+def test_a_run_says_in_a_line_what_it_trains_and_numbers_its_stages(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert world.train("run", 2) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        lines[0] == "train a LoRA of rank 2 of tiny for 2 steps on cpu (precision default, each dtype is in the report)"
+    )
+    assert [line for line in lines if line.startswith("[")] == [
+        "[1/5] check data and model",
+        "[2/5] encode",
+        "[3/5] load the model",
+        "[4/5] train",
+        "[5/5] export, verify and sample",
+    ]
+    order = [
+        next(i for i, line in enumerate(lines) if line.startswith(start))
+        for start in ("[2", "encode", "[4", "train 1/", "[5", "sample")
+    ]
+    assert order == sorted(order)
+    about = json.loads((world.folder / "run" / "about.json").read_text())
+    assert "norms fp32" in about["environments"][0]["precision"], "the list that the line leaves out"
+
+
+def test_dora_alone_is_exported_in_the_form_that_represents_it(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--adapter.use_dora", "true", "--adapter.targets", '["all"]')
+    assert world.train("run", 2, *flags) == 0
+    said = capsys.readouterr().out
+    assert "a DoRA of rank 2" in said.splitlines()[0] and "its files are in the diffusers form" in said.splitlines()[0]
+    assert {file.stem.rpartition("_")[2] for file in world.folder.glob("run/exports/*.safetensors")} == {"diffusers"}
+    file = world.folder / "run" / "exports" / "run_diffusers.safetensors"
+    assert any(name.endswith("lora_magnitude_vector") for name in load_file(file))
+    assert world.run("export", "--run", str(world.folder / "run"), "--out", str(world.folder / "x.safetensors")) == 0
+    assert world.run("export", "--run", str(world.folder / "run"), "--to", "official") == 1
+    assert "do not reproduce DoRA" in capsys.readouterr().err
+
+
 def test_a_second_call_says_that_the_run_is_complete_and_loads_nothing(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,7 +261,7 @@ def test_a_mistake_in_a_command_is_one_line(
 
 def test_the_dataset_is_looked_at_before_a_model_is_fetched(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     (world.folder / "clips" / "3.txt").unlink()
-    assert world.train("run", 1, "--model.transformer", "nowhere.safetensors") == 1
+    assert world.train("run", 1, "--model.transformer", "nobody/nowhere") == 1
     assert "3.png has no caption" in capsys.readouterr().err
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,12 @@ _Tensors = Mapping[str, About]
 def _dtype_of(config: ExportConfig) -> torch.dtype:
     """The dtype of all tensors that are not in 8 bits."""
     return torch.bfloat16 if config.scaled else parse_dtype(config.dtype)
+
+
+def with_form_of_dora(config: ExportConfig, adapter: AdapterConfig) -> ExportConfig:
+    """The section, with the diffusers form in place of the default one if a DoRA is trained, which no reader reproduces from that."""
+    is_dora = adapter.use_dora and adapter.method == "lora"
+    return replace(config, forms=("diffusers",)) if is_dora and config.forms == ExportConfig().forms else config
 
 
 def check_export(spec: ModelSpec, config: ExportConfig, adapter: AdapterConfig) -> None:

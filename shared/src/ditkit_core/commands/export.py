@@ -17,6 +17,7 @@ from ditkit_core.adapters.export import (
     export_merged,
     loaded_by,
     read_by,
+    with_form_of_dora,
 )
 from ditkit_core.commands.options import ExportOptions
 from ditkit_core.diagnostics.report.page import write_report
@@ -52,7 +53,7 @@ def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     # A flag replaces the run's list of forms: somebody who names one wants that file alone.
     wanted = replace(
         config.export,
-        forms=(options.to,) if options.to else config.export.forms,
+        forms=(options.to,) if options.to else with_form_of_dora(config.export, config.adapter).forms,
         dtype=options.dtype or config.export.dtype,
         merged=options.merge,
     )

@@ -4,7 +4,6 @@ It only sees what is missing. What is wrong with a file that exists is said wher
 """
 
 import os
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,10 @@ def check_paths(command: str, verb: str, config: RunConfig, options: Any) -> Non
     Raises:
         UserError: For the first one that is missing.
     """
-    for flag, path in _files(options):
-        if _is_missing(path):
-            raise UserError(f"{flag} {path}: there is no such file or folder; check the path")
+    for field in fields(options):
+        path, what = getattr(options, field.name), field.metadata.get("reads", "")
+        if what and path and _is_missing(path):
+            raise UserError(f"--{field.name.replace('_', '-')}: there is no {what} {path}; check the path")
     # Plans need no files, a check reports what is missing, and the demo writes its own.
     if verb or options.demo:
         return
@@ -51,13 +51,6 @@ def _check_data(config: RunConfig) -> None:
     for folder in config.data.folders or (config.data.folder,):
         if not folder or _is_missing(folder):
             raise folder_error(folder, "data.folders" if config.data.folders else "data.folder")
-
-
-def _files(options: Any) -> Iterator[tuple[str, str]]:
-    """Flag and path of the options that name a file to read."""
-    for field in fields(options):
-        if field.metadata.get("reads") and (path := getattr(options, field.name)):
-            yield f"--{field.name.replace('_', '-')}", path
 
 
 def _is_missing(path: str) -> bool:

@@ -60,6 +60,8 @@ from ditkit_core.training.train_model import TrainModel
 from ditkit_core.training.trainer import Callback, ProgressBar, Trainer, TrainerConfig, TrainResult
 from ditkit_core.training.validation import Validator
 
+_NUM_STAGES = 5
+
 
 @dataclass(frozen=True)
 class Component:
@@ -242,6 +244,7 @@ def _train_component(
     """
     run = component.run
     _say_beginning(run, changes)
+    _stage(1, "check data and model")
     assert run.data.dataset.samples  # reads the dataset: a missing caption is reported before gigabytes are downloaded
     is_started = _is_started(folder)
     if not is_started:
@@ -254,7 +257,9 @@ def _train_component(
         raise UserError("the weights show that this model has several experts; name it with model.preset")
     # before hours of encoding: a model that does not fit its devices is reported now
     placement = place(run, unloaded, training=True)
+    _stage(2, "encode")
     data = _encode(run, unloaded, num_images)
+    _stage(3, "load the model")
     prepared, data = _load(run, unloaded, placement, data, num_images)
     start_from(component.init_from, prepared, folder)
     if not run.config.train.steps:
@@ -269,8 +274,9 @@ def _train_component(
         streamer=prepared.streamer,
         matmul_dtype=run.precision.matmul,
     )
+    _stage(4, "train")
     with progress("train", run.config.train.steps) as bar:
-        result = _trainer(run, folder, model, samples, [ProgressBar(bar), *callbacks]).fit()
+        result = _trainer(run, folder, model, samples, [ProgressBar(bar), _LastStage(), *callbacks]).fit()
     if not result.finished:
         raise Interrupted(f"stopped at step {result.step}, saved in {result.save}; the same command continues")
     return result
@@ -283,12 +289,45 @@ def _say_beginning(run: RunContext, changes: Sequence[ConfigChange]) -> None:
         say(describe_expert(run.expert, config.flow, config.held_out))
     for change in changes:
         say(f"changed since the last part of this run: {change}")
-    optim = config.optim
-    places = run.precision.described(
+    say(_opening(run))
+    say_where_previews_could_be(run)
+
+
+def _precision(run: RunContext) -> str:
+    optim = run.config.optim
+    return run.precision.described(
         averages_in_8_bits=optim.kind.averages_in_8_bits, fused_backward=optim.fused_backward
     )
-    say(f"precision {config.precision.preset}: {places}")
-    say_where_previews_could_be(run)
+
+
+def _opening(run: RunContext) -> str:
+    """What is trained, in a line."""
+    config, devices = run.config, " and ".join(map(str, run.devices))
+    adapter = config.adapter
+    what = (
+        "all weights"
+        if adapter.method == "full"
+        else f"a {'DoRA' if adapter.use_dora else 'LoRA'} of rank {adapter.rank}"
+    )
+    model = config.model.preset or f"{run.spec.name} ({Path(config.model.transformer or config.model.base).name})"
+    forms = ""
+    if config.export.forms != run.given.config.export.forms:
+        forms = (
+            f"; its files are in the {config.export.forms[0]} form, because no program reproduces a DoRA from another"
+        )
+    precision = f"precision {config.precision.preset}, each dtype is in the report"
+    return f"train {what} of {model} for {config.train.steps} steps on {devices} ({precision}){forms}"
+
+
+def _stage(number: int, name: str) -> None:
+    say(f"[{number}/{_NUM_STAGES}] {name}")
+
+
+class _LastStage(Callback):
+    """Prints where training ends and the exports begin."""
+
+    def finished(self, step: int) -> None:
+        _stage(_NUM_STAGES, "export, verify and sample")
 
 
 def _encode(run: RunContext, unloaded: MetaModel, num_images: int) -> Encoded:
@@ -361,7 +400,7 @@ def _split(run: RunContext, folder: RunFolder, prepared: LoadedModel, data: Enco
     check_data(folder, [*data.samples, *data.prior], prepared)
     summary = data_summary(run.data.dataset, by_id.keys(), held_out)
     model = model_summary(run.spec.name, prepared)
-    write_about(folder, environment=describe_environment(run.devices), data=summary, model=model)
+    write_about(folder, environment=describe_environment(run.devices, _precision(run)), data=summary, model=model)
     validator = None
     if held_out:
         clips = Batch(ids=held_out, items=[by_id[id].load() for id in held_out])

@@ -235,11 +235,18 @@ class _PlainBar:
         if seconds < _SHORT_SECONDS or not 0 < done < self._total - self._done_before:
             return []
         self._estimated = True
-        minutes = round(seconds / done * (self._total - self._done) / 60)
-        return [f"about {minutes // 60} h {minutes % 60} min left" if minutes >= 60 else f"about {minutes} min left"]
+        return [f"about {_time_text(seconds / done * (self._total - self._done))} left"]
 
     def update(self, **fields: SupportsFloat) -> None:
         self._figures |= _figures(fields)
+
+
+def _time_text(seconds: float) -> str:
+    """An estimate, no finer than it is good for."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{max(10, round(seconds / 10) * 10)} s"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
 
 
 def _figures(fields: dict[str, SupportsFloat]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ditkit_core.errors import UserError
+from ditkit_core.io.console import progress
 from ditkit_core.io.files import write_text
 from ditkit_core.io.rng import generator
 
@@ -48,9 +49,11 @@ def write_inputs(folder: Path, parts: Mapping[str, Callable[[Path], None]]) -> N
     try:
         for name in parts:
             shutil.rmtree(folder / name, ignore_errors=True)
-        for name, write in parts.items():
-            (folder / name).mkdir(parents=True)
-            write(folder / name)
+        with progress("write the demo", len(parts)) as bar:
+            for name, write in parts.items():
+                (folder / name).mkdir(parents=True)
+                write(folder / name)
+                bar.advance()
         complete.touch()
     except (OSError, FFmpegError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())

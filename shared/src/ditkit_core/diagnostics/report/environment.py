@@ -19,8 +19,8 @@ from ditkit_core.run.prepare import LoadedModel
 _MOST_EXCLUDED = 1000  # bounds the file, and the report that shows the list
 
 
-def describe_environment(devices: Sequence[torch.device]) -> dict[str, str]:
-    """Versions and devices, without names of machines or users: reports are shared."""
+def describe_environment(devices: Sequence[torch.device], precision: str) -> dict[str, str]:
+    """Versions, devices and the dtype of each place, without names of machines or users: reports are shared."""
     return {
         "devices": ", ".join(map(_device, devices)),
         "ditkit": version("ditkit-core"),
@@ -28,6 +28,7 @@ def describe_environment(devices: Sequence[torch.device]) -> dict[str, str]:
         "CUDA": torch.version.cuda or "none",
         "Python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
+        "precision": precision,
         "CPU threads": f"{torch.get_num_threads()} of {os.cpu_count()}",
     }
 
