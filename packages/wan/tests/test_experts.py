@@ -147,7 +147,7 @@ def test_which_file_is_which_by_the_names_that_people_have(transformer: str, tra
     flags = {"model.preset": "t2v-a14b", "model.transformer": transformer, "model.transformer_2": transformer_2}
     config = resolve(RunConfig, flags=flags)
     if fits:
-        assert [run.part for run in runs_of(create_run(WAN, config))] == ["transformer", "transformer_2"]
+        assert [run.component for run in runs_of(create_run(WAN, config))] == ["transformer", "transformer_2"]
         return
     with pytest.raises(Exception, match="named after the low_noise expert") as raised:
         create_run(WAN, config)

@@ -13,7 +13,7 @@ from ditkit_core.config.field import setting
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.resume import ConfigChange
 from ditkit_core.errors import UserError
-from ditkit_core.io.run_dir import RunFolder, RunFolderConfig, next_drawing, open_run
+from ditkit_core.io.run_dir import RunFolder, RunFolderConfig, open_run, reserve_sample_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +170,7 @@ def test_of_drawings_at_once_each_gets_a_number_of_its_own(tmp_path: Path) -> No
     folder = tmp_path / "samples"
 
     def drawing(index: int) -> str:
-        with next_drawing(folder) as name:
+        with reserve_sample_number(folder) as name:
             (folder / f"{name}-of-{index}.png").touch(exist_ok=False)
             return name
 
@@ -181,20 +181,20 @@ def test_of_drawings_at_once_each_gets_a_number_of_its_own(tmp_path: Path) -> No
 
 
 def test_a_drawing_that_goes_on_or_was_killed_keeps_its_number(tmp_path: Path) -> None:
-    with next_drawing(tmp_path) as one, next_drawing(tmp_path) as other:
+    with reserve_sample_number(tmp_path) as one, reserve_sample_number(tmp_path) as other:
         assert (one, other) == ("drawn-001", "drawn-002")
     program = (
-        "import os, sys; from pathlib import Path; from ditkit_core.io.run_dir import next_drawing\n"
-        "with next_drawing(Path(sys.argv[1])): os._exit(1)"
+        "import os, sys; from pathlib import Path; from ditkit_core.io.run_dir import reserve_sample_number\n"
+        "with reserve_sample_number(Path(sys.argv[1])): os._exit(1)"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
     assert list(tmp_path.glob("*[!.]*")) == [tmp_path / ".drawn-001"] and not any(tmp_path.glob("drawn-*"))
-    with next_drawing(tmp_path) as name:
+    with reserve_sample_number(tmp_path) as name:
         assert name == "drawn-002"
     (tmp_path / "file").touch()
     with (
         pytest.raises(UserError, match="cannot write in .*file: .*; name another folder with --out"),
-        next_drawing(tmp_path / "file"),
+        reserve_sample_number(tmp_path / "file"),
     ):
         pass
 

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from ditkit_core.commands import cli
+from ditkit_core.commands import cli, stage
 from ditkit_core.io.signals import Interrupts, terminated_like_interrupted
 from ditkit_core.testing.toy import TOY
 
@@ -47,7 +47,8 @@ def test_every_command_says_that_a_signal_ended_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(cli, "_stage", lambda *_: lambda *_: signal.raise_signal(number))
+    monkeypatch.setattr(cli, "check_paths", lambda *_: None)
+    monkeypatch.setattr(stage, "_stage", lambda *_: lambda *_: signal.raise_signal(number))
     before = signal.signal(number, signal.SIG_DFL)
     try:
         assert cli.run(TOY, command, ["--train.steps", "1", *flags]) == 130

@@ -100,7 +100,7 @@ def test_a_real_process_draws_the_same(world: World) -> None:
     here, there = world.folder / "here", world.folder / "there"
     check_equal(here, there)
     log = (there / "previews.log").read_text()
-    assert re.findall("process [0-9]+ draws (.*)", log) == [f"step-{step:06d}.safetensors" for step in (0, 2, 4)]
+    assert re.findall("process [0-9]+ generates (.*)", log) == [f"step-{step:06d}.safetensors" for step in (0, 2, 4)]
     assert drawn(here) == drawn(there) and pending(there) == []
 
 
@@ -119,7 +119,7 @@ def test_a_real_process_ends_with_a_parent_that_is_killed(world: World, monkeypa
         [sys.executable, "-c", program, *given], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        found = wait_for(lambda: re.findall("process ([0-9]+) draws", text_of(run / "previews.log")), seconds=200)
+        found = wait_for(lambda: re.findall("process ([0-9]+) generates", text_of(run / "previews.log")), seconds=200)
     finally:
         parent.kill()
         parent.wait()
@@ -154,7 +154,7 @@ def test_what_a_stopped_run_leaves_is_drawn_when_it_goes_on(
         assert world.train("run", 6, *ELSEWHERE) == 130
     assert len(started) == 1 and started[0].returncode == 130, "one at a time, ended with the run"
     assert pending(run) == [f"step-{step:06d}.safetensors" for step in (0, 2, 4)], "the step that was stopped at, too"
-    torn = run / "samples" / "pending" / ".step-000004.safetensors.0.tmp"
+    torn = run / "samples" / "pending" / ".step-000004.safetensors.0123abcd.tmp"
     torn.touch()
     with children(world.spec, "draws") as started:
         assert world.train("run", 6, *ELSEWHERE) == 0

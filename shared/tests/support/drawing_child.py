@@ -34,7 +34,7 @@ class Child(subprocess.Popen):  # type: ignore[type-arg]  # generic for type che
         if behaviour == "fails":
             folder, _, _, *left_out = self._arguments
             first = next(file.name for file in waiting(RunFolder(Path(folder)).pending) if file.name not in left_out)
-            stdout.write(f"process 7 draws {first}\ndrawing\nerror: no room on this device\n\n".encode())
+            stdout.write(f"process 7 generates {first}\ndrawing\nerror: no room on this device\n\n".encode())
             stdout.flush()
             self.returncode = 1
 

@@ -74,7 +74,7 @@ class Calls(Callback):
     def wants_preview(self, step: int, *, stopping: bool) -> bool:
         return bool(self.preview_steps) and step % self.preview_steps == 0 and not stopping
 
-    def on_preview(self, step: int) -> None:
+    def generate_preview(self, step: int) -> None:
         self.preview(step)
 
 

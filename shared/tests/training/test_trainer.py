@@ -304,7 +304,7 @@ class Log(Callback):
     def wants_preview(self, step: int, *, stopping: bool) -> bool:
         return step in self.previews and (self.stopping_too or not stopping)
 
-    def on_preview(self, step: int) -> None:
+    def generate_preview(self, step: int) -> None:
         self.told.append(("preview", step))
 
     def finished(self, step: int) -> None:
@@ -365,7 +365,7 @@ def test_weights_are_averaged_wherever_they_are_handed_out(tmp_path: Path) -> No
         def wants_preview(self, step: int, *, stopping: bool) -> bool:
             return step > 0
 
-        def on_preview(self, step: int) -> None:
+        def generate_preview(self, step: int) -> None:
             self.look("preview")
 
         def finished(self, step: int) -> None:

@@ -17,7 +17,7 @@ from ditkit_core.io.memory import is_out_of_memory
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.partition import place
-from ditkit_core.run.checks import check_parts, check_run, check_training
+from ditkit_core.run.checks import check_components, check_run, check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run, with_arch
 from ditkit_core.run.encoding import encode_all
@@ -67,7 +67,7 @@ def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainO
     unloaded = build_model(run)
     run = with_arch(run, unloaded.arch)
     placement = place(run, unloaded, training=True)
-    check_parts(run, run.data.dataset.samples)
+    check_components(run, run.data.dataset.samples)
     encoded, _ = encode_all(run)
     check_items(run.spec, unloaded.model, encoded)
     prepared = load_model(run, unloaded, placement)

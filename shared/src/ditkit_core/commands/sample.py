@@ -8,12 +8,12 @@ from typing import Any
 from ditkit_core.commands.options import SampleOptions
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
-from ditkit_core.io.run_dir import RunFolder, next_drawing
+from ditkit_core.io.run_dir import RunFolder, reserve_sample_number
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.partition import place
 from ditkit_core.previews.generate import generate_samples
 from ditkit_core.previews.stages import ExpertWeights, build_with_adapter, denoiser_stages, trained_weights_in
-from ditkit_core.run.checks import check_run, check_scenes
+from ditkit_core.run.checks import check_prompts, check_run
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
 from ditkit_core.run.encoding import encode_prompts, sample_prompts
@@ -53,7 +53,7 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
     prompts = sample_prompts(run, [] if config.sample.prompts else run.data.dataset.samples, warn)
     if not prompts:
         raise UserError("there is nothing to sample: give a --prompt, or set sample.prompts or sample.captions")
-    check_scenes(run, prompts)
+    check_prompts(run, prompts)
     # Built on `meta` before anything slow, so that an adapter that does not fit the model is reported now.
     sampling, unloaded = (run, None) if run.experts else _built(run, options.adapter)
     encode_prompts(run, prompts)  # before the transformer is loaded: the GPU need not have room for both
@@ -64,7 +64,9 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
         stages = single_stage(prepared.model, engine_of(sampling, prepared))
         what = Path(options.adapter).stem if options.adapter else f"step-{load_trained(prepared, folder):06d}"
     out = Path(options.out) if options.out else folder.samples
-    with next_drawing(out) as number:  # numbers are reserved: two commands in one folder never overwrite each other
+    with reserve_sample_number(
+        out
+    ) as number:  # numbers are reserved: two commands in one folder never overwrite each other
         files_written = generate_samples(run, stages, prompts, out, f"{number}-{what}")
     say("\n".join(str(file) for file in files_written))
 

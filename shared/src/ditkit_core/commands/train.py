@@ -40,7 +40,7 @@ from ditkit_core.previews.class_images import (
 from ditkit_core.previews.manager import Previews, generate_left, previews_of
 from ditkit_core.previews.stages import denoiser_stages, generate_trained
 from ditkit_core.run.checks import (
-    check_parts,
+    check_components,
     check_preview_device,
     check_run,
     check_training,
@@ -206,7 +206,7 @@ def _prepare(run: RunContext, left: Sequence[Component]) -> None:
         component
     ) in left:  # on `meta`: a mistake of the second expert must not appear after hours of training the first
         build_model(component.run)
-    check_parts(run, run.data.dataset.samples, drawing=num_images > 0)
+    check_components(run, run.data.dataset.samples, sampling=num_images > 0)
     encode_all(run, run.config.prior.prompt if num_images else "")
     if num_images:
         generate_class_images(run, denoiser_stages(run, {}), num_images)
@@ -343,7 +343,7 @@ def _encode(run: RunContext, unloaded: MetaModel, num_images: int) -> Encoded:
         warn(advice)
     if config.flow.guidance != 1 and spec.auxiliary.sample_defaults(unloaded.arch).guided_by != "embedding":
         warn(f"flow.guidance = {config.flow.guidance:g} is not used: this model has no guidance embedding")
-    check_parts(run, run.data.dataset.samples, drawing=num_images > 0)
+    check_components(run, run.data.dataset.samples, sampling=num_images > 0)
     if num_images:
         check_class_prompt(run)
     data = encode_all(run, config.prior.prompt if num_images else "")

@@ -125,7 +125,7 @@ def _notes(run: RunContext) -> Iterator[str]:
     if config.train.compile:
         yield f"train.compile = {config.train.compile}: this plan is for eager blocks; compiled ones need other memory and time"
     if config.base.quantize == "none" and run.stored_as == "fp8":
-        yield f"{config.model.here(run.part)} is in scaled 8 bits: planned in that format, like base.quantize = fp8"
+        yield f"{config.model.here(run.component)} is in scaled 8 bits: planned in that format, like base.quantize = fp8"
 
 
 def _targets(run: RunContext, gpus: str, host: str) -> Targets:

@@ -153,7 +153,7 @@ def as_held(run: RunContext) -> RunContext:
     # A configured format wins over the file's: the weights are converted when they are loaded.
     if config.base.quantize != "none" or run.stored_as == "none":
         return run
-    check_scaled(str(config.model.here(run.part)), config.adapter.method)
+    check_scaled(str(config.model.here(run.component)), config.adapter.method)
     return with_config(run, replace(config, base=replace(config.base, quantize="fp8")))
 
 

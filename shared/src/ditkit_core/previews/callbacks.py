@@ -48,7 +48,7 @@ class SamplesInPlace(Callback):
         # After a signal nobody waits for samples, which take minutes.
         return bool(self._every_steps) and step % self._every_steps == 0 and not stopping
 
-    def on_preview(self, step: int) -> None:
+    def generate_preview(self, step: int) -> None:
         self._sample(step)
 
     def resumed(self, step: int) -> None:
@@ -87,9 +87,9 @@ class QueuedPreviews(Callback):
         folder = RunFolder(Path(self._run.config.run.folder))
         queued = self._previews.queued(step, self._run.expert)
         if is_due and not is_generated(folder, step) and not folder.follows_save(queued, step):
-            self.on_preview(step)
+            self.generate_preview(step)
 
-    def on_preview(self, step: int) -> None:
+    def generate_preview(self, step: int) -> None:
         # Training waits here for the copy alone, not for the samples.
         with self._prepared.readable():
             # Inside `readable`: of streamed blocks these are the values in host memory.

@@ -12,13 +12,13 @@ from ditkit_core.data.discovery import lists_of
 from ditkit_core.data.media.clip import write_image
 from ditkit_core.encoding.prior_preservation import count_media
 from ditkit_core.errors import UserError
-from ditkit_core.io.console import progress, say, warn
+from ditkit_core.io.console import progress, say
 from ditkit_core.io.files import write_text
 from ditkit_core.models.conditions import ClipInputs
-from ditkit_core.models.encoders import GenerationRequest
-from ditkit_core.previews.generate import text_conditions
+from ditkit_core.previews.generate import guided_by, text_conditions
 from ditkit_core.run.context import RunContext
 from ditkit_core.sampling.denoise import DenoiserStage, generate
+from ditkit_core.sampling.prompts import SamplePrompt, requests_of
 
 
 def num_missing_class_images(run: RunContext, *, started: bool) -> int:
@@ -105,30 +105,23 @@ def generate_class_images(
         UserError: If an image cannot be written, or is not finite.
     """
     config, folder = run.config, run.data.prior_folder
-    defaults = run.spec.auxiliary.sample_defaults(run.arch)
-    sampling = config.sample.resolved(defaults, warn)
-    conditions = {**text_conditions(run, config.prior.prompt), **extra_conditions}
-    # A stage may have its own guidance: the negative prompt is needed if any stage is guided.
-    guided = replace(sampling, guidance=max(stage.guidance or sampling.guidance for stage in stages))
-    negative = (
-        {**text_conditions(run, sampling.negative), **extra_conditions} if guided.uses_negative(defaults) else None
-    )
-    seeds = [seed for seed in range(config.prior.images) if not _image_path(folder, seed).exists()][:count]
-    say(f"generating {len(seeds)} images of {config.prior.prompt!r} into {folder}")
-    jobs = (
-        GenerationRequest(
-            conditions=conditions,
-            negative=negative,
+    sampling, negative = guided_by(run, stages)
+    (job,) = requests_of(
+        SamplePrompt(
+            prompt=config.prior.prompt,
+            references=(),
             frames=1,
             height=config.data.height,
             width=config.data.width,
-            steps=sampling.steps,
-            guidance=sampling.guidance,
-            shift=sampling.shift,
-            seed=seed,
-        )
-        for seed in seeds
+        ),
+        replace(sampling, images=1),
+        conditions={**text_conditions(run, config.prior.prompt), **extra_conditions},
+        negative=None if negative is None else {**negative, **extra_conditions},
+        references=(),
     )
+    seeds = [seed for seed in range(config.prior.images) if not _image_path(folder, seed).exists()][:count]
+    say(f"generating {len(seeds)} images of {config.prior.prompt!r} into {folder}")
+    jobs = (replace(job, seed=seed) for seed in seeds)
     try:
         with (
             progress("class images", len(seeds)) as bar,

@@ -10,6 +10,7 @@ from ditkit_core.encoding.encode import text_key
 from ditkit_core.io.console import progress, warn
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import conditions_of, encode_prompts, encode_samples, reference_latents
+from ditkit_core.sampling.config import SampleConfig
 from ditkit_core.sampling.denoise import DenoiserStage
 from ditkit_core.sampling.prompts import SamplePrompt, requests_of
 from ditkit_core.sampling.render import PromptRequest, SampleFiles, render_samples
@@ -35,12 +36,8 @@ def generate_samples(
     """
     if not prompts:
         return []
-    defaults = run.spec.auxiliary.sample_defaults(run.arch)
-    config = run.config.sample.resolved(defaults, warn)
-    # A stage may have its own guidance: the negative prompt is needed if any stage is guided.
-    guided = replace(config, guidance=max(stage.guidance or config.guidance for stage in stages))
     encode_prompts(run, prompts)
-    negative = text_conditions(run, config.negative) if guided.uses_negative(defaults) else None
+    config, negative = guided_by(run, stages)
     requests = []
     for number, prompt in enumerate(prompts):
         extra_conditions = conditions_of(run, prompt)
@@ -55,6 +52,15 @@ def generate_samples(
     to = SampleFiles(folder=folder, stem=stem, fps=run.data.fps, images=config.images)
     with progress("sample", len(requests) * config.steps) as bar:
         return render_samples(stages, run.auxiliary.sampler, requests, to, bar.advance)
+
+
+def guided_by(run: RunContext, stages: Sequence[DenoiserStage]) -> tuple[SampleConfig, Mapping[str, Tensor] | None]:
+    """The section with the model's own values where it sets none, and the encoded negative prompt if a stage is guided by it."""
+    defaults = run.spec.auxiliary.sample_defaults(run.arch)
+    config = run.config.sample.resolved(defaults, warn)
+    # A stage may have its own guidance.
+    guided = replace(config, guidance=max(stage.guidance or config.guidance for stage in stages))
+    return config, text_conditions(run, config.negative) if guided.uses_negative(defaults) else None
 
 
 def text_conditions(run: RunContext, text: str) -> Mapping[str, Tensor]:

@@ -25,7 +25,7 @@ from ditkit_core.io.console import say, warn
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.io.signals import Interrupts
 from ditkit_core.models.spec import Expert
-from ditkit_core.previews.queue import DRAWS, Preview, drop_after, named, put, waiting
+from ditkit_core.previews.queue import GENERATES, Preview, drop_after, named, put, waiting
 from ditkit_core.previews.stages import trained_weights_in, why_no_samples
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.expert_runs import runs_of, saved_step
@@ -251,7 +251,7 @@ class Previews:
                 log.seek(self._log_start)
                 for line in log:
                     text = line.decode("utf-8", "replace").strip()
-                    if found := re.fullmatch(f"process [0-9]+{DRAWS}(.+)", text):
+                    if found := re.fullmatch(f"process [0-9]+{GENERATES}(.+)", text):
                         begun = found[1]
                     words = text[-_TAIL_CHARACTERS:] or words
         except OSError:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ditkit_core.errors import UserError
 from ditkit_core.io.safetensors import SafetensorsSource, write_safetensors
 
-DRAWS = " draws "
+GENERATES = " generates "
 """Separates process id and file name in the line that the worker logs before each file; its parent reads there which file failed."""
 _NAME = re.compile(r"(?:([^.].*)-)?step-([0-9]+)\.safetensors")
 

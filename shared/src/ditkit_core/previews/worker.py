@@ -25,7 +25,7 @@ from ditkit_core.models.precision import compute_fp32_in_fp32
 from ditkit_core.models.spec import Expert, ModelSpec
 from ditkit_core.planner.partition import place
 from ditkit_core.previews.generate import generate_samples
-from ditkit_core.previews.queue import DRAWS, Preview, read_preview, waiting
+from ditkit_core.previews.queue import GENERATES, Preview, read_preview, waiting
 from ditkit_core.previews.stages import ExpertWeights, denoiser_stages, load_preview_weights
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import RunContext, create_run
@@ -103,7 +103,7 @@ def generate_waiting(spec: ModelSpec, path: Path, device: str, streamed: int, le
     prepared: LoadedModel | None = None
     while left := [file for file in waiting(RunFolder(path).pending) if file.name not in left_out]:
         file = left[0]
-        say(f"process {os.getpid()}{DRAWS}{file.name}")  # first: the parent reads here which file failed
+        say(f"process {os.getpid()}{GENERATES}{file.name}")  # first: the parent reads here which file failed
         try:
             written = file.stat().st_mtime_ns
             prepared = _generate(run, prepared, file, prompts)

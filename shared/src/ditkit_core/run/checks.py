@@ -138,13 +138,13 @@ def _training(run: RunContext) -> set[tuple[str, int]]:
     return {(device.type, device.index or 0) for device in run.devices}
 
 
-def check_parts(run: RunContext, samples: Sequence[Sample], *, drawing: bool = False) -> None:
+def check_components(run: RunContext, samples: Sequence[Sample], *, sampling: bool = False) -> None:
     """Find every model that the run will need and read its description, before the first of them works for hours.
 
     Args:
         run: The run.
         samples: The samples that it trains on; [sample] may take captions from them.
-        drawing: Whether images are generated even if [sample] asks for none.
+        sampling: Whether images are generated even if [sample] asks for none.
 
     Raises:
         UserError: If a model or a library is missing, a file is of another model, or a prompt lacks a condition that the model needs.
@@ -157,22 +157,22 @@ def check_parts(run: RunContext, samples: Sequence[Sample], *, drawing: bool = F
         run.auxiliary.conditioning.used(
             {sample.id: clip_inputs_of(sample, run.data.fps) for sample in samples}, keep_going=True
         )
-    if drawing or run.config.sample.prompts or run.config.sample.captions:
+    if sampling or run.config.sample.prompts or run.config.sample.captions:
         assert run.auxiliary.sampler
-    check_scenes(run, sample_prompts(run, samples))
+    check_prompts(run, sample_prompts(run, samples))
 
 
-def check_scenes(run: RunContext, scenes: Sequence[SamplePrompt]) -> None:
+def check_prompts(run: RunContext, prompts: Sequence[SamplePrompt]) -> None:
     """Read the conditions of the samples that will be generated.
 
     Args:
         run: The run.
-        scenes: Prompts with their conditions.
+        prompts: Prompts with their conditions.
 
     Raises:
         UserError: If a condition that the model needs is missing or unreadable.
     """
-    for prompt in scenes:
+    for prompt in prompts:
         if run.auxiliary.readers is not None:
             run.auxiliary.readers.check(prompt.controls(run.data.fps))
 

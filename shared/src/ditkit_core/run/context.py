@@ -50,14 +50,14 @@ class RunContext:
         return next((expert for expert in self.experts if expert.name == self.config.experts.train), None)
 
     @property
-    def part(self) -> str:
+    def component(self) -> str:
         """The component that the run trains."""
         return "transformer" if self.expert is None else self.expert.part
 
     @cached_property
     def stored_as(self) -> str:
         """Format of the blocks' matrices in a local file: `fp8` for scaled 8 bits, else `none`; `none` if the file is not local."""
-        path = self.config.model.here(self.part)
+        path = self.config.model.here(self.component)
         # The format of files that are still to be downloaded is unknown.
         if path is None or (path.is_dir() and not any(path.glob("*.safetensors"))):
             return "none"

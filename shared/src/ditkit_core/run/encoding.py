@@ -109,10 +109,10 @@ def sample_prompts(
     return list(islice(usable, run.config.sample.captions))
 
 
-def encode_prompts(run: RunContext, scenes: Sequence[SamplePrompt]) -> None:
+def encode_prompts(run: RunContext, prompts: Sequence[SamplePrompt]) -> None:
     """Encode the texts and references of the samples to generate into the cache."""
-    encode_samples(run, [], run.spec.data.fps, _texts(run, scenes))
-    _encode_controls(run, scenes)
+    encode_samples(run, [], run.spec.data.fps, _texts(run, prompts))
+    _encode_controls(run, prompts)
 
 
 def _encode_controls(run: RunContext, prompts: Sequence[SamplePrompt]) -> None:
@@ -121,24 +121,24 @@ def _encode_controls(run: RunContext, prompts: Sequence[SamplePrompt]) -> None:
         conditions_of(run, prompt)
 
 
-def conditions_of(run: RunContext, scene: SamplePrompt) -> Mapping[str, Tensor]:
+def conditions_of(run: RunContext, prompt: SamplePrompt) -> Mapping[str, Tensor]:
     """The conditions of a sample besides its text, encoded if the cache lacks them."""
     if run.auxiliary.conditioning is None:
         return {}
-    return run.auxiliary.conditioning.tensors(scene.controls(run.data.fps), run.data.cache, _encode_progress)
+    return run.auxiliary.conditioning.tensors(prompt.controls(run.data.fps), run.data.cache, _encode_progress)
 
 
 def _texts(run: RunContext, prompts: Sequence[SamplePrompt]) -> list[str]:
     return [*(prompt.prompt for prompt in prompts), run.config.sample.negative]
 
 
-def reference_latents(run: RunContext, pictures: Sequence[Path]) -> list[Tensor]:
+def reference_latents(run: RunContext, images: Sequence[Path]) -> list[Tensor]:
     """The latents of the images that a sample is conditioned on, encoded if the cache lacks them."""
-    if not pictures:
+    if not images:
         return []
     assert run.spec.data.reference_size is not None, "checked"
     return encode_references(
-        pictures,
+        images,
         cache=run.data.cache,
         media_encoder=run.auxiliary.encoders[0],
         reference_size=run.spec.data.reference_size,

@@ -54,7 +54,7 @@ def build_model(run: RunContext) -> MetaModel:
     """The model on `meta`, matched with its files and with its adapters injected. Faults of either are raised here."""
     config = run.config
     sections = (config.model, config.adapter, config.base)
-    unloaded = build_meta_model(run.spec, *sections, precision=run.precision, part=run.part, say=say)
+    unloaded = build_meta_model(run.spec, *sections, precision=run.precision, component=run.component, say=say)
     check_adapted(run.spec, config.export, unloaded.model)
     return unloaded
 
@@ -65,7 +65,7 @@ def export_metadata(run: RunContext, prepared: LoadedModel, step: int, *, data: 
     model, expert = run.config.model, run.expert
     return {
         "ditkit.model": run.spec.name,
-        "ditkit.base": redact_path(getattr(model, run.part) or model.base),
+        "ditkit.base": redact_path(getattr(model, run.component) or model.base),
         **({} if expert is None else {"ditkit.expert": expert.name}),
         "ditkit.preset": prepared.preset,
         "ditkit.step": str(step),

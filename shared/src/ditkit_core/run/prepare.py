@@ -108,7 +108,7 @@ def build_meta_model(
     base: BaseConfig,
     *,
     precision: Precision,
-    part: str = "transformer",
+    component: str = "transformer",
     say: Callable[[str], None] = lambda line: None,
 ) -> MetaModel:
     """Build the model on `meta` and check it against its files: seconds, before the hours that encoding may take.
@@ -119,14 +119,14 @@ def build_meta_model(
         adapter: What to train.
         base: What to merge into the base.
         precision: The dtypes.
-        part: The component to load, where a model has several transformers.
+        component: The one to load, where a model has several transformers.
         say: Called with one line for each setting that a file decided.
 
     Raises:
         UserError: If a file is missing, damaged, or does not fit the model or the configuration.
     """
     check_quantize(base.quantize, adapter.method)
-    source = open_weights(components.locate(part))
+    source = open_weights(components.locate(component))
     if num_scaled(source):
         check_scaled(str(source.path), adapter.method)
     preset, arch = choose_arch(spec, components, source)
@@ -139,11 +139,7 @@ def build_meta_model(
     open_file = partial(open_adapter, names=spec.architecture.names, modules=linears)
     # All adapter files are opened before anything is converted, so that a wrong one fails at once.
     merged = [(open_file(file), strength) for file, strength in map(parse_merge, base.merge)]
-    start = None
-    if adapter.init:
-        start = open_file(_init_path(adapter))
-        adapter, line = config_from_file(adapter, start)
-        say(line)
+    adapter, start = _started_from_file(adapter, open_file, say)
     _quantize_blocks(spec, model, base.quantize, source, mapping, precision, merges=bool(merged), say=say)
     # after quantization, so that the adapters are added to the layers that the model ends up with
     adapted = inject(model, adapter, spec.adapters.targets)
@@ -164,17 +160,20 @@ def build_meta_model(
     )
 
 
-def _init_path(adapter: AdapterConfig) -> Path:
-    """The file that `adapter.init` names.
-
-    Raises:
-        UserError: If no adapter is trained that it could be the first values of.
-    """
+def _started_from_file(
+    adapter: AdapterConfig, open_file: Callable[[Path], AdapterFile], say: Callable[[str], None]
+) -> tuple[AdapterConfig, AdapterFile | None]:
+    """The section with the values of the file that `adapter.init` names, and the file; without one the section as it is."""
+    if not adapter.init:
+        return adapter, None
     if adapter.method == "full":
         raise UserError(
             f"adapter.init = {adapter.init} needs adapter.method = 'lora'; for a full fine-tune add it to base.merge"
         )
-    return local_path(adapter.init)
+    file = open_file(local_path(adapter.init))
+    config, line = config_from_file(adapter, file)
+    say(line)
+    return config, file
 
 
 def _quantize_blocks(

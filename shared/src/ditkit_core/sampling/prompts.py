@@ -4,7 +4,6 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -130,47 +129,37 @@ def choose_prompts(
     Raises:
         UserError: If `sample.controls` do not fit the model, or a reference whose shape is needed cannot be read.
     """
-    frames, height, width = size
     references = tuple(Path(reference).expanduser() for reference in config.references)
+    frames, height, width = size
     # An edit should have the shape of the image that it edits, with about as many pixels as in training.
     if references and not config.height and not config.width:
         info = probe(references[0])
         sizes = bucket_sizes(height, width, step=size_step, max_aspect=_MAX_ASPECT)
         height, width = nearest_size(info.height, info.width, sizes)
-
     files = control_files(config, columns)
-    replaced = alternatives_of(columns, files)
-
-    def sample_prompt(
-        prompt: str, images: tuple[Path, ...], own_height: int, own_width: int, **clip_fields: Any
-    ) -> SamplePrompt:
-        return SamplePrompt(
-            **{"files": files, "frames": config.frames or frames, **clip_fields},
-            prompt=prompt,
-            references=images,
-            height=config.height or own_height,
-            width=config.width or own_width,
-        )
-
+    plain = SamplePrompt(
+        prompt="",
+        references=references,
+        files=files,
+        frames=config.frames or frames,
+        height=config.height or height,
+        width=config.width or width,
+    )
     if config.prompts:
-        return [sample_prompt(prompt, references, height, width) for prompt in config.prompts]
+        return [replace(plain, prompt=prompt) for prompt in config.prompts]
+    replaced = alternatives_of(columns, files)
     found: dict[tuple[str, tuple[Path, ...], str], SamplePrompt] = {}
     for sample in samples:
-        images = references or sample.references
-        own_size = (height, width) if references else (sample.height, sample.width)
-        # Windows of one file share caption and references: a preview of each would show the same.
-        which = (sample.captions[0], images, sample.id if columns else "")
-        clip_fields: dict[str, Any] = {}
+        prompt = replace(plain, prompt=sample.captions[0], references=references or sample.references)
+        if not references:
+            prompt = replace(prompt, height=config.height or sample.height, width=config.width or sample.width)
         if columns:
             own = {name: value for name, value in sample.controls.items() if name not in replaced}
-            clip_fields = {
-                "clip": sample.media,
-                "start_seconds": sample.start_seconds,
-                "files": {**own, **files},
-                "frames": config.frames or sample.frames,
-                "own_frames": sample.frames,
-            }
-        found.setdefault(which, sample_prompt(sample.captions[0], images, *own_size, **clip_fields))
+            frames = config.frames or sample.frames
+            prompt = replace(prompt, clip=sample.media, files={**own, **files}, frames=frames, own_frames=sample.frames)
+            prompt = replace(prompt, start_seconds=sample.start_seconds)
+        # Windows of one file share caption and references: a preview of each would show the same.
+        found.setdefault((prompt.prompt, prompt.references, sample.id if columns else ""), prompt)
     return list(found.values())[: config.captions]
 
 

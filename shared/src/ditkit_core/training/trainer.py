@@ -102,13 +102,13 @@ class Callback:
         """Called after a save, while the parameters are those to export."""
 
     def wants_preview(self, step: int, *, stopping: bool) -> bool:
-        """Whether to call `on_preview`; asked before training, and after each step but the last.
+        """Whether to call `generate_preview`; asked before training, and after each step but the last.
 
         `stopping`: a signal ends the run here, so that anything slow has to wait until the run is resumed.
         """
         return False
 
-    def on_preview(self, step: int) -> None:
+    def generate_preview(self, step: int) -> None:
         """Generate samples of the unfinished model; called while the parameters are those to export."""
 
     def finished(self, step: int) -> None:
@@ -329,7 +329,7 @@ class Trainer:
         # After the last step, the samples of the finished model take the place of a preview.
         if step < self._config.train.steps:
             wanting = [callback for callback in self._callbacks if callback.wants_preview(step, stopping=stopping)]
-            self._call(lambda callback: callback.on_preview(step), wanting)
+            self._call(lambda callback: callback.generate_preview(step), wanting)
 
     def _call(self, act: Callable[[Callback], None], callbacks: Sequence[Callback] | None = None) -> None:
         """Call `act` on the callbacks, by default all, while the parameters are those to export."""

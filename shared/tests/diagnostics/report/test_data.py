@@ -11,7 +11,7 @@ from made_runs import SIGMAS, write_run, write_samples
 from ditkit_core.diagnostics.report.charts import HEIGHT, WIDTH, Chart, chart_figure
 from ditkit_core.diagnostics.report.data import MOST_POINTS, MOST_TIMES, Series, read_metrics, read_sections
 from ditkit_core.errors import UserError
-from ditkit_core.io.run_dir import next_drawing
+from ditkit_core.io.run_dir import reserve_sample_number
 
 
 def series(values: list[float]) -> Series:
@@ -73,7 +73,7 @@ def test_samples_are_of_few_steps_with_the_first_and_the_last(tmp_path: Path) ->
         write_samples(run / "samples", number, ("by hand",), name=f"drawn-{number:03d}-mine")
     (section,) = read_sections(run)
     assert [each.title for each in section.by_command] == [f"drawn-{i}-mine" for i in ("001", "002", "999", "1000")]
-    with next_drawing(run / "samples") as one, next_drawing(run) as other:
+    with reserve_sample_number(run / "samples") as one, reserve_sample_number(run) as other:
         assert (one, other) == ("drawn-1001", "drawn-001")
     steps = [int(each.title.removeprefix("step ")) for each in section.samples]
     assert len(steps) == MOST_TIMES and (steps[0], steps[-1]) == (0, 370) and steps == sorted(steps)

@@ -54,7 +54,7 @@ from ditkit_core.encoding.loader import files_of, split_held_out
 from ditkit_core.encoding.prior_preservation import PRIOR_MARK
 from ditkit_core.errors import EnvironmentFault, MissingDependency, UserError
 from ditkit_core.io.console import progress, say, warn
-from ditkit_core.run.checks import check_scenes
+from ditkit_core.run.checks import check_prompts
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import sample_prompts
 from ditkit_core.sampling.prompts import shape_of
@@ -368,7 +368,7 @@ def empty_item_of(run: RunContext, shape: Shape) -> dict[str, Tensor]:
 def _prompt_errors(run: RunContext, samples: Sequence[Sample]) -> Iterator[str]:
     """The reason why the samples of the [sample] section cannot be generated, if there is one."""
     try:
-        check_scenes(run, sample_prompts(run, samples))
+        check_prompts(run, sample_prompts(run, samples))
     except UserError as error:
         yield str(error)
 

@@ -24,7 +24,7 @@ from ditkit_core.io.memory import is_out_of_memory, peak_memory_bytes, restart_p
 from ditkit_core.models.paths import nothing_fetched
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.planner.partition import place
-from ditkit_core.run.checks import check_parts
+from ditkit_core.run.checks import check_components
 from ditkit_core.run.context import RunContext, with_arch
 from ditkit_core.run.encoding import encode_samples
 from ditkit_core.run.expert_runs import is_joint
@@ -52,7 +52,7 @@ def try_step(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow | None
         The measurements, None if the trial could not run to its end, and the findings.
     """
     model = run.config.model
-    parts = [run.part, "vae", "text_encoder", "tokenizer"]
+    parts = [run.component, "vae", "text_encoder", "tokenizer"]
     parts += () if run.arch is None else run.spec.auxiliary.components(run.arch)
     if elsewhere := [part for part in parts if model.is_to_be_fetched(part)]:
         finding = Finding.note(
@@ -87,7 +87,7 @@ def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Find
         raise UserError("the weights show that this model has several experts; name it with model.preset")
     placement = place(run, unloaded, training=True)
     _check_shapes(run, unloaded, [*examined.samples, *examined.class_images])
-    check_parts(run, examined.samples)
+    check_components(run, examined.samples)
     encoded = encode_samples(run, largest, run.data.fps)
     if len(encoded) < len(largest):
         raise UserError(

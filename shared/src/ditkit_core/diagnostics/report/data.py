@@ -9,7 +9,7 @@ from typing import Any
 
 from ditkit_core.config.toml import flatten, read_toml
 from ditkit_core.errors import UserError
-from ditkit_core.io.run_dir import DRAWN, RunFolder
+from ditkit_core.io.run_dir import BY_COMMAND, RunFolder
 
 MOST_POINTS = 2000
 """Largest number of points of a curve in a page."""
@@ -195,7 +195,7 @@ def _training_samples(folder: Path) -> list[SampleSet]:
 
 def _by_command(folder: Path) -> list[SampleSet]:
     """The newest samples of the sample command."""
-    listed = sorted(folder.glob(f"{DRAWN}*.json"), key=lambda path: (len(path.name.split("-")[1]), path.name))
+    listed = sorted(folder.glob(f"{BY_COMMAND}*.json"), key=lambda path: (len(path.name.split("-")[1]), path.name))
     return [found for path in listed if (found := _listed(path, path.stem))][-MOST_TIMES:]
 
 
