@@ -210,7 +210,8 @@ def test_a_run_is_continued_under_another_division_to_the_bit(world):
     with PretendDevices():
         assert world.train("parts", 3, "--train.devices", '["cpu", "cpu:1"]', *flags) == 0
     assert world.train("parts", 4, *flags) == 0
-    files = [next((world.folder / name / "exports").rglob("*.safetensors")) for name in ("whole", "parts")]
+    exports = [world.folder / name / "exports" / "transformer_official" for name in ("whole", "parts")]
+    files = [next(export.rglob("*.safetensors")) for export in exports]
     from safetensors.torch import load_file
 
     assert equal(*(load_file(file) for file in files))

@@ -24,7 +24,6 @@ the tensors back again. Where blocks run on the host, nothing is moved.
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -100,7 +99,7 @@ class HostStore:
         group = self._groups[index] = _Group(self._memory.store(device))
         # A block that does not offload has a group, too: the backward of the block behind it starts copies for the group before.
         if self._offloaded[index]:
-            self._hooks.enter_context(saved_tensors_hooks(partial(self._pack, group), lambda packed: packed.unpacked()))
+            self._hooks.enter_context(saved_tensors_hooks(partial(self._pack, group), lambda packed: packed()))
 
     def post_forward(self, index: int, block: nn.Module, carry: Any) -> None:
         """Copy what the block keeps and the carry no longer has."""
@@ -118,13 +117,14 @@ class HostStore:
         if (group := self._groups.get(index)) is not None:
             group.store.backward(group)
 
-    def _pack(self, group: "_Group", tensor: Tensor) -> "_Packed":
+    def _pack(self, group: "_Group", tensor: Tensor) -> Callable[[], Tensor]:
+        """The function that gives the tensor back."""
         # Detached: an operation that saves its own result would keep itself alive through it, and nothing would free that cycle.
         tensor = tensor.detach()
         # A wrapper (DTensor) has its bytes in inner tensors, and a sparse tensor has no strides to rebuild
         # it from.
         if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
-            return _Stays(tensor, tensor._version)
+            return partial(_unchanged, tensor, tensor._version)
         storage, store = tensor.untyped_storage(), group.store
         size = storage.nbytes()
         if (
@@ -137,7 +137,7 @@ class HostStore:
             or tensor.is_conj()
             or tensor.is_neg()
         ):
-            return _Stays(tensor, tensor._version)
+            return partial(_unchanged, tensor, tensor._version)
         # An address is used again after its storage is freed, so that a match counts only while the storage
         # is the same.
         kept = found() if (found := self._kept.get(storage._cdata)) is not None else None
@@ -146,9 +146,9 @@ class HostStore:
             self._kept[storage._cdata] = weakref.ref(kept)
         # Overwritten since another operation saved it: the copy on the host will have the earlier bytes.
         elif kept.version != tensor._version:
-            return _Stays(tensor, tensor._version)
+            return partial(_unchanged, tensor, tensor._version)
         group.add(kept)
-        return _View(kept, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return partial(_view, kept, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 @contextmanager
@@ -201,8 +201,7 @@ class _Kept:
     def checked(self) -> Tensor:
         """The bytes on the device, checked to be as they were saved."""
         assert self.device is not None, "freed before it was copied"
-        _check_version(self.device, self.version)
-        return self.device
+        return _unchanged(self.device, self.version)
 
     def there(self) -> Tensor:
         """The bytes on the device, for the work that is launched next."""
@@ -215,44 +214,19 @@ class _Kept:
         return self.device
 
 
-@dataclass(frozen=True)
-class _Stays:
-    """A saved tensor that is not moved."""
-
-    tensor: Tensor
-    version: int
-
-    def unpacked(self) -> Tensor:
-        """The tensor, if it was not changed since it was saved."""
-        _check_version(self.tensor, self.version)
-        return self.tensor
-
-
-@dataclass(frozen=True)
-class _View:
-    """A saved tensor as a view of a storage."""
-
-    kept: _Kept
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def unpacked(self) -> Tensor:
-        """The tensor, on its device."""
-        return self.kept.there().view(self.dtype).as_strided(self.size, self.stride, self.offset)
-
-
-_Packed = _Stays | _View
-
-
-def _check_version(tensor: Tensor, version: int) -> None:
-    """The check that autograd itself makes where there are no saved-tensor hooks, with its message."""
+def _unchanged(tensor: Tensor, version: int) -> Tensor:
+    """A saved tensor, after the check that autograd itself makes where there are no saved-tensor hooks, with its message."""
     if tensor._version != version:
         raise RuntimeError(
             f"one of the variables needed for gradient computation has been modified by an inplace operation: {tensor.dtype} "
             f"{list(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
         )
+    return tensor
+
+
+def _view(kept: _Kept, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+    """A saved tensor as a view of a storage, on its device."""
+    return kept.there().view(dtype).as_strided(size, stride, offset)
 
 
 class _Group:

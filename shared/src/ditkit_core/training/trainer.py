@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from ditkit_core.errors import UserError
+from ditkit_core.io.console import Bar
 from ditkit_core.io.files import write_text
 from ditkit_core.io.memory import peak_memory_bytes, restart_peak
 from ditkit_core.io.signals import Interrupts
@@ -115,21 +116,10 @@ class Callback:
         """Called when all steps are done, also by an earlier start, while the parameters are those to export."""
 
 
-@runtime_checkable
-class Progress(Protocol):
-    """A progress display."""
-
-    def advance(self, amount: float = 1) -> None:
-        """Count optimizer steps."""
-
-    def update(self, **fields: Any) -> None:
-        """Show the latest metrics by name."""
-
-
 class ProgressBar(Callback):
     """Shows the step and its metrics."""
 
-    def __init__(self, bar: Progress):
+    def __init__(self, bar: Bar):
         self._bar = bar
 
     def started(self, step: int) -> None:
