@@ -1,7 +1,4 @@
-"""What blocks keep waits on the host: what is moved and when, beside other levers, and what is left where something fails.
-
-That no number changes, for every model and adapter: `OffloadChecks` and `LeverChecks`.
-"""
+"""What waits on the host, when, with other levers and after failures. `OffloadChecks` and `LeverChecks` check the numbers."""
 
 import warnings
 from functools import partial
