@@ -10,7 +10,7 @@ import pytest
 
 import fuzz
 from ditkit_core.errors import UserError
-from fuzz import outcome_of, run_kind, table
+from fuzz import line, outcome_of, run_kind
 from fuzz_models import ALL_KINDS
 from workspace import ROOT
 
@@ -71,7 +71,7 @@ def test_a_child_that_hangs_or_ends_costs_one_case(monkeypatch: pytest.MonkeyPat
     row = run_kind("endless", range(4))
     assert row.outcomes == {"used": 2, "traceback": 1, "hang": 1} and row.cases == 4
     assert [fault.split(":")[:2] for fault in row.faults] == [["endless", "1"], ["endless", "2"]]
-    assert "| endless | 4 | 2 | 0 | 1 | 1 | 0 | 0 |" in table({"endless": row})
+    assert "| endless | 4 | 2 | 0 | 1 | 1 | 0 | 0 |" in line("endless", row)
 
 
 @pytest.mark.slow

@@ -189,33 +189,26 @@ def _record(report: dict[str, Any], name: str, row: Row) -> None:
             row.faults.append(f"{name}:{report['done']}: {report['outcome']}: {report['said']}")
 
 
-def table(rows: dict[str, Row]) -> str:
-    """The outcomes in Markdown."""
-    head = [
-        "kind",
-        "cases",
-        "used",
-        "refused in one line",
-        *(f"{fault}s" for fault in FAULTS[:2]),
-        "over 4 GiB",
-        FAULTS[3],
-        "slowest (s of CPU)",
-        "all (s of CPU)",
-        "most memory added",
-    ]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for name, row in rows.items():
-        counts = [row.outcomes[key] for key in ("used", "refused", *FAULTS)]
-        cells = [
-            name,
-            row.cases,
-            *counts,
-            f"{row.slowest:.1f}",
-            f"{row.seconds:.0f}",
-            f"{row.largest_bytes / 2**20:.0f} MiB",
-        ]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+HEAD = [
+    "kind",
+    "cases",
+    "used",
+    "refused in one line",
+    "tracebacks",
+    "hangs",
+    "over 4 GiB",
+    "no clear line",
+    "slowest (s of CPU)",
+    "all (s of CPU)",
+    "most memory added",
+]
+
+
+def line(name: str, row: Row) -> str:
+    """The outcomes of a kind, as a row of a table in Markdown."""
+    counts = [row.outcomes[key] for key in ("used", "refused", *FAULTS)]
+    seconds, most = [f"{row.slowest:.1f}", f"{row.seconds:.0f}"], f"{row.largest_bytes / 2**20:.0f} MiB"
+    return "| " + " | ".join(map(str, [name, row.cases, *counts, *seconds, most])) + " |"
 
 
 def main() -> None:
@@ -233,13 +226,14 @@ def main() -> None:
             (Path(folder) / "case").mkdir()
             kind.use(random.Random(f"{name} {seed}"), Path(folder) / "case")
         return
-    rows = {}
+    print("| " + " | ".join(HEAD) + " |\n|" + "---|" * len(HEAD), flush=True)
+    has_faults = False
     for name in args.kind:
-        rows[name] = run_kind(name, range(args.first, args.first + args.cases))
-        print("\n".join(rows[name].faults), file=sys.stderr, flush=True)
-    print(table(rows))
-    if any(row.faults for row in rows.values()):
-        raise SystemExit(1)
+        row = run_kind(name, range(args.first, args.first + args.cases))
+        print(line(name, row), flush=True)
+        print("".join(f"{fault}\n" for fault in row.faults), file=sys.stderr, flush=True, end="")
+        has_faults |= bool(row.faults)
+    raise SystemExit(int(has_faults))
 
 
 if __name__ == "__main__":

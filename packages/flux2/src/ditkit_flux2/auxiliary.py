@@ -42,11 +42,11 @@ def auxiliary_models(arch: Flux2Arch, components: ModelPaths) -> Sequence[Auxili
         return text_model.build_layers(*text_encoder()).to(text_dtype)
 
     def encode(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
-        return vae.encode_picture(module, torch.empty(3, *size), device)
+        return vae.encode_image(module, torch.empty(3, *size), device)
 
     def decode(module: nn.Module, size: tuple[int, int, int], device: torch.device) -> Tensor:
         _, height, width = size
-        return vae.decode_picture(
+        return vae.decode_image(
             module, torch.empty(arch.in_channels, 1, height // 16, width // 16, device=device), device
         )
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from fractions import Fraction
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from ditkit_core.models.tiling import Tiles, in_tiles
 from ditkit_core.planner.memory_tracker import MemoryTracker
+from ditkit_core.weights import frozen
 
 
 def num_parameters(module: nn.Module) -> int:
@@ -26,9 +26,7 @@ def live(model: nn.Module, work: Callable[[], Any]) -> int:
     return tracker.peak[torch.device("cpu")]
 
 
-def check_tiles(
-    whole: Any, tiled: Any, clip: Float[Tensor, "channels frames height width"], *, module: ModuleType, patch: Any
-) -> None:
+def check_tiles(whole: Any, tiled: Any, clip: Float[Tensor, "channels frames height width"], *, patch: Any) -> None:
     """Compare the effect of tiles on encoding and decoding with that of tiles that are misplaced by one latent.
 
     A VAE's receptive field is larger than the overlap, so tiles change every number a little. One latent is the smallest possible
@@ -38,7 +36,6 @@ def check_tiles(
         whole: The family's media encoder, loaded, without tiles.
         tiled: The same encoder with tiles.
         clip: Pixels of a clip larger than one tile.
-        module: The encoder's module, which has `in_tiles`.
         patch: pytest's `monkeypatch`.
     """
     latents = whole.encode([clip])[0]["latents"]
@@ -50,7 +47,7 @@ def check_tiles(
         return [float((one - other).abs().mean()) for one, other in zip(found, (latents, pixels), strict=True)]
 
     honest = distances()
-    patch.setattr(module, "in_tiles", _one_latent_off)
+    patch.setattr(frozen, "in_tiles", _one_latent_off)
     misplaced = distances()
     assert all(0 < one < other / 3 for one, other in zip(honest, misplaced, strict=True)), (honest, misplaced)
 

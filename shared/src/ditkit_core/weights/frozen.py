@@ -9,12 +9,14 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ditkit_core.errors import UserError
@@ -22,6 +24,7 @@ from ditkit_core.io.files import read_json_object, readable
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames
+from ditkit_core.models.tiling import Tiles, in_tiles
 from ditkit_core.weights.fp8_scaled import open_weights
 from ditkit_core.weights.load import Advice, load_into, match
 from ditkit_core.weights.quantize import hold_as_stored
@@ -200,8 +203,8 @@ class FrozenModule:
     """The setting that names the component, for messages."""
     ignore: frozenset[str] = frozenset()
     """Names in the file that may be left over."""
-    try_out: Callable[[Any], object] = lambda module: None
-    """Called with the loaded module: uses the values of its configuration that the library does not look at when it builds it."""
+    finish: Callable[[Any], object] = lambda module: None
+    """Called with the loaded module: sets what files do not store, and tries values of the configuration that the library only reads in use."""
     module: Any = field(default=None, init=False)
     """None while it is not loaded. `Any`, because only the caller knows the library's class."""
 
@@ -226,13 +229,44 @@ class FrozenModule:
         with given_to_library(
             f"{self.source.path}: its configuration has a damaged value", "fetch its config.json again"
         ):
-            self.try_out(module)
+            self.finish(module)
         # Set last: a module whose weights could not all be read never counts as loaded.
         self.module = module
 
     def unload(self) -> None:
         """Free the weights."""
         self.module = None
+
+    def run(
+        self,
+        work: Callable[[Any, Tensor, torch.device], Tensor],
+        whole: Float[Tensor, "c frames h w"],
+        tiles: Tiles | None,
+        *,
+        pixels: int,
+        scale: Fraction,
+    ) -> Float[Tensor, "channels length height width"]:
+        """Apply `work` to the loaded module and a clip, whole or tile by tile.
+
+        Args:
+            work: From the module, a part of the clip and the device to the part's result.
+            whole: The clip, in pixels or in latents.
+            tiles: Size and overlap of the tiles; None works on the whole clip.
+            pixels: As for `in_tiles`.
+            scale: As for `in_tiles`.
+
+        Returns:
+            The result on the CPU.
+        """
+
+        def part_result(part: Tensor) -> Tensor:
+            return work(self.module, part, self.device)
+
+        return (
+            part_result(whole).cpu()
+            if tiles is None
+            else in_tiles(part_result, whole, tiles, pixels=pixels, scale=scale)
+        )
 
 
 def fingerprint(path: Path, *settings: object) -> str:

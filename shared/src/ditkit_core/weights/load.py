@@ -221,15 +221,17 @@ def load_into(
         else:
             tensor = torch.empty(shape, device=device, dtype=dtype)
             reader.fill(tensor, parts)
-        # Into the dictionaries, because a parameter on `meta` cannot be changed in place: it has no memory.
-        if leaf in module._parameters:
-            old = module._parameters[leaf]
-            assert old is not None, name
-            module._parameters[leaf] = nn.Parameter(tensor, requires_grad=old.requires_grad)
-        else:
-            module._buffers[leaf] = tensor
+        _set(module, leaf, tensor)
         if on_tensor is not None:
             on_tensor(name, module)
+
+
+def _set(module: nn.Module, name: str, tensor: Tensor) -> None:
+    # Into the dictionaries, because a parameter on `meta` cannot be changed in place: it has no memory.
+    if (old := module._parameters.get(name)) is not None:
+        module._parameters[name] = nn.Parameter(tensor, requires_grad=old.requires_grad)
+    else:
+        module._buffers[name] = tensor
 
 
 def _quantize_into(

@@ -19,7 +19,7 @@ from ditkit_core.io.console import NullProgress
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import ModelPaths
 from ditkit_core.models.state_dict import StateDictNames
-from ditkit_core.models.tiling import Tiles, in_tiles
+from ditkit_core.models.tiling import Tiles
 from ditkit_core.weights.frozen import FrozenModule, find_weights, fingerprint
 
 _STAGES = 4
@@ -86,7 +86,7 @@ class VaeEncoder:
         self._source, self.config = find_weights(
             components, "vae", _config_of_file, kind="AutoencoderKLFlux2", remedy=_GET
         )
-        self._device, self._tiled = device, tiled
+        self._tiles = TILES if tiled else None
         self._vae = FrozenModule(
             build,
             self.config,
@@ -96,14 +96,15 @@ class VaeEncoder:
             torch.float32,
             key="model.vae",
             ignore=frozenset({"bn.num_batches_tracked"}),
-            try_out=_statistics,
+            finish=_statistics,
         )
+        self.load, self.unload = self._vae.load, self._vae.unload
 
     @cached_property
     def identity(self) -> str:
         """Digest of the weights and of how latents are made from them."""
         made = "posterior mode, 2x2 patches as channel, row, column, batch-norm statistics, fp32"
-        tiles = (str(TILES),) if self._tiled else ()  # none untiled: caches from before tiles stay valid
+        tiles = () if self._tiles is None else (str(self._tiles),)  # none untiled: caches from before tiles stay valid
         return fingerprint(self._source.path, made, *tiles)
 
     @property
@@ -115,18 +116,6 @@ class VaeEncoder:
     def stride(self) -> int:
         """Pixels on a side of the square that becomes one latent pixel."""
         return _PATCH * 2 ** (len(self.config.get("block_out_channels", range(_STAGES))) - 1)
-
-    def load(self) -> None:
-        """Read the weights onto the device, in fp32.
-
-        Raises:
-            UserError: If the weights do not fit the configuration, or a file is damaged.
-        """
-        self._vae.load()
-
-    def unload(self) -> None:
-        """Free the weights."""
-        self._vae.unload()
 
     @torch.no_grad()
     def encode(
@@ -145,22 +134,14 @@ class VaeEncoder:
         """
         (item,) = items
         assert item.shape[2] % self.stride == item.shape[3] % self.stride == 0, f"{tuple(item.shape)}"
-        latents = self._work(encode_picture, item, pixels=1, scale=Fraction(1, self.stride))
+        latents = self._vae.run(encode_image, item, self._tiles, pixels=1, scale=Fraction(1, self.stride))
         advance(1.0)
         return [{"latents": latents}]
 
     @torch.no_grad()
     def decode(self, latents: Float[Tensor, "channels 1 h w"]) -> Float[Tensor, "3 1 height width"]:
         """Pixels in [0, 1], fp32, on the CPU."""
-        return self._work(decode_picture, latents, pixels=self.stride, scale=Fraction(self.stride))
-
-    def _work(self, work: Callable[..., Tensor], image: Tensor, *, pixels: int, scale: Fraction) -> Tensor:
-        def part_result(part: Tensor) -> Tensor:
-            return work(self._vae.module, part, self._device)
-
-        return (
-            in_tiles(part_result, image, TILES, pixels=pixels, scale=scale) if self._tiled else part_result(image).cpu()
-        )
+        return self._vae.run(decode_image, latents, self._tiles, pixels=self.stride, scale=Fraction(self.stride))
 
 
 def build(config: Mapping[str, Any]) -> Any:
@@ -172,7 +153,7 @@ def build(config: Mapping[str, Any]) -> Any:
     return vae
 
 
-def encode_picture(
+def encode_image(
     vae: Any, pixels: Float[Tensor, "3 1 height width"], device: torch.device
 ) -> Float[Tensor, "channels 1 h w"]:
     """Normalised latents of one image, on the device of the VAE's weights."""
@@ -181,7 +162,7 @@ def encode_picture(
     return ((patchify(mode[0]) - mean) / deviation)[:, None]
 
 
-def decode_picture(
+def decode_image(
     vae: Any, latents: Float[Tensor, "channels 1 h w"], device: torch.device
 ) -> Float[Tensor, "3 1 height width"]:
     """Pixels in [0, 1] of normalised latents, on the device of the VAE's weights."""

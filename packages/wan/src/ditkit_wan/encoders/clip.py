@@ -57,7 +57,9 @@ class ImageEncoder:
             dtype,
             key="model.image_encoder",
             ignore=_NOT_VISION,
+            finish=self._set_positions,
         )
+        self.load, self.unload = self._model.load, self._model.unload
 
     @property
     def tokens(self) -> int:
@@ -75,22 +77,11 @@ class ImageEncoder:
         """Digest of the weights, the dtype and the resizing."""
         return fingerprint(self._source.path, str(self._dtype), "bicubic, penultimate layer")
 
-    def load(self) -> None:
-        """Read the weights onto the device.
-
-        Raises:
-            UserError: If the weights are incomplete.
-        """
-        self._model.load()
-        module = self._model.module
+    def _set_positions(self, module: Any) -> None:
         for name, buffer in module.named_buffers():  # files do not store it: the positions in order
             assert name.endswith("position_ids"), name
             owner = module.get_submodule(name.rpartition(".")[0])
             owner.position_ids = torch.arange(buffer.shape[1], device=self._device)[None]
-
-    def unload(self) -> None:
-        """Free the weights."""
-        self._model.unload()
 
     @torch.no_grad()
     def encode(

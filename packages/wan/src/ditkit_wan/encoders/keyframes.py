@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ditkit_core.io.console import NullProgress
 from ditkit_core.weights.frozen import fingerprint
-from ditkit_wan.encoders.vae import TILES, VaeEncoder
+from ditkit_wan.encoders.vae import VaeEncoder
 from ditkit_wan.presets import WanArch
 
 
@@ -22,7 +22,7 @@ class KeyframeVae(VaeEncoder):
     @cached_property
     def identity(self) -> str:
         """Digest of the weights and of how latents are made from them."""
-        tiles = (str(TILES),) if self._tiled else ()
+        tiles = () if self._tiles is None else (str(self._tiles),)
         return fingerprint(self._source.path, "posterior mean, normalised, fp32, every fourth frame alone", *tiles)
 
     def encode(

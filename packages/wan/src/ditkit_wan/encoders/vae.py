@@ -17,7 +17,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import NullProgress
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.paths import ModelPaths
-from ditkit_core.models.tiling import Tiles, in_tiles
+from ditkit_core.models.tiling import Tiles
 from ditkit_core.weights.frozen import FrozenModule, find_weights, fingerprint
 from ditkit_wan.encoders.safe_names import SAFE_NAMES
 from ditkit_wan.encoders.vae_kinds import VAE_NAMES, config_of
@@ -59,7 +59,7 @@ class VaeEncoder:
                 f"{self._source.path} makes {self.channels} latent channels and the model takes {channels}; "
                 f"set model.vae to the model's own: {remedy}"
             )
-        self._device, self._tiled = device, tiled
+        self._device, self._tiles = device, TILES if tiled else None
         self._vae = FrozenModule(
             build,
             self.config,
@@ -68,13 +68,14 @@ class VaeEncoder:
             device,
             torch.float32,
             key="model.vae",
-            try_out=self._try_out,
+            finish=self._finish,
         )
+        self.load, self.unload = self._vae.load, self._vae.unload
 
     @cached_property
     def identity(self) -> str:
         """Digest of the weights and of how latents are made from them."""
-        tiles = (str(TILES),) if self._tiled else ()  # none untiled: caches from before tiles stay valid
+        tiles = () if self._tiles is None else (str(self._tiles),)  # none untiled: caches from before tiles stay valid
         return fingerprint(self._source.path, "posterior mean, normalised, fp32", *tiles)
 
     @property
@@ -87,23 +88,11 @@ class VaeEncoder:
         """Pixel frames per latent frame after the first, and pixels per latent pixel."""
         return self.config.get("scale_factor_temporal", 4), self.config.get("scale_factor_spatial", 8)
 
-    def load(self) -> None:
-        """Read the weights onto the device, in fp32.
-
-        Raises:
-            UserError: If the weights do not fit the configuration, or a file is damaged.
-        """
-        self._vae.load()
-
-    def _try_out(self, vae: Any) -> None:
+    def _finish(self, vae: Any) -> None:
         for statistic in _statistics(vae, self._device):
             statistic.expand(self.channels, 1, 1, 1)
         for size in (*self.strides, vae.config.patch_size or 1):
             Fraction(1, size)
-
-    def unload(self) -> None:
-        """Free the weights."""
-        self._vae.unload()
 
     @torch.no_grad()
     def encode(
@@ -123,22 +112,14 @@ class VaeEncoder:
         (item,) = items
         frames_per_latent, _ = self.strides
         assert item.shape[1] % frames_per_latent == 1, f"{item.shape[1]} frames"
-        latents = self._work(encode_clip, item, pixels=1, scale=Fraction(1, self.strides[1]))
+        latents = self._vae.run(encode_clip, item, self._tiles, pixels=1, scale=Fraction(1, self.strides[1]))
         advance(1.0)
         return [{"latents": latents}]
 
     @torch.no_grad()
     def decode(self, latents: Float[Tensor, "channels f h w"]) -> Float[Tensor, "3 frames height width"]:
         """Pixels in [0, 1], fp32, on the CPU."""
-        return self._work(decode_clip, latents, pixels=self.strides[1], scale=Fraction(self.strides[1]))
-
-    def _work(self, work: Callable[..., Tensor], clip: Tensor, *, pixels: int, scale: Fraction) -> Tensor:
-        def part_result(part: Tensor) -> Tensor:
-            return work(self._vae.module, part, self._device)
-
-        return (
-            in_tiles(part_result, clip, TILES, pixels=pixels, scale=scale) if self._tiled else part_result(clip).cpu()
-        )
+        return self._vae.run(decode_clip, latents, self._tiles, pixels=self.strides[1], scale=Fraction(self.strides[1]))
 
 
 def build(config: Mapping[str, Any]) -> Any:
