@@ -1,0 +1,247 @@
+"""Random SIGKILLs over all stages of training, and the comparison with a run that was never disturbed.
+
+    uv run tools/kill_test.py                              # 200 kills: both families, LoRA and full fine-tuning
+    uv run tools/kill_test.py --kills 20 --seed 1
+    uv run tools/kill_test.py --families wan --methods lora --kills 2
+
+Each family's demo is trained once without a kill, from nothing to its report. Then the same command runs in new folders and is killed after
+a random time, up to three times per folder, until it completes. What both folders contain must be equal: saves (every tensor and value),
+exports and samples (every byte), metrics (each step once; times aside), the encoded cache, and the names of all other files.
+
+Every start is a fork of one process that has imported the libraries, because nothing is written while they are imported.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ditkit_core.commands import cli
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.training.checkpoint import load_state
+
+SPECS = {"wan": ("ditkit_wan.spec", "WAN"), "flux2": ("ditkit_flux2.spec", "FLUX2")}
+FLAGS = (
+    "--train.steps", "6", "--save.every_steps", "2", "--sample.every_steps", "3", "--sample.captions", "1",
+    "--sample.steps", "2", "--held_out.clips", "1", "--held_out.every_steps", "2", "--log.every_steps", "1",
+    "--log.tensorboard", "false", "--train.batch_size", "1", "--ema.decay", "0.9", "--train.threads", "1",
+)  # fmt: skip
+METHODS = {
+    "lora": ("--export.forms", '["official", "diffusers"]', "--export.merged", "true"),
+    "full": ("--adapter.method", "full", "--optim.lr", "1e-4", "--export.forms", '["diffusers"]'),
+}
+KILLS_PER_RUN = 3
+_TIMES = ("seconds", "tokens_per_second", "peak_memory_bytes")
+_OF_THE_START = (".lock", "about.json", "report.html", "metrics.jsonl", "state.json", "hashes.json")
+"""Files whose bytes depend on when and where a run was started."""
+_HANGS_SECONDS = 1800.0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is trained."""
+
+    family: str
+    method: str
+
+    def start(self, folder: Path) -> int:
+        """Fork a process that trains in `folder/run`; returns its id."""
+        sys.stdout.flush()
+        child = os.fork()
+        if child:
+            return child
+        log = os.open(folder / "log.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.chdir(folder)  # relative paths, so that both folders store the same
+        status = 99
+        try:
+            status = cli.run(
+                _spec(self.family), "train", ["--demo", "--run.folder", "run", *FLAGS, *METHODS[self.method]]
+            )
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+
+
+def _spec(family: str) -> ModelSpec:
+    module, name = SPECS[family]
+    spec = getattr(importlib.import_module(module), name)
+    assert isinstance(spec, ModelSpec)
+    return spec
+
+
+def wait(child: int, seconds: float) -> int | None:
+    """Wait for a process; returns its exit status, None if it still runs after this time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    return None
+
+
+def undisturbed(kind: Kind, folder: Path) -> float:
+    """Train without a kill; returns the seconds that it took."""
+    began = time.monotonic()
+    status = wait(kind.start(folder), _HANGS_SECONDS)
+    if status != 0:
+        sys.exit(f"the undisturbed run of {kind} ended with status {status}; see {folder / 'log.txt'}")
+    return time.monotonic() - began
+
+
+def disturbed(kind: Kind, folder: Path, seconds: float, kills: int, rng: random.Random) -> tuple[list[str], str]:
+    """Train with at most this many kills.
+
+    Args:
+        kind: What is trained.
+        folder: A new folder.
+        seconds: How long the undisturbed run took; no kill comes later.
+        kills: Maximum number of kills.
+        rng: Decides when they come.
+
+    Returns:
+        Where each kill came (the last line that the run had printed), and what is wrong: a status other than 0, or empty.
+    """
+    stages: list[str] = []
+    while True:
+        child = kind.start(folder)
+        status = wait(child, rng.uniform(0, seconds) if len(stages) < kills else _HANGS_SECONDS)
+        if status is not None:
+            return stages, "" if status == 0 else f"ended with status {status}: {last_line(folder)}"
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        if len(stages) == kills:
+            return stages, f"still running after {_HANGS_SECONDS:.0f} s: {last_line(folder)}"
+        stages.append(last_line(folder) or "start")
+        (folder / "log.txt").write_text("")
+
+
+def last_line(folder: Path) -> str:
+    """What a run printed last, shortened."""
+    lines = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line.strip()[:32] for line in reversed(lines) if line.strip()), "")
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """What differs between the folders of two finished runs and their caches."""
+    first, second = _files(one), _files(other)
+    found = [f"only in one: {name}" for name in sorted(first.keys() ^ second.keys())]
+    for name in sorted(first.keys() & second.keys()):
+        if first[name].name not in _OF_THE_START and _content(first[name]) != _content(second[name]):
+            found.append(f"differs: {name}")
+    for save in sorted(path.name for path in (one / "run" / "state").iterdir()):
+        if (other / "run" / "state" / save).is_dir() and not _equal_saves(
+            *(f / "run" / "state" / save for f in (one, other))
+        ):
+            found.append(f"differs: {save}")
+    if _metrics(one / "run") != _metrics(other / "run"):
+        found.append("differs: metrics.jsonl")
+    images = [(folder / "run" / "report.html").read_text(encoding="utf-8").count("<img") for folder in (one, other)]
+    return found + [f"differs: images of report.html: {images}"] * (images[0] != images[1])
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    # What a kill leaves in the cache goes after an hour, because another run may be writing there.
+    found = (path for path in folder.rglob("*") if path.is_file() and path != folder / "log.txt")
+    kept = (path for path in found if not (path.is_relative_to(folder / "cache") and path.name.startswith(".")))
+    return {str(path.relative_to(folder)): path for path in kept}
+
+
+def _content(file: Path) -> object:
+    content = file.read_bytes()
+    if file.suffix != ".safetensors":
+        return content
+    # The order of a header's entries is that of a hash table with random keys.
+    end = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:end]), content[end:]
+
+
+def _equal_saves(one: Path, other: Path) -> bool:
+    first, second = load_state(one), load_state(other)
+    return (
+        (first.step, first.values, first.held_out) == (second.step, second.values, second.held_out)
+        and first.tensors.keys() == second.tensors.keys()
+        and all(
+            tensors.keys() == second.tensors[group].keys()
+            and all(torch.equal(tensor, second.tensors[group][name]) for name, tensor in tensors.items())
+            for group, tensors in first.tensors.items()
+        )
+    )
+
+
+def _metrics(run: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{name: value for name, value in row.items() if name not in _TIMES} for row in rows]
+
+
+def kill_kind(kind: Kind, kills: int, folder: Path, rng: random.Random) -> tuple[int, int]:
+    """Kill runs until `kills` kills came; prints a row for each run.
+
+    Returns:
+        The number of kills, and of runs that differ.
+    """
+    whole = folder / "whole"
+    whole.mkdir(parents=True)
+    seconds = undisturbed(kind, whole)
+    done = bad = number = 0
+    while done < kills:
+        number += 1
+        run = folder / f"killed-{number}"
+        run.mkdir()
+        stages, fault = disturbed(kind, run, seconds, min(KILLS_PER_RUN, kills - done), rng)
+        wrong = [fault] if fault else differences(whole, run)
+        done, bad = done + len(stages), bad + bool(wrong)
+        print(
+            f"| {kind.family} | {kind.method} | {'; '.join(stages) or '-'} | {'; '.join(wrong) or 'equal'} |",
+            flush=True,
+        )
+        if not wrong:
+            shutil.rmtree(run)
+    return done, bad
+
+
+def main() -> int:
+    """Kill runs of every kind; returns 1 if one of them differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200, help="number of kills, over all kinds")
+    parser.add_argument("--families", nargs="+", choices=SPECS, default=list(SPECS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--seed", type=int, default=0, help="seed of the times of the kills")
+    parser.add_argument("--folder", type=Path, help="where runs that differ are kept (default: a temporary folder)")
+    given = parser.parse_args()
+    kinds = [Kind(family, method) for family in given.families for method in given.methods]
+    for module in ("ditkit_core.commands.train", "diffusers", "transformers", "peft"):
+        importlib.import_module(module)
+    folder = given.folder or Path(tempfile.mkdtemp(prefix="kill-test-"))
+    torch.set_num_threads(1)  # a fork has none of its parent's threads
+    print("| family | method | the last line before each kill | compared with the undisturbed run |\n|---|---|---|---|")
+    done = bad = 0
+    for index, kind in enumerate(kinds):
+        share = (given.kills - done) // (len(kinds) - index)
+        kills, differing = kill_kind(
+            kind,
+            share,
+            folder / f"{kind.family}-{kind.method}",
+            random.Random(f"{given.seed} {kind.family} {kind.method}"),
+        )
+        done, bad = done + kills, bad + differing
+    print(f"\n{done} kills, {bad} runs that differ" + (f"; they are in {folder}" if bad else ""))
+    if not bad:
+        shutil.rmtree(folder)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
