@@ -6,6 +6,7 @@ import pytest
 
 from ditkit_core.commands import cli, stage
 from ditkit_core.io.signals import Interrupts, terminated_like_interrupted
+from ditkit_core.models.spec import ModelSpec
 from ditkit_core.testing.toy import TOY
 
 ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGBREAK") if name in dir(signal)]
@@ -56,3 +57,15 @@ def test_every_command_says_that_a_signal_ended_it(
         signal.signal(number, before)
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("interrupted") and err.count("\n") == 1
+
+
+def test_ctrl_c_while_libraries_are_imported_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def importing() -> ModelSpec:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "check_paths", lambda *_: None)
+    family = cli.Family(name="toy", presets=("tiny",), demo=TOY.demo.config, spec=importing)
+    assert cli.start(family, "train", ["--train.steps", "1"]) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")

@@ -3,7 +3,7 @@
 import filecmp
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -88,16 +88,7 @@ def _export(run: RunContext, wanted: ExportConfig, options: ExportOptions, folde
     metadata = export_metadata(run, prepared, step, data="")
     if wanted.merged or config.adapter.method == "full":
         target = out.with_suffix("") if out.suffix == ".safetensors" else out
-        with prepared.readable():
-            files = export_merged(
-                prepared.model,
-                spec,
-                target,
-                wanted,
-                metadata=metadata,
-                original=prepared.original,
-                config_json=prepared.config_json,
-            )
+        files = _export_transformer(prepared, spec, target, wanted, metadata)
     else:
         stem, exact = out.stem, bool(options.out) and len(wanted.forms) == 1
         files = export_adapter(prepared.model, spec, out.parent, stem, wanted, metadata=metadata, exact=exact)
@@ -105,6 +96,21 @@ def _export(run: RunContext, wanted: ExportConfig, options: ExportOptions, folde
             if read := read_by(spec, form, prepared.model):
                 say(f"{file}: {loaded_by(read)}")
     say("\n".join(str(file) for file in files))
+
+
+def _export_transformer(
+    prepared: LoadedModel, spec: ModelSpec, folder: Path, config: ExportConfig, metadata: Mapping[str, str]
+) -> list[Path]:
+    with prepared.readable():
+        return export_merged(
+            prepared.model,
+            spec,
+            folder,
+            config,
+            metadata=metadata,
+            original=prepared.original,
+            config_json=prepared.config_json,
+        )
 
 
 def _check_out(out: str, *, whole: bool) -> None:
@@ -207,23 +213,15 @@ class Exporter(Callback):
 
     # The parameters at this point are those to be used: the trainer has put the average in place, if there is one.
     def _export_adapter(self, stem: str, step: int) -> list[Path]:
-        run, metadata = self._run, export_metadata(self._run, self._prepared, step, data=self._data)
-        model, folder = self._prepared.model, self._folder.exports
-        return export_adapter(model, run.spec, folder, stem, run.config.export, metadata=metadata)
+        run, model, folder = self._run, self._prepared.model, self._folder.exports
+        return export_adapter(model, run.spec, folder, stem, run.config.export, metadata=self._metadata(step))
 
     def _export_transformer(self, folder: Path, step: int) -> None:
-        run, metadata = self._run, export_metadata(self._run, self._prepared, step, data=self._data)
-        prepared = self._prepared
-        with prepared.readable():
-            export_merged(
-                prepared.model,
-                run.spec,
-                folder,
-                run.config.export,
-                metadata=metadata,
-                original=prepared.original,
-                config_json=prepared.config_json,
-            )
+        run = self._run
+        _export_transformer(self._prepared, run.spec, folder, run.config.export, self._metadata(step))
+
+    def _metadata(self, step: int) -> dict[str, str]:
+        return export_metadata(self._run, self._prepared, step, data=self._data)
 
 
 def _remove_finals(folder: RunFolder, stem: str) -> None:
