@@ -148,12 +148,13 @@ def line(row: Row) -> str:
 def notes() -> str:
     """What the cells mean and assume."""
     rates = {}
-    for (card,) in map(parse_gpus, GPUS[:-1]):
-        rates[card.name] = (
-            f"{card.name} {card.bf16_flops * UTILISATION / 1e12:.0f} TFLOP/s in bf16 and "
-            f"{card.fp32_flops * UTILISATION / 1e12:.0f} in fp32"
+    single = [gpu for gpus in map(parse_gpus, GPUS) if len(gpus) == 1 for gpu in gpus]
+    for gpu in single:
+        rates[gpu.name] = (
+            f"{gpu.name} {gpu.bf16_flops * UTILISATION / 1e12:.0f} TFLOP/s in bf16 and "
+            f"{gpu.fp32_flops * UTILISATION / 1e12:.0f} in fp32"
         )
-    reserves = ", ".join(f"{card.reserve / GIB:.1f} of {card.total // GIB}" for (card,) in map(parse_gpus, GPUS[:-1]))
+    reserves = ", ".join(f"{gpu.reserve / GIB:.1f} of {gpu.total // GIB}" for gpu in single)
     return (
         "Each cell is what `--fit` chooses: the checkpointing policy, the format of the frozen weights where it is not bf16, the number of blocks "
         "whose weights are streamed from the host (`swap`), and the block before which the second GPU begins (`cut`). Then come the planned peak of "

@@ -10,7 +10,7 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.run.checks import check_run, check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
-from ditkit_core.testing.run_files import check_planned, check_schema
+from ditkit_core.testing.run_files import check_hub_ids, check_planned, check_schema
 from ditkit_flux2.spec import FLUX2
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
@@ -62,3 +62,8 @@ def test_a_run_file_can_be_planned_as_it_stands(file):
 
 def test_the_schema_next_to_the_run_files_is_todays_and_they_conform():
     check_schema("ditkit_flux2", CONFIGS[0].parent)
+
+
+def test_a_published_model_is_known_by_its_hub_id(monkeypatch):
+    monkeypatch.chdir(CONFIGS[0].parent)
+    check_hub_ids(FLUX2, [file for file in CONFIGS if "models/" not in file.read_text()])

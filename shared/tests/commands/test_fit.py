@@ -14,6 +14,7 @@ from ditkit_core.commands.fit import apply, changes, gpus_to_fit
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.config.sizes import GIB
 from ditkit_core.config.toml import read_config_file
+from ditkit_core.io import console
 from ditkit_core.planner import plan as plan_stage
 from ditkit_core.planner.autotune import best_first, fit, least_missing, levers
 from ditkit_core.planner.auxiliary import AuxiliaryRow
@@ -96,6 +97,13 @@ def test_a_card_that_is_named_and_draws_previews_is_not_handed_out(run_file, mad
     assert "sample.device = 'cuda:0' is a device that trains" in capsys.readouterr().err
     assert cli.run(TOY, "train", argv) == 0
     assert tomllib.loads(capsys.readouterr().out)["train"]["device"] == "cuda:1"
+
+
+def test_each_profile_of_the_search_is_said_on_a_terminal(run_file, monkeypatch, capsys):
+    monkeypatch.setattr(console._STDERR, "isatty", lambda: True)
+    assert cli.run(TOY, "train", [str(run_file), "--fit", "--gpus", "24GiB"]) == 0
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first == "planning a training step, checkpointing full, exact weights ..."
 
 
 def test_fit_writes_a_file_but_overwrites_none(run_file, tmp_path, capsys):

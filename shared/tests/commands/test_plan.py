@@ -1,6 +1,9 @@
 """`train --plan`: what it prints, its exit status, and what it leaves alone."""
 
 import json
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +11,8 @@ from PIL import Image
 from torch import nn
 
 from ditkit_core.commands.cli import run
+from ditkit_core.commands.plan import fit_command
+from ditkit_core.io import console
 from ditkit_core.models.encoders import AuxiliaryModel
 from ditkit_core.models.tiling import Tiles
 from ditkit_core.planner import auxiliary
@@ -177,6 +182,74 @@ def test_the_data_that_is_here_decides_what_is_encoded(tmp_path_factory, tmp_pat
 def test_options_that_go_with_others_are_refused_without(flags, message, tmp_path, capsys):
     assert run(TOY, "train", ["--run.folder", str(tmp_path / "run"), *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_plan_that_does_not_fit_ends_with_the_command_that_searches(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    size = ("--train.batch_size", "4", "--data.height", "1024", "--data.width", "1024")
+    last = plan(tmp_path, capsys, "--gpus", "1GiB", *size)[1].splitlines()[-1]
+    assert last.endswith("; try: toy-train RUN.toml --gpus 1GiB --fit --write fitted.toml")
+    monkeypatch.setattr("sys.argv", ["/somewhere/toy-train", "my run.toml", "--plan", "--gpus", "1GiB", *size])
+    last = plan(tmp_path, capsys, *sys.argv[2:])[1].splitlines()[-1]
+    typed = last.partition("; try: ")[2]
+    assert typed == f"toy-train 'my run.toml' --gpus 1GiB {' '.join(size)} --fit --write fitted.toml"
+    # The command is accepted as it stands: it says itself that nothing fits, or writes the file.
+    assert "try: " not in plan(tmp_path, capsys, "--gpus", "24GiB")[1]
+    assert "try: " not in plan(tmp_path, capsys, "--train.device", "cpu")[1], "--fit is for GPUs"
+    Path("fitted.toml").touch()
+    assert fit_command("toy-train", ["toy-train", "a.toml", "--plan=true", "--plan", "true"], "").endswith(
+        "a.toml --fit --write fitted-2.toml"
+    )
+
+
+def test_what_lacks_room_outside_the_steps_is_no_matter_of_fit(tmp_path, capsys):
+    flags = ("--gpus", "3GiB", "--sample.every_steps", "10", *SIZE)
+    status, out, _ = plan(tmp_path, capsys, *flags, spec=WITH_AUXILIARY)
+    assert status == 3 and "does not fit: VAE decoder" in out and "try: " not in out
+
+
+def test_the_rate_that_is_printed_is_the_one_that_the_time_is_made_of(tmp_path, capsys):
+    _, out, _ = plan(tmp_path, capsys, "--json", "--gpus", "rtx4090", *SIZE)
+    found = json.loads(out)
+    (rate,) = found["assumed_rates"]
+    share = float(rate.partition("rtx4090: ")[2].split()[0])
+    assert share == pytest.approx(165.2 / 2, rel=0.01) and "50% of 165.2 in bf16" in rate
+    assert found["seconds_per_step"] >= found["flops_per_step"] / (share * 1.01e12)
+    assert (
+        "the time is an estimate: rtx4090: 83 TFLOP/s, which is 50% of"
+        in plan(tmp_path, capsys, "--gpus", "rtx4090", *SIZE)[1]
+    )
+
+
+def test_a_gpu_without_bf16_is_a_note(tmp_path, capsys):
+    assert (
+        't4 cannot compute in bf16, the dtype of this run; set model.dtype = "fp16"'
+        in plan(tmp_path, capsys, "--gpus", "t4,rtx4090", *SIZE)[1]
+    )
+    assert "cannot compute" not in plan(tmp_path, capsys, "--gpus", "t4", "--model.dtype", "fp16", *SIZE)[1]
+
+
+def test_a_model_is_known_by_its_hub_id_and_a_wrong_path_is_said(tmp_path, capsys):
+    known = replace(TOY, architecture=replace(TOY.architecture, hub_presets={"owner/tiny": "tiny"}))
+    flags = ("--run.folder", str(tmp_path / "run"), "--plan", "--gpus", "24GiB", *SIZE)
+    assert run(known, "train", ["--model.base", "owner/tiny", *flags]) == 0
+    assert "toy tiny, checkpointing" in capsys.readouterr().out
+    assert run(known, "train", ["--model.base", "/nowhere/tiny", *flags]) == 1
+    assert "model.base = '/nowhere/tiny' does not exist, and it is not a hub id (owner/name)" in capsys.readouterr().err
+    assert run(known, "train", ["--model.base", "owner/tiny", "--model.transformer", "owner/else", *flags]) == 1
+    assert "model.transformer = 'owner/else' is not here" in capsys.readouterr().err
+
+
+def test_what_is_planned_is_said_on_a_terminal(tmp_path, capsys, monkeypatch):
+    assert plan(tmp_path, capsys, "--gpus", "24GiB", *SIZE, spec=WITH_AUXILIARY)[2] == ""
+    monkeypatch.setattr(console._STDERR, "isatty", lambda: True)
+    err = plan(tmp_path, capsys, "--gpus", "24GiB", *SIZE, spec=WITH_AUXILIARY)[2]
+    assert [line.removesuffix(" ...") for line in err.splitlines()] == [
+        "planning a training step, checkpointing none",
+        "planning the VAE encoder",
+        "planning the text encoder",
+        "planning the VAE decoder",
+    ]
 
 
 def test_a_model_that_is_not_here_has_to_be_named(tmp_path, capsys):

@@ -6,6 +6,8 @@ import torch
 from ditkit_core.config.sizes import GIB
 from ditkit_core.errors import UserError
 from ditkit_core.planner.gpus import KNOWN_GPUS, default_reserve, gpu_named, gpus_here, of_size, parse_gpus
+from ditkit_core.planner.memory import Workload
+from ditkit_core.planner.step_time import assumptions
 
 
 def test_sizes_count_and_order_are_read():
@@ -46,7 +48,7 @@ def test_every_name_leads_to_one_card():
 def test_a_size_takes_the_rates_of_the_slowest_card_with_as_much_and_says_so():
     for size in (8, 16, 24, 32, 40, 48, 80, 141):
         card = of_size(size * GIB, f"{size}GiB")
-        as_large = [known for known, _ in KNOWN_GPUS if known.total > 0.9 * size * GIB]
+        as_large = [known for known, _ in KNOWN_GPUS if known.total > 0.9 * size * GIB and known.half == "bf16"]
         assert card.bf16_flops == min(known.bf16_flops for known in as_large), size
         assert "assumed as of" in card.source
     assert of_size(1000 * GIB, "1000GiB").bf16_flops == max(card.bf16_flops for card, _ in KNOWN_GPUS)
@@ -61,6 +63,16 @@ def test_a_size_takes_the_rates_of_the_slowest_card_with_as_much_and_says_so():
         ("NVIDIA H100 80GB HBM3", 79.1, "h100-80"),
         ("NVIDIA H200", 139.8, "h200-141"),
         ("NVIDIA GeForce RTX 4070 Ti SUPER", 15.7, "rtx4070tis"),
+        ("NVIDIA GeForce RTX 4070", 11.7, "rtx4070"),
+        ("NVIDIA GeForce RTX 4070 SUPER", 11.7, "rtx4070s"),
+        ("NVIDIA GeForce RTX 4070 Ti", 11.7, "rtx4070ti"),
+        ("NVIDIA GeForce RTX 3060", 11.6, "rtx3060"),
+        ("NVIDIA GeForce RTX 3080", 9.8, "rtx3080"),
+        ("NVIDIA GeForce RTX 2080 Ti", 10.8, "rtx2080ti"),
+        ("Tesla T4", 14.6, "t4"),
+        ("NVIDIA A10", 22.1, "a10"),
+        ("Tesla V100-SXM2-16GB", 15.8, "v100-16"),
+        ("Tesla V100-SXM2-32GB", 31.7, "v100"),
     ],
 )
 def test_what_a_driver_calls_a_card_is_recognised_and_its_own_memory_kept(name, gib, known):
@@ -70,8 +82,24 @@ def test_what_a_driver_calls_a_card_is_recognised_and_its_own_memory_kept(name, 
     assert card.bf16_flops == parse_gpus(known)[0].bf16_flops and "assumed" not in card.source
 
 
-def test_a_card_of_a_laptop_is_not_taken_for_its_namesake():
-    assert "assumed" in gpu_named("NVIDIA GeForce RTX 4090 Laptop GPU", 16 * GIB).source
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16),
+        ("NVIDIA GeForce RTX 3060 Ti", 8),
+        ("NVIDIA GeForce RTX 3080 Ti", 12),
+        ("NVIDIA A10G", 22.1),
+    ],
+)
+def test_a_gpu_is_not_taken_for_its_namesake(name, gib):
+    assert "assumed" in gpu_named(name, int(gib * GIB)).source
+
+
+def test_gpus_before_ampere_compute_in_fp16_alone_and_stand_for_no_size():
+    old = {gpu.name for gpu, _ in KNOWN_GPUS if gpu.half == "fp16"}
+    assert old == {"rtx2080ti", "t4", "v100-16", "v100-32"}
+    assert not any(of_size(size * GIB, "").half == "fp16" for size in (8, 11, 12, 15, 16, 32))
+    assert "50% of 65 in fp16" in assumptions(parse_gpus("t4"), Workload())[0]
 
 
 def test_what_is_no_gpu_is_refused():

@@ -57,6 +57,12 @@ PRESETS = {
     "klein-4b": Flux2Arch(**_KLEIN_4B, distilled=True),
     "klein-base-4b": Flux2Arch(**_KLEIN_4B),
 }
+HUB_PRESETS = {
+    "black-forest-labs/FLUX.2-dev": "dev",
+    "black-forest-labs/FLUX.2-klein-base-9B": "klein-base-9b",
+    "black-forest-labs/FLUX.2-klein-base-4B": "klein-base-4b",
+}
+"""The presets of published models, by hub id."""
 
 
 def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> Flux2Arch:

@@ -110,6 +110,23 @@ PRESETS = {
     "wantodance-14b": replace(_I2V_14B, ref_conv=True, music=MusicArch()),
     "wantodance-14b-global": replace(_I2V_14B, ref_conv=True, music=MusicArch(fps=7.5)),
 }
+HUB_PRESETS = {
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": "t2v-1.3b",
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": "t2v-14b",
+    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": "i2v-14b-480p",
+    "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": "i2v-14b-720p",
+    "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers": "flf2v-14b-720p",
+    "Wan-AI/Wan2.1-VACE-1.3B-diffusers": "vace-1.3b",
+    "Wan-AI/Wan2.1-VACE-14B-diffusers": "vace-14b",
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": "ti2v-5b",
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": "t2v-a14b",
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": "i2v-a14b",
+    "alibaba-pai/Wan2.1-Fun-V1.1-1.3B-Control": "fun-v1.1-control-1.3b",
+    "alibaba-pai/Wan2.1-Fun-V1.1-14B-Control": "fun-v1.1-control-14b",
+    "alibaba-pai/Wan2.1-Fun-V1.1-1.3B-Control-Camera": "fun-v1.1-control-camera-1.3b",
+    "alibaba-pai/Wan2.1-Fun-V1.1-14B-Control-Camera": "fun-v1.1-control-camera-14b",
+}
+"""The presets of published models, by the hub id of the model or of its transformer."""
 
 
 def arch_from_config(config: Mapping[str, Any], index: Mapping[str, Any]) -> WanArch | None:

@@ -26,7 +26,7 @@ from ditkit_wan.adapters import RULES, RULES_WITHOUT_DIFFUSERS
 from ditkit_wan.conditioning.columns import columns, conditioners
 from ditkit_wan.model.inputs import assemble, empty_item, loss_mask, make_inputs, num_tokens
 from ditkit_wan.model.transformer import WanTransformer
-from ditkit_wan.presets import PRESETS, WanArch, arch_from_config
+from ditkit_wan.presets import HUB_PRESETS, PRESETS, WanArch, arch_from_config
 from ditkit_wan.state_dict import NAMES
 from ditkit_wan.variants import data_of, experts, sample_defaults, training_of
 
@@ -120,7 +120,12 @@ def _verify_export(adapter: Path, components: ModelPaths, model: Any, engine: En
 WAN = ModelSpec(
     name="wan",
     architecture=ArchitectureSpec(
-        presets=PRESETS, build=WanTransformer, names=NAMES, infer_arch=arch_from_config, experts=experts
+        presets=PRESETS,
+        hub_presets=HUB_PRESETS,
+        build=WanTransformer,
+        names=NAMES,
+        infer_arch=arch_from_config,
+        experts=experts,
     ),
     precision=PrecisionSpec(op_group_of=op_groups_by_name(_STARTS, _ENDS), reference=_REFERENCE),
     training=TrainingSpec(

@@ -14,7 +14,7 @@ from ditkit_core.config.sizes import GIB, per_device
 from ditkit_core.config.toml import to_toml
 from ditkit_core.engine.devices import choose_devices
 from ditkit_core.errors import UserError
-from ditkit_core.io.console import say, warn
+from ditkit_core.io.console import doing, say, warn
 from ditkit_core.io.files import write_text
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.autotune import (
@@ -122,6 +122,7 @@ def task_for(run: RunContext, gpus: tuple[GPU, ...]) -> FitTask:
 
     @functools.cache  # a profile takes seconds, and the search asks for the same one for every split and swap
     def profile_of(policy: str, quantize: str) -> Profile:
+        doing(f"planning a training step, checkpointing {policy}, {_weights(quantize)}")
         return profile(replace(step.job, policy=policy, quantize=stored if quantize == "none" else quantize))
 
     # One 8-bit format is enough: both have the same size, so the configured one is tried, else int8.
@@ -199,12 +200,15 @@ def _chosen(candidate: Candidate, names: Sequence[str]) -> str:
         f"{names[gpu]} blocks {bounds[i]} to {bounds[i + 1] - 1}" + (f", {swap} of them streamed" if swap else "")
         for i, (gpu, swap) in enumerate(zip(setting.gpus, setting.swap, strict=True))
     ]
-    weights = "exact weights" if setting.quantize == "none" else f"{setting.quantize} weights"
     order = ", micro-batches overlapping" if setting.pipelined else ""
     return (
-        f"checkpointing {setting.policy}, {weights}, {'; '.join(spans)}{order}: about {candidate.time.seconds:.2g} s a step, "
+        f"checkpointing {setting.policy}, {_weights(setting.quantize)}, {'; '.join(spans)}{order}: about {candidate.time.seconds:.2g} s a step, "
         f"the fullest GPU uses {candidate.fullness:.0%} of its budget"
     )
+
+
+def _weights(quantize: str) -> str:
+    return "exact weights" if quantize == "none" else f"{quantize} weights"
 
 
 def _nothing_fits(spec: ModelSpec, config: RunConfig, task: FitTask) -> Iterator[str]:

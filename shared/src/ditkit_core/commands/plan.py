@@ -1,8 +1,12 @@
 """`train --plan`: print the peak memory of a run on each device, before anything is loaded or written."""
 
 import json
+import shlex
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout
+from itertools import count, pairwise
+from pathlib import Path
 
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.models.spec import ModelSpec
@@ -11,6 +15,8 @@ from ditkit_core.planner.report import plan_json, print_plan
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 
+FITTED = Path("fitted.toml")
+"""File that the suggested command writes."""
 DOES_NOT_FIT = 3
 """Exit status of a plan that does not fit."""
 
@@ -30,5 +36,33 @@ def plan(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     if options.json:
         print(json.dumps(plan_json(report), indent=1, allow_nan=False), flush=True)
     else:
-        print_plan(report)
+        searched = report.is_cuda and not report.training_fits
+        print_plan(report, fit_command(f"{spec.name}-train", sys.argv, options.gpus) if searched else "")
     return 0 if report.fits else DOES_NOT_FIT
+
+
+def fit_command(program: str, typed: Sequence[str], gpus: str) -> str:
+    """The `--plan` command line as it was typed, with `--fit` in place of `--plan`; a general one if another program called.
+
+    Args:
+        program: Name of the train command.
+        typed: The process's arguments, the program's path first.
+        gpus: The `--gpus` of the plan.
+    """
+    if Path(typed[0]).stem != program:
+        arguments = ["RUN.toml", *(["--gpus", gpus] if gpus else [])]
+    else:
+        pairs = pairwise(("", *typed[1:]))
+        arguments = [
+            text
+            for before, text in pairs
+            if text.partition("=")[0] != "--plan" and (before, text) != ("--plan", "true")
+        ]
+    # --write overwrites nothing.
+    out = next(path for path in _names() if not path.exists())
+    return shlex.join([program, *arguments, "--fit", "--write", str(out)])
+
+
+def _names() -> Iterator[Path]:
+    yield FITTED
+    yield from (FITTED.with_stem(f"{FITTED.stem}-{number}") for number in count(2))

@@ -131,6 +131,12 @@ def warn(text: str) -> None:
     print(printable(" ".join(text.split("\n"))), file=_STDERR, flush=True)
 
 
+def doing(text: str) -> None:
+    """Say on a terminal what takes a while; nothing where stderr is a file or a pipe."""
+    if _STDERR.isatty():
+        warn(f"{text} ...")
+
+
 class Bar(Protocol):
     """A progress bar in use."""
 

@@ -129,6 +129,17 @@ class ModelPaths:
         folder = _snapshot(match["repository"], wanted, [], f"model.{part}" if own else "model.base") / inner
         return folder if (folder / "config.json").is_file() else None
 
+    def not_described(self) -> str:
+        """The beginning of an error: no file that is here describes the transformer."""
+        key, value = ("transformer", self.transformer) if self.transformer else ("base", self.base)
+        if value and local_path(value).exists():
+            lacks = "contains no transformer to say which architecture it is; set model.transformer to its file, and if need be"
+        elif value and not is_hub_id(value):
+            lacks = "does not exist, and it is not a hub id (owner/name), so nothing says which architecture it is; check the path, or set"
+        else:
+            lacks = "is not here to say which architecture it is; set"
+        return f"model.{key} = {value!r} {lacks}"
+
     def fetch_commands(self, parts: Sequence[str]) -> str:
         """The commands that download components with a hub id into the local cache, which a run looks into first."""
         wanted: dict[str, list[str]] = {}

@@ -58,6 +58,9 @@ class ArchitectureSpec:
     presets: Mapping[str, Any]
     """From preset name to architecture (a frozen dataclass)."""
 
+    hub_presets: Mapping[str, str] = field(default_factory=dict)
+    """From the hub id of a published model, or of its transformer, to its preset: known without asking the hub."""
+
     build: Callable[[Any, Precision], Any]
     """From architecture and precision to a StagedModel, on the default device (the core builds on `meta`)."""
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from ditkit_core.data.dataset import Sample
 from ditkit_core.engine.devices import choose_device
+from ditkit_core.io.console import doing
 from ditkit_core.models.encoders import AuxiliaryModel, LayerContext
 from ditkit_core.models.precision import parse_dtype
 from ditkit_core.planner.gpus import gpus_here
@@ -251,6 +252,7 @@ class AuxiliaryPlanner:
         return rows
 
     def _row(self, model: AuxiliaryModel, sizes: Sequence[Size], room: Room, *, tiled: bool) -> AuxiliaryRow:
+        doing(f"planning the {model.name}")
         mode: Mode = "in tiles" if tiled and model.tiles else "whole"
         if model.run_streamed and self._streams(model, room):
             mode = "layer by layer"

@@ -30,7 +30,7 @@ class GPU:
     reserve: int
     """Bytes of them that a run cannot use."""
     bf16_flops: float
-    """Dense matrix products in bf16 with sums in fp32, without sparsity."""
+    """Dense matrix products in 16 bits with sums in fp32, without sparsity."""
     fp32_flops: float
     """Matrix products in fp32, not in TF32."""
     memory_bandwidth: float
@@ -39,6 +39,8 @@ class GPU:
     """Bytes per second of its PCIe link, in one direction."""
     source: str
     """Where the figures are from."""
+    half: str = "bf16"
+    """The 16-bit format of `bf16_flops`: `fp16` for GPUs older than Ampere, which compute no bf16."""
 
     @property
     def budget(self) -> Budget:
@@ -57,14 +59,27 @@ def default_reserve(total: int) -> int:
 
 _AMPERE = "NVIDIA Ampere GA102 whitepaper"
 _ADA = "NVIDIA Ada whitepaper"
+_TURING = "NVIDIA Turing whitepaper"
+_VOLTA = "NVIDIA V100 datasheet, SXM2"
 _BLACKWELL = "NVIDIA RTX Blackwell whitepaper"
+_FP16_ONLY = (_TURING, _VOLTA, "NVIDIA T4 datasheet")
 _PCIE = {"3x16": 15.75e9, "4x8": 15.75e9, "4x16": 31.5e9, "5x16": 63.0e9}
 
-# name, other names, MiB as the driver reports them, TFLOP/s in bf16 and in fp32, GB/s of memory, PCIe, source. GeForce GPUs multiply
-# bf16 with fp32 sums at half their fp16 rate; rates that are published "with sparsity" are halved here.
+# name, other names, MiB as the driver reports them, TFLOP/s in bf16 (fp16 before Ampere) and in fp32, GB/s of memory, PCIe, source.
+# GeForce GPUs multiply 16 bits with fp32 sums at half their fp16 rate; rates that are published "with sparsity" are halved here. The
+# whitepapers give the rates of a generation per multiprocessor and clock; a GPU's own are its published boost clock times those.
 _TABLE = (
+    ("rtx2080ti", "2080ti", 11264, 53.8, 13.4, 616, "3x16", _TURING),
+    ("t4", "", 15360, 65.0, 8.1, 320, "3x16", "NVIDIA T4 datasheet"),
+    ("v100-16", "", 16384, 125.0, 15.7, 900, "3x16", _VOLTA),
+    ("v100-32", "v100", 32768, 125.0, 15.7, 900, "3x16", _VOLTA),
+    ("rtx3060", "3060", 12288, 25.5, 12.7, 360, "4x16", _AMPERE),
+    ("rtx3080", "3080", 10240, 59.5, 29.8, 760, "4x16", _AMPERE),
     ("rtx3090", "3090", 24576, 71.0, 35.6, 936, "4x16", _AMPERE),
     ("rtx4060ti-16", "4060ti-16|4060ti|rtx4060ti", 16380, 44.1, 22.1, 288, "4x8", _ADA),
+    ("rtx4070", "4070", 12282, 58.3, 29.1, 504, "4x16", _ADA),
+    ("rtx4070s", "4070s|rtx4070super|4070super", 12282, 71.0, 35.5, 504, "4x16", _ADA),
+    ("rtx4070ti", "4070ti", 12282, 80.2, 40.1, 504, "4x16", _ADA),
     ("rtx4070tis", "4070tis|rtx4070tisuper|4070tisuper", 16376, 88.2, 44.1, 672, "4x16", _ADA),
     ("rtx4080", "4080", 16376, 97.5, 48.7, 717, "4x16", _ADA),
     ("rtx4090", "4090", 24564, 165.2, 82.6, 1008, "4x16", _ADA),
@@ -72,6 +87,7 @@ _TABLE = (
     ("rtx5090", "5090", 32607, 209.5, 104.8, 1792, "5x16", _BLACKWELL),
     ("a6000", "rtxa6000", 49140, 154.8, 38.7, 768, "4x16", "NVIDIA RTX A6000 datasheet"),
     ("l40s", "", 46068, 362.0, 91.6, 864, "4x16", "NVIDIA L40S datasheet"),
+    ("a10", "", 23028, 125.0, 31.2, 600, "4x16", "NVIDIA A10 datasheet"),
     ("a100-40", "", 40960, 312.0, 19.5, 1555, "4x16", "NVIDIA A100 datasheet"),
     ("a100-80", "a100", 81920, 312.0, 19.5, 2039, "4x16", "NVIDIA A100 datasheet, SXM"),
     ("h100-80", "h100", 81559, 989.4, 66.9, 3350, "5x16", "NVIDIA H100 datasheet, SXM"),
@@ -79,7 +95,7 @@ _TABLE = (
 )
 
 
-def _known_cards() -> tuple[tuple[GPU, frozenset[str]], ...]:
+def _known_gpus() -> tuple[tuple[GPU, frozenset[str]], ...]:
     known = []
     for name, others, mebibytes, bf16, fp32, memory, link, source in _TABLE:
         total = mebibytes * 2**20
@@ -92,6 +108,7 @@ def _known_cards() -> tuple[tuple[GPU, frozenset[str]], ...]:
             memory_bandwidth=memory * 1e9,
             host_bandwidth=_PCIE[link],
             source=f"{source}; PCIe {link[0]} {link[1:]}",
+            half="fp16" if source in _FP16_ONLY else "bf16",
         )
         known.append((gpu, frozenset(_plain(each) for each in (name, *others.split("|")) if each)))
     return tuple(known)
@@ -103,7 +120,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", re.sub(r"(\d)\s*gi?b\b", r"\1", words))
 
 
-KNOWN_GPUS = _known_cards()
+KNOWN_GPUS = _known_gpus()
 """GPUs with their published rates, each with its names."""
 
 
@@ -147,8 +164,11 @@ def _by_size(text: str) -> GPU | None:
 
 
 def of_size(total: int, name: str) -> GPU:
-    """A GPU of which only the memory is known: it gets the rates of the slowest known one with as much memory, or of the largest."""
-    known = sorted((gpu for gpu, _ in KNOWN_GPUS), key=lambda gpu: gpu.total)
+    """A GPU of which only the memory is known: it gets the rates of the slowest known one with as much memory, or of the largest.
+
+    GPUs without bf16 are left out, since it is what runs compute in unless they say otherwise.
+    """
+    known = sorted((gpu for gpu, _ in KNOWN_GPUS if gpu.half == "bf16"), key=lambda gpu: gpu.total)
     # A driver reports a little less than the nominal size, hence the tolerance.
     as_large = [gpu for gpu in known if gpu.total * 1.1 >= total] or known[-1:]
     like = min(as_large, key=lambda gpu: gpu.bf16_flops)
@@ -198,8 +218,10 @@ def gpu_named(name: str, total: int) -> GPU:
     fitting = [
         gpu for gpu, names in KNOWN_GPUS if any(each in plain for each in {*names, _plain(gpu.name.split("-")[0])})
     ]
-    # Laptop versions have the desktop's name and other rates; a different memory is another product.
-    fitting = [gpu for gpu in fitting if abs(gpu.total - total) < total / 10 and "laptop" not in plain]
+    # Laptop versions have the desktop's name and other rates, as the A10G has the A10's; a different memory is another product.
+    if "laptop" in plain or "a10g" in plain:
+        fitting = []
+    fitting = [gpu for gpu in fitting if abs(gpu.total - total) < total / 10]
     if not fitting:
         return of_size(total, name)
     known = max(fitting, key=lambda gpu: len(_plain(gpu.name)))

@@ -20,7 +20,7 @@ from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.block_swap import choose_streamed
 from ditkit_core.engine.placement import Placement, place_blocks
 from ditkit_core.errors import UserError
-from ditkit_core.io.console import say
+from ditkit_core.io.console import doing, say
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.spec import ModelSpec
@@ -330,7 +330,13 @@ def _partition_of(placement: Placement) -> Partition:
 
 def profiles_of(job: StepJob) -> Callable[[Policy], Profile]:
     """A function from a policy of all blocks to the step's profile; each is made once."""
-    return cache(lambda policy: profile(replace(job, policy=ACSchedule.everywhere(policy))))
+
+    @cache
+    def profile_of(policy: Policy) -> Profile:
+        doing(f"planning a training step, checkpointing {policy}")
+        return profile(replace(job, policy=ACSchedule.everywhere(policy)))
+
+    return profile_of
 
 
 def place(run: RunContext, unloaded: MetaModel, *, training: bool = False) -> Placement:

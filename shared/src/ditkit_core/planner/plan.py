@@ -22,7 +22,7 @@ from ditkit_core.planner.partition import (
 from ditkit_core.planner.planned_step import PlannedStep, as_held, work_of
 from ditkit_core.planner.reduced_model import reduced_model
 from ditkit_core.planner.report import PlanReport
-from ditkit_core.planner.step_time import both_orders, step_seconds
+from ditkit_core.planner.step_time import assumptions, both_orders, step_seconds
 from ditkit_core.run.checks import check_run, check_settings, check_training
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.expert_runs import largest_expert_run, notes_on
@@ -55,10 +55,10 @@ def report_of(
         samples: Its training samples, if known already; None reads the dataset.
         class_images: The class images of prior preservation, likewise.
     """
-    # Notes are about the run as configured, so they come before it is replaced.
-    notes = (*notes_on(run), *_notes(run))
-    run = as_held(largest_expert_run(run))
+    configured, run = run, as_held(largest_expert_run(run))
     targets = _targets(run, gpus, host)
+    # Notes are about the run as configured.
+    notes = (*notes_on(configured), *_notes(configured, targets.gpus))
     step, work = PlannedStep.of(run, targets.kind, samples, class_images), work_of(run)
     solution = Partitioner(
         run=run, model=_divisible(step, targets), targets=targets, profile_of=profiles_of(step.job)
@@ -91,11 +91,10 @@ def _times(solution: Solution, gpus: Sequence[hardware.GPU], work: Workload) -> 
     """The fields of a report about time; empty without GPUs, whose rates are known."""
     if not gpus:
         return {}
-    rates = (f"{gpu.name}: {gpu.bf16_flops / 1e12:.0f} TFLOP/s in bf16 ({gpu.source})" for gpu in gpus)
     return {
         "seconds": step_seconds(solution.profile, solution.division, gpus, work).seconds,
         "orders": both_orders(solution.profile, solution.division, gpus, work),
-        "rates": tuple(dict.fromkeys(rates)),
+        "rates": tuple(assumptions(gpus, work)),
     }
 
 
@@ -118,8 +117,11 @@ def planned_step(run: RunContext, kind: str = "cuda") -> PlannedStep:
     return PlannedStep.of(as_held(largest_expert_run(run)), kind)
 
 
-def _notes(run: RunContext) -> Iterator[str]:
+def _notes(run: RunContext, gpus: Sequence[hardware.GPU]) -> Iterator[str]:
     config = run.config
+    old = dict.fromkeys(gpu.name for gpu in gpus if gpu.half == "fp16")
+    if config.model.dtype == "bf16" and old:
+        yield f'{" and ".join(old)} cannot compute in bf16, the dtype of this run; set model.dtype = "fp16"'
     if config.train.attention != "sdpa":
         yield f"train.attention = {config.train.attention}: this plan is for the memory of sdpa's kernels; others may need more or less"
     if config.train.compile:

@@ -36,7 +36,7 @@ class PlanReport:
     seconds: float | None = None
     """Time of a step; None if no rate is known."""
     rates: tuple[str, ...] = ()
-    """The rates that the time is estimated from, GPU by GPU."""
+    """The rates that the time is estimated from, a line for each GPU."""
     auxiliary: tuple[AuxiliaryRow, ...] = ()
     """Memory of encoding and sampling."""
     previews: bool = False
@@ -53,7 +53,12 @@ class PlanReport:
     @property
     def fits(self) -> bool:
         """Whether the run fits all its devices, from encoding to the last sample."""
-        return all(device.fits for device in self.devices) and not self.lacking and not self.host_missing
+        return self.training_fits and not self.lacking
+
+    @property
+    def training_fits(self) -> bool:
+        """Whether the training steps fit their devices and the host."""
+        return all(device.fits for device in self.devices) and not self.host_missing
 
     @property
     def host_missing(self) -> int:
@@ -146,8 +151,13 @@ def print_measured_plan(report: PlanReport, peaks: Sequence[int]) -> None:
     _show_devices(report, rows)
 
 
-def print_plan(report: PlanReport) -> None:
-    """Print the plan."""
+def print_plan(report: PlanReport, remedy: str = "") -> None:
+    """Print the plan.
+
+    Args:
+        report: The plan.
+        remedy: A command that may find settings with which the training fits; empty for none.
+    """
     _headline(report)
     _show_devices(report, _rows(report))
     if report.auxiliary:
@@ -155,8 +165,10 @@ def print_plan(report: PlanReport) -> None:
         head = ["GiB", "on", "weights", "training", "peak", "available", ""]
         Table(head=head, rows=_auxiliary_rows(report), num_left=2).show()
         say("")
-    for line in _lines(report):
+    *lines, last = _lines(report)
+    for line in lines:
         say(line)
+    say(f"{last}; try: {remedy}" if remedy else last)
 
 
 def _headline(report: PlanReport) -> None:
@@ -234,7 +246,8 @@ def _lines(report: PlanReport) -> list[str]:
         lines.append(f"host memory for {parts}, page-locked{available}")
     lines.append(f"arithmetic: {report.flops / 1e12:.1f} TFLOP per step")
     if report.seconds is not None:
-        lines.append(f"time: about {report.seconds:.1f} s per step, assuming {'; '.join(report.rates)}")
+        lines.append(f"time: about {report.seconds:.1f} s per step")
+        lines += [f"the time is an estimate: {rate}" for rate in report.rates]
     if report.orders is not None:
         lines.append(str(report.orders))
     lines += report.notes

@@ -280,7 +280,7 @@ def assumptions(gpus: Sequence[GPU], work: Workload) -> list[str]:
         rate = gpu.fp32_flops if work.fp32 else gpu.bf16_flops
         lines.append(
             f"{gpu.name}: {rate * UTILISATION / 1e12:.0f} TFLOP/s, which is {UTILISATION:.0%} of {rate / 1e12:g} in "
-            f"{'fp32' if work.fp32 else 'bf16'}; memory {gpu.memory_bandwidth * MEMORY_SHARE / 1e9:.0f} GB/s, link to the host "
+            f"{'fp32' if work.fp32 else gpu.half}; memory {gpu.memory_bandwidth * MEMORY_SHARE / 1e9:.0f} GB/s, link to the host "
             f"{gpu.host_bandwidth * LINK_SHARE / 1e9:.1f} GB/s, which is {LINK_SHARE:.0%} of the published figures ({gpu.source})"
         )
     return lines

@@ -31,7 +31,7 @@ from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path, read_json_object, readable
 from ditkit_core.io.safetensors import SafetensorsSource
-from ditkit_core.models.paths import ModelPaths
+from ditkit_core.models.paths import ModelPaths, is_hub_id
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.models.spec import ModelSpec
@@ -404,16 +404,14 @@ def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -
     if components.preset:
         # A preset decides by itself, so an empty source is enough.
         return choose_arch(spec, components, SafetensorsSource(Path(), {}, {}))
-    path = components.here("transformer") or (components.fetched_description("transformer") if fetch else None)
+    path = components.here("transformer")
+    named = components.transformer or components.base
+    if path is None and is_hub_id(named) and (preset := spec.architecture.hub_presets.get(named)):
+        return preset, spec.architecture.presets[preset]
+    path = path or (components.fetched_description("transformer") if fetch else None)
     path = path or components.here("transformer_2")  # enough to train the second expert alone
     if path is None:
-        is_here = bool(components.base) and local_path(components.base).exists()
-        lacks = "contains no transformer" if is_here else "is not here"
-        remedy = "set model.transformer to its file, and if need be " if is_here else "set "
-        raise UserError(
-            f"model.base = {components.base!r} {lacks} to say which architecture it is; "
-            f"{remedy}model.preset to one of {', '.join(spec.architecture.presets)}"
-        )
+        raise UserError(f"{components.not_described()} model.preset to one of {', '.join(spec.architecture.presets)}")
     described = _config_json(path) is not None and spec.architecture.infer_arch is not None
     # A config.json decides by itself, so the headers of the weights need not be read.
     source = SafetensorsSource(path, {}, {}) if described else open_weights(path)

@@ -3,17 +3,34 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ditkit_core.config.resolve import resolve
 from ditkit_core.config.toml import read_toml
+from ditkit_core.models.paths import is_hub_id
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.plan import make_report
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
-from ditkit_core.run.prepare import build_on_meta
+from ditkit_core.run.prepare import arch_here, build_on_meta
+
+
+def check_hub_ids(spec: ModelSpec, files: Sequence[Path]) -> None:
+    """Check that the preset of each run file is known by its hub id alone, and that every known hub id has a run file.
+
+    Args:
+        spec: The family.
+        files: Its run files; those with a local path are left out.
+    """
+    models = [resolve(RunConfig, file=file).model for file in files]
+    named = {each.transformer or each.base: each for each in models if is_hub_id(each.transformer or each.base)}
+    for model in named.values():
+        assert arch_here(spec, replace(model, preset=""))[0] == model.preset, model
+    assert named.keys() == spec.architecture.hub_presets.keys()
 
 
 def check_planned(spec: ModelSpec, file: Path, *, most_bytes: float) -> None:
