@@ -149,7 +149,7 @@ BIG = {"data": {"frames": 49, "height": 480, "width": 832}, "adapter": {"rank": 
 @pytest.fixture
 def made(monkeypatch):
     monkeypatch.setattr(fit_stage, "task_for", lambda run, gpus: made_task(gpus, run.config))
-    monkeypatch.setattr(fit_stage, "plan_auxiliary", lambda *args, **kwargs: ())
+    monkeypatch.setattr(fit_stage, "auxiliary_of", lambda *args, **kwargs: ())
 
 
 def test_what_is_chosen_is_set_and_nothing_else():
@@ -229,7 +229,7 @@ def test_what_does_not_fit_beside_the_steps_is_said_with_the_status_of_a_plan(ma
         stage="sample", name="VAE decoder", device="10GiB", size=(1, 64, 64), mode="whole", weights=1, in_use=1,
         peak=11 * GIB, available=10 * GIB, remedy="sample.vae_tiling = true would need 2.0 GiB",
     )  # fmt: skip
-    monkeypatch.setattr(fit_stage, "plan_auxiliary", lambda *args, **kwargs: (row,))
+    monkeypatch.setattr(fit_stage, "auxiliary_of", lambda *args, **kwargs: (row,))
     monkeypatch.setattr(plan_stage, "check_training", lambda run, *, here: None)
     assert fit_stage.fit_run(TOY, config_of(**BIG), TrainOptions(fit=True, gpus="24GiB")) == 3
     printed = capsys.readouterr()
