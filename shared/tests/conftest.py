@@ -22,10 +22,10 @@ def equal_steps_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     profile = profiler.profile
 
-    def remembered(job: "StepJob", *, of_each: int | None = 3) -> "Profile":
+    def remembered(job: "StepJob", *, of_each: int | None = 3, like: "Profile | None" = None) -> "Profile":
         key = repr(job), of_each
         if key not in _PROFILES:
-            _PROFILES[key] = job, profile(job, of_each=of_each)
+            _PROFILES[key] = job, profile(job, of_each=of_each, like=like)
         return _PROFILES[key][1]
 
     for module in (partition, fit):

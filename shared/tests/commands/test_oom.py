@@ -143,7 +143,7 @@ def explained(monkeypatch, capsys, sizes, free, failure="CUDA out of memory", **
     )
     for stage in (division, fit_stage):
         monkeypatch.setattr(
-            stage, "profile", lambda job: made_profile(str(job.policy), job.quantize, work=len(job.batch))
+            stage, "profile", lambda job, like: made_profile(str(job.policy), job.quantize, work=len(job.batch))
         )
     monkeypatch.setattr(division, "free_memory_bytes", lambda device: 64 * GIB)
     named = {"model.preset": "deep", "data.frames": 1, "data.height": 64, "data.width": 64, **flags}

@@ -120,10 +120,14 @@ def task_for(run: RunContext, gpus: tuple[GPU, ...]) -> FitTask:
     step, config = planned_step(run), run.config
     stored = run.stored_as
 
+    made: list[Profile] = []
+
     @functools.cache  # a profile takes seconds, and the search asks for the same one for every split and swap
     def profile_of(policy: str, quantize: str) -> Profile:
         doing(f"planning a training step, checkpointing {policy}, {_weights(quantize)}")
-        return profile(replace(step.job, policy=policy, quantize=stored if quantize == "none" else quantize))
+        job = replace(step.job, policy=policy, quantize=stored if quantize == "none" else quantize)
+        made.append(profile(job, like=made[0] if made else None))
+        return made[-1]
 
     # One 8-bit format is enough: both have the same size, so the configured one is tried, else int8.
     eight_bits = () if stored != "none" else ("fp8",) if config.base.quantize == "fp8" else ("int8",)

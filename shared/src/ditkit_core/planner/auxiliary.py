@@ -19,7 +19,7 @@ from ditkit_core.models.encoders import AuxiliaryModel, LayerContext
 from ditkit_core.models.precision import parse_dtype
 from ditkit_core.planner.gpus import gpus_here
 from ditkit_core.planner.memory import DevicePlan
-from ditkit_core.planner.memory_tracker import MemoryTracker
+from ditkit_core.planner.memory_tracker import MemoryTracker, fake_tensors
 from ditkit_core.planner.planned_step import (
     Bucket,
     Generated,
@@ -29,7 +29,6 @@ from ditkit_core.planner.planned_step import (
     has_data,
     missing_class_images,
 )
-from ditkit_core.planner.profiler import fake_tensors
 from ditkit_core.planner.reduced_model import give_memory, materialise, reduced_model
 from ditkit_core.run.context import RunContext
 from ditkit_core.run.encoding import sample_prompts

@@ -4,17 +4,24 @@ Under `FakeTensorMode` the devices `cpu:0`, `cpu:1`, … are distinct, refuse to
 machine without any. A storage counts from the operation that allocates it until its last tensor is freed.
 """
 
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
 
+from ditkit_core.nn.context import as_on
+
+_HOST = torch.device("cpu")
+_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 PURPOSES = ("weights", "adapters", "gradients", "optimizer", "average", "activations")
 """Purposes of memory; tensors that are created outside of `purpose` are activations."""
 
@@ -138,3 +145,81 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
         else:
             yield leaf
+
+
+@contextmanager
+def fake_tensors(kind: str) -> Iterator["Meter"]:
+    """A context of tensors without memory, counted as on a kind of device; the process's random generator is restored.
+
+    Args:
+        kind: `cuda` or `cpu`.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        # torch_remat and libraries compare data pointers, which fake tensors lack
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        # torchao compiles its step, which does not work with fake tensors
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(as_on(kind))
+        stack.enter_context(FakeTensorMode())
+        yield stack.enter_context(Meter(kind))
+
+
+class Meter(MemoryTracker):
+    """Also counts floating-point operations, and the memory that a GPU's attention allocates inside of one operation."""
+
+    def __init__(self, kind: str) -> None:
+        """Start with nothing counted.
+
+        Args:
+            kind: Kind of the device that the fake ones represent; CUDA's allocator hands out multiples of 512 bytes.
+        """
+        super().__init__(rounding=512 if kind == "cuda" else 1)
+        self.flops = 0
+        self.is_updating = False
+        """Whether an optimizer runs. It reads scalars, which fake tensors lack; any value works, because none decides a branch."""
+        self._kind = kind
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.is_updating:
+            if func is torch.ops.aten._local_scalar_dense.default:
+                return args[0].dtype.is_floating_point * 1.0 or 1
+            args = _on_one_device(func, args)
+        # The kernel allocates it without a dispatch, so it is allocated here for the length of the operation.
+        workspace = None
+        if func is _ATTENTION_BACKWARD and self._kind == "cuda":
+            workspace = self._flash_workspace(args[1])
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        del workspace
+        return out
+
+    def _flash_workspace(self, query: Tensor) -> Tensor | None:
+        """The accumulator of the query's gradient: FlashAttention 2 keeps it in fp32, padded to its tiles."""
+        if query.dtype not in (torch.bfloat16, torch.float16):
+            return None
+        batch, heads, rows, features = query.shape
+        made = torch.empty(
+            batch, heads, -(-rows // 128) * 128, -(-features // 32) * 32 + 1, dtype=torch.float32, device=query.device
+        )
+        self._add(made, "activations")
+        return made
+
+
+def _on_one_device(func: Any, args: Any) -> Any:
+    """The arguments on one device: `torch.tensor` puts tables on the host, because fake devices are CPUs whose index it ignores."""
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.ndim]
+    for wrapper in filter(is_traceable_wrapper_subclass, tensors):
+        for name in wrapper.__tensor_flatten__()[0]:
+            if (inner := getattr(wrapper, name)).device == _HOST:
+                setattr(wrapper, name, torch.empty_like(inner, device=wrapper.device))
+    elsewhere = [tensor.device for tensor in tensors if tensor.device != _HOST]
+    if not elsewhere or len(elsewhere) == len(tensors) or "copy" in func._overloadpacket.__name__:
+        return args
+    return tree_map_only(
+        Tensor,
+        lambda x: torch.empty_like(x, device=elsewhere[0]) if x.ndim and x.device == _HOST else x,
+        args,
+    )

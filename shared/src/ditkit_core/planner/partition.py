@@ -330,11 +330,13 @@ def _partition_of(placement: Placement) -> Partition:
 
 def profiles_of(job: StepJob) -> Callable[[Policy], Profile]:
     """A function from a policy of all blocks to the step's profile; each is made once."""
+    made: list[Profile] = []
 
     @cache
     def profile_of(policy: Policy) -> Profile:
         doing(f"planning a training step, checkpointing {policy}")
-        return profile(replace(job, policy=ACSchedule.everywhere(policy)))
+        made.append(profile(replace(job, policy=ACSchedule.everywhere(policy)), like=made[0] if made else None))
+        return made[-1]
 
     return profile_of
 

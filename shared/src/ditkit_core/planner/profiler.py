@@ -4,10 +4,9 @@ A step's memory is affine in the number of blocks, so two or three of each kind 
 a model of any size.
 """
 
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -15,19 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
 
 from ditkit_core.encoding.loader import Batch
+from ditkit_core.engine.ac_policies import Policy
 from ditkit_core.engine.ac_schedule import ACSchedule
 from ditkit_core.engine.block_hooks import call_before_backward
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.protocol import StagedModel
-from ditkit_core.nn.context import AttentionCalls, as_on, counted_calls
+from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.planner.memory import Profile, StageCost, behind, mixed
-from ditkit_core.planner.memory_tracker import MemoryTracker
+from ditkit_core.planner.memory_tracker import Meter, fake_tensors
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.reduced_model import ReducedModel, materialise, reduced_model
 from ditkit_core.training.optimizer import OptimizerInBackward
@@ -36,7 +32,7 @@ from ditkit_core.training.train_state import TrainState
 from ditkit_core.training.train_step import StepContext, accumulate_gradients, total_norm, update
 
 
-def profile(job: StepJob, *, of_each: int | None = 3) -> Profile:
+def profile(job: StepJob, *, of_each: int | None = 3, like: Profile | None = None) -> Profile:
     """Run the step of a reduced model on fake tensors, and measure the memory of each stage.
 
     The step runs twice: with all stages on one device, and with each on its own, which shows what a split there costs and frees. If
@@ -45,6 +41,8 @@ def profile(job: StepJob, *, of_each: int | None = 3) -> Profile:
     Args:
         job: The step; its policies name no devices.
         of_each: Blocks of a kind that are run, at least 3; None runs all of them.
+        like: A profile of the same step under another policy, or with another format of the frozen weights. What depends on neither is
+            taken from it, so that updates, and the backward with each stage on its own, need not be run again.
 
     Raises:
         UserError: If the configuration does not fit the model; the run itself would raise the same.
@@ -54,15 +52,19 @@ def profile(job: StepJob, *, of_each: int | None = 3) -> Profile:
         schedule = schedule.on_the_host()
     if schedule.uniform is None:
         alone = {policy: replace(job, policy=ACSchedule.everywhere(policy)) for policy in schedule.distinct}
-        found = {policy: profile(each, of_each=of_each) for policy, each in alone.items()}
+        found: dict[Policy, Profile] = {}
+        for policy, each in alone.items():
+            found[policy] = profile(each, of_each=of_each, like=next(iter(found.values()), like))
         num_blocks = len(next(iter(found.values())).blocks)
         return mixed([found[policy] for policy in schedule.policies([None] * num_blocks)])
     model = reduced_model(job, of_each=of_each)
     job = replace(job, policy=schedule)
-    together = measure(job, model, [0] * len(model.stages()))
+    # An optimizer in the backward takes part in its peaks.
+    like = None if job.optim.fused_backward else like
+    together = measure(job, model, [0] * len(model.stages()), updates=like is None)
     # The cost of a split does not depend on other micro-batches, so one is enough.
-    apart = measure(replace(job, micro_batches=1), model, _places(model))
-    return replace(_profile(model, together, apart), trains_all=job.adapter.method == "full")
+    apart = measure(replace(job, micro_batches=1), model, _places(model), updates=like is None, backward=like is None)
+    return replace(_profile(model, together, apart, like), trains_all=job.adapter.method == "full")
 
 
 def _places(model: ReducedModel) -> list[int]:
@@ -108,98 +110,30 @@ class MeasuredStep:
     """Names of the attention calls in blocks that recompute."""
 
 
-def measure(job: StepJob, model: ReducedModel, places: Sequence[int]) -> MeasuredStep:
+def measure(
+    job: StepJob, model: ReducedModel, places: Sequence[int], *, updates: bool = True, backward: bool = True
+) -> MeasuredStep:
     """Run the second step of a training on fake tensors, for a first and a later micro-batch, and record every boundary.
 
     Args:
         job: The step.
         model: On `meta`; its parameters get new, fake memory, and keep it.
         places: Device of each stage, counted from 0.
+        updates: Whether the optimizer runs; without it, peaks lack its state.
+        backward: Whether the backward is run; without it, only the boundaries of the first forward are recorded.
     """
     with fake_tensors(job.kind) as meter:
-        return _Measuring(job, model, meter, places).run()
+        measuring = _Measuring(job, model, meter, places, updates=updates, backward=backward)
+        with suppress(_ForwardDone):
+            measuring.run()
+        return measuring.found
 
 
-@contextmanager
-def fake_tensors(kind: str) -> Iterator["Meter"]:
-    """A context of tensors without memory, counted as on a kind of device; the process's random generator is restored.
-
-    Args:
-        kind: `cuda` or `cpu`.
-    """
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        # torch_remat and libraries compare data pointers, which fake tensors lack
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        # torchao compiles its step, which does not work with fake tensors
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(as_on(kind))
-        stack.enter_context(FakeTensorMode())
-        yield stack.enter_context(Meter(kind))
-
-
-class Meter(MemoryTracker):
-    """Also counts floating-point operations, and the memory that a GPU's attention allocates inside of one operation."""
-
-    def __init__(self, kind: str) -> None:
-        """Start with nothing counted.
-
-        Args:
-            kind: Kind of the device that the fake ones represent; CUDA's allocator hands out multiples of 512 bytes.
-        """
-        super().__init__(rounding=512 if kind == "cuda" else 1)
-        self.flops = 0
-        self.is_updating = False
-        """Whether an optimizer runs. It reads scalars, which fake tensors lack; any value works, because none decides a branch."""
-        self._kind = kind
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.is_updating:
-            if func is torch.ops.aten._local_scalar_dense.default:
-                return args[0].dtype.is_floating_point * 1.0 or 1
-            args = _on_one_device(func, args)
-        # The kernel allocates it without a dispatch, so it is allocated here for the length of the operation.
-        workspace = None
-        if func is _ATTENTION_BACKWARD and self._kind == "cuda":
-            workspace = self._flash_workspace(args[1])
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if (count := flop_registry.get(func._overloadpacket)) is not None:
-            self.flops += count(*args, **(kwargs or {}), out_val=out)
-        del workspace
-        return out
-
-    def _flash_workspace(self, query: Tensor) -> Tensor | None:
-        """The accumulator of the query's gradient: FlashAttention 2 keeps it in fp32, padded to its tiles."""
-        if query.dtype not in (torch.bfloat16, torch.float16):
-            return None
-        batch, heads, rows, features = query.shape
-        made = torch.empty(
-            batch, heads, -(-rows // 128) * 128, -(-features // 32) * 32 + 1, dtype=torch.float32, device=query.device
-        )
-        self._add(made, "activations")
-        return made
-
-
-def _on_one_device(func: Any, args: Any) -> Any:
-    """The arguments on one device: `torch.tensor` puts tables on the host, because fake devices are CPUs whose index it ignores."""
-    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.ndim]
-    for wrapper in filter(is_traceable_wrapper_subclass, tensors):
-        for name in wrapper.__tensor_flatten__()[0]:
-            if (inner := getattr(wrapper, name)).device == _HOST:
-                setattr(wrapper, name, torch.empty_like(inner, device=wrapper.device))
-    elsewhere = [tensor.device for tensor in tensors if tensor.device != _HOST]
-    if not elsewhere or len(elsewhere) == len(tensors) or "copy" in func._overloadpacket.__name__:
-        return args
-    return tree_map_only(
-        Tensor,
-        lambda x: torch.empty_like(x, device=elsewhere[0]) if x.ndim and x.device == _HOST else x,
-        args,
-    )
+class _ForwardDone(Exception):
+    """Ends a step whose backward is not needed."""
 
 
 _HOST = torch.device("cpu")
-_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,14 +169,16 @@ class _Watched(BlockEngine):
 class _Measuring:
     """The state of one measured step."""
 
-    def __init__(self, job: StepJob, model: ReducedModel, meter: Meter, places: Sequence[int]):
-        self.job, self.model, self.meter = job, model, meter
+    def __init__(
+        self, job: StepJob, model: ReducedModel, meter: Meter, places: Sequence[int], *, updates: bool, backward: bool
+    ):
+        self.job, self.model, self.meter, self.updates, self.backward = job, model, meter, updates, backward
         self.devices = [torch.device("cpu", 1 + place) for place in range(max(places) + 1)]
         self.found = MeasuredStep(places)
         self.open: StageMoment | None = None
         self.flops_before = 0
 
-    def run(self) -> MeasuredStep:
+    def run(self) -> None:
         job, meter, found = self.job, self.meter, self.found
         names = {id(module): name for name, module in self.model.whole.named_modules()}
         stages = self.model.stages()
@@ -261,30 +197,33 @@ class _Measuring:
             staged: Any = self.model
             trained = TrainState(staged, parameters, job.optim, job.ema)
         self.gradients = trained.optimizer.parameters.values()
-        # The second step is measured, because the optimizer's state only exists after its first update.
-        with meter.purpose("optimizer"):
-            for parameter in self.gradients:
-                parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
-            self._update(trained)
-        trained.optimizer.zero_grad()
+        if self.updates:
+            # The second step is measured, because the optimizer's state only exists after its first update.
+            with meter.purpose("optimizer"):
+                for parameter in self.gradients:
+                    parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
+                self._update(trained)
+            trained.optimizer.zero_grad()
         found.static = [self._static(stage, trained) for stage in stages]
-        for number, backward in enumerate((found.backward, found.again)[: job.micro_batches]):
-            forward, end = self._micro_batch(trained, batch, backward)
-            if number == 0:
-                found.forward, found.end = forward, end
-        found.update = self._boundary()
-        if not job.optim.fused_backward:
-            self._update(trained)
-        trained.average.update(2)
-        self._boundary()
-        return found
+        found.end = self._micro_batch(trained, batch, found.forward, found.backward)
+        if job.micro_batches > 1:
+            self._micro_batch(trained, batch, [], found.again)
+        if self.updates:
+            found.update = self._boundary()
+            if not job.optim.fused_backward:
+                self._update(trained)
+            trained.average.update(2)
+            self._boundary()
 
     def _micro_batch(
-        self, trained: TrainState, batch: list[dict[str, Tensor]], backward: dict[int, StageMoment]
-    ) -> tuple[list[StageMoment], StageMoment]:
-        """Run a forward and a backward. Returns the forward's boundaries and the last one; `backward` receives the backward's."""
+        self,
+        trained: TrainState,
+        batch: list[dict[str, Tensor]],
+        forward: list[StageMoment],
+        backward: dict[int, StageMoment],
+    ) -> StageMoment:
+        """Run a forward and a backward, and record their boundaries. Returns the last one."""
         job, optimizer = self.job, trained.optimizer
-        forward: list[StageMoment] = []
         calls = AttentionCalls()
         engine = _Watched(
             policy=job.schedule,
@@ -303,11 +242,13 @@ class _Measuring:
             model = TrainModel(self.model.whole, engine, job.spec)
             accumulate_gradients(model, batches, StepContext(step=1, seed=0, flow=job.flow))
         self.found.attention = tuple(sorted(calls.made))
-        return forward, self._boundary()
+        return self._boundary()
 
     def _entered(self, forward: list[StageMoment], stage: int) -> None:
         assert stage == len(forward)
         forward.append(self._boundary())
+        if not self.backward and stage == len(self.model.stages()):
+            raise _ForwardDone
 
     def _entered_backward(self, backward: dict[int, StageMoment], stage: int) -> None:
         backward[stage] = self._boundary()
@@ -359,19 +300,14 @@ class _Measuring:
         )
 
 
-def _profile(model: ReducedModel, together: MeasuredStep, apart: MeasuredStep) -> Profile:
-    """The profile of the whole model from the stages that were run."""
+def _profile(model: ReducedModel, together: MeasuredStep, apart: MeasuredStep, like: Profile | None) -> Profile:
+    """The profile of the whole model from the stages that were run; `like` has what they were not run for."""
     costs = _stage_costs(together)
     sent, freed, sent_back = _splits(costs, apart)
-    update = _extra(apart.update)
-    costs = [
-        replace(cost, freed_at_cut=freed[stage], update_extra=update[place] * (cost.adapters > 0))
-        for stage, (cost, place) in enumerate(zip(costs, apart.places, strict=True))
-    ]
-    found = _extra(together.update)[0]
+    costs = [replace(cost, freed_at_cut=freed[stage]) for stage, cost in enumerate(costs)]
     blocks = [1 + place for place in model.stands_for]
     head = len(costs) - 1
-    return Profile(
+    found = Profile(
         embed=costs[0],
         blocks=tuple(_following(costs, stage, before) for before, stage in pairwise((0, *blocks))),
         head=costs[head],
@@ -379,8 +315,24 @@ def _profile(model: ReducedModel, together: MeasuredStep, apart: MeasuredStep) -
         crossing_back=tuple(sent_back[stage] for stage in (*blocks, head)),
         targets=apart.forward[1].activations[apart.places[head]] if apart.places[head] else 0,
         attention=together.attention,
-        update_adds_up=2 * found > sum(update.values()) + max(update.values()),
     )
+    if like is None:
+        update, whole = _extra(apart.update), _extra(together.update)[0]
+        extras = [
+            (cost.optimizer, update[place] * (cost.adapters > 0))
+            for cost, place in zip(costs, apart.places, strict=True)
+        ]
+        adds_up = 2 * whole > sum(update.values()) + max(update.values())
+        found = replace(found, update_adds_up=adds_up)
+        of_stages = [extras[stage] for stage in (0, *blocks, head)]
+    else:
+        found = replace(found, crossing_back=like.crossing_back, update_adds_up=like.update_adds_up)
+        of_stages = [(cost.optimizer, cost.update_extra) for cost in (like.embed, *like.blocks, like.head)]
+    stages = [
+        replace(cost, optimizer=state, update_extra=extra)
+        for cost, (state, extra) in zip((found.embed, *found.blocks, found.head), of_stages, strict=True)
+    ]
+    return replace(found, embed=stages[0], blocks=tuple(stages[1:-1]), head=stages[-1])
 
 
 def _following(costs: Sequence[StageCost], stage: int, before: int) -> StageCost:
