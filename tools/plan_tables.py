@@ -39,7 +39,7 @@ EXCERPT = "<!-- an excerpt of a plan: written by tools/plan_tables.py -->", "<!-
 SHOWN = ("GiB ", "weights ", "optimizer ", "activations ", "peak ", "free ", "blocks ", "streamed ", " ")
 """How those lines of a plan's first table begin that README.md shows."""
 COMMAND = "wan-train packages/wan/configs/t2v_14b_lora.toml --plan --gpus 24GiB,32GiB --train.split_points 16 --train.swap_blocks 16"
-GPUS = ("16GiB", "24GiB", "32GiB", "48GiB", "80GiB", "2x24GiB")
+GPUS = ("12GiB", "16GiB", "24GiB", "32GiB", "48GiB", "80GiB", "2x16GiB", "2x24GiB")
 
 
 @dataclass(frozen=True, kw_only=True)
