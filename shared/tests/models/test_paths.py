@@ -50,7 +50,7 @@ def test_a_base_without_the_part_names_both_keys(tmp_path):
         ModelPaths(base=str(tmp_path)).locate("vae")
     message = one_line(error)
     assert "model.base" in message
-    assert "holds no vae; set model.vae" in message
+    assert "contains no vae; set model.vae" in message
 
 
 @pytest.mark.parametrize("value", ["/no/such/place", "nowhere", "./a/b", "C:\\models\\wan", "a//b"])
@@ -171,7 +171,7 @@ def test_a_folder_that_is_here_is_never_asked_for_on_the_hub(tmp_path, monkeypat
 
 def test_a_part_that_the_hub_does_not_have_names_the_key(tmp_path, monkeypatch):
     monkeypatch.setattr(HUB, Hub(tmp_path, FILES))
-    with pytest.raises(UserError, match="holds no text_encoder; set model.text_encoder"):
+    with pytest.raises(UserError, match="contains no text_encoder; set model.text_encoder"):
         ModelPaths(base="owner/model").locate("text_encoder")
 
 

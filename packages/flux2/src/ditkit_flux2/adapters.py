@@ -8,7 +8,7 @@ two programs read differently is not written.
 from collections.abc import Collection, Mapping
 
 from ditkit_core.errors import UserError
-from ditkit_core.models.adapter_formats import AdapterLayout, AdapterRules
+from ditkit_core.models.adapter_formats import STRANGERS, AdapterLayout, AdapterRules, read_by_diffsynth, read_by_musubi
 
 MISREAD: Mapping[str, Mapping[str, str]] = {
     "official": {
@@ -48,8 +48,8 @@ def readers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
     return {
         "diffusers": _diffusers(layout, modules),
         "ComfyUI": _comfyui(layout),
-        "DiffSynth": _diffsynth(layout),
-        "musubi-tuner": "" if layout.form == "musubi" and not layout.use_dora else "wants --to musubi",
+        "DiffSynth": read_by_diffsynth(layout, "diffusers"),
+        "musubi-tuner": read_by_musubi(layout),
     }
 
 
@@ -77,19 +77,11 @@ def _comfyui(layout: AdapterLayout) -> str:
     return "generates other images with DoRA magnitudes; merge it" if layout.use_dora else ""
 
 
-def _diffsynth(layout: AdapterLayout) -> str:
-    if layout.form not in ("diffsynth", "bare", "official") or layout.naming != "diffusers":
-        return "loads nothing of it; write it with --to diffsynth"
-    return "leaves DoRA magnitudes out; merge it" if layout.use_dora else ""
-
-
 RULES = AdapterRules(
     readers=readers,
     strangers={
         r"(^|[._])(vace_)?blocks[._]\d+[._](self_attn|cross_attn|attn1|attn2|ffn)": "Wan's",
-        r"joint_(transformer_)?blocks": "Stable Diffusion 3's",
-        r"(down|up|mid|input|output|middle)_block": "those of a U-Net, as Stable Diffusion has one",
-        r"lora_te\d?_|text_model|text_encoder": "a text encoder's",
+        **STRANGERS,
         r"(img|txt)_mod[._]|norm1(_context)?[._]linear|single_blocks[._]\d+[._]modulation": "FLUX.1's",
     },
 )

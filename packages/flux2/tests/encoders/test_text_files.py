@@ -199,4 +199,4 @@ def test_truncated_weights_are_found_at_once(qwen: Path, tmp_path: Path) -> None
 def test_a_missing_part_is_found_at_once(qwen: Path, tmp_path: Path, part: str) -> None:
     shutil.copytree(qwen, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / part)
-    refused(made, f"holds no {part}; set model.{part}", base=str(tmp_path))
+    refused(made, f"contains no {part}; set model.{part}", base=str(tmp_path))

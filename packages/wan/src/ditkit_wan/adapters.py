@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 
-from ditkit_core.models.adapter_formats import AdapterLayout, AdapterRules
+from ditkit_core.models.adapter_formats import STRANGERS, AdapterLayout, AdapterRules, read_by_diffsynth, read_by_musubi
 
 _BLOCK = re.compile(r"layers\.(\d+)\.(.+)")
 _KINDS = (
@@ -47,8 +47,8 @@ def readers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
     return {
         "diffusers": _diffusers(layout, modules),
         "ComfyUI": _comfyui(layout),
-        "DiffSynth": _diffsynth(layout),
-        "musubi-tuner": "" if layout.form == "musubi" and not layout.use_dora else "wants --to musubi",
+        "DiffSynth": read_by_diffsynth(layout, "official"),
+        "musubi-tuner": read_by_musubi(layout),
     }
 
 
@@ -94,20 +94,12 @@ def _comfyui(layout: AdapterLayout) -> str:
     return "generates other videos with DoRA magnitudes; merge it" if layout.use_dora else ""
 
 
-def _diffsynth(layout: AdapterLayout) -> str:
-    if layout.form not in ("official", "diffsynth", "bare") or layout.naming != "official":
-        return "loads nothing of it; write it with --to diffsynth"
-    return "leaves DoRA magnitudes out; merge it" if layout.use_dora else ""
-
-
 RULES = AdapterRules(
     readers=readers,
     fillers=fillers,
     strangers={
         r"(double|single)_(stream_modulation|blocks)|single_transformer_blocks": "FLUX's or HunyuanVideo's",
-        r"joint_(transformer_)?blocks": "Stable Diffusion 3's",
-        r"(down|up|mid|input|output|middle)_block": "those of a U-Net, as Stable Diffusion has one",
-        r"lora_te\d?_|text_model|text_encoder": "a text encoder's",
+        **STRANGERS,
         r"transformer_blocks": "another transformer's in diffusers",
     },
 )

@@ -260,7 +260,7 @@ def test_a_missing_part_is_found_at_once(checkpoint: Path, tmp_path: Path, part:
     base = tmp_path / "base"
     shutil.copytree(checkpoint, base)
     shutil.rmtree(base / part)
-    with pytest.raises(UserError, match=f"holds no {part}; set model.{part}"):
+    with pytest.raises(UserError, match=f"contains no {part}; set model.{part}"):
         TextEncoder(ModelPaths(base=str(base)), CPU, torch.float32)
 
 

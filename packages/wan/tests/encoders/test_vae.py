@@ -129,7 +129,7 @@ def test_damaged_or_missing_weights_of_a_folder_are_found_at_once(narrow_vae: Pa
     with pytest.raises(UserError, match="contains no .safetensors file"):
         VaeEncoder(ModelPaths(vae=str(folder)), CPU)
     shutil.rmtree(folder)
-    with pytest.raises(UserError, match="holds no vae; set model.vae"):
+    with pytest.raises(UserError, match="contains no vae; set model.vae"):
         VaeEncoder(ModelPaths(base=str(tmp_path)), CPU)
 
 

@@ -37,13 +37,13 @@ class AlphaHeader:
             UserError: If it is damaged, or has a regular expression in place of a module's name.
         """
         raw, where = source.metadata.get(DIFFUSERS_METADATA, "{}"), f"{source.path}: the header's {DIFFUSERS_METADATA}"
-        beside = source.path.with_name(_PEFT_CONFIG)
+        config_file = source.path.with_name(_PEFT_CONFIG)
         # Only for peft's own keys: a folder may have another adapter's configuration next to this file.
-        of_peft = raw == "{}" and any(key.startswith(_PEFT_PREFIX) for key in source.tensors) and beside.is_file()
-        where = str(beside) if of_peft else where
+        of_peft = raw == "{}" and any(key.startswith(_PEFT_PREFIX) for key in source.tensors) and config_file.is_file()
+        where = str(config_file) if of_peft else where
         cannot = "cannot be read: it"
         found = (
-            read_json_object(beside, _REMEDY, cannot)
+            read_json_object(config_file, _REMEDY, cannot)
             if of_peft
             else parse_json_object(raw, f"{where} {cannot}", _REMEDY)
         )

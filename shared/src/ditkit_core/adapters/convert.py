@@ -212,7 +212,7 @@ def _network(adapters: Mapping[str, Scaled]) -> dict[str, str]:
 
 
 def derived_metadata(source: Mapping[str, str], **made: object) -> dict[str, str]:
-    """The header of a file that is made from another: whatever still holds of the other's header, and how the file was made.
+    """The header of a file that is made from another: whatever is still true of the other's header, and how the file was made.
 
     Args:
         source: The other file's header.

@@ -109,6 +109,26 @@ def nearest_form(name: str) -> str:
     return known[close[0]] if close else ""
 
 
+STRANGERS: Mapping[str, str] = {
+    r"joint_(transformer_)?blocks": "Stable Diffusion 3's",
+    r"(down|up|mid|input|output|middle)_block": "those of a U-Net, as Stable Diffusion has one",
+    r"lora_te\d?_|text_model|text_encoder": "a text encoder's",
+}
+"""Patterns of names in files of models that are no family's, for `AdapterRules.strangers`."""
+
+
+def read_by_diffsynth(layout: AdapterLayout, naming: str) -> str:
+    """What DiffSynth ignores of a file; empty if it loads all of it. `naming` is the form of its module names for the family."""
+    if layout.form not in ("official", "diffsynth", "bare") or layout.naming != naming:
+        return "loads nothing of it; write it with --to diffsynth"
+    return "leaves DoRA magnitudes out; merge it" if layout.use_dora else ""
+
+
+def read_by_musubi(layout: AdapterLayout) -> str:
+    """What musubi-tuner ignores of a file; empty if it loads all of it."""
+    return "" if layout.form == "musubi" and not layout.use_dora else "wants --to musubi"
+
+
 def _no_readers(layout: AdapterLayout, modules: Collection[str]) -> dict[str, str]:
     return {}
 

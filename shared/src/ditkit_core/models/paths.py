@@ -189,7 +189,7 @@ class ModelPaths:
             raise not_there(key, value)
         with readable(path):
             if not path.exists():
-                raise UserError(f"{key} = {value!r} holds no {part}; {remedy} to where the {part} lies")
+                raise UserError(f"{key} = {value!r} contains no {part}; {remedy} to its file or folder")
             refuse_pickles(path, safe_names)
         return path
 
@@ -197,7 +197,7 @@ class ModelPaths:
 def _fetch(repository: str, inner: str, part: str, key: str, *, from_base: bool) -> Path:
     """Download one part of a hub repository, or find it in the local cache.
 
-    A base holds the part in a folder of its name, below `inner` if given. A part's own hub id may name a file or folder
+    A base contains the part in a folder of its name, below `inner` if given. A part's own hub id may name a file or folder
     inside the repository; if it names neither, the part's folder is taken, and the repository's root if there is none.
     """
     index: list[str] = []
