@@ -1,15 +1,15 @@
 """FLUX.2 against the checks that every model passes."""
 
-from flux2_items import Pictures
+from flux2_items import Images
 
 from ditkit_core.testing.conformance import Conformance, CoreChecks
 
 
-class TestEditing(Pictures, Conformance):
+class TestEditing(Images, Conformance):
     last_layers = ("txt_mlp.2", "img_mlp.2", "linear2")
 
 
-class TestTextToImage(Pictures, CoreChecks):
+class TestTextToImage(Images, CoreChecks):
     """Levers do not see whether there are references, and few checks see more than that."""
 
     one_in = 11

@@ -57,7 +57,7 @@ def test_diffusers_pipeline_draws_with_the_adapter_what_it_draws_with_our_weight
     base = run / "inputs" / "checkpoint"
     merged = run / "exports" / "transformer_diffusers"
 
-    def drawn(**parts):
+    def pipeline_of(**parts):
         pipeline = Flux2KleinPipeline.from_pretrained(base, local_files_only=True, **parts)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline, lambda: torch.from_numpy(
@@ -67,15 +67,15 @@ def test_diffusers_pipeline_draws_with_the_adapter_what_it_draws_with_our_weight
             ).images
         )  # fmt: skip
 
-    pipeline, draw = drawn()
-    plain = draw()
-    ours = drawn(transformer=Flux2Transformer2DModel.from_pretrained(merged, local_files_only=True))[1]()
+    pipeline, sample = pipeline_of()
+    plain = sample()
+    ours = pipeline_of(transformer=Flux2Transformer2DModel.from_pretrained(merged, local_files_only=True))[1]()
     # fp32 pictures in [0, 1]; a merged weight is rounded once where the adapter's product is added afterwards
     for name in ("run.safetensors", "run_diffusers.safetensors"):
         pipeline.load_lora_weights(run / "exports" / name)
-        torch.testing.assert_close(draw(), ours, rtol=0, atol=1e-4)
+        torch.testing.assert_close(sample(), ours, rtol=0, atol=1e-4)
         pipeline.unload_lora_weights()
-    assert torch.equal(draw(), plain) and (plain - ours).abs().max() > 1e-2
+    assert torch.equal(sample(), plain) and (plain - ours).abs().max() > 1e-2
 
 
 def test_a_run_that_was_continued_is_the_run_that_was_not(demo, tmp_path):

@@ -46,13 +46,13 @@ def sampler(vae_folder: Path) -> Flux2Sampler:
 def job(references: int = 0, **changes: Any) -> GenerationRequest:
     arch = ARCHS["dev"]
 
-    def drawn(name: str, *size: int) -> Tensor:
+    def noise(name: str, *size: int) -> Tensor:
         return torch.randn(size, generator=generator(name))
 
     rows = (arch.text_tokens, arch.text_dim)
-    pictures = [drawn(f"reference {i}", arch.in_channels, 1, *((2, 3), (3, 4))[i]) for i in range(references)]
+    pictures = [noise(f"reference {i}", arch.in_channels, 1, *((2, 3), (3, 4))[i]) for i in range(references)]
     defaults: dict[str, Any] = {
-        "conditions": {"text": drawn("wanted", *rows)}, "negative": {"text": drawn("unwanted", *rows)}, "references": pictures,
+        "conditions": {"text": noise("wanted", *rows)}, "negative": {"text": noise("unwanted", *rows)}, "references": pictures,
         "frames": 1, "height": HEIGHT, "width": WIDTH, "steps": STEPS, "guidance": 4.0, "shift": 0.0, "seed": 7,
     }  # fmt: skip
     return GenerationRequest(**(defaults | changes))
@@ -146,27 +146,27 @@ def test_guidance_is_what_the_architecture_makes_of_it(sampler: Flux2Sampler, ki
         given.append(float(inputs.guidance))
         return run_plain(model, inputs)
 
-    def drawn(**changes: Any) -> Tensor:
+    def sampled(**changes: Any) -> Tensor:
         given.clear()
         return generate_latents(sampler, job(**changes), model, run)
 
-    strong = drawn()
+    strong = sampled()
     assert given == [4.0] * STEPS * calls
-    weak = drawn(guidance=1.0)
+    weak = sampled(guidance=1.0)
     assert len(given) == STEPS
     assert torch.equal(strong, weak) == (kind == "klein")
-    alone = drawn(negative=None)
+    alone = sampled(negative=None)
     assert len(given) == STEPS and torch.equal(alone, strong if kind != "klein base" else weak)
 
 
 def test_seed_and_references_decide_the_picture(sampler: Flux2Sampler) -> None:
     model = tiny_model("klein")
 
-    def drawn(references: int = 0, **changes: Any) -> Tensor:
+    def sampled(references: int = 0, **changes: Any) -> Tensor:
         return generate_latents(sampler, job(references, **changes), model, run_plain)
 
-    first = drawn()
-    assert torch.equal(first, drawn()) and not torch.equal(first, drawn(seed=8))
-    assert not torch.equal(first, drawn(1)) and not torch.equal(drawn(1), drawn(2))
+    first = sampled()
+    assert torch.equal(first, sampled()) and not torch.equal(first, sampled(seed=8))
+    assert not torch.equal(first, sampled(1)) and not torch.equal(sampled(1), sampled(2))
     swapped = dataclasses.replace(job(2), references=job(2).references[::-1])
-    assert not torch.equal(drawn(2), generate_latents(sampler, swapped, model, run_plain))
+    assert not torch.equal(sampled(2), generate_latents(sampler, swapped, model, run_plain))

@@ -1,6 +1,6 @@
 """Wan against the checks that every model passes."""
 
-from wan_items import SIZES, Clips, Pictures
+from wan_items import SIZES, Clips, Images
 
 from ditkit_core.testing.conformance import Conformance, CoreChecks
 from ditkit_wan.presets import WanArch
@@ -10,11 +10,11 @@ class TestWan(Clips, Conformance):
     """Text to video."""
 
 
-class TestImageToVideo(Pictures, Conformance):
+class TestImageToVideo(Images, Conformance):
     one_in = 11
 
 
-class TestFirstAndLastFrame(Pictures, CoreChecks):
+class TestFirstAndLastFrame(Images, CoreChecks):
     """Only the embedding differs, which levers do not see."""
 
     one_in = 11

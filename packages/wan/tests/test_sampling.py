@@ -83,14 +83,14 @@ def test_without_guidance_the_model_is_called_once_a_step(checkpoint: Path, mode
         times.append(inputs.timestep.item())
         return run_plain(model, inputs)
 
-    def drawn(**changes: Any) -> torch.Tensor:
+    def sampled(**changes: Any) -> torch.Tensor:
         times.clear()
         return generate_latents(sampler, dataclasses.replace(job, **changes), model, run)
 
-    plain = drawn(guidance=1.0)
+    plain = sampled(guidance=1.0)
     assert len(times) == 3 and all(time == round(time) for time in times) and times[0] == 999
-    assert torch.equal(plain, drawn(negative=None)) and len(times) == 3
-    guided = drawn()
+    assert torch.equal(plain, sampled(negative=None)) and len(times) == 3
+    guided = sampled()
     assert len(times) == 6 and not torch.equal(plain, guided)
 
 
@@ -99,12 +99,12 @@ def test_a_seed_decides_the_sample_and_shift_the_noise_levels(
 ) -> None:
     sampler = WanSampler(ModelPaths(base=str(checkpoint)), CPU)
 
-    def drawn(**changes: Any) -> torch.Tensor:
+    def sampled(**changes: Any) -> torch.Tensor:
         return generate_latents(sampler, dataclasses.replace(job, guidance=1.0, **changes), model, run_plain)
 
-    first = drawn()
-    assert torch.equal(first, drawn()) and torch.equal(first, drawn(shift=3.0))  # 3 is the checkpoint's own
-    assert not torch.equal(first, drawn(seed=8)) and not torch.equal(first, drawn(shift=8.0))
+    first = sampled()
+    assert torch.equal(first, sampled()) and torch.equal(first, sampled(shift=3.0))  # 3 is the checkpoint's own
+    assert not torch.equal(first, sampled(seed=8)) and not torch.equal(first, sampled(shift=8.0))
 
 
 def test_a_checkpoints_scheduler_decides_the_shift(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conditions_help import CPU, controls, encoded, picture_file
+from conditions_help import CPU, controls, encoded, image_file
 from conditions_help import noise as colours
 from PIL import Image
 
@@ -35,7 +35,7 @@ ASKED = {
 }  # fmt: skip
 
 
-class Drawn:
+class Sampled:
     """A variant's checkpoint, our model with its weights, and our sampler over it."""
 
     def __init__(self, folder: Path, variant: str):
@@ -71,8 +71,8 @@ class Drawn:
 
 
 @pytest.fixture
-def drawn(tmp_path: Path) -> Callable[[str], Drawn]:
-    return lambda variant: Drawn(tmp_path / variant, variant)
+def sampled(tmp_path: Path) -> Callable[[str], Sampled]:
+    return lambda variant: Sampled(tmp_path / variant, variant)
 
 
 def opened(path: str) -> Image.Image:
@@ -90,11 +90,11 @@ def agree(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("variant", ["i2v", "flf2v"])
-def test_a_video_from_pictures_is_that_of_diffusers(drawn: Any, tmp_path: Path, variant: str) -> None:
-    ours = drawn(variant)
-    files = {"input_image": picture_file(tmp_path / "a.png", 1, SIDE, SIDE)}
+def test_a_video_from_pictures_is_that_of_diffusers(sampled: Any, tmp_path: Path, variant: str) -> None:
+    ours = sampled(variant)
+    files = {"input_image": image_file(tmp_path / "a.png", 1, SIDE, SIDE)}
     if variant == "flf2v":
-        files["end_image"] = picture_file(tmp_path / "b.png", 2, SIDE, SIDE)
+        files["end_image"] = image_file(tmp_path / "b.png", 2, SIDE, SIDE)
     latents, conditions = ours.latents(files)
     pictures = dict(zip(("image", "last_image"), map(opened, files.values()), strict=False))
     pipeline = ours.pipeline("WanImageToVideoPipeline")
@@ -105,9 +105,9 @@ def test_a_video_from_pictures_is_that_of_diffusers(drawn: Any, tmp_path: Path, 
     agree(latents, theirs)
 
 
-def test_a_video_from_a_clean_first_frame_is_that_of_diffusers(drawn: Any, tmp_path: Path) -> None:
-    ours = drawn("ti2v")
-    picture = picture_file(tmp_path / "a.png", 1, SIDE, SIDE)
+def test_a_video_from_a_clean_first_frame_is_that_of_diffusers(sampled: Any, tmp_path: Path) -> None:
+    ours = sampled("ti2v")
+    picture = image_file(tmp_path / "a.png", 1, SIDE, SIDE)
     latents, conditions = ours.latents({"input_image": picture})
     pipeline = ours.pipeline("WanImageToVideoPipeline", image_encoder=None, image_processor=None, expand_timesteps=True)
     theirs = pipeline(**ASKED, image=opened(picture), latents=noise(48, 2, SIDE // 16)).frames[0]
@@ -118,8 +118,8 @@ def test_a_video_from_a_clean_first_frame_is_that_of_diffusers(drawn: Any, tmp_p
     agree(from_text, ours.pipeline("WanPipeline")(**ASKED, latents=noise(48, 2, SIDE // 16)).frames[0])
 
 
-def test_vace_draws_its_references_and_cuts_them_off_as_diffusers_does(drawn: Any, tmp_path: Path) -> None:
-    ours = drawn("vace")
+def test_vace_draws_its_references_and_cuts_them_off_as_diffusers_does(sampled: Any, tmp_path: Path) -> None:
+    ours = sampled("vace")
     video = str(tmp_path / "v.mp4")
     write_video(Path(video), colours(1, FRAMES, SIDE, SIDE), 16.0)
     mask = torch.zeros(3, FRAMES, SIDE, SIDE)
@@ -127,7 +127,7 @@ def test_vace_draws_its_references_and_cuts_them_off_as_diffusers_does(drawn: An
     write_video(tmp_path / "m.mp4", mask, 16.0)
     files = {
         "vace_video": video, "vace_video_mask": str(tmp_path / "m.mp4"),
-        "vace_reference_image": picture_file(tmp_path / "r.png", 2, SIDE, SIDE),
+        "vace_reference_image": image_file(tmp_path / "r.png", 2, SIDE, SIDE),
     }  # fmt: skip
     latents, conditions = ours.latents(files)
     pipeline = ours.pipeline("WanVACEPipeline")
@@ -161,8 +161,8 @@ def test_noise_levels_are_shifted_as_each_variants_authors_do() -> None:
     assert default_shift(PRESETS["i2v-a14b"], 480, 832) == 5 and default_shift(PRESETS["t2v-14b"], 480, 832) == 5
 
 
-def test_without_a_schedulers_configuration_a_variant_is_drawn_with_its_own_shift(drawn: Any) -> None:
-    ours = drawn("vace")
+def test_without_a_schedulers_configuration_a_variant_is_drawn_with_its_own_shift(sampled: Any) -> None:
+    ours = sampled("vace")
     alone = WanSampler(ModelPaths(vae=str(ours.folder / "vae")), CPU, arch=ours.arch)
     explicit, _ = ours.latents({}, shift=16.0)
     ours.sampler = alone

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drawing_child import children
 from preview_runs import check_equal, pending
 from safetensors.torch import load_file
+from sampling_child import children
 from toy_world import World, equal
 
 from ditkit_core.adapters import export as adapters

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from front_cases import Case, drawn, least
+from front_cases import Case, least, random_case
 from malformed import controlled
 from safetensors import safe_open
 from toy_world import World
@@ -124,7 +124,7 @@ class Front:
 
     def hold(self, seed: int) -> str:
         """Try the case of a seed; a failure says what it takes at least."""
-        case = drawn(seed)
+        case = random_case(seed)
         try:
             return self.try_case(case)
         except BaseException as error:
@@ -156,8 +156,8 @@ def test_nothing_gets_through_that_should_not(front: Front, seeds: range) -> Non
 def test_a_fault_is_told_with_its_seed_and_the_least_that_shows_it(
     front: Front, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seed = next(seed for seed in range(100) if len(drawn(seed).flags) > 2 and drawn(seed).file is None)
-    guilty = drawn(seed).flags[1]
+    seed = next(seed for seed in range(100) if len(random_case(seed).flags) > 2 and random_case(seed).file is None)
+    guilty = random_case(seed).flags[1]
 
     def faulty(case: Case) -> str:
         if guilty in case.flags:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from drawing_child import Child, children
-from preview_runs import FLAGS, check_equal, drawn, pending
+from preview_runs import FLAGS, check_equal, pending, samples
 from safetensors.torch import save_file
+from sampling_child import Child, children
 from toy_world import World, equal
 from two_experts import EXPERTS, TwoExperts
 
@@ -85,7 +85,7 @@ def test_they_are_those_drawn_in_place_and_disturb_nothing(
         assert world.train("there", 6, *flags, "--sample.device", "cpu") == 0
     here, there = world.folder / "here", world.folder / "there"
     check_equal(here, there)
-    assert drawn(here) == drawn(there) and len(drawn(here)) == 4 * (2 * 2 + 2)
+    assert samples(here) == samples(there) and len(samples(here)) == 4 * (2 * 2 + 2)
     assert len(started) == 1 and started[0].environment["CUDA_VISIBLE_DEVICES"] == "" and pending(there) == []
     assert "waiting for 3 previews from cpu" in capsys.readouterr().out
     assert [each.title for each in read_sections(there)[0].samples] == [f"step {step}" for step in (0, 2, 4, 6)]
@@ -101,7 +101,7 @@ def test_a_real_process_draws_the_same(world: World) -> None:
     check_equal(here, there)
     log = (there / "previews.log").read_text()
     assert re.findall("process [0-9]+ generates (.*)", log) == [f"step-{step:06d}.safetensors" for step in (0, 2, 4)]
-    assert drawn(here) == drawn(there) and pending(there) == []
+    assert samples(here) == samples(there) and pending(there) == []
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def test_a_real_process_ends_with_a_parent_that_is_killed(world: World, monkeypa
     assert pending(run) == ["step-000000.safetensors"] and not (run / "complete.json").exists()
     with children(world.spec, "draws"):
         assert world.train("run", 2, *ELSEWHERE) == 0
-    assert {name[:11] for name in drawn(run)} == {"step-000000", "step-000002"} and pending(run) == []
+    assert {name[:11] for name in samples(run)} == {"step-000000", "step-000002"} and pending(run) == []
 
 
 def text_of(path: Path) -> str:
@@ -158,7 +158,7 @@ def test_what_a_stopped_run_leaves_is_drawn_when_it_goes_on(
     torn.touch()
     with children(world.spec, "draws") as started:
         assert world.train("run", 6, *ELSEWHERE) == 0
-    assert drawn(run) == drawn(world.folder / "whole")
+    assert samples(run) == samples(world.folder / "whole")
     assert len(started) == 1 and pending(run) == [] and not torn.exists()
     put(run / "samples" / "pending", Preview(step=2), {})
     capsys.readouterr()
@@ -181,7 +181,7 @@ def test_what_waits_of_a_run_that_was_given_up_is_not_drawn_into_the_next(
     assert pending(run) == [f"step-{step:06d}.safetensors" for step in (0, 2, 4)] and not any(run.glob("state/step-*"))
     with children(world.spec, "draws"):
         assert world.train("run", 3, *ELSEWHERE) == 0
-    assert drawn(run) == drawn(world.folder / "whole") and pending(run) == []
+    assert samples(run) == samples(world.folder / "whole") and pending(run) == []
 
 
 def test_a_signal_while_the_last_previews_are_drawn_loses_none(
@@ -211,10 +211,10 @@ def test_one_that_fails_costs_a_warning_and_can_be_drawn_later(
     assert "previews not generated: 2" in said and "the same command tries again" in said
     assert pending(run) == ["step-000000.safetensors", "step-000002.safetensors"]
     assert [len(child.command) - len(started[0].command) for child in started] == [0, 1], "one was left out"
-    assert (run / "complete.json").exists() and {name[:11] for name in drawn(run)} == {"step-000004"}
+    assert (run / "complete.json").exists() and {name[:11] for name in samples(run)} == {"step-000004"}
     with children(world.spec, "draws"):
         assert world.train("run", 4, *ELSEWHERE) == 0, "which is complete"
-    assert pending(run) == [] and {name[:11] for name in drawn(run)} == {f"step-{step:06d}" for step in (0, 2, 4)}
+    assert pending(run) == [] and {name[:11] for name in samples(run)} == {f"step-{step:06d}" for step in (0, 2, 4)}
     assert [each.title for each in read_sections(run)[0].samples] == [f"step {step}" for step in (0, 2, 4)]
 
 
@@ -371,13 +371,13 @@ def test_each_of_two_experts_is_drawn_while_it_trains(experts: TwoExperts, monke
     for name in names:
         assert equal(world.exported("plain", name), world.exported("both", name))
         folder = world.folder / "both" / name
-        pictures = {file[:11]: picture for file, picture in drawn(folder).items() if file.endswith(".png")}
+        pictures = {file[:11]: picture for file, picture in samples(folder).items() if file.endswith(".png")}
         assert pictures.keys() == {"step-000000", "step-000001"} and len(set(pictures.values())) == 2
     sections = {section.name: [each.title for each in section.samples] for section in read_sections(tmp_path / "both")}
     drawn_in = {"high_noise": ["step 0", "step 1"], "low_noise": ["step 0", "step 1"], "": ["step 2"]}
     assert sections == drawn_in
     assert (tmp_path / "both" / names[0] / "report.html").read_text().count("<img") == 2
-    assert pending(tmp_path / "both") == [] and {file[:11] for file in drawn(tmp_path / "both")} == {"step-000002"}
+    assert pending(tmp_path / "both") == [] and {file[:11] for file in samples(tmp_path / "both")} == {"step-000002"}
 
 
 def test_a_signal_in_the_last_wait_of_two_experts_leaves_a_complete_run(
@@ -404,7 +404,7 @@ def test_a_run_of_one_expert_draws_with_the_other_as_it_is(
     with children(world.spec, "draws"):
         assert world.train("low", 3, *flags) == 0
     assert "sampling with the high_noise expert with its base weights" in capsys.readouterr().out
-    assert {name[:11] for name in drawn(tmp_path / "low")} == {f"step-{step:06d}" for step in (0, 2, 3)}
+    assert {name[:11] for name in samples(tmp_path / "low")} == {f"step-{step:06d}" for step in (0, 2, 3)}
     (tmp_path / "toy_high_noise.safetensors").unlink()
     with children(world.spec, "draws") as started:
         assert world.train("alone", 3, *flags) == 0

@@ -112,7 +112,7 @@ def least(case: Case, fails: Callable[[Case], bool]) -> Case:
     return case
 
 
-def drawn(seed: int) -> Case:
+def random_case(seed: int) -> Case:
     """The case of a seed."""
     draw = random.Random(f"front {seed}")
     if draw.random() < 0.15:

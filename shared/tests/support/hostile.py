@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from front_cases import JUNK, KEYS, LITERALS, TEXTS, drawn, line_of_metadata
+from front_cases import JUNK, KEYS, LITERALS, TEXTS, line_of_metadata, random_case
 from malformed import CATALOGUE, good
 from media_files import numbered_video, picture
 from safetensors.torch import load_file, save_file
@@ -168,7 +168,7 @@ class Flags:
         self.world = World(folder)
 
     def use(self, draw: random.Random, folder: Path) -> None:
-        given = [text for flag in drawn(draw.randrange(10**9)).flags for text in flag]
+        given = [text for flag in random_case(draw.randrange(10**9)).flags for text in flag]
         for _ in range(draw.choice((0, 0, 1, 2))):
             given.insert(
                 draw.randrange(len(given) + 1),

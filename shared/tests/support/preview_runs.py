@@ -40,7 +40,7 @@ def check_equal(one: Path, other: Path) -> None:
     assert numbers(one) == numbers(other)
 
 
-def drawn(run: Path) -> dict[str, bytes]:
+def samples(run: Path) -> dict[str, bytes]:
     """The files of all samples."""
     return {path.name: path.read_bytes() for path in (run / "samples").iterdir() if path.is_file()}
 

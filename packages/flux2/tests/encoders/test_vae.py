@@ -57,7 +57,7 @@ def loaded(path: Path) -> VaeEncoder:
     return encoder
 
 
-def picture(height: int = 48, width: int = 32) -> torch.Tensor:
+def image(height: int = 48, width: int = 32) -> torch.Tensor:
     return torch.rand(3, 1, height, width, generator=torch.Generator().manual_seed(1)) * 2 - 1
 
 
@@ -82,21 +82,21 @@ def test_every_parameter_has_an_official_name_and_finds_back() -> None:
 def test_latents_are_those_of_diffusers_pipeline(folder: Path) -> None:
     from diffusers import AutoencoderKLFlux2, Flux2Pipeline
 
-    latents = loaded(folder).encode([picture()])[0]["latents"]
+    latents = loaded(folder).encode([image()])[0]["latents"]
     parts = {"scheduler": None, "text_encoder": None, "tokenizer": None, "transformer": None}
     pipeline = Flux2Pipeline(vae=AutoencoderKLFlux2.from_pretrained(folder), **parts)
     with torch.no_grad():
-        expected = pipeline._encode_vae_image(picture().transpose(0, 1), generator=None)[0]
+        expected = pipeline._encode_vae_image(image().transpose(0, 1), generator=None)[0]
     assert latents.shape == (16, 1, 3, 2) and latents.dtype == torch.float32
     assert torch.equal(latents[:, 0], expected)
 
 
 def test_decoding_undoes_normalisation_and_patches(folder: Path) -> None:
     encoder = loaded(folder)
-    pixels = encoder.decode(encoder.encode([picture()])[0]["latents"])
+    pixels = encoder.decode(encoder.encode([image()])[0]["latents"])
     vae = tiny_vae()
     with torch.no_grad():
-        expected = vae.decode(vae.encode(picture().transpose(0, 1)).latent_dist.mode()).sample
+        expected = vae.decode(vae.encode(image().transpose(0, 1)).latent_dist.mode()).sample
     assert pixels.shape == (3, 1, 48, 32) and pixels.min() >= 0 and pixels.max() <= 1
     # normalising and back rounds each latent twice in fp32
     torch.testing.assert_close(pixels, (expected / 2 + 0.5).clamp(0, 1).transpose(0, 1), atol=1e-5, rtol=0)
@@ -114,11 +114,11 @@ def test_a_patch_becomes_channels_in_the_order_channel_row_column() -> None:
 
 def test_the_statistics_are_read_and_never_updated(folder: Path) -> None:
     encoder = loaded(folder)
-    first = encoder.encode([picture()])[0]["latents"]
+    first = encoder.encode([image()])[0]["latents"]
     norm = encoder._vae.module.bn
     assert norm.eps == 1e-4 and not any(module.training for module in encoder._vae.module.modules())
     encoder._vae.module.train()  # not even then
-    assert torch.equal(encoder.encode([picture()])[0]["latents"], first)
+    assert torch.equal(encoder.encode([image()])[0]["latents"], first)
     encoder.decode(first)
     stored = load_file(folder / "diffusion_pytorch_model.safetensors")
     assert torch.equal(norm.running_mean, stored["bn.running_mean"])
@@ -133,17 +133,17 @@ def test_the_official_single_file_gives_what_the_folder_gives(tmp_path: Path, se
     assert state["encoder.mid.attn_1.q.weight"].shape == (128, 128, 1, 1)
     save_file(state, file)
     from_file, from_folder = loaded(file), loaded(tmp_path / "vae")
-    latents = from_file.encode([picture()])[0]["latents"]
-    assert torch.equal(latents, from_folder.encode([picture()])[0]["latents"])
+    latents = from_file.encode([image()])[0]["latents"]
+    assert torch.equal(latents, from_folder.encode([image()])[0]["latents"])
     assert torch.equal(from_file.decode(latents), from_folder.decode(latents))
     assert from_file.stride == from_folder.stride == 16 and from_file.channels == from_folder.channels == 16
     assert ("decoder_block_out_channels" in from_file.config) == bool(settings)
 
 
 def test_progress_is_told_of_one_item(folder: Path) -> None:
-    told: list[float] = []
-    loaded(folder).encode([picture()], told.append)
-    assert told == [1]
+    progress: list[float] = []
+    loaded(folder).encode([image()], progress.append)
+    assert progress == [1]
 
 
 def test_unloading_frees_the_weights(folder: Path) -> None:
@@ -154,7 +154,7 @@ def test_unloading_frees_the_weights(folder: Path) -> None:
 
 def test_a_picture_that_is_no_multiple_of_the_stride_is_a_mistake_of_ours(folder: Path) -> None:
     with pytest.raises(AssertionError, match="40"):
-        loaded(folder).encode([picture(height=40)])
+        loaded(folder).encode([image(height=40)])
 
 
 def test_a_truncated_file_is_one_line(folder: Path, tmp_path: Path) -> None:

@@ -44,16 +44,16 @@ def main(kind: str) -> None:
     model: Any = make_model(FLUX2, ARCHS["dev"], adapter=AdapterConfig(rank=4) if kind == "lora" else None)
     random = torch.Generator().manual_seed(0)
 
-    def drawn(*size: int) -> Tensor:
+    def noise(*size: int) -> Tensor:
         return torch.randn(size, generator=random)
 
     carry = model.embed(
         Flux2Inputs(
-            latents=[drawn(16, 1, 3, 4), drawn(16, 1, 2, 3)],
+            latents=[noise(16, 1, 3, 4), noise(16, 1, 2, 3)],
             sigma=torch.tensor([0.3, 0.7]),
             guidance=torch.tensor([1.0, 2.0]),
-            text=[drawn(7, 12), drawn(7, 12)],
-            references=[[drawn(16, 1, 2, 2)], []],
+            text=[noise(7, 12), noise(7, 12)],
+            references=[[noise(16, 1, 2, 2)], []],
         )
     )
     found = {}

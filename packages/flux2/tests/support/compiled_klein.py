@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from flux2_items import Pictures
+from flux2_items import Images
 
 from ditkit_core.testing.conformance import CoreChecks
 
 
-class Klein(Pictures, CoreChecks):
+class Klein(Images, CoreChecks):
     """Klein, with references."""
 
-    arch = replace(Pictures.arch, guidance=False)
+    arch = replace(Images.arch, guidance=False)

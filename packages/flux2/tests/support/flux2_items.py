@@ -6,7 +6,7 @@ from ditkit_flux2.presets import Flux2Arch
 from ditkit_flux2.spec import FLUX2
 
 
-class Pictures:
+class Images:
     """A tiny FLUX.2 and its training items."""
 
     spec = FLUX2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conditions_help import CPU, controls, encoded, picture_file, tiny_vae, video_file
+from conditions_help import CPU, controls, encoded, image_file, tiny_vae, video_file
 
 from ditkit_core.errors import MissingDependency, UserError
 from ditkit_core.models.conditions import ClipInputs, Conditioner
@@ -37,7 +37,7 @@ def table(path: Path, rows: int = 90, width: int = 35, value: float = 0.5) -> st
 
 
 def torn(path: Path) -> str:
-    picture_file(path, 1)
+    image_file(path, 1)
     path.write_bytes(path.read_bytes()[:200])
     return str(path)
 
@@ -50,14 +50,14 @@ def poses(path: Path, text: str = "a b c") -> str:
 GOOD: dict[str, Callable[[Path], Files]] = {
     "t2v-1.3b": lambda folder: {},
     "i2v-14b-480p": lambda folder: {},
-    "i2v-a14b": lambda folder: {"input_image": picture_file(folder / "p.png", 2)},
-    "flf2v-14b-720p": lambda folder: {"end_image": picture_file(folder / "p.png", 2)},
-    "ti2v-5b": lambda folder: {"input_image": picture_file(folder / "p.png", 2)},
+    "i2v-a14b": lambda folder: {"input_image": image_file(folder / "p.png", 2)},
+    "flf2v-14b-720p": lambda folder: {"end_image": image_file(folder / "p.png", 2)},
+    "ti2v-5b": lambda folder: {"input_image": image_file(folder / "p.png", 2)},
     "vace-1.3b": lambda folder: {
-        "vace_video": video_file(folder / "v.mp4", 3), "vace_reference_image": picture_file(folder / "p.png", 2),
+        "vace_video": video_file(folder / "v.mp4", 3), "vace_reference_image": image_file(folder / "p.png", 2),
     },
     CONTROL: lambda folder: {
-        "control_video": video_file(folder / "v.mp4", 3), "reference_image": picture_file(folder / "p.png", 2),
+        "control_video": video_file(folder / "v.mp4", 3), "reference_image": image_file(folder / "p.png", 2),
     },
     CAMERA: lambda folder: {"camera_control_direction": "LeftUp", "camera_control_speed": "0.01"},
     DANCE: lambda folder: {"wantodance_music_path": table(folder / "m.npy")},

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conditions_help import CPU, FRAMES, controls, encoded, picture_file, video_file
+from conditions_help import CPU, FRAMES, controls, encoded, image_file, video_file
 from narrow_vae import NARROW_2_2, narrow
 
 from ditkit_core.data.columns import OF_THE_MODEL, reference_columns
@@ -80,7 +80,7 @@ def given(name: str, kind: str, folder: Path) -> str:
     if kind == "video":
         return video_file(folder / f"{name}.mp4", 2)
     if kind == "image":
-        return picture_file(folder / f"{name}.png", 3, 64, 64)
+        return image_file(folder / f"{name}.png", 3, 64, 64)
     if kind == "audio":
         np.save(folder / "music.npy", np.zeros((30, 35), np.float32))
         return str(folder / "music.npy")
@@ -124,10 +124,10 @@ def test_a_still_picture_in_place_of_a_video_stays_on_screen(
 ) -> None:
     arch = replace(PRESETS[preset], image_dim=IMAGE_DIM if PRESETS[preset].image_dim else 0, text_dim=32)
     where = ModelPaths(vae=str(checkpoint / "vae"), image_encoder=str(clip_folder))
-    still = picture_file(tmp_path / "still.png", 1)
+    still = image_file(tmp_path / "still.png", 1)
     (tmp_path / "same").mkdir()
     for number in range(FRAMES):
-        picture_file(tmp_path / "same" / f"{number}.png", 1)
+        image_file(tmp_path / "same" / f"{number}.png", 1)
     read = 0
     for conditioner in conditioners(arch, where, CPU, False):
         # what a still clip is given its music as is of no concern here

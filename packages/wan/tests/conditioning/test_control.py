@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conditions_help import CPU, FRAMES, HEIGHT, WIDTH, controls, encoded, picture_file, tiny_vae, video_file
+from conditions_help import CPU, FRAMES, HEIGHT, WIDTH, controls, encoded, image_file, tiny_vae, video_file
 
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
@@ -24,7 +24,7 @@ def read(path: str, frames: int = FRAMES) -> torch.Tensor:
 
 def test_y_is_the_control_video_then_the_first_picture_alone(checkpoint: Path, tmp_path: Path) -> None:
     vae = tiny_vae(checkpoint)
-    files = {"control_video": video_file(tmp_path / "v.mp4", 1), "input_image": picture_file(tmp_path / "a.png", 2)}
+    files = {"control_video": video_file(tmp_path / "v.mp4", 1), "input_image": image_file(tmp_path / "a.png", 2)}
     conditioner = Control(vae)
     assert isinstance(conditioner, Conditioner) and conditioner.uses(controls(None, files)) == tuple(files)
     y = encoded(conditioner, controls(None, files))["y"]
@@ -64,7 +64,7 @@ def test_a_camera_starts_at_a_picture_and_zero_latents(checkpoint: Path, tmp_pat
 
 def test_a_reference_is_encoded_where_there_is_one(checkpoint: Path, tmp_path: Path, clip_folder: Path) -> None:
     vae, clip = tiny_vae(checkpoint), ImageEncoder(ModelPaths(image_encoder=str(clip_folder)), CPU, torch.float32)
-    files = {"reference_image": picture_file(tmp_path / "r.png", 1), "input_image": picture_file(tmp_path / "a.png", 2)}
+    files = {"reference_image": image_file(tmp_path / "r.png", 1), "input_image": image_file(tmp_path / "a.png", 2)}
     reference, vision = Reference(vae), ControlVision(clip, ("reference_image", "input_image"))
     assert reference.optional and reference.uses(controls("clip.mp4")) == ()
     latents = encoded(reference, controls(None, files))["reference"]
@@ -181,7 +181,7 @@ def test_a_pose_for_each_image_of_a_folder_and_for_frames_of_another_rate(tmp_pa
     """A folder that names no rate has no seconds; of a video at twice the rate every second pose is taken."""
     (tmp_path / "shot").mkdir()
     for number in range(FRAMES):
-        picture_file(tmp_path / "shot" / f"{number:04d}.png", number)
+        image_file(tmp_path / "shot" / f"{number:04d}.png", number)
     poses = camera.moving("UpIn", "0.03", FRAMES)
     file = pose_file(tmp_path / "poses.txt", poses)
     path = encoded(Camera(), controls(tmp_path / "shot", {"camera_file": file}))["camera_path"]

@@ -15,7 +15,7 @@ from conditions_help import (
     WIDTH,
     controls,
     encoded,
-    picture_file,
+    image_file,
     sound_file,
     tiny_vae,
     video_file,
@@ -220,7 +220,7 @@ def test_clip_sees_the_moment_that_the_keyframes_begin_with_and_beside_it_who_da
     files = {
         "wantodance_keyframes": video_file(tmp_path / "k.mp4", 1, frames=13),
         "wantodance_keyframes_mask": json.dumps([1] + [0] * 12),
-        "wantodance_reference_image": picture_file(tmp_path / "d.png", 2),
+        "wantodance_reference_image": image_file(tmp_path / "d.png", 2),
     }
     clip = ImageEncoder(where, CPU, torch.float32)
     clip.load()
@@ -265,7 +265,7 @@ def test_rates_that_the_model_knows_and_stills_are_told_to_it_by_the_number_of_r
 def test_a_video_of_keyframes_alone_is_one_of_a_quarter_of_the_rate(checkpoint: Path, tmp_path: Path) -> None:
     """What DiffSynth's recipe has as video: n frames, of which each is a keyframe, for 4 (n - 1) + 1 frames of the clip."""
     (tmp_path / "dance").mkdir()
-    pictures = [picture_file(tmp_path / "dance" / f"{number}.png", number) for number in range(3)]
+    pictures = [image_file(tmp_path / "dance" / f"{number}.png", number) for number in range(3)]
     (tmp_path / "dance" / "fps.txt").write_text("1.875")
     clip = read_clip(tmp_path / "dance", frames=FRAMES, fps=7.5, height=HEIGHT, width=WIDTH)
     vae = KeyframeVae(ModelPaths(base=str(checkpoint)), CPU)
@@ -281,7 +281,7 @@ def test_without_keyframes_the_dancer_is_the_first_moment_and_the_rest_is_black(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     vae = tiny_vae(checkpoint)
-    files = {"wantodance_reference_image": picture_file(tmp_path / "d.png", 1)}
+    files = {"wantodance_reference_image": image_file(tmp_path / "d.png", 1)}
     given = controls("clip.mp4", files)
     assert Keyframes(vae).uses(given) == ("wantodance_reference_image",) and Keyframes(vae).uses(
         controls("clip.mp4")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conditions_help import CPU, FRAMES, HEIGHT, WIDTH, controls, encoded, picture_file, tiny_vae, video_file
+from conditions_help import CPU, FRAMES, HEIGHT, WIDTH, controls, encoded, image_file, tiny_vae, video_file
 
 from ditkit_core.data.media.clip import read_clip
 from ditkit_core.errors import UserError
@@ -37,9 +37,9 @@ def of_diffusers(checkpoint: Path, first: torch.Tensor, last: torch.Tensor | Non
 @pytest.mark.parametrize("frames", [5, 9, 13])
 @pytest.mark.parametrize("end", [False, True])
 def test_y_is_that_of_diffusers(checkpoint: Path, tmp_path: Path, frames: int, end: bool) -> None:
-    files = {"input_image": picture_file(tmp_path / "a.png", 1)}
+    files = {"input_image": image_file(tmp_path / "a.png", 1)}
     if end:
-        files["end_image"] = picture_file(tmp_path / "b.png", 2)
+        files["end_image"] = image_file(tmp_path / "b.png", 2)
     conditioner = FirstLast(tiny_vae(checkpoint), both=False)
     given = controls(None, files, frames=frames)
     assert isinstance(conditioner, Conditioner) and conditioner.uses(given) == tuple(files)
@@ -83,7 +83,7 @@ def test_a_clip_stands_for_the_pictures_that_it_has_not(checkpoint: Path, tmp_pa
     for conditioner, last in ((begin, None), (both, own[:, -1:])):
         theirs = of_diffusers(checkpoint, own[:, :1], last, FRAMES)
         torch.testing.assert_close(encoded(conditioner, window)["y"], theirs, atol=1e-6, rtol=1e-6)
-    named = controls(clip, {"end_image": picture_file(tmp_path / "b.png", 2)})
+    named = controls(clip, {"end_image": image_file(tmp_path / "b.png", 2)})
     assert begin.uses(named) == ("", "end_image")
     assert begin.identity != both.identity
     with pytest.raises(
@@ -94,7 +94,7 @@ def test_a_clip_stands_for_the_pictures_that_it_has_not(checkpoint: Path, tmp_pa
 
 
 def test_a_still_is_known_whole(checkpoint: Path, tmp_path: Path) -> None:
-    still = picture_file(tmp_path / "a.png", 1)
+    still = image_file(tmp_path / "a.png", 1)
     y = encoded(FirstLast(tiny_vae(checkpoint), both=True), controls(still, frames=1, fps=0.0))["y"]
     assert y.shape == (20, 1, HEIGHT // 8, WIDTH // 8) and (y[:4] == 1).all()
 
@@ -111,7 +111,7 @@ def test_a_first_frame_is_the_clips_own_first_latent_and_nothing_without_a_pictu
     whole = vae.encode([read_clip(Path(clip), frames=FRAMES, fps=16.0, height=HEIGHT, width=WIDTH)])[0]["latents"]
     torch.testing.assert_close(first, whole[:, :1], atol=1e-5, rtol=1e-5)
     assert conditioner.uses(controls(None)) == () and conditioner.uses(controls(clip)) == ("",)
-    named = controls(clip, {"input_image": picture_file(tmp_path / "a.png", 1)})
+    named = controls(clip, {"input_image": image_file(tmp_path / "a.png", 1)})
     assert conditioner.uses(named) == ("input_image",)
     assert not torch.equal(encoded(conditioner, named)["first_frame"], first)
 
@@ -126,7 +126,7 @@ def test_two_kinds_on_one_vae_have_keys_of_their_own(checkpoint: Path) -> None:
 
 def test_clip_sees_the_first_then_the_last_picture(tmp_path: Path, clip_folder: Path) -> None:
     encoder = ImageEncoder(ModelPaths(image_encoder=str(clip_folder)), CPU, torch.float32)
-    files = {"input_image": picture_file(tmp_path / "a.png", 1), "end_image": picture_file(tmp_path / "b.png", 2)}
+    files = {"input_image": image_file(tmp_path / "a.png", 1), "end_image": image_file(tmp_path / "b.png", 2)}
     both = ClipVision(encoder, ("input_image", "end_image"))
     one = ClipVision(encoder, ("input_image",))
     assert isinstance(both, Conditioner) and both.uses(controls(None, files)) == ("input_image", "end_image")
@@ -145,7 +145,7 @@ def test_clip_sees_the_first_then_the_last_picture(tmp_path: Path, clip_folder: 
 def test_clip_sees_what_diffusers_shows_it(tmp_path: Path, clip_folder: Path) -> None:
     from transformers import CLIPVisionModel
 
-    files = {"input_image": picture_file(tmp_path / "a.png", 1)}
+    files = {"input_image": image_file(tmp_path / "a.png", 1)}
     encoder = ImageEncoder(ModelPaths(image_encoder=str(clip_folder)), CPU, torch.float32)
     tokens = encoded(ClipVision(encoder, ("input_image",)), controls(None, files))["image"]
     theirs: Any = CLIPVisionModel.from_pretrained(clip_folder)

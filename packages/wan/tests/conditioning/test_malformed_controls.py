@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conditions_help import picture_file, sound_file, video_file
+from conditions_help import image_file, sound_file, video_file
 from media_files import sound_only
 from one_line import check_line
 from safetensors.torch import save_file
@@ -240,7 +240,7 @@ def test_what_vace_is_told(tmp_path: Path, column: str, kind: str) -> None:
         case "sound":
             sound_only(folder / "mask.mp4").rename(folder / name)
         case "short" | "cut":
-            path = Path(video_file(folder / name, 5) if name.endswith("mp4") else picture_file(folder / name, 5))
+            path = Path(video_file(folder / name, 5) if name.endswith("mp4") else image_file(folder / name, 5))
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
         case "folder":
             (folder / name).mkdir()
@@ -253,7 +253,7 @@ def test_what_is_sound_is_used(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     folder.mkdir()
     video_file(folder / "long.mp4", 4, frames=20)
-    picture_file(folder / "mask.png", 6, 8, 1000)
+    image_file(folder / "mask.png", 6, 8, 1000)
     given = {"vace_video": "long.mp4", "vace_video_mask": "mask.png", "vace_reference_image": "mask.png"}
     found = look(folder, "vace-1.3b", **given)
     assert found.samples == 2 and found.excluded == (), "masks and pictures of another size are fitted"

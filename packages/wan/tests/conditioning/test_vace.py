@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conditions_help import CPU, FRAMES, HEIGHT, WIDTH, controls, encoded, picture_file, tiny_vae, video_file
+from conditions_help import CPU, FRAMES, HEIGHT, WIDTH, controls, encoded, image_file, tiny_vae, video_file
 
 from ditkit_core.data.media.clip import read_clip, write_image, write_video
 from ditkit_core.errors import UserError
@@ -57,7 +57,7 @@ def read(path: str) -> torch.Tensor:
 def test_the_context_is_that_of_diffusers(checkpoint: Path, tmp_path: Path, count: int) -> None:
     files = {"vace_video": video_file(tmp_path / "v.mp4", 1), "vace_video_mask": mask_file(tmp_path / "m.mp4")}
     columns = ("vace_reference_image", "vace_reference_image_2")[:count]
-    files |= {column: picture_file(tmp_path / f"{column}.png", 2 + i, 40, 40) for i, column in enumerate(columns)}
+    files |= {column: image_file(tmp_path / f"{column}.png", 2 + i, 40, 40) for i, column in enumerate(columns)}
     conditioner = Vace(tiny_vae(checkpoint))
     assert isinstance(conditioner, Conditioner) and conditioner.uses(controls(None, files)) == tuple(files)
     made = encoded(conditioner, controls(None, files))
@@ -78,7 +78,7 @@ def test_a_picture_is_scaled_to_fit_on_white_as_diffusers_does(checkpoint: Path,
     from PIL import Image
 
     for height, width in ((40, 40), (16, 64), (HEIGHT, WIDTH)):
-        path = picture_file(tmp_path / f"{height}.png", height, height, width)
+        path = image_file(tmp_path / f"{height}.png", height, height, width)
         theirs = pipeline(checkpoint).preprocess_conditions(
             reference_images=Image.open(path), height=HEIGHT, width=WIDTH, num_frames=1, dtype=torch.float32, device=CPU
         )[2][0][0]

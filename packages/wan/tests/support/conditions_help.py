@@ -22,7 +22,7 @@ def noise(name: int, frames: int = 1, height: int = HEIGHT, width: int = WIDTH) 
     return torch.nn.functional.interpolate(small.transpose(0, 1), size=(height, width), mode="bilinear").transpose(0, 1)
 
 
-def picture_file(path: Path, name: int, height: int = HEIGHT, width: int = WIDTH) -> str:
+def image_file(path: Path, name: int, height: int = HEIGHT, width: int = WIDTH) -> str:
     write_image(path, noise(name, 1, height, width)[:, 0])
     return str(path)
 

@@ -30,7 +30,7 @@ class Clips:
         return {"latents": (4, 2, *grid), "text": (3 + index, 20)}
 
 
-class Pictures(Clips):
+class Images(Clips):
     """Image tokens in every block."""
 
     arch = WanArch(**SIZES, in_channels=10, image_dim=14)

@@ -262,6 +262,6 @@ class SwapChecks:
             swap = stream(model)
             for _ in range(3):
                 with Watched(swap) as watch:
-                    (drawn,) = model(inputs, engine=BlockEngine(hooks=(swap,)))
-                assert torch.equal(drawn, expected)
+                    (sample,) = model(inputs, engine=BlockEngine(hooks=(swap,)))
+                assert torch.equal(sample, expected)
                 assert watch.most <= 2 and watch.fetched.total() <= len(swap.buffers) + 1
