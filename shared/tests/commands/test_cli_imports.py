@@ -45,14 +45,14 @@ ANSWERS = [
     ("train", ["--data.folder", "clipz"], 1, "data.folder clipz does not exist"),
     ("encode", ["--data.folders", '["here", "clipz"]'], 1, "data.folders clipz does not exist"),
     ("train", ["--data.folder", "here", "--model.base", "./Wan"], 1, "model.base = './Wan': there is no such file"),
-    ("train", ["--init-from", "runz", "--data.folder", "here"], 1, "--init-from: there is no run runz; check the path"),
+    ("train", ["--init-from", "runz", "--data.folder", "here"], 1, "--init-from runz is not there; correct the path"),
     (
         "sample",
         ["--run", "run", "--adapter", "a.safetensors"],
         1,
-        "--adapter: there is no adapter file a.safetensors; check the path",
+        "there is no adapter file a.safetensors; check the path",
     ),
-    ("export", ["--inspect", "a.safetensors"], 1, "--inspect: there is no file a.safetensors; check the path"),
+    ("export", ["--inspect", "a.safetensors"], 1, "there is no file a.safetensors to --inspect; check the path"),
 ]
 
 

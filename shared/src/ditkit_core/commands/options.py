@@ -13,12 +13,15 @@ _ONE_FILE = "inspect adapter extract"
 """Options of `export` that name a file to work on instead of a run, separated by spaces."""
 
 
+_NO_ADAPTER = "there is no adapter file {path}; check the path"
+
+
 def option(
     default: Any,
     *,
     goes_with: Mapping[str, str] | None = None,
     excludes: Mapping[str, str] | None = None,
-    reads: str = "",
+    missing: str = "",
 ) -> Any:
     """An option that cannot be combined freely with the others.
 
@@ -27,9 +30,9 @@ def option(
         goes_with: Maps names of other options (separated by spaces) to the message for the case that none of them is given.
         excludes: Maps names of other options to the message for the case that one of them, `{other}`, is given too. The option's own
             name is printed in front of the message.
-        reads: What it names that must exist (`adapter file`), for the message.
+        missing: For a file or folder that is read, the message for the case that `{path}` does not exist.
     """
-    metadata = {"goes_with": goes_with or {}, "excludes": excludes or {}, "reads": reads}
+    metadata = {"goes_with": goes_with or {}, "excludes": excludes or {}, "missing": missing}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -58,7 +61,7 @@ class TrainOptions:
 
     demo: bool = False
     """Train a generated tiny checkpoint on generated clips; both are written into the run folder."""
-    init_from: str = option("", reads="run")
+    init_from: str = option("", missing="--init-from {path} is not there; correct the path")
     """Run folder whose trained weights initialize this new run, which starts at step 0."""
     plan: bool = option(False, excludes={"fit": "and --fit: --fit prints the memory plan of its choice as well"})
     """Print the peak memory per device and whether the run fits, then exit; needs no weights and no GPU. Exit status 0 if it fits, 3 if
@@ -120,9 +123,9 @@ class SampleOptions:
 
     demo: bool = False
     """Sample with the demo's run."""
-    adapter: str = option("", reads="adapter file")
+    adapter: str = option("", missing=_NO_ADAPTER)
     """Adapter file to sample with instead of the run's latest save; for a model with two experts the file of the high-noise expert."""
-    adapter_low: str = option("", reads="adapter file")
+    adapter_low: str = option("", missing=_NO_ADAPTER)
     """Adapter file of the low-noise expert. If only one expert has a file, the other samples with its base weights."""
     prompt: tuple[str, ...] = ()
     """Prompt to sample, replacing sample.prompts; repeat the flag for several."""
@@ -165,7 +168,7 @@ class ExportOptions:
     """Save to export, by its step; best is the save with the lowest held-out loss. Unset: the latest."""
     inspect: str = option(
         "",
-        reads="file",
+        missing="there is no file {path} to --inspect; check the path",
         excludes={
             "adapter extract": "and {other}: one file can be given at a time",
             "to dtype merge out rank strength": "writes nothing, and {other} is for a file that is written",
@@ -174,7 +177,7 @@ class ExportOptions:
     """Describe this file: form, ranks, modules, norms, which preset it fits, which programs load it. Writes nothing."""
     adapter: str = option(
         "",
-        reads="adapter file",
+        missing=_NO_ADAPTER,
         excludes={"extract": "and --extract: one file can be given at a time"},
         goes_with={
             "to rank merge dtype": "FILE needs an operation: --to FORM, --rank N, --dtype, or --merge; --inspect FILE describes it"
@@ -190,7 +193,9 @@ class ExportOptions:
     """Rank of the reduced or extracted adapter: 16, or auto:0.95 for the lowest rank that keeps this share of the energy in each
     module."""
     extract: str = option(
-        "", reads="file or folder", goes_with={"rank": "needs the rank of the adapter: --rank 32, or --rank auto:0.95"}
+        "",
+        missing="there is no file or folder {path} to --extract from; check the path",
+        goes_with={"rank": "needs the rank of the adapter: --rank 32, or --rank auto:0.95"},
     )
     """Fine-tuned whole transformer; its difference to --base becomes a low-rank adapter."""
     base: str = option(

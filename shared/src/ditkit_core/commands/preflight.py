@@ -32,9 +32,9 @@ def check_paths(command: str, verb: str, config: RunConfig, options: Any) -> Non
         UserError: For the first one that is missing.
     """
     for field in fields(options):
-        path, what = getattr(options, field.name), field.metadata.get("reads", "")
-        if what and path and _is_missing(path):
-            raise UserError(f"--{field.name.replace('_', '-')}: there is no {what} {path}; check the path")
+        path, message = getattr(options, field.name), field.metadata.get("missing", "")
+        if message and path and _is_missing(path):
+            raise UserError(message.format(path=path))
     # Plans need no files, a check reports what is missing, and the demo writes its own.
     if verb or options.demo:
         return
