@@ -20,7 +20,7 @@ from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.adapter_formats import AdapterLayout
 from ditkit_core.models.precision import Precision
 from ditkit_core.models.spec import ModelSpec
-from ditkit_core.weights.load import first_ten, fits_shapes
+from ditkit_core.weights.load import first_ten, fits_shapes, known_prefix
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes by our name: for layers that of the weight [out, in], for parameters their own."""
@@ -181,20 +181,10 @@ def _other_methods(names: Collection[str]) -> dict[str, list[str]]:
     return {method: named for method, named in found.items() if named}
 
 
-def native_prefix(source: SafetensorsSource, spec: ModelSpec) -> tuple[str, int]:
-    """The prefix behind which most names of a file are those of a transformer of this family, and their number."""
-    known: dict[str, int] = {}
-    for prefix in (*spec.architecture.names.prefixes, ""):
-        below = [name.removeprefix(prefix) for name in source.tensors if name.startswith(prefix)]
-        known[prefix] = sum(spec.architecture.names.to_native(name) is not None for name in below)
-    prefix = max(known, key=lambda prefix: known[prefix])
-    return prefix, known[prefix]
-
-
 def is_transformer(source: SafetensorsSource, spec: ModelSpec) -> bool:
     """Whether a file's names are those of a transformer of this family."""
     # Half, because a complete checkpoint may have a VAE or a text encoder next to its transformer.
-    return native_prefix(source, spec)[1] > len(source.tensors) / 2
+    return known_prefix(source, spec.architecture.names)[1] > len(source.tensors) / 2
 
 
 def _not_an_adapter(source: SafetensorsSource, spec: ModelSpec) -> UserError:

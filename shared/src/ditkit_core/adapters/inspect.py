@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ditkit_core.adapters.convert import module_kind
-from ditkit_core.adapters.identify import Shapes, adapter_in, is_transformer, native_prefix, parts_in, presets_of
+from ditkit_core.adapters.identify import Shapes, adapter_in, is_transformer, parts_in, presets_of
 from ditkit_core.adapters.keys import has_adapter_keys
 from ditkit_core.adapters.svd import product_norm
 from ditkit_core.errors import printable
@@ -19,6 +19,7 @@ from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.io.tables import Table
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.weights.fp8_scaled import num_scaled, understood
+from ditkit_core.weights.load import known_prefix
 
 _SHOWN = 120
 """Maximum number of characters that are printed of a header's value."""
@@ -110,7 +111,7 @@ def _adapter(source: SafetensorsSource, spec: ModelSpec, part: str | None, base:
 
 def _whole(raw: SafetensorsSource, spec: ModelSpec) -> dict[str, Any]:
     source = understood(raw)  # scales of 8-bit files are not tensors of the model
-    prefix, _ = native_prefix(source, spec)
+    prefix, _ = known_prefix(source, spec.architecture.names)
     norms: dict[str, float] = {}
     kinds: dict[str, list[float]] = {}
     for name in source.tensors:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.adapters.config import AdapterConfig, BaseConfig
+from ditkit_core.adapters.identify import presets_of
 from ditkit_core.adapters.inject import initialise, inject, trainable_parameters
 from ditkit_core.adapters.read import (
     AdapterFile,
@@ -354,7 +355,7 @@ def choose_arch(spec: ModelSpec, components: ModelPaths, source: SafetensorsSour
     path = _config_json(source.path)
     if path is not None and (arch := _described(spec, path)) is not None:
         return next((name for name, known in spec.architecture.presets.items() if known == arch), ""), arch
-    fitting = _fitting(spec, source)
+    fitting = list(presets_of(source, spec)) if source.tensors else []
     if len(fitting) != 1:
         folder = replace(components, transformer="").here("transformer")
         path = None if folder is None else _config_json(folder)
@@ -382,12 +383,6 @@ def _described(spec: ModelSpec, path: Path) -> Any:
     except (KeyError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError, RuntimeError) as error:
         raise UserError(f"{path} does not describe this model ({error!r}); {remedy}") from error
     return arch
-
-
-def _fitting(spec: ModelSpec, source: SafetensorsSource) -> list[str]:
-    """The presets whose shapes these weights have."""
-    presets = spec.architecture.presets.items() if source.tensors else ()
-    return [name for name, arch in presets if fits_shapes(source, spec.architecture.names, _shapes(spec, arch))]
 
 
 def arch_here(spec: ModelSpec, components: ModelPaths, *, fetch: bool = False) -> tuple[str, Any]:

@@ -58,7 +58,7 @@ def match(
         UserError: If tensors are missing, unexpected or mis-shaped: with the first ten of each, and the likely reason.
     """
     # One prefix for the complete file, so that a stray tensor with another one is reported and not taken.
-    prefix = _prefix_of(source, names, wanted)
+    prefix, _ = known_prefix(source, names, wanted)
     fused = FusedTensors()
     unexpected: list[str] = []
     misshapen: list[str] = []
@@ -117,7 +117,7 @@ def first_ten(items: list[str]) -> str:
 
 def fits_shapes(source: SafetensorsSource, names: StateDictNames, wanted: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether a file's tensors are these parameters, by name and shape. Tensors that no form knows are ignored."""
-    prefix = _prefix_of(source, names, None)
+    prefix, _ = known_prefix(source, names)
     shapes: dict[str, tuple[int, ...]] = {}
     for key, stored in source.tensors.items():
         parts = _native_parts(key, prefix, names)
@@ -127,15 +127,18 @@ def fits_shapes(source: SafetensorsSource, names: StateDictNames, wanted: Mappin
     return shapes == {name: _trimmed(shape) for name, shape in wanted.items()}
 
 
-def _prefix_of(source: SafetensorsSource, names: StateDictNames, wanted: Mapping[str, object] | None) -> str:
-    """The prefix with which most of a file's names are known."""
+def known_prefix(
+    source: SafetensorsSource, names: StateDictNames, wanted: Mapping[str, object] | None = None
+) -> tuple[str, int]:
+    """The prefix behind which most of a file's names are the model's, and their number; only names of `wanted` count, if given."""
     # Files of complete checkpoints put one in front of every name, such as `model.diffusion_model.`.
 
     def num_known(prefix: str) -> int:
         natives = [_native_parts(key, prefix, names) for key in source.tensors]
         return sum(bool(parts) and (wanted is None or all(part.name in wanted for part in parts)) for parts in natives)
 
-    return max((*names.prefixes, ""), key=num_known)
+    counted = {prefix: num_known(prefix) for prefix in (*names.prefixes, "")}
+    return max(counted.items(), key=lambda item: item[1])
 
 
 def _likely_reason(
