@@ -184,3 +184,17 @@ def test_identity_follows_the_weights_and_needs_no_loading(narrow_vae: Path, tmp
         VaeEncoder(ModelPaths(vae=str(file)), CPU).identity for file in (first, same, tmp_path / "other.safetensors")
     ]
     assert identities[0] == identities[1] != identities[2]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("latents_mean", "x"), ("latents_std", [1.0] * 3), ("latents_std", None), ("patch_size", {}), ("patch_size", "x"), ("scale_factor_spatial", 0)],
+)  # fmt: skip
+def test_a_value_that_the_library_reads_only_in_use_is_found_when_loading(
+    narrow_vae: Path, tmp_path: Path, key: str, value: Any
+) -> None:
+    shutil.copytree(narrow_vae, tmp_path / "vae")
+    config = json.loads((tmp_path / "vae" / "config.json").read_text())
+    (tmp_path / "vae" / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(UserError, match="vae: its configuration has a damaged value .*; fetch its config.json again"):
+        loaded(vae=str(tmp_path / "vae"))

@@ -91,7 +91,8 @@ class VaeEncoder:
     def _finish(self, vae: Any) -> None:
         for statistic in _statistics(vae, self._device):
             statistic.expand(self.channels, 1, 1, 1)
-        for size in (*self.strides, vae.config.patch_size or 1):
+        patch = vae.config.patch_size
+        for size in (*self.strides, 1 if patch is None else patch):
             Fraction(1, size)
 
     @torch.no_grad()
@@ -150,7 +151,9 @@ def decode_clip(
 def _statistics(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each latent channel over the VAE's own training data."""
     config = vae.config
-    mean, std = (torch.tensor(values).to(device) for values in (config.latents_mean, config.latents_std))
+    mean, std = (
+        torch.tensor(values, dtype=torch.float32).to(device) for values in (config.latents_mean, config.latents_std)
+    )
     return mean.view(-1, 1, 1, 1), std.view(-1, 1, 1, 1)
 
 
