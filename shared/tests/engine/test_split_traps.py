@@ -17,6 +17,7 @@ from ditkit_core.encoding.loader import Batch
 from ditkit_core.engine.engine import POLICIES, BlockEngine, move_carry
 from ditkit_core.engine.placement import place_blocks
 from ditkit_core.testing.carries import check_carry
+from ditkit_core.testing.combinations import every_value
 from ditkit_core.testing.conformance_split import layouts
 from ditkit_core.testing.pretend_devices import PretendDevices, divide
 from ditkit_core.testing.specs import altered
@@ -53,9 +54,9 @@ def test_the_variant_hands_on_what_it_says():
         check_carry(carry)
 
 
-@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_no_cut_of_a_variant_changes_a_bit(adapter, policy):
+@pytest.mark.parametrize(("policy", "adapter"), every_value(POLICIES, ("full", "lora")))
+def test_no_cut_of_a_variant_changes_a_bit(policy, adapter):
+    adapter = {"full": None, "lora": LORA}[adapter]
     expected = outcome(VARIANT, make_model(VARIANT, VARIANT_ARCH, adapter=adapter), ITEMS, BlockEngine(policy=policy))
     num = len(make_model(VARIANT, VARIANT_ARCH).blocks())
     assert num == 7
