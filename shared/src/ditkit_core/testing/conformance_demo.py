@@ -63,7 +63,7 @@ class DemoConformance:
         init, merge = first / self.init_from, first / self.merge_from
         assert demo.train(tmp_path / "second", "--adapter.init", str(init), "--train.steps", "0", *self.forms) == 0
         for file in {init, merge}:
-            again = load_file(second / file.name)
+            again = load_file(second / file.name.replace("first", "second"))
             assert all(torch.equal(tensor, again[name]) for name, tensor in load_file(file).items())
         assert demo.train(tmp_path / "third", "--base.merge", f'["{merge.as_posix()}@0.5"]') == 0
         assert "at strength 0.5" in capsys.readouterr().out
