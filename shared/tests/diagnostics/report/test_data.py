@@ -29,6 +29,13 @@ def test_metrics_are_read_by_name_and_torn_lines_are_passed_over(tmp_path: Path)
     assert texts == {"worst": (2, "b")}
 
 
+def test_numbers_that_no_curve_can_show_are_passed_over(tmp_path: Path) -> None:
+    values = ["1e999", "-1e999", "NaN", "1" + "0" * 400, "-1" + "0" * 400, "0.5"]
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "loss": {v}}}\n' for i, v in enumerate(values)))
+    found, _ = read_metrics(tmp_path / "metrics.jsonl")
+    assert found == {"loss": Series(steps=[5], values=[0.5])}
+
+
 def test_a_run_and_the_runs_below_it_are_sections(tmp_path: Path) -> None:
     write_run(tmp_path / "both")
     write_run(tmp_path / "both" / "high_noise", 10)

@@ -1,7 +1,7 @@
 """The data of a report: the files of one or more run folders as plain values."""
 
 import json
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,7 +176,9 @@ def read_metrics(path: Path) -> tuple[dict[str, Series], dict[str, tuple[int, st
         for name, value in row.items():
             if isinstance(value, str):
                 texts[name] = (step, value)
-            elif isinstance(value, int | float) and math.isfinite(value):
+            elif (
+                isinstance(value, int | float) and abs(value) <= sys.float_info.max
+            ):  # an int may be larger than any float
                 steps, values = points.setdefault(name, ([], []))
                 steps.append(step)
                 values.append(float(value))
