@@ -42,7 +42,9 @@ def check_paths(command: str, verb: str, config: RunConfig, options: Any) -> Non
     if command in ("train", "encode") and not is_complete:
         _check_data(config)
     for part in () if is_complete else _NEEDED.get(command, ()):
-        path = getattr(config.model, part)
+        # One expert trains without the other, whose file is only missed by previews, with a warning.
+        one_expert = part == "transformer" and config.experts.train != "both"
+        path = "" if one_expert else getattr(config.model, part)
         if path and not is_hub_id(path) and _is_missing(path):
             raise not_there(f"model.{part}", path)
 
