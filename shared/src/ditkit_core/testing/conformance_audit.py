@@ -152,5 +152,5 @@ def check_demo(demo: Demo, folder: Path) -> None:
     assert demo.train(folder, "--audit-precision") == 0
     found = audit_from_json(json.loads((folder / "audit" / "precision.json").read_text(encoding="utf-8")))
     assert found.own.overall.gradient < 1e-5 < found.places[-1].alone.overall.gradient
-    with Image.open(folder / "audit" / "precision.png") as picture:
-        assert picture.width > picture.height > 400
+    with Image.open(folder / "audit" / "precision.png") as image:
+        assert image.width > image.height > 400

@@ -59,10 +59,10 @@ def _cases() -> list[Any]:
     soon = pairwise(LEVERS)
     alike = [policy for policy in LEVERS["policy"] if not policy.endswith(_OFFLOAD) and policy not in _BY_BLOCK]
     rest = itertools.product(*{**LEVERS, "policy": alike, "autocast": (True,)}.values())
-    drawing = itertools.product(alike, ("sdpa",), ("lora with dropout",), (torch.float32,), (False,))
+    with_dropout = itertools.product(alike, ("sdpa",), ("lora with dropout",), (torch.float32,), (False,))
     return [
         *soon,
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in drawing),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in with_dropout),
         *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in rest if case not in soon),
     ]
 

@@ -182,7 +182,7 @@ class SplitChecks:
         assert len(crossed) == 2 * len(batches)
         launched = crossed[-1] - crossed[0]
         ways = {(a, b) for a, b in itertools.pairwise(devices) if a != b}
-        assert set(launched) == ways, "beside the carry from device to device"
+        assert set(launched) == ways, "besides the carry from device to device"
         assert waited == []
         assert [wait for wait in arithmetic.waits if not wait[-1].isdigit()] == [], (
             "in the backward gradients cross alone"
@@ -210,15 +210,17 @@ def one_backward(spec: ModelSpec, model: Any, batches: Sequence[Batch], chosen: 
     for micro, batch in enumerate(batches):
         shifts = [FLOW.shift_for(spec.training.shift(item["latents"])) for item in batch.items]
         named = enumerate(zip(batch.ids, batch.items, shifts, strict=True), start=place)
-        drawn = [sample_noise(item["latents"], FLOW, shift, 1, "noise", 3, i, name) for i, (name, item, shift) in named]
-        place += len(drawn)
+        sampled = [
+            sample_noise(item["latents"], FLOW, shift, 1, "noise", 3, i, name) for i, (name, item, shift) in named
+        ]
+        place += len(sampled)
         if chosen not in (None, micro):
             continue
         torch.manual_seed(seed_of(1, "dropout", 3, micro))
-        sigma, noise = torch.stack([level for level, _ in drawn]), [eps for _, eps in drawn]
+        sigma, noise = torch.stack([level for level, _ in sampled]), [eps for _, eps in sampled]
         noised = NoisedBatch(batch.items, sigma, noise)
         errors = velocity_errors(TrainModel(model, BlockEngine(), spec), noised, FLOW.guidance)
-        factors = zip(batch.weights or [1.0] * len(drawn), sigma, shifts, strict=True)
+        factors = zip(batch.weights or [1.0] * len(sampled), sigma, shifts, strict=True)
         weights = torch.stack([factor * loss_weight(level, FLOW, shift) for factor, level, shift in factors])
         total = total + (errors * weights).sum() / counted
     total.backward()

@@ -8,7 +8,7 @@ from torch import nn
 
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.nn import lora as lora_linear
-from ditkit_core.planner import reduced_model as thinned
+from ditkit_core.planner import reduced_model
 from ditkit_core.testing.observer import Observer
 
 DEVICE = torch.device("cpu:1")
@@ -42,7 +42,7 @@ class Arithmetic(Observer):
 
 def materialise(model: nn.Module, spec: ModelSpec) -> None:
     """Under `FakeTensorMode`, parameters on `DEVICE` in place of those on `meta`, in the dtypes that `load` gives to a bf16 model."""
-    thinned.materialise(model, "", spec, dtype=torch.bfloat16, device=DEVICE)
+    reduced_model.materialise(model, "", spec, dtype=torch.bfloat16, device=DEVICE)
 
 
 def as_on_a_gpu(patch: Any) -> None:

@@ -164,7 +164,7 @@ def divided_step(
             with ledger.purpose("optimizer" if step == 0 else "activations"):
                 update(trained.optimizer, total_norm(list(gradients.values())), lr=1e-4, clip_norm=1.0)
             trained.average.update(step + 1)
-        # what the first update left behind beside the optimizer's state is gone
+        # what the first update left behind next to the optimizer's state is gone
         ledger.track(list(trained.optimizer.state()[0].values()), "optimizer")
     return Divided(model, placed, trained, crossings, ledger, carried)
 

@@ -13,7 +13,7 @@ class LiveBytes(Observer):
     """Inside the block, every storage that an operation makes is followed until it is freed.
 
     A storage that several tensors share is counted once. Hooks for saved tensors would not see what an autograd function or
-    a checkpoint keeps beside them, and would count what the model holds anyway.
+    a checkpoint keeps alongside them, and would count what the model holds anyway.
     """
 
     def __init__(self, *existing: Any) -> None:

@@ -193,7 +193,7 @@ def check_step(tables: Sequence[Mapping[str, Step]], case: str) -> None:
         assert step["collectives"] == plain["collectives"]
         assert step["collectives"]["allgather_base"] > 0 and step["collectives"]["reduce_scatter_base"] > 0
         assert step["without"] == [] and step["unreduced"] == ""
-        if "dropout" not in adapter:  # whose draws depend on who draws for which sample
+        if "dropout" not in adapter:  # whose masks depend on which rank samples them
             assert step["apart"] < TOLERANCE[dtype]
 
 

@@ -109,7 +109,7 @@ def outcome(
         model: On whatever devices; the items lie on the host.
         engine: The engine; None is the model's plain forward.
         backward: Starts the backward of a loss; by default in this thread.
-        conditions: Whether what an item has beside latents (text, references) gets a gradient, too.
+        conditions: Whether what an item has besides latents (text, references) gets a gradient, too.
     """
     if conditions:
         items = [{name: x if name == "latents" else _leaf(x) for name, x in item.items()} for item in items]
