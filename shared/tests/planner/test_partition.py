@@ -175,7 +175,7 @@ def test_a_run_is_cut_where_its_plan_says_and_not_where_weights_alone_would(mach
     machine(2.0, 1.4)
     made, jobs = profile, []
 
-    def once(job):
+    def once(job, like=None):
         jobs.append({**vars(job), "batch": [{name: x.shape for name, x in item.items()} for item in job.batch]})
         assert jobs[-1] == jobs[0], "the run's step is the plan's"
         return found[0] if found else found.append(made(job)) or found[0]
