@@ -111,7 +111,7 @@ def test_keyframes_go_through_the_vae_one_by_one(checkpoint):
     assert plain.identity != alone.identity, "or the cache would hand out latents of a video"
     tiled = KeyframeVae(where, cpu, tiled=True).identity
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ditkit_wan.encoders.keyframes.TILES", Tiles(side=512, overlap=64))
+        patch.setattr("ditkit_wan.encoders.vae.TILES", Tiles(side=512, overlap=64))
         assert len({alone.identity, tiled, KeyframeVae(where, cpu, tiled=True).identity}) == 3
         assert KeyframeVae(where, cpu).identity == alone.identity
     plain.load()

@@ -197,7 +197,7 @@ def test_a_run_is_cut_where_its_plan_says_and_not_where_weights_alone_would(mach
 
 def test_cuts_by_hand_need_no_plan(machine, monkeypatch):
     machine(24, 24)
-    monkeypatch.setattr(partition, "profile", lambda job: pytest.fail("was planned"))
+    monkeypatch.setattr(partition, "profile", lambda job, like=None: pytest.fail("was planned"))
     run = run_of(train__devices=("cuda:0", "cuda:1"), train__split_points=(2,))
     assert place(run, unloaded_of(run), training=True).split_points == (2,)
 
