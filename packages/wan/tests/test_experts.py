@@ -244,4 +244,4 @@ def test_image_to_video_trains_on_its_own_boundary(checkpoints: dict[str, Path])
     assert 0.8999 < low.config.flow.max_sigma < 0.9 and abs(high.config.flow.min_sigma - 0.9) < 1e-7
     assert high.config.flow.min_sigma > 0.88, "not text to video's"
     only = create_run(WAN, replace(_config(checkpoints["i2v-a14b"]), experts=high.config.experts))
-    assert only.config.flow == high.config.flow and only.part == "transformer"
+    assert only.config.flow == high.config.flow and only.component == "transformer"
