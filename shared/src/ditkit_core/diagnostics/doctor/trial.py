@@ -17,6 +17,7 @@ from torch import Tensor
 from ditkit_core.data.dataset import Sample
 from ditkit_core.diagnostics.doctor.dataset import ExaminedDataset, empty_item_of, refusal, shape_for
 from ditkit_core.diagnostics.doctor.findings import Finding, StepRow, listed
+from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import BatchSize, TrainDataLoader
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import warn
@@ -80,20 +81,13 @@ def try_step(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow | None
 
 
 def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Finding]]:
-    began, config, largest = time.monotonic(), run.config.train, examined.largest
+    began, config = time.monotonic(), run.config.train
     unloaded = build_model(run)
     run = with_arch(run, unloaded.arch)
     if is_joint(run):
         raise UserError("the weights show that this model has several experts; name it with model.preset")
     placement = place(run, unloaded, training=True)
-    _check_shapes(run, unloaded, [*examined.samples, *examined.class_images])
-    check_components(run, examined.samples)
-    encoded = encode_samples(run, largest, run.data.fps)
-    if len(encoded) < len(largest):
-        raise UserError(
-            f"{len(largest) - len(encoded)} of {len(largest)} samples could not be encoded; see the warnings"
-        )
-    check_items(run.spec, unloaded.model, encoded)
+    encoded = _encoded(run, unloaded, examined)
     prepared = load_model(run, unloaded, placement)
     data = TrainDataLoader(
         encoded,
@@ -129,7 +123,7 @@ def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Find
     without_gradient = tuple(name for name in trained.parameters if not any(map(bool, gradients.get(name, ()))))
     peak = float(peak_memory_bytes(devices))  # before the save, which is no part of a step
     reloaded = _reloads(trained)
-    first = largest[0]
+    first = examined.largest[0]
     row = StepRow(
         expert=run.expert.name if run.expert else "",
         frames=first.frames,
@@ -146,6 +140,17 @@ def _try(run: RunContext, examined: ExaminedDataset) -> tuple[StepRow, list[Find
         seconds=time.monotonic() - began,
     )
     return row, _findings(row, prepared.adapter.method)
+
+
+def _encoded(run: RunContext, unloaded: MetaModel, examined: ExaminedDataset) -> list[EncodedSample]:
+    """The largest micro-batch, encoded, after a look at what the model refuses."""
+    _check_shapes(run, unloaded, [*examined.samples, *examined.class_images])
+    check_components(run, examined.samples)
+    encoded, wanted = encode_samples(run, examined.largest, run.data.fps), len(examined.largest)
+    if len(encoded) < wanted:
+        raise UserError(f"{wanted - len(encoded)} of {wanted} samples could not be encoded; see the warnings")
+    check_items(run.spec, unloaded.model, encoded)
+    return encoded
 
 
 def _check_shapes(run: RunContext, unloaded: MetaModel, samples: Sequence[Sample]) -> None:
