@@ -34,6 +34,10 @@ def test_numbers_that_no_curve_can_show_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "loss": {v}}}\n' for i, v in enumerate(values)))
     found, _ = read_metrics(tmp_path / "metrics.jsonl")
     assert found == {"loss": Series(steps=[5], values=[0.5])}
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1e999, "loss": 1}\n' + "[" * 100_000 + '\n{"step": 5, "loss": 0.5}\n'
+    )
+    assert read_metrics(tmp_path / "metrics.jsonl")[0] == found, "a step may be no number, and a line nested deeply"
 
 
 def test_a_run_and_the_runs_below_it_are_sections(tmp_path: Path) -> None:

@@ -72,3 +72,13 @@ def test_samples_that_cannot_be_shown_are_a_line_on_the_page(tmp_path: Path) -> 
     page = read(run)
     assert page.titles.index("Samples") < page.titles.index("Samples of the sample command") < page.titles.index("Loss")
     assert "drawn-001-step-000040" in page.shown and page.all("video")[-1]["aria-label"] == "my prompt"
+
+
+def test_samples_of_one_step_fill_the_page_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the newest and the first samples at the same time."""
+    run = write_run(tmp_path)
+    for path in (run / "samples").iterdir():
+        path.unlink()
+    write_samples(run / "samples", 40, ("a cat", "a dog"))
+    monkeypatch.setattr(samples_part, "MEDIA_BYTES", sum(path.stat().st_size for path in run.glob("samples/*.mp4")))
+    assert len(read(run).all("video")) == 2

@@ -171,7 +171,7 @@ def read_metrics(path: Path) -> tuple[dict[str, Series], dict[str, tuple[int, st
         try:
             row = json.loads(line)
             step = int(row.pop("step"))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             continue  # the last line may be incomplete while the run writes
         for name, value in row.items():
             if isinstance(value, str):
@@ -228,6 +228,6 @@ def _mapping(value: Any) -> dict[str, Any]:
 def _json(path: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -107,7 +107,9 @@ class _Media:
         self._shown: dict[Path, _Shown] = {}
 
     def add(self, sample: ListedSample) -> None:
-        """Embed a sample if there is room for it."""
+        """Embed a sample if there is room for it; a sample that is added again is not counted twice."""
+        if sample.file in self._shown:
+            return
         try:
             self._shown[sample.file] = self._show(sample.file, sample.prompt)
         except (UserError, OSError) as error:  # one damaged file must not prevent the report
