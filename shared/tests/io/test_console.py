@@ -92,3 +92,16 @@ def test_a_process_without_streams_runs_to_its_end(tmp_path: Path) -> None:
         "import sys; sys.stdout = sys.stderr = None\nfrom ditkit_core.io.console import say, warn\nsay('a'); warn('b')"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_colons_in_a_path_stay_as_they_are() -> None:
+    """By default rich replaces `:cat:` by an image of a cat."""
+    program = """
+from ditkit_core.io.console import say
+from ditkit_core.io.tables import Table
+say("runs/:cat:/a")
+Table(head=["name"], rows=[["b:cat:"]]).show()
+"""
+    environment = os.environ | {"TTY_COMPATIBLE": "1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    assert "runs/:cat:/a" in done.stdout and "b:cat:" in done.stdout

@@ -74,7 +74,7 @@ class _Output:
 
 
 _STDOUT, _STDERR = _Output("stdout"), _Output("stderr")
-CONSOLE = Console(file=cast(TextIO, _STDOUT))
+CONSOLE = Console(file=cast(TextIO, _STDOUT), emoji=False)  # `:cat:` in a path stays as it is
 
 _FORMATS = {
     "loss": "loss {:.4f}",
