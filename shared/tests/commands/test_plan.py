@@ -1,6 +1,7 @@
 """`train --plan`: what it prints, its exit status, and what it leaves alone."""
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -200,6 +201,15 @@ def test_a_plan_that_does_not_fit_ends_with_the_command_that_searches(tmp_path, 
     assert fit_command("toy-train", ["toy-train", "a.toml", "--plan=true", "--plan", "true"], "").endswith(
         "a.toml --fit --write fitted-2.toml"
     )
+
+
+def test_json_outlives_a_reader_that_is_gone(tmp_path, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", encoding="utf-8") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        flags = ["--model.preset", "tiny", "--run.folder", str(tmp_path / "run"), "--plan", "--json"]
+        assert run(TOY, "train", [*flags, "--gpus", "24GiB", *SIZE]) == 0
 
 
 def test_what_lacks_room_outside_the_steps_is_no_matter_of_fit(tmp_path, capsys):

@@ -53,7 +53,7 @@ def audit_precision(spec: ModelSpec, config: RunConfig, options: TrainOptions) -
         for file in files:
             say(f"written:  {file}")
     if options.json:
-        print(json_text(audit_json(findings)), flush=True)
+        say(json_text(audit_json(findings)))
 
 
 def _find(spec: ModelSpec, config: RunConfig, folder: RunFolder, options: TrainOptions) -> AuditFindings:

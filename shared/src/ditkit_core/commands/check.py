@@ -56,7 +56,7 @@ def run_checks(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int
         for file in files:
             say(f"written:  {file}")
     if options.json:
-        print(json_text(check_json(checkup)), flush=True)
+        say(json_text(check_json(checkup)))
     return 0 if checkup.trainable else 1
 
 

@@ -9,6 +9,7 @@ from itertools import count, pairwise
 from pathlib import Path
 
 from ditkit_core.commands.options import TrainOptions
+from ditkit_core.io.console import say
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.plan import make_report
 from ditkit_core.planner.report import plan_json, print_plan
@@ -34,7 +35,7 @@ def plan(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> int:
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         report = make_report(create_run(spec, config), options.gpus, options.host)
     if options.json:
-        print(json.dumps(plan_json(report), indent=1, allow_nan=False), flush=True)
+        say(json.dumps(plan_json(report), indent=1, allow_nan=False))
     else:
         searched = report.is_cuda and not report.training_fits
         print_plan(report, fit_command(f"{spec.name}-train", sys.argv, options.gpus) if searched else "")
