@@ -53,6 +53,7 @@ ANSWERS = [
         "there is no adapter file a.safetensors; check the path",
     ),
     ("export", ["--inspect", "a.safetensors"], 1, "there is no file a.safetensors to --inspect; check the path"),
+    ("export", ["--inspect", "~nobody.at.all/a.safetensors"], 1, "there is no file ~nobody.at.all/a.safetensors to"),
 ]
 
 

@@ -24,7 +24,7 @@ from ditkit_core.models.spec import ModelSpec, SampleDefaults
 from ditkit_core.sampling.config import SampleConfig
 from ditkit_core.sampling.contact_sheet import GAP, SHEET_FRAMES, contact_sheet, grid
 from ditkit_core.sampling.denoise import single_stage
-from ditkit_core.sampling.prompts import SamplePrompt, choose_prompts, requests_of
+from ditkit_core.sampling.prompts import SamplePrompt, choose_prompts, control_files, requests_of
 from ditkit_core.sampling.render import PromptRequest, SampleFiles, render_samples
 from ditkit_core.testing.specs import altered
 from ditkit_core.testing.toy import TOY, ToyArch, ToyModel
@@ -389,3 +389,9 @@ def test_the_sample_command_edits_references_and_draws_several(
     assert world.run("sample", "--prompt", "a", "--reference", "nowhere.png") == 1
     error = capsys.readouterr().err
     assert "nowhere.png" in error and error.count("\n") == 1
+
+
+def test_the_home_of_a_user_that_is_not_there_is_one_line() -> None:
+    control = SampleConfig(prompts=("x",), controls=("input_image=~nobody.at.all/a.png",))
+    with pytest.raises(UserError, match="input_image = ~nobody.at.all/a.png does not exist"):
+        control_files(control, [Column(name="input_image", kind="image")])

@@ -28,6 +28,7 @@ from ditkit_core.adapters.write import Scaled, check_form
 from ditkit_core.commands.options import ExportOptions, parse_rank
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, say, warn
+from ditkit_core.io.files import local_path
 from ditkit_core.io.safetensors import SafetensorsSource
 from ditkit_core.models.adapter_formats import ADAPTER_FORMS
 from ditkit_core.models.paths import ModelPaths
@@ -49,7 +50,7 @@ def convert_file(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> 
     """
     if options.inspect:
         spec, base = _layers(spec, config, options)
-        about = inspect_file(Path(options.inspect).expanduser(), spec, part=options.part, base=base)
+        about = inspect_file(local_path(options.inspect), spec, part=options.part, base=base)
         say(json.dumps(about, indent=2) if options.json else inspection_text(about))
     elif options.extract:
         _extract(spec, config, options)
@@ -61,7 +62,7 @@ def convert_file(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> 
 
 def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     """An adapter file in another form, rank or dtype."""
-    path = Path(options.adapter).expanduser()
+    path = local_path(options.adapter)
     spec, layers = _layers(spec, config, options)
     found = find_adapter(path, spec, part=options.part, layers=layers)
     if layers is not None:
@@ -93,7 +94,7 @@ def _convert(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
 def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     """Compute a low-rank adapter from the difference of two transformers."""
     rank, energy = parse_rank(options.rank)
-    form, tuned_path = options.to or "official", Path(options.extract).expanduser()
+    form, tuned_path = options.to or "official", local_path(options.extract)
     check_form(form, spec.architecture.names, use_dora=False)
     out = _out(options.out, tuned_path, f"_rank{rank}" if rank else "_extracted")
     base, arch, layers = _base(spec, config, options)
@@ -122,7 +123,7 @@ def _extract(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None
 
 def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     """Merge an adapter file into a whole transformer, written tensor by tensor so that one tensor is in memory at a time."""
-    path = Path(options.adapter).expanduser()
+    path = local_path(options.adapter)
     strength = 1.0 if options.strength is None else options.strength
     if not abs(strength) <= MAX_STRENGTH:
         raise UserError(
@@ -130,7 +131,7 @@ def _merge(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
         )
     dtype, forms = options.dtype or config.export.dtype, (options.to,) if options.to else config.export.forms
     wanted = replace(config.export, merged=True, dtype=dtype, forms=forms)
-    folder = Path(options.out).expanduser() if options.out else path.with_name(f"{path.stem}_merged")
+    folder = local_path(options.out) if options.out else path.with_name(f"{path.stem}_merged")
     _check_folder(folder, whole_forms(spec, wanted))
     source, arch, layers = _base(spec, config, options)
     _check_expert(spec, path, source)
@@ -238,7 +239,7 @@ def _base(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> tuple[S
     """The base's weights, its architecture and its Linear layers."""
     model, part = config.model, options.part or "transformer"
     if options.base:
-        path = Path(options.base).expanduser()
+        path = local_path(options.base)
         if not path.exists() and (path.is_absolute() or path.suffix == ".safetensors" or options.base.startswith(".")):
             raise UserError(f"--base {options.base}: there is no such file or folder; check the path")
         is_transformer = path.is_file() or (path.is_dir() and not (path / part).is_dir())
@@ -270,7 +271,7 @@ def _out(given: str, source: Path, mark: str) -> Path:
         UserError: If the path is a folder, no .safetensors file, or exists.
     """
     stem = source.name if source.is_dir() else source.name.removesuffix(".index.json").removesuffix(".safetensors")
-    path = Path(given).expanduser() if given else source.with_name(f"{stem}{mark}.safetensors")
+    path = local_path(given) if given else source.with_name(f"{stem}{mark}.safetensors")
     if path.is_dir() or path.suffix != ".safetensors":
         raise UserError(f"--out {path} is not a file name; give one that ends with .safetensors")
     if path.exists():

@@ -10,6 +10,7 @@ from typing import Any
 
 from ditkit_core.data.config import folder_error
 from ditkit_core.errors import UserError
+from ditkit_core.io.files import local_path
 from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.paths import is_hub_id, not_there
 from ditkit_core.run.config import RunConfig
@@ -57,9 +58,9 @@ def _check_data(config: RunConfig) -> None:
 
 def _is_missing(path: str) -> bool:
     try:
-        os.stat(Path(path).expanduser())
+        os.stat(local_path(path))
     except (FileNotFoundError, NotADirectoryError):
         return True
-    except (OSError, ValueError, RuntimeError):  # not readable, or no path at all: said where it is read
+    except (OSError, ValueError):  # not readable, or no path at all: said where it is read
         return False
     return False

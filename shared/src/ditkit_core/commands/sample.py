@@ -8,6 +8,7 @@ from typing import Any
 from ditkit_core.commands.options import SampleOptions
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import say, warn
+from ditkit_core.io.files import local_path
 from ditkit_core.io.run_dir import RunFolder, reserve_sample_number
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.partition import place
@@ -42,7 +43,7 @@ def sample(spec: ModelSpec, config: RunConfig, options: SampleOptions) -> None:
         )
     files = [file for file in (options.adapter, options.adapter_low) if file]
     for file in files:
-        if not Path(file).expanduser().is_file():
+        if not local_path(file).is_file():
             raise UserError(f"there is no adapter file {file}; check the path")
     if not files and not run.experts and not any(folder.state.glob("step-*")):
         raise UserError(

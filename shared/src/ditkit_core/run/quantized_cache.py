@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ditkit_core.adapters.inject import canonical_name, is_adapter_name
 from ditkit_core.adapters.read import AdapterFile
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import remove_unfinished
+from ditkit_core.io.files import local_path, remove_unfinished
 from ditkit_core.io.safetensors import SafetensorsSource, write_safetensors
 from ditkit_core.nn.quantized_linear import QuantizedLinear, final_dtype
 from ditkit_core.weights.load import Scratch
@@ -165,7 +165,7 @@ def find_cache(
         for name, entry in _entries(model, dtype_of).items()
     ]
     made_of = json.dumps([_VERSION, kind, source.fingerprint(), merges, layers])
-    return QuantizedCache(Path(folder).expanduser(), hashlib.blake2b(made_of.encode(), digest_size=16).hexdigest())
+    return QuantizedCache(local_path(folder), hashlib.blake2b(made_of.encode(), digest_size=16).hexdigest())
 
 
 def _entries(model: nn.Module, dtype_of: Callable[[str], torch.dtype]) -> dict[str, _Entry]:

@@ -13,6 +13,7 @@ from ditkit_core.data.media.clip import available, media_kind, probe
 from ditkit_core.data.media.files import status
 from ditkit_core.data.references import ReferenceSize, encoded_sizes
 from ditkit_core.errors import UserError
+from ditkit_core.io.files import local_path
 from ditkit_core.models.conditions import ClipInputs, Column, alternatives_of, named_columns
 from ditkit_core.models.encoders import GenerationRequest
 from ditkit_core.sampling.config import SampleConfig
@@ -96,7 +97,7 @@ def control_files(config: SampleConfig, columns: Sequence[Column]) -> dict[str, 
         if known[name].name in files:
             raise UserError(f"sample.controls: {name!r} is given twice; leave one of them out")
         if known[name].kind != "text":
-            value = str(Path(value).expanduser())
+            value = str(local_path(value))
             if status(Path(value)) is None:
                 raise UserError(f"sample.controls: {name} = {value} does not exist; correct the path")
         files[known[name].name] = value
@@ -129,7 +130,7 @@ def choose_prompts(
     Raises:
         UserError: If `sample.controls` do not fit the model, or a reference whose shape is needed cannot be read.
     """
-    references = tuple(Path(reference).expanduser() for reference in config.references)
+    references = tuple(local_path(reference) for reference in config.references)
     frames, height, width = size
     # An edit should have the shape of the image that it edits, with about as many pixels as in training.
     if references and not config.height and not config.width:
