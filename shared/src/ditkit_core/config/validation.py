@@ -190,8 +190,11 @@ def unknown_key(
     if key in renamed:
         return UserError(f"{dashes}{key} {where} is now named {dashes}{renamed[key]}; rename it")
     known = list(keys)
-    ours = FOREIGN_WORDS.get(key.rpartition(".")[2].replace("-", "_"), "")
-    meant = ours if ours in known else nearest_key(key, known)
+    section, _, name = key.rpartition(".")
+    ours = FOREIGN_WORDS.get(name.replace("-", "_"), "")
+    # In a section with a key of this name, that is meant: `sample.num_frames` is `sample.frames`, and not `data.frames`.
+    own = f"{section}.{ours.rpartition('.')[2]}"
+    meant = next((each for each in (own, ours) if each in known), "") or nearest_key(key, known)
     if " " in ours:
         hint = ours
     else:
