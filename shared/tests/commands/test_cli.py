@@ -229,6 +229,19 @@ def test_print_config_changed_prints_the_shortest_run_file(
     )
     assert cli.run(TOY, "train", ["--changed", "--adapter.rank", "7", "--train.compile", "true"]) == 0
     assert capsys.readouterr().out == text
+    file = tmp_path / "run.toml"
+    file.write_text("[adapter]\nrank = 7\n")
+    assert cli.run(TOY, "train", [str(file), "--changed"]) == 0
+    assert capsys.readouterr().out == '[run]\nfolder = "runs/run"\n\n[adapter]\nrank = 7\n', "whatever its name will be"
+
+
+def test_no_default_is_shown_for_a_folder_that_the_run_file_names(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (["--help"], ["--help", "run"], ["--print-schema"]):
+        assert cli.run(TOY, "train", flags) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert (
+            "Folder of the run, by default in `runs/` with the name of the run file" in text and "runs/run" not in text
+        )
 
 
 def test_help_version_and_mistakes_answer_before_slow_libraries_are_imported() -> None:

@@ -14,7 +14,9 @@ Holds = Literal["value", "path", "part"]
 """Kind of text in a field: a plain `value`; a `path`, or `column=path`; a `part`, which is a path or a hub id."""
 
 
-def setting(default: Any, *, resume: Resume, holds: Holds = "value", formerly: tuple[str, ...] = ()) -> Any:
+def setting(
+    default: Any, *, resume: Resume, holds: Holds = "value", formerly: tuple[str, ...] = (), varies: bool = False
+) -> Any:
     """A dataclass field with a default and a resume rule.
 
     Args:
@@ -24,5 +26,7 @@ def setting(default: Any, *, resume: Resume, holds: Holds = "value", formerly: t
         holds: Kind of text; only the last part of a path is written to files that are published.
         formerly: Former names of the field in this section. Stored runs may use them; in a run file they cause a message with the
             present name.
+        varies: Whether the real default depends on the run file, so that none can be shown.
     """
-    return dataclasses.field(default=default, metadata={"resume": resume, "holds": holds, "formerly": formerly})
+    metadata = {"resume": resume, "holds": holds, "formerly": formerly, "varies": varies}
+    return dataclasses.field(default=default, metadata=metadata)

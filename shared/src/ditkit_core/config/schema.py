@@ -25,6 +25,7 @@ class ConfigField:
     type: Any
     """Type annotation of the value."""
     default: Any
+    """None if it is not set, or depends on the run file."""
     resume: Resume
     holds: Holds
     formerly: tuple[str, ...]
@@ -46,7 +47,7 @@ def config_fields(tree: type) -> Mapping[str, ConfigField]:
             described[key] = ConfigField(
                 key=key,
                 type=hints[field.name],
-                default=field.default,
+                default=None if field.metadata["varies"] else field.default,
                 resume=field.metadata["resume"],
                 holds=field.metadata["holds"],
                 formerly=tuple(f"{section}.{name}" for name in field.metadata["formerly"]),

@@ -80,9 +80,9 @@ def _sample_numbers(folder: Path) -> Iterator[int]:
 class RunFolderConfig:
     """The `[run]` section: the folder of the run."""
 
-    folder: str = setting("runs/run", resume="free", holds="path")
-    """Folder of the run, for its resolved configuration, saved states, exports, samples and metrics. An existing run is continued. By default
-    it is in `runs/` and has the name of the run file. Exports bear its name."""
+    folder: str = setting("runs/run", resume="free", holds="path", varies=True)
+    """Folder of the run, by default in `runs/` with the name of the run file. It contains the resolved configuration, saved states, exports,
+    samples and metrics. An existing run is continued. Exports bear its name."""
 
     def __post_init__(self) -> None:
         if not self.folder.strip() or "\0" in self.folder:
