@@ -184,3 +184,21 @@ def test_exports_of_an_earlier_version_are_continued_under_the_name_of_the_run(w
     mine.write_bytes(b"a file of the user's")
     assert world.train("run", 3, "--save.every_steps", "1", "--save.keep_last", "1") == 0
     assert set(os.listdir(exports)) == {mine.name, "run.safetensors", "run-step-000003.safetensors"}
+
+
+@pytest.mark.parametrize("steps", [2, 3], ids=["complete", "continued"])
+def test_adapters_of_a_folder_that_was_renamed_get_its_name(
+    world: World, capsys: pytest.CaptureFixture[str], steps: int
+) -> None:
+    flags = ("--save.every_steps", "1", "--save.keep_last", "1", "--export.forms", '["official", "diffusers"]')
+    assert world.train("run", 2, *flags) == 0
+    Path("run").rename("v1.5 new")
+    exports = Path("v1.5 new/exports")
+    mine = exports / "run-mine.safetensors"
+    mine.write_bytes(b"a file of the user's")
+    capsys.readouterr()
+    assert world.train("v1.5 new", steps, *flags) == 0
+    stems = ("v1.5 new", f"v1.5 new-step-{steps:06d}")
+    written = {f"{stem}{form}.safetensors" for stem in stems for form in ("", "_diffusers")}
+    assert set(os.listdir(exports)) == {mine.name, *written}
+    assert f"adapter:  {exports.resolve() / 'v1.5 new.safetensors'}\n" in capsys.readouterr().out

@@ -4,7 +4,7 @@ import filecmp
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -20,6 +20,7 @@ from ditkit_core.adapters.export import (
     with_form_of_dora,
 )
 from ditkit_core.commands.options import ExportOptions
+from ditkit_core.config.toml import read_stored_file
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.encoding.cache import key
 from ditkit_core.encoding.encoded_sample import EncodedSample
@@ -227,6 +228,22 @@ class Exporter(Callback):
 def _remove_finals(folder: RunFolder, stem: str) -> None:
     for form in ADAPTER_FORMS:
         adapter_file(folder.exports, stem, form).unlink(missing_ok=True)
+
+
+def rename_exports(run: RunContext, folder: RunFolder) -> None:
+    """Give the adapters of a run the name of its folder, if that was renamed or copied since they were written."""
+    if not folder.config_file.exists():
+        return
+    stored = read_stored_file(RunConfig, folder.config_file).get("run.folder")
+    earlier = RunFolder(Path(stored)).name if isinstance(stored, str) else folder.name
+    if earlier == folder.name:
+        return
+    parts = "|".join([*(each.name for each in run.experts), *ADAPTER_FORMS])
+    file = re.compile(rf"{re.escape(earlier)}((?:_(?:{parts}))?(?:-step-\d+)?(?:_(?:{parts}))?\.safetensors)")
+    for old in list(folder.exports.glob("*.safetensors")):
+        if (found := file.fullmatch(old.name)) and not (new := old.with_name(folder.name + found[1])).exists():
+            with suppress(OSError):  # on Windows a file that is open keeps its name
+                old.rename(new)
 
 
 def final_adapters(folder: RunFolder) -> list[Path]:

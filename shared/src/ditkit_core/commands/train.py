@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ditkit_core.commands.export import Exporter, hand_over, is_handed_over
+from ditkit_core.commands.export import Exporter, hand_over, is_handed_over, rename_exports
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.commands.report import held_out_lines, say_results
 from ditkit_core.config.resume import ConfigChange
@@ -111,6 +111,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
     whole = _divided_into_components(run, options.init_from)
     _check(whole)
     with open_run(Path(config.run.folder), whole.run.given.config) as (folder, stated):
+        rename_exports(whole.run, folder)
         done, left = folder.completed_step(), [each for each in whole.components if each.completed_step is None]
         if not left and done is not None and all(is_handed_over(each, folder) for each in whole.experts):
             say(f"{folder.path} is complete{'' if whole.experts else f' at step {done}'}; nothing is left to do")
