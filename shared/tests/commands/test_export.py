@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,3 +203,16 @@ def test_adapters_of_a_folder_that_was_renamed_get_its_name(
     written = {f"{stem}{form}.safetensors" for stem in stems for form in ("", "_diffusers")}
     assert set(os.listdir(exports)) == {mine.name, *written}
     assert f"adapter:  {exports.resolve() / 'v1.5 new.safetensors'}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["run", "adapter-v2"])
+def test_the_copy_under_the_earlier_name_of_an_experts_adapter_is_replaced(tmp_path: Path, name: str) -> None:
+    whole, own = RunFolder(tmp_path / name), RunFolder(tmp_path / name / "low_noise")
+    for file in (whole.exports / "adapter_low_noise.safetensors", own.exports / "low_noise.safetensors"):
+        file.parent.mkdir(parents=True)
+        file.write_text(file.name)
+    expert: Any = SimpleNamespace(
+        expert=SimpleNamespace(name="low_noise"), config=SimpleNamespace(run=SimpleNamespace(folder=str(own.path)))
+    )
+    export.hand_over(expert, whole)
+    assert os.listdir(whole.exports) == [f"{name}_low_noise.safetensors"]

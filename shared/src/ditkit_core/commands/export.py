@@ -272,8 +272,9 @@ def hand_over(run: RunContext, folder: RunFolder) -> None:
     for file, copy in handed_over(run, folder):
         with atomic_write(copy) as temporary:
             shutil.copyfile(file, temporary)
-        if not copy.name.startswith(EARLIER_NAME):
-            _remove_finals(folder, f"{EARLIER_NAME}_{run.expert.name}")
+        earlier = f"{EARLIER_NAME}_{run.expert.name}"
+        if not copy.name.startswith(earlier):  # as those of a run in a folder `adapter` do
+            _remove_finals(folder, earlier)
 
 
 def is_handed_over(run: RunContext, folder: RunFolder) -> bool:
