@@ -15,7 +15,7 @@ from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.paths import is_hub_id, not_there
 from ditkit_core.run.config import RunConfig
 
-_ENCODERS = ("base", "vae", "text_encoder", "tokenizer")
+_ENCODERS = ("vae", "text_encoder", "tokenizer")
 _NEEDED = {"train": (*_ENCODERS, "transformer"), "encode": _ENCODERS, "sample": (*_ENCODERS, "transformer")}
 """Keys of `[model]` whose files a command reads, whatever the architecture."""
 
@@ -32,17 +32,22 @@ def check_paths(command: str, verb: str, config: RunConfig, options: Any) -> Non
     Raises:
         UserError: For the first one that is missing.
     """
+    folder = RunFolder(Path(config.run.folder))
+    # A run with a save of its own goes on from that.
+    ignored = ("init_from",) if any(folder.state.glob("step-*")) else ()
     for field in fields(options):
         path, message = getattr(options, field.name), field.metadata.get("missing", "")
-        if message and path and _is_missing(path):
+        if message and path and field.name not in ignored and _is_missing(path):
             raise UserError(message.format(path=path))
     # Plans need no files, a check reports what is missing, and the demo writes its own.
     if verb or options.demo:
         return
-    is_complete = command == "train" and RunFolder(Path(config.run.folder)).completed_step() is not None
+    is_complete = command == "train" and folder.completed_step() is not None
     if command in ("train", "encode") and not is_complete:
         _check_data(config)
-    for part in () if is_complete else _NEEDED.get(command, ()):
+    parts = () if is_complete else _NEEDED.get(command, ())
+    # A base is not asked for what has a path of its own.
+    for part in parts if all(getattr(config.model, each) for each in parts) else ("base", *parts):
         # One expert trains without the other, whose file is only missed by previews, with a warning.
         one_expert = part == "transformer" and config.experts.train != "both"
         path = "" if one_expert else getattr(config.model, part)

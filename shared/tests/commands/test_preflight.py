@@ -1,0 +1,41 @@
+"""The early look at paths refuses nothing that the work would accept; what it refuses is tried in test_cli_imports.py."""
+
+from pathlib import Path
+
+import pytest
+
+from ditkit_core.commands.options import TrainOptions
+from ditkit_core.commands.preflight import check_paths
+from ditkit_core.config.resolve import resolve
+from ditkit_core.errors import UserError
+from ditkit_core.run.config import RunConfig
+
+PARTS = {f"model.{name}": "here" for name in ("transformer", "vae", "text_encoder", "tokenizer")}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+
+
+def refusal(init_from: str = "", **flags: str) -> str:
+    flags = {"data.folder": "here", "run.folder": "run"} | flags
+    try:
+        check_paths("train", "", resolve(RunConfig, flags=flags), TrainOptions(init_from=init_from))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_base_is_not_asked_for_parts_that_have_a_path_of_their_own() -> None:
+    assert refusal(**PARTS, **{"model.base": "./gone"}) == ""
+    assert refusal(**PARTS | {"model.vae": ""}, **{"model.base": "./gone"}).startswith("model.base = './gone'")
+    assert refusal(**PARTS | {"model.vae": "./gone"}, **{"model.base": "./gone"}).startswith("model.vae = './gone'")
+    assert refusal(**{"model.base": "Wan-AI/Wan2.1/inner"}, **PARTS | {"model.transformer": "a/b/c.safetensors"}) == ""
+
+
+def test_a_run_with_a_save_does_not_need_the_run_that_it_started_from() -> None:
+    assert refusal("gone") == "--init-from gone is not there; correct the path"
+    Path("run/state/step-000010").mkdir(parents=True)
+    assert refusal("gone") == ""
