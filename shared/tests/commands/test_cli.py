@@ -17,7 +17,7 @@ from rich.console import Console
 import ditkit_core
 from ditkit_core.adapters.config import AdapterConfig
 from ditkit_core.commands import cli, stage
-from ditkit_core.commands.options import OPTIONS, STAGES, ExportOptions, SampleOptions, TrainOptions
+from ditkit_core.commands.options import OPTIONS, STAGES, ExportOptions, SampleOptions, TrainOptions, command_line
 from ditkit_core.errors import UserError
 from ditkit_core.io import console
 from ditkit_core.io.run_dir import RunFolderConfig
@@ -358,3 +358,10 @@ def test_known_noise_of_libraries_is_hushed_and_nothing_else(caplog: pytest.LogC
         assert caplog.messages == ["something else"]
     finally:
         logger.filters = before
+
+
+def test_a_printed_command_can_be_copied_into_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UV_RUN_RECURSION_DEPTH", raising=False)
+    assert command_line("toy-sample", "--run", "runs/my cat's") == """toy-sample --run 'runs/my cat'"'"'s'"""
+    monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", "1")
+    assert command_line("toy-sample", "--run", "runs/a") == "uv run toy-sample --run runs/a"

@@ -187,6 +187,7 @@ def test_options_that_go_with_others_are_refused_without(flags, message, tmp_pat
 
 def test_a_plan_that_does_not_fit_ends_with_the_command_that_searches(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("UV_RUN_RECURSION_DEPTH", raising=False)
     size = ("--train.batch_size", "4", "--data.height", "1024", "--data.width", "1024")
     last = plan(tmp_path, capsys, "--gpus", "1GiB", *size)[1].splitlines()[-1]
     assert last.endswith("; try: toy-train RUN.toml --gpus 1GiB --fit --write fitted.toml")
@@ -201,6 +202,8 @@ def test_a_plan_that_does_not_fit_ends_with_the_command_that_searches(tmp_path, 
     assert fit_command("toy-train", ["toy-train", "a.toml", "--plan=true", "--plan", "true"], "").endswith(
         "a.toml --fit --write fitted-2.toml"
     )
+    monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", "1")
+    assert fit_command("toy-train", ["toy-train", "a.toml", "--plan"], "").startswith("uv run toy-train a.toml --fit")
 
 
 def test_json_outlives_a_reader_that_is_gone(tmp_path, monkeypatch):

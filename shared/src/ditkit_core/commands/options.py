@@ -1,6 +1,8 @@
 """The flags of each command that apply to one call and are not stored with the run, and the rules for combining them."""
 
 import dataclasses
+import os
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -255,6 +257,12 @@ STAGES = {
     ("export", "on_files"): ("convert", "convert_file"),
 }
 """Maps a command and its option to the module in this folder and the function that do the work."""
+
+
+def command_line(program: str, *arguments: str) -> str:
+    """A command for the user's shell. Under `uv run` the programs are not on its PATH, so the command begins with that."""
+    prefix = ("uv", "run") if "UV_RUN_RECURSION_DEPTH" in os.environ else ()
+    return shlex.join([*prefix, program, *arguments])
 
 
 def verb_of(command: str, options: Any) -> str:

@@ -1,14 +1,13 @@
 """`train --plan`: print the peak memory of a run on each device, before anything is loaded or written."""
 
 import json
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout
 from itertools import count, pairwise
 from pathlib import Path
 
-from ditkit_core.commands.options import TrainOptions
+from ditkit_core.commands.options import TrainOptions, command_line
 from ditkit_core.io.console import say
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.plan import make_report
@@ -61,7 +60,7 @@ def fit_command(program: str, typed: Sequence[str], gpus: str) -> str:
         ]
     # --write overwrites nothing.
     out = next(path for path in _names() if not path.exists())
-    return shlex.join([program, *arguments, "--fit", "--write", str(out)])
+    return command_line(program, *arguments, "--fit", "--write", str(out))
 
 
 def _names() -> Iterator[Path]:

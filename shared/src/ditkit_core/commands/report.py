@@ -1,11 +1,10 @@
 """`train --report`, and the lines that a run prints when it ends."""
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ditkit_core.commands.export import final_adapters, handed_over
-from ditkit_core.commands.options import TrainOptions
+from ditkit_core.commands.options import TrainOptions, command_line
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.diagnostics.report.words import format_number, judge_change
 from ditkit_core.io.console import say
@@ -58,8 +57,6 @@ def say_results(run: RunContext, experts: Sequence[RunContext], folder: RunFolde
         experts: The runs of single experts, in folders inside the run's; none if the run's own folder has everything.
         folder: The run's folder.
     """
-    # Under `uv run` the commands are not on the PATH of the user's shell, so the printed command needs the prefix.
-    command = f"uv run {run.spec.name}" if "UV_RUN_RECURSION_DEPTH" in os.environ else run.spec.name
     of_experts = [copy for each in experts for _, copy in handed_over(each, folder)]
     for file in of_experts if experts else final_adapters(folder):
         say(f"adapter:  {file}")
@@ -72,8 +69,9 @@ def say_results(run: RunContext, experts: Sequence[RunContext], folder: RunFolde
         say(f"samples:  {folder.samples}")
     if folder.report.exists():
         say(f"report:   {folder.report}")
-    say(f'next:     {command}-sample --run {folder.path} --prompt "..." generates another sample')
+    sample, train = (command_line(f"{run.spec.name}-{verb}", "--run", str(folder.path)) for verb in ("sample", "train"))
+    say(f'next:     {sample} --prompt "..." generates another sample')
     if not experts:
         steps = max(run.config.train.steps, folder.completed_step() or 0)
         further, verb = 2 * steps or TrainConfig().steps, "continues" if steps else "trains"
-        say(f"          {command}-train --run {folder.path} --train.steps {further} {verb} the run")
+        say(f"          {train} --train.steps {further} {verb} the run")
