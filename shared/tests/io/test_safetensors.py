@@ -74,6 +74,13 @@ def test_what_the_format_forbids_is_refused_in_one_line(tmp_path: Path, name: st
             file.keys()
 
 
+def test_a_dtype_that_is_not_read_is_no_damage(tmp_path: Path) -> None:
+    header = {"a": tensor(0, 16, [4]), "scale": tensor(16, 20, [4], "F8_E8M0")}
+    path = write(tmp_path / "x.safetensors", header, 20)
+    with pytest.raises(UserError, match="has tensors of dtype F8_E8M0, which are not read; get the weights in bf16"):
+        SafetensorsSource.open(path)
+
+
 def test_what_the_format_allows_is_read(tmp_path: Path) -> None:
     header = {"b": tensor(8, 16, [2]), "none": tensor(8, 8, [0, 5]), "a": tensor(0, 8, [1, 2]), "__metadata__": None}
     source = SafetensorsSource.open(write(tmp_path / "x.safetensors", header))

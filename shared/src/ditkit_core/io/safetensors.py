@@ -33,6 +33,8 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_NOT_READ = ("U16", "U32", "U64", "C64", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+"""The format's other dtypes. A file that has them, such as one in MXFP8, is whole."""
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMS = 64  # torch's own limit
@@ -232,11 +234,15 @@ def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
 
 
 def _stored(path: Path, start: int, about: Mapping[str, Any]) -> StoredTensor:
-    """The place of a tensor, from its entry in the header; ValueError, KeyError or TypeError if that is damaged."""
+    """The place of a tensor, from its entry in the header; ValueError, KeyError or TypeError if that is damaged, UserError if it is not read."""
     shape, (first, end) = tuple(about["shape"]), about["data_offsets"]
     # Python's integers and not torch's, whose product of 2**40 and 2**40 is 0. True is no number here, and 1.0 no place.
     if not all(type(number) is int and 0 <= number < 2**63 for number in (*shape, first, end)):
         raise ValueError(f"{shape} at {first} to {end}")
+    if about["dtype"] in _NOT_READ:
+        raise UserError(
+            f"{path} has tensors of dtype {about['dtype']}, which are not read; get the weights in bf16 or fp8"
+        )
     dtype, count = _DTYPES[about["dtype"]], math.prod(shape)
     if len(shape) > _MAX_DIMS or math.prod(filter(None, shape)) >= 2**63 or count * dtype.itemsize != end - first:
         raise ValueError(f"{shape} in {end - first} bytes")
