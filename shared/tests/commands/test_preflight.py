@@ -10,7 +10,8 @@ from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
 from ditkit_core.run.config import RunConfig
 
-PARTS = {f"model.{name}": "here" for name in ("transformer", "vae", "text_encoder", "tokenizer")}
+COMPONENTS = ("vae", "text_encoder", "tokenizer", "transformer")
+PARTS = {f"model.{name}": "here" for name in COMPONENTS}
 
 
 @pytest.fixture(autouse=True)
@@ -19,10 +20,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("here").mkdir()
 
 
-def refusal(init_from: str = "", **flags: str) -> str:
+def refusal(init_from: str = "", components: tuple[str, ...] = COMPONENTS, **flags: str) -> str:
     flags = {"data.folder": "here", "run.folder": "run"} | flags
     try:
-        check_paths("train", "", resolve(RunConfig, flags=flags), TrainOptions(init_from=init_from))
+        check_paths("train", "", resolve(RunConfig, flags=flags), TrainOptions(init_from=init_from), components)
     except UserError as error:
         return str(error)
     return ""
@@ -39,3 +40,9 @@ def test_a_run_with_a_save_does_not_need_the_run_that_it_started_from() -> None:
     assert refusal("gone") == "--init-from gone is not there; correct the path"
     Path("run/state/step-000010").mkdir(parents=True)
     assert refusal("gone") == ""
+
+
+def test_a_path_that_no_architecture_of_the_family_reads_is_not_looked_at() -> None:
+    gone = PARTS | {"model.text_encoder": "./gone"}
+    assert refusal(**gone).startswith("model.text_encoder = './gone'")
+    assert refusal(components=("vae", "transformer"), **gone) == ""

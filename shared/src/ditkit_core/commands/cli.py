@@ -56,6 +56,8 @@ class Family:
     """The run file of its demo; `DemoSpec.config`."""
     spec: "Callable[[], ModelSpec]"
     """Imports the family's spec, and with it torch."""
+    components: tuple[str, ...] = ("vae", "text_encoder", "tokenizer", "transformer")
+    """Keys of `[model]` whose files all its architectures read."""
 
 
 def commands(family: Family) -> tuple[Callable[[], int], ...]:
@@ -65,7 +67,9 @@ def commands(family: Family) -> tuple[Callable[[], int], ...]:
 
 def run(spec: "ModelSpec", command: str, argv: Sequence[str]) -> int:
     """Run a command of a family whose spec is at hand; as `start`."""
-    family = Family(name=spec.name, presets=tuple(spec.architecture.presets), demo=spec.demo.config, spec=lambda: spec)
+    presets = tuple(spec.architecture.presets)
+    # The work says what is missing: torch is imported, so an early look saves nothing.
+    family = Family(name=spec.name, presets=presets, demo=spec.demo.config, spec=lambda: spec, components=())
     return start(family, command, argv)
 
 
@@ -119,7 +123,7 @@ def _run(family: Family, command: str, argv: Sequence[str]) -> int:
         return 0
     verb = verb_of(command, flags.options)
     try:
-        check_paths(command, verb, config, flags.options)
+        check_paths(command, verb, config, flags.options, family.components)
     except UserError as error:
         return _complain(error, 1)
     from ditkit_core.commands.stage import run_stage  # here, and not above: from now on torch is needed

@@ -4,6 +4,7 @@ It only sees what is missing. What is wrong with a file that exists is said wher
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,11 @@ from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.paths import is_hub_id, not_there
 from ditkit_core.run.config import RunConfig
 
-_ENCODERS = ("vae", "text_encoder", "tokenizer")
-_NEEDED = {"train": (*_ENCODERS, "transformer"), "encode": _ENCODERS, "sample": (*_ENCODERS, "transformer")}
-"""Keys of `[model]` whose files a command reads, whatever the architecture."""
+_UNUSED = {"train": (), "encode": ("transformer",), "sample": ()}
+"""Keys of `[model]` whose files a command does not read. Commands that are not here read none of them in every case."""
 
 
-def check_paths(command: str, verb: str, config: RunConfig, options: Any) -> None:
+def check_paths(command: str, verb: str, config: RunConfig, options: Any, components: Sequence[str]) -> None:
     """Refuse a file or folder that is needed and does not exist.
 
     Args:
@@ -28,6 +28,7 @@ def check_paths(command: str, verb: str, config: RunConfig, options: Any) -> Non
         verb: The option that selects other work of the command (`plan`, `check`, …), or empty.
         config: The configuration.
         options: The command's options.
+        components: Keys of `[model]` whose files every architecture of the family reads.
 
     Raises:
         UserError: For the first one that is missing.
@@ -45,7 +46,9 @@ def check_paths(command: str, verb: str, config: RunConfig, options: Any) -> Non
     is_complete = command == "train" and folder.completed_step() is not None
     if command in ("train", "encode") and not is_complete:
         _check_data(config)
-    parts = () if is_complete else _NEEDED.get(command, ())
+    if is_complete or command not in _UNUSED:
+        return
+    parts = [each for each in components if each not in _UNUSED[command]]
     # A base is not asked for what has a path of its own.
     for part in parts if all(getattr(config.model, each) for each in parts) else ("base", *parts):
         # One expert trains without the other, whose file is only missed by previews, with a warning.
