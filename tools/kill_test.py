@@ -156,6 +156,8 @@ def _files(folder: Path) -> dict[str, Path]:
     # What a kill leaves in the cache goes after an hour, because another run may be writing there.
     found = (path for path in folder.rglob("*") if path.is_file() and path != folder / "log.txt")
     kept = (path for path in found if not (path.is_relative_to(folder / "cache") and path.name.startswith(".")))
+    # Hashes of media files are remembered only of files that did not change for some seconds, so the clock decides whether there are any.
+    kept = (path for path in kept if path != folder / "cache" / "hashes.json")
     return {str(path.relative_to(folder)): path for path in kept}
 
 
