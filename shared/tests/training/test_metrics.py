@@ -81,10 +81,13 @@ def files_of_at_most(num_bytes):
     """The kernel refuses to write more into a file, as a full disk does."""
     resource = pytest.importorskip("resource")
     before, limit = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Python would store what it compiles meanwhile cut off at the limit, and fail to import it ever after.
+    writes_bytecode, sys.dont_write_bytecode = not sys.dont_write_bytecode, True
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limit[1]))
     try:
         yield
     finally:
+        sys.dont_write_bytecode = not writes_bytecode
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, before)
 
