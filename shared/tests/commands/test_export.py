@@ -214,5 +214,5 @@ def test_the_copy_under_the_earlier_name_of_an_experts_adapter_is_replaced(tmp_p
     expert: Any = SimpleNamespace(
         expert=SimpleNamespace(name="low_noise"), config=SimpleNamespace(run=SimpleNamespace(folder=str(own.path)))
     )
-    export.hand_over(expert, whole)
+    export.copy_expert_adapters(expert, whole)
     assert os.listdir(whole.exports) == [f"{name}_low_noise.safetensors"]

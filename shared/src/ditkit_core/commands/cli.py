@@ -66,7 +66,7 @@ def commands(family: Family) -> tuple[Callable[[], int], ...]:
 
 
 def run(spec: "ModelSpec", command: str, argv: Sequence[str]) -> int:
-    """Run a command of a family whose spec is at hand; as `start`."""
+    """Run a command of a family whose spec is already imported; as `start`."""
     presets = tuple(spec.architecture.presets)
     # The work says what is missing: torch is imported, so an early look saves nothing.
     family = Family(name=spec.name, presets=presets, demo=spec.demo.config, spec=lambda: spec, components=())

@@ -260,16 +260,16 @@ def _finals(own: RunFolder, whole: RunFolder, suffix: str) -> Iterator[tuple[Pat
                 break
 
 
-def handed_over(run: RunContext, folder: RunFolder) -> list[tuple[Path, Path]]:
+def expert_adapters(run: RunContext, folder: RunFolder) -> list[tuple[Path, Path]]:
     """The finished adapters of an expert, each with its path in the exports of the run of all experts."""
     assert run.expert is not None
     return list(_finals(RunFolder(Path(run.config.run.folder)), folder, f"_{run.expert.name}"))
 
 
-def hand_over(run: RunContext, folder: RunFolder) -> None:
+def copy_expert_adapters(run: RunContext, folder: RunFolder) -> None:
     """Copy an expert's adapter into the exports of the run of all experts, with the expert in its name."""
     assert run.expert is not None
-    for file, copy in handed_over(run, folder):
+    for file, copy in expert_adapters(run, folder):
         with atomic_write(copy) as temporary:
             shutil.copyfile(file, temporary)
         earlier = f"{EARLIER_NAME}_{run.expert.name}"
@@ -277,9 +277,9 @@ def hand_over(run: RunContext, folder: RunFolder) -> None:
             _remove_finals(folder, earlier)
 
 
-def is_handed_over(run: RunContext, folder: RunFolder) -> bool:
+def has_expert_adapters(run: RunContext, folder: RunFolder) -> bool:
     """Whether the exports of the run of all experts have the expert's current adapter.
 
     The copy is outdated if the expert was trained further by itself since.
     """
-    return all(copy.is_file() and filecmp.cmp(file, copy, shallow=False) for file, copy in handed_over(run, folder))
+    return all(copy.is_file() and filecmp.cmp(file, copy, shallow=False) for file, copy in expert_adapters(run, folder))

@@ -1,6 +1,6 @@
 """Looks at the files and folders that a configuration and its options name, before torch is imported, which takes seconds.
 
-It only sees what is missing. What is wrong with a file that exists is said where the file is read.
+It only finds missing files. The code that reads an existing file reports what is wrong with it.
 """
 
 import os
@@ -34,7 +34,7 @@ def check_paths(command: str, verb: str, config: RunConfig, options: Any, compon
         UserError: For the first one that is missing.
     """
     folder = RunFolder(Path(config.run.folder))
-    # A run with a save of its own goes on from that.
+    # A run that has a save continues from it and does not read --init-from.
     ignored = ("init_from",) if any(folder.state.glob("step-*")) else ()
     for field in fields(options):
         path, message = getattr(options, field.name), field.metadata.get("missing", "")
@@ -49,7 +49,7 @@ def check_paths(command: str, verb: str, config: RunConfig, options: Any, compon
     if is_complete or command not in _UNUSED:
         return
     parts = [each for each in components if each not in _UNUSED[command]]
-    # A base is not asked for what has a path of its own.
+    # The base folder is not read if every component has a path of its own.
     for part in parts if all(getattr(config.model, each) for each in parts) else ("base", *parts):
         # One expert trains without the other, whose file is only missed by previews, with a warning.
         one_expert = part == "transformer" and config.experts.train != "both"
@@ -69,6 +69,6 @@ def _is_missing(path: str) -> bool:
         os.stat(local_path(path))
     except (FileNotFoundError, NotADirectoryError):
         return True
-    except (OSError, ValueError):  # not readable, or no path at all: said where it is read
+    except (OSError, ValueError):  # unreadable, or not a path: the code that reads it reports that
         return False
     return False

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ditkit_core.commands.export import final_adapters, handed_over
+from ditkit_core.commands.export import expert_adapters, final_adapters
 from ditkit_core.commands.options import TrainOptions, command_line
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.diagnostics.report.words import format_number, judge_change
@@ -57,7 +57,7 @@ def say_results(run: RunContext, experts: Sequence[RunContext], folder: RunFolde
         experts: The runs of single experts, in folders inside the run's; none if the run's own folder has everything.
         folder: The run's folder.
     """
-    of_experts = [copy for each in experts for _, copy in handed_over(each, folder)]
+    of_experts = [copy for each in experts for _, copy in expert_adapters(each, folder)]
     for file in of_experts if experts else final_adapters(folder):
         say(f"adapter:  {file}")
     trained = [(RunFolder(Path(each.config.run.folder)), f" ({each.expert.name})") for each in experts if each.expert]

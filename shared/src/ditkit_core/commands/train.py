@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ditkit_core.commands.export import Exporter, hand_over, is_handed_over, rename_exports
+from ditkit_core.commands.export import Exporter, copy_expert_adapters, has_expert_adapters, rename_exports
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.commands.report import held_out_lines, say_results
 from ditkit_core.config.resume import ConfigChange
@@ -113,7 +113,7 @@ def train(spec: ModelSpec, config: RunConfig, options: TrainOptions) -> None:
     with open_run(Path(config.run.folder), whole.run.given.config) as (folder, stated):
         rename_exports(whole.run, folder)
         done, left = folder.completed_step(), [each for each in whole.components if each.completed_step is None]
-        if not left and done is not None and all(is_handed_over(each, folder) for each in whole.experts):
+        if not left and done is not None and all(has_expert_adapters(each, folder) for each in whole.experts):
             say(f"{folder.path} is complete{'' if whole.experts else f' at step {done}'}; nothing is left to do")
             generate_left(whole.run, folder, write_report)
         else:
@@ -189,7 +189,7 @@ def _train_what_is_left(whole: _Whole, folder: RunFolder, stated: Sequence[Confi
                 for line in held_out_lines(result, own):
                     say(line)
         for each in whole.experts:
-            hand_over(each, folder)
+            copy_expert_adapters(each, folder)
         if run.experts:
             generate_trained(run, folder, max(steps))
         folder.mark_complete(max(steps))

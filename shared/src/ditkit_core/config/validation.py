@@ -109,7 +109,7 @@ def value_from_text(key: str, hint: Any, texts: list[str], where: str, *, is_pat
 
 
 def _check_texts(key: str, value: Any, where: str, *, is_path: bool) -> None:
-    """Check that a run file can contain the characters of a value, and that a path is one that a file can have.
+    """Check that a run file can contain the characters of a value, and that a path is valid.
 
     Checked here once, because sections look up paths in many places, and each would need a message of its own.
 

@@ -238,7 +238,7 @@ def levers(spec: ModelSpec, config: RunConfig, gpus: tuple[GPU, ...]) -> Iterato
 
 
 def best_first(planned: Sequence[Planned]) -> list[Planned]:
-    """Sort changes: first those with which the run fits, by what they give up; then the others, by their missing bytes."""
+    """Sort changes: first those with which the run fits, the least costly first; then the others, by missing bytes."""
     return sorted(planned, key=lambda each: (each.missing, each.change.lost_share))
 
 

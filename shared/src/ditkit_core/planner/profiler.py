@@ -301,7 +301,7 @@ class _Measuring:
 
 
 def _profile(model: ReducedModel, together: MeasuredStep, apart: MeasuredStep, like: Profile | None) -> Profile:
-    """The profile of the whole model from the stages that were run; `like` has what they were not run for."""
+    """The profile of the whole model from the stages that were run; `like` provides the values that were not measured."""
     costs = _stage_costs(together)
     sent, freed, sent_back = _splits(costs, apart)
     costs = [replace(cost, freed_at_cut=freed[stage]) for stage, cost in enumerate(costs)]

@@ -114,7 +114,7 @@ class MetricsLog:
                 self._drop_board(error)
 
     def saved(self) -> str:
-        """Flush all lines to disk, for a save of this step, and return the digest of what they say of the training."""
+        """Flush all lines to disk, for a save of this step, and return a digest of their values, times and memory left out."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:

@@ -12,7 +12,7 @@ WIDTH, HEIGHT = 420, 230
 """Size of a chart in SVG units: about that of a phone's screen."""
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 26
 _MOST_PATH_POINTS = 600
-"""Largest number of points of a curve: more cannot be told apart at this size."""
+"""Largest number of points of a curve. A chart of this size has no room for more."""
 _DIGIT = 8.0
 """Largest width of a digit at the axes."""
 _MOST_DOTS = 60

@@ -44,7 +44,7 @@ class Group:
 
 
 def groups(section: Section) -> list[Group]:
-    """The charts by group, the important ones first; what is constant has none, and neither has a group without any."""
+    """The charts by group, the important ones first. A constant series has no chart, and a group without charts is left out."""
     series = section.series
     levels = {f"{PER_SIGMA}{sigma:g}": f"σ {sigma:g}" for sigma in section.sigmas}
     changes = (_change(series[name], title) for name, title in levels.items())
