@@ -6,16 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from pages import PAGES, prose
 from workspace import ROOT, text_files
 
-PAGES = [file for file in text_files() if file.suffix == ".md"]
 TEST_FILES = [file.relative_to(ROOT).as_posix() for file in text_files() if file.name.startswith("test_")]
-
-
-def prose(page: Path) -> str:
-    """A page without its code blocks and comments."""
-    text = re.sub(r"^( *)```.*?^\1```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    return re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
 
 
 def links(page: Path) -> Iterator[str]:

@@ -36,7 +36,7 @@ def test_the_page_has_all_rows_and_todays_assumptions(written):
 
 def test_the_readme_shows_a_part_of_the_plan_on_the_page(written):
     shown = between(written, EXAMPLE, MEMORY.name)
-    printed = shown.strip().removeprefix("```").removesuffix("```").strip().partition("\n")[2]
+    printed = shown.strip().removeprefix("```console").removesuffix("```").strip().partition("\n")[2]
     assert shown == f"\n{example(printed)}\n"
     part = between(README.read_text(encoding="utf-8"), EXCERPT, README.name)
     assert part == f"\n{excerpt(printed)}\n"

@@ -7,8 +7,6 @@ from functools import cache
 import pytest
 import torch
 
-from ditkit_core.config.schema import config_fields
-from ditkit_core.run.config import RunConfig
 from ditkit_core.testing.run_files import check_accepted, check_fits, check_schema_of
 from ditkit_flux2.spec import FLUX2
 from ditkit_wan.spec import WAN
@@ -21,7 +19,7 @@ SPECS = {FLUX2.name: FLUX2, WAN.name: WAN}
 PLANS = {
     name: (family, gpus, host, excerpt.splitlines())
     for family, name, gpus, host, excerpt in re.findall(
-        r"```\n\$ uv run (\w+)-train docs/recipes/(\S+)\.toml --plan --gpus (\S+)(?: --host (\S+))?\n(.+?)\n```",
+        r"```console\n\$ uv run (\w+)-train docs/recipes/(\S+)\.toml --plan --gpus (\S+)(?: --host (\S+))?\n(.+?)\n```",
         PAGE,
         flags=re.DOTALL,
     )
@@ -60,14 +58,6 @@ def test_a_recipe_fits_as_its_page_says(file, capsys):
     printed = iter(capsys.readouterr().out.splitlines())
     if f", torch {torch.__version__.partition('+')[0]}." in PAGE:  # others hold other amounts
         assert len(shown) > 10 and [line for line in shown if line not in printed] == []
-
-
-@pytest.mark.parametrize("page", [PAGE, TROUBLES], ids=["recipes", "troubleshooting"])
-def test_every_key_that_a_page_names_exists(page):
-    keys = config_fields(RunConfig).keys()
-    sections = "|".join(sorted({key.partition(".")[0] for key in keys}))
-    named = re.findall(rf"(?:`|--)((?:{sections})\.[a-z_]+)(?=[` =])", page)
-    assert len(named) > 15 and set(named) <= keys
 
 
 @cache

@@ -191,13 +191,13 @@ def plan() -> str:
 
 def example(printed: str) -> str:
     """A plan and its command as docs/memory.md has them."""
-    return f"\n```\n$ uv run {COMMAND}\n{printed}\n```\n"
+    return f"\n```console\n$ uv run {COMMAND}\n{printed}\n```\n"
 
 
 def excerpt(printed: str) -> str:
     """The lines of it that README.md has: of its first table, which is of training."""
     lines = [line for line in printed.partition("\n\n")[0].splitlines() if line.startswith(SHOWN)]
-    return "\n".join(["```", f"$ uv run {COMMAND}", *lines, "```"])
+    return "\n".join(["```console", f"$ uv run {COMMAND}", *lines, "```"])
 
 
 def main() -> int:
