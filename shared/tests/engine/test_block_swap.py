@@ -435,7 +435,12 @@ def test_a_gpu_streams_without_changing_a_number(policy):
         before = torch.cuda.memory_allocated()
         with sdpa_kernel(SDPBackend.MATH):  # the others sum in any order
             outcomes += [
-                [train_shortly(TOY, model, toy_items(2), BlockEngine(policy=policy, hooks=(swap,))) for _ in range(3)]
+                [
+                    train_shortly(
+                        TOY, model, toy_items(2), BlockEngine(policy=policy, hooks=() if swap is None else (swap,))
+                    )
+                    for _ in range(3)
+                ]
             ]
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert [numbers for numbers, _ in outcomes[0]] == [numbers for numbers, _ in outcomes[1]]

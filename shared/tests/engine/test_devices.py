@@ -1,10 +1,14 @@
 """The devices of a run by their names, on machines that are not here."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from ditkit_core.config.sizes import per_device
-from ditkit_core.engine.devices import choose_devices
+from ditkit_core.engine import devices
+from ditkit_core.engine.devices import choose_device, choose_devices, make_current
 from ditkit_core.errors import UserError
 from ditkit_core.training.config import TrainConfig
 
@@ -16,6 +20,7 @@ def machine(monkeypatch):
     def pretend(*sizes):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(sizes))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
+        monkeypatch.setattr(devices, "_has_gpu", lambda: bool(sizes))
 
     return pretend
 
@@ -26,6 +31,73 @@ def test_all_are_the_gpus_of_the_machine(machine):
     assert choose_devices(["cuda:2", "cuda:0"]) == (torch.device("cuda:2"), torch.device("cuda:0"))
     machine(24)
     assert choose_devices(["all"]) == (torch.device("cuda:0"),)
+
+
+def test_a_gpu_always_has_its_index(machine):
+    machine(24, 24)
+    for name in ("auto", "cuda", "cuda:0"):
+        assert choose_device(name, "train.device") == torch.device("cuda", 0)
+    assert choose_devices(["cuda:1", "cuda"]) == (torch.device("cuda", 1), torch.device("cuda", 0))
+    machine()
+    assert choose_device("auto", "train.device") == choose_device("cpu", "train.device") == torch.device("cpu")
+
+
+def test_the_first_gpu_of_a_run_becomes_current(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    cpu, one, two = torch.device("cpu"), torch.device("cuda", 1), torch.device("cuda", 2)
+    make_current([cpu])
+    assert not chosen
+    make_current([cpu, two, one])
+    assert chosen == [two]
+
+
+@pytest.fixture
+def unusable(monkeypatch):
+    """Pretends a GPU that torch cannot use."""
+
+    def init():
+        raise RuntimeError("The NVIDIA driver is too old (found version 12040). Please update it\nand more")
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setattr(devices, "_has_gpu", lambda: True)
+
+
+@pytest.mark.parametrize("names", [["auto"], ["cuda"], ["all"], ["cuda:0", "cuda:1"]], ids=str)
+def test_a_driver_that_is_too_old_is_said_and_no_cpu_taken(unusable, monkeypatch, names):
+    with pytest.raises(UserError, match="cannot use .*too old .found version 12040.*driver for CUDA 13.2") as caught:
+        choose_devices(names)
+    assert "\n" not in str(caught.value) and "train.devices" in str(caught.value)
+    assert choose_device("cpu", "train.device") == torch.device("cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert choose_device("auto", "train.device") == torch.device("cpu"), "hidden by the user"
+
+
+def test_a_torch_without_cuda_takes_the_cpu(unusable, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert choose_device("auto", "train.device") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "listed", "status", "expected"),
+    [
+        (["nvidia0"], None, 0, True),
+        (["nvidiactl"], None, 0, False),
+        ([], "GPU 0: NVIDIA H200 (UUID: GPU-1)\n", 0, True),
+        ([], "No devices found.\n", 6, False),
+        ([], "", 0, False),
+    ],
+)
+def test_a_gpu_is_seen_by_its_node_or_by_the_drivers_tool(monkeypatch, nodes, listed, status, expected):
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: (Path(node) for node in nodes if Path(node).match(pattern)))
+    monkeypatch.setattr(devices.shutil, "which", lambda name: None if listed is None else name)
+    answer = SimpleNamespace(stdout=listed, returncode=status)
+    monkeypatch.setattr(devices.subprocess, "run", lambda *args, **options: answer)
+    assert devices._has_gpu() is expected
 
 
 @pytest.mark.parametrize(

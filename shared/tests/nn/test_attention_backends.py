@@ -2,6 +2,7 @@
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -12,6 +13,7 @@ import pytest
 import torch
 from attention_tensors import fake_kernel, qkv
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ditkit_core.commands.cli import run
@@ -89,6 +91,30 @@ def test_a_library_gets_tokens_before_heads_and_what_it_returns_is_handed_on(
     assert shapes == [(2, 5, 3, 8), (2, 7, 3, 8), (2, 7, 3, 8)]  # batch, tokens, heads, head_dim
     assert given_q is q and given_k is k and given_v is v
     assert given_options == options
+
+
+@pytest.mark.parametrize("backend", LIBRARIES)
+def test_a_library_is_called_with_the_device_of_its_tensors_current(monkeypatch, backend):
+    """flash-attn 4 launches on the current device's stream, and sageattention leaves another device current."""
+    entered = []
+
+    @contextmanager
+    def current(device):
+        entered.append(device)
+        yield
+        entered.append(None)
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    seen = []
+
+    def kernel(q, k, v, **options):
+        seen.append(entered[-1])
+        return q
+
+    install(monkeypatch, backend, kernel)
+    with FakeTensorMode(), attention_settings(AttentionSettings(backend=backend)):
+        attend(*(torch.empty(2, 5, 3, 8, dtype=torch.bfloat16, device="cuda:1") for _ in range(3)), name="self")
+    assert seen == [torch.device("cuda", 1)] and entered == [torch.device("cuda", 1), None]
 
 
 @pytest.mark.parametrize("backend", [name for name, b in BACKENDS.items() if not (b.takes_mask and b.takes_dropout)])

@@ -12,7 +12,7 @@ from ditkit_core.commands.options import TrainOptions
 from ditkit_core.commands.plan import DOES_NOT_FIT
 from ditkit_core.config.sizes import GIB, per_device
 from ditkit_core.config.toml import to_toml
-from ditkit_core.engine.devices import choose_devices
+from ditkit_core.engine.devices import choose_device, choose_devices
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import doing, say, warn
 from ditkit_core.io.files import write_text
@@ -262,10 +262,9 @@ def _devices_here(config: RunConfig) -> tuple[torch.device, ...]:
     if config.train.devices:
         return choose_devices(config.train.devices)
     if config.train.device == "auto":
-        found = choose_devices(("all",)) if torch.cuda.is_available() else (torch.device("cpu"),)
+        found = choose_devices(("all",)) if torch.cuda.is_available() else (choose_device("auto", "train.device"),)
         return (
-            tuple(device for device in found if device.type == "cpu" or not _samples_on(config, device.index or 0))
-            or found
+            tuple(device for device in found if device.type == "cpu" or not _samples_on(config, device.index)) or found
         )
     return choose_devices((config.train.device,))
 

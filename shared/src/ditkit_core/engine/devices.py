@@ -1,6 +1,10 @@
 """The devices of a run, from the names in a configuration."""
 
-from collections.abc import Sequence
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -11,21 +15,29 @@ ALL = "all"
 
 
 def choose_device(name: str, key: str) -> torch.device:
-    """The device of the setting `key`; `auto` is the first GPU, or the CPU if there is none.
+    """The device of the setting `key`; `auto` is the first GPU, or the CPU if there is none. A GPU always has an index.
 
     Raises:
-        UserError: If this machine has no such device.
+        UserError: If this machine has no such device, or `auto` would be a CPU because torch cannot use the GPU.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if torch.cuda.is_available():
+            return torch.device("cuda", 0)
+        if reason := why_unusable():
+            raise UserError(f"{key} = auto: {reason}; or set {key} = cpu")
+        return torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise UserError(f"{key} = {name!r} is not a device; choose auto, cpu, cuda or cuda:1") from error
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"{key} = {name!r}: ditkit runs on cpu and cuda; choose auto, cpu, cuda or cuda:1")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"{key} = {name!r}: this machine has {_num_gpus()}; choose another")
+    if device.type == "cpu":
+        return device
+    # `cuda` is the current device wherever it is used, which differs from thread to thread: autograd has one for each device.
+    device = torch.device("cuda", device.index or 0)
+    if device.index >= torch.cuda.device_count():
+        raise UserError(f"{key} = {name!r}: {why_unusable() or f'this machine has {_num_gpus()}; choose another'}")
     return device
 
 
@@ -39,11 +51,11 @@ def choose_devices(names: Sequence[str]) -> tuple[torch.device, ...]:
         if len(names) > 1:
             raise UserError(f'train.devices = {list(names)}: "all" means every GPU; leave the others out')
         if not torch.cuda.is_available():
-            raise UserError('train.devices = ["all"] means the CUDA devices, and this machine has none; leave it out')
+            reason = why_unusable() or "this machine has none; leave it out"
+            raise UserError(f'train.devices = ["all"] means the CUDA devices: {reason}')
         return tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
     found = [choose_device(name, "train.devices") for name in names] if len(names) == 1 else _several(names)
-    # `cuda` and `cuda:0` are the same device
-    if len({(device.type, device.index or 0) for device in found}) < len(found):
+    if len(set(found)) < len(found):
         raise UserError(f"train.devices = {list(names)} names a device twice; name each once")
     return tuple(found)
 
@@ -52,13 +64,56 @@ def _several(names: Sequence[str]) -> list[torch.device]:
     # Counted first: a list of GPUs deserves a message on their number, not on the first that is missing.
     wanted = sum(name.startswith("cuda") for name in names)
     if wanted > torch.cuda.device_count():
-        raise UserError(
-            f"train.devices = {list(names)} names {wanted} GPUs, and this machine has {_num_gpus()}; name those that it "
-            "has, or none (CUDA_VISIBLE_DEVICES hides GPUs that it does not list)"
+        reason = why_unusable() or (
+            f"this machine has {_num_gpus()}; name those that it has, or none (CUDA_VISIBLE_DEVICES hides GPUs that it does not list)"
         )
+        raise UserError(f"train.devices = {list(names)} names {wanted} GPUs, and {reason}")
     return [choose_device(name, "train.devices") for name in names]
 
 
 def _num_gpus() -> str:
     count = torch.cuda.device_count()
     return f"{count} CUDA device" if count == 1 else f"{count or 'no'} CUDA devices"
+
+
+def make_current(devices: Iterable[torch.device]) -> None:
+    """Make the first GPU among the devices the process's current one, for all that names no device.
+
+    Otherwise that is `cuda:0`, also for a run on other GPUs: releasing memory and page-locking would take some hundred MiB of it for
+    nothing, and fail if another program has filled it.
+    """
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            return
+
+
+def why_unusable() -> str:
+    """Why torch cannot use the NVIDIA GPU of this machine, and what to do; empty if it can, or if there is no sign of a GPU.
+
+    Not all of the driver is missing then: usually it is older than the CUDA that torch was built with.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if hidden or torch.version.cuda is None or torch.cuda.is_available() or not _has_gpu():
+        return ""
+    try:
+        torch.cuda.init()
+        reason = "it finds no device"
+    except RuntimeError as error:
+        reason = str(error).split(". ")[0].splitlines()[0].rstrip(".")
+    return (
+        f"this machine has an NVIDIA GPU that torch {torch.__version__} cannot use ({reason}); install a driver for CUDA "
+        f"{torch.version.cuda}, or a torch for the installed driver"
+    )
+
+
+def _has_gpu() -> bool:
+    if next(Path("/dev").glob("nvidia[0-9]*"), None) is not None:
+        return True
+    if (command := shutil.which("nvidia-smi")) is None:  # Windows, and Linux inside of Windows
+        return False
+    try:
+        listed = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return listed.returncode == 0 and listed.stdout.startswith("GPU ")

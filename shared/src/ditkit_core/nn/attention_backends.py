@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ditkit_core.errors import UserError
 from ditkit_core.io.tables import Table
 from ditkit_core.nn.attention_reference import exact_attention
+from ditkit_core.nn.context import device_current
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 """(q, k, v [batch, tokens, heads, head_dim], padding mask [batch, keys] or None, dropout) to the result, shaped like q."""
@@ -155,9 +156,16 @@ def _on_gpus(which: str, *, half_only: bool, takes_mask: bool) -> Backend:
     return Backend(kernel=kernel, takes_mask=takes_mask, takes_dropout=True, half_only=half_only, devices=("cuda",))
 
 
+def _on_its_device(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None, dropout: float
+) -> Tensor:
+    with device_current(q):
+        return kernel(q, k, v, padding_mask, dropout)
+
+
 def _library(kernel: Kernel, module: str, *, has_backward: bool = True, takes_dropout: bool = False) -> Backend:
     return Backend(
-        kernel=kernel,
+        kernel=partial(_on_its_device, kernel),
         module=module,
         has_backward=has_backward,
         takes_mask=False,

@@ -1,19 +1,20 @@
 """All state that is global to the process while a forward, or its recompute, runs.
 
-A block gets its inputs in the carry, and a layer in its arguments. Four things cannot travel that way: they belong to the engine or the
+A block gets its inputs in the carry, and a layer in its arguments. Five things cannot travel that way: they belong to the engine or the
 planner, and are read in calls of `attend`, or of a product, deep inside model code that has no access to an engine.
 
 - How attention runs, and whether a checkpoint keeps it. A ContextVar that the engine sets *inside* the function that it checkpoints:
   autograd recomputes on threads of its own, which do not see a setting that was made outside.
 - What a block saves behind the boundary of its recompute (`remat.py`). A ContextVar, set in the same place.
 - The counter of attention calls in a first step. A ContextVar that is set around a step.
+- CUDA's current device, which kernels that are not torch's own are launched on. It belongs to a thread, so it is set around each launch.
 - The kind of device that fake tensors stand for. A list: compiled code reads it too, and up to torch 2.11 the compiler cannot read a
   ContextVar.
 """
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -154,3 +155,13 @@ def as_on(kind: str) -> AbstractContextManager[None]:
 def device_kind(x: Tensor) -> str:
     """The kind of device that a tensor is on: `cpu` or `cuda`."""
     return _stand_in[-1] if _stand_in else "cpu" if x.device.type == "cpu" else "cuda"
+
+
+def device_current(x: Tensor) -> AbstractContextManager[Any]:
+    """Context for launching a kernel that is not torch's own, a library's or one of Triton, on tensors of one device: makes it current.
+
+    Such a kernel goes to the current device's stream wherever its tensors are. torch's operations and compiled code see to it themselves.
+    """
+    if torch.compiler.is_compiling() or not x.is_cuda:
+        return nullcontext()
+    return torch.cuda.device(x.device)

@@ -102,7 +102,7 @@ def check_preview_device(run: RunContext) -> None:
         return
     device = choose_device(name, "sample.device")
     # A CPU can train and generate previews at the same time; both only get slower.
-    if device.type != "cpu" and (device.type, device.index or 0) in _training(run):
+    if device.type != "cpu" and device in run.devices:
         raise UserError(
             f"sample.device = {name!r} is a device that trains; name another one or cpu, or leave it out: previews are then generated where "
             "the model is, and training waits for them"
@@ -123,19 +123,15 @@ def check_preview_device(run: RunContext) -> None:
 
 def say_where_previews_could_be(run: RunContext) -> None:
     """If training waits for its previews, name an idle GPU that could generate them."""
-    sample, training = run.config.sample, _training(run)
+    sample = run.config.sample
     if sample.device or not sample.every_steps or not (sample.prompts or sample.captions) or not run.spec.import_path:
         return
-    idle = [index for index in range(torch.cuda.device_count()) if ("cuda", index) not in training]
+    gpus = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    idle = [gpu for gpu in gpus if gpu not in run.devices]
     if idle:
         say(
-            f"training pauses while previews are generated; set sample.device = cuda:{idle[0]} (idle) to generate them in the background"
+            f"training pauses while previews are generated; set sample.device = {idle[0]} (idle) to generate them in the background"
         )
-
-
-def _training(run: RunContext) -> set[tuple[str, int]]:
-    """Type and index of the devices that train."""
-    return {(device.type, device.index or 0) for device in run.devices}
 
 
 def check_components(run: RunContext, samples: Sequence[Sample], *, sampling: bool = False) -> None:

@@ -13,6 +13,7 @@ from ditkit_core.data.dataset import NothingToTrain, Sample
 from ditkit_core.encoding.encode import SampleEncoders, encode, encode_references
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import files_of, split_held_out
+from ditkit_core.engine.devices import choose_device, make_current
 from ditkit_core.errors import UserError
 from ditkit_core.io.console import progress, warn
 from ditkit_core.run.context import RunContext
@@ -64,6 +65,7 @@ def encode_samples(
     failed: list[tuple[str, str]] | None = None,
 ) -> list[EncodedSample]:
     """Encode some samples and texts into the cache; `failed` receives the ids of samples that were left out, and why."""
+    make_current([choose_device(run.config.encode.device, "encode.device")])
     media, text = run.auxiliary.encoders
 
     def left_out(sample: Sample, error: UserError) -> None:

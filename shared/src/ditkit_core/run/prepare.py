@@ -28,6 +28,7 @@ from ditkit_core.adapters.read import (
 from ditkit_core.encoding.encoded_sample import EncodedSample
 from ditkit_core.encoding.loader import shapes_of
 from ditkit_core.engine.block_swap import BlockSwap, base_device_map
+from ditkit_core.engine.devices import make_current
 from ditkit_core.engine.placement import Placement
 from ditkit_core.errors import UserError
 from ditkit_core.io.files import local_path, read_json_object, readable
@@ -251,7 +252,7 @@ def load_weights(
     on_tensor: Callable[[str, nn.Module], None] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> LoadedModel:
-    """Load the weights, initialise the adapters, and set up streaming.
+    """Load the weights, initialise the adapters, and set up streaming. From now on the first GPU is the process's current one.
 
     Args:
         unloaded: The model on `meta`.
@@ -263,6 +264,7 @@ def load_weights(
     Raises:
         UserError: If a file is damaged.
     """
+    make_current((placement.embed, *placement.blocks))
     spec, model, source = unloaded.spec, unloaded.model, unloaded.source
     device_of, edits = placement.device_of(model), merge_into(unloaded.merged)
     dtype_of, home_of = _loaded_dtype(spec, unloaded.precision), base_device_map(model, placement)
