@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from ditkit_core.adapters.export_names import ExportName
 from ditkit_core.commands.options import TrainOptions
 from ditkit_core.commands.preflight import check_paths
 from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
+from ditkit_core.io.files import write_text
+from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.run.config import RunConfig
 
 COMPONENTS = ("vae", "text_encoder", "tokenizer", "transformer")
@@ -34,6 +37,18 @@ def test_a_base_is_not_asked_for_parts_that_have_a_path_of_their_own() -> None:
     assert refusal(**PARTS | {"model.vae": ""}, **{"model.base": "./gone"}).startswith("model.base = './gone'")
     assert refusal(**PARTS | {"model.vae": "./gone"}, **{"model.base": "./gone"}).startswith("model.vae = './gone'")
     assert refusal(**{"model.base": "Wan-AI/Wan2.1/inner"}, **PARTS | {"model.transformer": "a/b/c.safetensors"}) == ""
+
+
+def test_a_name_that_no_export_could_bear_is_refused() -> None:
+    for name in ("n" * 200, "é" * 100):
+        assert refusal(**{"run.folder": f"here/{name}"}) == ""
+        longest = ExportName(run=name, expert="high_noise", by_command=True, step=10**6, form="diffsynth")
+        write_text(longest.at(RunFolder(Path("here"))), "")
+        said = refusal(**{"run.folder": f"here/{name}."})
+        assert (
+            said
+            == f"run.folder: the name {name[:20]}... has 201 bytes, and exports bear it; use or rename it to one of at most 200 bytes"
+        )
 
 
 def test_a_run_with_a_save_does_not_need_the_run_that_it_started_from() -> None:

@@ -246,7 +246,7 @@ def test_the_best_save_is_kept_named_and_exported(world: World, capsys: pytest.C
 def test_without_a_measurement_there_is_no_best_save(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert world.train("run", 1, "--sample.captions", "0") == 0
     assert world.run("export", "--run", str(world.folder / "run"), "--step", "best") == 1
-    assert "none of them has a held-out loss, set held_out.clips" in capsys.readouterr().err
+    assert "none of them has a validation loss, set held_out.clips" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,13 @@ def test_weights_of_an_adapter_of_another_shape_or_scale_are_refused(
         assert world.train("other", 1, "--init-from", str(world.folder / "run"), *flags) == 1
         error = capsys.readouterr().err
         assert "base.merge" in error and error.count("\n") == 1
-    adapter = world.folder / "run" / "exports" / "run.safetensors"
+        assert f'["{world.folder / "run" / "exports" / "run.safetensors"}"]' in error
+    adapter = (world.folder / "run" / "exports" / "run.safetensors").rename(
+        world.folder / "run" / "exports" / "adapter.safetensors"  # as an earlier version named it
+    )
+    capsys.readouterr()
+    assert world.train("other", 1, "--init-from", str(world.folder / "run"), *flags) == 1
+    assert f'base.merge = ["{adapter}"]' in capsys.readouterr().err
     assert world.train("merged", 1, "--adapter.rank", "3", "--base.merge", f'["{adapter.as_posix()}"]') == 0
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import parse_json_object, read_json_object
+from ditkit_core.io.files import parse_json_object, read_json_object, write_text
 from ditkit_core.testing.denied import denied
 
 
@@ -63,3 +63,9 @@ def test_a_file_without_an_end_is_not_read(tmp_path: Path) -> None:
         file.truncate(2**40)  # sparse: it takes no space
     with pytest.raises(UserError, match="not a file of at most"):
         read_json_object(path)
+
+
+def test_a_file_whose_name_has_as_many_bytes_as_a_name_may_have_is_written(tmp_path: Path) -> None:
+    for name in ("n" * 255, "é" * 127):
+        write_text(tmp_path / name, "x")
+    assert sorted(os.listdir(tmp_path)) == ["n" * 255, "é" * 127]

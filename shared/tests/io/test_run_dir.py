@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from unfinished import unfinished
 
 from ditkit_core.config.field import setting
 from ditkit_core.config.resolve import resolve
@@ -200,39 +201,44 @@ def test_a_drawing_that_goes_on_or_was_killed_keeps_its_number(tmp_path: Path) -
 
 
 def test_what_killed_writes_left_is_removed_by_whoever_locks_the_folder(saved: Path) -> None:
-    hidden = ".{}.0123abcd.tmp"
     left = [
-        saved / hidden.format("report.html"),
-        saved / "exports" / hidden.format("cat-step-000010.safetensors"),
-        saved / "exports" / "transformer_official" / hidden.format("diffusion_pytorch_model.safetensors"),
-        saved / "samples" / hidden.format("step-000010.json"),
-        saved / "samples" / "pending" / hidden.format("step-000010.safetensors"),
-        saved / "inputs" / hidden.format("clip.mp4"),
-        saved / "exports" / hidden.format("step-000010") / "transformer_official" / "config.json",
+        unfinished(saved / "report.html"),
+        unfinished(saved / "exports" / "cat-step-000010.safetensors"),
+        unfinished(saved / "exports" / "cat.safetensors", os.getpid()),  # of an earlier process with the same id
+        unfinished(saved / "exports" / "transformer_official" / "diffusion_pytorch_model.safetensors"),
+        unfinished(saved / "samples" / "step-000010.json"),
+        unfinished(saved / "samples" / "drawn-001-step-000010.json"),
+        unfinished(saved / "samples" / "pending" / "step-000010.safetensors"),
+        unfinished(saved / "inputs" / "clip.mp4"),
+        unfinished(saved / "exports" / "step-000010") / "transformer_official" / "config.json",
     ]
+    unknown = ".{}.0123abcd.tmp", ".{}.01234567-1-0123abcd.tmp"
     stays = [
         saved / "exports" / "cat.safetensors",
         saved / ".mine.tmp",
-        saved / "notes" / hidden.format("of another program"),
-        # Commands that do not lock the folder may be writing these.
-        saved / "samples" / hidden.format("drawn-001-step-000010.json"),
-        saved / "exports" / "cat-export-step-000010" / hidden.format("diffusion_pytorch_model.safetensors"),
+        unfinished(saved / "notes" / "of another program"),
+        # Commands that do not lock the folder are writing these.
+        unfinished(saved / "samples" / "drawn-002-step-000010.json", os.getppid()),
+        unfinished(saved / "exports" / "mine.safetensors", os.getppid()),
+        unfinished(saved / "exports" / "cat-export-step-000010" / "config.json", os.getppid()),
+        # An earlier version or another machine may be writing these.
+        *(saved / "exports" / name.format("mine.safetensors") for name in unknown),
     ]
     for path in (*left, *stays):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x")
     with open_run(saved, Tree()):
         assert [path for path in left if path.exists()] == [] and all(path.exists() for path in stays)
-    assert not (saved / "exports" / hidden.format("step-000010")).exists()
+    assert not list((saved / "exports").glob(".step-000010*"))
     for path in stays:
         os.utime(path, (0, 0))
     with open_run(saved, Tree()):
-        assert [path for path in stays if not path.exists()] == stays[3:]
+        assert [path for path in stays if not path.exists()] == stays[6:]
 
 
 def test_another_process_keeps_what_it_writes(saved: Path) -> None:
-    unfinished = saved / ".report.html.0123abcd.tmp"
     with open_run(saved, Tree()):
-        unfinished.touch()
+        left = unfinished(saved / "report.html")
+        left.touch()
         refused(saved, Tree(), match="in use by another process")
-        assert unfinished.exists()
+        assert left.exists()

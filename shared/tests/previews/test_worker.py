@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from sampling_child import Child, children
 from toy_world import World, equal
 from two_experts import EXPERTS, TwoExperts
+from unfinished import unfinished
 
 from ditkit_core.commands import cli
 from ditkit_core.config.resolve import resolve
@@ -154,7 +155,7 @@ def test_what_a_stopped_run_leaves_is_drawn_when_it_goes_on(
         assert world.train("run", 6, *ELSEWHERE) == 130
     assert len(started) == 1 and started[0].returncode == 130, "one at a time, ended with the run"
     assert pending(run) == [f"step-{step:06d}.safetensors" for step in (0, 2, 4)], "the step that was stopped at, too"
-    torn = run / "samples" / "pending" / ".step-000004.safetensors.0123abcd.tmp"
+    torn = unfinished(run / "samples" / "pending" / "step-000004.safetensors")
     torn.touch()
     with children(world.spec, "draws") as started:
         assert world.train("run", 6, *ELSEWHERE) == 0

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ditkit_core.adapters.config import FP8_SCALED, AdapterConfig, ExportConfig
+from ditkit_core.adapters.export_names import adapter_file
 from ditkit_core.adapters.inject import adapter_layers, adapter_state, canonical_name, is_adapter_name
 from ditkit_core.adapters.keys import tensors_in_form
 from ditkit_core.adapters.write import check_form, check_stacks, write_adapter
@@ -114,11 +115,6 @@ def loaded_by(read: Mapping[str, str]) -> str:
     loading = ", ".join(reader for reader, said in read.items() if not said) or "no program that is known"
     others = "; ".join(f"{reader} {said}" for reader, said in read.items() if said)
     return f"loaded whole by {loading}" + f" ({others})" * bool(others)
-
-
-def adapter_file(folder: Path, stem: str, form: str) -> Path:
-    """Where an adapter is written in a form: the official form has `stem` as its name, other forms append theirs."""
-    return folder / (f"{stem}.safetensors" if form == "official" else f"{stem}_{form}.safetensors")
 
 
 def export_adapter(

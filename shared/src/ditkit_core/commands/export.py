@@ -1,23 +1,28 @@
 """Exports of a run: next to each save, at the end of training, and by the export command."""
 
 import filecmp
-import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 from ditkit_core.adapters.config import ExportConfig
 from ditkit_core.adapters.export import (
-    adapter_file,
     check_export,
     export_adapter,
     export_merged,
     loaded_by,
     read_by,
     with_form_of_dora,
+)
+from ditkit_core.adapters.export_names import (
+    ExportName,
+    copies_of_expert,
+    exports_without_save,
+    remove_earlier,
+    rename_adapters,
 )
 from ditkit_core.commands.options import ExportOptions
 from ditkit_core.config.toml import read_stored_file
@@ -28,8 +33,7 @@ from ditkit_core.errors import UserError
 from ditkit_core.io.console import say
 from ditkit_core.io.files import atomic_folder, atomic_write
 from ditkit_core.io.memory import release_memory
-from ditkit_core.io.run_dir import EXPORTED, RunFolder
-from ditkit_core.models.adapter_formats import ADAPTER_FORMS
+from ditkit_core.io.run_dir import RunFolder
 from ditkit_core.models.spec import ModelSpec
 from ditkit_core.planner.partition import place
 from ditkit_core.run.checks import check_run
@@ -40,9 +44,6 @@ from ditkit_core.run.model import build_model, engine_of, export_metadata, load_
 from ditkit_core.run.prepare import LoadedModel
 from ditkit_core.run.restore import load_trained
 from ditkit_core.training.trainer import Callback
-
-EARLIER_NAME = "adapter"
-"""Name of the adapters of a run that an earlier version trained; now they bear the name of the run."""
 
 
 def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
@@ -63,12 +64,12 @@ def export(spec: ModelSpec, config: RunConfig, options: ExportOptions) -> None:
     run = resolve_arch(create_run(spec, config))
     check_run(run)
     for each in runs_of(run):
-        name = f"_{each.expert.name}" if each.expert is not None and is_joint(run) else ""
-        _export(each, wanted, options, RunFolder(Path(config.run.folder)), name)
+        expert = each.expert.name if each.expert is not None and is_joint(run) else ""
+        _export(each, wanted, options, RunFolder(Path(config.run.folder)), expert)
         release_memory()  # before the next expert: both need not fit at once
 
 
-def _export(run: RunContext, wanted: ExportConfig, options: ExportOptions, folder: RunFolder, name: str) -> None:
+def _export(run: RunContext, wanted: ExportConfig, options: ExportOptions, folder: RunFolder, expert: str) -> None:
     """Export one transformer.
 
     Args:
@@ -76,16 +77,16 @@ def _export(run: RunContext, wanted: ExportConfig, options: ExportOptions, folde
         wanted: The `[export]` section with the command's flags applied.
         options: The command's options.
         folder: The run whose exports folder gets the file, unless `--out` is given.
-        name: Part of the file names that tells the experts apart; empty for one transformer.
+        expert: Its name, where the run has several; empty for one transformer.
     """
     spec, config = run.spec, run.config
     unloaded = build_model(run)
     prepared = load_model(run, unloaded, place(run, unloaded))
     step = load_trained(prepared, RunFolder(Path(config.run.folder)), options.step)
     given = Path(options.out)
-    out = folder.exports / f"{folder.name}{name}{EXPORTED}step-{step:06d}.safetensors"
+    out = ExportName(run=folder.name, expert=expert, by_command=True, step=step).at(folder)
     if options.out:
-        out = given.with_name(f"{given.stem}{name}{given.suffix}")
+        out = given.with_name(f"{given.stem}{expert and '_'}{expert}{given.suffix}")
     metadata = export_metadata(run, prepared, step, data="")
     if wanted.merged or config.adapter.method == "full":
         target = out.with_suffix("") if out.suffix == ".safetensors" else out
@@ -145,9 +146,9 @@ class Exporter(Callback):
     def finished(self, step: int) -> None:
         """Export under the final names, and verify the adapter with the program that will use it."""
         self._remove_stale()
-        files = self._export_adapter(self._folder.name, step) if self._is_adapter else []
-        if files and self._folder.name != EARLIER_NAME:
-            _remove_finals(self._folder, EARLIER_NAME)
+        files = self._export_adapter(ExportName(run=self._folder.name), step) if self._is_adapter else []
+        if files:
+            remove_earlier(self._folder)
         self._prepared.model.eval()  # the predictions are compared without dropout
         self._verify(files)
         if self._writes_transformer:
@@ -156,30 +157,26 @@ class Exporter(Callback):
     def _exports_of_save(self, step: int) -> tuple[list[Path], list[Path]]:
         """What is written next to a save: the adapter's files, and the folder of the transformer, if there is any."""
         forms = self._run.config.export.forms if self._is_adapter else ()
-        files = [adapter_file(self._folder.exports, self._stem(step), form) for form in forms]
+        files = [replace(self._of_save(step), form=form).at(self._folder) for form in forms]
         # The transformer of the last step is written by `finished`.
         has_folder = self._writes_transformer and step < self._run.config.train.steps
         return files, [self._folder.exports / self._folder.save(step).name] * has_folder
 
-    def _stem(self, step: int) -> str:
-        return f"{self._folder.name}-{self._folder.save(step).name}"
+    def _of_save(self, step: int) -> ExportName:
+        return ExportName(run=self._folder.name, step=step)
 
     def _export_save(self, step: int) -> None:
         files, folders = self._exports_of_save(step)
         if files:
-            self._export_adapter(self._stem(step), step)
+            self._export_adapter(self._of_save(step), step)
         for folder in folders:
             with atomic_folder(folder) as unfinished:  # a folder with this name is complete, however large the model is
                 self._export_transformer(unfinished, step)
 
     def _remove_stale(self) -> None:
         """Remove exports whose saves are gone: with full fine-tuning each one is as large as the model."""
-        stems = "|".join(map(re.escape, (self._folder.name, EARLIER_NAME)))
-        file = re.compile(rf"(?:{stems})-(step-\d+)(?:_(?:{'|'.join(ADAPTER_FORMS)}))?\.safetensors")
-        for old in self._folder.exports.glob("*step-*"):
-            found = (re.compile(r"(step-\d+)") if old.is_dir() else file).fullmatch(old.name)
-            if found and not (self._folder.state / found[1]).exists():
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
+        for old in list(exports_without_save(self._folder)):
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
 
     def _verify(self, files: Sequence[Path]) -> None:
         """Load the adapters into diffusers, and compare its predictions with the model's."""
@@ -213,9 +210,9 @@ class Exporter(Callback):
         return self._run.config.export.merged or not self._is_adapter
 
     # The parameters at this point are those to be used: the trainer has put the average in place, if there is one.
-    def _export_adapter(self, stem: str, step: int) -> list[Path]:
+    def _export_adapter(self, name: ExportName, step: int) -> list[Path]:
         run, model, folder = self._run, self._prepared.model, self._folder.exports
-        return export_adapter(model, run.spec, folder, stem, run.config.export, metadata=self._metadata(step))
+        return export_adapter(model, run.spec, folder, name.stem, run.config.export, metadata=self._metadata(step))
 
     def _export_transformer(self, folder: Path, step: int) -> None:
         run = self._run
@@ -225,56 +222,29 @@ class Exporter(Callback):
         return export_metadata(self._run, self._prepared, step, data=self._data)
 
 
-def _remove_finals(folder: RunFolder, stem: str) -> None:
-    for form in ADAPTER_FORMS:
-        adapter_file(folder.exports, stem, form).unlink(missing_ok=True)
-
-
 def rename_exports(run: RunContext, folder: RunFolder) -> None:
     """Give the adapters of a run the name of its folder, if that was renamed or copied since they were written."""
-    if not folder.config_file.exists():
-        return
-    stored = read_stored_file(RunConfig, folder.config_file).get("run.folder")
-    earlier = RunFolder(Path(stored)).name if isinstance(stored, str) else folder.name
-    if earlier == folder.name:
-        return
-    parts = "|".join([*(each.name for each in run.experts), *ADAPTER_FORMS])
-    file = re.compile(rf"{re.escape(earlier)}((?:_(?:{parts}))?(?:-step-\d+)?(?:_(?:{parts}))?\.safetensors)")
-    for old in list(folder.exports.glob("*.safetensors")):
-        if (found := file.fullmatch(old.name)) and not (new := old.with_name(folder.name + found[1])).exists():
-            with suppress(OSError):  # on Windows a file that is open keeps its name
-                old.rename(new)
-
-
-def final_adapters(folder: RunFolder) -> list[Path]:
-    """The adapters of a finished run, in every form that it has."""
-    return [file for file, _ in _finals(folder, folder, "")]
-
-
-def _finals(own: RunFolder, whole: RunFolder, suffix: str) -> Iterator[tuple[Path, Path]]:
-    """The finished adapters in a folder, each with its path in the exports of the run `whole`."""
-    for form in ADAPTER_FORMS:
-        for stem, copied in ((own.name, whole.name), (EARLIER_NAME, EARLIER_NAME)):
-            if (file := adapter_file(own.exports, stem, form)).is_file():
-                yield file, adapter_file(whole.exports, copied + suffix, form)
-                break
+    if folder.config_file.exists():
+        stored = read_stored_file(RunConfig, folder.config_file).get("run.folder")
+        former = RunFolder(Path(stored)).name if isinstance(stored, str) else folder.name
+        rename_adapters(folder, former, [each.name for each in run.experts])
 
 
 def expert_adapters(run: RunContext, folder: RunFolder) -> list[tuple[Path, Path]]:
     """The finished adapters of an expert, each with its path in the exports of the run of all experts."""
     assert run.expert is not None
-    return list(_finals(RunFolder(Path(run.config.run.folder)), folder, f"_{run.expert.name}"))
+    return copies_of_expert(RunFolder(Path(run.config.run.folder)), folder, run.expert.name)
 
 
 def copy_expert_adapters(run: RunContext, folder: RunFolder) -> None:
     """Copy an expert's adapter into the exports of the run of all experts, with the expert in its name."""
     assert run.expert is not None
-    for file, copy in expert_adapters(run, folder):
+    pairs = expert_adapters(run, folder)
+    for file, copy in pairs:
         with atomic_write(copy) as temporary:
             shutil.copyfile(file, temporary)
-        earlier = f"{EARLIER_NAME}_{run.expert.name}"
-        if not copy.name.startswith(earlier):  # as those of a run in a folder `adapter` do
-            _remove_finals(folder, earlier)
+    if any(ExportName.parse(copy.name, (folder.name,), (run.expert.name,)) for _, copy in pairs):
+        remove_earlier(folder, run.expert.name)
 
 
 def has_expert_adapters(run: RunContext, folder: RunFolder) -> bool:

@@ -34,6 +34,8 @@ def check_paths(command: str, verb: str, config: RunConfig, options: Any, compon
         UserError: For the first one that is missing.
     """
     folder = RunFolder(Path(config.run.folder))
+    if command == "train" and not verb:
+        folder.check_name()
     # A run that has a save continues from it and does not read --init-from.
     ignored = ("init_from",) if any(folder.state.glob("step-*")) else ()
     for field in fields(options):

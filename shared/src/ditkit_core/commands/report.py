@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ditkit_core.commands.export import expert_adapters, final_adapters
+from ditkit_core.adapters.export_names import finished_adapters
+from ditkit_core.commands.export import expert_adapters
 from ditkit_core.commands.options import TrainOptions, command_line
 from ditkit_core.diagnostics.report.page import write_report
 from ditkit_core.diagnostics.report.words import format_number, judge_change
@@ -58,7 +59,7 @@ def say_results(run: RunContext, experts: Sequence[RunContext], folder: RunFolde
         folder: The run's folder.
     """
     of_experts = [copy for each in experts for _, copy in expert_adapters(each, folder)]
-    for file in of_experts if experts else final_adapters(folder):
+    for file in of_experts if experts else [name.at(folder) for name in finished_adapters(folder)]:
         say(f"adapter:  {file}")
     trained = [(RunFolder(Path(each.config.run.folder)), f" ({each.expert.name})") for each in experts if each.expert]
     for own, name in trained or [(folder, "")]:

@@ -5,11 +5,14 @@ import json
 import os
 import re
 import shutil
+import socket
 import stat
+import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,12 +23,59 @@ PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle")
 """Suffixes of files that can run code when they are read."""
 
 _MAX_JSON_BYTES = 2**28  # the largest vocabularies take 35 MB
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
+UNFINISHED_SECONDS = 3600.0
+"""Age from which a temporary file is certainly not being written any more."""
+_TEMPORARY = re.compile(r"\..+\.(?:(?P<machine>[0-9a-f]{8})-(?P<process>\d+)-)?[0-9a-f]{8}\.tmp")
 
 
-def _temporary_path(path: Path) -> Path:
-    """A new hidden name in the same folder, under which a file or folder is written before it is renamed to `path`."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+def temporary_path(path: Path) -> Path:
+    """A new hidden name in the same folder, under which a file or folder is written before it is renamed to `path`.
+
+    It says which process of which machine writes it, and contains only the start of a long name, because a file name has at most 255 bytes.
+    """
+    start = os.fsdecode(os.fsencode(path.name)[:128])
+    return path.with_name(f".{start}.{_machine()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
+
+
+@cache
+def _machine() -> str:
+    """Where a process id means one process: this machine since it started, or a container on it."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):  # on Linux alone; elsewhere an id may be used again after a restart
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=4).hexdigest()
+
+
+def _is_left(path: Path) -> bool:
+    """Whether the process that wrote a temporary file is gone."""
+    found = _TEMPORARY.fullmatch(path.name)
+    if found is None:
+        return False
+    process = int(found["process"] or 0)
+    if found["machine"] == _machine() and sys.platform != "win32":  # where no call only asks whether a process exists
+        try:
+            os.getpgid(process)
+        except ProcessLookupError:
+            return True
+        except OSError:  # it exists, and may not be asked
+            return False
+        return process == os.getpid()  # this process writes nothing while it looks: an earlier one had the same id
+    return time.time() - path.stat().st_mtime >= UNFINISHED_SECONDS
+
+
+def remove_unfinished(paths: Iterable[Path]) -> None:
+    """Remove what killed writes have left: temporary files, and temporary folders that were never renamed.
+
+    A running process keeps what it writes. Where nobody can say whether it runs (another machine, Windows, names of earlier versions), a file
+    stays for an hour.
+
+    Args:
+        paths: Any paths; those without a temporary name stay.
+    """
+    for path in list(paths):
+        with suppress(OSError):  # removed with its folder, or open on Windows: the next call removes it
+            if _is_left(path):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _cannot_write(path: Path, error: OSError) -> UserError:
@@ -43,7 +93,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
         UserError: If the file cannot be written (full disk, no permission); the message names the path.
     """
     path = Path(path)
-    temporary = _temporary_path(path)
+    temporary = temporary_path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
@@ -68,7 +118,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     Raises:
         UserError: If it cannot be renamed.
     """
-    temporary = _temporary_path(path)
+    temporary = temporary_path(path)
     try:
         yield temporary
         if path.exists():
@@ -78,26 +128,6 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         raise _cannot_write(path, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-UNFINISHED_SECONDS = 3600.0
-"""Age from which a temporary file is certainly not being written any more."""
-
-
-def remove_unfinished(paths: Iterable[Path], *, older_than: float = UNFINISHED_SECONDS) -> None:
-    """Remove what killed writes have left: temporary files, and temporary folders that were never renamed.
-
-    Args:
-        paths: Any paths; those without a temporary name stay.
-        older_than: Age in seconds. 0 is for whoever knows that no other process writes them.
-    """
-    for path in list(paths):
-        with suppress(OSError):  # removed with its folder, or open on Windows: the next call removes it
-            if _TEMPORARY.fullmatch(path.name) and time.time() - path.stat().st_mtime >= older_than:
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from ditkit_core.adapters.export_names import ExportName, finished_adapters
 from ditkit_core.adapters.inject import trainable_parameters
 from ditkit_core.config.resolve import resolve
 from ditkit_core.errors import UserError
@@ -22,7 +23,7 @@ def load_trained(prepared: LoadedModel, folder: RunFolder, step: int | Literal["
     Args:
         prepared: The model.
         folder: The run folder.
-        step: The save; `best` for the one with the lowest held-out loss, None for the latest.
+        step: The save; `best` for the one with the lowest validation loss, None for the latest.
 
     Returns:
         The save's step.
@@ -35,19 +36,18 @@ def load_trained(prepared: LoadedModel, folder: RunFolder, step: int | Literal["
         saves = ", ".join(sorted(each.name for each in folder.state.glob("step-*"))) or "none"
         remedy = "name a run that was trained" if step is None or saves == "none" else "choose another --step"
         if step == "best" and saves != "none":
-            remedy = (
-                "none of them has a held-out loss, set held_out.clips when you train, or choose a --step by its number"
-            )
+            remedy = "none of them has a validation loss, set held_out.clips when you train, or choose a --step by its number"
         raise UserError(f"{folder.path} has no such save (it has {saves}); {remedy}")
     # The settings of that run, not of this one: they decide whether averaged weights are used, and the scale of the adapter.
     stored = resolve(RunConfig, stored=folder.path)
     own, theirs = prepared.adapter, stored.adapter
     # Weights of another scale would load without an error, and then act with another strength.
     if own.method == "lora" and not theirs.init and (own.rank, own.scaling) != (theirs.rank, theirs.scaling):
+        name = next(finished_adapters(folder), ExportName(run=folder.name))
         raise UserError(
             f"{folder.path} trained an adapter of rank {theirs.rank} and scale {theirs.scaling:g}, this one has {own.rank} and "
             f"{own.scaling:g}; set adapter.* as there, or build on it with "
-            f'base.merge = ["{folder.exports / f"{folder.name}.safetensors"}"]'
+            f'base.merge = ["{name.at(folder)}"]'
         )
     if step is not None:  # `latest` has verified the latest
         check_save(path)

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ditkit_core.errors import UserError
-from ditkit_core.io.files import file_hash, json_hash
+from ditkit_core.io.files import file_hash, json_hash, temporary_path
 from ditkit_core.training.config import SaveConfig
 
 _FORMAT = {"format": "ditkit-state", "version": 1}
@@ -58,7 +57,7 @@ def save_state(folder: Path, state: State, config: SaveConfig) -> Path:
     with _errors_name(final):
         folder.mkdir(parents=True, exist_ok=True)
         _remove(folder.glob(".step-*.tmp"))  # of a run that was killed while it saved
-        temporary, replaced = (folder / f".step-{state.step:06d}.{uuid.uuid4().hex[:8]}.tmp" for _ in range(2))
+        temporary, replaced = temporary_path(final), temporary_path(final)
         try:
             temporary.mkdir()
             _write_files(temporary, state)
@@ -256,7 +255,7 @@ def prune_saves(folder: Path, step: int, config: SaveConfig) -> None:
     best = sorted(measured, key=lambda path: saves[path]["held_out"])[: config.keep_best]
     for path in saves.keys() - {*past[-config.keep_last :], *best}:
         # Hidden first: if the run is killed while it removes a save, no half removed save remains visible.
-        hidden = folder / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
+        hidden = temporary_path(path)
         with suppress(OSError):  # Windows keeps a folder that is open; the next save removes it
             os.rename(path, hidden)
             _remove([hidden])
