@@ -167,7 +167,7 @@ class ExportOptions:
     """Output file, instead of one in the run's exports folder or next to the given file; for a whole transformer a folder. If several
     forms are written, every form but the official one is appended to the file name."""
     step: int | Literal["best"] | None = option(None, excludes={_ONE_FILE: "is for a run, and {other} works on a file"})
-    """Save to export, by its step; best is the save with the lowest held-out loss. Unset: the latest."""
+    """Save to export, by its step; best is the save with the lowest validation loss. Unset: the latest."""
     inspect: str = option(
         "",
         missing="there is no file {path} to --inspect; check the path",

@@ -78,7 +78,7 @@ CONSOLE = Console(file=cast(TextIO, _STDOUT), emoji=False)  # `:cat:` in a path 
 
 _FORMATS = {
     "loss": "loss {:.4f}",
-    "held_out": "held-out {:.4f}",
+    "held_out": "validation {:.4f}",
     "lr": "lr {:.2e}",
     "grad_norm": "grad norm {:.3g}",
     "seconds": "{:.2f} s/step",

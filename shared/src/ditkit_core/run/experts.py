@@ -181,7 +181,7 @@ def restrict_to_expert(config: Any, spec: ModelSpec, arch: Any) -> Any:
 
 def describe_expert(expert: Expert, flow: FlowConfig, held_out: HeldOutConfig) -> str:
     """One line with the noise levels that an expert is trained and validated on."""
-    measured = f"; held-out levels {', '.join(f'{sigma:g}' for sigma in held_out.sigmas)}" if held_out.clips else ""
+    measured = f"; validation levels {', '.join(f'{sigma:g}' for sigma in held_out.sigmas)}" if held_out.clips else ""
     return f"{expert.name} expert (model.{expert.part}): noise levels {flow.min_sigma:.6g} to {flow.max_sigma:.6g}{measured}"
 
 

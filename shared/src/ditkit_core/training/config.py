@@ -171,7 +171,7 @@ class SaveConfig:
     keep_last: int = setting(2, resume="free")
     """Number of newest saves to keep, at least 1. With 2, a run survives damage to one of them."""
     keep_best: int = setting(1, resume="free")
-    """Number of saves with the lowest held-out loss to keep in addition; needs held_out.clips."""
+    """Number of saves with the lowest validation loss to keep in addition; needs held_out.clips."""
 
     def __post_init__(self) -> None:
         if self.every_steps < 0 or self.every_minutes < 0 or self.keep_last < 1 or self.keep_best < 0:

@@ -154,7 +154,7 @@ class TrainResult:
     finished: bool
     """False if a signal ended it before `train.steps`."""
     held_out_before: float | None
-    """Held-out loss before the first step of the run, however often it was resumed."""
+    """Validation loss before the first step of the run, however often it was resumed."""
     held_out: float | None
     held_out_interval: tuple[float, float] | None
     """Its 95 % confidence interval, as `validation.py` defines it; None with clips of fewer than two files, or before the first step."""
@@ -180,7 +180,7 @@ class Trainer:
         Args:
             folder: The run folder: state/, metrics.jsonl, tensorboard/, and failure-step-N.json if a loss is not
                 finite.
-            validator: Measures the held-out loss; None disables validation.
+            validator: Measures the validation loss; None disables validation.
             callbacks: Called at fixed points of the loop, in this order.
             warn: Called with one line if something of an earlier part is damaged, and if activations drift.
 
@@ -199,7 +199,7 @@ class Trainer:
         """Train. SIGINT and SIGTERM end the loop after the current step, with a save.
 
         Raises:
-            UserError: If a loss, gradient or held-out loss is not finite (the last save stays as it is), or a save
+            UserError: If a loss, gradient or validation loss is not finite (the last save stays as it is), or a save
                 cannot be written or does not fit.
         """
         state, steps, save = self._state, self._config.train.steps, self._config.save
@@ -218,7 +218,7 @@ class Trainer:
                 self._train_step(metrics, count_attention=step == start)
                 last = state.step == steps
                 saving = last or save.due(state.step, time.monotonic() - saved_at)
-                # Before the save, which stores the held-out loss of its step.
+                # Before the save, which stores the validation loss of its step.
                 if last or (self._validator is not None and self._validator.due(state.step, saving=saving)):
                     self._validate(metrics)
                 if saving:
@@ -277,7 +277,7 @@ class Trainer:
         except NonFiniteLoss as error:
             raise _failure(error, self._folder, lr, self._last_save, self._model.spec.name) from error
         state.optimizer.zero_grad()  # frees their memory for validation, saving and sampling
-        # A held-out loss belongs to the step that it was measured at.
+        # A validation loss belongs to the step that it was measured at.
         state.step, state.held_out = state.step + 1, None
         if watch is not None and watch.reading is not None:
             metrics.write(state.step, self._drift.take(state.step, watch.reading))
@@ -298,7 +298,7 @@ class Trainer:
             metrics.write(state.step, numbers)
 
     def _validate(self, metrics: MetricsLog) -> None:
-        """Measure the held-out loss, if there is a validator."""
+        """Measure the validation loss, if there is a validator."""
         validator, state = self._validator, self._state
         if validator is None:
             return
