@@ -73,16 +73,6 @@ def test_a_run_says_in_a_line_what_it_trains_and_numbers_its_stages(
     assert "norms fp32" in about["environments"][0]["precision"], "the list that the line leaves out"
 
 
-def test_the_device_at_work_becomes_the_current_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, set[torch.device]]] = []
-    for module in ("encoding", "prepare"):
-        record = lambda devices, module=module: calls.append((module, set(devices)))
-        monkeypatch.setattr(f"ditkit_core.run.{module}.make_current", record)
-    assert world.train("run", 1, "--train.device", "cpu", "--encode.device", "cpu") == 0
-    cpu = {torch.device("cpu")}
-    assert calls[0] == ("encoding", cpu) and ("prepare", cpu) in calls
-
-
 def test_dora_alone_is_exported_in_the_form_that_represents_it(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:

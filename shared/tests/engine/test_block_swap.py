@@ -433,15 +433,9 @@ def test_a_gpu_streams_without_changing_a_number(policy):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
+        engine = BlockEngine(policy=policy, hooks=() if swap is None else (swap,))
         with sdpa_kernel(SDPBackend.MATH):  # the others sum in any order
-            outcomes += [
-                [
-                    train_shortly(
-                        TOY, model, toy_items(2), BlockEngine(policy=policy, hooks=() if swap is None else (swap,))
-                    )
-                    for _ in range(3)
-                ]
-            ]
+            outcomes += [[train_shortly(TOY, model, toy_items(2), engine) for _ in range(3)]]
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert [numbers for numbers, _ in outcomes[0]] == [numbers for numbers, _ in outcomes[1]]
     assert equal(outcomes[0][-1][1], outcomes[1][-1][1])

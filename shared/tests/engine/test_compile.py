@@ -1,10 +1,13 @@
 """Compiled blocks: every policy is in force, numbers are those of compiled blocks that keep everything, and what cannot work is refused."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ditkit_core.config.resolve import resolve
 from ditkit_core.engine import compile as compiled
@@ -12,12 +15,15 @@ from ditkit_core.engine.ac_schedule import parse_policy
 from ditkit_core.engine.compile import backend_of, check_compiled, check_compiler
 from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.errors import UserError
+from ditkit_core.nn.attention_backends import BACKENDS
+from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.run.checks import check_training
 from ditkit_core.run.config import RunConfig
 from ditkit_core.run.context import create_run
 from ditkit_core.testing.compiled_runs import check_levers, printed
 from ditkit_core.testing.ranks import once
-from ditkit_core.testing.toy import TOY, ToyBlock
+from ditkit_core.testing.toy import TOY, ToyBlock, toy_items
+from ditkit_core.testing.world import make_model, outcome
 
 SCRIPT = Path(__file__).parents[1] / "support" / "compiled_toy.py"
 CONFORMANCE = Path(__file__).parents[1] / "testing"
@@ -142,6 +148,32 @@ def test_policies_that_would_not_be_exact_are_refused_before_a_forward():
     refused(lambda: BlockEngine(policy=draws, compile=True), "random numbers", "train.compile")
     BlockEngine(policy=draws)
     BlockEngine(policy="ops(matmul)", compile=True)
+
+
+@pytest.mark.parametrize("attention", ["flash4", "sage"])
+def test_kernels_that_are_no_operation_are_refused(attention):
+    refused(
+        lambda: BlockEngine(backend=attention, compile="aot_eager"), repr(attention), "set train.attention to", "sdpa,"
+    )
+    BlockEngine(backend=attention)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, which it hides
+@pytest.mark.parametrize("policy", ["none", "full", "attn_only"])
+def test_the_first_look_at_a_block_needs_nothing_of_the_kernel(monkeypatch, policy):
+    """Kernels of libraries cannot run on tensors without memory."""
+
+    def kernel(q: Tensor, *given: Any) -> Tensor:
+        assert not isinstance(q, FakeTensor)
+        return BACKENDS["sdpa"].kernel(q, *given)
+
+    monkeypatch.setitem(BACKENDS, "varlen", replace(BACKENDS["sdpa"], kernel=kernel))
+    monkeypatch.setattr(compiled, "run_compiled", lambda block, carry, **given: None)  # as if it were disabled
+    model: Any = make_model(TOY, TOY.architecture.presets["tiny"])
+    calls = AttentionCalls()
+    with counted_calls(calls):
+        outcome(TOY, model, toy_items(2), BlockEngine(policy=policy, backend="varlen", compile="aot_eager"))
+    assert [each.kind for _, each in calls.traced] == [policy]
 
 
 def test_a_model_that_is_spread_over_ranks_is_refused():

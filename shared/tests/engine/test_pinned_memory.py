@@ -5,12 +5,31 @@ import mmap
 from types import SimpleNamespace
 
 import torch
+from torch import nn
 
 from ditkit_core.engine import pinned_memory
-from ditkit_core.engine.pinned_memory import HostBuffers
+from ditkit_core.engine.pinned_memory import HostBuffers, Streamed, host_memory
 
 PAGE = mmap.PAGESIZE
 HOST, ONE = torch.device("cpu"), torch.device("cpu:1")
+
+
+def test_memory_for_a_gpu_shares_no_page():
+    """Small blocks of the allocator lie next to each other."""
+    there = [host_memory(size, torch.device("cuda", 0)) for size in (1, 100, PAGE, PAGE + 1, 3 * PAGE - 1) * 4]
+    pages = [range(x.data_ptr(), x.data_ptr() + x.nbytes, PAGE) for x in there]
+    assert all(x.data_ptr() % PAGE == x.nbytes % PAGE == 0 for x in there)
+    assert len(set().union(*pages)) == sum(map(len, pages)) == 4 * (1 + 1 + 1 + 2 + 3)
+    assert host_memory(100, HOST).nbytes == 100 and host_memory(0, torch.device("cuda", 0)).nbytes == 0
+
+
+def test_streamed_tensors_are_in_such_memory(monkeypatch):
+    asked, whole = [], torch.full((PAGE,), 7, dtype=torch.uint8)
+    monkeypatch.setattr(pinned_memory, "host_memory", lambda *given: asked.append(given) or whole)
+    layer = nn.Linear(3, 2)
+    streamed = Streamed([(layer._parameters, name) for name in ("weight", "bias")], ONE)
+    assert asked == [(512, ONE)] and streamed.host.nbytes == 512
+    assert streamed.host.data_ptr() == whole.data_ptr()
 
 
 def test_buffers_are_used_again_and_never_more_than_at_once():

@@ -1,6 +1,10 @@
 """`ops(...)`: which operations are kept by name, what is refused, and that nothing kept runs again."""
 
+import sys
 from collections import Counter
+from dataclasses import replace
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ from ditkit_core.engine.op_names import SETS
 from ditkit_core.engine.run_block import GeneratorHook, run_block
 from ditkit_core.engine.selective_ac import KeptOps, Region, kept_ops
 from ditkit_core.errors import UserError
+from ditkit_core.nn.attention_backends import BACKENDS
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.testing.toy import TOY, toy_items
 from ditkit_core.testing.world import ADAPTERS, make_model, outcome
@@ -145,6 +150,36 @@ def test_no_kept_operation_runs_again(adapter, dtype):
     assert counts["ops(matmul)"] == {"matmul": none["matmul"], "attention": full["attention"]}
     assert counts["ops(attention)"]["attention"] == none["attention"]
     assert counts["ops(matmul, attention)"] == none
+
+
+@pytest.mark.skipif(
+    find_spec("flash_attn_interface") is not None, reason="flash-attn 3 itself registers this operation"
+)
+def test_flash_attn_3_is_kept_by_the_name_of_its_operation(monkeypatch):
+    """It wraps its kernel, which no mode sees then."""
+    runs = Counter()
+
+    @torch.library.custom_op("flash_attn_3::_flash_attn_forward", mutates_args=())
+    def operation(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        runs["forward"] += 1
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", scores, v).clone(), scores
+
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None, None]:
+        return gradient * ctx.saved_tensors[0].mean(), None, None
+
+    operation.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]))
+    module = ModuleType("flash_attn_interface")
+    module.__dict__["flash_attn_func"] = operation
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    monkeypatch.setitem(BACKENDS, "flash3", replace(BACKENDS["flash3"], devices=(), half_only=False))
+    model: Any = make_model(TOY, TOY.architecture.presets["tiny"])
+    for policy, times in (("none", 1), ("full", 2), ("ops(attention)", 1)):
+        runs.clear()
+        calls = AttentionCalls()
+        with counted_calls(calls):
+            outcome(TOY, model, toy_items(2), BlockEngine(policy=policy, backend="flash3"))
+        assert runs["forward"] == times * 2 * TOY.architecture.presets["tiny"].depth, policy
 
 
 @pytest.mark.parametrize("policy", ["ops(matmul)", "ops(attention)", "ops(matmul, attention)"])

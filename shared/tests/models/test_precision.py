@@ -262,3 +262,14 @@ def test_a_plan_sees_half_the_stream_under_full() -> None:
     )
     assert [block.kept for block in narrow.blocks] == [block.kept / 2 for block in wide.blocks] != []
     assert all(0.4 < small / large < 0.75 for small, large in zip(narrow.crossing, wide.crossing, strict=True))
+
+
+def test_an_engine_has_matmuls_sum_in_fp32() -> None:
+    """Of a process that calls no command, such as a benchmark or another's training loop, too."""
+    matmul = torch.backends.cuda.matmul
+    torch.backends.cudnn.allow_tf32 = True
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
+    matmul.allow_fp16_accumulation = True
+    BlockEngine()
+    assert not (matmul.allow_bf16_reduced_precision_reduction or matmul.allow_fp16_reduced_precision_reduction)
+    assert not (matmul.allow_fp16_accumulation or matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)

@@ -20,7 +20,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from types import FunctionType
@@ -36,7 +36,7 @@ from ditkit_core.engine.ac_policies import AttentionOnly, Full, Ops, Policy
 from ditkit_core.engine.run_block import EagerRunner
 from ditkit_core.engine.selective_ac import KeptOps, kept_ops
 from ditkit_core.errors import UserError
-from ditkit_core.nn.attention_backends import MOST_GRAPHS
+from ditkit_core.nn.attention_backends import BACKENDS, MOST_GRAPHS
 from ditkit_core.nn.context import AttentionSettings, calls_in_force, traced_settings
 
 KEY = "train.compile"
@@ -87,18 +87,29 @@ _UNFIT = {
 }
 
 
-def check_compiled(backend: str, policies: Collection[Policy], *, quantized: bool = False) -> None:
-    """Refuse policies that would not be exact, or have no effect, in compiled blocks.
+def check_compiled(
+    backend: str, policies: Collection[Policy], *, attention: str = "sdpa", quantized: bool = False
+) -> None:
+    """Refuse what cannot be compiled, and policies that would not be exact, or have no effect, in compiled blocks.
 
     Args:
         backend: The compiler's backend; empty for none.
         policies: Every policy that a block may have; empty for a budget, which may keep everything in any block.
+        attention: The attention backend.
         quantized: Whether the blocks' matrices are quantized.
 
     Raises:
         UserError: With what to write instead.
     """
-    for policy in policies or (Policy(),) if backend else ():
+    if not backend:
+        return
+    if attention in BACKENDS and not BACKENDS[attention].compiles:
+        others = ", ".join(name for name, each in BACKENDS.items() if each.compiles and each.has_backward)
+        raise UserError(
+            f"{KEY}: torch's compiler cannot trace attention backend {attention!r}, whose kernels are no operations of torch; set "
+            f"train.attention to one of {others}, or leave {KEY} out"
+        )
+    for policy in policies or (Policy(),):
         if type(policy) not in _FORMS:
             raise UserError(
                 f"train.checkpointing: {policy} has no compiled form; leave {KEY} out, or use full, attn_only or none"
@@ -132,7 +143,9 @@ class CompiledRunner:
         # is run once without memory.
         if (calls := calls_in_force()) is not None and (type(block), policy) not in calls.traced:
             calls.traced.add((type(block), policy))
-            check_traced(block, carry, eager)
+            check_traced(
+                block, carry, partial(replace(self.eager, attention="sdpa"), index, policy=policy, device=device)
+            )
         attention = self.eager.attention
         after = run_compiled(block, carry, policy=policy, attention=attention, backend=self.backend, device=device)
         return eager(block, carry) if after is None else after
@@ -263,6 +276,9 @@ def _static(part: Any) -> list[Any]:
 
 def check_traced(block: nn.Module, carry: Any, run: Callable[[nn.Module, Any], Any]) -> None:
     """Run a block's forward on tensors without memory, to count its attention calls: a compiled one reports none.
+
+    Args:
+        run: Runs the block with an attention backend that takes such tensors, whatever the compiled block uses.
 
     Raises:
         UserError: If values of its output carry other than tensors differ from those of its input.

@@ -26,7 +26,7 @@ from ditkit_core.engine.activation_offload import HostMemory, offloading
 from ditkit_core.engine.block_hooks import BlockHooks, BlockRunner, HookedRunner
 from ditkit_core.engine.compile import CompiledRunner, backend_of, check_compiled
 from ditkit_core.engine.run_block import EagerRunner
-from ditkit_core.models.precision import autocast_disabled
+from ditkit_core.models.precision import autocast_disabled, compute_fp32_in_fp32
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.context import calls_in_force
 
@@ -52,7 +52,8 @@ class BlockEngine:
     """Host memory for the tensors of blocks whose policy offloads. Shared by all forwards, so that buffers are allocated once."""
 
     def __post_init__(self) -> None:
-        check_compiled(backend_of(self.compile), self.schedule.distinct)
+        check_compiled(backend_of(self.compile), self.schedule.distinct, attention=self.backend)
+        compute_fp32_in_fp32()
 
     @cached_property
     def schedule(self) -> ACSchedule:

@@ -21,6 +21,7 @@ _ATTENTION = (
     "flash_attn._flash_attn_forward.default",
     "flash_attn._flash_attn_varlen_forward.default",
     "flash_attn_3.fwd.default",
+    "flash_attn_3._flash_attn_forward.default",  # wraps the one above since 2025
 )
 # A functional collective returns at once and `wait_tensor` returns its result, so both are needed to run neither again.
 _COLLECTIVES = (

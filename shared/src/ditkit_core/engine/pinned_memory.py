@@ -63,7 +63,7 @@ class Streamed:
             if returns or originals[key].requires_grad:
                 self._num_returned = end
         self.num_bytes = end
-        self.host = torch.empty(end, dtype=torch.uint8, device=HOST)
+        self.host = host_memory(end, device)[:end]
         self.buffer = torch.empty(end, dtype=torch.uint8, device=device)
         # Shares the memory but not the version counter: otherwise autograd would report every saved weight as changed when the buffer is
         # filled again with the same values.
@@ -117,6 +117,19 @@ def _part(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
             return flat.view(like.shape)
         expected *= size
     return flat.as_strided(like.shape, like.stride())  # a transposed matrix stays transposed, as 8-bit kernels need it
+
+
+def host_memory(num_bytes: int, device: torch.device) -> Tensor:
+    """Uint8 host memory that a device copies from and to; for a GPU, complete pages that belong to this tensor alone.
+
+    CUDA locks whole pages and none twice: a buffer that shared one with its neighbour could not be locked.
+    """
+    if device.type != "cuda":
+        return torch.empty(num_bytes, dtype=torch.uint8, device=HOST)
+    size = math.ceil(num_bytes / mmap.PAGESIZE) * mmap.PAGESIZE
+    around = torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8, device=HOST)
+    start = -around.data_ptr() % mmap.PAGESIZE
+    return around[start : start + size]
 
 
 def page_lock(tensor: Tensor, device: torch.device, locked: MutableMapping[int, torch.device]) -> bool:
@@ -204,16 +217,10 @@ class HostBuffers:
         self._returned.append(buffer)
 
     def _made(self, num_bytes: int) -> Tensor:
-        if self._device.type != "cuda":
-            self._make_room(num_bytes)
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=HOST)
-        else:
-            # Complete pages that belong to this buffer alone: a page cannot be locked twice.
-            size = math.ceil(num_bytes / mmap.PAGESIZE) * mmap.PAGESIZE
-            self._make_room(size)
-            around = torch.empty(size + mmap.PAGESIZE, dtype=torch.uint8, device=HOST)
-            start = -around.data_ptr() % mmap.PAGESIZE
-            buffer = around[start : start + size]
+        is_locked = self._device.type == "cuda"
+        self._make_room(math.ceil(num_bytes / mmap.PAGESIZE) * mmap.PAGESIZE if is_locked else num_bytes)
+        buffer = host_memory(num_bytes, self._device)
+        if is_locked:
             # Only the first failure is reported: later ones have the same cause.
             before = self._pages.all_locked
             self._pages.lock(buffer, self._device)

@@ -253,16 +253,20 @@ def set_precision(model: "nn.Module", precision: Precision) -> None:
 
 
 def compute_fp32_in_fp32() -> None:
-    """Disable TF32, which keeps only ten bits of the mantissa, for fp32 matmuls and convolutions on NVIDIA GPUs.
+    """Have NVIDIA GPUs compute in fp32 what a `Precision` says is in fp32: disable TF32, and sums of matmuls in bf16 and fp16.
 
-    torch enables it for convolutions by default, which would round every latent, and any library may enable it for matmuls. This is
-    set once per process, because autograd's threads share it. It uses the older of torch's two interfaces: after the newer one is
-    written, torch's own reads of the older one raise.
+    TF32 keeps only ten bits of the mantissa. torch enables it for convolutions by default, which would round every latent, and any library
+    may enable it for matmuls. Where cuBLAS divides a long sum among several blocks of threads, torch lets it add the parts in the
+    matrices' own dtype. `BlockEngine` and the commands call this, once per process, because autograd's threads share it. It uses the
+    older of torch's two interfaces: after the newer one is written, torch's own reads of the older one raise.
     """
     import torch
 
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
+    matmul.allow_fp16_accumulation = False
 
 
 @contextmanager

@@ -147,6 +147,8 @@ class Backend:
     takes_dropout: bool
     half_only: bool
     """Runs in fp16 and bf16 only."""
+    compiles: bool = True
+    """Whether torch's compiler can trace it: a kernel that is no operation of torch, and is not compiled by it, cannot be traced."""
     devices: tuple[str, ...] = ()
     """Types of device that it runs on; empty means all."""
 
@@ -163,7 +165,9 @@ def _on_its_device(
         return kernel(q, k, v, padding_mask, dropout)
 
 
-def _library(kernel: Kernel, module: str, *, has_backward: bool = True, takes_dropout: bool = False) -> Backend:
+def _library(
+    kernel: Kernel, module: str, *, has_backward: bool = True, takes_dropout: bool = False, compiles: bool = True
+) -> Backend:
     return Backend(
         kernel=partial(_on_its_device, kernel),
         module=module,
@@ -171,6 +175,7 @@ def _library(kernel: Kernel, module: str, *, has_backward: bool = True, takes_dr
         takes_mask=False,
         takes_dropout=takes_dropout,
         half_only=True,
+        compiles=compiles,
         devices=("cuda",),
     )
 
@@ -190,8 +195,8 @@ BACKENDS: dict[str, Backend] = {
     "varlen": Backend(kernel=_varlen, takes_mask=True, takes_dropout=False, half_only=True, devices=("cuda",)),
     "flash2": _library(_flash2, "flash_attn", takes_dropout=True),
     "flash3": _library(_flash3, "flash_attn_interface"),
-    "flash4": _library(_flash4, "flash_attn.cute"),
-    "sage": _library(_sage, "sageattention", has_backward=False),
+    "flash4": _library(_flash4, "flash_attn.cute", compiles=False),
+    "sage": _library(_sage, "sageattention", has_backward=False, compiles=False),
 }
 """By the names for `train.attention`. `sdpa` lets torch choose a kernel, `sdpa_…` forces one, and `exact` is slow, for comparisons."""
 

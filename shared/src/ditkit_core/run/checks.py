@@ -73,7 +73,7 @@ def check_training(run: RunContext, *, here: bool = True) -> None:
     check_sizes(train.schedule.budget or (), len(run.devices) if here else None)
     check_compiler(backend_of(train.compile), kinds)
     quantized = base.quantize != "none" or run.stored_as != "none"
-    check_compiled(backend_of(train.compile), train.schedule.distinct, quantized=quantized)
+    check_compiled(backend_of(train.compile), train.schedule.distinct, attention=train.attention, quantized=quantized)
     if run.precision.matmul == torch.float16:
         raise UserError(
             "model.dtype = fp16 cannot train: gradients underflow without a loss scaler; choose bf16 or fp32"
