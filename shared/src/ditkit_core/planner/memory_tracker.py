@@ -4,12 +4,13 @@ Under `FakeTensorMode` the devices `cpu:0`, `cpu:1`, … are distinct, refuse to
 machine without any. A storage counts from the operation that allocates it until its last tensor is freed.
 """
 
+import math
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -166,8 +167,23 @@ def fake_tensors(kind: str) -> Iterator["Meter"]:
         yield stack.enter_context(Meter(kind))
 
 
+class Kernel(NamedTuple):
+    """The work of one operation."""
+
+    kind: str
+    """`matmul_16` and `matmul_32` (bits of its inputs), `attention`, `attention_backward`, or `elementwise` for all else."""
+    flops: int
+    """Of matmuls and attention; 0 for all else."""
+    bytes: int
+    """Read and written in the device's memory: each input once, each output once."""
+
+
 class Meter(MemoryTracker):
-    """Also counts floating-point operations, and the memory that a GPU's attention allocates inside of one operation."""
+    """Also counts kernels with their work, and the memory that a GPU's attention allocates inside of one operation.
+
+    Attributes:
+        kernels: How often each kernel ran; a view, and memory without contents, is none.
+    """
 
     def __init__(self, kind: str) -> None:
         """Start with nothing counted.
@@ -176,7 +192,7 @@ class Meter(MemoryTracker):
             kind: Kind of the device that the fake ones represent; CUDA's allocator hands out multiples of 512 bytes.
         """
         super().__init__(rounding=512 if kind == "cuda" else 1)
-        self.flops = 0
+        self.kernels = Counter[Kernel]()
         self.is_updating = False
         """Whether an optimizer runs. It reads scalars, which fake tensors lack; any value works, because none decides a branch."""
         self._kind = kind
@@ -191,8 +207,10 @@ class Meter(MemoryTracker):
         if func is _ATTENTION_BACKWARD and self._kind == "cuda":
             workspace = self._flash_workspace(args[1])
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if (count := flop_registry.get(func._overloadpacket)) is not None:
-            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        count = flop_registry.get(func._overloadpacket)
+        flops = 0 if count is None else count(*args, **(kwargs or {}), out_val=out)
+        if moved := _traffic(func, args, kwargs or {}, out):
+            self.kernels[Kernel(_kind(func, args) if flops else "elementwise", flops, moved)] += 1
         del workspace
         return out
 
@@ -206,6 +224,42 @@ class Meter(MemoryTracker):
         )
         self._add(made, "activations")
         return made
+
+
+def _kind(func: Any, args: Any) -> str:
+    name = func._overloadpacket.__name__
+    if "attention" in name:
+        return "attention_backward" if "backward" in name else "attention"
+    first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+    return "matmul_16" if first.dtype.itemsize == 2 else "matmul_32"
+
+
+def _traffic(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Bytes that an operation reads and writes; 0 where it only makes a view or reserves memory."""
+    arguments = {spec.name: value for spec, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    written, read, overwrites = list[Tensor](), list[Tensor](), func._overloadpacket.__name__ in _OVERWRITE
+    for spec in func._schema.arguments:
+        tensors = [leaf for leaf in tree_leaves(arguments.get(spec.name)) if isinstance(leaf, Tensor)]
+        is_written = spec.alias_info is not None and spec.alias_info.is_write
+        written += tensors if is_written else []
+        # What is only written: a result that was passed in, and the target of a copy.
+        read += [] if is_written and (spec.kwarg_only or overwrites) else tensors
+    known = {x.untyped_storage()._cdata for x in (*written, *read)}
+    written += [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.untyped_storage()._cdata not in known]
+    if not written or func._overloadpacket.__name__ in _WITHOUT_CONTENTS:
+        return 0
+    # An input that is given twice is read once.
+    unique = {(x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()): x for x in read}
+    return sum(map(_touched, (*written, *unique.values())))
+
+
+_OVERWRITE = ("copy_", "fill_", "zero_")
+_WITHOUT_CONTENTS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_local_scalar_dense")
+
+
+def _touched(x: Tensor) -> int:
+    """Bytes of the distinct elements of a tensor: an expanded axis is read once."""
+    return x.itemsize * math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride)
 
 
 def _on_one_device(func: Any, args: Any) -> Any:

@@ -23,7 +23,7 @@ from ditkit_core.engine.engine import BlockEngine
 from ditkit_core.models.protocol import StagedModel
 from ditkit_core.nn.context import AttentionCalls, counted_calls
 from ditkit_core.planner.memory import Profile, StageCost, behind, mixed
-from ditkit_core.planner.memory_tracker import Meter, fake_tensors
+from ditkit_core.planner.memory_tracker import Kernel, Meter, fake_tensors
 from ditkit_core.planner.planned_step import StepJob
 from ditkit_core.planner.reduced_model import ReducedModel, materialise, reduced_model
 from ditkit_core.training.optimizer import OptimizerInBackward
@@ -83,9 +83,15 @@ class StageMoment:
     activations: Counter[int]
     total: Counter[int]
     peak: Counter[int] = field(default_factory=Counter)
-    flops: int = 0
+    kernels: Counter[Kernel] = field(default_factory=Counter)
+    """What ran until the next boundary."""
     on_host: int = 0
     """Bytes of activations on the host when the stage began."""
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of matmuls and attention until the next boundary."""
+        return sum(kernel.flops * count for kernel, count in self.kernels.items())
 
 
 @dataclass
@@ -176,7 +182,6 @@ class _Measuring:
         self.devices = [torch.device("cpu", 1 + place) for place in range(max(places) + 1)]
         self.found = MeasuredStep(places)
         self.open: StageMoment | None = None
-        self.flops_before = 0
 
     def run(self) -> None:
         job, meter, found = self.job, self.meter, self.found
@@ -272,10 +277,10 @@ class _Measuring:
                 meter.track(parameter.grad, "gradients")
         if self.open is not None:
             self.open.peak = Counter({i: meter.peak[device] for i, device in enumerate(self.devices)})
-            self.open.flops = meter.flops - self.flops_before
+            self.open.kernels = meter.kernels
             self.found.peaks |= self.open.peak
         meter.restart_peak()
-        self.flops_before = meter.flops
+        meter.kernels = Counter()
         self.open = StageMoment(
             activations=Counter({i: meter.live.get(d, Counter())["activations"] for i, d in enumerate(self.devices)}),
             total=Counter({i: meter.total(device) for i, device in enumerate(self.devices)}),

@@ -20,9 +20,12 @@ from typing import Literal, NamedTuple
 
 from ditkit_core.planner.gpus import GPU
 from ditkit_core.planner.memory import Partition, Profile, StageCost, Workload
+from ditkit_core.planner.memory_tracker import Kernel
 
 UTILISATION = 0.5
 """Share of a GPU's published rate that a whole step is assumed to reach: including elementwise work, which is not counted separately."""
+SHARES = {"matmul_16": 0.8, "matmul_32": 0.67, "attention": 0.63, "attention_backward": 0.49, "memory": 0.9}
+"""Shares of a GPU's published rates that single kernels of a kind are assumed to reach; those of its memory for all that is elementwise."""
 LINK_SHARE = 0.8
 """Share of a link's published rate that copies from pinned memory are assumed to reach."""
 MEMORY_SHARE = 0.8
@@ -241,6 +244,13 @@ def compute_time(stage: StageCost, gpu: GPU, flops: int, conversions: int, work:
     rate = (gpu.fp32_flops if work.fp32 else gpu.bf16_flops) * UTILISATION
     converted = stage.weights * CONVERSION_TRAFFIC[work.quantize] * conversions
     return int(flops / rate * 1e9) + int(converted / (gpu.memory_bandwidth * MEMORY_SHARE) * 1e9)
+
+
+def kernel_seconds(kernel: Kernel, gpu: GPU) -> float:
+    """Time of one kernel: of its arithmetic or of its memory traffic, whichever is longer."""
+    rate = gpu.fp32_flops if kernel.kind == "matmul_32" else gpu.bf16_flops
+    arithmetic = kernel.flops / (rate * SHARES[kernel.kind]) if kernel.flops else 0.0
+    return max(arithmetic, kernel.bytes / (gpu.memory_bandwidth * SHARES["memory"]))
 
 
 def streaming_time(stages: Sequence[tuple[int, int]], *, ahead: bool) -> int:

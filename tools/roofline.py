@@ -1,0 +1,351 @@
+"""Count what a training step does on a GPU, ours and diffusers', and model its time on four GPUs. No GPU and no weights are needed.
+
+    uv run tools/roofline.py > benchmarks/roofline.md       # a minute on one core
+    uv run tools/roofline.py --only wan                     # the cases whose name contains this
+
+Both run on fake tensors, and a dispatch mode counts every operation (`planner/memory_tracker.py: Meter`). The time of an operation is that
+of its arithmetic or of its memory traffic, whichever is longer (`planner/step_time.py: kernel_seconds`).
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ditkit_core.adapters.config import AdapterConfig
+from ditkit_core.adapters.inject import inject
+from ditkit_core.models.precision import Precision
+from ditkit_core.models.spec import ModelSpec
+from ditkit_core.planner.gpus import GPU, parse_gpus
+from ditkit_core.planner.memory_tracker import Kernel, Meter, fake_tensors
+from ditkit_core.planner.planned_step import StepJob
+from ditkit_core.planner.profiler import measure
+from ditkit_core.planner.reduced_model import give_memory, reduced_model
+from ditkit_core.planner.step_time import SHARES, kernel_seconds
+from ditkit_core.run.prepare import build_on_meta
+from ditkit_core.training.config import EMAConfig, FlowConfig
+from ditkit_core.training.optimizers import OptimConfig
+from ditkit_flux2.presets import PRESETS as FLUX2_PRESETS
+from ditkit_flux2.spec import FLUX2
+from ditkit_wan.presets import PRESETS as WAN_PRESETS
+from ditkit_wan.spec import WAN
+
+GPUS = parse_gpus("h200,rtx5090,rtx4090,rtx3090")
+DEVICE = torch.device("cpu:1")
+"""Under fake tensors another device than the host."""
+RANK = 32
+
+Kernels = Counter[Kernel]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The kernels of a step: those of a block, by its kind, and of all else (embedding, head, loss)."""
+
+    blocks: Mapping[str, tuple[int, Kernels]]
+    """How many blocks of a kind there are, and what one of them runs, forward, recompute and backward."""
+    rest: Kernels
+
+    def seconds(self, gpu: GPU) -> float:
+        """Modelled time of forward and backward."""
+        blocks = sum(count * seconds_of(kernels, gpu) for count, kernels in self.blocks.values())
+        return blocks + seconds_of(self.rest, gpu)
+
+    @property
+    def launches(self) -> int:
+        """Operations of a step."""
+        return sum(count * kernels.total() for count, kernels in self.blocks.values()) + self.rest.total()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and the size of one sample."""
+
+    name: str
+    spec: ModelSpec
+    arch: Any
+    size: tuple[int, int, int]
+    kinds: Mapping[str, tuple[str, str]]
+    """Our class of a block, by its title: that of diffusers, and the argument of diffusers' model that counts its blocks."""
+
+
+CASES = (
+    Case(
+        name="Wan 14B, 49 frames of 480x832 (20,280 tokens)",
+        spec=WAN,
+        arch=WAN_PRESETS["t2v-14b"],
+        size=(49, 480, 832),
+        kinds={"block": ("WanBlock", "num_layers")},
+    ),
+    *(
+        Case(
+            name=f"FLUX.2 dev, {side}x{side} ({(side // 16) ** 2:,} tokens and 512 of text)",
+            spec=FLUX2,
+            arch=FLUX2_PRESETS["dev"],
+            size=(1, side, side),
+            kinds={
+                "double block": ("Flux2DoubleBlock", "num_layers"),
+                "single block": ("Flux2SingleBlock", "num_single_layers"),
+            },
+        )
+        for side in (512, 1024)
+    ),
+)
+
+
+def ours(case: Case) -> Step:
+    """The step that `train` runs, by the planner's profiler."""
+    with torch.device("meta"):
+        item = case.spec.training.empty_item(case.arch, case.size, ())
+    job = StepJob(
+        spec=case.spec,
+        arch=case.arch,
+        adapter=AdapterConfig(rank=RANK),
+        precision=Precision(),
+        batch=[item],
+        policy="full",
+        optim=OptimConfig(),
+        ema=EMAConfig(),
+        flow=FlowConfig(),
+    )
+    model = reduced_model(job)
+    found = measure(job, model, [0] * len(model.stages()), updates=False)
+    names = [type(block).__name__ for block in model.blocks()]
+    every = [type(block).__name__ for block in model.whole.blocks()]
+    head = len(names) + 1
+
+    def stage(index: int) -> Kernels:
+        back = found.backward.get(index)
+        return found.forward[index].kernels + (Counter() if back is None else back.kernels)
+
+    # The second of a kind: the backward of the first block of all lacks the gradient of its input.
+    blocks = {title: (every.count(name), stage(2 + names.index(name))) for title, (name, _) in case.kinds.items()}
+    return Step(blocks=blocks, rest=stage(0) + stage(head) + found.forward[head + 1].kernels)
+
+
+def theirs(case: Case, *, autocast: bool) -> Step:
+    """diffusers' step with adapters on the same layers, without autocast or under autocast to bf16, as its training scripts run it."""
+    arguments = [argument for _, argument in case.kinds.values()]
+    base = dict.fromkeys(arguments, 1)
+    one = their_kernels(case, base, autocast=autocast)
+    every = Counter(type(block).__name__ for block in build_on_meta(case.spec, case.arch, Precision()).blocks())
+    blocks = {}
+    for title, (name, argument) in case.kinds.items():
+        # What a second block of the kind adds.
+        more = their_kernels(case, base | {argument: 2}, autocast=autocast)
+        blocks[title] = every[name], more - one
+    rest = one
+    for _, kernels in blocks.values():
+        rest = rest - kernels
+    return Step(blocks=blocks, rest=rest)
+
+
+def their_kernels(case: Case, num_blocks: Mapping[str, int], *, autocast: bool) -> Kernels:
+    """The kernels of a step of diffusers' model with so many blocks."""
+    with torch.device("meta"):
+        model, inputs = MODELS[case.spec.name](case, num_blocks)
+    model.requires_grad_(False)
+    _inject_there(case, model)
+    model.enable_gradient_checkpointing()
+    keep = model._keep_in_fp32_modules or ()
+
+    def dtype_of(owner: nn.Module, prefix: str, leaf: str, own: nn.Parameter) -> torch.dtype:
+        is_wide = own.requires_grad or any(part in keep for part in (*prefix.split("."), leaf))
+        return torch.float32 if is_wide else torch.bfloat16
+
+    with fake_tensors("cuda") as meter:
+        fuse_norms(model, meter)
+        give_memory(model.train(), DEVICE, dtype_of=dtype_of)
+        given = {
+            name: torch.empty(x.shape, dtype=x.dtype, device=DEVICE) if isinstance(x, Tensor) else x
+            for name, x in inputs.items()
+        }
+        meter.kernels = Counter()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            prediction = model(**given, return_dict=False)[0]
+        target = torch.empty_like(prediction, dtype=torch.float32)
+        (prediction.float() - target).square().mean().backward()
+        return meter.kernels
+
+
+def _inject_there(case: Case, model: nn.Module) -> None:
+    """LoRA on the layers that ours has by default; those of blocks that this smaller model lacks are left out."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    own = build_on_meta(case.spec, case.arch, Precision())
+    names = case.spec.architecture.names.from_native["diffusers"]
+    adapted = inject(own, AdapterConfig(rank=RANK), case.spec.adapters.targets)
+    mirrors = {names(f"{name}.weight")[0].name.removesuffix(".weight") for name in adapted}
+    present = {name for name, _ in model.named_modules()} & mirrors
+    inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=sorted(present)), model)
+
+
+def _wan(case: Case, num_blocks: Mapping[str, int]) -> tuple[nn.Module, dict[str, Any]]:
+    from diffusers import WanTransformer3DModel
+
+    arch, (frames, height, width) = case.arch, case.size
+    model = WanTransformer3DModel(
+        num_attention_heads=arch.heads, attention_head_dim=arch.head_dim, ffn_dim=arch.ffn_dim, **num_blocks
+    )
+    return model, {
+        "hidden_states": torch.empty(1, 16, (frames - 1) // 4 + 1, height // 8, width // 8, dtype=torch.bfloat16),
+        "timestep": torch.empty(1),
+        "encoder_hidden_states": torch.empty(1, 512, 4096, dtype=torch.bfloat16),
+    }
+
+
+def _flux2(case: Case, num_blocks: Mapping[str, int]) -> tuple[nn.Module, dict[str, Any]]:
+    from diffusers import Flux2Transformer2DModel
+
+    tokens = case.size[1] * case.size[2] // 256
+    model = Flux2Transformer2DModel(**num_blocks)
+    return model, {
+        "hidden_states": torch.empty(1, tokens, 128, dtype=torch.bfloat16),
+        "encoder_hidden_states": torch.empty(1, 512, case.arch.text_dim, dtype=torch.bfloat16),
+        "timestep": torch.empty(1),
+        "guidance": torch.empty(1),
+        "img_ids": torch.empty(tokens, 4),
+        "txt_ids": torch.empty(512, 4),
+    }
+
+
+MODELS: dict[str, Callable[[Case, Mapping[str, int]], tuple[nn.Module, dict[str, Any]]]] = {
+    WAN.name: _wan,
+    FLUX2.name: _flux2,
+}
+
+
+class FusedNorm(nn.Module):
+    """An RMS norm as CUDA has it: one kernel forward and one backward. On fake devices, which are CPUs, torch composes it."""
+
+    def __init__(self, meter: Meter):
+        super().__init__()
+        self.meter = meter
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = _FusedNorm.apply(x, self.meter)
+        return made
+
+
+def fuse_norms(model: nn.Module, meter: Meter) -> None:
+    """Replace the RMS norms of a model."""
+    for owner in list(model.modules()):
+        for name, child in owner.named_children():
+            if isinstance(child, nn.RMSNorm):
+                setattr(owner, name, FusedNorm(meter))
+
+
+class _FusedNorm(torch.autograd.Function):
+    """An RMS norm with a frozen weight, as memory traffic only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, meter: Meter) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.meter = meter
+        meter.kernels[Kernel("elementwise", 0, 2 * x.nbytes)] += 1
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        ctx.meter.kernels[Kernel("elementwise", 0, 2 * x.nbytes + gradient.nbytes)] += 1
+        return torch.empty_like(x), None
+
+
+def seconds_of(kernels: Kernels, gpu: GPU, *kinds: str) -> float:
+    """Modelled time of kernels, of some kinds only if any are named."""
+    return sum(count * kernel_seconds(k, gpu) for k, count in kernels.items() if not kinds or k.kind in kinds)
+
+
+def block_row(label: str, kernels: Kernels) -> list[str]:
+    """A block on the first GPU."""
+    gpu, cells = GPUS[0], [label]
+    for kinds in (("matmul_16",), ("attention", "attention_backward"), ("matmul_32",), ("elementwise",)):
+        chosen = {k: count for k, count in kernels.items() if k.kind in kinds}
+        amount = (
+            f"{sum(k.bytes * count for k, count in chosen.items()) / 1e9:.1f} GB"
+            if kinds == ("elementwise",)
+            else f"{sum(k.flops * count for k, count in chosen.items()) / 1e12:.2f} TFLOP"
+        )
+        cells.append(f"{seconds_of(kernels, gpu, *kinds) * 1e3:.1f} ({amount})")
+    return [*cells, f"{seconds_of(kernels, gpu) * 1e3:.1f}", f"{kernels.total()}"]
+
+
+def step_row(label: str, step: Step, peer: Step) -> list[str]:
+    """A step on every GPU, and how many times as fast as the peer's it is on each."""
+    times = [f"{step.seconds(gpu):.2f} s ({peer.seconds(gpu) / step.seconds(gpu):.2f})" for gpu in GPUS]
+    return [label, *times, f"{step.launches:,}"]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """A table in Markdown."""
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+def page(case: Case) -> Iterator[str]:
+    """The section of a case."""
+    steps = {
+        "ours": ours(case),
+        "diffusers, LoRA in fp32": theirs(case, autocast=False),
+        "diffusers, bf16 autocast": theirs(case, autocast=True),
+    }
+    peer = steps["diffusers, bf16 autocast"]
+    yield f"\n## {case.name}\n"
+    for title in case.kinds:
+        yield from table(
+            [
+                f"one {title}, ms on {GPUS[0].name}",
+                "bf16 matmul",
+                "attention",
+                "fp32 matmul",
+                "elementwise",
+                "sum",
+                "launches",
+            ],
+            [block_row(label, step.blocks[title][1]) for label, step in steps.items()],
+        )
+        yield ""
+    yield from table(
+        ["step (times as fast as diffusers under autocast)", *(gpu.name for gpu in GPUS), "launches"],
+        [step_row(label, step, peer) for label, step in steps.items()],
+    )
+
+
+HEAD = f"""# One training step on a GPU, counted
+
+`uv run tools/roofline.py > benchmarks/roofline.md`. **Counted and modelled on a CPU, not measured: no GPU has run any of it.**
+
+A step is forward, loss and backward of a LoRA of rank {RANK} on the default targets, one sample, base in bf16, checkpointing `full`, eager;
+without the optimizer, which is the same for all. *ours* runs in the default precision. diffusers {{diffusers}} with peft {{peft}} has the same
+layers adapted, once without autocast (adapters and their products in fp32), once under `torch.autocast` to bf16, as its training scripts
+run. Assumptions:
+
+- An operation reads each input and writes each result once, and is one launch. It takes as long as its arithmetic or its memory traffic,
+  whichever is longer; launches cost nothing, and nothing overlaps. Interleaved halves (diffusers' rotation) count as if they were dense.
+- RMS norm, layer norm and attention are one fused kernel each way for both, as CUDA has them.
+- Shares of the published rates (`planner/gpus.py`) that kernels reach: {", ".join(f"{kind} {share:g}" for kind, share in SHARES.items())}.
+  Consumer GPUs reach more of theirs in attention. The same shares hold for both sides.
+- Memory is not looked at: FLUX.2 dev fits on none of the smaller GPUs as it is."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    wanted = parser.parse_args().only.lower()
+    import diffusers
+    import peft
+
+    print(HEAD.format(diffusers=diffusers.__version__, peft=peft.__version__))
+    for case in CASES:
+        if wanted in case.name.lower():
+            print("\n".join(page(case)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
