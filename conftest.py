@@ -1,6 +1,7 @@
 """What every test of the repository runs under, in each pytest-xdist worker: one thread, no network, checked shapes."""
 
 import gc
+import importlib
 import os
 import signal
 import socket
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jaxtyping import install_import_hook
 
 # Set before torch starts. Workers share the cores, and results are compared to the bit, which needs a fixed thread count.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -38,8 +38,8 @@ CHECKED = [
 # Helper modules beside the tests, and tools, are imported by name; tests/test_house.py keeps the names apart.
 sys.path.extend(str(folder) for folder in HELPERS)
 
-# Checks their annotations at each call. Here and not as pytest's --jaxtyping-packages, which does not reach pytest-xdist's workers.
-install_import_hook(CHECKED, "annotation_checks.checked")
+# Imported when the path to it is known. Not as pytest's --jaxtyping-packages, which does not reach pytest-xdist's workers.
+importlib.import_module("annotation_checks").install(CHECKED)
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,9 @@ gc.disable()  # until all tests are imported, which leaves little to collect, an
 
 
 def pytest_collection_finish() -> None:
-    _set_aside_what_is_imported()
+    global _imported
+    gc.freeze()  # without looking for garbage first, of which there is little: that took a second in each worker
+    _imported = len(sys.modules)
     gc.enable()
 
 

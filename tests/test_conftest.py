@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from annotation_checks import _checkable, checked
+from annotation_checks import _checkable, beartyped, checked
 from ditkit_core.nn.lora import low_rank_sum
 from ditkit_core.training.flow_matching import shift_sigma
 from workspace import ROOT
@@ -25,7 +25,7 @@ def test_annotations_of_modules_that_name_shapes_are_checked():
 
 
 def test_a_result_is_checked_too_by_the_dimensions_of_the_arguments():
-    @jaxtyping.jaxtyped(typechecker=checked)
+    @checked
     def use(x: Float[Tensor, "rows columns"]) -> Float[Tensor, "columns rows"]:
         return x.T if len(x) < 4 else x
 
@@ -34,13 +34,41 @@ def test_a_result_is_checked_too_by_the_dimensions_of_the_arguments():
         use(torch.ones(4, 3))
 
 
+def test_what_differs_from_calls_that_passed_is_checked():
+    def made():
+        @checked
+        def use(x: Float[Tensor, "rows columns"], *, by: Float[Tensor, "rows"] | None = None) -> Float[Tensor, "rows"]:
+            return x.sum(1) if by is None else x[:, 0] + by
+
+        return use
+
+    assert made()(torch.ones(2, 3)).tolist() == [3.0, 3.0]
+    assert made()(torch.ones(2, 3), by=torch.ones(2)).tolist() == [2.0, 2.0]
+    for wrong in (torch.ones(3), torch.ones(2, dtype=torch.long), [1.0, 1.0]):
+        with pytest.raises(jaxtyping.TypeCheckError, match="by"):
+            made()(torch.ones(2, 3), by=wrong)
+    for wrong in (torch.ones(2), torch.ones(2, 3, dtype=torch.long)):
+        with pytest.raises(jaxtyping.TypeCheckError, match="x"):
+            made()(wrong)
+
+
+def test_annotations_that_depend_on_values_are_checked_at_every_call():
+    @checked
+    def use(rows: int) -> Float[Tensor, "{rows}"]:
+        return torch.ones(3)
+
+    use(3)
+    with pytest.raises(jaxtyping.TypeCheckError, match="return value"):
+        use(2)
+
+
 def test_a_protocol_counts_as_any_and_what_stands_beside_it_is_still_checked():
     from ditkit_core.models.protocol import StagedModel
 
     assert _checkable(StagedModel | None) == (_checkable(StagedModel) | None)
     assert _checkable(dict[str, StagedModel | int]) != dict[str, StagedModel | int]
 
-    @checked
+    @beartyped
     def use(model: StagedModel, num_steps: int) -> None: ...
 
     use(object(), 3)  # type: ignore[arg-type]

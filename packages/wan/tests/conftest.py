@@ -1,12 +1,15 @@
-"""What Wan's tests share: the demo's tiny checkpoint, written once in each process."""
+"""What Wan's tests share: the demo's tiny checkpoint, written once in each process. Imports no torch: pytest-xdist's controller reads it too."""
 
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from safetensors import safe_open
+
+if TYPE_CHECKING:
+    import torch
 
 
 @pytest.fixture(scope="session")
@@ -28,12 +31,14 @@ class Recording:
             self.without_gradient = set(json.loads(file.metadata()["zero_gradients"]))
             self.tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
 
-    def group(self, prefix: str) -> dict[str, torch.Tensor]:
+    def group(self, prefix: str) -> "dict[str, torch.Tensor]":
         """Tensors whose names begin so, by what follows."""
         return {key.removeprefix(prefix): t for key, t in self.tensors.items() if key.startswith(prefix)}
 
-    def model(self, **extra: object) -> torch.nn.Module:
+    def model(self, **extra: object) -> "torch.nn.Module":
         """Ours with the recorded weights; `extra` are fields of the architecture beside those that all have."""
+        import torch
+
         from ditkit_core.models.precision import Precision
         from ditkit_wan.model.transformer import WanTransformer
         from ditkit_wan.presets import WanArch
@@ -49,7 +54,7 @@ class Recording:
         model.load_state_dict({to_native(key): tensor for key, tensor in self.group("sd.").items()})
         return model
 
-    def check(self, model: torch.nn.Module, case: str, given: Mapping[str, str]) -> torch.Tensor:
+    def check(self, model: "torch.nn.Module", case: str, given: Mapping[str, str]) -> "torch.Tensor":
         """Hold a forward and backward against the recorded case, and return the output.
 
         Args:
@@ -91,7 +96,7 @@ class Recording:
         return out.detach()
 
 
-def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def relative(ours: "torch.Tensor", theirs: "torch.Tensor") -> float:
     """Norm of the difference by the norm of what was recorded."""
     difference = ours.detach().double() - theirs.detach().double()
     return float(difference.norm() / theirs.detach().double().norm().clamp_min(1e-30))
