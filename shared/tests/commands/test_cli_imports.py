@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from ditkit_core.testing.ranks import once
+
 SLOW = {"torch", "numpy", "torchao", "diffusers", "transformers", "peft", "accelerate", "tensorboard", "av", "PIL"} | {
     "huggingface_hub",
     "safetensors",
     "jaxtyping",
 }
+# A process that has imported the commands is copied for each call, which is what a call of a new process has: starting that takes longer.
 PROGRAM = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 from ditkit_core.commands.cli import Family, start
 
@@ -21,9 +24,16 @@ def spec():
     raise SystemExit("the spec was asked for")
 
 family = Family(name="toy", presets=("tiny",), demo=Path("demo.toml"), spec=spec)
-command, argv, slow = json.loads(sys.argv[1])
-status = start(family, command, argv)
-print(json.dumps([status, sorted(set(slow) & sys.modules.keys())]))
+calls, slow = json.loads(sys.argv[1])
+os.chdir(sys.argv[2])
+for number, (command, argv) in enumerate(calls):
+    if not os.fork():
+        for stream, kind in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{number}.{kind}", os.O_WRONLY | os.O_CREAT), stream)
+        status = start(family, command, argv)
+        print(json.dumps([status, sorted(set(slow) & sys.modules.keys())]), flush=True)
+        os._exit(0)
+    os.wait()
 """
 ANSWERS = [
     ("train", ["--version"], 0, ""),
@@ -57,17 +67,25 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(("command", "argv", "status", "message"), ANSWERS, ids=lambda value: str(value)[:40])
-def test_it_is_answered_before_anything_slow_is_imported(
-    tmp_path: Path, command: str, argv: list[str], status: int, message: str
-) -> None:
-    (tmp_path / "here").mkdir()
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.toml").write_text("[adapter]\nrank = 4\n")
-    (tmp_path / "typo.toml").write_text("[trian]\nsteps = 3\n")
-    given = json.dumps([command, argv, sorted(SLOW)])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, given], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
-    assert json.loads(done.stdout.splitlines()[-1]) == [status, []], done.stderr
-    assert message in done.stderr and done.stderr.count("\n") == (status != 0)
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of what each call printed."""
+
+    def make(folder: Path) -> str:
+        (folder / "here").mkdir(parents=True)
+        (folder / "run").mkdir()
+        (folder / "run" / "config.toml").write_text("[adapter]\nrank = 4\n")
+        (folder / "typo.toml").write_text("[trian]\nsteps = 3\n")
+        given = json.dumps([[(command, argv) for command, argv, *_ in ANSWERS], sorted(SLOW)])
+        subprocess.run([sys.executable, "-c", PROGRAM, given, str(folder)], check=True)
+        return str(folder)
+
+    return Path(once(tmp_path_factory.getbasetemp(), "cli_imports", make))
+
+
+@pytest.mark.parametrize("number", range(len(ANSWERS)), ids=lambda number: " ".join(ANSWERS[number][1])[:40])
+def test_it_is_answered_before_anything_slow_is_imported(answers: Path, number: int) -> None:
+    _, _, status, message = ANSWERS[number]
+    out, err = ((answers / f"{number}.{kind}").read_text() for kind in ("out", "err"))
+    assert json.loads(out.splitlines()[-1]) == [status, []], err
+    assert message in err and err.count("\n") == (status != 0)

@@ -51,10 +51,10 @@ LARGE = {"size": (17, 128, 128)}
     ("policy", "size"),
     [
         ("attn_only, 0-1=none, 4-=full", {}),
-        ("full+offload, 2-3=none", LARGE),
         *(
             pytest.param(policy, size, marks=pytest.mark.exhaustive)
             for policy, size in [
+                ("full+offload, 2-3=none", LARGE),
                 ("full, 0-2=none", {}),
                 ("full, 3-=none", {}),
                 ("full, 2-4=attn_only(self)", {}),

@@ -60,6 +60,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "tiny", folder / "scaled"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="measured with Linux's and macOS's allocators")
 def test_a_streamed_encoder_takes_two_layers_at_most_and_a_resident_one_all(bases: tuple[Path, Path]) -> None:
     command = [sys.executable, "-c", SCRIPT, *map(str, bases)]

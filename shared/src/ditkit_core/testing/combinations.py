@@ -10,6 +10,10 @@ NIGHTLY_FOR_VARIANTS = (
     "test_policies_leave_nothing_in_a_model",
     "test_errors_come_in_the_right_order",
     "test_no_cut_changes_a_number_over_a_quantized_base",
+    "test_no_policy_changes_a_bit_over_a_quantized_base",
+    "test_operations_kept_by_name_do_not_run_again",
+    "test_offloading_changes_no_bit",
+    "test_what_is_sent_is_what_a_policy_keeps",
     "test_training_on_another_device_changes_no_number",
     "test_a_streamed_model_trains_and_measures_alike_on_two_devices",
     "test_one_backward_over_several_streamed_forwards",
@@ -20,7 +24,8 @@ NIGHTLY_FOR_VARIANTS = (
     "test_steps_on_one_batch_lower_its_loss",
 )
 """The slowest checks, of features that all variants of a family share: `Conformance.nightly`. Each feature has another check that every
-variant runs daily: a division its layouts, streaming its bits, pipelining one backward over the sum, and all of them the levers together."""
+variant runs daily: a division its layouts, streaming its bits, pipelining one backward over the sum, policies and offloading what they
+repeat and send, and all of them, quantized bases too, the levers together."""
 
 
 def pairwise(

@@ -3,7 +3,6 @@
 class TestCompiled(CompileConformance):
     folder = Path(__file__).parent
     script = folder / "support" / "compiled_wan.py"
-    daily = ("TestVace",)
     in_pairs = ("TestVace",)
 """
 
@@ -34,8 +33,6 @@ class CompileConformance:
     """Script that prints the result of `compiled_steps.compare` for an adapter, a dtype and a backend."""
     num_attention: ClassVar[int] = 4
     """Attention calls in a forward of the script's model."""
-    daily: ClassVar[tuple[str, ...]] = ()
-    """Variants that are compiled in the default tests."""
     in_pairs: ClassVar[tuple[str, ...]]
     """Variants that between them have every kind of block: pairs of all levers are tried with each."""
     graphs_of_sizes: ClassVar[Mapping[str, int]] = MappingProxyType({})
@@ -43,10 +40,6 @@ class CompileConformance:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Names of variants, which a subclass says."""
-        if "names" in metafunc.fixturenames:
-            others = tuple(name for name in variants_of(self.folder) if name not in self.daily)
-            daily = [pytest.param(self.daily, id="daily")] if self.daily else []
-            metafunc.parametrize("names", [*daily, pytest.param(others, id="others", marks=pytest.mark.slow)])
         if "name" in metafunc.fixturenames:
             metafunc.parametrize("name", self.in_pairs)
 
@@ -54,8 +47,9 @@ class CompileConformance:
     def _every(self) -> tuple[str, ...]:
         return tuple(variants_of(self.folder))
 
-    def test_variants_compile_to_a_graph_for_each_kind_of_block(self, names: tuple[str, ...]) -> None:
-        check_variants(self.folder, names)
+    @pytest.mark.slow
+    def test_variants_compile_to_a_graph_for_each_kind_of_block(self) -> None:
+        check_variants(self.folder, self._every)
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("adapter", "dtype"), [("full", "float32"), ("lora", "bfloat16")])
